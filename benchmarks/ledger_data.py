@@ -4,7 +4,8 @@
 
 FILES has the folders ``multi30k``, ``wikitext-2``, ``glue`` and ``super_glue`` as published, and samples of
 the others: ``ag_news`` (labeled descriptions, and test.csv), ``wmt15_ende_sample``, ``wmt_newstest``,
-``cnn_dailymail_sample`` and ``personachat_xpersona_en``. What is not there is left out, and its tables too.
+``cnn_dailymail_sample`` and ``personachat_xpersona_en``; ``sentencepiece/t5_spiece.model`` is T5's own.
+What is not there is left out, and its tables too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import csv
 import gzip
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -75,6 +77,8 @@ def main() -> None:
                 words += ["--from", f"{split}={path}"]
             command("data", "import", "mine", "--name", name, *words, *options, *data)
 
+    if (path := files / "sentencepiece" / "t5_spiece.model").exists():
+        shutil.copyfile(path, args.workdir / "spiece.model")
     text = ("--input", "{input}", "--target", "{target}")
     for name in ("multi30k", "wikitext", "glue", "super_glue"):
         if (folder := files / {"wikitext": "wikitext-2"}.get(name, name)).is_dir():

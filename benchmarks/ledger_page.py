@@ -21,15 +21,18 @@ HERE = pathlib.Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"
 INTRODUCTION = """# Results
 
-The papers' comparisons, run small: these tables say whether the *order* of the systems is that of a
-paper, not what its numbers would be. `benchmarks/ledger.py` makes all runs, and writes this page and
+The papers' comparisons, run small: these tables say whether the systems come in a paper's *order*, not
+what its numbers would be. `benchmarks/ledger.py` makes all runs, and writes this page and
 `results.json`.
 
 Scores are means over seeds ± their standard error. *To the first* is the mean difference to the first
-system, paired by seed; *P* the probability, by Student's t over the seeds, that its sign is that of the
-paper's difference: the order agrees above 0.95, is contrary below 0.05, and is open between. Steps a
-second and peak memory of the compiled step are measured for all systems of a table in turns; operations
-are those of a forward pass per token.
+system, paired by seed, with the number of pairs where it is not that of the seeds; *P* the probability,
+by Student's t over three or more pairs, that its sign is that of the paper's difference: the order
+agrees above 0.95, is contrary below 0.05, and is open between. Differences of single seeds mean little:
+training one seed twice on a GPU gives two numbers (compare *HC-SA* under Translation with *-1, 1; decoder
+-1, 0* under Places of hard-coded heads, which is the same recipe). Steps a second are measured for all
+systems of a table in turns. FLOPs are those of a forward pass; *memory* is what the compiled training
+step needs, parameters and optimizer state included.
 """
 
 COVERAGE = """# What of the papers is here
@@ -83,7 +86,7 @@ def with_error(values: Sequence[float], form: str = ".1f") -> str:
 def sign_probability(differences: Sequence[float], sign: float) -> float | None:
     """Returns the probability that the true mean difference has a sign; None: too few seeds."""
     error = standard_error(differences)
-    if not error:
+    if not error or len(differences) < 3:
         return None
     t = statistics.fmean(differences) / error
     return float(stats.t.cdf(math.copysign(1.0, sign) * t, len(differences) - 1))
@@ -110,11 +113,13 @@ def rows_of(table: Table, results: Mapping[str, Any]) -> Iterator[dict[str, Any]
             shared = differences(values, baseline)
             if run != first and shared:
                 row["difference"] = with_error(shared, "+" + table.form)
+                if len(shared) != len(values):
+                    row["difference"] += f" ({len(shared)})"
                 if row["paper"] is not None and first.system in table.paper:
                     published = row["paper"] - table.paper[first.system]
                     row["order"] = judge(sign_probability(shared, published)) if published else None
         if speed := results["speed"].get(run.name):
-            row |= {key: speed[key] for key in ("parameters", "flops", "peak_mb")}
+            row |= {key: speed[key] for key in ("parameters", "flops", "memory_mb")}
             row["speed"] = 1 / speed["step_seconds"]
             if table.decodes and reference:
                 row["ratio"] = reference["step_seconds"] / speed["step_seconds"]
@@ -123,14 +128,29 @@ def rows_of(table: Table, results: Mapping[str, Any]) -> Iterator[dict[str, Any]
             yield row
 
 
-def facts(entries: Sequence[Mapping[str, Any]], noun: str) -> str:
-    """Says how many runs or systems were measured, on which machines and when."""
-    machines = collections.Counter(
-        f"{e['device']}, Python {e['python']}, jax {e['jax']}" for e in entries
-    )
-    found = "; ".join(f"{count} {noun} on {machine}" for machine, count in machines.most_common())
-    dates = sorted({entry["date"] for entry in entries})
-    return f"{found}; {' to '.join(dates[:: max(1, len(dates) - 1)])}"
+def facts(measured: Mapping[str, Mapping[str, Any]], noun: str) -> str:
+    """Says on which machines the runs or speeds of systems were measured, and when.
+
+    Args:
+      measured: entries by system and seed.
+      noun: what they are.
+    """
+    places: dict[str, dict[str, list[str]]] = {}
+    for system, entries in measured.items():
+        for seed, e in entries.items():
+            machine = f"{e['device']}, Python {e['python']}, jax {e['jax']}"
+            places.setdefault(machine, {}).setdefault(system, []).append(seed)
+    texts = []
+    for machine, systems in places.items():
+        count = sum(map(len, systems.values()))
+        names = [
+            system if len(seeds) == len(measured[system]) else f"{system} ({', '.join(seeds)})"
+            for system, seeds in systems.items()
+        ]
+        of = f": {', '.join(names)}" if len(places) > 1 else ""
+        texts.append(f"{count} {noun}{'s' * (count > 1)} on {machine}{of}")
+    dates = sorted({e["date"] for entries in measured.values() for e in entries.values()})
+    return f"{'; '.join(texts)}. {' to '.join(dates[:: max(1, len(dates) - 1)])}"
 
 
 def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
@@ -150,30 +170,32 @@ def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
         "decoding": "decoding × the first|.2f",
         "parameters": "parameters|,d",
         "flops": "FLOPs/token|,d",
-        "peak_mb": "peak MB|,.0f",
+        "memory_mb": "memory (MB)|,.0f",
     }
     columns = {k: v for k, v in possible.items() if any(row.get(k) is not None for row in rows)}
-    entries = [e for run in table.runs([0]) for e in results["runs"].get(run.name, {}).values()]
-    timed = [results["speed"][run.name] for run in table.runs([0]) if run.name in results["speed"]]
+    runs, speed = results["runs"], results["speed"]
+    made = {r.system: runs[r.name] for r in table.runs([0]) if r.name in runs}
+    timed = {r.system: {"": speed[r.name]} for r in table.runs([0]) if r.name in speed}
     parts = [f"## {table.title}", table.about, report.table(rows, columns)]
     if table.source:
         parts.append(f"Paper: {table.source}.")
     if draw_curves(table, results, DOCS / "results" / f"{name}.svg"):
         parts.append(f"![{table.title}: curves of all systems](results/{name}.svg)")
-    if entries:
+    if made:
         command = f"python benchmarks/ledger.py run {name} --data-dir DATA --workdir runs/ledger"
-        parts.append(f"`{command}`: {facts(entries, 'runs')}.")
+        parts.append(f"`{command}`: {facts(made, 'run')}.")
     if timed:
-        command = f"python benchmarks/ledger.py speed {name} --data-dir DATA"
-        rounds = timed[0]["rounds"]
-        parts.append(f"`{command}`: medians of {rounds} steps in turns; {facts(timed, 'systems')}.")
+        (rounds,) = {entry["rounds"] for entries in timed.values() for entry in entries.values()}
+        command = f"python benchmarks/ledger.py speed {name} --data-dir DATA --rounds {rounds}"
+        parts.append(f"`{command}`: medians of steps in turns; {facts(timed, 'system')}.")
     return "\n\n".join(parts) + "\n"
 
 
 def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
     """Draws how far systems are from the first of their tables, here and in the papers."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    panels, label = figure.subplots(1, len(OVERVIEW)), "here, one seed"
+    panels = figure.subplots(1, len(OVERVIEW))
+    seeds = {"here, one seed": "none", "here, mean ± standard error of several seeds": "C0"}
     for axes, name in zip(panels, OVERVIEW, strict=True):
         table = tables[name]
         first, *others = table.runs([0])
@@ -184,17 +206,18 @@ def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> No
             if not own or (published := table.paper.get(run.system)) is None:
                 continue
             y, error = len(drawn), standard_error(own)
-            label = label if error is None else "here, mean ± standard error of several seeds"
-            axes.errorbar(statistics.fmean(own), y, xerr=error, fmt="o", color="C0", capsize=2)
+            face = "none" if error is None else "C0"
+            axes.errorbar(statistics.fmean(own), y, xerr=error, fmt="o", color="C0", mfc=face)
             axes.plot(published - table.paper[first.system], y, "D", color="C1", fillstyle="none")
             drawn.append(run.system)
         axes.axvline(0, color="gray", linewidth=0.8)
         axes.set(xlabel=f"{table.unit}, difference to {first.system}", title=table.title)
         axes.set_yticks(range(len(drawn)), drawn)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].plot([], [], "o", color="C0", label=label)
+    for label, face in seeds.items():
+        panels[0].plot([], [], "o", color="C0", mfc=face, label=label)
     panels[0].plot([], [], "D", color="C1", fillstyle="none", label="paper")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     save_svg(figure, DOCS / "results.svg")
 
 
@@ -244,14 +267,17 @@ def coverage(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
         timed = any(run.name in results["speed"] for run in runs if not run.metric)
         shown = ", ".join(filter(None, (name, seeds and f"{seeds} seed{'s' * (seeds > 1)}")))
         needs_run = name or command.startswith("recipes papers.")
-        verdict = "works" if command and (seeds or timed or not needs_run) else "not run"
+        works = command and (seeds or timed or not needs_run)
+        verdict = "works" if works else "not run" if command else "missing"
+        if not works:  # nor is it run otherwise
+            shown, note = "", "; ".join(x for x in note.split("; ") if not x.startswith("run "))
         rows[PAPERS[number[0]]].append(
             {
                 "row": number,
                 "what": what,
-                "verdict": verdict if command else "missing",
+                "verdict": verdict,
                 "command": f"`{command}`" if command else "",
-                "shown": "; ".join(filter(None, (shown if verdict == "works" else "", note))),
+                "shown": "; ".join(filter(None, (shown, note))),
             }
         )
     columns = {

@@ -256,9 +256,16 @@ def attend_with_alignment(
         x, y = project("query", x), project("key", y)
     x, y, values = (merge_batch_axes(array, batch) for array in (x, y, values))
     spans = Span(index, q_length), Span(0, length)
-    terms = align(x, y, AttentionContext(layer.num_heads, values.shape[-1], *spans, index))
     mask = as_mask(mask, (*batch, layer.num_heads, q_length, length))
     mask = dataclasses.replace(mask, causal=mask.causal or is_causal)
+    context = AttentionContext(
+        layer.num_heads,
+        values.shape[-1],
+        *spans,
+        keys_start=index,
+        packed_positions=None if cache else mask.packed_positions,
+    )
+    terms = align(x, y, context)
     if cache:
         names = [name for name in map(_key_name, range(len(cache))) if name in cache]
         keys = tuple(merge_batch_axes(cache[name], batch) for name in names)

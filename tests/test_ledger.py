@@ -30,12 +30,14 @@ def test_systems_are_compared_seed_by_seed():
         name: {str(seed): {"metrics": {"m": x}} | FACTS for seed, x in enumerate(values)}
         for name, values in scores.items()
     }
+    runs["r:d"]["7"] = {"metrics": {"m": 11.0}} | FACTS  # a seed that the first system lacks
     rows = {row["system"]: row for row in ledger_page.rows_of(table, {"runs": runs, "speed": {}})}
     assert rows["V"]["score"] == "20.0 ± 5.8" and rows["R"]["difference"] == "-1.0 ± 0.3"
     # One-sided paired t-test, as the paper says that R is lower.
     p = stats.ttest_rel(scores["r:r"], scores["r:v"], alternative="less").pvalue
     assert rows["R"]["order"] == f"agrees ({1 - p:.2f})"
-    assert rows["D"]["difference"] == "+0.0" and "order" not in rows["D"]
+    assert rows["D"]["difference"] == "+0.0 (1)" and "order" not in rows["D"]
+    assert ledger_page.sign_probability([1.0, 1.1], 1) is None  # two pairs are too few
 
 
 @pytest.mark.parametrize("name", [n for n in TABLES if n != "bottleneck"])

@@ -140,6 +140,9 @@ def test_runs_that_differ_in_seeds_are_one_system(tmp_path):
         logged(tmp_path / f"rv-{i}", seed=i, **{"rte/accuracy": score})
         for i, score in enumerate(scores)
     ]
+    watched = json.loads((runs[2] / "experiment.json").read_text())
+    watched["training"]["writers"] = ["wandb"]
+    (runs[2] / "experiment.json").write_text(json.dumps(watched))
     other = logged(tmp_path / "v", **{"rte/accuracy": 50.0})
     whole = json.loads((other / "experiment.json").read_text())
     whole["model"]["d_model"] = 16

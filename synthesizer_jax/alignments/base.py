@@ -32,6 +32,8 @@ class AttentionContext:
         self-attention, where cached ones are not given again, and 0 in cross-attention.
       num_kv_heads: number of heads of token-made keys, each shared by as many neighboring heads of the
         queries; None: every head has its own.
+      packed_positions: in cross-attention of packed rows, the in-sequence positions of queries and keys,
+        ``[batch, n]`` each; None: they count from the starts above, which suffices for distances.
     """
 
     num_heads: int
@@ -40,6 +42,7 @@ class AttentionContext:
     key_span: Span
     keys_start: int | jax.Array = 0
     num_kv_heads: int | None = None
+    packed_positions: tuple[jax.Array, jax.Array] | None = None
 
     @property
     def distance_range(self) -> tuple[int, int]:

@@ -71,20 +71,21 @@ class DotProduct(Alignment):
         if self.normalize_qk:
             queries, keys = RMSNorm(name="query_norm")(queries), RMSNorm(name="key_norm")(keys)
         if self.rotary_base is not None:
-            queries = rotate(queries, context.query_span.start, base=self.rotary_base)
-            keys = rotate(keys, context.keys_start, base=self.rotary_base)
+            at, keys_at = context.packed_positions or (context.query_span.start, context.keys_start)
+            queries = rotate(queries, at, base=self.rotary_base)
+            keys = rotate(keys, keys_at, base=self.rotary_base)
         scale = width**-0.5 if self.scale is None else self.scale
         if scale != 1.0:
             queries = queries * scale
         return (low_rank(queries, keys, token_keys=True),)
 
 
-def rotate(x: jax.Array, start: int | jax.Array, *, base: float) -> jax.Array:
+def rotate(x: jax.Array, position: int | jax.Array, *, base: float) -> jax.Array:
     """Rotates pairs of features by their position, so that products depend on distances.
 
     Args:
       x: ``[batch, n, heads, width]``; feature i and ``i + width / 2`` are a pair.
-      start: position of the first of the n tokens.
+      position: that of the first of the n tokens, or those of all, ``[batch, n]``.
       base: pair i turns by ``base^(-2 i / width)`` radians per position.
 
     Raises:
@@ -94,9 +95,10 @@ def rotate(x: jax.Array, start: int | jax.Array, *, base: float) -> jax.Array:
     if width % 2:
         raise ValueError(f"DotProduct: rotary positions need an even head_dim, not {width}")
     dtype = logits_dtype(x)
-    position = (start + jnp.arange(length)).astype(dtype)
     speed = base ** (-jnp.arange(0, width, 2, dtype=dtype) / width)
-    angle = position[None, :, None, None] * speed[None, None, None]
+    if jnp.ndim(position) == 0:
+        position = (position + jnp.arange(length))[None]
+    angle = jnp.asarray(position, dtype)[..., None, None] * speed[None, None, None]
     first, second = jnp.split(x.astype(dtype), 2, axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

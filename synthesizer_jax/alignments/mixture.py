@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext, project
 from synthesizer_jax.attention import Split, Terms, add, scale
+from synthesizer_jax.attention.terms import repeat_heads
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -148,6 +149,8 @@ class PerHead(Parts):
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         counts = self.counts(context.num_heads)
+        if keys.ndim == 4:  # the layer's, of which each may serve several heads
+            keys = repeat_heads(keys, context.num_heads)
         groups, start = [], 0
         for i, (part, count) in enumerate(zip(self.parts, counts, strict=True)):
             heads = slice(start, start + count)

@@ -139,6 +139,8 @@ def attend(
         what is asked.
       TypeError: for derivatives other than gradients, on a route other than ``reference``.
     """
+    if soft_cap is not None and not (soft_cap := float(soft_cap)) > 0.0:
+        raise ValueError(f"attend: soft_cap={soft_cap} must be positive; None caps nothing")
 
     def compute(
         terms: Terms,

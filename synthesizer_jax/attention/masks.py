@@ -278,6 +278,13 @@ class Mask:
         """Whether `causal` or `window` hide any key."""
         return self.band != (None, None)
 
+    @property
+    def packed_positions(self) -> tuple[jax.Array, jax.Array] | None:
+        """The in-sequence positions of queries and keys of packed rows, int32 ``[batch, n]`` each."""
+        if self.query_segments is None or self.key_segments is None:
+            return None
+        return segment_positions(self.query_segments), segment_positions(self.key_segments)
+
     def band_pairs(self, q_length: int, k_length: int) -> jax.Array | None:
         """Returns what the band allows, bool ``[q, k]``; None: everything.
 
@@ -285,10 +292,8 @@ class Mask:
         """
         query = jnp.arange(q_length)[:, None] + self.query_offset
         key = jnp.arange(k_length)[None, :]
-        if self.counts_in_segments:
-            assert self.query_segments is not None and self.key_segments is not None
-            query = segment_positions(self.query_segments)[:, None, :, None]
-            key = segment_positions(self.key_segments)[:, None, None, :]
+        if self.counts_in_segments and (positions := self.packed_positions) is not None:
+            query, key = positions[0][:, None, :, None], positions[1][:, None, None, :]
         return _all(*self.band_rules(query, key))
 
     def band_rules(self, query: jax.Array, key: jax.Array) -> list[jax.Array]:

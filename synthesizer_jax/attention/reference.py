@@ -61,13 +61,7 @@ def softmax_weights(
             term, sinks, mask=mask, q_length=q_length, k_length=k_length, soft_cap=soft_cap
         )
     if isinstance(term, Banded):
-        positions = None
-        if uses_segment_positions(terms, mask):
-            assert mask.query_segments is not None and mask.key_segments is not None
-            positions = (
-                segment_positions(mask.query_segments),
-                segment_positions(mask.key_segments),
-            )
+        positions = mask.packed_positions if uses_segment_positions(terms, mask) else None
         return materialize_banded(
             term, mask=mask, q_length=q_length, k_length=k_length, positions=positions
         )

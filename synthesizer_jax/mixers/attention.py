@@ -101,14 +101,11 @@ class AttentionBase(Mixer):
         if cache is not None:
             num_keys, limit = cache.capacity, cache.num_queries
         query_span = Span(position, _num_positions(mask, x.shape[1]), limit)
-        terms = self._terms(
-            x,
-            attended,
-            values,
-            query_span,
-            Span(0, _num_positions(mask, num_keys)),
-            position if kv is None else 0,
-        )
+        key_span = Span(0, _num_positions(mask, num_keys))
+        context = self.context(query_span, key_span, position if kv is None else 0)
+        if kv is not None:
+            context = dataclasses.replace(context, packed_positions=mask.packed_positions)
+        terms = self._terms(x, attended, values, context)
         if cache is not None:
             terms, values, mask, cache = _extend(
                 cache, terms, values, n=x.shape[1], mask=mask, position=position
@@ -124,7 +121,8 @@ class AttentionBase(Mixer):
         attended = x if kv is None else kv
         values = self._values(attended)
         num_queries, num_keys = (0, max_length) if kv is None else (max_length, kv.shape[1])
-        terms = self._terms(x, attended, values, Span(0, num_queries), Span(0, num_keys))
+        context = self.context(Span(0, num_queries), Span(0, num_keys))
+        terms = self._terms(x, attended, values, context)
         if kv is None:
             return init_cache(terms, values, max_length=max_length)
         # All keys and values are there; queries will come.
@@ -149,13 +147,12 @@ class AttentionBase(Mixer):
         """Returns what the alignment knows of the layer, and of positions."""
         return AttentionContext(self.num_heads, self.head_dim, query_span, key_span, keys_start)
 
-    def _terms(self, x: jax.Array, attended: jax.Array, values: Values, *positions: Any) -> Terms:
+    def _terms(
+        self, x: jax.Array, attended: jax.Array, values: Values, context: AttentionContext
+    ) -> Terms:
         """Returns what the alignment makes of queries and of the tokens attended to."""
-        terms = self.alignment.copy(name="align", parent=self)(
-            x,
-            jax.tree.leaves(values)[0] if self.shared_key_value else attended,
-            self.context(*positions),
-        )
+        keys = jax.tree.leaves(values)[0] if self.shared_key_value else attended
+        terms = self.alignment.copy(name="align", parent=self)(x, keys, context)
         check_terms(terms)
         return terms
 
@@ -209,6 +206,10 @@ class Attention(AttentionBase):
         self, query_span: Span, key_span: Span, keys_start: int | jax.Array = 0
     ) -> AttentionContext:
         """Returns what the alignment knows of the layer, and of positions."""
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"Attention: num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"
+            )
         context = super().context(query_span, key_span, keys_start)
         return dataclasses.replace(context, num_kv_heads=self.num_kv_heads)
 

@@ -20,7 +20,7 @@ from synthesizer_jax.files import absolute, describing
 from synthesizer_jax.registry import JSON, child_path
 from synthesizer_jax.reports.figures import Line
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
-from synthesizer_jax.training.run_directory import EXPERIMENT_FILE
+from synthesizer_jax.training.run_directory import EXPERIMENT_FILE, WATCHING
 
 Record: TypeAlias = Mapping[str, Any]
 """A line of a log: measures by name, or an example and its prediction."""
@@ -79,7 +79,7 @@ class System:
 
 
 def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
-    """Reads runs, and puts those together whose experiments differ in seeds, and in nothing else.
+    """Reads runs, and puts those together that differ in seeds, and perhaps in who watched them.
 
     Raises:
       FileNotFoundError: there is no run in a directory.
@@ -91,7 +91,9 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
     groups: dict[str, list[LoggedRun]] = {}
     for parts, directory in zip(paths, directories, strict=True):
         run = read_run("/".join(parts[-length:]), directory)
-        without_seeds = re.sub(r'"seed": [^,}]*', "", json.dumps(run.experiment))
+        training = {k: v for k, v in run.experiment["training"].items() if k not in WATCHING}
+        described = json.dumps({**run.experiment, "training": training})
+        without_seeds = re.sub(r'"seed": [^,}]*', "", described)
         groups.setdefault(without_seeds, []).append(run)
     systems: list[System] = []
     for runs in groups.values():

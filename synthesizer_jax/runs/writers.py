@@ -23,29 +23,29 @@ GROUP = "synthesizer_jax.writers"
 
 
 class Writer(Protocol):
-    """Receives the metrics of a run, in process 0 only."""
+    """Receives the metrics of a run, in process 0 only. One that raises an error is called no more."""
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
         """Takes metrics by name after `step` steps; `kind` is ``train`` or ``eval``."""
 
     def flush(self) -> None:
-        """Is called before a checkpoint is saved."""
+        """Is called after a checkpoint was saved."""
 
-    def close(self) -> None:
-        """Is called when the run ends, however it does."""
+    def close(self, *, failed: bool) -> None:
+        """Is called when the run ends; `failed`: by an error or a signal."""
 
 
 OpenWriter: TypeAlias = Callable[[pathlib.Path, JSON], Writer]
 
 
-def find_writers(names: Iterable[str]) -> list[OpenWriter]:
-    """Returns what opens the writers of these names.
+def find_writers(names: Iterable[str]) -> dict[str, OpenWriter]:
+    """Returns what opens the writers of these names, by name.
 
     Raises:
       ValueError: there is none of a name, or its library is not installed.
     """
     known = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
-    found = []
+    found = {}
     for name in names:
         if name not in known:
             raise ValueError(
@@ -54,7 +54,7 @@ def find_writers(names: Iterable[str]) -> list[OpenWriter]:
             )
         if known[name].module == __name__ and not is_installed(name):  # named after their libraries
             raise ValueError(f"training.writers: {name} is not installed: pip install {name}")
-        found.append(known[name].load())
+        found[name] = known[name].load()
     return found
 
 
@@ -69,6 +69,7 @@ class _Tracker:
 
     def __init__(self, module: str, directory: pathlib.Path, config: JSON):
         self._module: Any = importlib.import_module(module)
+        self._takes_status = module == "wandb"
         path = absolute(directory)
         key = _run_key(directory)
         options = {"name": path.name, "id": key}
@@ -83,9 +84,9 @@ class _Tracker:
     def flush(self) -> None:
         """Does nothing: the library sends what it has from a thread or process of its own."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Waits until everything is sent."""
-        self._module.finish()
+        self._module.finish(**{"exit_code": int(failed)} if self._takes_status else {})
 
 
 class _MLflow:
@@ -108,13 +109,12 @@ class _MLflow:
         self._module.log_metrics(named, step=step, synchronous=False)
 
     def flush(self) -> None:
-        """Waits until everything is sent."""
-        self._module.flush_async_logging()
+        """Does nothing: a thread sends what there is."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Waits until everything is sent, and ends the run."""
-        self.flush()
-        self._module.end_run()
+        self._module.flush_async_logging()
+        self._module.end_run("FAILED" if failed else "FINISHED")
 
 
 open_wandb = functools.partial(_Tracker, "wandb")

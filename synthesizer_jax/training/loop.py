@@ -85,7 +85,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
         log = RunLog(trainer.experiment, directory, checkpoints, visible=visible)
-        stack.callback(log.close)
+        stack.push(lambda kind, error, traceback: log.close(failed=kind is not None))
 
         # Continue where the run was saved, or start. While work that may take minutes is inside of
         # `stop.region()`, a signal ends the process at once: everything is saved, or there is nothing.
@@ -110,17 +110,14 @@ def train(
             if wait:
                 checkpoints.wait()
             log.report_saved()
+            log.flush_writers()
 
         trace = contextlib.ExitStack()
         stack.callback(trace.close)
         for step in range(start, training.steps + 1):  # `state` has done `step` steps
-            # Profile. What the devices have not computed yet is no part of it.
-            if training.profile is not None and step in training.profile:
+            if training.profile is not None and step == training.profile[1]:
                 jax.block_until_ready(state)
                 trace.close()
-                if step == training.profile[0]:
-                    trace.enter_context(jax.profiler.trace(str(directory / "profile")))
-                    log.say(step, f"profiling to step {training.profile[1]}")
 
             # Save. A step that is evaluated is saved before, so an evaluation that fails loses nothing.
             last = step == training.steps
@@ -150,6 +147,12 @@ def train(
             if signal := log.agreed_signal if jax.process_count() > 1 else stop.received:
                 save(state, wait=True)
                 raise Preempted(signal)
+
+            # Profile. Neither what the devices have not computed yet nor what was just saved is part of it.
+            if training.profile is not None and step == training.profile[0]:
+                jax.block_until_ready(state)
+                trace.enter_context(jax.profiler.trace(str(directory / "profile")))
+                log.say(step, f"profiling to step {training.profile[1]}")
 
             # Fetch. Batches of another shape than those before need a program of their own.
             batch = trainer.shard_batch(next(stream))

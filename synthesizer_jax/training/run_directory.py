@@ -18,7 +18,10 @@ from synthesizer_jax.training.experiment import Experiment
 EXPERIMENT_FILE = "experiment.json"
 VOCABULARY_FILE = "vocabulary.model"
 
-MAY_CHANGE = ("steps", "log_every", "save_every", "keep_latest", "keep_best")
+WATCHING = ("writers", "profile")
+"""Fields of `Training` that say who sees a run, not what it computes."""
+
+MAY_CHANGE = ("steps", "log_every", "save_every", "keep_latest", "keep_best", *WATCHING)
 """Fields of `Training` that a continued run may change."""
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from synthesizer_jax.checkpoints.manager import Checkpoints
+from synthesizer_jax.messages import one_line_error
 from synthesizer_jax.registry import to_json
 from synthesizer_jax.runs.events import add_event
 from synthesizer_jax.runs.metrics import MetricsWriter, Throughput
@@ -61,7 +62,9 @@ class RunLog:
         self._open_writers = find_writers(training.writers)
         self._directory, self._checkpoints = directory, checkpoints
         self._created = time.time()
-        self._writers: list[Writer] = []  # in process 0 alone
+        self._metrics: MetricsWriter | None = None  # in process 0 alone
+        self._writers: dict[str, Writer] = {}  # to services, likewise
+        self._step = 0
         visible = visible and processes.is_process_zero()
         self._progress = Progress(training.steps, title=directory.name, visible=visible)
         self._unread: tuple[int, Metrics, int] | None = None
@@ -73,9 +76,10 @@ class RunLog:
         """Begins to write, after the state was restored or made."""
         if processes.is_process_zero():
             add_event(self._directory, "start", step=step, at=self._created)
-            self._writers = [MetricsWriter(self._directory, restored_step=step)]
+            self._metrics = MetricsWriter(self._directory, restored_step=step)
             config = to_json(self._experiment)
-            self._writers += [make(self._directory, config) for make in self._open_writers]
+            for name, make in self._open_writers.items():
+                self._writers[name] = make(self._directory, config)
         self._progress.advance(step)
         self.throughput.read()  # rates are those from here on, without compilation
 
@@ -87,13 +91,14 @@ class RunLog:
 
     def add_event(self, step: int, event: str) -> None:
         """Writes an event."""
-        if self._writers:
+        if self._metrics is not None:
             add_event(self._directory, event, step=step)
 
-    def close(self) -> None:
-        """Stops the display, and closes the files."""
-        for writer in self._writers:
-            writer.close()
+    def close(self, *, failed: bool = False) -> None:
+        """Stops the display, and closes the files and the writers."""
+        if self._metrics is not None:
+            self._metrics.close()
+        self._tell(lambda writer: writer.close(failed=failed))
         self._progress.close()
 
     def add_step(self, step: int, batch: Batch, metrics: Metrics) -> None:
@@ -129,8 +134,12 @@ class RunLog:
     def flush_files(self) -> None:
         """Logs the last step, so that a run continued from its checkpoint misses no line."""
         self.flush()
-        for writer in self._writers:
-            writer.flush()
+        if self._metrics is not None:
+            self._metrics.flush()
+
+    def flush_writers(self) -> None:
+        """Lets services have what they were not sent yet."""
+        self._tell(lambda writer: writer.flush())
 
     def add_evaluation(self, step: int, values: dict[str, float], seconds: float) -> None:
         """Logs the measures of an evaluation."""
@@ -140,8 +149,20 @@ class RunLog:
         self.throughput.read()
 
     def _write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
-        for writer in self._writers:
-            writer.write(step, values, kind=kind)
+        self._step = step
+        if self._metrics is not None:
+            self._metrics.write(step, values, kind=kind)
+        self._tell(lambda writer: writer.write(step, values, kind=kind))
+
+    def _tell(self, call: Callable[[Writer], None]) -> None:
+        """Calls the writers to services; whatever is wrong with one, training goes on without it."""
+        for name, writer in list(self._writers.items()):
+            try:
+                call(writer)
+            except Exception as error:
+                del self._writers[name]
+                text = f"{name} gets no more metrics in this run: {one_line_error(error)}"
+                self.say(self._step, text)
 
     def report_saved(self) -> None:
         """Reports the checkpoints that were finished in the meantime."""

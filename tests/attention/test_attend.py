@@ -193,6 +193,7 @@ SHORT = relative(jnp.ones((HEADS, 20)), first=-9)
         ({"names": ("relative",)}, "give q_length"),
         ({"terms": (SHORT,), "q_length": 11}, "from -9 to 10, but the block needs -10 to 10"),
         ({"dropout_rate": 1.0}, "dropout_rate=1.0"),
+        ({"soft_cap": 0.0}, "soft_cap=0.0 must be positive"),
     ],
 )
 def test_errors(changes, message: str) -> None:

@@ -41,6 +41,7 @@ PACKED = {
     "full": (packed_row(range(11, 17), range(11, 17)), packed_row(range(11))),
     "causal": (packed_row(range(5), range(11, 17)), packed_row(range(11, 14), range(9))),
 }
+PACKED_QUERIES = packed_row(range(11, 13), range(11, 17)), packed_row(range(8))
 # Prompts of five and three tokens, padded at the end and then in front: tokens of the flattened batch.
 PROMPTS = np.array([[0, 1, 2, 3, 4], [11, 12, 13, 0, 0], [0, 1, 2, 3, 4], [0, 0, 11, 12, 13]])
 REAL = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], bool)
@@ -118,6 +119,14 @@ class Subject:
             step = lambda cache, new: extend(new[:, None], cache)[::-1]
             _, rest = jax.lax.scan(step, cache, x[:, 3:].swapaxes(0, 1))
             out["steps"] = jnp.concatenate([first, rest[:, :, 0].swapaxes(0, 1)], axis=1)
+        if self.crosses and self.packs:
+            (queries, own), (index, segments) = (
+                np.swapaxes(rows, 0, 1) for rows in (PACKED_QUERIES, PACKED["full"])
+            )
+            packed = Mask.packed(
+                jnp.asarray(segments), jnp.asarray(own), segments=2, segment_length=LENGTH
+            )
+            out["packed cross"] = apply(flat(x)[queries], flat(x)[index], mask=packed)
         if self.crosses:  # seven queries to the tokens themselves
             seen = Mask(key_lengths=jnp.asarray(LENGTHS))
             out["cross"] = apply(x[:, :7], x, mask=seen)
@@ -275,6 +284,10 @@ def packed_is_separate(s: Subject) -> None:
         index, segments = np.swapaxes(PACKED[mode], 0, 1)
         found, expected = s.forward[f"packed {mode}"], flat(s.forward[mode])[index]
         np.testing.assert_allclose(found[segments > 0], expected[segments > 0], rtol=0, atol=1e-9)
+    if s.crosses:  # segments of queries and keys begin at different places
+        index, own = np.swapaxes(PACKED_QUERIES, 0, 1)
+        found, expected = s.forward["packed cross"], flat(s.forward["full"])[index]
+        np.testing.assert_allclose(found[own > 0], expected[own > 0], rtol=0, atol=1e-9)
 
 
 def sharded_is_single(s: Subject) -> None:

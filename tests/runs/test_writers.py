@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.registry import from_json
 from synthesizer_jax.runs import writers
 from tests.training.tiny import experiment, logged, run
@@ -75,8 +76,8 @@ class Noted(list):
     def flush(self):
         self.append("flush")
 
-    def close(self):
-        self.append("close")
+    def close(self, *, failed):
+        self.append(f"close, {failed=}")
 
 
 NOTED: list[Noted] = []
@@ -89,7 +90,38 @@ def test_a_package_adds_a_writer_by_an_entry_point(tmp_path, monkeypatch):
     run(tmp_path, recipe, evaluate=lambda state: {"score": 1.0})
     (noted,) = NOTED
     steps = [entry[:2] if isinstance(entry, tuple) else entry for entry in noted]
-    assert steps == [(1, "train"), "flush", (2, "train"), "flush", (2, "eval"), "close"]
+    assert steps[:5] == [(1, "train"), "flush", (2, "train"), "flush", (2, "eval")]
+    assert steps[5:] == ["close, failed=False"]
+
+
+class Away(Noted):
+    """A service that cannot be reached."""
+
+    def flush(self):
+        raise ConnectionError("no answer")
+
+
+def test_a_service_that_fails_costs_no_training(tmp_path, monkeypatch, capsys):
+    """Every checkpoint is saved, the other writers go on, and a run that fails is known to have."""
+    groups = {name: f"{__name__}:{kind}" for name, kind in (("away", "Away"), ("mine", "Noted"))}
+    entries = [
+        importlib.metadata.EntryPoint(n, value, writers.GROUP) for n, value in groups.items()
+    ]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+    NOTED.clear()
+
+    def evaluate(state):
+        raise RuntimeError("of the evaluation")
+
+    recipe = experiment(steps=2, save_every=1, writers=("away", "mine"))
+    with pytest.raises(RuntimeError, match="of the evaluation"):
+        run(tmp_path, recipe, evaluate=evaluate, visible=True)
+    assert finished_steps(tmp_path / "checkpoints") == [1, 2]
+    away, mine = NOTED
+    assert [entry[0] for entry in away] == [1]
+    assert mine[-1] == "close, failed=True" and mine.count("flush") == 2
+    printed = capsys.readouterr().out
+    assert "away gets no more metrics in this run: ConnectionError: no answer" in printed
 
 
 def test_what_is_not_there_is_said_before_the_run_begins(tmp_path, monkeypatch):

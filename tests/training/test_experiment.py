@@ -228,6 +228,7 @@ def test_a_directory_continues_only_its_own_run(tmp_path):
     check_same_run(experiment(seed=7), tmp_path)  # nothing was saved: the directory is free
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     check_same_run(experiment(steps=99, save_every=1, keep_best=3), tmp_path)
+    check_same_run(experiment(writers=("wandb",), profile=(1, 2)), tmp_path)
     check_same_run(replace(recipe, mesh=MeshShape(tensor=2)), tmp_path)
     for other, path in (
         (experiment(optimizer=AdamW(b1=0.5)), r"training\.optimizer"),
