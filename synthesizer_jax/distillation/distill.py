@@ -18,7 +18,12 @@ import numpy as np
 import optax
 
 from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.distillation.fit import collect_statistics, fit_layers, is_static
+from synthesizer_jax.distillation.fit import (
+    collect_statistics,
+    fit_layers,
+    is_softmax_of_logits,
+    is_static,
+)
 from synthesizer_jax.distillation.replacement import (
     STACKS,
     Layer,
@@ -237,7 +242,7 @@ class DistillationTrainer(Trainer):
             layer = int(pair.layer.removeprefix("layers_"))
             old, new = (blocks_of(m, pair.stack)[layer] for m in (self.teacher, self.student))
             mixers = old.self_mixer, new.self_mixer
-            both = all(isinstance(mixer, Attention) for mixer in mixers)
+            both = all(isinstance(m, Attention) and is_softmax_of_logits(m) for m in mixers)
             if both and pair.mixer == STACKS[pair.stack] and is_static(new.self_mixer.alignment):
                 layers.append((pair.stack, layer))
         return layers

@@ -77,6 +77,11 @@ def is_static(alignment: Alignment) -> bool:
     return isinstance(alignment, Random | FactorizedRandom | RelativeBias | GaussianBias)
 
 
+def is_softmax_of_logits(attention: Attention) -> bool:
+    """Whether a layer's weights are the softmax of its logits over all keys that the mask lets it see."""
+    return not attention.sinks and attention.soft_cap is None and attention.window is None
+
+
 @functools.partial(jax.jit, static_argnames=("model", "layers"))
 def attention_statistics(
     variables: Variables, batch: Batch, *, model: EncoderDecoder, layers: tuple[Layer, ...]
@@ -151,7 +156,7 @@ def fit(
     """Fits the parameters of an attention layer's static alignment to a teacher's attention.
 
     Args:
-      attention: the layer, whose alignment `is_static`.
+      attention: the layer, whose alignment `is_static` and which `is_softmax_of_logits`.
       statistics: those of the teacher's layer.
       d_model: width of the tokens.
       causal: a query sees the keys up to itself, as in decoders.

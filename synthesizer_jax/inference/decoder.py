@@ -24,7 +24,8 @@ class Sequences(NamedTuple):
       scores: ``[batch, samples]`` what beam search ranks by: the log-probabilities divided by the length
         penalty. Without beams, the log-probabilities.
       log_probabilities: ``[batch, samples]`` in nats, EOS included, under the model itself: before
-        temperature, `top_k`, `top_p` and the minimum length change its distribution.
+        temperature, `top_k`, `top_p` and the minimum length change its distribution. A repetition
+        penalty changes those of beams.
     """
 
     tokens: jax.Array

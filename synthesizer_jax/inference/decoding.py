@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.inference.beam_search import beam_search
-from synthesizer_jax.inference.decoder import Constraints, Decoder, Sequences
+from synthesizer_jax.inference.decoder import EOS, START, Constraints, Decoder, Sequences
 from synthesizer_jax.inference.sampling import Sampling, decode_rows
 from synthesizer_jax.inference.settings import Decoding
 from synthesizer_jax.models import LanguageModel, TextToText, unroll, unroll_variables
@@ -164,6 +164,7 @@ def run_decoding(
         prompt = jnp.zeros_like(encoder_tokens[:, :1])  # the decoder's first input
         if isinstance(model, LanguageModel):
             prompt = _align_right(encoder_tokens)
+            prompt = jnp.where(prompt == EOS, START, prompt)  # the end of the output is another one
     constraints = Constraints(
         min_length, longest, repetition_penalty, decoding.no_repeat_ngram_size, prompt
     )

@@ -36,7 +36,7 @@ class Decoding:
       repetition_penalty: divides the logits of tokens that the sequence already holds if they are positive,
         and multiplies them if they are negative (Keskar et al. 2019, CTRL, section 4.1; as in
         transformers). Beam search changes log-probabilities instead, and returns the changed ones. The
-        sequence of a `LanguageModel` begins with its input. None: no penalty.
+        sequence of a `LanguageModel` begins with its input, whose EOS does not count. None: no penalty.
       no_repeat_ngram_size: n; a token that would complete the same n tokens in a row a second time has
         probability zero (Paulus et al. 2018, section 2.5; as in transformers). None: all are allowed.
       samples: number of sequences per input: independent samples, or the best of the beams.

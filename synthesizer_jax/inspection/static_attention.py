@@ -19,7 +19,13 @@ from synthesizer_jax.alignments import (
     Random,
     RelativeBias,
 )
-from synthesizer_jax.distillation.fit import Statistics, divergence, fit, stack_bias_logits
+from synthesizer_jax.distillation.fit import (
+    Statistics,
+    divergence,
+    fit,
+    is_softmax_of_logits,
+    stack_bias_logits,
+)
 from synthesizer_jax.distillation.replacement import (
     STACKS,
     Layer,
@@ -104,7 +110,8 @@ def can_be_static(mixer: Mixer) -> bool:
 
     They are a softmax of logits that are trained, and have the same alignment.
     """
-    return isinstance(mixer, Attention) and _is_measured(mixer.alignment)
+    is_softmax = isinstance(mixer, Attention) and is_softmax_of_logits(mixer)
+    return is_softmax and _is_measured(mixer.alignment)
 
 
 def _is_measured(alignment: Alignment) -> bool:

@@ -11,6 +11,7 @@ from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.inspection.measures import EDGES, Rows, attention_sums, measure
 from synthesizer_jax.inspection.run import Place, mixers_of, sums_of
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
+from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Size, t5
 from synthesizer_jax.reports.inspection import sentence
 from synthesizer_jax.training.step import loss_sums
@@ -118,3 +119,6 @@ def test_only_layers_that_tables_can_replace_head_by_head_are_fitted(alignment):
     changed = student_model(MODEL, (Replacement(alignment, layers=(1,)),))
     static = [p for p, mixer in mixers_of(changed).items() if not p.cross and can_be_static(mixer)]
     assert [(p.stack, p.layer) for p in static] == [("encoder", 0), ("decoder", 0), ("decoder", 1)]
+    assert can_be_static(Attention(2, 4))
+    for options in ({"sinks": True}, {"soft_cap": 5.0}, {"window": 3}):  # no softmax of all logits
+        assert not can_be_static(Attention(2, 4, **options))
