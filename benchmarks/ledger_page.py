@@ -289,7 +289,9 @@ def coverage(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
     }
     every = [row for found in rows.values() for row in found]
     counts = collections.Counter(row["verdict"] for row in every)
-    summary = ", ".join(f"{counts[v]} {v}" for v in ("works", "not run", "missing"))
+    summary = (
+        f"{counts['works']} work, {counts['not run']} were not run, {counts['missing']} are missing"
+    )
     sections = (f"## {paper}\n\n{report.table(found, columns)}\n" for paper, found in rows.items())
     return "\n".join([COVERAGE.format(summary=summary, rows=len(every)), *sections])
 
