@@ -6,7 +6,7 @@ the same kind of dot product, and everything else in common.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from synthesizer_jax.recipes import pretrain
 
@@ -40,30 +40,40 @@ MIXERS: dict[str, Callable[[Size, int, Alignment], Mixer]] = {
     ),
     "heads": lambda size, n, dot: TalkingHeads(size.heads, size.head_dim, alignment=dot),
 }
-"""Self-attentions that are no alignment: convolutions with a kernel for every four channels, which meets
-the published counts, and with one for each, Linformer with a quarter of the positions, talking heads."""
+"""Self-attentions that are no alignment: convolutions with a kernel for every four channels and with one
+for each, narrower than the zoo's and without a point-wise layer after them, Linformer with a quarter of the
+positions, talking heads."""
 
 HARD_CODED = ("hc_sa", "hc_all", "sh_x")
+SELF_ATTENTIONS = (*VARIANTS, *MIXERS, "hc_sa")
+"""The systems that differ in their self-attention alone, but for talking heads in cross-attention."""
 SYSTEMS = (*VARIANTS, *MIXERS, *HARD_CODED)
 
 
 def self_attentions(
-    system: str, size: Size, length: int, *, dot: Alignment = SCALED, dropout: float = 0.0
+    system: str,
+    size: Size,
+    length: int,
+    *,
+    dot: Alignment = SCALED,
+    dropout: float = 0.0,
+    systems: Sequence[str] = SELF_ATTENTIONS,
 ) -> tuple[Mixer, Mixer]:
     """Returns the self-attention of an encoder and that of a decoder.
 
     Args:
-      system: one of `SYSTEMS`.
+      system: one of `systems`.
       size: widths.
       length: positions of the tables.
       dot: the dot product, alone, in mixtures and of talking heads.
       dropout: rate.
+      systems: those that the recipe has.
 
     Raises:
       ValueError: there is no such system.
     """
-    if system not in SYSTEMS:
-        raise ValueError(f"there is no system {system!r}; there are {', '.join(SYSTEMS)}")
+    if system not in systems:
+        raise ValueError(f"there is no system {system!r}; there are {', '.join(systems)}")
     attention = Attention(size.heads, size.head_dim, alignment=dot, dropout_rate=dropout)
     if system in HARD_CODED:
         places = Gaussian((-1, 1)), Gaussian((-1, 0))  # of the heads: You et al. 2020
@@ -80,17 +90,20 @@ def transformer(
 ) -> EncoderDecoder:
     """Returns an encoder-decoder as Tensor2Tensor's: pre-norm, sinusoids, one embedding for everything.
 
+    Unlike there, norms are root-mean-square norms, and the sinusoids those of the Transformer's paper.
+
     Args:
       system: one of `SYSTEMS`. Those of You et al. 2020 are ``hc_sa`` (hard-coded self-attention),
-        ``hc_all`` (cross-attention too) and ``sh_x`` (hard-coded self-attention, and one learned
-        cross-attention head of full width in the last decoder layer alone).
+        ``hc_all`` (cross-attention too, around the query's own position in the source) and ``sh_x``
+        (hard-coded self-attention, and one learned cross-attention head of full width in the last
+        decoder layer alone).
       size: widths and depths.
       length: positions of the tables.
       vocab_size: rows of the embedding.
       dropout: rate of all dropouts.
       prefix: source tokens before the sentence, see `hard_coded`.
     """
-    encoder, decoder = self_attentions(system, size, length, dropout=dropout)
+    encoder, decoder = self_attentions(system, size, length, dropout=dropout, systems=SYSTEMS)
     cross: Mixer = Attention(size.heads, size.head_dim, alignment=SCALED, dropout_rate=dropout)
     if system == "heads":
         cross = encoder
@@ -127,13 +140,16 @@ def laptop_model(system: str, length: int, dropout: float = 0.0) -> EncoderDecod
     """Returns a T5 1.1 with 2 + 2 layers of d 256 and learned positions, as the paper's on C4 had them.
 
     Args:
-      system: one of `SYSTEMS`.
+      system: one of `SELF_ATTENTIONS`, or ``hc_all``.
       length: positions.
       dropout: rate of all dropouts.
     """
     size = pretrain.LAPTOP
     dot = dot_product(size.head_dim)
-    encoder, decoder = self_attentions(system, size, length, dot=dot, dropout=dropout)
+    systems = (*SELF_ATTENTIONS, "hc_all")
+    encoder, decoder = self_attentions(
+        system, size, length, dot=dot, dropout=dropout, systems=systems
+    )
     return t5(
         size,
         encoder=encoder,

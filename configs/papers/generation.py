@@ -4,8 +4,9 @@
     synthesizer-jax train papers.generation:cnn_dailymail:dv --workdir runs/dv --data-dir DATA \\
         --set vocabulary.path=spm.model
 
-Hardware: Tensor2Tensor's base model, for eight accelerators; two CPU cores take it with ``small`` at the
-end, as in ``papers.generation:personachat:d:small``.
+Hardware: a model of the size of Tensor2Tensor's base, for eight accelerators, with AdamW, a cosine and
+greedy decoding; two CPU cores take it with ``small`` at the end, as in
+``papers.generation:personachat:d:small``.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def cnn_dailymail(system: str, scale: Scale = "base") -> Experiment:
 
 
 def personachat(system: str, scale: Scale = "base") -> Experiment:
-    """The next utterance of a conversation."""
-    return _generate(system, scale, "convai2_self_original", (256, 32))
+    """The next utterance of a conversation, without personas, as in Tensor2Tensor."""
+    return _generate(system, scale, "convai2_none_original", (256, 32))
 
 
 def _generate(system: str, scale: Scale, task: str, lengths: tuple[int, int]) -> Experiment:

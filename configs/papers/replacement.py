@@ -6,8 +6,9 @@
         --data-dir DATA
 
 A recipe takes a place (``encoder``, ``decoder``, ``cross`` or ``everything``), one of the paper's sizes
-(``xs`` to ``xl``) and the teacher's scale, ``small`` or ``published``, the latter for `teacher`, the
-paper's. ALRR and ELR are for encoders. Only the replacements are trained, on the teacher's activations.
+(``xs`` to ``xl``) and the teacher's scale, ``small`` or ``published``, the latter for `teacher`, of the
+paper's size. ALRR and ELR are for encoders. Only the replacements are trained, on the teacher's
+activations.
 
 Hardware and time: minutes on two CPU cores at the small scale.
 """
@@ -51,7 +52,11 @@ def default() -> Distillation:
 
 
 def teacher() -> Experiment:
-    """The paper's teacher, 6 + 6 layers of d 128, on IWSLT 2017; both languages share an embedding."""
+    """A teacher of the paper's size, 6 + 6 layers of d 128, on IWSLT 2017.
+
+    Unlike the paper's, it has the blocks and the training of `translation.multi30k`, and one embedding for
+    both languages and the output.
+    """
     size, length = SCALES["published"]
     experiment = translation.multi30k("v")
     data = replace(

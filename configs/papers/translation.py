@@ -24,7 +24,7 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import EncoderDecoder, Size, Stack
-from synthesizer_jax.models.published import RATIO_IWSLT, hard_coded
+from synthesizer_jax.models.published import RATIO_IWSLT, RATIO_WMT, hard_coded
 from synthesizer_jax.optimizers import AdamW, Linear, Noam, Schedule
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
@@ -38,6 +38,15 @@ LENGTH = 32  # tokens; longer sentences are cut
 PREFIX = 7
 """Tokens of "translate English to German:" with the vocabulary of the commands above; 5 with T5's."""
 STEPS = 4000
+RATIOS = {
+    "wmt14_ende_v003": RATIO_WMT,
+    "iwslt2016_en_de": RATIO_IWSLT,
+    "iwslt2016_de_en": 1 / RATIO_IWSLT,
+    "iwslt2017_en_ja": 5_114_050 / 3_576_290,
+    "iwslt2017_ja_en": 3_576_290 / 5_114_050,
+}
+OTHER_RATIO = 4_215_814 / 4_186_988
+"""Source words per target word in You et al.'s code, of some tasks and of all others."""
 
 
 def default() -> Experiment:
@@ -74,13 +83,16 @@ def base(task: str, system: str) -> Experiment:
     """Tensor2Tensor's base model: 6 + 6 layers of d 512, tables of 256 positions, 250,000 steps."""
     model = transformer(system, BASE, 256, vocab_size=32_768, dropout=0.1, prefix=5)
     schedule = Noam(BASE.d_model, warmup_steps=8000, factor=2.0)
-    return _published(task, model, schedule, rows=128, steps=250_000)
+    return _published(
+        task, model, schedule, rows=128, steps=250_000, b2=0.997, smoothing=0.1, extra_length=100
+    )
 
 
 def large(task: str, system: HardCoded) -> Experiment:
     """The large setting of You et al. 2020, of WMT 2014."""
-    model = hard_coded(system, prefix=5, dropout_rate=0.1)
-    return _published(task, model, Noam(model.d_model), rows=96, steps=100_000)
+    ratio = RATIOS.get(task, OTHER_RATIO)
+    model = hard_coded(system, ratio=ratio, prefix=5, dropout_rate=0.1)
+    return _published(task, model, Noam(model.d_model), rows=96, steps=100_000, smoothing=0.1)
 
 
 def small(task: str, system: HardCoded) -> Experiment:
@@ -91,17 +103,26 @@ def small(task: str, system: HardCoded) -> Experiment:
         layers=5,
         heads=4,
         d_ff=507,
-        ratio=RATIO_IWSLT,
+        ratio=RATIOS.get(task, OTHER_RATIO),
         prefix=5,
         dropout_rate=0.1,
     )
     schedule = Linear(3e-4, total_steps=100_000, final=1e-5)
-    return _published(task, model, schedule, rows=12, steps=100_000)
+    return _published(task, model, schedule, rows=12, steps=100_000, smoothing=0.0)
 
 
 def _published(
-    task: str, model: EncoderDecoder, schedule: Schedule, *, rows: int, steps: int
+    task: str,
+    model: EncoderDecoder,
+    schedule: Schedule,
+    *,
+    rows: int,
+    steps: int,
+    smoothing: float,
+    b2: float = 0.98,
+    extra_length: int = 50,
 ) -> Experiment:
+    """Returns the training of a published setting; by default what is You et al.'s."""
     experiment = multi30k("v")
     return replace(
         experiment,
@@ -119,10 +140,13 @@ def _published(
             experiment.training,
             steps=steps,
             save_every=steps // 50,
-            optimizer=AdamW(schedule, b2=0.98, eps=1e-9, clip_norm=None),
+            keep_latest=5,  # to be averaged
+            optimizer=AdamW(schedule, b2=b2, eps=1e-9, clip_norm=None),
+            label_smoothing=smoothing,
+            z_loss=0.0,
         ),
         evaluation=Evaluation(
-            every=steps // 20, method="beam", relative_length=1.0, extra_length=50
+            every=steps // 20, method="beam", relative_length=1.0, extra_length=extra_length
         ),
     )
 

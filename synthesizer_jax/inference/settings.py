@@ -23,7 +23,7 @@ class Decoding:
         ``min_length - 1`` positions. 1 allows the empty text.
       relative_length: the maximum of an input of n real tokens is also ``round(relative_length · n) +
         extra_length`` (ties to even), but not less than `min_length`. None: `max_length` alone.
-      extra_length: see `relative_length`; Tensor2Tensor decodes with 1 and 50.
+      extra_length: see `relative_length`; Tensor2Tensor decodes with 1 and 100.
       beams: number of beams; 1 is greedy decoding or sampling.
       alpha: exponent of the length penalty ``((5 + n) / 6)^alpha`` by which beam search divides the
         log-probability of a sequence of n tokens (Wu et al. 2016, equation 14; T5 uses 0.6 with 4

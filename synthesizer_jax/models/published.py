@@ -176,7 +176,7 @@ def attention_replaced(kind: str, hidden_dim: int) -> EncoderDecoder:
     )
     attention = Attention(8, 16)
     decoder = Block(attention, feed_forward, cross_mixer=attention, norm=LayerNorm())
-    sines = SinusoidalPositions(endpoint=True)
+    sines = SinusoidalPositions()
     return EncoderDecoder(
         vocab_size=32_000,
         d_model=128,

@@ -22,9 +22,12 @@ from synthesizer_jax.registry import fields_of, from_json, replace, to_json
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.trainer import Trainer
 
-SYSTEMS = [s for s in papers.SYSTEMS if s != "linformer"]
+SYSTEMS = [s for s in papers.SELF_ATTENTIONS if s != "linformer"]
 VALUES = {  # of arguments of recipes: by name, also of one module or recipe
     "SYSTEM": SYSTEMS,
+    "papers.translation:SYSTEM": [*SYSTEMS, "hc_all", "sh_x"],
+    "papers.pretraining:SYSTEM": [*SYSTEMS, "hc_all"],
+    "papers.cotraining:laptop:SYSTEM": [*SYSTEMS, "hc_all"],
     "papers.translation:large:SYSTEM": ["base", "hc_sa", "hc_all", "sh_x"],
     "papers.translation:small:SYSTEM": ["base", "hc_sa", "hc_all", "sh_x"],
     "papers.classification:SYSTEM": [*VARIANTS, *papers.MIXERS],
@@ -149,3 +152,14 @@ def test_a_packaged_recipe_is_built_and_takes_a_step(recipe):
             take_step(trainer, trainer.init())
         elif isinstance(small, Experiment):
             lay_out(json.dumps(to_json(small)))
+
+
+def test_a_system_that_a_recipe_does_not_have_is_refused():
+    """Rather than another one in its place."""
+    for recipe in ("cotraining:synthetic:hc_all", "pretraining:small:sh_x"):
+        with pytest.raises(ValueError, match="there is no system"):
+            load_recipe(f"papers.{recipe}")
+    models = (
+        load_recipe(f"papers.translation:large:{task}:hc_all").model for task in VALUES["TASK"]
+    )
+    assert len({repr(model) for model in models}) == 2  # each has its ratio of lengths
