@@ -144,7 +144,8 @@ def facts(measured: Mapping[str, Mapping[str, Any]], noun: str) -> str:
     for machine, systems in places.items():
         count = sum(map(len, systems.values()))
         names = [
-            system if len(seeds) == len(measured[system]) else f"{system} ({', '.join(seeds)})"
+            f"*{system}*"
+            + ("" if len(seeds) == len(measured[system]) else f" ({', '.join(seeds)})")
             for system, seeds in systems.items()
         ]
         of = f": {', '.join(names)}" if len(places) > 1 else ""
