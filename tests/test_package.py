@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from typer.testing import CliRunner
@@ -28,6 +29,13 @@ def test_importing_the_package_loads_no_tensorflow_and_no_network():
     )
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert process.stdout.strip() == "[]", process.stderr
+
+
+def test_a_wheel_holds_every_package():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    paths = [*ROOT.glob("synthesizer_jax/**/__init__.py"), *ROOT.glob("configs/**/__init__.py")]
+    names = (".".join(path.relative_to(ROOT).parent.parts) for path in paths)
+    assert sorted(name.replace("configs", "synthesizer_jax.recipes") for name in names) == listed
 
 
 def test_the_readmes_examples_run_as_written():

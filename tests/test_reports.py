@@ -121,7 +121,9 @@ def test_what_has_logged_nothing_is_one_sentence(tmp_path):
     # What `eval` writes is enough, as of a converted model.
     task = {"task": "glue_rte", "metrics": {"accuracy": 63.0}, "loss": None}
     results = json.dumps({"step": 2, "tasks": [task], "score": 63.0})
-    (young / "evaluation" / "2" / "results.json").write_text(results)
+    for name in ("2", "5_old"):  # a copy of the user's is not read
+        (young / "evaluation" / name).mkdir(exist_ok=True)
+        (young / "evaluation" / name / "results.json").write_text(results)
     assert report(young, output=output)[0] == [["glue_rte", "accuracy", "63.0"]]
 
 
@@ -189,8 +191,22 @@ def test_answers_that_differ_stand_first_and_any_text_is_shown_as_it_is(tmp_path
         *(("right", "✓ a", "2 of 2"), ("right", "✓ a", "2 of 2")),
     ]
     assert [text for _, text, _ in rows_of(page, "Who is right where")[0]] == [
-        *("glue_rte", "2", "1", "0", "0", "1", "1"),
+        *("glue_rte", "2", "1", "0", "0", "1"),  # no p: the systems have several runs
     ]
+    pair = [tmp_path / name for name in ("A-1", "B-0")]
+    of_question = {"question": 0, "answer": 1}
+    for own, idx, right, counts in (
+        (runs, 1, "A-0", ("1", "0", "0", "0")),  # one of A's two
+        (pair, 1, "B-0", ("1", "0", "0", "1", "1")),
+        (pair, of_question, "B-0", ("1", "0", "0", "1", "–")),
+    ):
+        for run in own:
+            rows = [same | {"idx": 0}, differs | {"idx": idx, "label": int(run.name == right)}]
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (run / "evaluation" / "2" / "glue_rte.jsonl").write_text(text)
+        write_report(tmp_path / "other.html", read_systems(own))
+        shown = rows_of((tmp_path / "other.html").read_text("utf-8"), "Who is right where")
+        assert [text for _, text, _ in shown[0]] == ["glue_rte", "2", *counts]
     shares = re.findall(r'<td style="--w: ([\d.]+)"( class="framed")?>(.*?)</td>', page)
     framed, other = " " + 'class="framed"', ""
     assert shares == [
@@ -231,6 +247,8 @@ def test_intervals_are_those_of_the_metrics_over_resampled_examples():
         samples = [metric(*rng.choice(pairs, len(pairs)).T.tolist())[name] for _ in range(100)]
         np.testing.assert_allclose(found, np.percentile(samples, (2.5, 97.5)), atol=3)
         assert interval(name, value + 1.0, answers) is None  # not what these answers scored
+        answers["0"]["idx"] = {"paragraph": 0, "question": 0, "answer": 0}
+        assert interval(name, value, answers) is None  # of a question
     answers = {str(i): {"target_label": 1, "label": int(i < 8)} for i in range(10)}
     low, high = scipy.stats.binomtest(8, 10).proportion_ci(method="wilson")
     np.testing.assert_allclose(

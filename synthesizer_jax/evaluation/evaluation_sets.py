@@ -185,7 +185,7 @@ def load_evaluation_set(
             # TFDS stores rows in a random order; in that of the original file groups are contiguous.
             rows.sort(key=lambda row: tuple(_places(row).values()))
         if max_examples is not None:
-            groups = [_group(name, row) or (i,) for i, row in enumerate(rows)]
+            groups = [metric_group(name, row) or (i,) for i, row in enumerate(rows)]
             end = max_examples
             while 0 < end < len(rows) and groups[end] == groups[max_examples - 1]:
                 end += 1
@@ -224,8 +224,8 @@ def _places(row: Example) -> dict[str, int]:
     return {n: int(row[n]) for n in names if np.issubdtype(np.asarray(row[n]).dtype, np.integer)}
 
 
-def _group(name: str, row: Example) -> tuple[int, ...]:
-    """Returns the group of a row, which metrics need as a whole; empty if rows have no index."""
+def metric_group(name: str, row: Example) -> tuple[int, ...]:
+    """Returns the group of a row of a task, which metrics need as a whole; empty if rows have no index."""
     key = tuple(_places(row).values())
     if len(key) > 1:
         return key[:2]  # MultiRC's question, ReCoRD's query

@@ -25,6 +25,8 @@ NEAR, REACH = 2, 16
 MOST_CELLS = 48
 """Most rows and columns of a map; those of longer sequences are joined."""
 
+MOMENTS = ("mean", "deviation", "skewness", "kurtosis")
+
 UNIFORM = 1e-3
 """Divergence from equal weights, in nats, below which there is nothing to explain."""
 
@@ -49,7 +51,8 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> 
 
     Args:
       weights: ``[batch or 1, heads, q, k]``.
-      logits: of the same shape, whose rank is measured for the first row; None: there are none.
+      logits: of the same shape, whose rank is measured for the first row; None: there are none. Those of
+        other numbers of heads, as talking heads may have, are not measured.
       rows: which queries count.
 
     Returns:
@@ -70,12 +73,13 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> 
     of_queries = lambda x, counted: jnp.where(counted[:, None], x, 0.0).sum((0, 2))
     log = jnp.log10(jnp.maximum(jnp.abs(weights), 1e-30))
     bins = jnp.clip((PER_DECADE * (log - LOWEST)).astype(jnp.int32), 0, len(EDGES) - 2)
-    histogram = jnp.zeros((heads, len(EDGES) - 1))
+    histogram = jnp.zeros((heads, len(EDGES) - 1), jnp.int32)  # float32 stops at 2^24
     off = jnp.where(several, weights * seen[:, None, :, None] - 1.0, 0.0)
     unit = weights / jnp.maximum(jnp.linalg.norm(weights, axis=-1, keepdims=True), 1e-30)
     queries = (jax.nn.one_hot(seen, keys + 1) * real[..., None]).sum(0)
     rank = jnp.full((heads,), jnp.nan)
-    if logits is not None:  # what is not real is zero, which adds nothing to the rank
+    if logits is not None and logits.shape[1] == heads:
+        # What is not real is zero, which adds nothing to the rank.
         size = real[0].sum(), jnp.max(seen[0], initial=0, where=real[0])
         block = (jnp.arange(len(real[0])) < size[0])[:, None] & (jnp.arange(keys) < size[1])
         found = jnp.linalg.matrix_rank(jnp.where(block, logits[0], 0.0).astype(jnp.float32))
@@ -117,8 +121,6 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     near = np.abs(distance) <= NEAR
     offset = (np.clip(distance, -REACH, REACH) + REACH).ravel()
     m, p2, p3, p4 = (total["powers"] / pairs).T
-    off_diagonal = total["off_diagonal"] / counts
-    known = counts + 0.0 * off_diagonal  # NaN where keys have no positions
     deviation = np.sqrt(np.maximum(p2 - m**2, 0.0))
     safe = np.maximum(deviation, 1e-30)
     shown = np.s_[
@@ -129,16 +131,15 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     return {
         "entropy": -negentropy / counts,
         "spread": total["spread"] / max(queries[:, 2:].sum(), 1),
-        "near": (mass * near).sum((1, 2)) / known,
-        "off_diagonal": off_diagonal,
+        "near": (mass * near).sum((1, 2)) / counts,
+        "off_diagonal": total["off_diagonal"] / counts,
         "static": m * np.nan if second is None else _explained(first, second),
         "mean": 1.0 + m,
         "deviation": deviation,
         "skewness": (p3 - 3 * m * p2 + 2 * m**3) / safe**3,
         "kurtosis": (p4 - 4 * m * p3 + 6 * m**2 * p2 - 3 * m**4) / safe**4 - 3.0,
         "histogram": total["histogram"] / pairs,
-        "profile": np.stack([np.bincount(offset, x.ravel(), 2 * REACH + 1) for x in mass])
-        / known[:, None],
+        "profile": np.stack([np.bincount(offset, x.ravel(), 2 * REACH + 1) for x in mass]) / counts,
         "similarity": total["cosines"] / counts,
         "map": join_cells((mass / np.maximum(queries.sum(1), 1)[:, None])[shown]),
         "rank": total["rank"] / total["ranked"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
@@ -17,10 +18,11 @@ from jax.sharding import Mesh
 from synthesizer_jax.alignments import Alignment, Mixture
 from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
-from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
+from synthesizer_jax.distillation.distill import DISTILLATION_FILE
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, metric_group
 from synthesizer_jax.evaluation.files import evaluation_folder
 from synthesizer_jax.files import describing
-from synthesizer_jax.inspection.measures import Measures, Rows, attention_sums, measure
+from synthesizer_jax.inspection.measures import MOMENTS, Measures, Rows, attention_sums, measure
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
 from synthesizer_jax.messages import Phase, one_line_error, silent_phase
 from synthesizer_jax.mixers import Linformer, Mixer
@@ -37,6 +39,7 @@ from synthesizer_jax.models import (
 )
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.registry import replace
+from synthesizer_jax.runs.metrics import METRICS_FILE
 from synthesizer_jax.sharding import batch_sharding, gather_to_host, use_mesh
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import to_text
@@ -52,6 +55,12 @@ BINS = 5
 """Most parts, by length, of the examples of a task."""
 
 CROSS = "encoder_decoder_attention"
+
+OF_DISTANCES = ("near", "near_of_equal", "profile")
+"""Measures that need queries and keys of one sequence."""
+
+OF_KEYS_SEEN = ("keys", "spread", "static", "near_of_equal", "histogram", *MOMENTS)
+"""Measures that need queries that see the first keys, which they do not in a window."""
 
 
 class Place(NamedTuple):
@@ -81,18 +90,19 @@ def inspect_run(
       run: ``RUN`` or ``RUN/checkpoints/STEP``.
       data_dir: directory of the data sets.
       mixture: the task or mixture whose examples are read; None: the run's.
-      examples: how many examples of the evaluation sets are read.
+      examples: most examples of the evaluation sets that are read.
       batch_size: examples of a batch.
       fits: whether static forms are fitted to the heads, see `measure_static_attention`.
       phase: is told what is done.
 
     Returns:
-      ``step``; ``start``, what the parameters at the start are; ``examples``, how many, and ``example``,
-      the texts of one. ``layers`` by name, such as ``decoder 1 cross``: the ``mixer``, `measure` at the
-      ``end`` and the ``start`` (None: not known), and the mean weights of the ``example``. ``without``,
-      mixers without weights. By layer ``mixtures``, the ``parts`` and over ``steps`` α ``[heads, parts]``,
-      and ``projections``, P_l and P_w of talking heads. ``quality`` of the newest predictions, of step
-      ``evaluated``, see `quality_by_length`. ``static``, see `measure_static_attention`, or None.
+      ``step``; ``start``, what the parameters at the start are; ``examples``, how many were read, and
+      ``example``, the texts of one. ``layers`` by name, such as ``decoder 1 cross``: the ``mixer``,
+      `measure` at the ``end`` and the ``start`` (None: not known), NaN where a measure is not defined, and
+      the mean weights of the ``example``. ``without``, mixers without weights. By layer ``mixtures``, the
+      ``parts`` and over ``steps`` up to the inspected one α ``[heads, parts]``, and ``projections``, P_l
+      and P_w of talking heads. ``quality`` of the newest predictions, of step ``evaluated``, see
+      `quality_by_length`. ``static``, see `measure_static_attention`, or None.
 
     Raises:
       FileNotFoundError: there is no checkpoint or no data.
@@ -106,14 +116,17 @@ def inspect_run(
     restore = functools.partial(restore_variables, directory / "checkpoints", layout=layout)
     step, variables = restore(step=step)
     sets = open_evaluator(experiment, directory, data_dir or task_registry.default_data_dir()).sets
-    example, batches = _batches(experiment, sets, examples, batch_size, mesh)
-    start, before = _start(experiment, layout, mesh)
-    saved = finished_steps(directory / "checkpoints")
-    if 0 in saved and step:
-        start, before = "those saved at step 0", restore(step=0)[1]
+    count, example, batches = _batches(experiment, sets, examples, batch_size, mesh)
+    saved = [n for n in finished_steps(directory / "checkpoints") if n <= step]
+    start, before = "not known", None
+    if 0 in saved:  # a converted model's; training saves no step 0
+        if step:
+            start, before = "those saved at step 0", restore(step=0)[1]
+    elif (directory / METRICS_FILE).is_file() and not (directory / DISTILLATION_FILE).is_file():
+        start, before = _start(experiment, layout, mesh)
     model, looped = unroll(experiment.model), functools.partial(unroll_variables, experiment.model)
     mixers, end = mixers_of(model), looped(variables)
-    advance = phase(f"weights of {examples} examples at the end and at the start", 2)
+    advance = phase(f"weights of {count} examples at the end and at the start", 2)
     with use_mesh(mesh):
         even, odd = sums_of(model, end, batches)
         advance(1)
@@ -149,13 +162,13 @@ def inspect_run(
     return {
         "step": step,
         "start": start,
-        "examples": examples,
+        "examples": count,
         "example": example,
         "layers": {
             str(p): {
                 "mixer": describe(mixers[p]),
-                "end": measure(even[p], odd.get(p)),
-                "start": measure(first[0][p], first[1].get(p)) if first[0] else None,
+                "end": _measure(p, mixers[p], even, odd),
+                "start": _measure(p, mixers[p], *first) if first[0] else None,
                 "example": measure(single[p], None)["map"],
             }
             for p in mixers
@@ -215,6 +228,17 @@ def sums_of(
     return halves
 
 
+def _measure(
+    place: Place, mixer: Mixer, even: Mapping[Place, Measures], odd: Mapping[Place, Measures]
+) -> Measures:
+    """Returns `measure` of a layer; NaN where a measure is not defined."""
+    found = measure(even[place], odd.get(place))
+    undefined: tuple[str, ...] = OF_DISTANCES if place.cross or isinstance(mixer, Linformer) else ()
+    if getattr(mixer, "window", None) is not None:
+        undefined += OF_KEYS_SEEN
+    return found | {name: np.nan * found[name] for name in undefined}
+
+
 @functools.partial(jax.jit, static_argnames="model")
 def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dict[Place, Measures]:
     collections = ["intermediates", LOGITS]
@@ -265,13 +289,14 @@ def _batches(
     count: int,
     batch_size: int,
     mesh: Mesh,
-) -> tuple[list[str], list[Batch]]:
-    """Returns the texts of one example, and at least two batches of examples of all sets.
+) -> tuple[int, list[str], list[Batch]]:
+    """Returns the number of examples, the texts of one, and at least two batches of them, of all sets.
 
     Rows are as long as the longest; the last batch is filled up with empty ones, of which nothing is real.
     """
     each = -(-count // len(sets))
-    rows = [row for s in sets for row in s.examples[:: max(1, len(s.examples) // each)]]
+    sizes = [(s.examples, len(s.examples), min(each, len(s.examples))) for s in sets]
+    rows = [every[i * n // part] for every, n, part in sizes for i in range(part)]
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:count]]
     batch_size = -(-min(batch_size, -(-len(rows) // 2)) // mesh.size) * mesh.size
     limits, padded = experiment.data.lengths, {}
@@ -291,7 +316,7 @@ def _batches(
     parts = range(0, len(padded["inputs"]), batch_size)
     batches = [{name: x[i : i + batch_size] for name, x in arrays.items()} for i in parts]
     texts = [to_text(rows[0][f"{name}_pretokenized"]) for name in padded]
-    return texts, [jax.device_put(batch, batch_sharding(mesh)) for batch in batches]
+    return len(rows), texts, [jax.device_put(batch, batch_sharding(mesh)) for batch in batches]
 
 
 def _start(experiment: Experiment, layout: Variables, mesh: Mesh) -> tuple[str, Variables | None]:
@@ -341,7 +366,9 @@ def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> li
 
     A part has its ``task``, ``tokens``, the smallest and largest number of inputs' tokens or, where there
     are none, of targets', ``examples``, how many, and ``metrics``, those of the task or the loss of texts
-    in nats per token. Tasks whose file is absent, or holds other examples than the set, are left out.
+    in nats per token. Examples that metrics need together, such as the answers to a question of MultiRC,
+    have the length of the longest. Tasks whose file is absent, or holds other examples than the set, are
+    left out.
     """
     found = []
     for examples in sets:
@@ -357,6 +384,12 @@ def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> li
         )
         predicted = "prediction" in records[0]
         lengths = lengths if predicted and lengths.any() else tokens
+        rows = enumerate(examples.examples)
+        groups = [metric_group(examples.task.name, row) or (i,) for i, row in rows]
+        longest = collections.defaultdict[tuple[int, ...], int](int)
+        for group, length in zip(groups, lengths, strict=True):
+            longest[group] = max(longest[group], length)
+        lengths = np.array([longest[group] for group in groups])
         limits = np.unique(np.quantile(lengths, np.arange(1, BINS) / BINS, method="nearest"))
         number = np.searchsorted(limits, lengths)
         for part in map(np.flatnonzero, np.unique(number)[:, None] == number):
@@ -367,8 +400,9 @@ def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> li
                 )
                 metrics = own.score([record["prediction"] for record in chosen])
             else:
-                nats = -sum(record["score"] or np.nan for record in chosen)
-                metrics = {"loss": nats / max(int(tokens[part].sum()), 1)}
+                nats = -np.array([record["score"] for record in chosen], float).sum()
+                counted = sum(np.count_nonzero(examples.targets[int(i)]) for i in part)
+                metrics = {"loss": nats / max(counted, 1)}
             ends = int(lengths[part].min()), int(lengths[part].max())
             row = {"task": examples.task.name, "tokens": ends, "examples": len(part)}
             found.append(row | {"metrics": metrics})

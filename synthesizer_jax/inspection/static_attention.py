@@ -128,7 +128,8 @@ def _fit_forms(
     model: TokenModel, layer: Layer, fitted: Statistics, bias: jax.Array
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Returns the logits ``[heads, n, n]`` of fitted forms, and the tables' without the bias."""
-    attention, causal = self_attention(model, layer), layer[0] == "decoder"
+    attention = self_attention(model, layer)
+    causal = layer[0] == "decoder" and not getattr(model, "prefix", False)
     length = bias.shape[-1]
     forms: dict[str, Alignment] = {
         TABLE: Random(max_length=length),

@@ -12,7 +12,7 @@ import numpy as np
 from markupsafe import Markup
 
 from synthesizer_jax.files import write_atomic
-from synthesizer_jax.inspection.measures import EDGES, NEAR, REACH, Measures
+from synthesizer_jax.inspection.measures import EDGES, MOMENTS, NEAR, REACH, Measures
 from synthesizer_jax.inspection.static_attention import TABLE
 from synthesizer_jax.registry import JSON
 from synthesizer_jax.reports.attention_figures import number_grid, small_lines, tiles, weight_maps
@@ -43,7 +43,6 @@ GLANCE = (
     "at most e (Bhojanapalli et al. 2020)."
 )
 NUMBERS = ("entropy", "spread", "near", "off_diagonal", "static", "rank")
-MOMENTS = ("mean", "deviation", "skewness", "kurtosis")
 
 
 def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib.Path:
@@ -59,7 +58,7 @@ def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib
             "Weights at the start and at the end",
             "How many pairs of query and key have which weight, all heads together, as in Tay et al. 2021; "
             "the bar at the left holds all smaller weights.",
-            map(_histogram, layers, layers.values()),
+            _histograms(layers),
         ),
         (
             "Mixtures",
@@ -104,7 +103,8 @@ def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib
         Section(
             "All numbers by head",
             "Entropy in nats, distances in positions; moments of weights · keys seen, in brackets before "
-            "training. The JSON file beside this page holds these and all that is drawn here.",
+            "training. – is not defined: numbers of keys in a window, distances in cross-attention. The "
+            "JSON file beside this page holds these and all that is drawn here.",
             headings=("layer, head", *(x.replace("_", " ") for x in NUMBERS + MOMENTS)),
             rows=list(_rows(layers)),
             folded=True,
@@ -126,11 +126,16 @@ def summary(found: Found) -> Iterator[str]:
         names = [f"{name}.{i + 1}" for name, m in end.items() for i in range(len(m["spread"]))]
         yield (
             f"Of {len(names)} heads, {(spread < SHARP).sum()} are sharp (they use less than {SHARP:.0%} of "
-            f"the keys that they see), {local} are local (most of their weight is within {NEAR} positions "
-            f"of the query, and more than equal weights have there), and {(static >= STATIC).sum()} are "
-            f"static (positions alone explain at least {STATIC:.0%} of where they look). The sharpest is "
-            f"{names[spread.argmin()]}, which uses {spread.min():.1%} of the keys."
+            f"the keys that they see), {local} are local (in self-attention, most of their weight is "
+            f"within {NEAR} positions of the query, and more than equal weights have there), and "
+            f"{(static >= STATIC).sum()} are static (positions alone explain at least {STATIC:.0%} of "
+            "where they look)."
         )
+        if np.isfinite(spread).any():
+            sharpest = names[np.nanargmin(spread)]
+            yield f"The sharpest is {sharpest}, which uses {np.nanmin(spread):.1%} of the keys."
+        if np.isnan(spread).any():
+            yield "Heads with a window are called none of these."
     kinds: dict[str, list[str]] = {}
     for name, mixer in found["without"].items():
         kinds.setdefault(mixer, []).append(name)
@@ -145,29 +150,32 @@ def summary(found: Found) -> Iterator[str]:
 
 def sentence(layer: Found) -> str:
     """Returns how sharp, local and static a layer is."""
-    m = layer["end"]
-    spread, near, static = (float(np.mean(m[name])) for name in ("spread", "near", "static"))
-    sharp = "Sharp" if spread < SHARP else "Rather sharp" if spread < 0.6 else "Diffuse"
-    keys = f"{_share(m['spread'])} of the {m['keys']:.0f} keys it sees"
-    said = f"{layer['mixer']}. {sharp}: a query uses {keys}"
-    if math.isfinite(near):
-        said += (
-            f"; {'local' if _is_local(m, near) else 'not local'}: {_share(m['near'])} of the weight is "
-            f"within {NEAR} positions, {m['near_of_equal']:.0%} would be equal weights, and the largest is "
-            f"{m['off_diagonal'].mean():.1f} off the diagonal"
+    m, said = layer["end"], []
+    spread, near, off, static = (
+        float(np.mean(m[name])) for name in ("spread", "near", "off_diagonal", "static")
+    )
+    if math.isfinite(spread):
+        sharp = "sharp" if spread < SHARP else "rather sharp" if spread < 0.6 else "diffuse"
+        keys = f"{_share(m['spread'])} of the {m['keys']:.0f} keys it sees"
+        said.append(f"{sharp}: a query uses {keys}")
+    if math.isfinite(m["near_of_equal"]):
+        said.append(
+            f"{'local' if _is_local(m, near) else 'not local'}: {_share(m['near'])} of the weight is "
+            f"within {NEAR} positions, {m['near_of_equal']:.0%} would be equal weights"
         )
+    if math.isfinite(off):
+        said.append(f"the largest weight is {off:.1f} off the diagonal")
     if math.isfinite(static):
         kind = (
             "static" if static >= STATIC else "partly static" if static >= 0.5 else "reads tokens"
         )
-        said += (
-            f"; {kind}: positions explain {_share(np.maximum(m['static'], 0))} of where it looks"
-        )
-    return f"{said}."
+        where = _share(np.maximum(m["static"], 0))
+        said.append(f"{kind}: positions explain {where} of where it looks")
+    return f"{layer['mixer']}: {'; '.join(said)}."
 
 
 def _is_local(m: Measures, near: float) -> bool:
-    return near >= max(0.5, 1.25 * m["near_of_equal"])
+    return near >= 0.5 and near >= 1.25 * m["near_of_equal"]
 
 
 def _share(values: np.ndarray) -> str:
@@ -192,11 +200,13 @@ def _stack(name: str) -> str:
     return " ".join(word for word in name.split() if not word.isdecimal())
 
 
-def _histogram(name: str, layer: Found) -> Markup:
+def _histograms(layers: Mapping[str, Found]) -> Iterator[Markup]:
     centers = np.sqrt(EDGES[1:] * EDGES[:-1])
-    both = {which: layer[which] for which in ("start", "end") if layer[which]}
-    lines = {which: (centers, 100 * m["histogram"].mean(0)) for which, m in both.items()}
-    return small_lines(name, lines, histogram=True, xlabel="weight", ylabel="% of pairs")
+    for name, layer in layers.items():
+        both = {which: layer[which] for which in ("start", "end") if layer[which]}
+        lines = {which: (centers, 100 * m["histogram"].mean(0)) for which, m in both.items()}
+        if np.isfinite(layer["end"]["histogram"]).all():
+            yield small_lines(name, lines, histogram=True, xlabel="weight", ylabel="% of pairs")
 
 
 def _mixtures(mixtures: Mapping[str, Found]) -> Iterator[Markup]:
@@ -242,7 +252,8 @@ def _quality(found: Found) -> Section:
     return Section(
         "Quality by length",
         f"Of the predictions of step {found['evaluated']}, by the number of input tokens; metrics in "
-        "percent, the loss of texts in nats per token, by their length. Small parts are uncertain.",
+        "percent, the loss of texts in nats per token, by their length. Examples that a metric needs "
+        "together have the length of the longest. Small parts are uncertain.",
         charts=tiles(charts),
         headings=("task", "tokens", "examples", "metrics"),
         rows=rows,
@@ -261,7 +272,10 @@ def _static(static: Found) -> Section:
             f"instead of tokens, without further training, for a loss of at most {TOLERANCE:.0%} more. "
         )
         if equal <= limit:
-            said += "So can all with equal weights: this model does not use its attention; train longer. "
+            said += (
+                "So can all with equal weights: the loss hardly depends on where these heads look; train "
+                "longer. "
+            )
         ends = numbers[0], numbers[-1]
         lines = {"tables": (numbers, losses), f"+{TOLERANCE:.0%}": (ends, [limit] * 2)}
         lines["equal weights"] = (ends, [equal] * 2)

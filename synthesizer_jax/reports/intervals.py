@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -25,9 +25,11 @@ def interval(
       answers: those that were scored.
 
     Returns:
-      Its ends; None where the answers alone do not give the logged score, as of metrics over groups.
+      Its ends; None where the answers alone do not give the logged score, or where they are in groups.
     """
     records = list(answers.values())
+    if are_grouped(records):
+        return None
     labels = [record.get(name) for record in records for name in ("label", "target_label")]
     if records and metric in METRICS and all(isinstance(label, int | float) for label in labels):
         score, low, high = _label_interval(metric, records)
@@ -36,6 +38,11 @@ def interval(
     else:
         return None
     return (low, high) if math.isclose(score, value, abs_tol=0.05) else None
+
+
+def are_grouped(records: Iterable[Record]) -> bool:
+    """Whether answers share a question or text, as MultiRC's, so that they are no independent draws."""
+    return any(isinstance(record.get("idx"), Mapping) for record in records)
 
 
 def mcnemar(first: int, second: int) -> float:

@@ -120,8 +120,9 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
     training, evaluations = (
         {int(r["step"]): r for r in records if r["kind"] == kind} for kind in ("train", "eval")
     )
-    for path in (directory / "evaluation").glob(f"[0-9]*/{RESULTS_FILE}"):
-        evaluations[int(path.parent.name)] = _read_results(path)
+    for path in (directory / "evaluation").glob(f"*/{RESULTS_FILE}"):
+        if path.parent.name.isdecimal():
+            evaluations[int(path.parent.name)] = _read_results(path)
     if not (training or evaluations):
         raise ValueError(
             f"{directory} has logged nothing; train the run, or measure it with synthesizer-jax eval"

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from synthesizer_jax.evaluation.scoring import LOWER_IS_BETTER
 from synthesizer_jax.reports.figures import Cell, Line, heat_maps, line_chart, write_page
-from synthesizer_jax.reports.intervals import interval, mcnemar
+from synthesizer_jax.reports.intervals import are_grouped, interval, mcnemar
 from synthesizer_jax.reports.logged import Record, System, differences
 
 Shared: TypeAlias = Mapping[str, list[list[list[Record]]]]
@@ -35,6 +35,7 @@ def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cel
     tasks = dict.fromkeys(task for run in runs for task in run.answers)
     shared = {task: _shared_answers(systems, task) for task in tasks}
     scores = _scores(systems)
+    paired = [len(system.runs) for system in systems] == [1, 1]
     write_page(
         path,
         template="compare.html.jinja",
@@ -45,7 +46,8 @@ def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cel
         steps=sorted({max(run.evaluations) for run in runs if run.evaluations}),
         scores=scores,
         curves=_curves(systems),
-        agreement=list(_agreement(shared, len(systems))),
+        paired=paired,
+        agreement=list(_agreement(shared, len(systems), paired=paired)),
         answers=list(_answers(shared)),
         confusion=list(_confusion(systems, shared)),
         speed=list(map(_speed, systems)),
@@ -122,17 +124,24 @@ def _share_right(records: Sequence[Record]) -> float:
     return sum(right) / len(right) if right else math.nan
 
 
-def _agreement(shared: Shared, systems: int) -> Iterator[list[str]]:
-    """Yields, of each task, by which systems how many examples are answered right."""
+def _agreement(shared: Shared, systems: int, *, paired: bool) -> Iterator[list[str]]:
+    """Yields, of each task, by which systems how many examples are answered right.
+
+    An example that half of a system's runs answer right counts for none. The probability of McNemar's test
+    is that of a pair of runs.
+    """
     for task, examples in shared.items():
         shares = np.array([list(map(_share_right, example)) for example in examples])
         if systems > 1 and shares.size and not np.isnan(shares).any():
-            right = shares > 0.5
+            right = shares[(shares != 0.5).all(1)] > 0.5
             count = right.sum(1)
             alone = right[count == 1].sum(0).tolist()
-            numbers = [len(right), (count == systems).sum(), (count == 0).sum(), *alone]
-            chance = [f"{mcnemar(*alone):.2g}"] if systems == 2 else []
-            yield [task, *(f"{number:,}" for number in numbers), *chance]
+            numbers = [len(shares), (count == systems).sum(), (count == 0).sum(), *alone]
+            row = [task, *(f"{number:,}" for number in numbers)]
+            if paired:
+                grouped = are_grouped(example[0][0] for example in examples)
+                row.append("–" if grouped else f"{mcnemar(*alone):.2g}")
+            yield row
 
 
 def _answers(shared: Shared) -> Iterator[list[str | Cell | list[Cell]]]:

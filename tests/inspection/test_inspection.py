@@ -1,5 +1,9 @@
 """Measures of attention weights against NumPy, and what static forms miss of a model's heads."""
 
+import json
+import shutil
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,15 +11,25 @@ import pytest
 from scipy import stats
 
 from synthesizer_jax.alignments import DotProduct, GaussianBias, Mixture, PerHead, Random
+from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
+from synthesizer_jax.distillation.distill import DISTILLATION_FILE
+from synthesizer_jax.distillation.fit import Statistics
 from synthesizer_jax.distillation.replacement import Replacement, student_model
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
+from synthesizer_jax.inspection import run
 from synthesizer_jax.inspection.measures import EDGES, Rows, attention_sums, measure
-from synthesizer_jax.inspection.run import Place, mixers_of, sums_of
+from synthesizer_jax.inspection.run import Place, inspect_run, mixers_of, quality_by_length, sums_of
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
 from synthesizer_jax.mixers import Attention
-from synthesizer_jax.models import Size, t5
-from synthesizer_jax.reports.inspection import sentence
+from synthesizer_jax.models import Run, Size, alignment, t5
+from synthesizer_jax.models.zoo import language_model
+from synthesizer_jax.registry import replace
+from synthesizer_jax.reports.inspection import sentence, write_inspection
+from synthesizer_jax.runs.metrics import METRICS_FILE
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.training.run_directory import save_run
 from synthesizer_jax.training.step import loss_sums
-from tests.training.tiny import VOCAB, CopyStream
+from tests.training.tiny import VOCAB, CopyStream, experiment
 
 MODEL = t5(Size(9, 2, 16, 3, 4), vocab_size=VOCAB)
 MIXED = student_model(MODEL, (Replacement(Random(8), layers=(0,)),))
@@ -48,6 +62,9 @@ def test_measures_equal_numpy():
     real = position < lengths[:, None]
     rows = Rows(jnp.asarray(real), jnp.asarray(seen), jnp.asarray(position * np.ones((3, 1))))
     sums = attention_sums(jnp.asarray(weights), jnp.asarray(logits), rows)
+    assert sums["histogram"].dtype == jnp.int32
+    other = attention_sums(jnp.asarray(weights), jnp.asarray(logits[:, :1]), rows)
+    assert np.isnan(other["rank"]).all()  # of talking heads
     found = measure(jax.tree.map(np.asarray, sums), None)
     queries = [(b, i) for b, i in zip(*np.nonzero(real), strict=True)]
     for head in range(2):
@@ -122,3 +139,112 @@ def test_only_layers_that_tables_can_replace_head_by_head_are_fitted(alignment):
     assert can_be_static(Attention(2, 4))
     for options in ({"sinks": True}, {"soft_cap": 5.0}, {"window": 3}):  # no softmax of all logits
         assert not can_be_static(Attention(2, 4, **options))
+
+
+def test_forms_of_a_prefix_language_model_read_later_keys():
+    """A head that looks at the next key, of queries that see all."""
+    logits = jnp.where(jnp.eye(8, k=1) > 0, 3.0, 0.0)[None]
+    mass = jax.nn.softmax(logits)
+    queries = jnp.zeros((8, 9)).at[:, 8].set(1.0)
+    one = Statistics(1e3 * mass, 1e3 * (mass * jnp.log(mass)).sum((1, 2)), 1e3 * queries)
+    model = language_model("v", Size(8, 1, 16, 1, 4), prefix=True)
+    bias = {"params": {"decoder": {"relpos_bias": {"rel_embedding": jnp.zeros((1, 32))}}}}
+    own = {("decoder", 0): one}
+    found = measure_static_attention(model, bias, fit_to=own, measure_on=own, batches=())
+    assert found["divergences"]["decoder", 0, 0]["Relative bias"] < 0.01
+
+
+def rows_of(task, lengths, **fields):
+    """An evaluation set with inputs of these lengths, and of every field a list."""
+    rows = [
+        {
+            "inputs_pretokenized": f"i {n}",
+            "inputs": np.full(n, 3, np.int32),
+            "targets_pretokenized": "True",
+        }
+        for n in lengths
+    ]
+    for name, values in fields.items():
+        rows = [row | {name: value} for row, value in zip(rows, values, strict=True)]
+    return EvaluationSet(task_registry.find_task(task), "validation", rows)
+
+
+def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
+    """What is not known or not defined is left out; examples are counted when they have been read."""
+    recipe = experiment(
+        t5(Size(8, 1, 16, 2, 4), encoder=alignment("rv", head_dim=4), vocab_size=VOCAB)
+    )
+    (layer,) = recipe.model.encoder.runs
+    block = replace(layer.block, self_mixer=replace(layer.block.self_mixer, window=3))
+    encoder = replace(recipe.model.encoder, runs=(Run(block, 1),))
+    recipe = replace(recipe, model=replace(recipe.model, encoder=encoder))
+    save_run(recipe, tmp_path)
+    tokens = jnp.ones((1, 8), jnp.int32)
+    variables = recipe.model.init(jax.random.key(0), tokens, tokens)
+
+    state = {"params": variables["params"], "constants": {}, "opt_state": {}}
+    for step in (0, 2, 4):
+        saved = jax.tree.map(Unread.of, {"step": np.int32(step), **state})
+        save_streamed(tmp_path / "checkpoints", step, saved)
+    sets = [rows_of("glue_rte_v002", range(1, 1 + n), targets=[[1]] * n) for n in (3, 20)]
+    monkeypatch.setattr(run, "open_evaluator", lambda *_: SimpleNamespace(sets=sets))
+    inspect = lambda step: inspect_run(
+        tmp_path / "checkpoints" / str(step), examples=8, batch_size=4
+    )
+    (tmp_path / METRICS_FILE).touch()
+    assert inspect(0)["start"] == "not known"  # a converted model's
+    found = inspect(2)
+    assert found["start"] == "those saved at step 0" and found["examples"] == 7
+    assert found["mixtures"]["encoder 1"]["steps"] == [0, 2]
+    shutil.rmtree(tmp_path / "checkpoints" / "0")
+    assert inspect(2)["start"] == "those that the experiment’s seed 0 makes"
+    (tmp_path / DISTILLATION_FILE).touch()
+    assert inspect(2)["start"] == "not known"
+    (tmp_path / DISTILLATION_FILE).unlink()
+    (tmp_path / METRICS_FILE).unlink()  # nothing was trained here, as in a mean of checkpoints
+    assert inspect(2)["start"] == "not known"
+
+    numbers = json.loads(write_inspection(tmp_path / "page.html", found, title="x").read_text())
+    window, own, cross = (
+        numbers["layers"][name]["end"] for name in ("encoder 1", "decoder 1", "decoder 1 cross")
+    )
+    assert (
+        None
+        not in own["near"]
+        + own["spread"]
+        + cross["spread"]
+        + window["near"]
+        + cross["off_diagonal"]
+    )
+    assert set(cross["near"] + cross["profile"][0] + window["spread"] + window["skewness"]) == {
+        None
+    }
+    said = {name: sentence(layer) for name, layer in found["layers"].items()}
+    assert "local" not in said["decoder 1 cross"] and "off the diagonal" in said["decoder 1 cross"]
+    assert "local" not in said["encoder 1"] and "nan" not in " ".join(said.values())
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_quality_by_length_keeps_together_what_metrics_need(tmp_path):
+    lengths = [n for i in range(5) for n in (2 + i, 10 + i)]  # the answers to five questions
+    fields = {"idx/paragraph": [0] * 10, "idx/question": [i // 2 for i in range(10)]}
+    fields |= {"idx/answer": range(10), "label": [1] * 10, "targets": [[1]] * 10}
+    examples = rows_of("super_glue_multirc_v102", lengths, **fields)
+    answers = ["True", "False"] * 5
+    rows = [{"input": f"i {n}", "prediction": x} for n, x in zip(lengths, answers, strict=True)]
+    write(tmp_path / "super_glue_multirc_v102.jsonl", rows)
+    parts = quality_by_length([examples], tmp_path)
+    assert [(part["tokens"], part["examples"]) for part in parts] == [
+        *(((10, 11), 4), ((12, 12), 2), ((13, 13), 2), ((14, 14), 2))
+    ]
+    assert {part["metrics"]["exact_match"] for part in parts} == {0.0}
+
+
+def test_losses_by_length_are_of_the_predicted_tokens(tmp_path):
+    examples = rows_of("glue_rte_v002", [6, 6], targets=[np.array([0, 5, 0, 0, 7, 0])] * 2)
+    write(tmp_path / "glue_rte_v002.jsonl", [{"input": "i 6", "score": x} for x in (-8.0, 0.0)])
+    (part,) = quality_by_length([examples], tmp_path)
+    assert part["metrics"]["loss"] == 2.0
