@@ -125,11 +125,10 @@ def summary(found: Found) -> Iterator[str]:
         local = sum(_is_local(m, near) for m in end.values() for near in m["near"])
         names = [f"{name}.{i + 1}" for name, m in end.items() for i in range(len(m["spread"]))]
         yield (
-            f"Of {len(names)} heads, {(spread < SHARP).sum()} are sharp (they use less than {SHARP:.0%} of "
-            f"the keys that they see), {local} are local (in self-attention, most of their weight is "
-            f"within {NEAR} positions of the query, and more than equal weights have there), and "
-            f"{(static >= STATIC).sum()} are static (positions alone explain at least {STATIC:.0%} of "
-            "where they look)."
+            f"{len(names)} heads: {(spread < SHARP).sum()} sharp (less than {SHARP:.0%} of the keys seen "
+            f"are used), {local} local (in self-attention, most of the weight is within {NEAR} positions "
+            f"of the query, and more than equal weights have there), {(static >= STATIC).sum()} static "
+            f"(positions alone explain at least {STATIC:.0%} of where the head looks)."
         )
         if np.isfinite(spread).any():
             sharpest = names[np.nanargmin(spread)]
