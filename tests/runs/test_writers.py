@@ -33,35 +33,38 @@ def install(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
-def test_a_run_is_logged_elsewhere_too_and_goes_on_there(tmp_path, install, name):
-    module = install(name)
+def test_a_run_is_logged_elsewhere_too_and_goes_on_there(tmp_path, install):
+    names = ("wandb", "trackio", "mlflow")
+    modules = {name: install(name) for name in names}
     directory = tmp_path / "group" / "mine"
     for steps in (2, 3):
-        run(directory, experiment(steps=steps, writers=(name,)))
-    logs = module.log_metrics if name == "mlflow" else module.log
-    sent = {c.kwargs["step"]: c.args[0]["train/loss"] for c in logs.call_args_list}
-    assert sent == logged(directory) and len(sent) == 3
-    if name == "mlflow":
-        assert module.set_experiment.call_args.args == ("group",)
-        assert module.start_run.call_args.kwargs["run_name"] == "mine"
-        config = module.log_dict.call_args.args[0]
-        assert module.end_run.call_count == 2
-    else:
-        first, second = (c.kwargs for c in module.init.call_args_list)
-        config = second.pop("config")
-        assert {k: v for k, v in first.items() if k != "config"} == second
-        assert (second["project"], second["resume"]) == ("group", "allow")
-        assert second["name"].startswith("mine")
-        assert module.finish.call_count == 2
-    assert from_json(config) == experiment(steps=3, writers=(name,))
+        run(directory, experiment(steps=steps, writers=names))
+    own = logged(directory)
     shutil.rmtree(directory)  # a new run in its place is another one
-    run(directory, experiment(steps=1, writers=(name,)))
-    if name == "mlflow":
-        searched = [c.args[1] for c in module.search_runs.call_args_list]
-    else:
-        searched = [c.kwargs.get("id", c.kwargs["name"]) for c in module.init.call_args_list]
-    assert searched[0] == searched[1] != searched[2]
+    run(directory, experiment(steps=1, writers=names))
+    for name, module in modules.items():
+        logs = module.log_metrics if name == "mlflow" else module.log
+        *calls, again = logs.call_args_list
+        sent = {c.kwargs["step"]: c.args[0]["train/loss"] for c in calls}
+        assert sent == own and len(sent) == 3 and again.kwargs["step"] == 1
+        if name == "mlflow":
+            assert module.set_experiment.call_args.args == ("group",)
+            assert module.start_run.call_args.kwargs["run_name"] == "mine"
+            config = module.log_dict.call_args_list[1].args[0]
+            ends = [c.args for c in module.end_run.call_args_list]
+            assert ends == [("FINISHED",)] * 3
+            keys = [c.args[1] for c in module.search_runs.call_args_list]
+        else:
+            first, second, third = (c.kwargs for c in module.init.call_args_list)
+            config = second.pop("config")
+            assert {k: v for k, v in first.items() if k != "config"} == second
+            assert (second["project"], second["resume"]) == ("group", "allow")
+            assert second["name"].startswith("mine")
+            status = {"exit_code": 0} if name == "wandb" else {}
+            assert [c.kwargs for c in module.finish.call_args_list] == [status] * 3
+            keys = [k.get("id", k["name"]) for k in (first, second, third)]
+        assert from_json(config) == experiment(steps=3, writers=names)
+        assert keys[0] == keys[1] != keys[2]
 
 
 class Noted(list):
