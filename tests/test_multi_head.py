@@ -305,6 +305,16 @@ def test_a_fully_masked_query_gets_zeros_with_an_alignment_or_a_mask_object(libr
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
+def test_packed_cross_attention_rotates_by_the_position_in_the_segment(library):
+    layer = make(library, alignment=sj.DotProduct(rotary_base=100.0))
+    x, y = tokens(0, 1, 5, D), tokens(1, 1, 7, D)
+    mask = sj.Mask.packed(jnp.array([[1, 1, 1, 1, 2, 2, 2]]), jnp.array([[1, 1, 2, 2, 2]]))
+    together, _ = applied(layer, x, y, mask=mask)
+    apart = [applied(layer, x[:, a], y[:, b])[0] for a, b in (np.s_[:2, :4], np.s_[2:, 4:])]
+    close(together, np.concatenate(apart, axis=1))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_alignments_support_any_batch_dimensions(library):
     layer = make(library, alignment=sj.Mixture((sj.Dense(max_length=8), sj.DotProduct())))
     x, y, mask = tokens(0, B, 3, Q, D), tokens(1, B, 3, K, D), pattern(2, B, 3, H, Q, K)

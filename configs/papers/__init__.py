@@ -44,10 +44,9 @@ MIXERS: dict[str, Callable[[Size, int, Alignment], Mixer]] = {
 for each, narrower than the zoo's and without a point-wise layer after them, Linformer with a quarter of the
 positions, talking heads."""
 
-HARD_CODED = ("hc_sa", "hc_all", "sh_x")
 SELF_ATTENTIONS = (*VARIANTS, *MIXERS, "hc_sa")
 """The systems that differ in their self-attention alone, but for talking heads in cross-attention."""
-SYSTEMS = (*VARIANTS, *MIXERS, *HARD_CODED)
+SYSTEMS = (*SELF_ATTENTIONS, "hc_all", "sh_x")
 
 
 def self_attentions(
@@ -75,7 +74,7 @@ def self_attentions(
     if system not in systems:
         raise ValueError(f"there is no system {system!r}; there are {', '.join(systems)}")
     attention = Attention(size.heads, size.head_dim, alignment=dot, dropout_rate=dropout)
-    if system in HARD_CODED:
+    if system in ("hc_sa", "hc_all", "sh_x"):
         places = Gaussian((-1, 1)), Gaussian((-1, 0))  # of the heads: You et al. 2020
         return attention.copy(alignment=places[0]), attention.copy(alignment=places[1])
     if system in MIXERS:

@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from synthesizer_jax.tasks.metrics import Value
 from synthesizer_jax.tasks.postprocessors import SENTINEL, Example, to_text
 from synthesizer_jax.tasks.splits import STANDS_FOR, measured_task, task_splits
 from synthesizer_jax.tasks.task import Answers, Task
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +131,7 @@ class EvaluationSet:
 
     def labeled_part(self, count: int) -> EvaluationSet:
         """Returns at most `count` of the labeled examples, evenly spaced."""
-        n = len(self.labeled)
-        chosen = [self.labeled[i * n // min(count, n)] for i in range(min(count, n))]
+        chosen = evenly_spaced(self.labeled, count)
         return dataclasses.replace(self, examples=[self.examples[i] for i in chosen])
 
 
@@ -185,7 +187,7 @@ def load_evaluation_set(
             # TFDS stores rows in a random order; in that of the original file groups are contiguous.
             rows.sort(key=lambda row: tuple(_places(row).values()))
         if max_examples is not None:
-            groups = [metric_group(name, row) or (i,) for i, row in enumerate(rows)]
+            groups = metric_groups(name, rows)
             end = max_examples
             while 0 < end < len(rows) and groups[end] == groups[max_examples - 1]:
                 end += 1
@@ -224,12 +226,20 @@ def _places(row: Example) -> dict[str, int]:
     return {n: int(row[n]) for n in names if np.issubdtype(np.asarray(row[n]).dtype, np.integer)}
 
 
-def metric_group(name: str, row: Example) -> tuple[int, ...]:
-    """Returns the group of a row of a task, which metrics need as a whole; empty if rows have no index."""
-    key = tuple(_places(row).values())
-    if len(key) > 1:
-        return key[:2]  # MultiRC's question, ReCoRD's query
-    return tuple(i // 2 for i in key) if "axg" in name else key
+def metric_groups(name: str, rows: Sequence[Example]) -> list[tuple[int, ...]]:
+    """Returns the group of each row of a task, which metrics need as a whole."""
+    groups = []
+    for i, row in enumerate(rows):
+        key = tuple(_places(row).values()) or (i,)
+        # MultiRC's question, ReCoRD's query; AX-g's pair.
+        groups.append(tuple(x // 2 for x in key) if "axg" in name else key[:2])
+    return groups
+
+
+def evenly_spaced(rows: Sequence[T], count: int) -> list[T]:
+    """Returns at most `count` of the rows."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def evaluation_tasks(

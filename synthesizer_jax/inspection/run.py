@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import json
@@ -19,7 +18,7 @@ from synthesizer_jax.alignments import Alignment, Mixture
 from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.distillation.distill import DISTILLATION_FILE
-from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, metric_group
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, evenly_spaced, metric_groups
 from synthesizer_jax.evaluation.files import evaluation_folder
 from synthesizer_jax.files import describing
 from synthesizer_jax.inspection.measures import MOMENTS, Measures, Rows, attention_sums, measure
@@ -295,8 +294,7 @@ def _batches(
     Rows are as long as the longest; the last batch is filled up with empty ones, of which nothing is real.
     """
     each = -(-count // len(sets))
-    sizes = [(s.examples, len(s.examples), min(each, len(s.examples))) for s in sets]
-    rows = [every[i * n // part] for every, n, part in sizes for i in range(part)]
+    rows = [row for s in sets for row in evenly_spaced(s.examples, each)]
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:count]]
     batch_size = -(-min(batch_size, -(-len(rows) // 2)) // mesh.size) * mesh.size
     limits, padded = experiment.data.lengths, {}
@@ -384,12 +382,11 @@ def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> li
         )
         predicted = "prediction" in records[0]
         lengths = lengths if predicted and lengths.any() else tokens
-        rows = enumerate(examples.examples)
-        groups = [metric_group(examples.task.name, row) or (i,) for i, row in rows]
-        longest = collections.defaultdict[tuple[int, ...], int](int)
-        for group, length in zip(groups, lengths, strict=True):
-            longest[group] = max(longest[group], length)
-        lengths = np.array([longest[group] for group in groups])
+        groups = metric_groups(examples.task.name, examples.examples)
+        _, group = np.unique(groups, axis=0, return_inverse=True)
+        longest = np.zeros_like(lengths)
+        np.maximum.at(longest, group, lengths)
+        lengths = longest[group]
         limits = np.unique(np.quantile(lengths, np.arange(1, BINS) / BINS, method="nearest"))
         number = np.searchsorted(limits, lengths)
         for part in map(np.flatnonzero, np.unique(number)[:, None] == number):

@@ -134,7 +134,7 @@ def summary(found: Found) -> Iterator[str]:
             sharpest = names[np.nanargmin(spread)]
             yield f"The sharpest is {sharpest}, which uses {np.nanmin(spread):.1%} of the keys."
         if np.isnan(spread).any():
-            yield "Heads with a window are called none of these."
+            yield "Heads with a window are not counted as any of these."
     kinds: dict[str, list[str]] = {}
     for name, mixer in found["without"].items():
         kinds.setdefault(mixer, []).append(name)

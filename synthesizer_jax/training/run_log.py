@@ -94,7 +94,7 @@ class RunLog:
         if self._metrics is not None:
             add_event(self._directory, event, step=step)
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self, *, failed: bool) -> None:
         """Stops the display, and closes the files and the writers."""
         if self._metrics is not None:
             self._metrics.close()

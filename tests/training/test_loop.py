@@ -1,5 +1,6 @@
 """The loop: a run that is killed continues as if nothing had happened; averages, patience, buckets."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
+from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps, restore_variables
 from synthesizer_jax.checkpoints.placement import read_arrays
 from synthesizer_jax.evaluation.evaluator import Evaluation
 from synthesizer_jax.models import Size, alignment, t5
@@ -233,8 +234,25 @@ def test_a_bucket_is_compiled_once_and_changes_nothing(tmp_path, monkeypatch):
     assert set(logged(tmp_path, "product_utilization").values()) == {None}
 
 
-def test_some_steps_are_profiled(tmp_path):
-    run(tmp_path, experiment(steps=4, profile=(1, 3)))
+def test_some_steps_are_profiled(tmp_path, monkeypatch):
+    """The trace has no part of the saving before its first step and after its last."""
+    order, trace, save = [], jax.profiler.trace, Checkpoints.save
+
+    @contextlib.contextmanager
+    def traced(directory):
+        order.append("begin")
+        with trace(directory):
+            yield
+        order.append("end")
+
+    def saved(checkpoints, state, stream):
+        order.append(int(state.step))
+        save(checkpoints, state, stream)
+
+    monkeypatch.setattr(jax.profiler, "trace", traced)
+    monkeypatch.setattr(Checkpoints, "save", saved)
+    run(tmp_path, experiment(steps=4, save_every=1, profile=(1, 3)))
+    assert order == [1, "begin", 2, "end", 3, 4]
     traces = list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert len(traces) == 1
     for profile in ((3, 3), (1, 5)):
