@@ -286,7 +286,6 @@ TABLES = {
             "16 × 16, talking": "talking_heads:16:16",
         },
         **LANGUAGE_MODEL,
-        seeds=1,
     ),
     "masked": Table(
         "BERT with heads of a free size",
@@ -296,7 +295,6 @@ TABLES = {
         {"16": "16", "64 (d/h)": "64", "128": "128"},
         **LANGUAGE_MODEL
         | {"settings": (*LANGUAGE_MODEL["settings"], "training.optimizer.learning_rate.peak=1e-3")},
-        seeds=1,
     ),
     "wmt": Table(
         "WMT 2014 English-German",
