@@ -37,8 +37,8 @@ step needs, parameters and optimizer state included.
 
 COVERAGE = """# What of the papers is here
 
-{rows} systems, experiments, analyses and settings of the five papers: {summary}. A row works if the
-ledger has run its experiment at some scale, or if the command shows it. Commands are those of
+{rows} systems, experiments, analyses and settings of the five papers: {summary}. A row works
+if the ledger has run its experiment at some scale, or if the command shows it. Commands are those of
 `synthesizer-jax`, `pytest` or `python`; *run as* names a table of `benchmarks/ledger.py`, which
 writes this page and [results.md](results.md).
 """
@@ -290,9 +290,7 @@ def coverage(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
     }
     every = [row for found in rows.values() for row in found]
     counts = collections.Counter(row["verdict"] for row in every)
-    summary = (
-        f"{counts['works']} work, {counts['not run']} were not run, {counts['missing']} are missing"
-    )
+    summary = ", ".join(f"*{verdict}* {count}" for verdict, count in counts.most_common())
     sections = (f"## {paper}\n\n{report.table(found, columns)}\n" for paper, found in rows.items())
     return "\n".join([COVERAGE.format(summary=summary, rows=len(every)), *sections])
 

@@ -130,7 +130,7 @@ DENSE = {"D": "d", "FD": "fd"}
 MIXTURES = {"R+D": "rd", "R+V": "rv", "D+V": "dv"}
 HARD_CODED = {"HC-SA": "hc_sa", "HC-ALL": "hc_all", "SH-X": "sh_x"}
 CONVOLUTIONS = {"Lightweight convolution": "light", "Dynamic convolution": "dynamic"}
-OTHERS = CONVOLUTIONS | {"Talking heads": "heads"}
+OTHERS = CONVOLUTIONS | {"V within 3 tokens": "local", "Talking heads": "heads"}
 
 
 def with_steps(steps: int) -> tuple[str, ...]:

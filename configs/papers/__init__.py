@@ -39,10 +39,11 @@ MIXERS: dict[str, Callable[[Size, int, Alignment], Mixer]] = {
         size.heads, size.head_dim, max_length=n, projected_length=n // 4
     ),
     "heads": lambda size, n, dot: TalkingHeads(size.heads, size.head_dim, alignment=dot),
+    "local": lambda size, n, dot: Attention(size.heads, size.head_dim, alignment=dot, window=4),
 }
 """Self-attentions that are no alignment: convolutions with a kernel for every four channels and with one
 for each, narrower than the zoo's and without a point-wise layer after them, Linformer with a quarter of the
-positions, talking heads."""
+positions, talking heads; and dot products of the seven tokens that the convolutions see."""
 
 SELF_ATTENTIONS = (*VARIANTS, *MIXERS, "hc_sa")
 """The systems that differ in their self-attention alone, but for talking heads in cross-attention."""
