@@ -148,6 +148,10 @@ def facts(measured: Mapping[str, Mapping[str, Any]], noun: str) -> str:
             + ("" if len(seeds) == len(measured[system]) else f" ({', '.join(seeds)})")
             for system, seeds in systems.items()
         ]
+        common = {tuple(seeds) for seeds in systems.values()}
+        if len(systems) == len(measured) and len(common) == 1:
+            (seeds,) = common
+            names = [f"seed{'s' * (len(seeds) > 1)} {', '.join(seeds)} of all"]
         of = f": {', '.join(names)}" if len(places) > 1 else ""
         texts.append(f"{count} {noun}{'s' * (count > 1)} on {machine}{of}")
     dates = sorted({e["date"] for entries in measured.values() for e in entries.values()})
@@ -196,7 +200,6 @@ def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> No
     """Draws how far systems are from the first of their tables, here and in the papers."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     panels = figure.subplots(1, len(OVERVIEW))
-    seeds = {"here, one seed": "none", "here, mean ± standard error of several seeds": "C0"}
     for axes, name in zip(panels, OVERVIEW, strict=True):
         table = tables[name]
         first, *others = table.runs([0])
@@ -206,17 +209,15 @@ def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> No
             own = differences(values_by_seed(table, run.system, results), baseline)
             if not own or (published := table.paper.get(run.system)) is None:
                 continue
-            y, error = len(drawn), standard_error(own)
-            face = "none" if error is None else "C0"
-            axes.errorbar(statistics.fmean(own), y, xerr=error, fmt="o", color="C0", mfc=face)
+            y = len(drawn)
+            axes.errorbar(statistics.fmean(own), y, xerr=standard_error(own), fmt="o", color="C0")
             axes.plot(published - table.paper[first.system], y, "D", color="C1", fillstyle="none")
             drawn.append(run.system)
         axes.axvline(0, color="gray", linewidth=0.8)
         axes.set(xlabel=f"{table.unit}, difference to {first.system}", title=table.title)
         axes.set_yticks(range(len(drawn)), drawn)
         axes.spines[["top", "right"]].set_visible(False)
-    for label, face in seeds.items():
-        panels[0].plot([], [], "o", color="C0", mfc=face, label=label)
+    panels[0].plot([], [], "o", color="C0", label="here, mean ± standard error over seeds")
     panels[0].plot([], [], "D", color="C1", fillstyle="none", label="paper")
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     save_svg(figure, DOCS / "results.svg")
