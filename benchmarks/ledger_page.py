@@ -196,6 +196,25 @@ def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def verdicts(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
+    """Returns a table of which systems come in their paper's order to the first of their table."""
+    rows, counts = [], collections.Counter[str]()
+    for table in tables.values():
+        systems: dict[str, list[str]] = {}
+        for row in rows_of(table, results):
+            if row.get("order"):
+                systems.setdefault(row["order"].split()[0], []).append(row["system"])
+        if systems:
+            rows.append({"table": table.title} | {k: ", ".join(v) for k, v in systems.items()})
+            counts.update({verdict: len(names) for verdict, names in systems.items()})
+    columns = {"table": "table", "agrees": "agrees", "contrary": "contrary", "open": "open"}
+    return (
+        f"Of {counts.total()} comparisons with the first system of a table that a paper makes too, by three "
+        f"seeds or more, {counts['agrees']} agree with it, {counts['contrary']} are contrary and "
+        f"{counts['open']} are open.\n\n{report.table(rows, columns)}\n"
+    )
+
+
 def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
     """Draws how far systems are from the first of their tables, here and in the papers."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
@@ -305,5 +324,5 @@ def write(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
         if (text := section(name, table, results))
     ]
     draw_overview(tables, results)
-    report.write_file(DOCS / "results.md", "\n".join([INTRODUCTION, *sections]))
+    report.write_file(DOCS / "results.md", "\n".join([INTRODUCTION, verdicts(tables, results), *sections]))
     report.write_file(DOCS / "coverage.md", coverage(tables, results))

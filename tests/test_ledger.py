@@ -31,12 +31,16 @@ def test_systems_are_compared_seed_by_seed():
         for name, values in scores.items()
     }
     runs["r:d"]["7"] = {"metrics": {"m": 11.0}} | FACTS  # a seed that the first system lacks
-    rows = {row["system"]: row for row in ledger_page.rows_of(table, {"runs": runs, "speed": {}})}
+    results = {"runs": runs, "speed": {}}
+    rows = {row["system"]: row for row in ledger_page.rows_of(table, results)}
     assert rows["V"]["score"] == "20.0 ± 5.8" and rows["R"]["difference"] == "-1.0 ± 0.3"
     # One-sided paired t-test, as the paper says that R is lower.
     p = stats.ttest_rel(scores["r:r"], scores["r:v"], alternative="less").pvalue
     assert rows["R"]["order"] == f"agrees ({1 - p:.2f})"
     assert rows["D"]["difference"] == "+0.0 (1)" and "order" not in rows["D"]
+    page = ledger_page.verdicts({"t": table}, results)
+    assert "Of 1 comparisons" in page and "1 agree with it, 0 are contrary and 0 " in page
+    assert "| T | R |  |  |" in page
     assert ledger_page.sign_probability([1.0, 1.1], 1) is None  # two pairs are too few
 
 
