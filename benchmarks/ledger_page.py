@@ -209,8 +209,8 @@ def verdicts(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
             counts.update({verdict: len(names) for verdict, names in systems.items()})
     columns = {"table": "table", "agrees": "agrees", "contrary": "contrary", "open": "open"}
     return (
-        f"Of {counts.total()} comparisons with the first system of a table that a paper makes too, by three "
-        f"seeds or more, {counts['agrees']} agree with it, {counts['contrary']} are contrary and "
+        f"Of {counts.total()} comparisons with the first system of a table that a paper makes too, by "
+        f"three seeds or more, {counts['agrees']} agree with it, {counts['contrary']} are contrary and "
         f"{counts['open']} are open.\n\n{report.table(rows, columns)}\n"
     )
 
@@ -324,5 +324,7 @@ def write(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
         if (text := section(name, table, results))
     ]
     draw_overview(tables, results)
-    report.write_file(DOCS / "results.md", "\n".join([INTRODUCTION, verdicts(tables, results), *sections]))
+    report.write_file(
+        DOCS / "results.md", "\n".join([INTRODUCTION, verdicts(tables, results), *sections])
+    )
     report.write_file(DOCS / "coverage.md", coverage(tables, results))
