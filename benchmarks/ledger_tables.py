@@ -253,6 +253,15 @@ TABLES = {
         source="perplexity on LM1B, Tay et al. 2021",
         **LANGUAGE_MODEL,
     ),
+    "language_model_positions": Table(
+        "Language models with sinusoids",
+        "The language models above, with sinusoids in place of the relative bias, as in Tensor2Tensor.",
+        "papers.language_modeling:wikitext:{}:scaled:sinusoidal",
+        V | {"R+V": "rv"},
+        paper={"V": 38.21, "R+V": 40.05},
+        source="perplexity on LM1B, Tay et al. 2021",
+        **LANGUAGE_MODEL,
+    ),
     "bottleneck": Table(
         "The low-rank bottleneck",
         "Queries and keys of one head fitted to random attention between 32 random tokens of 64 "

@@ -23,6 +23,7 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import Encoder, LanguageModel, Size
+from synthesizer_jax.models.layers import SinusoidalPositions
 from synthesizer_jax.models.published import bert
 from synthesizer_jax.models.zoo import dot_product, language_model
 from synthesizer_jax.optimizers import AdamW, Linear
@@ -31,6 +32,7 @@ from synthesizer_jax.training.experiment import Evaluation, Experiment
 from synthesizer_jax.typing import Length
 
 Dot: TypeAlias = Literal["scaled", "t5"]
+Positions: TypeAlias = Literal["relative", "sinusoidal"]
 
 LENGTH = 256
 VOCAB_SIZE = 32_128
@@ -44,10 +46,19 @@ def default() -> Experiment:
     return wikitext("rv")
 
 
-def wikitext(system: str, dot: Dot = "scaled") -> Experiment:
-    """WikiText-2, four layers of d 256; the dot product over √d, or T5's, which has no scale."""
+def wikitext(system: str, dot: Dot = "scaled", positions: Positions = "relative") -> Experiment:
+    """WikiText-2, four layers of d 256.
+
+    Args:
+      system: the kind of attention.
+      dot: the dot product over √d, or T5's, which has no scale.
+      positions: T5's relative bias, or the sinusoids of Tensor2Tensor's models in its place.
+    """
     alignment = {"scaled": SCALED, "t5": dot_product(SMALL.head_dim)}[dot]
-    return _train(_model(system, SMALL, alignment), WIKITEXT)
+    model = _model(system, SMALL, alignment)
+    if positions == "sinusoidal":
+        model = model.copy(decoder=model.decoder.copy(bias=None, positions=SinusoidalPositions()))
+    return _train(model, WIKITEXT)
 
 
 def heads(head_dim: Length, number: Length = 4) -> Experiment:

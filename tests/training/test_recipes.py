@@ -43,6 +43,7 @@ VALUES = {  # of arguments of recipes: by name, also of one module or recipe
     "DECODER": ["0"],
     "STACKS": ["encoder", "encoder,decoder"],
     "DOT": ["scaled", "t5"],
+    "POSITIONS": ["relative", "sinusoidal"],
     "papers.translation:multi30k:TASK": ["multi30k_en_de"],
     "TASK": ["wmt14_ende_v003", "iwslt2016_en_de"],
 }
@@ -117,7 +118,7 @@ STEPPED = {
     "papers.classification:ag_news:linformer",
     "papers.cotraining:laptop:rv",
     "papers.language_modeling:masked:16:1",
-    "papers.language_modeling:wikitext:fr:scaled",
+    "papers.language_modeling:wikitext:fr:scaled:sinusoidal",
     "papers.replacement:alr:everything:s:small",
     "papers.replacement:alrr:s:small",
     "papers.replacement:elr:s:small",
