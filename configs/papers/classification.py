@@ -16,7 +16,7 @@ from synthesizer_jax.recipes.papers import self_attentions, small_training
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.initializers import Normal
-from synthesizer_jax.models import Encoder, Size, t5, zoo
+from synthesizer_jax.models import Encoder, Size, t5
 from synthesizer_jax.models.layers import SinusoidalPositions
 from synthesizer_jax.training.experiment import Evaluation, Experiment
 
@@ -40,9 +40,7 @@ def imdb(system: str) -> Experiment:
 
 
 def _classify(system: str, task: str, classes: tuple[str, ...], length: int) -> Experiment:
-    mixer, _ = self_attentions(
-        system, SIZE, length, dot=zoo.dot_product(SIZE.head_dim), dropout=DROPOUT
-    )
+    mixer, _ = self_attentions(system, SIZE, length, dropout=DROPOUT)
     whole = t5(
         SIZE,
         gated=False,
