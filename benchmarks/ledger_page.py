@@ -26,23 +26,24 @@ what its numbers would be. `benchmarks/ledger.py` makes all runs, and writes thi
 `results.json`.
 
 Scores are means over seeds ± their standard error. *To the first* is the mean difference to the first
-system, paired by seed, with the number of pairs where it is not that of the seeds; *P* the probability,
-by Student's t over three or more pairs, that its sign is that of the paper's difference: the order
-agrees above 0.95, is contrary below 0.05, and is open between. Differences of single seeds mean little:
-training one seed twice on a GPU gives two numbers (compare *HC-SA* under Translation with *-1, 1; decoder
--1, 0* under Places of hard-coded heads, which is the same recipe). Steps a second are measured for all
-systems of a table in turns. FLOPs are those of a forward pass; *memory* is what the compiled training
-step needs, parameters and optimizer state included.
+system, paired by seed (n: pairs, if fewer than seeds); a pair may have one run on a CPU and one on a GPU.
+*P* is the probability, by Student's t over three or more pairs, that its sign is that of the paper's
+difference, however small that is: the order agrees above 0.95, is contrary below 0.05, and is open
+between. Where two systems are equal, one comparison in ten ends as one or the other. Differences of
+single seeds mean little: training one seed twice on a GPU gives two numbers. Steps a second are
+measured for all systems of a table in turns. FLOPs are those of a forward pass; *memory* is what the
+compiled training step needs, parameters and optimizer state included.
 """
 
 COVERAGE = """# What of the papers is here
 
 {rows} systems, experiments, analyses and settings of the five papers: {summary}. A row works
-if the ledger has run its experiment at some scale, or if the command shows it. Commands are those of
-`synthesizer-jax`, `pytest` or `python`; *run as* names a table of `benchmarks/ledger.py`, which
-writes this page and [results.md](results.md).
+if the ledger has run it at some scale, or if the command shows it; the last column says where the data
+or the settings of the run are not the paper's. Commands are those of `synthesizer-jax`, `pytest` or
+`python`; *run as* names a table of `benchmarks/ledger.py`, which writes this page and
+[results.md](results.md).
 """
-OVERVIEW = ("cotraining", "translation", "classification")
+OVERVIEW = ("cotraining", "translation", "language_models", "classification")
 """The tables of README's picture."""
 PAPERS = {
     "S": "Synthesizer (Tay et al. 2021)",
@@ -97,7 +98,7 @@ def judge(probability: float | None) -> str:
     if probability is None:
         return ""
     verdict = "agrees" if probability > 0.95 else "contrary" if probability < 0.05 else "open"
-    return f"{verdict} ({probability:.2f})"
+    return f"{verdict} ({probability:.3f})"
 
 
 def rows_of(table: Table, results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -115,7 +116,7 @@ def rows_of(table: Table, results: Mapping[str, Any]) -> Iterator[dict[str, Any]
                 row["difference"] = with_error(shared, "+" + table.form)
                 if len(shared) != len(values):
                     row["difference"] += f" ({len(shared)})"
-                if row["paper"] is not None and first.system in table.paper:
+                if table.comparable and row["paper"] is not None and first.system in table.paper:
                     published = row["paper"] - table.paper[first.system]
                     row["order"] = judge(sign_probability(shared, published)) if published else None
         if speed := results["speed"].get(run.name):
@@ -209,15 +210,15 @@ def verdicts(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
             counts.update({verdict: len(names) for verdict, names in systems.items()})
     columns = {"table": "table", "agrees": "agrees", "contrary": "contrary", "open": "open"}
     return (
-        f"Of {counts.total()} comparisons with the first system of a table that a paper makes too, by "
-        f"three seeds or more, {counts['agrees']} agree with it, {counts['contrary']} are contrary and "
-        f"{counts['open']} are open.\n\n{report.table(rows, columns)}\n"
+        f"{counts.total()} comparisons with the first system of a table have three seeds or more here and "
+        f"a value in a paper, known from memory where its table says so: {counts['agrees']} agree, "
+        f"{counts['contrary']} are contrary, {counts['open']} are open.\n\n{report.table(rows, columns)}\n"
     )
 
 
 def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
     """Draws how far systems are from the first of their tables, here and in the papers."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
     panels = figure.subplots(1, len(OVERVIEW))
     for axes, name in zip(panels, OVERVIEW, strict=True):
         table = tables[name]
@@ -318,11 +319,12 @@ def coverage(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
 def write(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
     """Writes the pages and pictures."""
     notes = json.loads((HERE / "ledger_notes.json").read_text(encoding="utf-8"))
-    sections = [
-        text + (f"\n{notes[name]}\n" if name in notes else "")
-        for name, table in tables.items()
-        if (text := section(name, table, results))
-    ]
+    sections, speed = [], dict(results["speed"])
+    for name, table in tables.items():
+        if text := section(name, table, results | {"speed": speed}):
+            sections.append(text + (f"\n{notes[name]}\n" if name in notes else ""))
+        for run in table.runs([0]):
+            speed.pop(run.name, None)  # one table of each measurement
     draw_overview(tables, results)
     report.write_file(
         DOCS / "results.md", "\n".join([INTRODUCTION, verdicts(tables, results), *sections])
