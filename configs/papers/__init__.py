@@ -7,6 +7,7 @@ the same kind of dot product, and everything else in common.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
 
 from synthesizer_jax.recipes import pretrain
 
@@ -27,6 +28,7 @@ from synthesizer_jax.optimizers import AdamW, Cosine
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Training
 
+Dot: TypeAlias = Literal["scaled", "t5"]
 SCALED = DotProduct()
 """The dot product over √d_k."""
 
@@ -48,6 +50,11 @@ positions, talking heads; and dot products of the seven tokens that the convolut
 SELF_ATTENTIONS = (*VARIANTS, *MIXERS, "hc_sa")
 """The systems that differ in their self-attention alone, but for talking heads in cross-attention."""
 SYSTEMS = (*SELF_ATTENTIONS, "hc_all", "sh_x")
+
+
+def dot_product_of(kind: Dot, size: Size) -> Alignment:
+    """Returns the dot product over √d_k, or T5's, which has its scale in the query's initializer."""
+    return SCALED if kind == "scaled" else dot_product(size.head_dim)
 
 
 def self_attentions(

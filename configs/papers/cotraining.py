@@ -20,7 +20,13 @@ from __future__ import annotations
 from typing import Annotated, TypeAlias, TypeVar
 
 from synthesizer_jax.recipes import pretrain
-from synthesizer_jax.recipes.papers import laptop_model, self_attentions, small_training
+from synthesizer_jax.recipes.papers import (
+    Dot,
+    dot_product_of,
+    laptop_model,
+    self_attentions,
+    small_training,
+)
 
 from synthesizer_jax.alignments import Alignment, FactorizedRandom, Mixture, Random
 from synthesizer_jax.data.config import DataConfig
@@ -47,10 +53,10 @@ def default() -> Experiment:
     return synthetic("rv")
 
 
-def synthetic(system: str) -> Experiment:
-    """The synthetic mixture, 2 + 1 layers of d 64; cross-attention is the dot product's in all systems."""
-    dot = zoo.dot_product(SIZE.head_dim)
-    encoder, decoder = map(_with_wide_tables, self_attentions(system, SIZE, INPUTS, dot=dot))
+def synthetic(system: str, dot: Dot = "t5") -> Experiment:
+    """The synthetic mixture, 2 + 1 layers of d 64; cross-attention is T5's dot product in all systems."""
+    mixers = self_attentions(system, SIZE, INPUTS, dot=dot_product_of(dot, SIZE))
+    encoder, decoder = map(_with_wide_tables, mixers)
     model = t5(SIZE, encoder=encoder, decoder=decoder, vocab_size=synthetic_tasks.VOCAB_SIZE)
     (decoder_run,) = model.decoder.runs
     stacks = (model.encoder, model.decoder.copy(runs=(replace(decoder_run, repeats=1),)))

@@ -16,7 +16,13 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from synthesizer_jax.recipes.papers import SCALED, self_attentions, small_training
+from synthesizer_jax.recipes.papers import (
+    SCALED,
+    Dot,
+    dot_product_of,
+    self_attentions,
+    small_training,
+)
 
 from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.data.config import DataConfig
@@ -25,13 +31,12 @@ from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import Encoder, LanguageModel, Size
 from synthesizer_jax.models.layers import SinusoidalPositions
 from synthesizer_jax.models.published import bert
-from synthesizer_jax.models.zoo import dot_product, language_model
+from synthesizer_jax.models.zoo import language_model
 from synthesizer_jax.optimizers import AdamW, Linear
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment
 from synthesizer_jax.typing import Length
 
-Dot: TypeAlias = Literal["scaled", "t5"]
 Positions: TypeAlias = Literal["relative", "sinusoidal"]
 
 LENGTH = 256
@@ -51,11 +56,10 @@ def wikitext(system: str, dot: Dot = "scaled", positions: Positions = "relative"
 
     Args:
       system: the kind of attention.
-      dot: the dot product over √d, or T5's, which has no scale.
+      dot: the dot product over √d, or T5's.
       positions: T5's relative bias, or the sinusoids of Tensor2Tensor's models in its place.
     """
-    alignment = {"scaled": SCALED, "t5": dot_product(SMALL.head_dim)}[dot]
-    model = _model(system, SMALL, alignment)
+    model = _model(system, SMALL, dot_product_of(dot, SMALL))
     if positions == "sinusoidal":
         model = model.copy(decoder=model.decoder.copy(bias=None, positions=SinusoidalPositions()))
     return _train(model, WIKITEXT)
