@@ -149,10 +149,9 @@ def facts(measured: Mapping[str, Mapping[str, Any]], noun: str) -> str:
             + ("" if len(seeds) == len(measured[system]) else f" ({', '.join(seeds)})")
             for system, seeds in systems.items()
         ]
-        common = {tuple(seeds) for seeds in systems.values()}
-        if len(systems) == len(measured) and len(common) == 1:
-            (seeds,) = common
-            names = [f"seed{'s' * (len(seeds) > 1)} {', '.join(seeds)} of all"]
+        first = next(iter(systems.values()))
+        if len(systems) == len(measured) and all(seeds == first for seeds in systems.values()):
+            names = [f"seed{'s' * (len(first) > 1)} {', '.join(first)} of all"]
         of = f": {', '.join(names)}" if len(places) > 1 else ""
         texts.append(f"{count} {noun}{'s' * (count > 1)} on {machine}{of}")
     dates = sorted({e["date"] for entries in measured.values() for e in entries.values()})
@@ -239,7 +238,7 @@ def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> No
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].plot([], [], "o", color="C0", label="here, mean ± standard error over seeds")
     panels[0].plot([], [], "D", color="C1", fillstyle="none", label="paper")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     save_svg(figure, DOCS / "results.svg")
 
 

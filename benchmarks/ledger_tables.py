@@ -199,9 +199,9 @@ TABLES = {
         "with a standard deviation of 2. *Score*: the mean over tasks of their metrics on held-out "
         "examples.",
         "papers.cotraining:synthetic:{}",
-        V
-        | {"V, scaled dot product": "v:scaled"}
-        | (R | FR | DENSE | MIXTURES | {"HC-SA": "hc_sa"} | OTHERS),
+        {**V, "V, scaled dot product": "v:scaled", **R, **FR, **DENSE, **MIXTURES}
+        | {"HC-SA": "hc_sa"}
+        | OTHERS,
         metric="score",
         unit="score",
         seeds=5,

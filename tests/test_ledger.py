@@ -39,9 +39,7 @@ def test_systems_are_compared_seed_by_seed():
     assert rows["R"]["order"] == f"agrees ({1 - p:.3f})"
     assert rows["D"]["difference"] == "+0.0 (1)" and "order" not in rows["D"]
     page = ledger_page.verdicts({"t": table}, results)
-    assert (
-        page.startswith("1 comparisons") and "1 agree, 0 are contrary, 0 are open" in page in page
-    )
+    assert page.startswith("1 comparisons ") and "1 agree, 0 are contrary, 0 are open." in page
     assert "| T | R |  |  |" in page
     assert ledger_page.sign_probability([1.0, 1.1], 1) is None  # two pairs are too few
 

@@ -4,8 +4,8 @@
     synthesizer-jax train papers.language_modeling:wikitext:rv --workdir runs/rv --data-dir DATA \\
         --set vocabulary.path=spiece.model
 
-The language models have T5 1.1's blocks, with T5's relative bias wherever there are logits; the papers
-used Tensor2Tensor's decoder.
+The language models have T5 1.1's blocks, and its relative bias wherever there are logits; the papers used
+Tensor2Tensor's decoder, whose sinusoids `wikitext` can have instead.
 
 Hardware and time: `wikitext` takes some minutes on two CPU cores. Rows hold 256 tokens of the texts one
 after another, each with EOS at its end; held-out texts are evaluated in windows of 256 tokens: perplexity
