@@ -31,6 +31,59 @@ def test_importing_the_package_loads_no_tensorflow_and_no_network():
     assert process.stdout.strip() == "[]", process.stderr
 
 
+FIRST_USES = """
+import gc, importlib, pkgutil, sys
+import flax.linen as nn
+import jax, jax.numpy as jnp
+import synthesizer_jax as sj
+
+def use_everything():
+    for name in sj.__all__:
+        getattr(sj, name)
+    for module in pkgutil.walk_packages(sj.__path__, "synthesizer_jax."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+def children(parent):
+    modules = (o for o in gc.get_objects() if issubclass(type(o), nn.Module))
+    return sorted(type(module).__name__ for module in modules if module.parent is parent)
+
+class Compact(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        use_everything()
+        print(children(self))
+        return x
+
+class Setup(nn.Module):
+    def setup(self):
+        use_everything()
+        print(children(self))
+
+    def __call__(self, x):
+        return x
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.RMSNorm()(sj.MultiHeadAttention(num_heads=2, alignment=sj.Random(max_length=8))(x))
+        return nn.Dense(4)(x)
+
+model, x = globals()[sys.argv[1]](), jnp.ones((1, 8, 4))
+variables = model.init(jax.random.key(0), x)
+model.apply(variables, x)
+"""
+
+
+@pytest.mark.parametrize("method", ["Compact", "Setup", "Block"])
+def test_no_first_use_makes_modules_that_become_children_of_the_callers(method):
+    """Neither a name nor a module, which import each other lazily; their first uses are imports."""
+    command = [sys.executable, "-c", FIRST_USES, method]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert set(process.stdout.splitlines()) <= {"[]"}
+
+
 def test_a_wheel_holds_every_package():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     paths = [*ROOT.glob("synthesizer_jax/**/__init__.py"), *ROOT.glob("configs/**/__init__.py")]

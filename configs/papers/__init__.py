@@ -29,7 +29,7 @@ from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Training
 
 Dot: TypeAlias = Literal["scaled", "t5"]
-SCALED = DotProduct()
+SCALED = DotProduct(parent=None)
 """The dot product over √d_k."""
 
 

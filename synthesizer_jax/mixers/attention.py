@@ -64,7 +64,7 @@ class AttentionBase(Mixer):
 
     num_heads: Length
     head_dim: Length
-    alignment: Alignment = DotProduct()
+    alignment: Alignment = DotProduct(parent=None)
     dropout_rate: Rate = 0.0
     window: Length | None = None
     shared_key_value: bool = False

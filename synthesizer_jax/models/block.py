@@ -103,7 +103,7 @@ class Block(nn.Module):
     cross_mixer: Mixer | None = None
     dropout_rate: Rate = 0.0
     elementwise_dropout: bool = False
-    norm: nn.Module = RMSNorm()
+    norm: nn.Module = RMSNorm(parent=None)
     post_norm: bool = False
     self_residual: bool = True
 

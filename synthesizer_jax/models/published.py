@@ -187,8 +187,13 @@ def attention_replaced(kind: str, hidden_dim: int) -> EncoderDecoder:
     )
 
 
+def linformer_base() -> Encoder:
+    """A BERT-base with Linformer's attention (Wang et al. 2020), projected to 256 positions."""
+    mixer = Linformer(12, 64, max_length=512, projected_length=256)
+    return bert(768, 12, 64, layers=12, mixer=mixer)
+
+
 _WIDTHS = {"xs": 25, "s": 50, "m": 800, "l": 3200, "xl": 12_800}
-_LINFORMER = Linformer(12, 64, max_length=512, projected_length=256)
 _SMALL: dict[str, Any] = {
     "d_model": 288,
     "layers": 5,
@@ -215,7 +220,7 @@ PUBLISHED: dict[str, Callable[[], TokenModel]] = {
         f"bert_{d}_{heads}x{width}": partial(bert, d, heads, width)
         for d, heads, width in FIXED_HEADS
     },
-    "linformer_base": partial(bert, 768, 12, 64, layers=12, mixer=_LINFORMER),
+    "linformer_base": linformer_base,
     **{
         f"{kind}_{size}": partial(attention_replaced, kind, hidden)
         for kind, sizes in {

@@ -75,7 +75,7 @@ class Stack(nn.Module):
     bias: Alignment | None = None
     positions: PositionEmbedding | None = None
     input_norm: nn.Module | None = None
-    norm: nn.Module | None = RMSNorm()
+    norm: nn.Module | None = RMSNorm(parent=None)
     dropout_rate: Rate = 0.0
     scan: bool = False
     remat: Remat | None = None

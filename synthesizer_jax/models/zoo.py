@@ -176,23 +176,33 @@ def t5(
     )
 
 
-_RANDOM = Random(max_length=512, table_init=MeshGlorotUniform())
-# Mesh-TensorFlow folds 1/√128 into the query projection of its dense modes too.
-_DENSE = Dense(max_length=512, share_heads=True, hidden_init=FanIn(1.0 / 128))
-_DENSE_PLUS = Mixture(
-    (dot_product(128), _DENSE), weights="sum", share_query=True, query_init=FanIn(1.0 / 128)
-)
-_RANDOM_PLUS = Mixture((dot_product(128), _RANDOM), weights="sum")
+def _mesh_random() -> Random:
+    return Random(max_length=512, table_init=MeshGlorotUniform())
 
-MESH: dict[str, Alignment | None] = {
-    "vanilla": None,
-    "random": _RANDOM,
-    "factorized": FactorizedRandom(max_length=512, rank=16, factor_init=Normal(0.0155)),
-    "dense": _DENSE,
-    "random_plus": _RANDOM_PLUS,
-    "random_plus_alpha": _RANDOM_PLUS.copy(weights="sigmoid"),
-    "dense_plus": _DENSE_PLUS,
-    "dense_plus_alpha": _DENSE_PLUS.copy(weights="sigmoid"),
+
+def _mesh_dense() -> Dense:
+    # Mesh-TensorFlow folds 1/√128 into the query projection of its dense modes too.
+    return Dense(max_length=512, share_heads=True, hidden_init=FanIn(1.0 / 128))
+
+
+def _mesh_random_plus(weights: str = "sum") -> Mixture:
+    return Mixture((dot_product(128), _mesh_random()), weights=weights)
+
+
+def _mesh_dense_plus(weights: str = "sum") -> Mixture:
+    parts = dot_product(128), _mesh_dense()
+    return Mixture(parts, weights=weights, share_query=True, query_init=FanIn(1.0 / 128))
+
+
+MESH: dict[str, Callable[[], Alignment | None]] = {
+    "vanilla": lambda: None,
+    "random": _mesh_random,
+    "factorized": lambda: FactorizedRandom(max_length=512, rank=16, factor_init=Normal(0.0155)),
+    "dense": _mesh_dense,
+    "random_plus": _mesh_random_plus,
+    "random_plus_alpha": partial(_mesh_random_plus, "sigmoid"),
+    "dense_plus": _mesh_dense_plus,
+    "dense_plus_alpha": partial(_mesh_dense_plus, "sigmoid"),
 }
 """The modes of the code that was released for the Synthesizer paper's C4 runs; None: T5's attention."""
 
@@ -206,10 +216,15 @@ def _mesh(variant: str, *, learned_positions: bool) -> EncoderDecoder:
     the paper's numbers, give the same whole millions of parameters for both kinds of positions: T5's
     relative bias, and a vector for each of 512 positions that both stacks share.
     """
-    kind = MESH[variant]
+    kind = MESH[variant]()
     mixer = None if kind is None else Attention(8, 128, alignment=kind)
     model = t5(T5_1_0["base"], gated=False, encoder=mixer, relative_bias=not learned_positions)
     return model.copy(positions=LearnedPositions(512, Normal(1.0)) if learned_positions else None)
+
+
+def _synthesizer(variant: str, size: Size) -> EncoderDecoder:
+    """A T5 1.1 with a variant in both stacks' self-attention."""
+    return t5(size, encoder=alignment(variant, head_dim=size.head_dim))
 
 
 def _talking_heads(size: Size) -> EncoderDecoder:
@@ -275,7 +290,7 @@ ZOO: dict[str, Callable[[], TokenModel]] = {
     **{f"t5_{name}": partial(t5, size, gated=False) for name, size in T5_1_0.items()},
     **{
         f"t5_1_1_{name}" if variant == "v" else f"synthesizer_{variant}_{name}": partial(
-            t5, size, encoder=alignment(variant, head_dim=size.head_dim)
+            _synthesizer, variant, size
         )
         for name, size in T5_1_1.items()
         for variant in VARIANTS
@@ -295,4 +310,7 @@ ZOO: dict[str, Callable[[], TokenModel]] = {
     "prefix_lm_base": partial(language_model, "v", T5_1_1["base"], prefix=True),
     **PUBLISHED,
 }
-"""Every named model; call the entry to get the configured module."""
+"""Every named model; call the entry to get the configured module.
+
+Modules that are made while this file is imported would be children of a module whose compact method imports it.
+"""
