@@ -34,8 +34,8 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
     """Flax's `MultiHeadAttention`, optionally with another alignment than the dot product.
 
     A drop-in replacement for `flax.linen.MultiHeadAttention` with the same arguments, defaults,
-    parameters, cache and errors. Without `alignment` the results, dropout included, equal Flax's up to
-    rounding, and checkpoints are interchangeable; memory use is that of `attention_fn`.
+    parameters, cache and errors. Without `alignment` the results equal Flax's up to rounding, up to 128
+    queries also with dropout, and checkpoints are interchangeable; memory use is that of `attention_fn`.
 
     With an alignment the parameters are ``align/...`` (those of the alignment), ``value`` and ``out``;
     ``query`` and ``key`` exist only for `DotProduct`, which uses the layer's projections. Differences

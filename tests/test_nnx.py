@@ -1,5 +1,7 @@
 """Layers and models as NNX modules, beside Linen's and Flax's own."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,6 +127,18 @@ def test_fields_are_arguments_and_read_only_attributes():
         snnx.Attention(num_head=2, in_features=D, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="Attention needs in_features"):
         snnx.to_nnx(Attention(2, 4), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"Attention\.alignment is <class .*Random'>, expected"):
+        snnx.Attention(2, 4, alignment=Random, in_features=D, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", [*snnx.layers.__all__, "MultiHeadAttention"])
+def test_a_signature_names_the_fields_and_what_nnx_adds(name):
+    cls = getattr(snnx, name)
+    linen = cls.linen_class if name in snnx.layers.__all__ else nnx.MultiHeadAttention
+    added = {"rngs", "alignment"} if linen is nnx.MultiHeadAttention else {"rngs", "in_features"}
+    parameters = inspect.signature(cls).parameters
+    fields = set(inspect.signature(linen.__init__).parameters) - {"self", "parent", "name"}
+    assert fields | added <= set(parameters) and parameters["rngs"].kind.name == "KEYWORD_ONLY"
 
 
 def test_methods_equal_linen():

@@ -26,6 +26,12 @@ class _Fields(TypedDict, total=False):
     allowed: jax.Array | None
 
 
+CROSS_ATTENTION = (
+    "give Mask.padded or Mask.packed `queries` too, or Mask(key_lengths=…) if all queries are real"
+)
+"""How to make a mask of queries that are not the keys."""
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Mask:
@@ -240,6 +246,11 @@ class Mask:
             raise ValueError(
                 f"attend: Mask.query_offset={offset} with segments, where positions begin anew; leave it "
                 "out for packed rows"
+            )
+        if self.self_attention and q_length != k_length:
+            raise ValueError(
+                f"attend: the mask is that of self-attention, but there are {q_length} queries and "
+                f"{k_length} keys; {CROSS_ATTENTION}"
             )
         sizes = {"batch": batch, "heads": heads, "q": q_length, "k": k_length}
         return self.map_arrays(lambda name, x: _broadcast(name, x, sizes))

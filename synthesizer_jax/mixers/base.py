@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Never, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -15,6 +15,7 @@ from synthesizer_jax.alignments.base import dense_layer
 from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Explanation, Mask, Terms, explain
 from synthesizer_jax.attention.checks import check_terms
+from synthesizer_jax.attention.masks import CROSS_ATTENTION
 from synthesizer_jax.initializers import Initializer
 from synthesizer_jax.mixers.decoding import (
     decoding_mask,
@@ -80,6 +81,7 @@ class Mixer(nn.Module):
         *,
         mask: Mask | jax.Array | None = None,
         bias: Terms = (),
+        **unknown: Never,
     ) -> jax.Array:
         """Mixes tokens.
 
@@ -97,12 +99,25 @@ class Mixer(nn.Module):
         Raises:
           ValueError: the mixer's attributes exclude the arguments, or the tokens exceed its positions.
         """
+        name = type(self).__name__
+        if unknown:
+            raise TypeError(
+                f"{name} takes no {', '.join(unknown)}; give mask=Mask(causal=True) for causal attention, "
+                "and rngs with a key 'dropout' to `apply` for dropout"
+            )
+        if any(jnp.ndim(tokens) != 3 for tokens in (x, kv) if tokens is not None):
+            shapes = " and ".join(
+                str(jnp.shape(tokens)) for tokens in (x, kv) if tokens is not None
+            )
+            raise ValueError(
+                f"{name}: tokens have shape {shapes}; expected [batch, length, features]"
+            )
         mask = Mask.of(mask)
         self._check_support(mask, bias, cross=kv is not None)
         offset = mask.query_offset
         if kv is None and isinstance(offset, int) and offset != 0:
             raise ValueError(
-                f"{type(self).__name__}: Mask.query_offset={offset} in self-attention without a cache, "
+                f"{name}: Mask.query_offset={offset} in self-attention without a cache, "
                 "where queries and keys are the same tokens; leave it out, or give the cache of the "
                 "tokens before to extend"
             )
@@ -290,6 +305,10 @@ class Mixer(nn.Module):
             check_terms(bias, of="bias is", remedy="give")
         if cross and not self.has_cross_attention:
             raise ValueError(f"{name} mixes a sequence with itself; use Attention as cross_mixer")
+        if cross and mask.self_attention:
+            raise ValueError(
+                f"{name}: the mask is that of self-attention, but kv is given; {CROSS_ATTENTION}"
+            )
         if bias and self.bias_heads is None:
             raise ValueError(
                 f"{name} has no logits to add a position bias to; give the stack bias=None"

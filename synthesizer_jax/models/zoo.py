@@ -312,5 +312,5 @@ ZOO: dict[str, Callable[[], TokenModel]] = {
 }
 """Every named model; call the entry to get the configured module.
 
-Modules that are made while this file is imported would be children of a module whose compact method imports it.
+Modules made while this file is imported would be children of a caller whose compact method imports it.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -62,7 +63,10 @@ class LinenModule(nnx.Module):
 
     def __init_subclass__(cls, linen_class: type[linen.Module] | None = None, **options: Any):
         super().__init_subclass__(**options)
-        cls.linen_class = linen_class or cls.linen_class
+        if linen_class is not None:
+            cls.linen_class = linen_class
+            cls.__doc__ = f"{cls.__doc__}\n\n{inspect.cleandoc(linen_class.__doc__ or '')}"
+            cls.__signature__ = joined_signature(linen_class, LinenModule)  # type: ignore[attr-defined]
 
     def __init__(
         self,
@@ -75,7 +79,7 @@ class LinenModule(nnx.Module):
         **fields: Any,
     ):
         is_config = len(args) == 1 and not fields and isinstance(args[0], self.linen_class)
-        config = args[0] if is_config else self.linen_class(*args, **fields)
+        config = args[0] if is_config else self.linen_class(*args, parent=None, **fields)
         example, options = (example, {}) if example else _example_arguments(config, in_features)
         # Logical axis rules would constrain kernels before these have their final shape.
         with logical_axes(), nnx.logical_axis_rules(()):
@@ -178,6 +182,18 @@ class LinenModule(nnx.Module):
             self.deterministic = deterministic
 
 
+def joined_signature(wrapped: type, wrapper: type) -> inspect.Signature:
+    """Returns the parameters of a class, without Linen's own, and the keywords that its wrapper adds."""
+    # NNX's metaclass hides the signatures of classes.
+    parameters, own = (
+        inspect.signature(vars(cls)["__init__"]).parameters for cls in (wrapped, wrapper)
+    )
+    added = {name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY}
+    left_out = {*added, "self", "parent", "name"}
+    kept = (p for name, p in parameters.items() if name not in left_out)
+    return inspect.Signature(sorted([*kept, *added.values()], key=lambda p: p.kind))
+
+
 def draw_dropout_key(
     module: Any, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
 ) -> jax.Array | None:
@@ -246,5 +262,6 @@ def _parts(config: object) -> Iterator[object]:
     """Yields a configuration and everything in its fields."""
     yield config
     entries = config if isinstance(config, tuple) else ()
-    for value in fields_of(config).values() if dataclasses.is_dataclass(config) else entries:
+    is_object = dataclasses.is_dataclass(config) and not isinstance(config, type)
+    for value in fields_of(config).values() if is_object else entries:
         yield from _parts(value)

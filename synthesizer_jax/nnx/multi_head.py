@@ -14,7 +14,7 @@ from synthesizer_jax.alignments import Alignment, AttentionContext, DotProduct
 from synthesizer_jax.attention import Mask, Span
 from synthesizer_jax.flax_attention import attention_fn
 from synthesizer_jax.multi_head import attend_with_alignment, check_fields, step_pairs
-from synthesizer_jax.nnx.module import LinenModule, draw_dropout_key
+from synthesizer_jax.nnx.module import LinenModule, draw_dropout_key, joined_signature
 
 Sharding: TypeAlias = jax.sharding.Sharding | jax.sharding.PartitionSpec | None
 
@@ -173,3 +173,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 "MultiHeadAttention: the cache is not initialized; call init_cache first"
             )
         return arrays
+
+
+MultiHeadAttention.__signature__ = joined_signature(  # type: ignore[attr-defined]
+    nnx.MultiHeadAttention, MultiHeadAttention
+)

@@ -276,6 +276,11 @@ PACKED = Mask(key_segments=jnp.ones((B, K), int), segments=1).for_self_attention
         ((QUERY, KEY, KEY), {"query_seq_lengths": [Q, Q]}, r"has shape .2,.; it must be .batch"),
         ((QUERY, KEY, KEY), {"scale": zeros(N)}, "it must be a scalar"),
         ((QUERY, KEY, KEY, relative_bias(zeros(32, N))), {}, "has 32 heads, but .* head_axis=1"),
+        (
+            (QUERY, KEY, KEY, None, Mask.padded(jnp.array([Q, 3]))),
+            {},
+            "that of self-attention, but there are 7 queries and 11 keys; .* `queries` too",
+        ),
         ((KEY, KEY, KEY, zeros(B, N, K, K), PACKED), {}, "not possible in packed rows"),
     ],
 )

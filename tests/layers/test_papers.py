@@ -195,6 +195,13 @@ REFUSED = [
     (sj.Gaussian(), {"bias": BIAS}, "no logits to add a position bias to"),
     (ATTENTION.copy(alignment=sj.Random), {}, "alignment is .*Random.*, expected Alignment"),
     (ATTENTION, {"mask": sj.Mask(query_offset=2)}, "query_offset=2 in self-attention"),
+    (
+        ATTENTION,
+        {"kv": X, "mask": sj.Mask.padded(jnp.array([7]))},
+        "that of self-attention, but kv is given; .*queries",
+    ),
+    (ATTENTION, {"kv": X[0]}, r"tokens have shape \(\d, 7, 10\) and \(7, 10\); expected \[batch,"),
+    (ATTENTION, {"is_causal": True}, r"takes no is_causal; give mask=Mask\(causal=True\)"),
     (Returns("array"), {}, "terms are of type"),
     (Returns("term"), {}, r"terms are a bare Static; return a tuple of terms, such as \(static"),
     (ATTENTION, {"bias": BIAS[0]}, "bias is a bare Relative; give a tuple of terms"),
