@@ -13,10 +13,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    """Runs README's first example with the package's requirements, the quickstart with extras."""
+    """Runs README's examples with the package's requirements, the quickstart with extras."""
     (wheel,) = (ROOT / "dist").glob("*.whl")
-    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
-    assert example is not None
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
     with tempfile.TemporaryDirectory() as place:
         python = f"{place}/venv/bin/python"
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -30,7 +29,7 @@ def main() -> None:
 
         run(sys.executable, "-m", "venv", "venv")
         install("")
-        run(python, "-c", f"{example[1]}\nassert y.shape == x.shape")
+        run(python, "-c", "\n".join([*examples, "assert y.shape == x.shape"]))
         install("[data,report]")
         run(f"{place}/venv/bin/synthesizer-jax", "quickstart", "--set", "training.steps=20")
         assert pathlib.Path(place, "runs", "quickstart", "report.html").stat().st_size > 10_000
