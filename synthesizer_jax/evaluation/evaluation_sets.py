@@ -18,7 +18,7 @@ from synthesizer_jax.data.segments import SegmentStream
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.registry import JSON
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.metrics import Value
+from synthesizer_jax.tasks.metrics import Value, gender_parity
 from synthesizer_jax.tasks.postprocessors import SENTINEL, Example, to_text
 from synthesizer_jax.tasks.splits import STANDS_FOR, measured_task, task_splits
 from synthesizer_jax.tasks.task import Answers, Task
@@ -187,7 +187,7 @@ def load_evaluation_set(
             # TFDS stores rows in a random order; in that of the original file groups are contiguous.
             rows.sort(key=lambda row: tuple(_places(row).values()))
         if max_examples is not None:
-            groups = metric_groups(name, rows)
+            groups = metric_groups(task, rows)
             end = max_examples
             while 0 < end < len(rows) and groups[end] == groups[max_examples - 1]:
                 end += 1
@@ -226,13 +226,13 @@ def _places(row: Example) -> dict[str, int]:
     return {n: int(row[n]) for n in names if np.issubdtype(np.asarray(row[n]).dtype, np.integer)}
 
 
-def metric_groups(name: str, rows: Sequence[Example]) -> list[tuple[int, ...]]:
+def metric_groups(task: Task, rows: Sequence[Example]) -> list[tuple[int, ...]]:
     """Returns the group of each row of a task, which metrics need as a whole."""
-    groups = []
+    groups, in_pairs = [], gender_parity in task.metrics
     for i, row in enumerate(rows):
         key = tuple(_places(row).values()) or (i,)
         # MultiRC's question, ReCoRD's query; AX-g's pair.
-        groups.append(tuple(x // 2 for x in key) if "axg" in name else key[:2])
+        groups.append(tuple(x // 2 for x in key) if in_pairs else key[:2])
     return groups
 
 

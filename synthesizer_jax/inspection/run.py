@@ -382,7 +382,7 @@ def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> li
         )
         predicted = "prediction" in records[0]
         lengths = lengths if predicted and lengths.any() else tokens
-        groups = metric_groups(examples.task.name, examples.examples)
+        groups = metric_groups(examples.task, examples.examples)
         group = np.unique(groups, axis=0, return_inverse=True)[1].ravel()  # NumPy 2.0: two axes
         longest = np.zeros_like(lengths)
         np.maximum.at(longest, group, lengths)

@@ -13,7 +13,7 @@ from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, metric_groups
 from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.files import write_predictions, write_results
 from synthesizer_jax.evaluation.prediction import Predictor, _pad_tokens
@@ -25,6 +25,7 @@ from synthesizer_jax.tasks import postprocessors, task_registry
 from synthesizer_jax.tasks.definitions import GLUE, SENTINEL, SUPER_GLUE
 from synthesizer_jax.tasks.postprocessors import is_labeled
 from synthesizer_jax.tasks.prepare import prepare
+from synthesizer_jax.tasks.task import Task
 from tests.evaluation import runs
 from tests.tasks.loading import BYTES, quiet
 from tests.tasks.loading import load as load_prepared
@@ -62,6 +63,17 @@ def load(data_dir):
 )
 def test_max_examples_is_obeyed_and_groups_stay_whole(load, task, asked, found):
     assert len(load(task, max_examples=asked).inputs) == found
+
+
+@pytest.mark.parametrize(
+    ("task", "groups"),
+    [
+        (Task("taxgroups", "imported/taxgroups"), [(0,), (1,), (2,)]),
+        (task_registry.TASKS["super_glue_axg_v102"], [(0,), (0,), (1,)]),
+    ],
+)
+def test_rows_are_pairs_where_a_metric_compares_pairs(task, groups):
+    assert metric_groups(task, [{"idx": np.int64(i)} for i in range(3)]) == groups
 
 
 @pytest.mark.parametrize("task", [*GLUE, *SUPER_GLUE, *SENTINEL], ids=lambda task: task.name)
