@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
 import tempfile
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from synthesizer_jax.data.records import Chunk
-from synthesizer_jax.data.task_streams import CHUNK, Example
+from synthesizer_jax.data.task_streams import CHUNK, SIDES, Example
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.files import describing, in_bucket, write_atomic
 from synthesizer_jax.registry import check_types, fields_of
@@ -63,6 +64,8 @@ class PreparedInfo:
       tokens: number of tokens of inputs and targets.
       files: number of examples by name of file, in stored order.
       checksum: CRC-32 of the first record.
+      rows_digests: SHA-256 of the files of rows by name of their file of tokens; a file without one, which
+        an earlier version wrote, is not verified.
     """
 
     format: int
@@ -81,6 +84,7 @@ class PreparedInfo:
     tokens: dict[str, int]
     files: dict[str, int]
     checksum: int
+    rows_digests: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def save(self, directory: pathlib.Path) -> None:
         """Writes ``info.json``."""
@@ -125,6 +129,9 @@ class PreparedTasks:
             check_types(PreparedInfo, fields_of(info))
             if info.examples != sum(info.files.values()):
                 raise ValueError("its files do not hold its examples")
+            for name, sides in (("keep_last", info.keep_last), ("tokens", info.tokens)):
+                if any(type(sides.get(side)) is not int for side in SIDES):
+                    raise ValueError(f"{name} is {sides}, not a number of inputs and of targets")
             return info
 
     def open(
@@ -233,6 +240,13 @@ class PreparedExamples:
             wanted = min(size, left)
             path = _on_disk(self._directory / rows_file(name))
             with describing(path, remedy=self._remedy), path.open("rb") as file:
+                if name in self.info.rows_digests:
+                    if (
+                        hashlib.file_digest(file, "sha256").hexdigest()
+                        != self.info.rows_digests[name]
+                    ):
+                        raise ValueError("its checksum is another")
+                    file.seek(0)
                 unpacker = msgpack.Unpacker(file, max_buffer_size=2**31 - 1)
                 for number in range(wanted):
                     row = next(unpacker, None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import hashlib
 import inspect
 import itertools
 import json
@@ -122,12 +123,13 @@ class _ShardJob:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What was written: the number of examples and tokens, and CRC-32 of the first record."""
+    """What was written: numbers of examples and tokens, CRC-32 of the first record, SHA-256 of the rows."""
 
     key: str
     examples: int
     tokens: dict[str, int]
     checksum: int
+    rows_digest: str | None = None
 
 
 def _prepare_split(
@@ -192,6 +194,7 @@ def _prepare_split(
         tokens={side: sum(shard.tokens[side] for shard in written) for side in SIDES},
         files={name: shard.examples for name, shard in filled.items()},
         checksum=next(iter(filled.values())).checksum,
+        rows_digests={n: s.rows_digest for n, s in filled.items() if s.rows_digest},
     )
     info.save(directory)
     return info
@@ -216,10 +219,12 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
             shard=job.shard,
         )
         if job.request.rows:
-            chunks = _chunks_and_rows(dataset, job, path)
+            shard = write_chunks(_chunks_and_rows(dataset, job, path), path, key=job.key)
+            with path.with_name(rows_file(path.name)).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            shard = dataclasses.replace(shard, rows_digest=digest)
         else:
-            chunks = _ragged_chunks(dataset)
-        shard = write_chunks(chunks, path, key=job.key)
+            shard = write_chunks(_ragged_chunks(dataset), path, key=job.key)
     write_atomic(done, json.dumps(dataclasses.asdict(shard)) + "\n")
     return shard
 
