@@ -31,6 +31,8 @@ STREAM_FILE = "stream.json"
 
 TaskStream: TypeAlias = ExampleStream | SegmentStream
 
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(DataConfig)}
+
 Position: TypeAlias = dict[int, dict[str, Any]]
 """The positions of virtual shards by their indices."""
 
@@ -217,12 +219,16 @@ class Stream:
         """
         saved = json.loads((directory / STREAM_FILE).read_text(encoding="utf-8"))
         current = self.fingerprint()
+        omitted = (
+            _DEFAULTS | self._counts()
+        )  # earlier versions did not save the numbers of examples
         for key in sorted(saved.keys() | current.keys()):
-            if saved.get(key) != current.get(key):
+            was, found = (x.get(key, omitted.get(key)) for x in (saved, current))
+            if was != found:
                 raise ValueError(
-                    f"the saved data position belongs to another stream: {key} was "
-                    f"{saved.get(key)} and is {current.get(key)}; restore the old value or start a "
-                    "new run"
+                    f"the saved data position belongs to another stream: {key} was {was} and is {found}; "
+                    "restore what it was, or start a new run with this one's parameters: "
+                    "'synthesizer-jax train RUN --workdir NEW'"
                 )
         for index, shard in self._shards.items():
             path = self._shard_file(directory, index)
@@ -234,14 +240,13 @@ class Stream:
         """Returns everything that must be equal for a saved position to be valid, as flat JSON.
 
         The checksums are those of the tasks' first records: they depend on vocabulary, data set and
-        preprocessing. Fields that a configuration does not set are left out, so that later versions may
-        have more of them.
+        preprocessing. Fields with their default are left out, so that later versions may have more of them.
         """
         config = self.config
         settings: dict[str, object] = {
             name: value if isinstance(value, bool | int | str) else repr(value)
             for name, value in vars(config).items()
-            if value is not None and value != ()
+            if value != _DEFAULTS[name]
         }
         settings.pop("objective", None)  # that of every task is below
         if config.buckets:
@@ -253,7 +258,11 @@ class Stream:
             settings[f"checksum of {name}"] = member.examples.info.checksum
             if member.objective:
                 settings[f"objective of {name}"] = repr(member.objective)
-        return settings
+        return settings | self._counts()
+
+    def _counts(self) -> dict[str, object]:
+        """Returns the numbers of examples, on which their order depends."""
+        return {f"examples of {name}": len(m.examples) for name, m in self._members.items()}
 
     def _shard_file(self, directory: pathlib.Path, index: int) -> pathlib.Path:
         return directory / f"shard-{index:05}-of-{self.config.shards:05}.json"

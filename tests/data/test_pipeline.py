@@ -212,7 +212,7 @@ def test_a_position_belongs_to_its_stream(data_dir: pathlib.Path, tmp_path: path
     refused("seed was 0 and is 3", packed, seed=3)
     refused("batch_size was 16|shards was 8", packed, shards=4)
     refused("pack was True", packed, pack=False)
-    refused(r"buckets was \(\(12, 8\), \(18, 8\)\) in groups.* is None", BUCKETED, buckets=())
+    refused(r"buckets was \(\(12, 8\), \(18, 8\)\) in groups.* is \(\)", BUCKETED, buckets=())
     refused("classes was", CLASSES, classes=WORDS[::-1])
     for other in (None, OBJECTIVES["ul2"]):
         refused("objective of small_letters was", spanned, objective=other)
@@ -220,12 +220,33 @@ def test_a_position_belongs_to_its_stream(data_dir: pathlib.Path, tmp_path: path
     record = json.loads(info.read_text())
     info.write_text(json.dumps(record | {"checksum": 5}))
     refused(r"checksum of small_few was \d+ and is 5", packed)
+    info.write_text(
+        json.dumps(record | {"examples": 39, "files": dict.fromkeys(record["files"], 39)})
+    )
+    refused(r"examples of small_few was 40 and is 39; restore .* or start a new run with", packed)
     info.write_text(json.dumps(record))
     tasks.save_rates("small", small.MIXTURES["small"] | {"small_few": 1.5})
     refused(r"rate of small_few was 1\.0 and is 1\.5", packed)
     (saved / "shard-00003-of-00008.json").unlink()
     with pytest.raises(ValueError, match=r"lacks .*shard-00003-of-00008\.json"):
         small.stream(data_dir, pack=True).restore(saved)
+
+
+def test_a_position_of_another_version_is_valid(
+    data_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """One that lacks numbers of examples and a later field, or holds what equals a default."""
+    stream = small.stream(data_dir)
+    stream.save(tmp_path)
+    path = tmp_path / "stream.json"
+    saved = json.loads(path.read_text())
+    assert "examples of small_many" in saved and "shuffle" not in saved
+    kept = {k: v for k, v in saved.items() if not k.startswith("examples of")}
+    path.write_text(json.dumps(kept | {"shuffle": True, "seed": 0, "pack": False}))
+    stream.restore(tmp_path)
+    path.write_text(json.dumps(kept | {"shuffle": False}))
+    with pytest.raises(ValueError, match="shuffle was False and is True"):
+        stream.restore(tmp_path)
 
 
 def test_settings_that_cannot_work_are_said_in_one_sentence(data_dir: pathlib.Path) -> None:
