@@ -79,9 +79,9 @@ class RegisteredTask(Task):
             whole = part.partition("[")[0]  # of ``train[:90%]``
             return f"{part} of {stored.describe_split(self.dataset, directory, whole)}"
         if isinstance(source, seqio.FileDataSource):
-            shards = source.list_shards(split)
-            return ", ".join(f"{path}: {epath.Path(path).stat().length} bytes" for path in shards)
-        return None
+            return ", ".join(map(_describe_file, source.list_shards(split)))
+        rows = source.num_input_examples(split)
+        return None if rows is None else f"{rows} rows"
 
     def to_seqio(self, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
         """Returns the task with another vocabulary; its TFDS data set is looked up in `data_dir`."""
@@ -209,6 +209,13 @@ def _stored_directory(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> p
         return stored.newest_version(dataset, place)
     directory = place / dataset / version
     return directory if (directory / stored.INFO).is_file() else None
+
+
+def _describe_file(address: str) -> str:
+    """Returns a file with what changes when it is written again."""
+    stat = epath.Path(address).stat()  # the time in seconds; disks know more
+    time = stat.mtime if "://" in address else os.stat(address).st_mtime_ns
+    return f"{address}: {stat.length} bytes, modified at {time}"
 
 
 def _declared_splits(source: seqio.TfdsDataSource) -> dict[str, str]:

@@ -214,10 +214,13 @@ def test_lengths_and_files_make_a_prepared_set_outdated(
     assert is_current(request, prepared, lengths=LENGTHS)
     assert not is_current(request, prepared, lengths={"inputs": 8, "targets": 8})
     path = data_dir / "train-2.txt"
-    text = path.read_text()
-    path.write_text(text + "90 more\n")
-    assert not is_current(request, prepared, lengths=LENGTHS)
-    path.write_text(text)
+    text, times = path.read_text(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    for content, modified in ((text + "90 more\n", times[1]), (text, times[1] + 1)):
+        path.write_text(content)
+        os.utime(path, ns=(times[0], modified))
+        assert not is_current(request, prepared, lengths=LENGTHS)
+    os.utime(path, ns=times)
+    assert is_current(request, prepared, lengths=LENGTHS)
 
 
 def test_epochs_of_a_task_with_random_steps_differ(own_dir: pathlib.Path) -> None:
@@ -323,11 +326,23 @@ def test_damage_is_one_sentence_with_its_path_and_remedy(own_dir: pathlib.Path) 
     flipped = whole[:100] + bytes([whole[100] ^ 1]) + whole[101:]
     for content in (flipped, whole[: len(whole) // 2], b""):
         assert remedy in damaged(tokens, content)
-    for content in (rows.read_bytes()[:-3], b"\xc1" * 50):
+    whole = rows.read_bytes()
+    other = whole.replace(b"is 1 even", b"is 3 even")  # that of another example
+    for content in (whole[:-3], b"\xc1" * 50, other):
         assert remedy in damaged(rows, content)
     text = info.read_text()
-    for broken in (text[:50], "[]", text.replace('"examples": 9', '"examples": 8')):
+    for broken in (
+        text[:50],
+        "[]",
+        text.replace('"examples": 9', '"examples": 8'),
+        json.dumps(json.loads(text) | {"keep_last": {"inputs": 1}}),
+        json.dumps(json.loads(text) | {"tokens": {"inputs": 9, "targets": "9"}}),
+    ):
         damaged(info, broken.encode())
+    info.write_text(json.dumps({k: v for k, v in json.loads(text).items() if k != "rows_digests"}))
+    assert (
+        len(list(prepared.open(BOOLQ, "validation", LENGTHS).rows())) == 9
+    )  # as earlier versions wrote it
     info.write_text(json.dumps(json.loads(text) | {"checksum": 5}))
     with pytest.raises(ValueError, match=r"checksum.*run 'synthesizer-jax data prepare"):
         prepared.open(BOOLQ, "validation", LENGTHS)[0]

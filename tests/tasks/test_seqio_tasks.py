@@ -14,6 +14,7 @@ from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.prepare import prepare
+from synthesizer_jax.tasks.splits import SplitRequest, is_current
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.tasks.task import Answers
 from tests.tasks.loading import load, quiet
@@ -121,7 +122,7 @@ def registered():
 pytestmark = pytest.mark.usefixtures("registered")
 
 
-def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path):
+def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, monkeypatch):
     vocabulary = Bytes().build()
     assert task_registry.member_names("outside_all") == [
         "outside_double",
@@ -146,6 +147,11 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path):
     ):
         number = int(vocabulary.decode(inputs).removeprefix("twice "))
         assert vocabulary.decode(targets) == str(2 * number)
+    request = SplitRequest("outside_double", "train", rows=False)
+    assert is_current(request, prepared, lengths=None)
+    source = seqio.TaskRegistry.get("outside_double").source
+    monkeypatch.setattr(source, "num_input_examples", lambda split: 13)  # what a function declares
+    assert not is_current(request, prepared, lengths=None)
 
 
 def test_what_is_not_there_is_one_sentence(tmp_path):
