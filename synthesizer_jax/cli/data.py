@@ -65,7 +65,7 @@ def import_files(
       name: mine: the name of the task.
       inputs: mine: the input, with fields of a row in braces, such as 'review: {text}'; without it the
         task has targets only.
-      target: mine: the target, such as '{label}'.
+      target: mine: the target, such as '{label}'; '' for rows that are only to be predicted.
       labels: mine: the allowed targets, such as 'bad,good' or '0=bad,1=good'.
       metrics: mine: accuracy (the default), bleu, f1, … Repeatable.
       columns: mine: the columns of CSV and TSV files that have no header, such as 'a,b'.
@@ -86,7 +86,7 @@ def import_files(
         task = imported.FileTask(
             name,
             None if inputs is None else imported.Template(inputs),
-            imported.Template(target),
+            imported.Template(target) if target else None,
             tuple(metrics or ["accuracy"]),
             {value: word if equals else value for value, equals, word in pairs},
         )

@@ -97,16 +97,16 @@ class FileTask:
     Attributes:
       name: its name: lower-case letters, digits and ``_``.
       inputs: makes the input of a row; None: the task has targets only.
-      targets: makes the target of a row.
+      targets: makes the target of a row; None: all are hidden.
       metrics: names in `METRICS`.
       labels: ``{value: word}`` of the allowed targets, in index order; empty: free text. A target that is a
         value is replaced by its word; one that is neither is an error. The empty target of a row with
-        an input is a hidden one.
+        an input is a hidden one, which splits ``test…`` alone may have.
     """
 
     name: str
     inputs: Callable[[Row], str] | None
-    targets: Callable[[Row], str]
+    targets: Callable[[Row], str] | None
     metrics: tuple[str, ...] = ("accuracy",)
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -139,9 +139,9 @@ class FileTask:
 
     def texts(self, row: Row) -> tuple[str, str]:
         """Returns the input (empty if the task has none) and the target of a row."""
-        target = self.targets(row)
+        target = "" if self.targets is None else self.targets(row)
         target = self.labels.get(target, target)
-        if target not in ("", UNKNOWN):
+        if self.inputs is None or target not in ("", UNKNOWN):
             if self.labels and target not in self.labels.values():
                 raise ValueError(
                     f"the target {target!r} is none of the labels {', '.join(self.labels)}"
@@ -235,8 +235,14 @@ def _read(
     task: FileTask, files: SplitFiles, summary: SplitSummary, cursor: Cursor
 ) -> Iterator[Mapping[str, object]]:
     """Yields the formatted rows of a split, and counts them."""
+    may_hide = None in (task.inputs, task.targets) or summary.split.startswith("test")
     for index, row in enumerate(cursor.follow(files.rows())):
         texts = task.texts(row)
+        if texts[1] == UNKNOWN and not may_hide:
+            raise ValueError(
+                "the target is empty or '<unk>', as of a row whose answer is not known; add it, or import "
+                "such rows as --from test=FILE"
+            )
         summary.rows += 1
         summary.undecodable += "\ufffd" in "".join(texts)
         summary.targets.update(texts[1:] if task.labels else ())
