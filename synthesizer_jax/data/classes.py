@@ -12,6 +12,27 @@ LONGEST_TARGET = 1024
 """Targets are read up to this many tokens, EOS included, before they become classes of one number each."""
 
 
+def index_by_tokens(
+    words: Sequence[str], vocabulary: Vocabulary, *, owner: str, length: int | None = None
+) -> dict[tuple[int, ...], int]:
+    """Returns the indices of label words by their token ids with EOS, which `length` cuts if it is given.
+
+    Raises:
+      ValueError: two of the words, which `owner` has, have the same token ids.
+    """
+    indices: dict[tuple[int, ...], int] = {}
+    for index, word in enumerate(words):
+        ids = vocabulary.encode(word)[: None if length is None else length - 1]
+        first = indices.setdefault((*ids, EOS), index)
+        if first != index:
+            cut = "" if length is None else f" in {length} tokens"
+            raise ValueError(
+                f"{owner} has {words[first]!r} and {word!r}, which are the same to the vocabulary{cut}; "
+                "take other label words, longer targets, or a vocabulary that knows them"
+            )
+    return indices
+
+
 class Classes:
     """The classes of an encoder, by their label words and the token ids of these.
 
@@ -20,19 +41,12 @@ class Classes:
       vocabulary: encodes them.
 
     Raises:
-      ValueError: two of the words have the same token ids.
+      ValueError: see `index_by_tokens`.
     """
 
     def __init__(self, words: Sequence[str], vocabulary: Vocabulary):
         self.words, self._vocabulary = tuple(words), vocabulary
-        self._indices: dict[tuple[int, ...], int] = {}
-        for index, word in enumerate(words):
-            first = self._indices.setdefault((*vocabulary.encode(word), EOS), index)
-            if first != index:
-                raise ValueError(
-                    f"data.classes holds {words[first]!r} and {word!r}, which are the same to the "
-                    "vocabulary; take other label words, or a vocabulary that knows them"
-                )
+        self._indices = index_by_tokens(words, vocabulary, owner="data.classes")
 
     def index(self, target: np.ndarray, *, owner: str) -> int:
         """Returns the class of a target.

@@ -219,9 +219,8 @@ class Stream:
         """
         saved = json.loads((directory / STREAM_FILE).read_text(encoding="utf-8"))
         current = self.fingerprint()
-        omitted = (
-            _DEFAULTS | self._counts()
-        )  # earlier versions did not save the numbers of examples
+        # Earlier versions did not save the numbers of examples.
+        omitted = _DEFAULTS | {k: v for k, v in current.items() if k.startswith("examples of ")}
         for key in sorted(saved.keys() | current.keys()):
             was, found = (x.get(key, omitted.get(key)) for x in (saved, current))
             if was != found:
@@ -255,14 +254,11 @@ class Stream:
             settings["packing"] = f"best fit among {WINDOW} examples, epoch by epoch"
         for name, member in self._members.items():
             settings[f"rate of {name}"] = member.rate
+            settings[f"examples of {name}"] = len(member.examples)
             settings[f"checksum of {name}"] = member.examples.info.checksum
             if member.objective:
                 settings[f"objective of {name}"] = repr(member.objective)
-        return settings | self._counts()
-
-    def _counts(self) -> dict[str, object]:
-        """Returns the numbers of examples, on which their order depends."""
-        return {f"examples of {name}": len(m.examples) for name, m in self._members.items()}
+        return settings
 
     def _shard_file(self, directory: pathlib.Path, index: int) -> pathlib.Path:
         return directory / f"shard-{index:05}-of-{self.config.shards:05}.json"

@@ -35,6 +35,9 @@ INFO = "info.json"
 FORMAT = 3
 """Version of the files; others are not read."""
 
+HIDDEN = "are empty or '<unk>'"
+"""What is said of targets that are not known; see `postprocessors.UNKNOWN`."""
+
 RESIDENT = 2_000_000
 """Tasks with more examples than this are not held in memory."""
 
@@ -64,6 +67,7 @@ class PreparedInfo:
       tokens: number of tokens of inputs and targets.
       files: number of examples by name of file, in stored order.
       checksum: CRC-32 of the first record.
+      targets: numbers of targets by what is said of them, such as `HIDDEN`; earlier versions did not count.
       rows_digests: SHA-256 of the files of rows by name of their file of tokens; a file without one, which
         an earlier version wrote, is not verified.
     """
@@ -84,6 +88,7 @@ class PreparedInfo:
     tokens: dict[str, int]
     files: dict[str, int]
     checksum: int
+    targets: dict[str, int] = dataclasses.field(default_factory=dict)
     rows_digests: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def save(self, directory: pathlib.Path) -> None:
@@ -240,13 +245,10 @@ class PreparedExamples:
             wanted = min(size, left)
             path = _on_disk(self._directory / rows_file(name))
             with describing(path, remedy=self._remedy), path.open("rb") as file:
-                if name in self.info.rows_digests:
-                    if (
-                        hashlib.file_digest(file, "sha256").hexdigest()
-                        != self.info.rows_digests[name]
-                    ):
-                        raise ValueError("its checksum is another")
-                    file.seek(0)
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                if self.info.rows_digests.get(name, digest) != digest:
+                    raise ValueError("its checksum is another")
+                file.seek(0)
                 unpacker = msgpack.Unpacker(file, max_buffer_size=2**31 - 1)
                 for number in range(wanted):
                     row = next(unpacker, None)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from synthesizer_jax.data.classes import Classes
+from synthesizer_jax.data.classes import Classes, index_by_tokens
 from synthesizer_jax.data.vocabularies import EOS, PAD, Vocabulary
 from synthesizer_jax.inference import (
     Decoding,
@@ -186,11 +186,12 @@ class Predictor:
         """Returns the log-probabilities in nats of label words as answers, ``[n, words]`` float32.
 
         Raises:
-          ValueError: the model has classes, and a word is none of them.
+          ValueError: the model has classes, and a word is none of them; see also `index_by_tokens`.
         """
         if self.classes is not None:
             return self._class_log_probabilities(inputs)[:, self.classes.columns(label_words)]
-        words = [np.asarray([*self.vocabulary.encode(word), EOS]) for word in label_words]
+        indices = index_by_tokens(label_words, self.vocabulary, owner="the list of label words")
+        words = [np.asarray(ids) for ids in indices]
         length = -(-max(map(len, words)) // CHOICE_LENGTH) * CHOICE_LENGTH
         choices = _pad_tokens(words, -(-len(words) // CHOICES) * CHOICES, length)
 

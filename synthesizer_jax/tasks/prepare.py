@@ -5,6 +5,7 @@ Large splits are written shard by shard; those that are complete remain after an
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import hashlib
@@ -20,9 +21,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 from etils import epy
 
-from synthesizer_jax.data.prepared import FORMAT, PreparedInfo, PreparedTasks, rows_file
+from synthesizer_jax.data.classes import index_by_tokens
+from synthesizer_jax.data.prepared import FORMAT, HIDDEN, PreparedInfo, PreparedTasks, rows_file
 from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.task_streams import CHUNK, SIDES
+from synthesizer_jax.data.vocabularies import EOS
 from synthesizer_jax.files import (
     describing,
     in_bucket,
@@ -31,9 +34,11 @@ from synthesizer_jax.files import (
     write_atomic,
 )
 from synthesizer_jax.tasks import preprocessors, synthetic, task_registry
+from synthesizer_jax.tasks.postprocessors import UNKNOWN
 from synthesizer_jax.tasks.seqio_tasks import import_tensorflow
 from synthesizer_jax.tasks.splits import SplitRequest, is_current, requested_splits
 from synthesizer_jax.tasks.stored import reading_errors
+from synthesizer_jax.tasks.task import Task
 
 with epy.lazy_imports():
     import msgpack
@@ -91,6 +96,8 @@ def prepare(
         only=only,
     )
     for request in requests:
+        words = task_registry.find_task(request.task).label_words or ()
+        index_by_tokens(words, prepared.vocabulary, owner=f"the task {request.task!r}")
         title = f"{request.task}, {request.split}"
         if not renew and is_current(request, prepared, lengths=lengths, epochs=epochs):
             log(f"{title}: is prepared")
@@ -106,6 +113,8 @@ def prepare(
             setup=setup,
         )
         log(f"{title}: {info.examples:,} examples, {sum(info.tokens.values()):,} tokens")
+        if said := ", ".join(f"{count:,} {what}" for what, count in info.targets.items()):
+            log(f"  of {info.examples:,} targets, {said}")
     prepared.save_rates(mixture, rates)
 
 
@@ -116,6 +125,7 @@ class _ShardJob:
     request: SplitRequest
     prepared: PreparedTasks
     lengths: dict[str, int] | None  # None: examples are whole
+    targets_length: int | None  # of rows; None: not known, or texts
     shard: tuple[int, int]  # index among those of an epoch, and their number
     epoch: int
     key: str  # what must be equal for a shard that is there to be kept
@@ -123,13 +133,14 @@ class _ShardJob:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What was written: numbers of examples and tokens, CRC-32 of the first record, SHA-256 of the rows."""
+    """What was written; see `PreparedInfo`."""
 
     key: str
     examples: int
     tokens: dict[str, int]
     checksum: int
     rows_digest: str | None = None
+    targets: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def _prepare_split(
@@ -153,14 +164,14 @@ def _prepare_split(
         )
     rows = task.stored_splits(prepared.data_dir).get(request.split)
     source = task.source_version(request.split, prepared.data_dir)
-    shards = 1
+    shards, limit = 1, lengths["targets"] if lengths and task.has_inputs else None
     if rows is None or rows > ONE_SHARD:
         shards = max(1, len(seqio_task.source.list_shards(request.split)))
     directory = prepared.directory(request.task, request.split)
     key = json.dumps([source, fixed, epochs, request.rows, FORMAT])
     names = [f"tokens-{i:05}-of-{epochs * shards:05}.arrayrecord" for i in range(epochs * shards)]
     jobs = [
-        _ShardJob(request, prepared, fixed, (i % shards, shards), i // shards, key)
+        _ShardJob(request, prepared, fixed, limit, (i % shards, shards), i // shards, key)
         for i in range(len(names))
     ]
     (directory / "info.json").unlink(missing_ok=True)
@@ -177,6 +188,7 @@ def _prepare_split(
     filled = {n: s for n, s in zip(names, written, strict=True) if s.examples}
     if not filled:
         raise ValueError(f"{request.task}'s split {request.split!r} has no examples")
+    targets = sum((collections.Counter(shard.targets) for shard in written), collections.Counter())
     info = PreparedInfo(
         format=FORMAT,
         task=request.task,
@@ -194,6 +206,7 @@ def _prepare_split(
         tokens={side: sum(shard.tokens[side] for shard in written) for side in SIDES},
         files={name: shard.examples for name, shard in filled.items()},
         checksum=next(iter(filled.values())).checksum,
+        targets=dict(targets),
         rows_digests={n: s.rows_digest for n, s in filled.items() if s.rows_digest},
     )
     info.save(directory)
@@ -218,13 +231,14 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
             seed=job.epoch * job.shard[1] + job.shard[0],
             shard=job.shard,
         )
-        if job.request.rows:
-            shard = write_chunks(_chunks_and_rows(dataset, job, path), path, key=job.key)
+        rows, counts = job.request.rows, collections.Counter[str]()
+        chunks = _chunks_and_rows(dataset, job, path) if rows else _ragged_chunks(dataset)
+        shard = write_chunks(_count_targets(chunks, job, task, counts), path, key=job.key)
+        shard = dataclasses.replace(shard, targets=dict(counts))
+        if rows:
             with path.with_name(rows_file(path.name)).open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             shard = dataclasses.replace(shard, rows_digest=digest)
-        else:
-            shard = write_chunks(_ragged_chunks(dataset), path, key=job.key)
     write_atomic(done, json.dumps(dataclasses.asdict(shard)) + "\n")
     return shard
 
@@ -292,6 +306,26 @@ def _chunks_and_rows(
                 }
                 file.write(msgpack.packb(texts | row, default=lambda value: value.tolist()))
             yield Chunk(*(RaggedTokens.of(side) for side in zip(*tokens, strict=True)))
+
+
+def _count_targets(
+    chunks: Iterator[Chunk], job: _ShardJob, task: Task, counts: collections.Counter[str]
+) -> Iterator[Chunk]:
+    """Yields chunks, and counts targets by what is to be said of them."""
+    vocabulary, limit = job.prepared.vocabulary, job.targets_length
+    sentinel = [vocabulary.vocab_size - 1] * task.sentinel
+    texts: list[list[int]] = [[], vocabulary.encode(UNKNOWN)]
+    hidden = {(*text, *sentinel, *end) for text in texts for end in ((), (EOS,))}
+    for chunk in chunks:
+        ids, ends = chunk.targets
+        lengths = np.diff(ends)
+        if limit is not None:
+            counts[f"are cut at {limit} tokens"] += int((lengths > limit).sum())
+        short = np.flatnonzero(lengths <= max(map(len, hidden))).tolist()
+        counts[HIDDEN] += sum(tuple(chunk[i][1].tolist()) in hidden for i in short)
+        unknown = np.append(0, np.cumsum(ids == vocabulary.unk_id))[ends]
+        counts["hold unknown pieces"] += int(np.count_nonzero(np.diff(unknown)))
+        yield chunk
 
 
 def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Shard:

@@ -6,10 +6,11 @@ import logging
 import pathlib
 from collections.abc import Sequence
 
+from synthesizer_jax.data.classes import index_by_tokens
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.pipeline import Member, Stream
-from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.data.prepared import HIDDEN, PreparedTasks
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.mixtures import MIXTURES
@@ -44,7 +45,8 @@ def open_stream(
 
     Raises:
       FileNotFoundError: no task has the split.
-      ValueError: see `PreparedExamples` and `Stream`.
+      ValueError: label words are the same to the vocabulary, or targets are hidden; see also
+        `PreparedExamples` and `Stream`.
     """
     prepared = PreparedTasks(data_dir, vocabulary)
     rates = prepared.rates(config.mixture) or {}
@@ -63,9 +65,18 @@ def open_stream(
         _log.warning("%s goes without %s: no data in %s", config.mixture, names, data_dir)
     members = {}
     for name in sorted(sampled):  # SeqIO's order, on which the order of examples depends
-        objective = task_objective(config, task_registry.find_task(name))
+        task = task_registry.find_task(name)
+        words, length = task.label_words or (), config.lengths["targets"]
+        index_by_tokens(words, vocabulary, owner=f"the task {name!r}", length=length)
+        objective = task_objective(config, task)
         examples = prepared.open(
             name, config.split, config.lengths, documents=objective is not None
         )
+        hidden = examples.info.targets.get(HIDDEN, 0)
+        if hidden and (words or hidden == len(examples)):
+            raise ValueError(
+                f"{examples.name} has {hidden:,} targets that {HIDDEN}; choose a data.split whose answers "
+                "are known, or leave such rows out"
+            )
         members[name] = Member(rates[name], examples, objective)
     return Stream(config, members, vocabulary=vocabulary, shards=shards, saved=saved)

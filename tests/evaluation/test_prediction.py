@@ -1,6 +1,7 @@
 """Predictions come back in order, whatever the batching and the mesh; texts and classes are scored."""
 
 import math
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +89,11 @@ def test_ranking_takes_the_most_probable_word(predictor):
         scores = score_targets(p.variables, sources, targets=targets, model=p.model)
         np.testing.assert_allclose(found, scores, rtol=1e-5)
         assert answer == WORDS[int(np.argmax(scores))]
+    p.vocabulary.encode = lambda s: [2]
+    with pytest.raises(
+        ValueError, match="'ab' and 'c', which are the same to the vocabulary; take"
+    ):
+        p.predict(encoded(p), WORDS)
 
 
 def test_a_mesh_gives_the_answers_of_one_device(predictor):
@@ -133,7 +139,8 @@ def test_twelve_programs_serve_glue_and_super_glue(predictor, monkeypatch):
     monkeypatch.setattr(prediction, "decode_sequences", decoded)
     monkeypatch.setattr(prediction, "score_targets", scored)
     p = predictor("rank", decoding=Decoding(max_length=32), inputs_length=512, batch_size=8)
-    p.vocabulary.encode = lambda s: [2] * -(-len(s) // 3)  # pieces as long as SentencePiece's
+    # Pieces as long as SentencePiece's.
+    p.vocabulary.encode = lambda s: [zlib.crc32(s.encode()) >> 1] * -(-len(s) // 3)
     rng = np.random.default_rng(0)
     for task in (*GLUE, *SUPER_GLUE):
         longest = 100 if "stsb" in task.name else 512

@@ -15,7 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from synthesizer_jax.cli.main import app
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.tasks import imported, task_registry
 from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
@@ -23,6 +25,7 @@ from synthesizer_jax.tasks.importers import CORPORA
 from synthesizer_jax.tasks.importers.files import find_splits
 from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.splits import SplitRequest, is_current
+from synthesizer_jax.tasks.streams import open_stream
 from tests.tasks.loading import BYTES, load, quiet
 
 ROWS = [{"text": "a fine, small film", "label": "1"}, {"text": "tab-free « dull »", "label": "0"}]
@@ -215,6 +218,75 @@ def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
         assert is_current(request, prepared, lengths=None)
         (inputs, _) = prepared.open("my_reviews", "train", None)[0]
         assert BYTES.decode(inputs) == f"review: {text}"
+
+
+def test_an_empty_target_belongs_to_a_split_that_is_only_predicted(tmp_path):
+    text = {"targets": Template("{label}"), "labels": {}}
+    for lacking, options in (("", {}), ("<unk>", {}), ("", text), ("<unk>", text)):
+        write(tmp_path, {"a.csv": CSV + f"a film,{lacking}\r\n".encode()})
+        for split in ("train", "validation"):
+            said = r"a\.csv, line 4: the target is empty or '<unk>'.* --from test=FILE; nothing was"
+            with pytest.raises(ValueError, match=said):
+                import_files(
+                    describe(**options),
+                    find_splits([f"{split}={tmp_path}/a.csv"]),
+                    tmp_path / "data",
+                )
+        splits = find_splits([f"test={tmp_path}/a.csv"])
+        import_files(describe(**options), splits, tmp_path / "data", renew=True)
+    with pytest.raises(ValueError, match="the target '' is none of the labels a"):
+        FileTask("my_texts", None, Template("{x}"), labels={"a": "a"}).texts({"x": ""})
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_rows_whose_target_is_hidden_are_not_trained_on(tmp_path, split):
+    """Of a whole import without targets, and of the test split of a task with labels."""
+    data = CSV + b"a film,\r\n"
+    write(
+        tmp_path, {"a.csv": data if split == "test" else data.replace(b"1", b"").replace(b"0", b"")}
+    )
+    target = Template("{label}") if split == "test" else None
+    splits = find_splits([f"{split}={tmp_path}/a.csv"])
+    import_files(describe(targets=target), splits, tmp_path)
+    prepared, said = PreparedTasks(tmp_path, BYTES), []
+    prepare("my_reviews", prepared, training_splits=[split], evaluation_splits=(), log=said.append)
+    count = 1 if split == "test" else 3
+    assert said == [f"my_reviews, {split}: 3 examples, {said[0].split()[4]} tokens",
+                    f"  of 3 targets, {count} are empty or '<unk>'"]  # fmt: skip
+    config = DataConfig("my_reviews", 32, 8, batch_size=1, shards=1, split=split)
+    message = rf"my_reviews's split '{split}' has {count} targets that are empty or '<unk>'; choose"
+    with pytest.raises(ValueError, match=message):
+        open_stream(config, BYTES, data_dir=tmp_path)
+
+
+def test_labels_that_the_vocabulary_cannot_tell_apart_are_refused(tmp_path):
+    """Before anything is prepared or trained on; other targets are counted."""
+    vocabulary = tmp_path / "v.model"
+    train_sentencepiece(["a small fine film review: dull"] * 9, vocabulary, vocab_size=20)
+    known = SentencePiece(str(vocabulary)).build()
+    prepared, data = (
+        PreparedTasks(tmp_path, known),
+        CSV.decode().replace("0", "fine").replace("1", "正"),
+    )
+    write(tmp_path, {"a.csv": data})
+    splits = find_splits([f"train={tmp_path}/a.csv"])
+    import_files(describe(labels={"正": "正面", "fine": "负面"}), splits, tmp_path)
+    with pytest.raises(
+        ValueError, match="'my_reviews' has '正面' and '负面', which are the same to"
+    ):
+        prepare("my_reviews", prepared, evaluation_splits=(), log=quiet)
+    assert prepared.find("my_reviews", "train") is None
+    labels = {"正": "fine film", "fine": "fine dull"}
+    import_files(describe(labels=labels), splits, tmp_path, renew=True)
+    prepare("my_reviews", prepared, evaluation_splits=(), log=quiet)
+    config = DataConfig("my_reviews", 32, 2, batch_size=1, shards=1)
+    with pytest.raises(ValueError, match="same to the vocabulary in 2 tokens; take other"):
+        open_stream(config, known, data_dir=tmp_path)
+    import_files(describe(labels={}), splits, tmp_path, renew=True)
+    report = []
+    lengths = {"inputs": 32, "targets": 3}
+    prepare("my_reviews", prepared, evaluation_splits=(), lengths=lengths, log=report.append)
+    assert report[1:] == ["  of 2 targets, 1 are cut at 3 tokens, 1 hold unknown pieces"]
 
 
 def test_splits_are_added_to_a_task_of_the_same_definition(tmp_path):
