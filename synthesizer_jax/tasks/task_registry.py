@@ -16,7 +16,10 @@ from synthesizer_jax.tasks.task import Task
 TASKS: dict[str, Task] = {task.name: task for task in DEFINITIONS}
 """All tasks that are not in SeqIO's registry alone; `add` adds others."""
 
-_REMEDY = "tasks of a package of yours are found with --import PACKAGE"
+_REMEDY = (
+    "tasks of a package of yours are found with --import PACKAGE, in Python after "
+    "runs.code.load_user_code(['PACKAGE'])"
+)
 
 
 def add(tasks: Iterable[Task], mixtures: Mapping[str, Rates] = {}) -> None:

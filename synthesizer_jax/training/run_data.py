@@ -60,10 +60,15 @@ def prepare_data(
     with processes.process_zero_first("data"):
         if not _is_prepared(experiment.data, prepared, only=only, **splits):
             command = _preparation(experiment, data_dir, only=only, **splits)
-            if subprocess.run(command, check=False).returncode:
+            done = subprocess.run(
+                command, check=False, stderr=subprocess.PIPE, text=True, errors="replace"
+            )
+            sys.stderr.write(done.stderr)  # notebooks do not show that of the process
+            if done.returncode:
+                reason = done.stderr.rstrip().rpartition("\n")[2].removeprefix("error: ")
                 raise ValueError(
-                    f"{experiment.data.mixture} could not be prepared, as said above; the command was: "
-                    f"{' '.join(command)}"
+                    f"{experiment.data.mixture} could not be prepared: "
+                    f"{reason or f'exit code {done.returncode}'}; the command was: {' '.join(command)}"
                 )
     return prepared
 

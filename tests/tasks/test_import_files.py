@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import types
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,6 +27,8 @@ from synthesizer_jax.tasks.importers.files import find_splits
 from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.splits import SplitRequest, is_current
 from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.task import Task
+from synthesizer_jax.training.run_data import prepare_data
 from tests.tasks.loading import BYTES, load, quiet
 
 ROWS = [{"text": "a fine, small film", "label": "1"}, {"text": "tab-free « dull »", "label": "0"}]
@@ -287,6 +290,18 @@ def test_labels_that_the_vocabulary_cannot_tell_apart_are_refused(tmp_path):
     lengths = {"inputs": 32, "targets": 3}
     prepare("my_reviews", prepared, evaluation_splits=(), lengths=lengths, log=report.append)
     assert report[1:] == ["  of 2 targets, 1 are cut at 3 tokens, 1 hold unknown pieces"]
+
+
+def test_a_task_of_a_script_is_unknown_to_the_process_that_prepares(tmp_path):
+    write(tmp_path, {"a.jsonl": JSON_LINES})
+    import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path)
+    task_registry.add([Task("of_a_script", "imported/my_reviews")])
+    experiment = types.SimpleNamespace(
+        data=DataConfig("of_a_script", 32, 8, batch_size=1, shards=1), vocabulary=BYTES
+    )
+    said = r"of_a_script could not be prepared: there is no .*code\.load_user_code\(\['PACKAGE'\]\); the"
+    with pytest.raises(ValueError, match=said):
+        prepare_data(experiment, BYTES, tmp_path, evaluation_splits=())
 
 
 def test_splits_are_added_to_a_task_of_the_same_definition(tmp_path):
