@@ -1,19 +1,22 @@
 #!/usr/bin/env python3
 """Cloud TPU machines from nothing to a run that outlives preemption, and back to zero cost.
 
-  launch.py create  --name pod --zone us-east5-b --type v6e-16 --spot
-  launch.py setup   --name pod --zone us-east5-b
-  launch.py train   --name pod --zone us-east5-b -- quickstart --workdir gs://BUCKET/runs/rv
-  launch.py status  --name pod --zone us-east5-b
-  launch.py logs    --name pod --zone us-east5-b
-  launch.py run     --name pod --zone us-east5-b -- eval --workdir gs://BUCKET/runs/rv
-  launch.py stop    --name pod --zone us-east5-b
-  launch.py delete  --name pod --zone us-east5-b
-  launch.py babysit --name pod --zone us-east5-b --type v6e-16 --spot -- quickstart --workdir gs://…
+  POD="--name pod --zone us-east5-b"
+  RUN="--workdir gs://BUCKET/runs/rv --data-dir gs://BUCKET/data"
+  launch.py create  $POD --type v6e-16 --spot
+  launch.py setup   $POD
+  launch.py train   $POD -- quickstart $RUN
+  launch.py status  $POD
+  launch.py logs    $POD
+  launch.py run     $POD -- eval $RUN
+  launch.py stop    $POD
+  launch.py delete  $POD
+  launch.py babysit $POD --type v6e-16 --spot -- quickstart $RUN
 
 `babysit` does all of it, again after every preemption, until the run has ended. `train` and `run` return
 when the program has started on every host; it goes on when you log out. `stop` lets a run save; the same
 `train` continues it. What follows `--` goes to `synthesizer-jax train`, after `run` to `synthesizer-jax`.
+Data is prepared and uploaded before. Every host's log is copied to logs/ in --workdir.
 --dry-run prints the commands instead of running them. docs/pods.md tells the whole way.
 """
 
@@ -40,18 +43,29 @@ SOFTWARE = {"v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5", "v6e": "v2-al
 INTERRUPTED = ("75", "143", "idle")
 """How a host tells that its run is to be started again: saved, ended before it began, or lost."""
 
+READS_DATA = ("train", "distill", "eval", "predict", "inspect")
+"""The program's commands that prepare what is missing of their data."""
+
 # On every host. A run holds run.lock as long as it lives, and then writes its exit code to run.exit.
 SETUP = """
 set -e
 mkdir -p synthesizer_jax && tar -xzf synthesizer_jax.tar.gz -C synthesizer_jax && cd synthesizer_jax
 python3 -m pip install --quiet --user uv
 [ -x .venv/bin/python ] || python3 -m uv venv --quiet --seed --python 3.11 .venv
-.venv/bin/python -m pip install --quiet -c constraints.txt '.[train,gcs,tpu]'
+.venv/bin/python -m pip install --quiet -c constraints.txt '.[{extras}]'
 """
 RUN = """
-cd synthesizer_jax && flock -n run.lock rm -f run.exit || {{ echo "a run is going on"; exit 1; }}
-{flags}setsid nohup flock run.lock sh -c '"$0" "$@"; echo $? > run.exit' \
+cd synthesizer_jax && exec 9>> run.lock && flock -n 9 || {{ echo "a run is going on"; exit 1; }}
+rm -f run.exit
+{flags}setsid nohup sh -c '"$0" "$@"; echo $? > run.exit' \
 "$PWD"/.venv/bin/synthesizer-jax {command} >> run.log 2>&1 < /dev/null &
+"""
+# Copies the log every minute, and when the run has ended; not even a preemption's SIGTERM ends it before.
+KEEP_LOG = """
+setsid nohup sh -c 'trap "" TERM; keep() { .venv/bin/python -c "$0" run.log "$1/$(hostname).log"; }
+until flock -w 60 run.lock true; do keep "$1"; done; keep "$1"' \
+'import sys; from etils.epath import Path; Path(sys.argv[2]).write_bytes(Path(sys.argv[1]).read_bytes())' \
+LOGS > /dev/null 2>&1 < /dev/null 9>&- &
 """
 STATUS = """
 cd synthesizer_jax 2> /dev/null && if flock -n run.lock true
@@ -79,10 +93,8 @@ class Pod:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        self.place = [
-            f"--zone={args.zone}",
-            *([f"--project={args.project}"] if args.project else []),
-        ]
+        project = [f"--project={args.project}"] if args.project else []
+        self.place = [f"--zone={args.zone}", *project]
         self.reach = [*self.place, *(["--tunnel-through-iap"] if args.tunnel_through_iap else [])]
 
     def call(self, command: Sequence[str], *, tries: int = 1) -> bool:
@@ -112,12 +124,8 @@ class Pod:
         if not args.type:
             fail("give --type, such as v6e-16")
         chips = CHECKOUT / "synthesizer_jax" / "costs" / "chips.py"
-        found = subprocess.run(
-            [sys.executable, "-I", str(chips), args.type],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        question = [sys.executable, "-I", str(chips), args.type]
+        found = subprocess.run(question, stdout=subprocess.PIPE, text=True, check=False)
         if found.returncode:
             sys.exit(found.returncode)  # it has said which sizes there are
         chip, kind, topology, _, usual = found.stdout.split()
@@ -130,7 +138,8 @@ class Pod:
         if args.slices > 1:
             nodes = [f"--node-count={args.slices}", f"--node-prefix={args.name}"]
         software = args.version or SOFTWARE.get(chip, "tpu-ubuntu2204-base")
-        command = [*GCLOUD, "create", args.name, *self.place, *shape, *nodes]
+        gcloud = ["gcloud", "alpha", *GCLOUD[1:]] if args.alpha else GCLOUD
+        command = [*gcloud, "create", args.name, *self.place, *shape, *nodes]
         command += [f"--runtime-version={software}", *args.gcloud]
         command += [f"--{option}" for option in ("spot", "reserved") if getattr(args, option)]
         if not self.call(command):
@@ -179,21 +188,18 @@ class Pod:
             archive.parent.mkdir(exist_ok=True)
         there = f"{self.args.name}:synthesizer_jax.tar.gz"
         copy = [*GCLOUD, "scp", str(archive), there, *self.reach, "--node=all", "--worker=all"]
-        git = [
-            "git",
-            "-C",
-            str(CHECKOUT),
-            "archive",
-            "--format=tar.gz",
-            f"--output={archive}",
-            "HEAD",
-        ]
-        return self.call(git) and self.call(copy, tries=10) and self.on_hosts(SETUP, tries=3)
+        git = ["git", "-C", str(CHECKOUT), "archive", "--format=tar.gz"]
+        git += [f"--output={archive}", "HEAD"]
+        install = SETUP.format(extras=self.args.extras)
+        return self.call(git) and self.call(copy, tries=10) and self.on_hosts(install, tries=3)
 
     def start(self, command: Sequence[str]) -> bool:
         """Starts a command of the program on every host."""
         flags = f"LIBTPU_INIT_ARGS={shlex.quote(self.args.flags)} " if self.args.flags else ""
-        return self.on_hosts(RUN.format(flags=flags, command=shlex.join(command)))
+        script = RUN.format(flags=flags, command=shlex.join(command))
+        if workdir := options_of(command).get("--workdir"):
+            script += KEEP_LOG.strip().replace("LOGS", shlex.quote(f"{workdir}/logs"))
+        return self.on_hosts(script)
 
     def host_states(self) -> list[str]:
         """Returns what each host says of its run: running, idle or an exit code; empty: not reached."""
@@ -255,15 +261,30 @@ class Pod:
         )
 
 
-def check_command(command: Sequence[str]) -> None:
-    """Checks what costs money later: places that outlive the machines, recipe and fields."""
-    for option, value in zip(command, [*command[1:], ""], strict=True):
-        name, _, joined = option.partition("=")
-        place = joined or value
-        if name == "--set" and place.startswith("vocabulary.path="):
-            name, place = place.split("=", 1)
+def options_of(command: Sequence[str]) -> dict[str, str]:
+    """Returns the options of a command, and what it sets, by name."""
+    words = [word.removeprefix("--set=") for word in command]
+    pairs = zip(words, [*words[1:], ""], strict=True)
+    return {w.partition("=")[0]: w.partition("=")[2] or following for w, following in pairs}
+
+
+def check_data(command: Sequence[str], extras: str) -> None:
+    """Checks that machines with some extras of the package can read the data of a command."""
+    prepares = command[0] in ("quickstart", "data")
+    reads = command[0] in READS_DATA and "--data-dir" not in options_of(command)
+    if (prepares or reads) and "data" not in extras.split(","):
+        fail(
+            f"{command[0]} would prepare data, which needs --extras {extras},data"
+            f"{'' if prepares else '; or give --data-dir with prepared data, see docs/pods.md'}"
+        )
+
+
+def check_command(command: Sequence[str], extras: str) -> None:
+    """Checks what costs money later: places that outlive the machines, data, recipe and fields."""
+    for name, place in options_of(command).items():
         if name in ("--workdir", "--data-dir", "vocabulary.path") and not place.startswith("gs://"):
             fail(f"{name} {place} goes away with the machines; give gs://BUCKET/…")
+    check_data(command, extras)
     if command[0] == "train" and shutil.which("synthesizer-jax"):
         settings = [w for i, w in enumerate(command) if "--set" in (w, command[i - 1])]
         checked = ["synthesizer-jax", "recipes", command[1], *settings]
@@ -271,9 +292,8 @@ def check_command(command: Sequence[str]) -> None:
             sys.exit(2)  # it has said what is wrong
 
 
-def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options, and what follows `--`."""
-    end = words.index("--") if "--" in words else len(words)
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -284,17 +304,31 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument("--project", help="by default the one of gcloud's configuration")
     parser.add_argument("--type", help="v6e-16, or by its chips, v6e:4x4")
     parser.add_argument("--slices", type=int, default=1, help="several slices as one run")
-    parser.add_argument("--spot", action="store_true", help="cheap, may be taken away")
-    parser.add_argument("--reserved", action="store_true", help="of the project's reservation")
+    tier = parser.add_mutually_exclusive_group()
+    tier.add_argument("--spot", action="store_true", help="cheap, may be taken away")
+    tier.add_argument("--reserved", action="store_true", help="of the project's reservation")
     parser.add_argument("--version", help="the machines' software; by default the one for --type")
-    parser.add_argument("--gcloud", nargs="*", default=[], help="more options of gcloud's create")
+    parser.add_argument(
+        "--gcloud",
+        action="append",
+        default=[],
+        help="one more option of gcloud's create; repeatable",
+    )
+    parser.add_argument("--alpha", action="store_true", help="ask by gcloud alpha, for its options")
+    parser.add_argument("--extras", default="train,gcs,tpu", help="of the package, to install")
     parser.add_argument("--flags", help="LIBTPU_INIT_ARGS of the run; docs/pods.md has some")
     parser.add_argument("--tunnel-through-iap", action="store_true", help="reach the hosts so")
     parser.add_argument("--max-restarts", type=int, default=100, help="of babysit")
     parser.add_argument("--delete-at-end", action="store_true", help="babysit deletes the machines")
     parser.add_argument("--poll", type=float, default=30, help="seconds between two looks")
     parser.add_argument("--dry-run", action="store_true", help="print commands, run none")
-    args = parser.parse_args(words[:end])
+    return parser
+
+
+def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options, and what follows `--`."""
+    end = words.index("--") if "--" in words else len(words)
+    args = make_parser().parse_args(words[:end])
     if not re.fullmatch("[a-z]+-[a-z]+[0-9]+-[a-z]", args.zone):
         fail(f"--zone is {args.zone}; a zone is a region and a letter, such as us-east5-b")
     command = list(words[end + 1 :])
@@ -302,7 +336,7 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         command = command if args.action == "run" else ["train", *command]
         if len(command) < 2:
             fail(f"{args.action} needs what the program is to do after --")
-        check_command(command)
+        check_command(command, args.extras)
     elif command:
         fail(f"{args.action} takes nothing after --")
     return args, command

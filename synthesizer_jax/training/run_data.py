@@ -81,8 +81,6 @@ def _is_prepared(
     evaluation_splits: Sequence[str],
     only: Sequence[str],
 ) -> bool:
-    if data.mixture == synthetic.MIXTURE and not synthetic.is_written(prepared.data_dir):
-        return False
     try:
         requests = requested_splits(
             data.mixture,
@@ -92,9 +90,11 @@ def _is_prepared(
             only=only,
         )
     except FileNotFoundError:
-        if prepared.rates(data.mixture) is None:
-            raise
-        return True
+        if prepared.rates(data.mixture) is not None:
+            return True
+        if data.mixture == synthetic.MIXTURE:  # it is generated
+            return False
+        raise
     rates = task_registry.mixture_rates(data.mixture, prepared.data_dir)
     return prepared.rates(data.mixture) == rates and all(
         is_current(request, prepared, lengths=data.lengths) for request in requests

@@ -386,7 +386,8 @@ for line in sys.stdin:
 def test_runs_of_prepared_data_need_no_tensorflow(
     synthetic_data: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    where = f"--workdir {tmp_path}/run --data-dir {synthetic_data}"
+    shutil.copytree(synthetic_data / "prepared", tmp_path / "data" / "prepared")
+    where = f"--workdir {tmp_path}/run --data-dir {tmp_path}/data"
     settings = ("training.steps=1", "data.batch_size=8", "evaluation.max_examples=2",
                 "evaluation.loss_batches=1", "evaluation.batch_size=2")  # fmt: skip
     options = " ".join(f"--set {setting}" for setting in settings)
@@ -404,6 +405,7 @@ def test_runs_of_prepared_data_need_no_tensorflow(
         text=True,
     )
     assert done.returncode == 0, done.stderr
+    assert not synthetic.is_written(tmp_path / "data"), "another process has prepared"
     assert (tmp_path / "run" / "evaluation" / "1" / "results.json").is_file()
     assert list((tmp_path / "run" / "evaluation").rglob("synthetic_stsb.jsonl"))
     assert synthetic.MIXTURE in (tmp_path / "run" / "experiment.json").read_text()

@@ -2,22 +2,29 @@
 
 import os
 import pathlib
+import re
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import pytest
+import yaml
 
+from synthesizer_jax.cli.recipes import load_recipe
 from tpu_scripts import launch
 
 HERE = pathlib.Path(__file__).parent
 POD = ["--name", "pod", "--zone", "us-east5-b"]
-TRAIN = ["--", "quickstart", "--workdir", "gs://b/runs/rv", "--set", "training.steps=3"]
+RUN = ["--workdir", "gs://b/runs/rv", "--data-dir=gs://b/data"]
+TRAIN = ["--", "quickstart", *RUN, "--set", "training.steps=3"]
+OPTIONS = ["--gcloud=--network=vpc", "--gcloud=--service-account=a@b.iam.gserviceaccount.com"]
+RESERVATION = ["--alpha", "--gcloud=--reservation=mine", "--extras=data,gcs,tpu"]
 GOLDEN = {
-    "create": ["create", *POD, "--type", "v6e:4x4", "--spot", "--slices", "2"],
+    "create": ["create", *POD, "--type", "v6e:4x4", "--spot", "--slices", "2", *OPTIONS],
     "train": ["train", *POD, "--flags=--xla_tpu_enable_latency_hiding_scheduler=true", *TRAIN],
-    "babysit": ["babysit", *POD, "--type", "v5p-16", "--reserved", "--delete-at-end", *TRAIN],
+    "babysit": ["babysit", *POD, "--type", "v5p-16", *RESERVATION, "--delete-at-end", *TRAIN],
 }
 
 
@@ -52,6 +59,13 @@ def test_a_dry_run_prints_the_commands(name):
             "--workdir runs/rv goes away",
         ),
         (["run", *POD, "--", "eval", "--data-dir=data"], "--data-dir data goes away"),
+        (
+            ["train", *POD, "--", "x", "--set=vocabulary.path=v.model"],
+            "vocabulary.path v.model goes",
+        ),
+        (["train", *POD, "--", "quickstart", *RUN[:2]], "give --data-dir with prepared data"),
+        (["run", *POD, "--", "quickstart", *RUN[:2]], "--extras train,gcs,tpu,data"),
+        (["create", *POD, "--spot", "--reserved"], "--reserved: not allowed with argument --spot"),
         (["train", *POD], "after --"),
         (["stop", *POD, "--", "x"], "takes nothing after --"),
     ],
@@ -60,6 +74,36 @@ def test_what_would_fail_on_the_machines_is_said_before(arguments, message):
     done = run(arguments)
     assert done.returncode == 2 or done.stderr.startswith("error: ")
     assert message in done.stderr
+
+
+def shown_commands() -> list[tuple[list[str], str, int]]:
+    """The commands that the launcher, the files for clusters and the page show, with extras and devices."""
+    page = (launch.CHECKOUT / "docs" / "pods.md").read_text().replace("\\\n", " ")
+    extras, found = launch.make_parser().get_default("extras"), []
+    for line in re.findall(r"launch\.py .* -- .*", f"{launch.__doc__}\n{page}"):
+        command = shlex.split(line.partition(" -- ")[2].replace("$RUN", " ".join(RUN)))
+        found.append((command if " run " in line else ["train", *command], extras, 16))
+    header = (launch.CHECKOUT / "tpu_scripts" / "slurm.sbatch").read_text()
+    (extras,) = re.findall(r"pip install .*\.\[(.*)\]", page.partition("## SLURM")[2])
+    for nodes, line in re.findall(r"sbatch .*--nodes=(\d+) \S+slurm.sbatch (.*)", header + page):
+        found.append((shlex.split(line), extras, 8 * int(nodes)))
+    (slice_,) = yaml.safe_load((launch.CHECKOUT / "tpu_scripts" / "jobset.yaml").read_text())[
+        "spec"
+    ]["replicatedJobs"]
+    hosts = slice_["template"]["spec"]
+    (container,) = hosts["template"]["spec"]["containers"]
+    extras = re.findall("ARG EXTRAS=(.*)", (launch.CHECKOUT / "Dockerfile").read_text())[0]
+    devices = hosts["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
+    return [*found, (container["args"], extras, devices)]
+
+
+def test_the_commands_that_are_shown_can_run_where_they_run():
+    shown = shown_commands()
+    assert len(shown) == 8
+    for command, extras, devices in shown:
+        launch.check_data(command, extras)
+        if command[0] == "train":
+            assert load_recipe(command[1]).data.batch_size % devices == 0, (command, devices)
 
 
 PROGRAM = """#!{python}
@@ -81,6 +125,11 @@ def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
         program.parent.mkdir(parents=True)
         program.write_text(PROGRAM.format(python=sys.executable))
         program.chmod(0o755)
+    python = programs[0].with_name("python")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"')
+    python.chmod(0o755)
+    logs = tmp_path / "runs" / "logs"
+    logs.mkdir(parents=True)
     mine = subprocess.Popen([programs[1], "train", "wait"], stdout=subprocess.PIPE, text=True)
     assert mine.stdout.readline() == "began train wait\n"
 
@@ -91,6 +140,13 @@ def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
     def told() -> str:
         return host(launch.STATUS).split()[-1]
 
+    class Host(launch.Pod):
+        def on_hosts(self, script: str, *, tries: int = 1) -> bool:
+            self.said = host(script)
+            return True
+
+    pod = Host(launch.parse_arguments(["stop", *POD])[0])
+
     def until(word: str, tell: Callable[[], str] = told) -> None:
         for _ in range(100):
             if word in tell().splitlines():
@@ -98,19 +154,24 @@ def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
             time.sleep(0.1)
         raise AssertionError(f"{tell()} has no line {word}")
 
+    def read(folder: pathlib.Path) -> str:
+        return "".join(path.read_text() for path in folder.iterdir())
+
     assert told() == "idle"
-    host(launch.RUN.format(flags="", command="train fail"))
+    pod.start(["train", "fail", "--workdir", str(logs.parent)])
     until("3")
-    host(launch.RUN.format(flags="", command="train wait"))
+    until(f"began train fail --workdir {logs.parent}", lambda: read(logs))
+    pod.start(["train", "wait"])
     until("running")
     until("began train wait", (tmp_path / "synthesizer_jax" / "run.log").read_text)
-    assert "a run is going on" in host(launch.RUN.format(flags="", command="train"))
+    pod.start(["train"])
+    assert "a run is going on" in pod.said
     host(launch.STOP)
     assert told() == "75"
     assert mine.poll() is None, "only runs in the launcher's folder are stopped"
     mine.kill()
     mine.communicate()
-    host(launch.RUN.format(flags="", command="train"))
+    pod.start(["train"])
     until("0")
 
 
