@@ -9,6 +9,7 @@ import sys
 import tomllib
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from synthesizer_jax.cli.main import _one_line_message, app
@@ -138,6 +139,15 @@ def test_models_lists_names_and_counts():
     assert rows["mesh_random_base"]["tables_per_layer"] == 8 * 512 * 512
     output = CliRunner().invoke(app, ["models", "mesh_random_base"])
     assert "254,360,576" in output.stdout
+
+
+def test_every_option_has_a_help_text():
+    commands = [typer.main.get_command(app)]
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        assert command.help
+        assert [option.name for option in command.params if not option.help] == [], command.name
+    assert len(commands) > 20
 
 
 ERRORS = {

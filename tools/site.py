@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import pathlib
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import typer
 from mkdocs.structure.files import File, Files
+from typer.cli import get_docs_for_click
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 OF_ROOT = {
@@ -17,6 +20,9 @@ OF_ROOT = {
     "CHANGELOG.md": "changelog.md",
 }
 
+WIDE = ("results.md", "coverage.md", "performance.md")
+"""Pages of wide tables, which take the place of the table of contents."""
+
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages of the root, with links as from docs/, and a page for every module that nav names."""
@@ -24,6 +30,7 @@ def on_files(files: Files, config: Any) -> Files:
         text = (ROOT / name).read_text(encoding="utf-8")
         text = re.sub(r"\]\((?:docs/)?([^)]+)\)", lambda m: f"]({link(m[1])})", text)
         files.append(File.generated(config, page, content=text))
+    files.append(File.generated(config, "commands.md", content=commands()))
     for page in pages(config.nav):
         if page.startswith("reference/"):
             module = page.removeprefix("reference/").removesuffix(".md")
@@ -32,14 +39,25 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Links the pages of the root by their names in the site."""
-    return re.sub(r"\]\(\.\./([^)]+)\)", lambda m: f"]({link(m[1])})", markdown)
+def on_page_markdown(markdown: str, page: Any, files: Files, **_: object) -> str:
+    """Links the pages of the root by their names in the site, and names pages by titles, not by files."""
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
+    markdown = re.sub(r"\]\(\.\./([^)]+)\)", lambda m: f"]({link(m[1])})", markdown)
+    return re.sub(
+        r"\[[\w/]+\.md\]\(([\w/]+\.md)", lambda m: f"[{title(files, m[1])}]({m[1]}", markdown
+    )
 
 
 def link(target: str) -> str:
     """Returns the address in the site of a target relative to the root or docs/."""
     return OF_ROOT.get(target, target)
+
+
+def title(files: Files, page: str) -> str:
+    """Returns the first heading of a page."""
+    file = files.get_file_from_path(page)
+    return file.content_string.partition("\n")[0].lstrip("# ") if file else page
 
 
 def pages(nav: Any) -> Iterator[str]:
@@ -48,6 +66,21 @@ def pages(nav: Any) -> Iterator[str]:
         yield nav
     for part in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
         yield from pages(part)
+
+
+def commands() -> str:
+    """Returns the page of all commands and options, which their parsers describe."""
+    sys.path.insert(0, str(ROOT))
+    from synthesizer_jax.cli.main import app
+    from tpu_scripts.launch import make_parser
+
+    program = typer.main.get_command(app)
+    context = typer.Context(program, info_name="synthesizer-jax")
+    described = get_docs_for_click(obj=program, ctx=context, name="synthesizer-jax", indent=1)
+    parser = make_parser()
+    parser.prog = "launch.py"
+    launcher = f"## `tpu_scripts/launch.py`\n\n```text\n{parser.format_help()}```\n"
+    return f"# Commands and options\n\n{described}\n{launcher}"
 
 
 def imported_names(module: str) -> Iterator[tuple[str, list[str]]]:
