@@ -112,7 +112,7 @@ def plan(
     overrides: Overrides = None,
     imports: Imports = None,
 ) -> None:
-    """Estimate the memory that a recipe needs on every TPU chip, and list the settings that fit.
+    """Estimate the memory that a recipe needs on every TPU chip and its chip-hours; list settings that fit.
 
     No TPU is needed, and no array is allocated. In the place of a recipe it takes the directory of a
     run, or a folder of transformers, of which it reads no tensors.
@@ -128,7 +128,7 @@ def plan(
 
     from synthesizer_jax.cli.settings import override
     from synthesizer_jax.costs import chips
-    from synthesizer_jax.training.plan import advise, make_plan
+    from synthesizer_jax.training.plan import UTILIZATION, advise, make_plan
 
     place = chips.parse_topology(topology, slices)
     jax.config.update("jax_platforms", "cpu")  # an installed libtpu would search for a TPU
@@ -142,6 +142,11 @@ def plan(
         experiment = load_recipe(recipe, overrides or (), imports=imports or ())
     memory_plan = make_plan(experiment, place)
     _print_plan(memory_plan)
+    steps = experiment.training.steps
+    typer.echo(
+        f"{steps:,} steps: {memory_plan.chip_hours(steps):,.1f} chip-hours at an assumed {UTILIZATION:.0%} "
+        "of that peak, which small models do not reach; compilation and evaluations are not counted"
+    )
     if compiled:
         _print_compiled(experiment, memory_plan)
     options = advise(experiment, place)

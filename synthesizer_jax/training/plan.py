@@ -47,6 +47,9 @@ USABLE = 0.95
 """The fraction of a chip's memory that a plan may fill. Compiled steps needed 0.89 to 1.01 of the planned
 memory (docs/tpu.md)."""
 
+UTILIZATION = 0.4
+"""The share of the chips' peak rate that `MemoryPlan.chip_hours` assumes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MemoryNeeds:
@@ -108,6 +111,10 @@ class MemoryPlan:
     def seconds(self) -> float:
         """Duration of a step at the chips' peak rate."""
         return self.flops / (self.topology.chips * self.topology.chip.flops)
+
+    def chip_hours(self, steps: int) -> float:
+        """Returns the chip-hours of some steps at `UTILIZATION` of the peak rate."""
+        return steps * self.seconds / UTILIZATION * self.topology.chips / 3600
 
 
 def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:

@@ -160,6 +160,9 @@ def test_costs_of_an_encoder_are_those_of_its_inputs():
     found = plan.make_plan(recipe, place)
     assert found.fits and found.needs.activations > 0
     assert found.flops == Trainer(recipe, jax.devices()[:1]).step_flops() > 0
+    hours = 3600 * found.flops / (0.4 * place.chip.flops) / 3600
+    more = plan.make_plan(recipe, chips.parse_topology("v5e:2x4"))
+    assert found.chip_hours(3600) == pytest.approx(more.chip_hours(3600)) == pytest.approx(hours)
     shorter = experiment(recipe.model, data={"inputs_length": 4, "targets_length": 4})
     assert plan.make_plan(shorter, place).flops < found.flops
 
