@@ -308,12 +308,7 @@ def make_parser() -> argparse.ArgumentParser:
     tier.add_argument("--spot", action="store_true", help="cheap, may be taken away")
     tier.add_argument("--reserved", action="store_true", help="of the project's reservation")
     parser.add_argument("--version", help="the machines' software; by default the one for --type")
-    parser.add_argument(
-        "--gcloud",
-        action="append",
-        default=[],
-        help="one more option of gcloud's create; repeatable",
-    )
+    parser.add_argument("--gcloud", action="append", default=[], help="of its create; repeatable")
     parser.add_argument("--alpha", action="store_true", help="ask by gcloud alpha, for its options")
     parser.add_argument("--extras", default="train,gcs,tpu", help="of the package, to install")
     parser.add_argument("--flags", help="LIBTPU_INIT_ARGS of the run; docs/pods.md has some")

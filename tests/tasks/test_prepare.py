@@ -17,6 +17,7 @@ import tensorflow_datasets as tfds
 from synthesizer_jax.data.prepared import PreparedExamples, PreparedTasks
 from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.files import write_atomic
 from synthesizer_jax.tasks import prepare as preparing
 from synthesizer_jax.tasks import synthetic, task_registry
 from synthesizer_jax.tasks.prepare import prepare
@@ -387,6 +388,8 @@ def test_runs_of_prepared_data_need_no_tensorflow(
     synthetic_data: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     shutil.copytree(synthetic_data / "prepared", tmp_path / "data" / "prepared")
+    vocabulary = pathlib.Path(synthetic.vocabulary(synthetic_data).path)
+    write_atomic(tmp_path / "data" / synthetic.MIXTURE / vocabulary.name, vocabulary.read_bytes())
     where = f"--workdir {tmp_path}/run --data-dir {tmp_path}/data"
     settings = ("training.steps=1", "data.batch_size=8", "evaluation.max_examples=2",
                 "evaluation.loss_batches=1", "evaluation.batch_size=2")  # fmt: skip
