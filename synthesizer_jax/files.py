@@ -109,8 +109,7 @@ def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
         path.write_bytes(buffer.getvalue())
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # left by an earlier process with this id, or a symbolic link
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
             yield file
@@ -154,9 +153,11 @@ def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.P
         if path.name.startswith(f"{prefix}-") and (lock := _try_lock(path)) is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
-    directory = parent / f"{prefix}-{secrets.token_hex(4)}"
-    directory.mkdir()
-    lock = _try_lock(directory)
+    name = secrets.token_hex(4)
+    directory, unlocked = parent / f"{prefix}-{name}", parent / f".{name}"
+    unlocked.mkdir()
+    lock = _try_lock(unlocked)
+    unlocked.rename(directory)  # from here on others may find it, and see that it is locked
     try:
         yield directory
     finally:
@@ -167,7 +168,10 @@ def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.P
 
 def _try_lock(directory: pathlib.Path) -> int | None:
     """Returns a descriptor that locks a directory while the process lives; None if it cannot be locked."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:  # another process has removed it
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # another process has it, or the storage has no locks

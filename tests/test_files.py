@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from synthesizer_jax.files import new_directory, open_atomic, write_atomic
+from synthesizer_jax.files import new_directory, open_atomic, temporary_directory, write_atomic
 
 
 @pytest.mark.parametrize("content", ["Größe\n", "Größe\n".encode(), ["Grö", "ße\n"]], ids=repr)
@@ -25,9 +25,13 @@ def test_an_error_leaves_what_was_there_and_links_are_not_followed(tmp_path: pat
         raise RuntimeError("half way")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     elsewhere.write_text("untouched")
-    (tmp_path / f"file.{os.getpid()}.tmp").symlink_to(elsewhere)
-    write_atomic(path, "new")
-    assert (path.read_text(), elsewhere.read_text()) == ("new", "untouched")
+    path.unlink()
+    path.symlink_to(elsewhere)
+    with open_atomic(path) as file:
+        file.write(b"last")
+        write_atomic(path, "new")  # by another host, whose process may have the same id
+        assert (path.read_text(), elsewhere.read_text()) == ("new", "untouched")
+    assert path.read_text() == "last"
 
 
 def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
@@ -64,3 +68,20 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path):
     with new_directory(tmp_path / "b"):
         os.close(lock)
     assert set(tmp_path.iterdir()) == {tmp_path / "b", held, other}
+
+
+def test_processes_that_come_between_are_no_error(tmp_path, monkeypatch):
+    """One has removed what was listed, and one cleans up when a directory is just made."""
+    (tmp_path / ".new-gone").symlink_to(tmp_path / "elsewhere")  # cannot be opened
+    mkdir = pathlib.Path.mkdir
+
+    def mkdir_and_clean_up(path: pathlib.Path) -> None:
+        mkdir(path)
+        monkeypatch.setattr(pathlib.Path, "mkdir", mkdir)
+        with temporary_directory(tmp_path, ".new"):
+            pass
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", mkdir_and_clean_up)
+    with temporary_directory(tmp_path, ".new") as directory:
+        assert directory.is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == [".new-gone"]
