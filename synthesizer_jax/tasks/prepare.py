@@ -14,9 +14,11 @@ import itertools
 import json
 import multiprocessing
 import pathlib
+import secrets
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 from etils import epy
@@ -111,6 +113,7 @@ def prepare(
             workers=workers,
             renew=renew,
             setup=setup,
+            old=there.files if there else (),
         )
         log(f"{title}: {info.examples:,} examples, {sum(info.tokens.values()):,} tokens")
         if said := ", ".join(f"{count:,} {what}" for what, count in info.targets.items()):
@@ -152,8 +155,9 @@ def _prepare_split(
     workers: int,
     renew: bool,
     setup: Callable[[], object] | None,
+    old: Collection[str],
 ) -> PreparedInfo:
-    """Writes all shards of a split, and then ``info.json``."""
+    """Writes all shards of a split beside the `old` ones, then ``info.json``, and removes the old ones."""
     task = task_registry.find_task(request.task)
     seqio_task = task.to_seqio(prepared.vocabulary, prepared.data_dir)
     fixed = dict(lengths or {}) if _needs_lengths(seqio_task) else None
@@ -168,16 +172,15 @@ def _prepare_split(
     if rows is None or rows > ONE_SHARD:
         shards = max(1, len(seqio_task.source.list_shards(request.split)))
     directory = prepared.directory(request.task, request.split)
-    key = json.dumps([source, fixed, epochs, request.rows, FORMAT])
+    made = [secrets.token_hex(4)] if renew else []
+    key = json.dumps([source, fixed, epochs, request.rows, FORMAT, *made])
     names = [f"tokens-{i:05}-of-{epochs * shards:05}.arrayrecord" for i in range(epochs * shards)]
+    if set(names) & set(old):
+        names = [name.replace("tokens", "tokens-b") for name in names]
     jobs = [
         _ShardJob(request, prepared, fixed, limit, (i % shards, shards), i // shards, key)
         for i in range(len(names))
     ]
-    (directory / "info.json").unlink(missing_ok=True)
-    if renew:
-        for path in directory.glob("tokens-*.json"):
-            path.unlink()
     paths = [directory / name for name in names]
     if min(workers, len(jobs)) == 1:
         written = list(map(_write_shard, jobs, paths))
@@ -210,6 +213,10 @@ def _prepare_split(
         rows_digests={n: s.rows_digest for n, s in filled.items() if s.rows_digest},
     )
     info.save(directory)
+    for name in set(old) - set(names):
+        path = directory / name
+        for stale in (path, path.with_suffix(".json"), path.with_name(rows_file(name))):
+            stale.unlink(missing_ok=True)
     return info
 
 
@@ -333,9 +340,12 @@ def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Sh
     examples, tokens, checksum = 0, dict.fromkeys(SIDES, 0), 0
     path.parent.mkdir(parents=True, exist_ok=True)
     # ArrayRecord writes to disks alone.
-    folder = pathlib.Path(tempfile.gettempdir()) if in_bucket(path) else path.parent
-    with temporary_directory(folder, ".partial") as directory:
-        partial = directory / path.name
+    if in_bucket(path):
+        place: AbstractContextManager[str | pathlib.Path] = tempfile.TemporaryDirectory()
+    else:
+        place = temporary_directory(path.parent, ".partial")
+    with place as directory:
+        partial = pathlib.Path(directory, path.name)
         writer = array_record_module.ArrayRecordWriter(str(partial), "group_size:1")
         try:
             for chunk in chunks:

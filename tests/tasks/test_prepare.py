@@ -246,12 +246,11 @@ def test_only_the_named_tasks_are_prepared(own_dir: pathlib.Path) -> None:
 
 
 def test_a_killed_preparation_of_shards_goes_on_where_it_was(
-    own_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    data_dir: pathlib.Path, own_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """File by file; SeqIO interleaves the files of one shard."""
+    """File by file; SeqIO interleaves the files of one shard. What is there is read until it is replaced."""
     name, options, written = "prepared_trimmed", {"evaluation_splits": ()}, []
-    whole = read(prepared_in(own_dir, name, **options).open(name, "train", LENGTHS))
-    options["renew"] = True
+    whole = read(prepared_in(data_dir, name, **options).open(name, "train", LENGTHS))
     monkeypatch.setattr(preparing, "ONE_SHARD", 20)
     write = preparing.write_chunks
 
@@ -260,14 +259,13 @@ def test_a_killed_preparation_of_shards_goes_on_where_it_was(
             path.with_name(f".{path.name}.partial").write_bytes(b"half")
             written.append("killed")
             raise KeyboardInterrupt
-        written.append(path.name[7:12])
+        written.append(path.name[-26:-21])
         return write(chunks, path, key=key)
 
     monkeypatch.setattr(preparing, "write_chunks", write_or_die)
     with pytest.raises(KeyboardInterrupt):
         prepared_in(own_dir, name, **options)
     assert PreparedTasks(own_dir, BYTES).find(name, "train") is None
-    options["renew"] = False
     prepared = prepared_in(own_dir, name, **options)
     assert written == ["00000", "00001", "killed", "00002"]
     info = prepared.find(name, "train")
@@ -277,6 +275,15 @@ def test_a_killed_preparation_of_shards_goes_on_where_it_was(
     assert [BYTES.decode(targets) for _, targets in found] == [*map(str, range(90))]
     prepared_in(own_dir, name, **options)
     assert len(written) == 4
+    written.clear()
+    options["renew"] = True
+    with pytest.raises(KeyboardInterrupt):
+        prepared_in(own_dir, name, **options)
+    assert read(prepared.open(name, "train", LENGTHS)) == found
+    prepared_in(own_dir, name, **options)
+    assert len(written) == 6 and read(prepared.open(name, "train", LENGTHS)) == found
+    places = prepared.directory(name, "train").glob("tokens*.arrayrecord")
+    assert {path.name for path in places} == prepared.find(name, "train").files.keys()
 
 
 def test_what_changes_a_prepared_set_makes_it_outdated(own_dir: pathlib.Path) -> None:
