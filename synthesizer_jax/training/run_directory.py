@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 
 import jax
 
+from synthesizer_jax.checkpoints.contents import read_contents
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
 from synthesizer_jax.files import absolute, describing, join, storage_path, write_atomic
@@ -136,8 +138,18 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
 
     A run that has saved no checkpoint may be replaced: a corrected experiment may start in its directory.
     """
-    if not (directory / EXPERIMENT_FILE).is_file() or not finished_steps(directory / "checkpoints"):
+    checkpoints = directory / "checkpoints"
+    steps = finished_steps(checkpoints)
+    if not (directory / EXPERIMENT_FILE).is_file() or not steps:
         return
+    contents = None
+    with contextlib.suppress(ValueError):  # a damaged one is set aside when it is restored
+        contents = read_contents(checkpoints / str(steps[-1]))
+    if contents is not None and not contents.position:
+        raise ValueError(
+            f"{directory} holds parameters alone, as convert and average write them, and no run to continue; "
+            f"start from them in a new directory: synthesizer-jax train {directory} --workdir NEW"
+        )
     vocabulary = experiment.vocabulary
     if isinstance(vocabulary, SentencePiece):
         copy = directory / VOCABULARY_FILE

@@ -11,6 +11,8 @@ from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.pretrained.loading import load
 from synthesizer_jax.training.checkpoint_average import average_checkpoints
+from synthesizer_jax.training.run import run
+from synthesizer_jax.training.run_directory import load_experiment
 from tests.evaluation.runs import experiment, write_run
 
 
@@ -46,6 +48,16 @@ def test_it_is_the_mean_and_loads_like_a_run(source, tmp_path):
     assert {x.dtype for x in jax.tree.leaves(found["params"])} == {np.dtype(np.float32)}
     loaded = load(tmp_path / "mean")
     jax.tree.map(np.testing.assert_array_equal, loaded.variables["params"], found["params"])
+
+
+def test_training_does_not_go_on_in_its_directory(source, tmp_path):
+    """As in that of a converted model: both hold parameters alone."""
+    call(source, tmp_path / "mean")
+    before = {path.name for path in (tmp_path / "mean").iterdir()}
+    recipe = load_experiment(tmp_path / "mean")
+    with pytest.raises(ValueError, match=r"holds parameters alone.*train .*/mean --workdir NEW"):
+        run(recipe, tmp_path / "mean", data_dir=tmp_path, visible=False)
+    assert {path.name for path in (tmp_path / "mean").iterdir()} == before
 
 
 def test_by_default_all_that_a_run_keeps_are_averaged(source, tmp_path):
