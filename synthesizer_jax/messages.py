@@ -34,6 +34,6 @@ def not_divisible(name: str, size: int, *, by: str, divisor: int) -> str:
     return f"{name}={size} is not divisible by {by}; the {multiples} {above}"
 
 
-def one_line_error(error: Exception) -> str:
+def one_line_error(error: BaseException) -> str:
     """Formats an error as one line of at most 300 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

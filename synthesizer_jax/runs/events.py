@@ -15,19 +15,23 @@ EVENTS_FILE = "events.jsonl"
 
 
 class Event(TypedDict):
-    """A line of ``events.jsonl``; the time is in seconds since 1970."""
+    """A line of ``events.jsonl``; the time is in seconds since 1970, the text tells a person more."""
 
     time: float
     event: str
     step: int
+    text: str
 
 
-def add_event(directory: pathlib.Path, event: str, *, step: int, at: float | None = None) -> None:
+def add_event(
+    directory: pathlib.Path, event: str, *, step: int, text: str = "", at: float | None = None
+) -> None:
     """Appends an `Event` to the file of a run; `at` is its time, None is now."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / EVENTS_FILE
     broken = path.exists() and not path.read_bytes().endswith(b"\n")
-    values: Event = {"time": time.time() if at is None else at, "event": event, "step": step}
+    moment = time.time() if at is None else at
+    values = Event(time=moment, event=event, step=step, text=text)
     append(path, b"\n" * broken + json.dumps(values).encode() + b"\n")
 
 
@@ -39,11 +43,14 @@ def read_events(directory: pathlib.Path) -> Iterator[Event]:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             values = json.loads(line)
             yield Event(
-                time=float(values["time"]), event=str(values["event"]), step=int(values["step"])
+                time=float(values["time"]),
+                event=str(values["event"]),
+                step=int(values["step"]),
+                text=str(values.get("text", "")),
             )
 
 
 def has_stopped(directory: pathlib.Path) -> bool:
     """Returns whether a run has stopped early, and was not continued since."""
-    last = [event["event"] for event in read_events(directory)][-2:]
-    return last == ["stopped", "end"]
+    events = [event["event"] for event in read_events(directory)]
+    return [e for e in events if e in ("start", "stopped", "end")][-2:] == ["stopped", "end"]

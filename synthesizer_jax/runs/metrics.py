@@ -27,6 +27,9 @@ class MetricsWriter:
       directory: directory of the run.
       restored_step: the step from which the run continues; metrics of later steps are removed. 0 for a
         new run.
+
+    Attributes:
+      removed: the kinds and steps of the metrics that were removed, which are logged again.
     """
 
     def __init__(self, directory: pathlib.Path, *, restored_step: int = 0):
@@ -37,7 +40,7 @@ class MetricsWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._path, self._lines = directory / METRICS_FILE, b""
         self._flushes = not in_bucket(directory)
-        _truncate_metrics(self._path, restored_step)
+        self.removed = _truncate_metrics(self._path, restored_step)
         board = directory / "tensorboard"
         board.mkdir(exist_ok=True)
         self._board = EventsWriter(str(board / "events"))
@@ -83,14 +86,20 @@ class MetricsWriter:
         self._board.close()
 
 
-def _truncate_metrics(path: pathlib.Path, step: int) -> None:
-    """Removes the lines of steps after `step`, with a warning those that are no records, and a torn end."""
-    if path.exists():
-        lines = _read_records(path)
-        if damaged := [n for n, (_, record) in enumerate(lines, 1) if record is None]:
-            _log.warning("%s: line %d is damaged; such lines are removed", path, damaged[0])
-        kept = [line for line, record in lines if record is not None and record["step"] <= step]
-        write_atomic(path, b"".join(kept))
+def _truncate_metrics(path: pathlib.Path, step: int) -> set[tuple[str, int]]:
+    """Removes the lines of steps after `step`, with a warning those that are no records, and a torn end.
+
+    Returns:
+      The kinds and steps of the records that were removed.
+    """
+    if not path.exists():
+        return set()
+    lines = _read_records(path)
+    if damaged := [n for n, (_, record) in enumerate(lines, 1) if record is None]:
+        _log.warning("%s: line %d is damaged; such lines are removed", path, damaged[0])
+    kept = [line for line, record in lines if record is not None and record["step"] <= step]
+    write_atomic(path, b"".join(kept))
+    return {(r["kind"], r["step"]) for _, r in lines if r is not None and r["step"] > step}
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, JSON]]:

@@ -7,6 +7,7 @@ import functools
 import math
 import pathlib
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
@@ -76,11 +77,14 @@ class Progress:
         text = f"evaluated in {format_duration(seconds)}: {', '.join(overall)}"
         self.say(step, f"{text}; {', '.join(tasks)}" if tasks else text)
 
-    def say(self, step: int, text: str) -> None:
-        """Prints a line about a step."""
+    def say(self, step: int, text: str, *, urgent: bool = False) -> None:
+        """Prints a line about a step; where nothing is shown, an urgent one to standard error."""
         width = len(str(self._total))
+        line = escape_controls(f"step {step:>{width}}/{self._total}  {text}")
         if self._visible:
-            self._console.print(escape_controls(f"step {step:>{width}}/{self._total}  {text}"))
+            self._console.print(line)
+        elif urgent:
+            print(line, file=sys.stderr)
 
     def close(self) -> None:
         """Stops the display."""

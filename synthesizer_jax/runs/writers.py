@@ -11,6 +11,8 @@ import hashlib
 import importlib
 import importlib.metadata
 import pathlib
+import posixpath
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
@@ -23,7 +25,11 @@ GROUP = "synthesizer_jax.writers"
 
 
 class Writer(Protocol):
-    """Receives the metrics of a run, in process 0 only. One that raises an error is called no more."""
+    """Receives the metrics of a run, in process 0 only. One that raises an error is called no more.
+
+    A run that was killed goes on from its last checkpoint, and does not send again what its log has of the
+    steps after it. In a bucket the log is written with the checkpoints, so that these are sent twice.
+    """
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
         """Takes metrics by name after `step` steps; `kind` is ``train`` or ``eval``."""
@@ -90,7 +96,7 @@ class _Tracker:
 
 
 class _MLflow:
-    """MLflow, at the address in ``MLFLOW_TRACKING_URI``."""
+    """MLflow, at the address in ``MLFLOW_TRACKING_URI``; in names it gets ``_`` for what it refuses."""
 
     def __init__(self, directory: pathlib.Path, config: JSON):
         self._module: Any = importlib.import_module("mlflow")
@@ -102,19 +108,32 @@ class _MLflow:
         run_id = before[0].info.run_id if before else None
         self._module.start_run(run_id, run_name=path.name, tags={"key": key})
         self._module.log_dict(config, "experiment.json")
+        self._before: list[Any] = []  # what was sent before the last checkpoint
+        self._sent: list[Any] = []
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
         """Sends the metrics as ``train/loss`` and so on, from a thread."""
-        named = {f"{kind}/{name}": x for name, x in values.items()}
-        self._module.log_metrics(named, step=step, synchronous=False)
+        named = {_mlflow_name(f"{kind}/{name}"): x for name, x in values.items()}
+        self._sent.append(self._module.log_metrics(named, step=step, synchronous=False))
 
     def flush(self) -> None:
-        """Does nothing: a thread sends what there is."""
+        """Raises the error of what was sent before the last checkpoint, for which it need hardly wait."""
+        for sent in self._before:
+            sent.wait()
+        self._before, self._sent = self._sent, []
 
     def close(self, *, failed: bool) -> None:
         """Waits until everything is sent, and ends the run."""
-        self._module.flush_async_logging()
-        self._module.end_run("FAILED" if failed else "FINISHED")
+        try:
+            for sent in self._before + self._sent:
+                sent.wait()
+        finally:
+            self._module.end_run("FAILED" if failed else "FINISHED")
+
+
+def _mlflow_name(name: str) -> str:
+    """Returns a name that MLflow takes: 250 characters of some kinds, and a path in its shortest form."""
+    return posixpath.normpath(re.sub("[^A-Za-z0-9_. /-]", "_", name))[:250]
 
 
 open_wandb = functools.partial(_Tracker, "wandb")

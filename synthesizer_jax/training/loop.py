@@ -85,7 +85,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
         log = RunLog(trainer.experiment, directory, checkpoints, visible=visible)
-        stack.push(lambda kind, error, traceback: log.close(failed=kind is not None))
+        stack.push(lambda kind, error, traceback: log.close(error))
 
         # Continue where the run was saved, or start. While work that may take minutes is inside of
         # `stop.region()`, a signal ends the process at once: everything is saved, or there is nothing.

@@ -24,6 +24,9 @@ STOP = "stop"
 SPARSE_STEPS = 100
 """After so many steps in a row with more padding than tokens a line says what helps, once."""
 
+URGENT = ("stopped", "writer_failed")
+"""Events that are said where no progress is shown, too."""
+
 _SPARSE = (
     "more than half of the tokens are padding: data.pack=true fills rows with several examples; for models "
     "that refuse that, data.buckets=[[64,16]] shortens batches; or lower data.inputs_length and "
@@ -86,20 +89,22 @@ class RunLog:
     def say(self, step: int, text: str, *, event: str | None = None) -> None:
         """Prints a line about a step, and writes an event if one is named."""
         if event is not None:
-            self.add_event(step, event)
-        self._progress.say(step, text)
+            self.add_event(step, event, text)
+        self._progress.say(step, text, urgent=self._metrics is not None and event in URGENT)
 
-    def add_event(self, step: int, event: str) -> None:
+    def add_event(self, step: int, event: str, text: str = "") -> None:
         """Writes an event."""
         if self._metrics is not None:
-            add_event(self._directory, event, step=step)
+            add_event(self._directory, event, step=step, text=text)
 
-    def close(self, *, failed: bool) -> None:
-        """Stops the display, and closes the files and the writers."""
+    def close(self, error: BaseException | None) -> None:
+        """Stops the display, and closes the files and the writers; `error` is what ended the run."""
         if self._metrics is not None:
             self._metrics.close()
-        self._tell(lambda writer: writer.close(failed=failed))
+        self._tell(lambda writer: writer.close(failed=error is not None))
         self._progress.close()
+        if error is not None:
+            self.add_event(self._step, "interrupted", one_line_error(error))
 
     def add_step(self, step: int, batch: Batch, metrics: Metrics) -> None:
         """Logs the step before, and keeps the metrics of a step that may still be computed."""
@@ -152,7 +157,8 @@ class RunLog:
         self._step = step
         if self._metrics is not None:
             self._metrics.write(step, values, kind=kind)
-        self._tell(lambda writer: writer.write(step, values, kind=kind))
+            if (kind, step) not in self._metrics.removed:
+                self._tell(lambda writer: writer.write(step, values, kind=kind))
 
     def _tell(self, call: Callable[[Writer], None]) -> None:
         """Calls the writers to services; whatever is wrong with one, training goes on without it."""
@@ -162,7 +168,7 @@ class RunLog:
             except Exception as error:
                 del self._writers[name]
                 text = f"{name} gets no more metrics in this run: {one_line_error(error)}"
-                self.say(self._step, text)
+                self.say(self._step, text, event="writer_failed")
 
     def report_saved(self) -> None:
         """Reports the checkpoints that were finished in the meantime."""

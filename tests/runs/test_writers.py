@@ -13,7 +13,9 @@ import pytest
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.registry import from_json
 from synthesizer_jax.runs import writers
-from tests.training.tiny import experiment, logged, run
+from synthesizer_jax.runs.events import add_event, read_events
+from synthesizer_jax.training.run_log import NonFiniteLossError
+from tests.training.tiny import CopyStream, experiment, logged, run
 
 
 @pytest.fixture
@@ -25,8 +27,9 @@ def install(monkeypatch):
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         for function in ("init", "log", "finish", "set_experiment", "start_run", "log_dict"):
             setattr(module, function, mock.Mock())
-        for function in ("search_runs", "log_metrics", "flush_async_logging", "end_run"):
-            setattr(module, function, mock.Mock(return_value=[]))
+        for function in ("log_metrics", "end_run"):
+            setattr(module, function, mock.Mock())
+        module.search_runs = mock.Mock(return_value=[])
         monkeypatch.setitem(sys.modules, name, module)
         return module
 
@@ -37,8 +40,10 @@ def test_a_run_is_logged_elsewhere_too_and_goes_on_there(tmp_path, install):
     names = ("wandb", "trackio", "mlflow")
     modules = {name: install(name) for name in names}
     directory = tmp_path / "group" / "mine"
-    for steps in (2, 3):
-        run(directory, experiment(steps=steps, writers=names))
+    recipe = experiment(steps=4, save_every=2, writers=names)
+    with pytest.raises(NonFiniteLossError):
+        run(directory, recipe, CopyStream(bad_batch=3))
+    run(directory, recipe)  # from step 2; step 3 was sent
     own = logged(directory)
     shutil.rmtree(directory)  # a new run in its place is another one
     run(directory, experiment(steps=1, writers=names))
@@ -46,13 +51,14 @@ def test_a_run_is_logged_elsewhere_too_and_goes_on_there(tmp_path, install):
         logs = module.log_metrics if name == "mlflow" else module.log
         *calls, again = logs.call_args_list
         sent = {c.kwargs["step"]: c.args[0]["train/loss"] for c in calls}
-        assert sent == own and len(sent) == 3 and again.kwargs["step"] == 1
+        assert sent == own and again.kwargs["step"] == 1
+        assert [c.kwargs["step"] for c in calls] == [1, 2, 3, 4]
         if name == "mlflow":
             assert module.set_experiment.call_args.args == ("group",)
             assert module.start_run.call_args.kwargs["run_name"] == "mine"
             config = module.log_dict.call_args_list[1].args[0]
             ends = [c.args for c in module.end_run.call_args_list]
-            assert ends == [("FINISHED",)] * 3
+            assert ends == [("FAILED",), ("FINISHED",), ("FINISHED",)]
             keys = [c.args[1] for c in module.search_runs.call_args_list]
         else:
             first, second, third = (c.kwargs for c in module.init.call_args_list)
@@ -60,11 +66,28 @@ def test_a_run_is_logged_elsewhere_too_and_goes_on_there(tmp_path, install):
             assert {k: v for k, v in first.items() if k != "config"} == second
             assert (second["project"], second["resume"]) == ("group", "allow")
             assert second["name"].startswith("mine")
-            status = {"exit_code": 0} if name == "wandb" else {}
-            assert [c.kwargs for c in module.finish.call_args_list] == [status] * 3
+            status = [{"exit_code": i} if name == "wandb" else {} for i in (1, 0, 0)]
+            assert [c.kwargs for c in module.finish.call_args_list] == status
             keys = [k.get("id", k["name"]) for k in (first, second, third)]
-        assert from_json(config) == experiment(steps=3, writers=names)
+        assert from_json(config) == recipe
         assert keys[0] == keys[1] != keys[2]
+
+
+def test_mlflow_gets_names_that_it_takes_and_refusals_are_noticed(tmp_path, install):
+    """It refuses a whole batch for one name, and says so when it is asked for the result."""
+    module = install("mlflow")
+    add_event(tmp_path, "start", step=0)
+    writer = writers.open_mlflow(tmp_path, {})
+    writer.write(4, {"mine/recall@5": 0.5, "mine//F1 %": 0.5, "Größe": 0.5}, kind="eval")
+    (call,) = module.log_metrics.call_args_list
+    assert set(call.args[0]) == {"eval/mine/recall_5", "eval/mine/F1 _", "eval/Gr__e"}
+    module.log_metrics.return_value.wait.side_effect = RuntimeError("no answer")
+    writer.flush()  # when step 4 has just been saved
+    with pytest.raises(RuntimeError, match="no answer"):
+        writer.flush()
+    with pytest.raises(RuntimeError, match="no answer"):
+        writer.close(failed=False)
+    assert module.end_run.call_args.args == ("FINISHED",)
 
 
 class Noted(list):
@@ -104,7 +127,8 @@ class Away(Noted):
         raise ConnectionError("no answer")
 
 
-def test_a_service_that_fails_costs_no_training(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("visible", [True, False])
+def test_a_service_that_fails_costs_no_training(visible, tmp_path, monkeypatch, capsys):
     """Every checkpoint is saved, the other writers go on, and a run that fails is known to have."""
     groups = {name: f"{__name__}:{kind}" for name, kind in (("away", "Away"), ("mine", "Noted"))}
     entries = [
@@ -118,13 +142,16 @@ def test_a_service_that_fails_costs_no_training(tmp_path, monkeypatch, capsys):
 
     recipe = experiment(steps=2, save_every=1, writers=("away", "mine"))
     with pytest.raises(RuntimeError, match="of the evaluation"):
-        run(tmp_path, recipe, evaluate=evaluate, visible=True)
+        run(tmp_path, recipe, evaluate=evaluate, visible=visible)
     assert finished_steps(tmp_path / "checkpoints") == [1, 2]
     away, mine = NOTED
     assert [entry[0] for entry in away] == [1]
     assert mine[-1] == "close, failed=True" and mine.count("flush") == 2
-    printed = capsys.readouterr().out
-    assert "away gets no more metrics in this run: ConnectionError: no answer" in printed
+    printed, line = capsys.readouterr(), "away gets no more metrics in this run: ConnectionError: no"
+    assert line in (printed.out if visible else printed.err)
+    events = {event["event"]: event["text"] for event in read_events(tmp_path)}
+    assert line in events["writer_failed"]
+    assert events["interrupted"] == "RuntimeError: of the evaluation"
 
 
 def test_what_is_not_there_is_said_before_the_run_begins(tmp_path, monkeypatch):

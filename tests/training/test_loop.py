@@ -21,7 +21,7 @@ from synthesizer_jax.optimizers import AdamW, Constant, OptimizerRule
 from synthesizer_jax.registry import replace
 from synthesizer_jax.runs import metrics
 from synthesizer_jax.runs.events import has_stopped as has_ended_early
-from synthesizer_jax.runs.events import read_events
+from synthesizer_jax.runs.events import add_event, read_events
 from synthesizer_jax.training import run_log
 from synthesizer_jax.training.early_stopping import has_stopped
 from synthesizer_jax.training.run_log import NonFiniteLossError
@@ -157,7 +157,7 @@ def test_an_average_equals_numpy_and_goes_on(tmp_path):
 SCORES = {2: 50.0, 4: 60.0, 6: 60.5, 8: 60.0, 10: 70.0, 12: 60.0}
 
 
-def test_a_run_stops_and_goes_on_with_more_patience(tmp_path):
+def test_a_run_stops_and_goes_on_with_more_patience(tmp_path, capsys):
     def go(patience):
         stream = CopyStream()
         evaluation = {"patience": patience, "min_improvement": 1.0}
@@ -167,6 +167,11 @@ def test_a_run_stops_and_goes_on_with_more_patience(tmp_path):
 
     assert go(patience=2) == (8, 8)
     assert finished_steps(tmp_path / "checkpoints") == [6, 8], "the best is kept"
+    assert has_ended_early(tmp_path)
+    why = "stopped: no better score in 2 evaluations"
+    assert capsys.readouterr().err == f"step  8/12  {why}\n", "nothing else is said"
+    assert [e["text"] for e in read_events(tmp_path) if e["event"] == "stopped"] == [why]
+    add_event(tmp_path, "writer_failed", step=8)  # when it was closed
     assert has_ended_early(tmp_path)
     assert go(patience=2) == (8, 8), "it stays stopped"
     assert go(patience=3) == (12, 12)
