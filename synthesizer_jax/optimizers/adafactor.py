@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -32,13 +31,14 @@ TABLE = frozenset({"query_length", "key_length"})
 NEVER_FACTORED = frozenset({"norm", "relpos_buckets", "parts"})
 """Axes of parameters that are never factored."""
 
-T5_AXES = frozenset({"layers", "vocab", "embed", "mlp", "heads", "kv"})
+T5_AXES = frozenset({"layers", "vocab", "embed", "mlp", "heads", "kv_heads", "kv"})
 """Axes of T5's own matrices, whose stacks T5X factors regardless of their size."""
 
-MERGED: types.MappingProxyType[str, str] = types.MappingProxyType(
-    {"kv": "heads", "synth_hidden": "heads"}
-)
-"""Axes that form a single matrix dimension with the axis before them."""
+HEADS = frozenset({"heads", "kv_heads"})
+"""Axes of heads."""
+
+HEAD_FEATURES = frozenset({"kv", "synth_hidden"})
+"""Axes of a head's features, which form a single matrix dimension with the heads before them."""
 
 EPSILON_SQUARE = 1e-30
 """ε₁, which is added to squares of gradients."""
@@ -85,7 +85,7 @@ def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) ->
     )
     groups: list[list[int]] = []
     for i in range(len(axes)):
-        merges = i > 0 and i - 1 not in batch and MERGED.get(axes[i] or "", "") == axes[i - 1]
+        merges = axes[i] in HEAD_FEATURES and i > 0 and axes[i - 1] in HEADS and i - 1 not in batch
         if i not in batch and merges:
             groups[-1].append(i)
         elif i not in batch:

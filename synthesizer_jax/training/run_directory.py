@@ -147,7 +147,7 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
         contents = read_contents(checkpoints / str(steps[-1]))
     if contents is not None and not contents.position:
         raise ValueError(
-            f"{directory} holds parameters alone, as convert and average write them, and no run to continue; "
+            f"{directory} holds parameters alone, as convert and average write them, no run to continue; "
             f"start from them in a new directory: synthesizer-jax train {directory} --workdir NEW"
         )
     vocabulary = experiment.vocabulary

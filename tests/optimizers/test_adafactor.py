@@ -9,7 +9,9 @@ import pytest
 from synthesizer_jax.optimizers import Adafactor, AdamW
 from synthesizer_jax.optimizers.adafactor import factored_dims, state_axes
 from synthesizer_jax.optimizers.schedules import Constant, Cosine, InverseSquareRoot, Linear, Noam
-from synthesizer_jax.parameters import is_axes
+from synthesizer_jax.parameters import abstract_variables, is_axes
+from tests.layers import cases as layers
+from tests.layers import contract
 
 MIN = 4  # so that small arrays are factored
 
@@ -170,6 +172,30 @@ def test_scanned_tables_are_one_block_per_layer_and_head():
     assert factored_dims(axes, (2, 3, 5, 6), min_size=MIN).batch == (0, 1)
     shape, axes = (2, 3, 50, 8), ("layers", "heads", "query_length", "rank")  # not T5X's
     assert factored_dims(axes, shape).rows == factored_dims(axes[1:], shape[1:]).rows == ()
+
+
+UNFACTORED = {None, "taps", "talk_to"}
+"""Axes of sentences' feed-forward networks and of dynamic kernels, whose moments are full."""
+
+
+@pytest.mark.parametrize("name", layers.CASES)
+def test_kernels_of_all_layers_are_factored_and_biases_are_not(name):
+    """A new logical axis has to be grouped like those it stands for, as ``kv_heads`` like ``heads``."""
+    case = layers.CASES[name]
+    x = jax.ShapeDtypeStruct((2, contract.LENGTH, contract.D), jnp.float32)
+    shapes, axes = abstract_variables(case.layer, x, mask=contract.mask(case.modes[-1]))
+    leaves = jax.tree.leaves_with_path(axes["params"], is_leaf=is_axes)
+    for (path, names), p in zip(leaves, jax.tree.leaves(shapes["params"]), strict=True):
+        alike = tuple(axis and axis.replace("kv_heads", "heads") for axis in names)
+        for more, size in (((), 1), (("layers",), 99)):
+            dims = factored_dims((*more, *names), (2,) * len(more) + p.shape, min_size=size)
+            other = factored_dims((*more, *alike), (2,) * len(more) + p.shape, min_size=size)
+            assert dims == other, names
+        dims = factored_dims(names, p.shape, min_size=1)
+        if path[-1].key == "bias":
+            assert not dims.rows, names
+        elif len(names) > 2 and not UNFACTORED & set(names):
+            assert dims.rows and dims.columns, names
 
 
 def test_zero_gradients_and_bfloat16_parameters_stay_finite():

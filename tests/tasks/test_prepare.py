@@ -248,7 +248,7 @@ def test_only_the_named_tasks_are_prepared(own_dir: pathlib.Path) -> None:
 def test_a_killed_preparation_of_shards_goes_on_where_it_was(
     data_dir: pathlib.Path, own_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """File by file; SeqIO interleaves the files of one shard. What is there is read until it is replaced."""
+    """File by file; SeqIO interleaves the files of one shard. What is there is read until then."""
     name, options, written = "prepared_trimmed", {"evaluation_splits": ()}, []
     whole = read(prepared_in(data_dir, name, **options).open(name, "train", LENGTHS))
     monkeypatch.setattr(preparing, "ONE_SHARD", 20)

@@ -20,8 +20,8 @@ from synthesizer_jax.models import Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Constant, OptimizerRule
 from synthesizer_jax.registry import replace
 from synthesizer_jax.runs import metrics
-from synthesizer_jax.runs.events import has_stopped as has_ended_early
 from synthesizer_jax.runs.events import add_event, read_events
+from synthesizer_jax.runs.events import has_stopped as has_ended_early
 from synthesizer_jax.training import run_log
 from synthesizer_jax.training.early_stopping import has_stopped
 from synthesizer_jax.training.run_log import NonFiniteLossError
