@@ -168,14 +168,13 @@ def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.P
 
 def _try_lock(directory: pathlib.Path) -> int | None:
     """Returns a descriptor that locks a directory while the process lives; None if it cannot be locked."""
+    descriptor = None
     try:
         descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:  # another process has removed it
-        return None
-    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another process has it, or the storage has no locks
-        os.close(descriptor)
+    except OSError:  # another process has it or has removed it, or the storage has no locks
+        if descriptor is not None:
+            os.close(descriptor)
         return None
     return descriptor
 

@@ -163,8 +163,11 @@ def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path
     for name, inner in changes.items():
         place = child_path(path, str(name))
         if name not in entries:
+            nested = settings(value, path) if kinds else ()
+            places = [found.path for found in nested if found.path.endswith(f".{name}")][:3]
             fields = f"; its fields: {', '.join(entries)}" if kinds else ""
-            hint = did_you_mean(str(name), entries) + fields
+            other = did_you_mean(str(name), entries) + fields
+            hint = f"; write {' or '.join(places)}" if places else other
             raise ValueError(f"--set {place}: {missing.format(name)}{hint}")
         entries[str(name)] = _apply(inner, entries[str(name)], kinds.get(str(name), object), place)
     return tuple(entries.values()) if isinstance(value, tuple) else replace(value, **entries)

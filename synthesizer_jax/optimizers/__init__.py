@@ -3,7 +3,7 @@
 from synthesizer_jax.optimizers.adafactor import Adafactor
 from synthesizer_jax.optimizers.adamw import AdamW
 from synthesizer_jax.optimizers.base import Optimizer
-from synthesizer_jax.optimizers.optax import Optax, optax_optimizer
+from synthesizer_jax.optimizers.optax import Optax, optax_optimizer, optax_schedule
 from synthesizer_jax.optimizers.rules import OptimizerRule
 from synthesizer_jax.optimizers.schedules import (
     Constant,
@@ -27,4 +27,5 @@ __all__ = [
     "OptimizerRule",
     "Schedule",
     "optax_optimizer",
+    "optax_schedule",
 ]

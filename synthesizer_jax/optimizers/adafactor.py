@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from synthesizer_jax.optimizers.base import with_clipping
-from synthesizer_jax.optimizers.schedules import InverseSquareRoot, Schedule
+from synthesizer_jax.optimizers.schedules import InverseSquareRoot, LearningRate, build_schedule
 from synthesizer_jax.parameters import Axes, is_axes
 from synthesizer_jax.registry import register
 from synthesizer_jax.typing import Count, KeyPath, Positive, PyTree
@@ -33,9 +33,6 @@ NEVER_FACTORED = frozenset({"norm", "relpos_buckets", "parts"})
 
 T5_AXES = frozenset({"layers", "vocab", "embed", "mlp", "heads", "kv_heads", "kv"})
 """Axes of T5's own matrices, whose stacks T5X factors regardless of their size."""
-
-HEADS = frozenset({"heads", "kv_heads"})
-"""Axes of heads."""
 
 HEAD_FEATURES = frozenset({"kv", "synth_hidden"})
 """Axes of a head's features, which form a single matrix dimension with the heads before them."""
@@ -85,7 +82,8 @@ def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) ->
     )
     groups: list[list[int]] = []
     for i in range(len(axes)):
-        merges = axes[i] in HEAD_FEATURES and i > 0 and axes[i - 1] in HEADS and i - 1 not in batch
+        after_heads = i > 0 and i - 1 not in batch and axes[i - 1] in ("heads", "kv_heads")
+        merges = axes[i] in HEAD_FEATURES and after_heads
         if i not in batch and merges:
             groups[-1].append(i)
         elif i not in batch:
@@ -131,7 +129,7 @@ class Adafactor:
       clip_norm: maximum global norm of the gradient; None (as in T5): no clipping.
     """
 
-    learning_rate: Schedule = InverseSquareRoot()
+    learning_rate: LearningRate = InverseSquareRoot()
     decay_rate: Positive = 0.8
     clip: Positive | None = 1.0
     parameter_scale: bool = True
@@ -140,7 +138,7 @@ class Adafactor:
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
         """See `Optimizer.build`; updates require the parameters."""
-        learning_rate = self.learning_rate.build()
+        learning_rate = build_schedule(self.learning_rate)
 
         def init(params: PyTree) -> AdafactorState:
             def zeros(p: jax.Array, names: Axes) -> Moments:

@@ -9,7 +9,7 @@ import optax
 
 from synthesizer_jax.optimizers.adafactor import NEVER_FACTORED
 from synthesizer_jax.optimizers.base import with_clipping
-from synthesizer_jax.optimizers.schedules import Constant, Schedule
+from synthesizer_jax.optimizers.schedules import Constant, LearningRate, build_schedule
 from synthesizer_jax.parameters import is_axes
 from synthesizer_jax.registry import register
 from synthesizer_jax.typing import NotNegative, Positive, PyTree, Rate
@@ -29,7 +29,7 @@ class AdamW:
       clip_norm: maximum global norm of the gradient; None: no clipping.
     """
 
-    learning_rate: Schedule = Constant()
+    learning_rate: LearningRate = Constant()
     b1: Rate = 0.9
     b2: Rate = 0.999
     eps: Positive = 1e-8
@@ -42,7 +42,7 @@ class AdamW:
             lambda names: not NEVER_FACTORED & set(names), axes, is_leaf=is_axes
         )
         adam = optax.adamw(
-            self.learning_rate.build(),
+            build_schedule(self.learning_rate),
             b1=self.b1,
             b2=self.b2,
             eps=self.eps,

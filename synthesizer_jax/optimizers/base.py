@@ -7,7 +7,7 @@ from typing import Protocol
 import jax
 import optax
 
-from synthesizer_jax.optimizers.schedules import Schedule
+from synthesizer_jax.optimizers.schedules import LearningRate, build_schedule
 from synthesizer_jax.typing import PyTree
 
 COUNTS = ("count", "updates")
@@ -18,7 +18,7 @@ class Optimizer(Protocol):
     """The configuration of an optimizer.
 
     To add an optimizer, decorate a frozen dataclass with `register`. If it has a field `learning_rate`,
-    this must be a `Schedule` of the number of updates, whose value is logged.
+    this must be a number, or a `Schedule` of the number of updates, whose value is logged.
     """
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
@@ -32,8 +32,8 @@ class Optimizer(Protocol):
 
 def schedule_of(optimizer: Optimizer) -> optax.Schedule | None:
     """Returns the learning rate by the number of updates; None: the optimizer has no schedule."""
-    schedule: Schedule | None = getattr(optimizer, "learning_rate", None)
-    return None if schedule is None else schedule.build()
+    learning_rate: LearningRate | None = getattr(optimizer, "learning_rate", None)
+    return None if learning_rate is None else build_schedule(learning_rate)
 
 
 def count_updates(opt_state: PyTree) -> jax.Array | None:

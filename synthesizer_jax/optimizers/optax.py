@@ -1,18 +1,18 @@
-"""Optimizers of optax, by name."""
+"""Optimizers and schedules of optax, by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import optax
 
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.optimizers.base import with_clipping
-from synthesizer_jax.optimizers.schedules import Constant, Schedule
-from synthesizer_jax.registry import register
+from synthesizer_jax.optimizers.schedules import Constant, LearningRate, build_schedule
+from synthesizer_jax.registry import from_json, register, to_json
 from synthesizer_jax.typing import Positive, PyTree
 
 Argument: TypeAlias = float | int | bool | str | None
@@ -22,6 +22,8 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     for name, f in vars(optax).items()
     if inspect.isfunction(f) and next(iter(inspect.signature(f).parameters), "") == "learning_rate"
 }
+
+SCHEDULES = {name: f for name, f in vars(optax.schedules).items() if inspect.isfunction(f)}
 
 
 @register
@@ -37,37 +39,67 @@ class Optax:
     """
 
     name: str
-    learning_rate: Schedule = Constant()
+    learning_rate: LearningRate = Constant()
     arguments: tuple[tuple[str, Argument], ...] = ()
     clip_norm: Positive | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in OPTIMIZERS:
-            suggestion = did_you_mean(self.name, OPTIMIZERS)
-            raise ValueError(f"optax has no {self.name!r}{suggestion} to use here")
-        try:
-            signature = inspect.signature(OPTIMIZERS[self.name])
-            signature.bind(learning_rate=None, **dict(self.arguments))
-        except TypeError as error:
-            raise ValueError(f"optax.{self.name}: {error}") from None
+        _check_call(self.name, OPTIMIZERS, {"learning_rate": None, **dict(self.arguments)})
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
         """See `Optimizer.build`; the axes are not used."""
         del axes
-        transformation = OPTIMIZERS[self.name](self.learning_rate.build(), **dict(self.arguments))
+        learning_rate = build_schedule(self.learning_rate)
+        transformation = OPTIMIZERS[self.name](learning_rate, **dict(self.arguments))
         return with_clipping(transformation, self.clip_norm)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class OptaxSchedule:
+    """A schedule of optax; see `optax_schedule`."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        _check_call(self.name, SCHEDULES, self.arguments)
+
+    def build(self) -> optax.Schedule:
+        """See `Schedule.build`."""
+        return SCHEDULES[self.name](**{name: _thaw(x) for name, x in self.arguments.items()})
+
+
+def _thaw(value: Any) -> Any:
+    """Returns an argument as optax takes it: keys of JSON that are numbers, and schedules built."""
+    if isinstance(value, dict):
+        return {int(k) if k.isdigit() else k: x for k, x in value.items()}
+    if isinstance(value, tuple):
+        return [_thaw(x) for x in value]
+    return value.build() if hasattr(value, "build") else value
+
+
+def _check_call(name: str, functions: Mapping[str, Callable[..., Any]], arguments: Any) -> None:
+    """Raises a `ValueError` unless the functions include one of that name with these arguments."""
+    if name not in functions:
+        raise ValueError(f"optax has no {name!r}{did_you_mean(name, functions)} to use here")
+    try:
+        inspect.signature(functions[name]).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"optax.{name}: {error}") from None
 
 
 def optax_optimizer(
     name: str,
-    learning_rate: Schedule = Constant(),
+    learning_rate: LearningRate = Constant(),
     *,
     clip_norm: float | None = None,
     **arguments: Argument,
 ) -> Optax:
-    """Returns the optimizer ``optax.NAME(learning_rate, **arguments)``, see `Optax`.
-
-    Raises:
-      ValueError: optax has no such optimizer, or it does not accept these arguments.
-    """
+    """Returns the optimizer ``optax.NAME(learning_rate, **arguments)``; see `optax_schedule`."""
     return Optax(name, learning_rate, tuple(sorted(arguments.items())), clip_norm)
+
+
+def optax_schedule(name: str, **arguments: Any) -> OptaxSchedule:
+    """Returns the schedule ``optax.NAME(**arguments)``; raises a `ValueError` if that cannot be called."""
+    return OptaxSchedule(name, from_json(to_json(arguments)))

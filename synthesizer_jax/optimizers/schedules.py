@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,15 @@ class Schedule(Protocol):
     def build(self) -> optax.Schedule:
         """Returns the learning rate as a function of the step, which may be traced."""
         ...
+
+
+LearningRate: TypeAlias = Schedule | NotNegative
+"""A schedule, or the value of a constant one."""
+
+
+def build_schedule(rate: LearningRate) -> optax.Schedule:
+    """Returns the learning rate as a function of the step."""
+    return (Constant(rate) if isinstance(rate, int | float) else rate).build()
 
 
 @register

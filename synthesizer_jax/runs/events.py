@@ -30,8 +30,7 @@ def add_event(
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / EVENTS_FILE
     broken = path.exists() and not path.read_bytes().endswith(b"\n")
-    moment = time.time() if at is None else at
-    values = Event(time=moment, event=event, step=step, text=text)
+    values = Event(time=at or time.time(), event=event, step=step, text=text)
     append(path, b"\n" * broken + json.dumps(values).encode() + b"\n")
 
 
@@ -42,12 +41,9 @@ def read_events(directory: pathlib.Path) -> Iterator[Event]:
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             values = json.loads(line)
-            yield Event(
-                time=float(values["time"]),
-                event=str(values["event"]),
-                step=int(values["step"]),
-                text=str(values.get("text", "")),
-            )
+            step, text = int(values["step"]), str(values.get("text", ""))
+            moment, event = float(values["time"]), str(values["event"])
+            yield Event(time=moment, event=event, step=step, text=text)
 
 
 def has_stopped(directory: pathlib.Path) -> bool:

@@ -25,11 +25,8 @@ class MetricsWriter:
 
     Args:
       directory: directory of the run.
-      restored_step: the step from which the run continues; metrics of later steps are removed. 0 for a
-        new run.
-
-    Attributes:
-      removed: the kinds and steps of the metrics that were removed, which are logged again.
+      restored_step: the step from which the run continues; metrics of later steps are removed, and their
+        kinds and steps are in `removed`. 0 for a new run.
     """
 
     def __init__(self, directory: pathlib.Path, *, restored_step: int = 0):
@@ -87,11 +84,7 @@ class MetricsWriter:
 
 
 def _truncate_metrics(path: pathlib.Path, step: int) -> set[tuple[str, int]]:
-    """Removes the lines of steps after `step`, with a warning those that are no records, and a torn end.
-
-    Returns:
-      The kinds and steps of the records that were removed.
-    """
+    """Removes what is no record, with a warning, and records after `step`; returns their kinds, steps."""
     if not path.exists():
         return set()
     lines = _read_records(path)

@@ -7,7 +7,6 @@ import functools
 import math
 import pathlib
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
@@ -27,12 +26,12 @@ class Progress:
     Args:
       total: number of steps of the run.
       title: text before the bar.
-      visible: False prints nothing.
+      visible: False prints what is urgent alone, to standard error.
     """
 
     def __init__(self, total: int, *, title: str = "", visible: bool = True):
         self._total, self._visible = total, visible
-        self._console = Console(highlight=False, markup=False, soft_wrap=True)
+        self._console = Console(stderr=not visible, highlight=False, markup=False, soft_wrap=True)
         shown = visible and (self._console.file.isatty() or self._console.is_jupyter)
         self._bar = Bar(
             TextColumn("{task.description}"),
@@ -78,13 +77,10 @@ class Progress:
         self.say(step, f"{text}; {', '.join(tasks)}" if tasks else text)
 
     def say(self, step: int, text: str, *, urgent: bool = False) -> None:
-        """Prints a line about a step; where nothing is shown, an urgent one to standard error."""
+        """Prints a line about a step."""
         width = len(str(self._total))
-        line = escape_controls(f"step {step:>{width}}/{self._total}  {text}")
-        if self._visible:
-            self._console.print(line)
-        elif urgent:
-            print(line, file=sys.stderr)
+        if self._visible or urgent:
+            self._console.print(escape_controls(f"step {step:>{width}}/{self._total}  {text}"))
 
     def close(self) -> None:
         """Stops the display."""

@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import pathlib
-import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
@@ -25,11 +24,7 @@ GROUP = "synthesizer_jax.writers"
 
 
 class Writer(Protocol):
-    """Receives the metrics of a run, in process 0 only. One that raises an error is called no more.
-
-    A run that was killed goes on from its last checkpoint, and does not send again what its log has of the
-    steps after it. In a bucket the log is written with the checkpoints, so that these are sent twice.
-    """
+    """Receives the metrics of a run, in process 0 only. One that raises an error is called no more."""
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
         """Takes metrics by name after `step` steps; `kind` is ``train`` or ``eval``."""
@@ -108,32 +103,25 @@ class _MLflow:
         run_id = before[0].info.run_id if before else None
         self._module.start_run(run_id, run_name=path.name, tags={"key": key})
         self._module.log_dict(config, "experiment.json")
-        self._before: list[Any] = []  # what was sent before the last checkpoint
         self._sent: list[Any] = []
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
         """Sends the metrics as ``train/loss`` and so on, from a thread."""
-        named = {_mlflow_name(f"{kind}/{name}"): x for name, x in values.items()}
+        valid = lambda name: re.sub("[^A-Za-z0-9_. /-]", "_", name)[:250]
+        named = {valid(f"{kind}/{name}"): x for name, x in values.items()}
         self._sent.append(self._module.log_metrics(named, step=step, synchronous=False))
 
     def flush(self) -> None:
-        """Raises the error of what was sent before the last checkpoint, for which it need hardly wait."""
-        for sent in self._before:
-            sent.wait()
-        self._before, self._sent = self._sent, []
+        """Waits until everything is sent, and raises what the service has refused."""
+        while self._sent:
+            self._sent.pop(0).wait()
 
     def close(self, *, failed: bool) -> None:
         """Waits until everything is sent, and ends the run."""
         try:
-            for sent in self._before + self._sent:
-                sent.wait()
+            self.flush()
         finally:
             self._module.end_run("FAILED" if failed else "FINISHED")
-
-
-def _mlflow_name(name: str) -> str:
-    """Returns a name that MLflow takes: 250 characters of some kinds, and a path in its shortest form."""
-    return posixpath.normpath(re.sub("[^A-Za-z0-9_. /-]", "_", name))[:250]
 
 
 open_wandb = functools.partial(_Tracker, "wandb")

@@ -18,7 +18,6 @@ import secrets
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import numpy as np
 from etils import epy
@@ -104,16 +103,14 @@ def prepare(
         if not renew and is_current(request, prepared, lengths=lengths, epochs=epochs):
             log(f"{title}: is prepared")
             continue
-        there = prepared.find(request.task, request.split)
         info = _prepare_split(
             request,
             prepared,
             lengths=lengths,
-            epochs=epochs or (there.epochs if there else 1),
+            epochs=epochs,
             workers=workers,
             renew=renew,
             setup=setup,
-            old=there.files if there else (),
         )
         log(f"{title}: {info.examples:,} examples, {sum(info.tokens.values()):,} tokens")
         if said := ", ".join(f"{count:,} {what}" for what, count in info.targets.items()):
@@ -151,13 +148,14 @@ def _prepare_split(
     prepared: PreparedTasks,
     *,
     lengths: Mapping[str, int] | None,
-    epochs: int,
+    epochs: int | None,
     workers: int,
     renew: bool,
     setup: Callable[[], object] | None,
-    old: Collection[str],
 ) -> PreparedInfo:
-    """Writes all shards of a split beside the `old` ones, then ``info.json``, and removes the old ones."""
+    """Writes all shards of a split beside those that are there, then ``info.json``, and removes the old."""
+    there = prepared.find(request.task, request.split)
+    epochs, old = epochs or (there.epochs if there else 1), set(there.files if there else ())
     task = task_registry.find_task(request.task)
     seqio_task = task.to_seqio(prepared.vocabulary, prepared.data_dir)
     fixed = dict(lengths or {}) if _needs_lengths(seqio_task) else None
@@ -172,10 +170,9 @@ def _prepare_split(
     if rows is None or rows > ONE_SHARD:
         shards = max(1, len(seqio_task.source.list_shards(request.split)))
     directory = prepared.directory(request.task, request.split)
-    made = [secrets.token_hex(4)] if renew else []
-    key = json.dumps([source, fixed, epochs, request.rows, FORMAT, *made])
+    key = json.dumps([source, fixed, epochs, request.rows, FORMAT, renew and secrets.token_hex(4)])
     names = [f"tokens-{i:05}-of-{epochs * shards:05}.arrayrecord" for i in range(epochs * shards)]
-    if set(names) & set(old):
+    if old & set(names):
         names = [name.replace("tokens", "tokens-b") for name in names]
     jobs = [
         _ShardJob(request, prepared, fixed, limit, (i % shards, shards), i // shards, key)
@@ -213,7 +210,7 @@ def _prepare_split(
         rows_digests={n: s.rows_digest for n, s in filled.items() if s.rows_digest},
     )
     info.save(directory)
-    for name in set(old) - set(names):
+    for name in old - set(names):
         path = directory / name
         for stale in (path, path.with_suffix(".json"), path.with_name(rows_file(name))):
             stale.unlink(missing_ok=True)
@@ -340,12 +337,9 @@ def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Sh
     examples, tokens, checksum = 0, dict.fromkeys(SIDES, 0), 0
     path.parent.mkdir(parents=True, exist_ok=True)
     # ArrayRecord writes to disks alone.
-    if in_bucket(path):
-        place: AbstractContextManager[str | pathlib.Path] = tempfile.TemporaryDirectory()
-    else:
-        place = temporary_directory(path.parent, ".partial")
-    with place as directory:
-        partial = pathlib.Path(directory, path.name)
+    folder = pathlib.Path(tempfile.gettempdir()) if in_bucket(path) else path.parent
+    with temporary_directory(folder, ".synthesizer_jax") as directory:
+        partial = directory / path.name
         writer = array_record_module.ArrayRecordWriter(str(partial), "group_size:1")
         try:
             for chunk in chunks:

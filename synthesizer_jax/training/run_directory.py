@@ -138,13 +138,12 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
 
     A run that has saved no checkpoint may be replaced: a corrected experiment may start in its directory.
     """
-    checkpoints = directory / "checkpoints"
-    steps = finished_steps(checkpoints)
+    steps = finished_steps(directory / "checkpoints")
     if not (directory / EXPERIMENT_FILE).is_file() or not steps:
         return
     contents = None
     with contextlib.suppress(ValueError):  # a damaged one is set aside when it is restored
-        contents = read_contents(checkpoints / str(steps[-1]))
+        contents = read_contents(directory / "checkpoints" / str(steps[-1]))
     if contents is not None and not contents.position:
         raise ValueError(
             f"{directory} holds parameters alone, as convert and average write them, no run to continue; "

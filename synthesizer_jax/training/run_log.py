@@ -24,9 +24,6 @@ STOP = "stop"
 SPARSE_STEPS = 100
 """After so many steps in a row with more padding than tokens a line says what helps, once."""
 
-URGENT = ("stopped", "writer_failed")
-"""Events that are said where no progress is shown, too."""
-
 _SPARSE = (
     "more than half of the tokens are padding: data.pack=true fills rows with several examples; for models "
     "that refuse that, data.buckets=[[64,16]] shortens batches; or lower data.inputs_length and "
@@ -90,7 +87,8 @@ class RunLog:
         """Prints a line about a step, and writes an event if one is named."""
         if event is not None:
             self.add_event(step, event, text)
-        self._progress.say(step, text, urgent=self._metrics is not None and event in URGENT)
+        urgent = self._metrics is not None and event in ("stopped", "writer_failed")
+        self._progress.say(step, text, urgent=urgent)
 
     def add_event(self, step: int, event: str, text: str = "") -> None:
         """Writes an event."""

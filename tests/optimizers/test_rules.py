@@ -1,6 +1,7 @@
 """Optimizers by name and rules by path, against NumPy and optax; layers; what is refused."""
 
 import dataclasses
+import json
 
 import flax.linen as nn
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from synthesizer_jax.cli.settings import override
 from synthesizer_jax.models import Size, alignment, stack_layers, stacks_of, t5, unroll_variables
 from synthesizer_jax.optimizers import (
     Adafactor,
@@ -16,10 +18,12 @@ from synthesizer_jax.optimizers import (
     Constant,
     OptimizerRule,
     optax_optimizer,
+    optax_schedule,
 )
 from synthesizer_jax.optimizers.adafactor import state_axes
+from synthesizer_jax.optimizers.base import schedule_of
 from synthesizer_jax.optimizers.rules import build_optimizer
-from synthesizer_jax.registry import replace
+from synthesizer_jax.registry import from_json, replace, to_json
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import CopyStream, experiment
@@ -249,12 +253,60 @@ def test_an_optimizer_by_name_equals_optax_and_is_sharded_like_the_parameters():
     assert jax.tree.leaves(found, is_leaf=is_matrix).count(("embed", "mlp")) == 1
 
 
+WARM = {"init_value": 0.1, "peak_value": 0.4, "warmup_steps": 3, "decay_steps": 9}
+JUMPS = {3: 0.5, 6: 0.1}
+BY_NAME = {
+    "warmup_cosine_decay_schedule": (WARM, optax.warmup_cosine_decay_schedule(**WARM)),
+    "piecewise_constant_schedule": (
+        {"init_value": 0.4, "boundaries_and_scales": JUMPS},
+        optax.piecewise_constant_schedule(0.4, JUMPS),
+    ),
+    "sgdr_schedule": ({"cosine_kwargs": [WARM, WARM]}, optax.sgdr_schedule([WARM, WARM])),
+    "join_schedules": (
+        {
+            "schedules": [Constant(0.2), optax_schedule("constant_schedule", value=1)],
+            "boundaries": [4],
+        },
+        optax.join_schedules([optax.constant_schedule(0.2), optax.constant_schedule(1)], [4]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_schedule_by_name_equals_optax_also_from_a_saved_recipe(name):
+    arguments, own = BY_NAME[name]
+    recipe = experiment(optimizer=AdamW(optax_schedule(name, **arguments)))
+    saved = from_json(json.loads(json.dumps(to_json(recipe))))
+    assert saved == recipe
+    schedule = schedule_of(saved.training.optimizer)
+    steps = range(20)
+    np.testing.assert_allclose([schedule(s) for s in steps], [own(s) for s in steps], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adafactor, lambda rate: optax_optimizer("sgd", rate)])
+def test_a_number_is_a_constant_schedule(kind):
+    recipe = experiment(optimizer=kind(0.25))
+    saved = from_json(json.loads(json.dumps(to_json(recipe))))
+    assert saved == recipe == override(recipe, "training.optimizer.learning_rate=0.25")
+    assert schedule_of(saved.training.optimizer)(7) == 0.25
+    params = {"a": jnp.ones((2, 3))}
+    updates = []
+    for optimizer in (kind(0.25), kind(Constant(0.25))):
+        built = optimizer.build({"a": ("embed", "mlp")})
+        updates.append(built.update(params, built.init(params), params)[0]["a"])
+    np.testing.assert_array_equal(*updates)
+    with pytest.raises(ValueError, match=r"learning_rate is -1\.0; allowed: 0 or more"):
+        experiment(optimizer=kind(-1.0))
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: optax_optimizer("lyon"), r"optax has no 'lyon', did you mean 'lion'\?"),
         (lambda: optax_optimizer("sgd", beta=1.0), "optax.sgd: got an unexpected keyword argument"),
         (lambda: optax_optimizer("chain"), "optax has no 'chain'"),
+        (lambda: optax_schedule("cosine_decay"), "did you mean 'cosine_decay_schedule'"),
+        (lambda: optax_schedule("constant_schedule"), "missing a required argument: 'value'"),
     ],
 )
 def test_unknown_names_and_arguments_are_errors(build, message):

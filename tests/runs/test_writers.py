@@ -78,13 +78,13 @@ def test_mlflow_gets_names_that_it_takes_and_refusals_are_noticed(tmp_path, inst
     module = install("mlflow")
     add_event(tmp_path, "start", step=0)
     writer = writers.open_mlflow(tmp_path, {})
-    writer.write(4, {"mine/recall@5": 0.5, "mine//F1 %": 0.5, "Größe": 0.5}, kind="eval")
-    (call,) = module.log_metrics.call_args_list
+    writer.write(4, {"mine/recall@5": 0.5, "mine/F1 %": 0.5, "Größe": 0.5}, kind="eval")
+    call = module.log_metrics.call_args
     assert set(call.args[0]) == {"eval/mine/recall_5", "eval/mine/F1 _", "eval/Gr__e"}
     module.log_metrics.return_value.wait.side_effect = RuntimeError("no answer")
-    writer.flush()  # when step 4 has just been saved
     with pytest.raises(RuntimeError, match="no answer"):
         writer.flush()
+    writer.write(5, {"loss": 0.5}, kind="train")
     with pytest.raises(RuntimeError, match="no answer"):
         writer.close(failed=False)
     assert module.end_run.call_args.args == ("FINISHED",)

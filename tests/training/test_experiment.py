@@ -71,6 +71,17 @@ def test_overrides_are_typed(assignments, read):
 PLAIN, CLASSIFIER, MASKED = (experiment(m) for m in (None, encoder(), encoder(masked_lm=True)))
 WRONG = [
     (PLAIN, "training.step=1", "Training has no field 'step', did you mean 'steps'"),
+    (
+        PLAIN,
+        "learning_rate=1",
+        "Experiment has no field 'learning_rate'; write training.optimizer.l",
+    ),
+    (
+        PLAIN,
+        "training.learning_rate.value=1",
+        "'learning_rate'; write training.optimizer.learning_r",
+    ),
+    (PLAIN, "num_heads=2", "write model.encoder.runs.0.block.self_mixer.num_heads or model.decod"),
     (PLAIN, "training.steps=many", "training.steps=many: expected int"),
     (PLAIN, "training.steps=" + "1" * 5000, "training.steps=1{57}…: expected int"),
     (PLAIN, "training.steps=" + "(" * 9000, r"training.steps=\({57}…: exp"),
