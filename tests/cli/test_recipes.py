@@ -50,7 +50,7 @@ def test_the_page_on_recipes_writes_one_that_loads(tmp_path):
         r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), flags=re.S
     )
     (tmp_path / "mine.py").write_text(block)
-    settings = ["training.optimizer.learning_rate.value=3e-4", "model.encoder.runs.0.repeats=4"]
+    settings = ["training.optimizer.learning_rate=3e-4", "model.encoder.runs.0.repeats=4"]
     recipe = load_recipe(str(tmp_path / "mine.py"), settings)
     assert recipe.model.encoder.num_layers == 4
     load_recipe(str(tmp_path / "mine.py"), ['training.optimizer={"type": "AdamW", "b2": 0.98}'])
