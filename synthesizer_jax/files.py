@@ -94,6 +94,17 @@ def describing(path: pathlib.Path, remedy: str = "restore it, or delete it") -> 
         raise ValueError(f"{path} cannot be read: {reason}; {remedy}") from error
 
 
+def decode_lines(file: BinaryIO, errors: str = "strict") -> Iterator[str]:
+    """Yields the lines of UTF-8 text without a byte-order mark.
+
+    A line ends at LF or CRLF, which it loses. All other characters, such as a CR or U+2028, are text: the
+    lines of two files that belong together stay together.
+    """
+    with io.TextIOWrapper(file, "utf-8-sig", errors, newline="\n") as lines:
+        for line in lines:
+            yield line.removesuffix("\n").removesuffix("\r")
+
+
 @contextlib.contextmanager
 def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
     """Opens a file for writing that replaces `path` when the context ends without an error.

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from synthesizer_jax.cli.options import Imports, open_run
-from synthesizer_jax.files import in_bucket, write_atomic
+from synthesizer_jax.files import decode_lines, in_bucket, write_atomic
 from synthesizer_jax.typing import Count, Number
 
 
@@ -139,13 +139,12 @@ def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list
         raise ValueError("give inputs as arguments or with --input, not both")
     if text:
         return text
-    if input_file is not None:
-        try:
-            return input_file.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"--input {input_file} is not UTF-8 text ({error}); convert it to UTF-8"
-            ) from None
-    if not sys.stdin.isatty() and (lines := sys.stdin.read().splitlines()):
-        return lines
+    source = "stdin" if input_file is None else f"--input {input_file}"
+    try:
+        if input_file is not None:
+            return list(decode_lines(input_file.open("rb")))
+        if not sys.stdin.isatty() and (lines := list(decode_lines(sys.stdin.buffer))):
+            return lines
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text ({error}); convert it to UTF-8") from None
     raise ValueError("there is no input; give texts as arguments, --input FILE, or lines to stdin")

@@ -1,5 +1,6 @@
 """`eval`, `predict` and `generate` as a user types them: files, damaged checkpoints, lines of text."""
 
+import io
 import json
 import logging
 import os
@@ -255,7 +256,7 @@ def test_following_waits_for_checkpoints_until_the_last_step_or_an_early_stop(
     assert "step 2" in call(place, f"{RTE} --follow", workdir=run)
 
 
-TEXTS = ["a b", "the dog sleeps"]
+TEXTS = ["a\u2028b", "the dog sleeps"]
 
 
 def say(place, options, *words):
@@ -308,7 +309,7 @@ def test_one_device_without_tensorflow_and_files_say_the_same(place, tmp_path):
     )
     assert alone.returncode == 0, alone.stderr
     assert alone.stdout == shown
-    (tmp_path / "in.txt").write_text("\n".join(TEXTS) + "\n")
+    (tmp_path / "in.txt").write_text("\ufeff" + "\r\n".join(TEXTS) + "\r\n", "utf-8", newline="")
     say(place, f"--input {tmp_path}/in.txt --output {tmp_path}/out.txt --batch-size 1")
     assert (tmp_path / "out.txt").read_text() == shown
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", "out.txt"]
@@ -330,3 +331,6 @@ def test_inputs_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
         commands.call(nowhere)
     with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json"):
         commands.call(f"{nowhere} text")
+    piped = SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO(b"a\rb\xe2\x80\xa8c\r\n\nd"))
+    monkeypatch.setattr(generate, "sys", SimpleNamespace(stdin=piped))
+    assert generate._read_lines(None, None) == ["a\rb\u2028c", "", "d"]
