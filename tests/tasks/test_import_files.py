@@ -78,6 +78,7 @@ FILES = {
     "gzip": ("a.csv.gz", gzip.compress(CSV)),
     "zstd": ("a.jsonl.zst", zstd(JSON_LINES)),
     "parquet": ("a.parquet", parquet(ROWS)),
+    "blank first line": ("a.csv", b"\r\n" + CSV),
 }
 
 
@@ -110,18 +111,49 @@ def test_arguments_name_files_folders_and_columns(tmp_path):
     assert rows(tmp_path / "f") == {"train": ROWS + ROWS, "validation": ROWS}
 
 
+def test_a_line_ends_at_a_newline_alone(tmp_path):
+    """Other separators are characters of the text, and a newline loses the CR before it."""
+    odd = "a\rb\u2028c\x85d\x0be\x1c"
+    write(tmp_path, {
+        "a.en": f"{odd}\r\ntwo\n", "a.de": "eins\nzwei\rdrei", "a.tsv": f"x\ty\n{odd}\t1\n",
+        "a.csv": f'x,y\r\n"{odd}",1\r\n"a\r\nb",2\r\n',
+    })  # fmt: skip
+    at = f"{tmp_path}/"
+    assert rows(f"train={at}a.en+{at}a.de") == {
+        "train": [{"en": odd, "de": "eins"}, {"en": "two", "de": "zwei\rdrei"}]
+    }
+    assert rows(f"train={at}a.tsv") == {"train": [{"x": odd, "y": "1"}]}
+    quoted = [{"x": odd, "y": "1"}, {"x": "a\nb", "y": "2"}]
+    assert rows(f"train={at}a.csv") == {"train": quoted}
+
+
+def test_parquet_values_are_what_was_written(tmp_path):
+    numbers = pa.table({"x": pa.array([0.1, None, 16777216, 3.4e38], pa.float32())})
+    write(tmp_path, {"a.parquet": parquet(numbers)})
+    found = rows(f"train={tmp_path}/a.parquet")["train"]
+    assert [row["x"] for row in found] == [0.1, None, 16777216.0, 3.4e38]
+
+
 DAY = pa.table({"day": pa.array([2**31 - 1], pa.int32()).cast(pa.date32())})
+NOW = pa.table({"time": pa.array([1], pa.timestamp("ns"))})
+TWICE = pa.Table.from_arrays([pa.array([1])] * 5, ["a", "b", "c", "b", "a"])
 BROKEN = {
     "not JSON": ("a.jsonl", b'{"text": 1}\n{"text": \n', "a.jsonl, line 2: JSONDecodeError: .*column"),
-    "no object": ("a.jsonl", b"[1]\n", "a.jsonl, line 1: a JSON object was expected, not list"),
+    "no object": ("a.jsonl", b"1\n", "a.jsonl, line 1: a JSON object was expected, not int"),
     "columns": ("a.csv", b"x,y\n1,2\n1\n", r"a.csv, line 3: 1 columns instead of 2 \(x, y\)"),
-    "quote": ("a.csv", b'x,y\n"1,2\n', r"a.csv, after line 1: Error: unexpected end of data"),
-    "same name": ("a.tsv", b"x\tx\n1\t2\n", "every column needs a name of its own"),
+    "quote": ("a.csv", b'x,y\n"1,2\n', "after .*a.csv, line 1: Error: unexpected end of data"),
+    "same name": ("a.tsv", b"x\tx\n1\t2\n", "a.tsv, line 1: several columns are called 'x'"),
     "gzip": ("a.csv.gz", gzip.compress(CSV * 99)[:-20], r"a.csv.gz, after line \d+: .*[Tt]runcated"),
     "no gzip": ("a.csv.gz", CSV, "a.csv.gz, after line 0: zlib inflate failed"),
     "zstd": ("a.csv.zst", zstd(CSV * 99)[:-9], "a.csv.zst, after line"),
     "parquet": ("a.parquet", b"PAR1" * 9, "a.parquet, after row 0: not Parquet"),
-    "a day that Python has not": ("a.parquet", parquet(DAY), "not Parquet .days=2147483647"),
+    "a day that Python has not": ("a.parquet", parquet(DAY), "column 'day': days=2147.*; write it as text"),
+    "nanoseconds": ("a.parquet", parquet(NOW), "column 'time': Nanosecond.*; write it as text"),
+    "a column twice": ("a.parquet", parquet(TWICE), "several columns are called 'a', 'b'; every"),
+    "array": ("a.json", b'[\n{"text": 1}\n]', r"line 1: this is a JSON array; .*: jq -c '.\[\]' FILE"),
+    "semicolons": ("a.csv", b"x;y\n1;2\n", "'x;y' is the only column; separate columns by ','"),
+    "UTF-16": ("a.txt", "Größe".encode("utf-16"), "a.txt is UTF-16; convert it to UTF-8: iconv"),
+    "a bare CR": ("a.csv", b"x,y\ra,b\r", "a.csv: Error: new-line character seen in unquoted"),
     "suffix": ("a.xlsx", b"", r"\.xlsx is not known; files end in \.jsonl"),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import io
@@ -9,10 +10,11 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import BinaryIO, TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar
 
 from etils import epy
 
+from synthesizer_jax.files import decode_lines
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.registry import JSON
 
@@ -67,7 +69,7 @@ class Cursor:
             raise ReadError(f"{self.where}: {reason}; nothing was imported") from error
 
 
-def open_file(path: pathlib.Path) -> BinaryIO:
+def open_file(path: pathlib.Path) -> io.BufferedReader:
     """Opens a plain or compressed file to be read.
 
     Raises:
@@ -75,23 +77,25 @@ def open_file(path: pathlib.Path) -> BinaryIO:
     """
     if not path.is_file():
         raise ReadError(f"{path} is no regular file; nothing was imported")
-    return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="detect")))
+    return io.BufferedReader(pa.input_stream(str(path), compression="detect"))
 
 
 def read_lines(path: pathlib.Path, *, errors: str = "strict") -> Iterator[tuple[int, str]]:
-    """Yields the number (from 1) and the text of every line, without line ends and a byte-order mark.
+    """Yields the number (from 1) and the text of every line, see `decode_lines`.
 
-    As in Python's text mode, CR and CRLF end a line too. With ``errors="replace"`` bytes that are not UTF-8
-    become U+FFFD.
+    With ``errors="replace"`` bytes that are not UTF-8 become U+FFFD.
 
     Raises:
       ReadError: the compression is damaged, or the file is not UTF-8.
     """
     number = 0
     try:
-        with io.TextIOWrapper(open_file(path), "utf-8-sig", errors) as file:
-            for number, line in enumerate(file, 1):
-                yield number, line.removesuffix("\n")
+        file = open_file(path)
+        if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            remedy = "convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
+            raise ReadError(f"{path} is UTF-16; {remedy}; nothing was imported")
+        for number, line in enumerate(decode_lines(file, errors), 1):
+            yield number, line
     except (OSError, UnicodeDecodeError) as error:
         raise ReadError(f"{path}, after line {number}: {error}; nothing was imported") from error
 
@@ -99,8 +103,9 @@ def read_lines(path: pathlib.Path, *, errors: str = "strict") -> Iterator[tuple[
 def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> Rows:
     """Yields the rows of a file, which its suffix tells how to read.
 
-    JSON lines are objects; CSV is quoted as in RFC 4180, TSV is not quoted; the lines of text are the field
-    ``text``; blank lines are skipped. Bytes that are not UTF-8 become U+FFFD.
+    JSON lines are objects; CSV is quoted as in RFC 4180, where CRLF in a field becomes LF, TSV is not
+    quoted; the lines of text are the field ``text``; blank lines are skipped. Bytes that are not UTF-8
+    become U+FFFD.
 
     Args:
       path: the file.
@@ -118,6 +123,10 @@ def _json_rows(path: pathlib.Path) -> Rows:
     for number, line in read_lines(path, errors="replace"):
         if line.strip():
             with Cursor(f"{path}, line {number}").named():
+                if line.lstrip().startswith("["):
+                    raise ValueError(
+                        "this is a JSON array; JSON lines are read, an object per line: jq -c '.[]' FILE"
+                    )
                 value = json.loads(line)
                 if not isinstance(value, dict):
                     raise ValueError(f"a JSON object was expected, not {type(value).__name__}")
@@ -125,31 +134,40 @@ def _json_rows(path: pathlib.Path) -> Rows:
 
 
 def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
-    csv.field_size_limit(FIELD_LIMIT)
-    tabs = uncompressed(path).suffix == ".tsv"
-    reader = csv.reader(
-        (line + "\n" for _, line in read_lines(path, errors="replace")),
-        delimiter="\t" if tabs else ",",
-        quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL,
-        strict=True,
-    )
     cursor = Cursor(str(path))
     with cursor.named():
-        names = list(columns) or next(reader, [])
-        if len(set(names)) < len(names):
+        table = cursor.follow((f"{path}, line {row[0]}", row) for row in _cells(path))
+        names = list(columns) or next(table, (0, []))[1]
+        _check_names(names)
+        if len(names) == 1 and ";" in names[0]:
             raise ValueError(
-                f"the names of the columns are {', '.join(map(repr, names))}; every column needs a name "
-                "of its own (--columns names those of a file without a header)"
+                f"{names[0]!r} is the only column; separate columns by ',', in a .tsv file by tabs"
             )
-        cursor.where = f"{path}, after line {reader.line_num}"
-        for values in reader:
-            cursor.where = f"{path}, line {reader.line_num}"
-            if values and len(values) != len(names):
+        for number, values in table:
+            if len(values) != len(names):
                 raise ValueError(
                     f"{len(values)} columns instead of {len(names)} ({', '.join(names)})"
                 )
-            if values:
-                yield f"line {reader.line_num}", dict(zip(names, values, strict=True))
+            yield f"line {number}", dict(zip(names, values, strict=True))
+
+
+def _cells(path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
+    """Yields the number of the (last) line and the cells of every row that is not blank."""
+    lines = read_lines(path, errors="replace")
+    if uncompressed(path).suffix == ".tsv":
+        yield from ((number, line.split("\t")) for number, line in lines if line)
+        return
+    csv.field_size_limit(FIELD_LIMIT)
+    reader = csv.reader((line + "\n" for _, line in lines), strict=True)
+    yield from ((reader.line_num, cells) for cells in reader if cells)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if repeated := [repr(name) for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ValueError(
+            f"several columns are called {', '.join(repeated)}; every column needs a name of its own "
+            "(--columns names those of CSV and TSV without a header)"
+        )
 
 
 def _text_rows(path: pathlib.Path) -> Rows:
@@ -162,13 +180,27 @@ def _parquet_rows(path: pathlib.Path) -> Rows:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            with Cursor(str(path)).named():
+                _check_names(names)
             for batch in file.iter_batches():
-                for row in batch.to_pylist():
+                with Cursor(f"{path}, after row {number}").named():
+                    columns = [_values(*pair) for pair in zip(names, batch.columns, strict=True)]
+                for values in zip(*columns, strict=True):
                     number += 1
-                    yield f"row {number}", row
-    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
+                    yield f"row {number}", dict(zip(names, values, strict=True))
+    except (pa.ArrowException, OSError) as error:
         where = f"{path}, after row {number}"
         raise ReadError(f"{where}: not Parquet ({error}); nothing was imported") from None
+
+
+def _values(name: str, column: pa.Array) -> list[JSON]:
+    if pa.types.is_float32(column.type):  # 0.1 would be 0.10000000149011612
+        column = column.cast(pa.string()).cast(pa.float64())
+    try:
+        return list(column.to_pylist())
+    except (ValueError, OverflowError) as error:  # times that Python has not
+        raise ValueError(f"column {name!r}: {error}; write it as text") from error
 
 
 _READERS: Mapping[str, Callable[..., Rows]] = {
