@@ -4,6 +4,10 @@ import gzip
 import json
 import pathlib
 
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tensorflow_datasets as tfds
 
@@ -11,7 +15,9 @@ from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.tasks import inspection, task_registry
 from synthesizer_jax.tasks.definitions import DEFINITIONS
 from synthesizer_jax.tasks.importers import CORPORA, import_corpus, report_lines
-from synthesizer_jax.tasks.importers.layouts import find_importer
+from synthesizer_jax.tasks.importers.corpora import SplitReport
+from synthesizer_jax.tasks.importers.layouts import find_importer, find_parts
+from synthesizer_jax.tasks.importers.reading import Cursor
 from tests.tasks.loading import load
 
 
@@ -249,6 +255,95 @@ def test_tasks_read_what_is_imported(imported):
     assert sets.score(sets.target_words)["bleu1"] == pytest.approx(100)
     rows = inspection.read_rows("lm1b_v100_full_lm", "train", Bytes().build(), data_dir=data_dir)
     assert {tuple(sorted(row)) for row in rows} == {("targets", "targets_pretokenized")}
+
+
+HUB = {
+    **{"cola": ("unacceptable", "acceptable"), "sst2": ("negative", "positive"), "stsb": ()},
+    **{"mrpc": ("not_equivalent", "equivalent"), "qqp": ("not_duplicate", "duplicate")},
+    **dict.fromkeys(("qnli", "rte"), ("entailment", "not_entailment")),
+    **dict.fromkeys(("mnli", "mnli_matched", "ax"), ("entailment", "neutral", "contradiction")),
+    "wnli": ("not_entailment", "entailment"),
+}
+"""GLUE's classes in the order of the numbers in the Parquet files of the Hugging Face hub."""
+
+
+def glue(config, stem):
+    """The rows of a file of GLUE: texts by feature and column, and the labels of both layouts."""
+    settings = tfds.builder_cls("glue").builder_configs[config]
+    columns = dict(settings.text_features)
+    if config == "mrpc":
+        columns = {"sentence1": "#1 String", "sentence2": "#2 String"}
+    for i in range(3):
+        values = {name: f'{stem} "{name}" {i}' for name in columns}
+        hidden = stem.startswith(("test", "diagnostic"))
+        class_ = i % max(len(HUB[config]), 1)
+        in_words = config in ("mnli", "qnli", "rte")
+        label = HUB[config][class_] if in_words else class_ if HUB[config] else 0.1 * i
+        shown = {} if hidden else {settings.label_column: label}
+        row = {columns[name]: value for name, value in values.items()} | shown
+        number = class_ if HUB[config] else 0.1 * i
+        yield row, {**values, "label": -1 if hidden else number, "idx": i}
+
+
+def rows_of(benchmark, source):
+    """The rows of all files as TFDS stores them."""
+    found = {}
+    for layout in CORPORA[benchmark]:
+        features = tfds.builder(layout.dataset, data_dir=source).info.features
+        for split in layout.splits:
+            report = SplitReport(layout, split, find_parts(split, source))
+            if report.parts:
+                rows = map(features.encode_example, report.read(Cursor()))
+                plain = jax.tree.map(lambda value: np.asarray(value).tolist(), list(rows))
+                found[layout.dataset, split.name] = plain
+    return found
+
+
+def write_parquet(path, rows, **types):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    for name, kind in types.items():
+        table = table.set_column(table.column_names.index(name), name, table[name].cast(kind))
+    pq.write_table(table, path)
+
+
+def test_glue_of_the_archive_in_either_case_and_of_parquet_files_is_the_same(tmp_path):
+    for layout in CORPORA["glue"]:
+        config = layout.dataset.partition("/")[2]
+        for split in layout.splits:
+            if config == "mnli_mismatched":
+                continue  # in the folders of mnli
+            folder, stem = pathlib.Path(split.parts[0][0]).with_suffix("").parts
+            rows, hub = zip(*glue(config, stem), strict=True)
+            table = [list(rows[0]), *(map(str, row.values()) for row in rows)]
+            if config == "cola" and stem != "test":
+                table = [("x", str(row["is_acceptable"]), "", row["sentence"]) for row in rows]
+            text = "".join("\t".join(line) + "\n" for line in table)
+            for case, name in (("upper", folder), ("lower", folder.lower()), ("lower", config)):
+                place(tmp_path / case, {f"{name.replace('**', 'AX')}/subset_{stem}.tsv": text})
+            kind = pa.int64() if HUB[config] else pa.float32()
+            write_parquet(
+                tmp_path / f"hub/{config}/subset_{split.name}-00000-of-00001.parquet",
+                hub,
+                label=kind,
+            )
+    published = rows_of("glue", tmp_path / "upper")
+    assert len(published) == sum(len(layout.splits) for layout in CORPORA["glue"])
+    assert rows_of("glue", tmp_path / "lower") == published
+    assert rows_of("glue", tmp_path / "hub") == published
+
+
+def test_super_glue_of_parquet_files_is_the_same(tmp_path):
+    published = rows_of("super_glue", place(tmp_path / "from", FILES["super_glue"]))
+    for (dataset, split), rows in published.items():
+        if "record" in dataset:  # the hub's sets have no order, and there are more columns
+            rows = [row | {"entities": row["entities"][::-1], "entity_spans": []} for row in rows]
+        if dataset.startswith("super_glue"):
+            path = tmp_path / "hub" / dataset.partition("/")[2] / split / "subset_0000.parquet"
+            write_parquet(path, rows)
+    hub = rows_of("super_glue", tmp_path / "hub")
+    assert hub == {name: rows for name, rows in published.items() if "super_glue" in name[0]}
+    assert len(hub) == 5
 
 
 BROKEN = {

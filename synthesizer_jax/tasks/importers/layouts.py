@@ -104,13 +104,34 @@ def _layout(
     return Layout(dataset, read or readers.by_tfds(dataset), found, features)
 
 
+def _benchmark(
+    dataset: str, read: readers.Reader | None = None, /, **splits: tuple[str, int | None]
+) -> Layout:
+    """Returns a data set of GLUE or SuperGLUE: a file of the archive, or Parquet, for every split.
+
+    The archive's folder may be in lower case, or have TFDS's name, as the folders of Parquet files, such as
+    ``cola/train-00000-of-00001.parquet``, whose columns have TFDS's names and numbers.
+    """
+    config = dataset.partition("/")[2]
+    task, _, part = config.partition("_")  # mnli_matched
+    layouts = []
+    for split, (file, rows) in splits.items():
+        folder, _, name = file.rpartition("/")
+        stems = (f"{config}/{split}", f"{task}/{split}_{part}")
+        parquet = [stem + end for stem in stems for end in ("-*.parquet", "/*.parquet")]
+        also = [f"{folder.lower()}/{name}", f"{config}/{name}", *parquet]
+        layouts.append(SplitLayout(split, ((file,),), rows, tuple((one,) for one in also)))
+    read = readers.parquet_or(dataset, read or readers.by_tfds(dataset))
+    return Layout(dataset, read, tuple(layouts))
+
+
 def _glue(config: str, folder: str, *sizes: int | None, super_glue: bool = False) -> Layout:
     names = ("train", "val" if super_glue else "dev", "test")
     kind = "jsonl" if super_glue else "tsv"
     files = [(f"{folder}/{name}.{kind}", size) for name, size in zip(names, sizes, strict=True)]
     splits = dict(zip(("train", "validation", "test"), files, strict=True))
     read = readers.mrpc if config == "mrpc" else None
-    return _layout(f"{'super_' if super_glue else ''}glue/{config}", read, **splits)
+    return _benchmark(f"{'super_' if super_glue else ''}glue/{config}", read, **splits)
 
 
 _super = functools.partial(_glue, super_glue=True)
@@ -245,7 +266,7 @@ CORPORA: Mapping[str, tuple[Layout, ...]] = {
         _glue("mrpc", "MRPC", 3_668, 408, 1_725),
         _glue("qqp", "QQP", None, 40_430, 390_965),  # its source was corrected
         _glue("stsb", "STS-B", 5_749, 1_500, 1_379),
-        _layout(
+        _benchmark(
             "glue/mnli",
             train=("MNLI/train.tsv", 392_702),
             validation_matched=("MNLI/dev_matched.tsv", 9_815),
@@ -253,12 +274,12 @@ CORPORA: Mapping[str, tuple[Layout, ...]] = {
             test_matched=("MNLI/test_matched.tsv", 9_796),
             test_mismatched=("MNLI/test_mismatched.tsv", 9_847),
         ),
-        _layout(
+        _benchmark(
             "glue/mnli_matched",
             validation=("MNLI/dev_matched.tsv", 9_815),
             test=("MNLI/test_matched.tsv", 9_796),
         ),
-        _layout(
+        _benchmark(
             "glue/mnli_mismatched",
             validation=("MNLI/dev_mismatched.tsv", 9_832),
             test=("MNLI/test_mismatched.tsv", 9_847),
@@ -266,7 +287,7 @@ CORPORA: Mapping[str, tuple[Layout, ...]] = {
         _glue("qnli", "QNLI", 104_743, 5_463, 5_463),
         _glue("rte", "RTE", 2_490, 277, 3_000),
         _glue("wnli", "WNLI", 635, 71, 146),
-        _layout("glue/ax", test=("**/diagnostic.tsv", 1_104)),
+        _benchmark("glue/ax", test=("**/diagnostic.tsv", 1_104)),
     ),
     "super_glue": (
         _super("boolq", "BoolQ", 9_427, 3_270, 3_245),
@@ -277,8 +298,8 @@ CORPORA: Mapping[str, tuple[Layout, ...]] = {
         _super("rte", "RTE", 2_490, 277, 3_000),
         _super("wic", "WiC", 5_428, 638, 1_400),
         _super("wsc.fixed", "WSC", 554, 104, 146),
-        _layout("super_glue/axb", test=("AX-b/AX-b.jsonl", 1_104)),
-        _layout("super_glue/axg", test=("AX-g/AX-g.jsonl", 356)),
+        _benchmark("super_glue/axb", test=("AX-b/AX-b.jsonl", 1_104)),
+        _benchmark("super_glue/axg", test=("AX-g/AX-g.jsonl", 356)),
         _layout(
             "definite_pronoun_resolution",
             train=("DPR/train.c.txt", 1_322),

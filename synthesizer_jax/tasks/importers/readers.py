@@ -65,6 +65,24 @@ def by_tfds(dataset: str) -> Reader:
     return read
 
 
+def parquet_or(dataset: str, read: Reader) -> Reader:
+    """Returns the reader of Parquet files with the features of a TFDS data set; `read` reads others."""
+
+    def read_either(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row | None]]:
+        if uncompressed(paths[0]).suffix != ".parquet":
+            yield from read(paths)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            names = list(tfds.builder(dataset, data_dir=folder).info.features)
+        for path in paths:
+            for where, row in read_rows(path):
+                values = {name: row[name] for name in names}
+                # ReCoRD's lists are sets, which TFDS sorts.
+                yield where, {k: sorted(v) if isinstance(v, list) else v for k, v in values.items()}
+
+    return read_either
+
+
 def mrpc(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
     """Yields MRPC's rows from the files that GLUE makes of Microsoft's."""
     for number, (where, row) in enumerate(read_rows(paths[0])):
