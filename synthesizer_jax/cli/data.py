@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from synthesizer_jax.cli.options import DataDir, Imports, print_table
-from synthesizer_jax.data.vocabularies import EOS, Bytes, SentencePiece
+from synthesizer_jax.data.vocabularies import EOS, EXTRA_IDS, Bytes, SentencePiece
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.typing import Count, Number, Range
@@ -35,6 +35,10 @@ def _open_directory(
     return directory
 
 
+def _vocabulary(name: str | None, extra_ids: int = EXTRA_IDS) -> SentencePiece | Bytes:
+    return Bytes(extra_ids) if name in (None, "bytes") else SentencePiece(str(name), extra_ids)
+
+
 def import_files(
     benchmark: str,
     *,
@@ -54,7 +58,7 @@ def import_files(
     import with its file and line, and then no data set is changed.
 
     Your own files are JSON lines, CSV, TSV, Parquet, text (a row per line, with the field 'text') or
-    aligned text (train=a.en+a.de), each also .gz or .zst, or what datasets.save_to_disk wrote. Example:
+    aligned text (train=a.en+a.de), those of lines also .gz or .zst. Example:
     synthesizer-jax data import mine --name reviews --from train=a.jsonl,validation=b.csv --input
     'review: {text}' --target '{label}' --labels bad,good
 
@@ -119,7 +123,7 @@ def prepare_tasks(
     mixture: str,
     *,
     vocabulary: str | None = None,
-    extra_ids: Number = 100,
+    extra_ids: Number = EXTRA_IDS,
     data_dir: DataDir = None,
     split: list[str] | None = None,
     evaluation_split: list[str] | None = None,
@@ -157,11 +161,9 @@ def prepare_tasks(
 
     directory = _open_directory(data_dir, imports)
     if vocabulary is None and mixture == synthetic.MIXTURE:
-        config: SentencePiece | Bytes = synthetic.vocabulary(directory)
-    elif vocabulary in (None, "bytes"):
-        config = Bytes(extra_ids)
+        config = synthetic.vocabulary(directory)
     else:
-        config = SentencePiece(str(vocabulary), extra_ids)
+        config = _vocabulary(vocabulary, extra_ids)
     lengths = {"inputs": inputs_length, "targets": targets_length}
     prepared = PreparedTasks(directory, config.build())
     prepare(
@@ -213,7 +215,7 @@ def show_task(
     *,
     data_dir: DataDir = None,
     split: str = "train",
-    vocabulary: pathlib.Path | None = None,
+    vocabulary: str | None = None,
     rows: Number = 3,
     examples: Count = 2000,
     imports: Imports = None,
@@ -223,7 +225,7 @@ def show_task(
     Args:
       task: the task.
       split: its split.
-      vocabulary: SentencePiece model that counts the tokens; by default UTF-8 bytes.
+      vocabulary: a SentencePiece model, which counts the tokens, or bytes; by default bytes.
       rows: number of rows to show.
       examples: number of rows to measure.
     """
@@ -233,7 +235,8 @@ def show_task(
     from synthesizer_jax.tasks import inspection
 
     directory = _open_directory(data_dir, imports)
-    built = (Bytes() if vocabulary is None else SentencePiece(str(vocabulary))).build()
+    config = _vocabulary(vocabulary)
+    built = config.build()
     read = inspection.read_rows(task, split, built, data_dir=directory, count=max(rows, examples))
     found = list(read)
     for row, side in ((row, side) for row in found[:rows] for side in SIDES if side in row):
@@ -244,7 +247,7 @@ def show_task(
             f"{side}: {inspection.text_of(row, side, built)}\n"
             f"  {len(ids):,} tokens: {pieces}{more}\n  ids: {' '.join(map(str, shown))}{more}"
         )
-    unit = "bytes" if vocabulary is None else "tokens"
+    unit = "bytes" if isinstance(config, Bytes) else "tokens"
     typer.echo(f"{task}, {split}: lengths of {len(found[:examples]):,} rows in {unit}")
     for side in SIDES:
         lengths = [len(row[side]) for row in found[:examples] if side in row]

@@ -139,7 +139,11 @@ class FileTask:
 
     def texts(self, row: Row) -> tuple[str, str]:
         """Returns the input (empty if the task has none) and the target of a row."""
-        target = "" if self.targets is None else self.targets(row)
+        try:
+            target = "" if self.targets is None else self.targets(row)
+        except ValueError as error:
+            remedy = "import rows without a target by another command, with --target ''"
+            raise ValueError(f"{error}; {remedy}" if self.inputs else str(error)) from error
         target = self.labels.get(target, target)
         if self.inputs is None or target not in ("", UNKNOWN):
             if self.labels and target not in self.labels.values():

@@ -88,7 +88,8 @@ def requested_splits(
     if not requests:
         wanted = ", ".join(dict.fromkeys([*training_splits, *evaluation_splits]))
         known = sorted({split for found in splits.values() for split in found})
-        has = f"it has {', '.join(known)}" if known else import_remedy(names, data_dir)
+        choice = f"it has {', '.join(known)}: choose one by evaluation.split or data.split"
+        has = choice if known else import_remedy(names, data_dir)
         raise FileNotFoundError(
             f"no task of {mixture!r} has data for the split {wanted} in {data_dir}; {has}"
         )

@@ -82,13 +82,18 @@ def _is_prepared(
     only: Sequence[str],
 ) -> bool:
     try:
-        requests = requested_splits(
-            data.mixture,
-            prepared.data_dir,
-            training_splits=training_splits,
-            evaluation_splits=evaluation_splits,
-            only=only,
-        )
+        requests = [
+            request
+            for splits in ((training_splits, ()), ((), evaluation_splits))
+            if any(splits)  # each kind has to be there
+            for request in requested_splits(
+                data.mixture,
+                prepared.data_dir,
+                training_splits=splits[0],
+                evaluation_splits=splits[1],
+                only=only,
+            )
+        ]
     except FileNotFoundError:
         if prepared.rates(data.mixture) is not None:
             return True

@@ -8,7 +8,7 @@ import os
 import resource
 import subprocess
 import sys
-import types
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,17 +18,19 @@ from typer.testing import CliRunner
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
+from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
+from synthesizer_jax.evaluation.evaluator import Evaluation
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.tasks import imported, task_registry
 from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
 from synthesizer_jax.tasks.importers import CORPORA
 from synthesizer_jax.tasks.importers.files import find_splits
+from synthesizer_jax.tasks.postprocessors import UNKNOWN
 from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.splits import SplitRequest, is_current
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.tasks.task import Task
-from synthesizer_jax.training.run_data import prepare_data
+from synthesizer_jax.training import run_data
 from tests.tasks.loading import BYTES, load, quiet
 
 ROWS = [{"text": "a fine, small film", "label": "1"}, {"text": "tab-free « dull »", "label": "0"}]
@@ -175,6 +177,7 @@ def test_arguments_that_name_no_rows_are_refused(tmp_path):
         f"train={tmp_path}/a.txt,train={tmp_path}/a.en+{tmp_path}/a.de": "aligned files of 'train'",
         f"{tmp_path}": "no file whose name begins with train, validation or test",
         f"{tmp_path}/a.en": "is no folder; write --from SPLIT=FILE",
+        f"all={tmp_path}/a.txt": r"--from 'all=.*a\.txt': 'all' stands for all splits; choose another",
         "train=": r"write SPLIT=FILE, such as train=a\.jsonl",
         f"train={tmp_path}/a.txt,train={tmp_path}/a.txt": "cannot be told apart: name every file once",
         f"train={tmp_path}/pipe.txt": r"pipe\.txt is no regular file",
@@ -202,6 +205,13 @@ def test_a_template_formats_a_row():
     }.items():
         with pytest.raises(ValueError, match=message):
             Template(text)(row)
+
+
+def test_a_row_without_a_target_names_the_way_to_import_it():
+    message = "no field 'label'; there are text; import rows without a target .*, with --target ''"
+    with pytest.raises(ValueError, match=message):
+        describe().texts({"text": "new"})
+    assert describe(targets=Template("")).texts({"text": "new"}) == ("review: new", UNKNOWN)
 
 
 def describe(**options):
@@ -328,12 +338,12 @@ def test_a_task_of_a_script_is_unknown_to_the_process_that_prepares(tmp_path):
     write(tmp_path, {"a.jsonl": JSON_LINES})
     import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path)
     task_registry.add([Task("of_a_script", "imported/my_reviews")])
-    experiment = types.SimpleNamespace(
+    experiment = SimpleNamespace(
         data=DataConfig("of_a_script", 32, 8, batch_size=1, shards=1), vocabulary=BYTES
     )
     said = r"of_a_script could not be prepared: there is no .*code\.load_user_code\(\['PACKAGE'\]\); the"
     with pytest.raises(ValueError, match=said):
-        prepare_data(experiment, BYTES, tmp_path, evaluation_splits=())
+        run_data.prepare_data(experiment, BYTES, tmp_path, evaluation_splits=())
 
 
 def test_splits_are_added_to_a_task_of_the_same_definition(tmp_path):
@@ -357,7 +367,7 @@ def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
     before = {p: p.read_bytes() for p in data_dir.rglob("*") if p.is_file()}
     for row, changes, said in (
         ('{"x": 1e400}', {}, "a.jsonl, line 2: the field 'x' is Infinity, which is no text"),
-        ('{"y": 1}', {}, "a.jsonl, line 2: there is no field 'x'"),
+        ('{"y": 1}', {}, "a.jsonl, line 2: there is no field 'x'; there are y; nothing was"),
         ('{"x": "b"}', {}, "a.jsonl, line 2: the target 'b' is none of the labels a"),
         (
             '{"x": "good"}',
@@ -441,9 +451,25 @@ def test_the_command_names_all_that_can_be_imported(tmp_path):
     assert all(name in said for name in CORPORA)
 
 
+def test_a_split_that_is_missing_is_said_before_anything_is_prepared(tmp_path, monkeypatch):
+    write(tmp_path, {"a.jsonl": JSON_LINES})
+    splits = find_splits([f"train={tmp_path}/a.jsonl,dev={tmp_path}/a.jsonl"])
+    import_files(describe(), splits, tmp_path)
+    monkeypatch.setattr(run_data.subprocess, "run", lambda *_, **__: pytest.fail("it was prepared"))
+    data, vocabulary = DataConfig("my_reviews", 64, 8, 8), Bytes()
+    experiment = SimpleNamespace(data=data, evaluation=Evaluation(), vocabulary=vocabulary)
+    for changes, split in (({}, "validation"), ({"training_splits": ["trian"]}, "trian")):
+        message = f"for the split {split} in .*; it has dev, train: choose one by evaluation.split"
+        with pytest.raises(FileNotFoundError, match=message):
+            run_data.prepare_data(experiment, BYTES, tmp_path, **changes)
+
+
 def test_processes_that_prepare_know_imported_tasks(tmp_path):
     write(tmp_path, {"a.jsonl": JSON_LINES})
     import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path)
     options = ["--data-dir", str(tmp_path), "--epochs", "2", "--workers", "2"]
     result = CliRunner().invoke(app, ["data", "prepare", "my_reviews", *options])
     assert "my_reviews, train: 4 examples" in result.output, result.exception
+    command = ["data", "show", "my_reviews", "--vocabulary", "bytes", "--data-dir", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert "lengths of 2 rows in bytes" in result.output, result.exception

@@ -94,6 +94,8 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
         split, equals, names = part.partition("=")
         if not (equals and split.isidentifier() and names):
             raise ValueError(f"--from {part!r}: write SPLIT=FILE, such as train=a.jsonl")
+        if split == "all":
+            raise ValueError(f"--from {part!r}: 'all' stands for all splits; choose another name")
         aligned, before = "+" in names, found.get(split, SplitFiles(()))
         if before.aligned or (aligned and before.files):
             raise ValueError(
