@@ -95,10 +95,9 @@ def describing(path: pathlib.Path, remedy: str = "restore it, or delete it") -> 
 
 
 def decode_lines(file: BinaryIO, errors: str = "strict") -> Iterator[str]:
-    """Yields the lines of UTF-8 text without a byte-order mark.
+    """Yields the lines of UTF-8 text without their ends, LF or CRLF, and without a byte-order mark.
 
-    A line ends at LF or CRLF, which it loses. All other characters, such as a CR or U+2028, are text: the
-    lines of two files that belong together stay together.
+    A CR or U+2028 is text, so that the lines of two files that belong together stay together.
     """
     with io.TextIOWrapper(file, "utf-8-sig", errors, newline="\n") as lines:
         for line in lines:

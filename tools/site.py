@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: object) -> str
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Links full names in text and docstrings, such as those of the classes behind NNX's, to the reference."""
+    """Links full names, such as those of the Linen classes behind NNX's, to the reference."""
     name = r"<code>(synthesizer_jax(?:\.\w+)+)</code>"
     return re.sub(name, r'<autoref identifier="\1" optional><code>\1</code></autoref>', html)
 

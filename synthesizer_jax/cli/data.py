@@ -160,10 +160,9 @@ def prepare_tasks(
     from synthesizer_jax.tasks.prepare import prepare
 
     directory = _open_directory(data_dir, imports)
+    config = _vocabulary(vocabulary, extra_ids)
     if vocabulary is None and mixture == synthetic.MIXTURE:
         config = synthetic.vocabulary(directory)
-    else:
-        config = _vocabulary(vocabulary, extra_ids)
     lengths = {"inputs": inputs_length, "targets": targets_length}
     prepared = PreparedTasks(directory, config.build())
     prepare(
@@ -235,8 +234,7 @@ def show_task(
     from synthesizer_jax.tasks import inspection
 
     directory = _open_directory(data_dir, imports)
-    config = _vocabulary(vocabulary)
-    built = config.build()
+    built = _vocabulary(vocabulary).build()
     read = inspection.read_rows(task, split, built, data_dir=directory, count=max(rows, examples))
     found = list(read)
     for row, side in ((row, side) for row in found[:rows] for side in SIDES if side in row):
@@ -247,7 +245,7 @@ def show_task(
             f"{side}: {inspection.text_of(row, side, built)}\n"
             f"  {len(ids):,} tokens: {pieces}{more}\n  ids: {' '.join(map(str, shown))}{more}"
         )
-    unit = "bytes" if isinstance(config, Bytes) else "tokens"
+    unit = "bytes" if isinstance(built, Bytes) else "tokens"
     typer.echo(f"{task}, {split}: lengths of {len(found[:examples]):,} rows in {unit}")
     for side in SIDES:
         lengths = [len(row[side]) for row in found[:examples] if side in row]

@@ -77,21 +77,16 @@ def _is_prepared(
     data: DataConfig,
     prepared: PreparedTasks,
     *,
-    training_splits: Sequence[str],
-    evaluation_splits: Sequence[str],
     only: Sequence[str],
+    **splits: Sequence[str],
 ) -> bool:
     try:
+        none: dict[str, Sequence[str]] = dict.fromkeys(splits, ())
         requests = [
             request
-            for splits in ((training_splits, ()), ((), evaluation_splits))
-            if any(splits)  # each kind has to be there
+            for kind in filter(splits.get, splits)  # each kind that is asked for has to be there
             for request in requested_splits(
-                data.mixture,
-                prepared.data_dir,
-                training_splits=splits[0],
-                evaluation_splits=splits[1],
-                only=only,
+                data.mixture, prepared.data_dir, only=only, **none | {kind: splits[kind]}
             )
         ]
     except FileNotFoundError:

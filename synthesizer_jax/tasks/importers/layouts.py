@@ -104,13 +104,10 @@ def _layout(
     return Layout(dataset, read or readers.by_tfds(dataset), found, features)
 
 
-def _benchmark(
-    dataset: str, read: readers.Reader | None = None, /, **splits: tuple[str, int | None]
-) -> Layout:
+def _benchmark(dataset: str, /, **splits: tuple[str, int | None]) -> Layout:
     """Returns a data set of GLUE or SuperGLUE: a file of the archive, or Parquet, for every split.
 
-    The archive's folder may be in lower case, or have TFDS's name, as the folders of Parquet files, such as
-    ``cola/train-00000-of-00001.parquet``, whose columns have TFDS's names and numbers.
+    Folders may be in lower case or have TFDS's names; Parquet files in these have TFDS's columns.
     """
     config = dataset.partition("/")[2]
     task, _, part = config.partition("_")  # mnli_matched
@@ -119,9 +116,9 @@ def _benchmark(
         folder, _, name = file.rpartition("/")
         stems = (f"{config}/{split}", f"{task}/{split}_{part}")
         parquet = [stem + end for stem in stems for end in ("-*.parquet", "/*.parquet")]
-        also = [f"{folder.lower()}/{name}", f"{config}/{name}", *parquet]
-        layouts.append(SplitLayout(split, ((file,),), rows, tuple((one,) for one in also)))
-    read = readers.parquet_or(dataset, read or readers.by_tfds(dataset))
+        also = zip([f"{folder.lower()}/{name}", f"{config}/{name}", *parquet])
+        layouts.append(SplitLayout(split, ((file,),), rows, tuple(also)))
+    read = readers.by_tfds(dataset, readers.mrpc if config == "mrpc" else None)
     return Layout(dataset, read, tuple(layouts))
 
 
@@ -130,8 +127,7 @@ def _glue(config: str, folder: str, *sizes: int | None, super_glue: bool = False
     kind = "jsonl" if super_glue else "tsv"
     files = [(f"{folder}/{name}.{kind}", size) for name, size in zip(names, sizes, strict=True)]
     splits = dict(zip(("train", "validation", "test"), files, strict=True))
-    read = readers.mrpc if config == "mrpc" else None
-    return _benchmark(f"{'super_' if super_glue else ''}glue/{config}", read, **splits)
+    return _benchmark(f"{'super_' if super_glue else ''}glue/{config}", **splits)
 
 
 _super = functools.partial(_glue, super_glue=True)

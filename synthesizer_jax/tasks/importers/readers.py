@@ -6,6 +6,7 @@ It yields every row, None for one that is left out, and where it is. What it rai
 from __future__ import annotations
 
 import html
+import itertools
 import pathlib
 import re
 import shutil
@@ -48,39 +49,32 @@ def table(convert: Callable[[Row], Row], columns: Sequence[str] = ()) -> Reader:
     return read
 
 
-def by_tfds(dataset: str) -> Reader:
-    """Returns the reader of a file by the code of TFDS's builder of the data set."""
+def by_tfds(dataset: str, published: Reader | None = None) -> Reader:
+    """Returns the reader of Parquet files with the features of a TFDS data set, or of a published file.
 
-    def read(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
-        split = uncompressed(paths[0]).stem.removeprefix("subset_")
+    `published` reads the latter; None: the code of TFDS's builder.
+    """
+
+    def read(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row | None]]:
+        file = uncompressed(paths[0])
         with tempfile.TemporaryDirectory() as folder:
-            copy = pathlib.Path(folder) / "copy"
-            with open_file(paths[0]) as source, copy.open("wb") as target:
-                shutil.copyfileobj(source, target)
             builder = tfds.builder(dataset, data_dir=folder)
-            arguments = [str(copy)] + [split] * ("glue" in dataset)
-            for number, (_, row) in enumerate(builder._generate_examples(*arguments), 1):
-                yield f"{paths[0]}, example {number}", row
+            if file.suffix == ".parquet":
+                for where, row in itertools.chain(*map(read_rows, paths)):
+                    values = {name: row[name] for name in builder.info.features}
+                    # ReCoRD's lists are sets, which TFDS sorts.
+                    yield where, {k: sorted(v) if type(v) is list else v for k, v in values.items()}
+            elif published is not None:
+                yield from published(paths)
+            else:
+                copy = pathlib.Path(folder) / "copy"
+                with open_file(paths[0]) as source, copy.open("wb") as target:
+                    shutil.copyfileobj(source, target)
+                arguments = [str(copy)] + [file.stem.removeprefix("subset_")] * ("glue" in dataset)
+                for number, (_, row) in enumerate(builder._generate_examples(*arguments), 1):
+                    yield f"{paths[0]}, example {number}", row
 
     return read
-
-
-def parquet_or(dataset: str, read: Reader) -> Reader:
-    """Returns the reader of Parquet files with the features of a TFDS data set; `read` reads others."""
-
-    def read_either(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row | None]]:
-        if uncompressed(paths[0]).suffix != ".parquet":
-            yield from read(paths)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            names = list(tfds.builder(dataset, data_dir=folder).info.features)
-        for path in paths:
-            for where, row in read_rows(path):
-                values = {name: row[name] for name in names}
-                # ReCoRD's lists are sets, which TFDS sorts.
-                yield where, {k: sorted(v) if isinstance(v, list) else v for k, v in values.items()}
-
-    return read_either
 
 
 def mrpc(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:

@@ -92,8 +92,7 @@ def read_lines(path: pathlib.Path, *, errors: str = "strict") -> Iterator[tuple[
     try:
         file = open_file(path)
         if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            remedy = "convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
-            raise ReadError(f"{path} is UTF-16; {remedy}; nothing was imported")
+            raise ReadError(f"{path} is UTF-16; convert it to UTF-8; nothing was imported")
         for number, line in enumerate(decode_lines(file, errors), 1):
             yield number, line
     except (OSError, UnicodeDecodeError) as error:
@@ -124,9 +123,7 @@ def _json_rows(path: pathlib.Path) -> Rows:
         if line.strip():
             with Cursor(f"{path}, line {number}").named():
                 if line.lstrip().startswith("["):
-                    raise ValueError(
-                        "this is a JSON array; JSON lines are read, an object per line: jq -c '.[]' FILE"
-                    )
+                    raise ValueError("a JSON array; JSON lines are read: jq -c '.[]' FILE")
                 value = json.loads(line)
                 if not isinstance(value, dict):
                     raise ValueError(f"a JSON object was expected, not {type(value).__name__}")
@@ -140,9 +137,7 @@ def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
         names = list(columns) or next(table, (0, []))[1]
         _check_names(names)
         if len(names) == 1 and ";" in names[0]:
-            raise ValueError(
-                f"{names[0]!r} is the only column; separate columns by ',', in a .tsv file by tabs"
-            )
+            raise ValueError(f"{names[0]!r} is one column; separate columns by ',' (.tsv: tabs)")
         for number, values in table:
             if len(values) != len(names):
                 raise ValueError(
@@ -184,9 +179,8 @@ def _parquet_rows(path: pathlib.Path) -> Rows:
             with Cursor(str(path)).named():
                 _check_names(names)
             for batch in file.iter_batches():
-                with Cursor(f"{path}, after row {number}").named():
-                    columns = [_values(*pair) for pair in zip(names, batch.columns, strict=True)]
-                for values in zip(*columns, strict=True):
+                columns = zip(names, batch.columns, strict=True)
+                for values in zip(*(_read_column(path, *pair) for pair in columns), strict=True):
                     number += 1
                     yield f"row {number}", dict(zip(names, values, strict=True))
     except (pa.ArrowException, OSError) as error:
@@ -194,13 +188,11 @@ def _parquet_rows(path: pathlib.Path) -> Rows:
         raise ReadError(f"{where}: not Parquet ({error}); nothing was imported") from None
 
 
-def _values(name: str, column: pa.Array) -> list[JSON]:
+def _read_column(path: pathlib.Path, name: str, column: pa.Array) -> list[JSON]:
     if pa.types.is_float32(column.type):  # 0.1 would be 0.10000000149011612
         column = column.cast(pa.string()).cast(pa.float64())
-    try:
+    with Cursor(f"{path}: write the column {name!r} as text").named():  # times that Python has not
         return list(column.to_pylist())
-    except (ValueError, OverflowError) as error:  # times that Python has not
-        raise ValueError(f"column {name!r}: {error}; write it as text") from error
 
 
 _READERS: Mapping[str, Callable[..., Rows]] = {
