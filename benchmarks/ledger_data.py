@@ -21,13 +21,15 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 
+from synthesizer_jax.files import decode_lines
+
 Row = dict[str, str]
 
 
 def lines(path: pathlib.Path) -> Iterator[str]:
     """Yields the lines of a compressed file."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        yield from (line.rstrip("\n") for line in file)
+    with gzip.open(path) as file:
+        yield from decode_lines(file)
 
 
 def pairs(sources: pathlib.Path, targets: pathlib.Path) -> Iterator[Row]:
