@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from synthesizer_jax.cli.options import Imports
-from synthesizer_jax.typing import Count, Number, Range
+from synthesizer_jax.typing import Count, Length, Number, Range
 
 
 def convert(
@@ -19,7 +19,7 @@ def convert(
     extra_ids: Number | None = None,
     encoder: str | None = None,
     decoder: str | None = None,
-    max_length: Count | None = None,
+    max_length: Length | None = None,
     imports: Imports = None,
 ) -> None:
     """Convert a pretrained T5 to a run: T5, FLAN-T5, mT5, umT5, ByT5, UL2.

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments import Mixture
 from synthesizer_jax.attention import Span
+from synthesizer_jax.costs.host_memory import free_memory
+from synthesizer_jax.costs.summary import num_elements
 from synthesizer_jax.distillation.replacement import (
     STACKS,
     Replacement,
@@ -104,7 +106,15 @@ def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTr
     one = Span(0, 1)
     context = attention.context(one, one)
     x = jnp.zeros((1, 1, d_model))
-    variables = alignment.init(jax.random.key(seed), x, x, context)
+    init = lambda: alignment.init(jax.random.key(seed), x, x, context)
+    # Four bytes, and four of the random bits that they are made of.
+    needed, free = 8 * num_elements(jax.eval_shape(init)), free_memory()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"a layer's {type(alignment).__name__} needs {needed / 2**30:,.1f} GiB of memory, but "
+            f"{free / 2**30:,.1f} GiB are free; choose a smaller max_length"
+        )
+    variables = init()
     if "constants" in variables:
         raise ValueError(
             f"{type(alignment).__name__} has tables that are not trained; choose another alignment"

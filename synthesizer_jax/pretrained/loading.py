@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -60,7 +61,11 @@ def open_pretrained(source: pathlib.Path, *, compare: bool = True) -> Iterator[P
     ``RUN/checkpoints/STEP``; for `compare` see `open_folder`.
     """
     if not source.exists():
-        raise FileNotFoundError(f"there is no {source}; give a folder or a checkpoint file")
+        hint = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
+            command = f"hf download {source} --local-dir {source.name}"
+            hint = f"; '{command}' downloads a model of the Hugging Face hub"
+        raise FileNotFoundError(f"there is no {source}; give a folder or a checkpoint file{hint}")
     if is_run(source):
         yield _open_run(source)
         return

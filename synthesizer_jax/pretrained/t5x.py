@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gzip
+import json
 import pathlib
 import re
 from typing import Any
@@ -37,6 +38,7 @@ from synthesizer_jax.pretrained.tensors import (
     named_tensors,
     reading,
 )
+from synthesizer_jax.registry import format_value
 
 CHECKPOINT = "checkpoint"
 """The msgpack file of a directory."""
@@ -159,7 +161,11 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
         store = {"driver": "ocdbt", "base": f"file://{place}"}
     arrays = {}
     with reading(directory):
-        keys = tensorstore.KvStore.open(store).result().list().result()
+        for path in directory.rglob("*"):
+            if not path.is_file() and not path.is_dir():
+                raise ValueError(f"{path} is neither a file nor a directory")
+        files = tensorstore.KvStore.open(store).result()
+        keys = files.list().result()
         for found in map(_ARRAY.fullmatch, sorted(key.decode() for key in keys)):
             if found:
                 spec = {
@@ -167,7 +173,17 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
                     "kvstore": {**store, "path": f"{store.get('path', '')}{found['name']}/"},
                     "fill_missing_data_reads": False,  # a block that is not there was lost
                 }
-                array = tensorstore.open(spec, open=True, read=True).result()
+                with reading(directory / found["name"]):
+                    # TensorStore takes structures for numbers, and what follows the JSON for nothing.
+                    about = json.loads(files.read(found[0]).result().value)
+                    dtype = about.get("dtype", about.get("data_type"))
+                    if not isinstance(dtype, str):
+                        raise ValueError(f"its dtype is {format_value(dtype)}, which is no number")
+                    array: Any = tensorstore.open(spec, open=True, read=True).result()
+                    blocks = array.chunk_layout.write_chunk.shape
+                    if any(b > max(n, 1) for b, n in zip(blocks, array.shape, strict=True)):
+                        # A block is allocated whole; without the memory the process would end.
+                        raise ValueError(f"it has the shape {array.shape} in blocks of {blocks}")
                 name = found["path"].replace(".", "/")
                 arrays[name] = _in_store(array, directory / found["name"])
     return arrays

@@ -87,10 +87,19 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 @pytest.mark.parametrize(
     ("file", "fields", "message"),
     [
+        # What the model is comes before its ids and sizes.
+        *(
+            (
+                CONFIG,
+                {"model_type": name, **fields},
+                f"model_type is '{name}'; allowed: 't5', 'mt5'",
+            )
+            for name, fields in (("llama", {"pad_token_id": None}), ("t5gemma", {"d_model": None}))
+        ),
         (
             CONFIG,
-            {"model_type": "t5gemma"},
-            "model_type is 't5gemma'; allowed: 't5', 'mt5', 'umt5'",
+            {"architectures": ["T5ForSequenceClassification"]},
+            "a T5ForSequenceClassification is not read; give the folder of a T5, FLAN-T5, ByT5",
         ),
         (CONFIG, {"d_model": None}, "d_model is None, expected int"),
         (CONFIG, {"num_layers": 1000}, "num_layers is 1000; allowed: 1 to 256"),

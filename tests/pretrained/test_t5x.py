@@ -1,6 +1,7 @@
 """T5X's msgpack files come in, made ones and a real one."""
 
 import gzip
+import os
 import re
 import shutil
 
@@ -247,6 +248,35 @@ def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(tmp_path, metadat
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(directory, tmp_path / "run", vocabulary=Bytes())
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_5"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace("[384,20]", "[1099511627776,1048576]", 1), "in blocks of"),
+        (lambda text: text.replace('"<f4"', '[["a","<f4",[]]]'), "its dtype is"),
+        (lambda text: f"{text}\0", "Extra data"),
+        (None, "is neither a file nor a directory"),
+    ],
+)
+def test_metadata_and_files_that_tensorstore_would_not_survive_are_refused(
+    tmp_path, change, message
+):
+    _, _, target = made()
+    directory = tmp_path / "checkpoint_5"
+    directory.mkdir()
+    write_zarr(directory, "token_embedder/embedding", target["token_embedder"]["embedding"])
+    data = serialization.msgpack_serialize({"optimizer": {"target": target}})
+    (directory / "checkpoint").write_bytes(data)
+    array = directory / "target.token_embedder.embedding"
+    if change is None:
+        (array / "0.0").unlink()
+        os.mkfifo(array / "0.0")
+    else:
+        text = (array / ".zarray").read_text().replace(" ", "").replace("\n", "")
+        (array / ".zarray").write_text(change(text))
+    with pytest.raises(ValueError, match=message):
+        read(directory)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}], ids=repr)

@@ -81,22 +81,25 @@ def read_config(folder: pathlib.Path, *, output: bool | None) -> Architecture:
         raise FileNotFoundError(
             f"{folder} holds no {CONFIG}; give a folder that transformers has saved"
         )
+    data = read_json(path)
+    with describing(path, "give the folder of a T5, FLAN-T5, ByT5, UL2, mT5 or umT5"):
+        architecture = _architecture(data, output)
     for file in (path, folder / GENERATION_CONFIG):
         if file.is_file():
             config = read_json(file)
             with describing(file, "change it if the model was trained with T5's ids"):
                 _check_ids(config)
-    with describing(path, "give the folder of a T5"):
-        return _architecture(read_json(path), output)
+    return architecture
 
 
 Layers: TypeAlias = Annotated[int, Range(1, MOST_LAYERS)]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Config:
-    """The fields of ``config.json`` that are read, with transformers' defaults."""
+    """The fields of ``config.json`` that are read, in the order of checks, with transformers' defaults."""
 
+    model_type: Annotated[str, Choices(tuple(CLASSES))] = "t5"
     vocab_size: Length
     d_model: Length
     d_kv: Length
@@ -104,7 +107,6 @@ class _Config:
     num_heads: Length
     num_layers: Layers
     num_decoder_layers: Layers | None = None
-    model_type: Annotated[str, Choices(tuple(CLASSES))] = "t5"
     feed_forward_proj: Annotated[str, Choices(tuple(ACTIVATIONS))] | None = None
     tie_word_embeddings: bool | None = None
     scale_decoder_outputs: bool | None = None
@@ -135,8 +137,11 @@ def _architecture(data: dict[str, Any], output: bool | None) -> Architecture:
             own = config.scale_decoder_outputs
             scaled = flag if own is None else own
     plain = "relu" if family == "t5" else "gated-gelu"
-    classes = config.architectures
-    encoder_only = isinstance(classes, list) and [str(c)[-12:] for c in classes] == ["EncoderModel"]
+    classes = config.architectures if isinstance(config.architectures, list) else []
+    for name in map(str, classes):
+        if name.endswith(("Classification", "Answering")):
+            raise ValueError(f"a {name} is not read")
+    encoder_only = [str(c)[-12:] for c in classes] == ["EncoderModel"]
     return Architecture(
         **{ours: getattr(config, theirs) for ours, theirs in FIELDS.items()},
         num_decoder_layers=0 if encoder_only else config.num_decoder_layers or config.num_layers,
