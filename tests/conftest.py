@@ -76,7 +76,9 @@ def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(synthetic, "SIZES", {k: n // 10 for k, n in synthetic.SIZES.items()})
                 synthetic.write(path)
-            prepare(synthetic.MIXTURE, PreparedTasks(path, synthetic.vocabulary(path).build()))
+            prepared = PreparedTasks(path, synthetic.vocabulary(path).build())
+            for mixture in synthetic.MIXTURES:
+                prepare(mixture, prepared)
     return path
 
 

@@ -143,7 +143,7 @@ def prepare_tasks(
 
     Args:
       mixture: mixture or task to prepare.
-      vocabulary: a SentencePiece model, or bytes; by default bytes, or the synthetic mixture's own.
+      vocabulary: a SentencePiece model, or bytes; by default bytes, or the synthetic mixtures' own.
       extra_ids: sentinels added to the vocabulary.
       split: split to train on; by default train. Repeatable.
       evaluation_split: split to evaluate on; by default validation. Repeatable.
@@ -161,7 +161,7 @@ def prepare_tasks(
 
     directory = _open_directory(data_dir, imports)
     config = _vocabulary(vocabulary, extra_ids)
-    if vocabulary is None and mixture == synthetic.MIXTURE:
+    if vocabulary is None and mixture in synthetic.MIXTURES:
         config = synthetic.vocabulary(directory)
     lengths = {"inputs": inputs_length, "targets": targets_length}
     prepared = PreparedTasks(directory, config.build())

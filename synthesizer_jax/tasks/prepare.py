@@ -86,8 +86,8 @@ def prepare(
       FileNotFoundError: no task has the splits.
       ValueError: a data set is damaged, or a task needs `lengths`.
     """
-    if mixture == synthetic.MIXTURE:  # its data sets are made here, all others were imported
-        synthetic.write(prepared.data_dir)
+    if made := synthetic.MIXTURES.get(mixture):  # here; all other data sets were imported
+        synthetic.write(prepared.data_dir, made)
     rates = task_registry.mixture_rates(mixture, prepared.data_dir)
     requests = requested_splits(
         mixture,

@@ -8,10 +8,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import pathlib
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from etils import epy
@@ -27,6 +28,7 @@ with epy.lazy_imports():
 
 MIXTURE = "synthetic_co_training"
 """Also TFDS's name of the data sets; one configuration per task."""
+QUICKSTART = "synthetic_quickstart"
 VERSION = "1.0.0"
 """Counts the grammars: other rows need another version."""
 
@@ -73,9 +75,16 @@ DEFINITIONS: tuple[Task, ...] = tuple(
     for config, source in SOURCES.items()
 )
 
-task_registry.add(
-    DEFINITIONS, {MIXTURE: {f"synthetic_{name}": source.rate for name, source in SOURCES.items()}}
-)
+MIXTURES: Mapping[str, Mapping[str, float]] = {
+    mixture: {f"synthetic_{name}": SOURCES[name].rate for name in names}
+    for mixture, names in (
+        (MIXTURE, tuple(SOURCES)),
+        (QUICKSTART, ("cola", "sst2", "boolq", "wic")),
+    )
+}
+"""All tasks, and four that are learned soon."""
+
+task_registry.add(DEFINITIONS, MIXTURES)
 
 
 def examples(config: str, split: str, *, seed: int = 0) -> list[grammar.Row]:
@@ -90,14 +99,18 @@ def examples(config: str, split: str, *, seed: int = 0) -> list[grammar.Row]:
       split: ``train`` or ``validation``.
       seed: of the grammar.
     """
+    return list(_draw_rows(config, split, seed))
+
+
+def _draw_rows(config: str, split: str, seed: int = 0) -> Iterator[grammar.Row]:
+    """Yields what `examples` returns."""
     source, size = SOURCES[config], SIZES[split]
     only_positive = config == "wsc" and split == "train"
     limit = size if only_positive or not source.labels else -(-size // source.labels)
     draw = grammar.Draw(f"{seed} {config} {split}", noise=NOISE)
-    rows: list[grammar.Row] = []
     seen: set[tuple[object, ...]] = set()
     counts: collections.Counter[object] = collections.Counter()
-    while len(rows) < size:
+    while len(seen) < size:
         row, combination = source.grammar(draw)
         label = row["label"]
         text = tuple(value for name, value in row.items() if name != "label")
@@ -105,10 +118,9 @@ def examples(config: str, split: str, *, seed: int = 0) -> list[grammar.Row]:
         unwanted = (only_positive and not label) or (source.labels and counts[label] >= limit)
         if is_held_out != (split == "validation") or unwanted or text in seen:
             continue
+        yield {**row, "idx": len(seen)}
         seen.add(text)
         counts[label] += 1
-        rows.append({**row, "idx": len(rows)})
-    return rows
 
 
 def vocabulary(data_dir: pathlib.Path) -> SentencePiece:
@@ -122,7 +134,7 @@ def vocabulary(data_dir: pathlib.Path) -> SentencePiece:
 def training_texts() -> Iterator[str]:
     """Yields the training inputs and targets that the vocabulary is made of."""
     for config, task in zip(SOURCES, DEFINITIONS, strict=True):
-        for row in examples(config, "train")[:VOCABULARY_TEXTS]:
+        for row in itertools.islice(_draw_rows(config, "train"), VOCABULARY_TEXTS):
             yield from as_text(task, row)
 
 
@@ -141,16 +153,17 @@ def as_text(task: Task, row: grammar.Row) -> tuple[str, str]:
     return inputs, task.label_words[row["label"]]
 
 
-def is_written(data_dir: pathlib.Path, tasks: Sequence[Task] = DEFINITIONS) -> bool:
+def is_written(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) -> bool:
     """Returns whether a directory has the data sets of tasks."""
-    return all((data_dir / t.dataset / VERSION / "dataset_info.json").is_file() for t in tasks)
+    data_sets = [data_dir / task.dataset for task in DEFINITIONS if task.name in names]
+    return all((place / VERSION / "dataset_info.json").is_file() for place in data_sets)
 
 
-def write(data_dir: pathlib.Path) -> None:
-    """Writes the eight data sets and the vocabulary; what is there is kept."""
+def write(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) -> None:
+    """Writes the data sets of tasks, and the vocabulary of all; what is there is kept."""
     vocabulary(data_dir)
     for config, task in zip(SOURCES, DEFINITIONS, strict=True):
-        if not is_written(data_dir, (task,)):
+        if task.name in names and not is_written(data_dir, [task.name]):
             # TFDS would keep what is damaged
             shutil.rmtree(data_dir / task.dataset, ignore_errors=True)
             splits = {split: functools.partial(examples, config, split) for split in SIZES}

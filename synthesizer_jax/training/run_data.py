@@ -92,7 +92,7 @@ def _is_prepared(
     except FileNotFoundError:
         if prepared.rates(data.mixture) is not None:
             return True
-        if data.mixture == synthetic.MIXTURE:  # it is generated
+        if data.mixture in synthetic.MIXTURES:  # it is generated
             return False
         raise
     rates = task_registry.mixture_rates(data.mixture, prepared.data_dir)

@@ -88,13 +88,13 @@ def start_from_run(directory: pathlib.Path) -> Experiment:
 def find_or_train_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experiment:
     """Returns the experiment with the absolute path of its vocabulary.
 
-    The synthetic mixture brings its own vocabulary, which is trained in `data_dir` where it is missing.
+    The synthetic mixtures bring their own vocabulary, which is trained in `data_dir` where it is missing.
 
     Raises:
       ValueError: there is no vocabulary.
     """
     vocabulary = experiment.vocabulary
-    if experiment.data.mixture == synthetic.MIXTURE:
+    if experiment.data.mixture in synthetic.MIXTURES:
         vocabulary = vocabulary or synthetic.vocabulary(data_dir)
     if vocabulary is None:
         raise ValueError(

@@ -30,7 +30,7 @@ SESSION = [
     # What there is, and what is mistaken before anything is computed.
     ("--version", 0, "."),
     ("recipes", 0, "quickstart:random_vanilla"),
-    ("recipes quickstart", 0, "training.steps=6000 int: 1 to"),
+    ("recipes quickstart", 0, "training.steps=2000 int: 1 to"),
     ("recipes papers.replacement:alr", 0, "replace.0.scope=mixer 'mixer' or 'sublayer' or 'layer'"),
     ("recipes papers.replacement:alr:encoder:huge", 2, "alr.size is 'huge', expected 'xs' or"),
     ("recipes papers.language_modeling:heads:16", 0, "self_mixer.head_dim=16"),
@@ -79,6 +79,7 @@ SESSION = [
         *(0, "initialized 0 parameters in 0 arrays"),
     ),
     ("train DATA --workdir runs/x", 2, "holds no experiment.json"),
+    ("train runs/mien --workdir runs/x", 2, "'runs/mien' (nor a run in a directory"),
     # What a run is good for.
     (f"{EVAL} --all", 0, "best steps"),
     (f"{EVAL} --split test", 2, "error: own_files has no"),
@@ -104,7 +105,12 @@ SESSION = [
     ("convert runs/mine runs/mixture --encoder r", 2, "cannot start as the model; fit and distill"),
     ("convert runs/mine runs/mixture --max-length 3", 2, "belongs to --encoder and --decoder"),
     ("convert runs/mine runs/mixture --extra-ids 3", 2, "--extra-ids belongs to --vocabulary"),
-    ("convert nowhere runs/mixture", 2, "there is no nowhere; give a folder or a checkpoint"),
+    (
+        "convert google/flan-t5-small runs/mixture",
+        *(2, "'hf download google/flan-t5-small --local-dir flan-t5-small' downloads a model"),
+    ),
+    ("convert runs/mine runs/mixture --encoder rv --max-length 1000000000", 2, "--max-length is"),
+    ("convert runs/mine runs/mixture --encoder rv --max-length 1000000", 2, "GiB of memory"),
     ("convert runs/mine DATA", 2, "DATA exists; give a new directory"),
     ("convert runs/mine runs/mixture --encoder rv --max-length 32", 0, "parameters of runs/mine"),
     (GENERATE.format("mixture"), 0, ""),

@@ -404,7 +404,7 @@ def test_runs_of_prepared_data_need_no_tensorflow(
     commands = (
         f"train quickstart:random_vanilla {where} {options}\n"
         f"eval {where} --max-examples 2 --task synthetic_cola\n"
-        f"predict {where} --split validation --max-examples 2 --task synthetic_stsb\n"
+        f"predict {where} --split validation --max-examples 2 --task synthetic_wic\n"
     )
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     done = subprocess.run(
@@ -417,5 +417,5 @@ def test_runs_of_prepared_data_need_no_tensorflow(
     assert done.returncode == 0, done.stderr
     assert not synthetic.is_written(tmp_path / "data"), "another process has prepared"
     assert (tmp_path / "run" / "evaluation" / "1" / "results.json").is_file()
-    assert list((tmp_path / "run" / "evaluation").rglob("synthetic_stsb.jsonl"))
-    assert synthetic.MIXTURE in (tmp_path / "run" / "experiment.json").read_text()
+    assert list((tmp_path / "run" / "evaluation").rglob("synthetic_wic.jsonl"))
+    assert synthetic.QUICKSTART in (tmp_path / "run" / "experiment.json").read_text()
