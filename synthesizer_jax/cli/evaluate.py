@@ -248,7 +248,14 @@ def _print_results(step: int, results: Sequence[TaskResult], overall: Mapping[st
         rows.append((result.task, result.split, metrics, f"{result.n:,}", nats))
     headings = ("task", "split", "metrics", "n", "loss")
     print_table(headings, rows, title=f"step {step:,}", left=3)
-    typer.echo(f"overall: {_format(overall)}")
+    prior, label_loss = (overall.get(name) for name in ("label_prior_entropy", "label_loss"))
+    if overall := {name: value for name, value in overall.items() if "label_" not in name}:
+        typer.echo(f"overall: {_format(overall)}")
+    if label_loss is not None:
+        typer.echo(
+            f"label words: loss {label_loss:.2f} nats per example; without reading inputs it is "
+            f"{prior:.2f} at best"
+        )
 
 
 def _format(metrics: Mapping[str, float]) -> str:

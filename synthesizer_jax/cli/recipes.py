@@ -88,8 +88,8 @@ def _load_module(name: str) -> tuple[ModuleType, Code]:
         return code.import_package(name), code.Code(packages=(name,))
     packaged = packaged_recipes()
     raise ValueError(
-        f"there is no recipe {name!r}{did_you_mean(name, packaged)}; recipes in this package: "
-        f"{', '.join(packaged)}"
+        f"there is no recipe {name!r}{did_you_mean(name, packaged)} (nor a run in a directory of that "
+        f"name); recipes in this package: {', '.join(packaged)}"
     )
 
 

@@ -21,6 +21,9 @@ from synthesizer_jax.reports.figures import Section, write_page
 Found: TypeAlias = Mapping[str, Any]
 """What `inspect_run` returns, or a layer of it."""
 
+MORE_LOCAL = 1.25
+"""By what factor the weight nearby exceeds that of equal weights in a head that is called local."""
+
 SHARP, STATIC, TOLERANCE = 0.25, 0.9, 0.01
 """The shares below and from which heads are called so, and by which the loss may rise with tables."""
 
@@ -153,11 +156,11 @@ def sentence(layer: Found) -> str:
     spread, near, off, static = (
         float(np.mean(m[name])) for name in ("spread", "near", "off_diagonal", "static")
     )
-    if math.isfinite(spread):
+    if m["keys"] > 1 and math.isfinite(spread):
         sharp = "sharp" if spread < SHARP else "rather sharp" if spread < 0.6 else "diffuse"
         keys = f"{_share(m['spread'])} of the {m['keys']:.0f} keys it sees"
         said.append(f"{sharp}: a query uses {keys}")
-    if math.isfinite(m["near_of_equal"]):
+    if m["near_of_equal"] <= 1 / MORE_LOCAL:  # of shorter sequences no head can be called local
         said.append(
             f"{'local' if _is_local(m, near) else 'not local'}: {_share(m['near'])} of the weight is "
             f"within {NEAR} positions, {m['near_of_equal']:.0%} would be equal weights"
@@ -174,7 +177,7 @@ def sentence(layer: Found) -> str:
 
 
 def _is_local(m: Measures, near: float) -> bool:
-    return near >= 0.5 and near >= 1.25 * m["near_of_equal"]
+    return near >= 0.5 and near >= MORE_LOCAL * m["near_of_equal"]
 
 
 def _share(values: np.ndarray) -> str:

@@ -25,7 +25,8 @@ def interval(
       answers: those that were scored.
 
     Returns:
-      Its ends; None where the answers alone do not give the logged score, or where they are in groups.
+      Its ends; None where the answers alone do not give the logged score, where they are in groups, or
+      where all resamples have one score, as those of a constant answer.
     """
     records = list(answers.values())
     if are_grouped(records):
@@ -37,7 +38,7 @@ def interval(
         score, low, high = _text_interval(metric, records)
     else:
         return None
-    return (low, high) if math.isclose(score, value, abs_tol=0.05) else None
+    return (low, high) if low < high and math.isclose(score, value, abs_tol=0.05) else None
 
 
 def are_grouped(records: Iterable[Record]) -> bool:

@@ -74,7 +74,8 @@ def _scores(systems: Sequence[System]) -> list[list[Cell]]:
         scores = [[run.newest[name] for run in own] for own in runs]
         means = [round(sum(own) / len(own), digits) if own else math.nan for own in scores]
         known = [mean for mean in means if not math.isnan(mean)]
-        best = (min if lower else max)(known) if len(known) > 1 and (task or same_tasks) else None
+        differ = len(set(known)) > 1 and (task or same_tasks)
+        best = (min if lower else max)(known) if differ else None
         cells = [Cell(task or "all tasks", note=f"{metric} ↓" if lower else metric)]
         for mean, own, values in zip(means, runs, scores, strict=True):
             text = f"{mean:,.{digits}f}" if values else "–"

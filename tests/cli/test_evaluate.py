@@ -84,6 +84,7 @@ def test_a_split_without_labels_is_predicted_and_written(place):
 
 def test_every_checkpoint_and_each_tasks_best(place):
     shown = call(place, f"--all {RTE} --task glue_stsb_v002")
+    assert "label words: loss" in shown and "prior" not in shown
     table = shown[shown.index("best steps") :]
     accuracies = {}
     for step in (2, 4):
@@ -169,6 +170,7 @@ def test_what_is_no_leaderboard_file(place):
         (path,) = folder.glob("*_v002.jsonl" if RTE in options else "multi30k_en_de.jsonl")
         assert f"predictions: {folder}/TASK.jsonl" in shown and said in shown
         assert ("leaderboard" in shown) == (name == "test")
+        assert ("overall:" in shown) == ("unlabeled" not in shown)  # nothing is over no score
         assert len(path.read_text().splitlines()) == rows and not (folder / "glue").exists()
 
 

@@ -1,6 +1,7 @@
 """Measures of attention weights against NumPy, and what static forms miss of a model's heads."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -221,6 +222,11 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
     }
     said = {name: sentence(layer) for name, layer in found["layers"].items()}
     assert "local" not in said["decoder 1 cross"] and "off the diagonal" in said["decoder 1 cross"]
+    # One token says nothing of where a head looks; of long sequences near_of_equal is small.
+    layer = found["layers"]["decoder 1"]
+    assert not {"local", "sharp"} & set(re.findall(r"\w+", said["decoder 1"]))
+    long = {**layer, "end": {**layer["end"], "near_of_equal": 0.5, "keys": 9.0}}
+    assert "local" in sentence(long) and "sharp" in sentence(long)
     assert "local" not in said["encoder 1"] and "nan" not in " ".join(said.values())
 
 
