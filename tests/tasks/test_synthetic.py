@@ -63,6 +63,7 @@ def test_what_is_written_is_what_tasks_read(synthetic_data, tmp_path, monkeypatc
     assert {p: p.stat().st_mtime_ns for p in times} == times
     broken = data_dir / synthetic.MIXTURE / "wic" / "1.0.0" / "dataset_info.json"
     broken.unlink()
-    assert not synthetic.is_written(data_dir)
+    synthetic.write(data_dir, ["synthetic_cola"])
+    assert synthetic.is_written(data_dir, ["synthetic_cola"]) and not synthetic.is_written(data_dir)
     synthetic.write(data_dir)
     assert synthetic.is_written(data_dir)
