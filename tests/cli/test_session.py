@@ -40,7 +40,7 @@ SESSION = [
     ("train papers.replacement:alr --workdir runs/x", 2, "returns a Distillation, expected Exper"),
     ("models t5_1_1_small", 0, "76,9"),
     ("models nothing*", 2, "no model is called 'nothing*'"),
-    ("plan quickstart --topology v6e:4x4", 0, "6,000 steps: 0.0 chip-hours"),
+    ("plan quickstart --topology v6e:4x4", 0, "2,000 steps: 0.0 chip-hours"),
     ("plan quickstart --topology v6e-17", 2, "near it are v6e:4x4"),
     (f"{TRAIN} --set evaluation.method=sample", 2, "error: evaluation.method"),
     (f"{TRAIN} --set model.dtype=float17", 2, "'float32', 'bfloat16'"),
