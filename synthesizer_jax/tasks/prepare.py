@@ -240,9 +240,8 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
         shard = write_chunks(_count_targets(chunks, job, task, counts), path, key=job.key)
         shard = dataclasses.replace(shard, targets=dict(counts))
         if rows:
-            with path.with_name(rows_file(path.name)).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            shard = dataclasses.replace(shard, rows_digest=digest)
+            written = path.with_name(rows_file(path.name)).read_bytes()
+            shard = dataclasses.replace(shard, rows_digest=hashlib.sha256(written).hexdigest())
     write_atomic(done, json.dumps(dataclasses.asdict(shard)) + "\n")
     return shard
 
