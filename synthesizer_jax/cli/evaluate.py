@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 10.0
 TEST = "test"
+LABEL_LOSSES = "label_loss", "label_prior_entropy", "joint_label_prior_entropy"
 
 
 def evaluate(
@@ -248,13 +249,12 @@ def _print_results(step: int, results: Sequence[TaskResult], overall: Mapping[st
         rows.append((result.task, result.split, metrics, f"{result.n:,}", nats))
     headings = ("task", "split", "metrics", "n", "loss")
     print_table(headings, rows, title=f"step {step:,}", left=3)
-    prior, label_loss = (overall.get(name) for name in ("label_prior_entropy", "label_loss"))
-    if overall := {name: value for name, value in overall.items() if "label_" not in name}:
-        typer.echo(f"overall: {_format(overall)}")
-    if label_loss is not None:
+    if means := {name: x for name, x in overall.items() if name not in LABEL_LOSSES}:
+        typer.echo(f"overall: {_format(means)}")
+    if LABEL_LOSSES[0] in overall:
+        loss, prior, _ = (overall[name] for name in LABEL_LOSSES)
         typer.echo(
-            f"label words: loss {label_loss:.2f} nats per example; without reading inputs it is "
-            f"{prior:.2f} at best"
+            f"label words: loss {loss:.2f} nats per example, at best {prior:.2f} without reading inputs"
         )
 
 

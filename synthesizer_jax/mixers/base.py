@@ -105,13 +105,12 @@ class Mixer(nn.Module):
                 f"{name} takes no {', '.join(unknown)}; give mask=Mask(causal=True) for causal attention, "
                 "and rngs with a key 'dropout' to `apply` for dropout"
             )
-        if any(jnp.ndim(tokens) != 3 for tokens in (x, kv) if tokens is not None):
-            shapes = " and ".join(
-                str(jnp.shape(tokens)) for tokens in (x, kv) if tokens is not None
-            )
-            raise ValueError(
-                f"{name}: tokens have shape {shapes}; expected [batch, length, features]"
-            )
+        for tokens in (x, kv):
+            if tokens is not None and jnp.ndim(tokens) != 3:
+                shape = jnp.shape(tokens)
+                raise ValueError(
+                    f"{name}: tokens have shape {shape}, expected [batch, length, width]"
+                )
         mask = Mask.of(mask)
         self._check_support(mask, bias, cross=kv is not None)
         offset = mask.query_offset

@@ -23,7 +23,11 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     if inspect.isfunction(f) and next(iter(inspect.signature(f).parameters), "") == "learning_rate"
 }
 
-SCHEDULES = {name: f for name, f in vars(optax.schedules).items() if inspect.isfunction(f)}
+SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
+    name: f
+    for name, f in vars(optax.schedules).items()
+    if inspect.isfunction(f) and not name.startswith("inject_")  # those change optimizers
+}
 
 
 @register

@@ -30,7 +30,8 @@ def add_event(
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / EVENTS_FILE
     broken = path.exists() and not path.read_bytes().endswith(b"\n")
-    values = Event(time=at or time.time(), event=event, step=step, text=text)
+    now = time.time() if at is None else at
+    values = Event(time=now, event=event, step=step, text=text)
     append(path, b"\n" * broken + json.dumps(values).encode() + b"\n")
 
 

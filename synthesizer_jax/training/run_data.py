@@ -63,12 +63,14 @@ def prepare_data(
             done = subprocess.run(
                 command, check=False, stderr=subprocess.PIPE, text=True, errors="replace"
             )
-            sys.stderr.write(done.stderr)  # notebooks do not show that of the process
+            said, _, last = done.stderr.rstrip().rpartition("\n")
+            # Notebooks do not show what a process prints.
+            print(said if done.returncode else done.stderr, end="", file=sys.stderr)
             if done.returncode:
-                reason = done.stderr.rstrip().rpartition("\n")[2].removeprefix("error: ")
+                reason = last.removeprefix("error: ") or f"exit code {done.returncode}"
                 raise ValueError(
-                    f"{experiment.data.mixture} could not be prepared: "
-                    f"{reason or f'exit code {done.returncode}'}; the command was: {' '.join(command)}"
+                    f"{experiment.data.mixture} could not be prepared: {reason}; the command was: "
+                    f"{' '.join(command)}"
                 )
     return prepared
 

@@ -30,7 +30,7 @@ SESSION = [
     # What there is, and what is mistaken before anything is computed.
     ("--version", 0, "."),
     ("recipes", 0, "quickstart:random_vanilla"),
-    ("recipes quickstart", 0, "training.steps=2000 int: 1 to"),
+    ("recipes quickstart", 0, "training.steps=1200 int: 1 to"),
     ("recipes papers.replacement:alr", 0, "replace.0.scope=mixer 'mixer' or 'sublayer' or 'layer'"),
     ("recipes papers.replacement:alr:encoder:huge", 2, "alr.size is 'huge', expected 'xs' or"),
     ("recipes papers.language_modeling:heads:16", 0, "self_mixer.head_dim=16"),
@@ -40,7 +40,7 @@ SESSION = [
     ("train papers.replacement:alr --workdir runs/x", 2, "returns a Distillation, expected Exper"),
     ("models t5_1_1_small", 0, "76,9"),
     ("models nothing*", 2, "no model is called 'nothing*'"),
-    ("plan quickstart --topology v6e:4x4", 0, "2,000 steps: 0.0 chip-hours"),
+    ("plan quickstart --topology v6e:4x4", 0, "1,200 steps: 0.0 chip-hours"),
     ("plan quickstart --topology v6e-17", 2, "near it are v6e:4x4"),
     (f"{TRAIN} --set evaluation.method=sample", 2, "error: evaluation.method"),
     (f"{TRAIN} --set model.dtype=float17", 2, "'float32', 'bfloat16'"),

@@ -287,9 +287,8 @@ def test_an_empty_target_belongs_to_a_split_that_is_only_predicted(tmp_path):
 def test_rows_whose_target_is_hidden_are_not_trained_on(tmp_path, split):
     """Of a whole import without targets, and of the test split of a task with labels."""
     data = CSV + b"a film,\r\n"
-    write(
-        tmp_path, {"a.csv": data if split == "test" else data.replace(b"1", b"").replace(b"0", b"")}
-    )
+    hidden = data.replace(b"1", b"").replace(b"0", b"")
+    write(tmp_path, {"a.csv": data if split == "test" else hidden})
     target = Template("{label}") if split == "test" else None
     splits = find_splits([f"{split}={tmp_path}/a.csv"])
     import_files(describe(targets=target), splits, tmp_path)
@@ -309,16 +308,12 @@ def test_labels_that_the_vocabulary_cannot_tell_apart_are_refused(tmp_path):
     vocabulary = tmp_path / "v.model"
     train_sentencepiece(["a small fine film review: dull"] * 9, vocabulary, vocab_size=20)
     known = SentencePiece(str(vocabulary)).build()
-    prepared, data = (
-        PreparedTasks(tmp_path, known),
-        CSV.decode().replace("0", "fine").replace("1", "正"),
-    )
-    write(tmp_path, {"a.csv": data})
+    prepared = PreparedTasks(tmp_path, known)
+    write(tmp_path, {"a.csv": CSV.decode().replace("0", "fine").replace("1", "正")})
     splits = find_splits([f"train={tmp_path}/a.csv"])
     import_files(describe(labels={"正": "正面", "fine": "负面"}), splits, tmp_path)
-    with pytest.raises(
-        ValueError, match="'my_reviews' has '正面' and '负面', which are the same to"
-    ):
+    message = "'my_reviews' has '正面' and '负面', which are the same to"
+    with pytest.raises(ValueError, match=message):
         prepare("my_reviews", prepared, evaluation_splits=(), log=quiet)
     assert prepared.find("my_reviews", "train") is None
     labels = {"正": "fine film", "fine": "fine dull"}
@@ -334,10 +329,11 @@ def test_labels_that_the_vocabulary_cannot_tell_apart_are_refused(tmp_path):
     assert report[1:] == ["  of 2 targets, 1 are cut at 3 tokens, 1 hold unknown pieces"]
 
 
-def test_a_task_of_a_script_is_unknown_to_the_process_that_prepares(tmp_path):
+def test_a_task_of_a_script_is_unknown_to_the_process_that_prepares(tmp_path, monkeypatch):
     write(tmp_path, {"a.jsonl": JSON_LINES})
     import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path)
-    task_registry.add([Task("of_a_script", "imported/my_reviews")])
+    task = Task("of_a_script", "imported/my_reviews")
+    monkeypatch.setitem(task_registry.TASKS, task.name, task)
     experiment = SimpleNamespace(
         data=DataConfig("of_a_script", 32, 8, batch_size=1, shards=1), vocabulary=BYTES
     )

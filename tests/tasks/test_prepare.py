@@ -348,9 +348,8 @@ def test_damage_is_one_sentence_with_its_path_and_remedy(own_dir: pathlib.Path) 
     ):
         damaged(info, broken.encode())
     info.write_text(json.dumps({k: v for k, v in json.loads(text).items() if k != "rows_digests"}))
-    assert (
-        len(list(prepared.open(BOOLQ, "validation", LENGTHS).rows())) == 9
-    )  # as earlier versions wrote it
+    rows_of_earlier_versions = prepared.open(BOOLQ, "validation", LENGTHS).rows()
+    assert len(list(rows_of_earlier_versions)) == 9
     info.write_text(json.dumps(json.loads(text) | {"checksum": 5}))
     with pytest.raises(ValueError, match=r"checksum.*run 'synthesizer-jax data prepare"):
         prepared.open(BOOLQ, "validation", LENGTHS)[0]
