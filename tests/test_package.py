@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from synthesizer_jax.cli.main import _one_line_message, app
+from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.mixtures import MIXTURES
 from tests.environment import COMMANDS
 from tools.tables import TABLES, renewed
@@ -102,7 +103,8 @@ def test_the_readmes_examples_run_as_written():
 
 
 @pytest.mark.parametrize("page", ["layers", "extending"])
-def test_a_pages_snippets_run_in_order(page):
+def test_a_pages_snippets_run_in_order(page, monkeypatch):
+    monkeypatch.setattr(task_registry, "TASKS", dict(task_registry.TASKS))
     text = (ROOT / f"docs/{page}.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
     assert len(blocks) > 3
