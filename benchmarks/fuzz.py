@@ -119,12 +119,13 @@ def attempt(
         files = sorted(p for p in directory.glob(pattern) if p.is_file() and p.stat().st_size)
         path = rng.choice(files)
         damage = f"{damage_file(path, rng)} of {path.relative_to(directory)}"
-        folders = [p for p in path.parents if len(p.parts) > len(directory.parts) + 1]
+        folders = [p for p in path.parents if len(p.parts) > len(directory.parts)]
         places = [path.name, *map(str, folders)]
     else:
         field, value = draw_path(directory, rng), rng.choice(VALUES)
         damage = f"{field}={value}"
-        command, places = [*command, "--set", damage], [*field.split(".")[-2:], value]
+        command = [*command, "--set", damage]
+        places = [*field.split(".")[-2:], repr(value)[1:-1][:100]]  # an error is printable
     before = contents(directory)
     code, errors = call(command, directory)
     last = ([line[:300] for line in errors.splitlines() if line.strip()] or [""])[-1]

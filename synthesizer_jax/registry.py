@@ -186,8 +186,9 @@ def format_limits(annotation: Annotation) -> str:
 def matches_type(value: object, annotation: Annotation) -> bool:
     """Returns whether a value matches an annotation, and lies in its `Limit` if it has one.
 
-    An integer matches `float`; NaN and infinities do not. A value matches a protocol if it has the
-    protocol's methods and they accept the protocol's arguments. Annotations that cannot be checked match.
+    An integer of 32 bits, as JAX takes it, matches `float`; NaN and infinities do not. A value matches
+    a protocol if it has the protocol's methods and they accept the protocol's arguments. Annotations that
+    cannot be checked match.
     """
     origin: object = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
@@ -199,7 +200,8 @@ def matches_type(value: object, annotation: Annotation) -> bool:
     if annotation in (int, float) and isinstance(value, bool):
         return False
     if annotation is float:
-        return isinstance(value, int | float) and math.isfinite(value)
+        is_int32 = isinstance(value, int) and abs(value) < 2**31
+        return is_int32 or (isinstance(value, float) and math.isfinite(value))
     if origin is typing.Literal:
         return value in arguments
     if origin is tuple and isinstance(value, tuple):

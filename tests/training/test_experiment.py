@@ -141,6 +141,7 @@ def test_a_masked_model_is_given_no_other_objective():
     [
         ("steps", True, "training.steps is True, expected int"),
         ("z_loss", float("nan"), "training.z_loss is nan, expected float"),
+        ("z_loss", 10**30, "training.z_loss is 10{30}, expected float"),
         ("optimizer", AdamW, "training.optimizer is <class .*, expected Optimizer"),
         ("optimizer", AdamW(b1=1.0), r"training.optimizer.b1 is 1.0; allowed: 0 to below 1"),
     ],
