@@ -1,25 +1,23 @@
-"""Makes the runs of the papers' tables, and writes docs/results.md and its pictures from what they left.
+"""Makes the runs of the papers' tables, and writes docs/results.md and its picture from what they left.
 
-    python benchmarks/ledger.py run cotraining --data-dir DATA --workdir runs/ledger --workers 2
+    python benchmarks/ledger.py run cotraining --data-dir DATA --workdir runs/ledger
     python benchmarks/ledger.py speed cotraining --data-dir DATA
     python benchmarks/ledger.py write
 
 `run` makes the runs that docs/results.json lacks, with the commands that a user would type, and adds each
 to it when it has finished; after an interruption it goes on where it was. `speed` measures the training
 steps of a table's systems in turns, in one process. `write` needs no run. The tables are in
-`ledger_tables.py`; `ledger_data.py` makes the data, and the vocabularies in the work directory.
+docs/results.toml; `ledger_data.py` makes the data, and the vocabularies in the work directory.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import datetime
 import json
 import os
 import pathlib
 import platform
-import queue
 import statistics
 import subprocess
 import sys
@@ -28,23 +26,21 @@ from typing import Any
 
 import ledger_page
 import report
-from ledger_tables import TABLES, Run, Table
+from ledger_tables import RESULTS, TABLES, Run, Table
 
-HERE = pathlib.Path(__file__).resolve().parent
-RESULTS = HERE.parent / "docs" / "results.json"
-_CORES: queue.Queue[str] = queue.Queue()  # those that no run uses
+NUMBERS = RESULTS / "results.json"
 
 
 def load() -> dict[str, Any]:
     """Returns what is known: ``runs`` and ``speed`` by the name of a system's recipe."""
-    if not RESULTS.exists():
+    if not NUMBERS.exists():
         return {"runs": {}, "speed": {}}
-    return json.loads(RESULTS.read_text(encoding="utf-8"))
+    return json.loads(NUMBERS.read_text(encoding="utf-8"))
 
 
 def save(results: dict[str, Any]) -> None:
     """Writes what is known."""
-    report.write_file(RESULTS, json.dumps(results, indent=1, sort_keys=True) + "\n")
+    report.write_file(NUMBERS, json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
 def versions() -> dict[str, str]:
@@ -69,34 +65,34 @@ def commands(run: Run, directory: pathlib.Path, args: argparse.Namespace) -> Ite
         start = ["distill", run.recipe, "--teacher", str(args.workdir / run.teacher.directory)]
     else:
         settings.append(f"data.seed={run.seed}")
-        if run.vocabulary:
-            settings.append(f"vocabulary.path={(args.workdir / run.vocabulary).resolve()}")
+        if run.table.vocabulary:
+            settings.append(f"vocabulary.path={(args.workdir / run.table.vocabulary).resolve()}")
         if run.init_from:
             settings.append(f"init_from={args.workdir / run.init_from.directory}")
     common = ["--workdir", str(directory), "--data-dir", str(args.data_dir)]
-    sets = [word for setting in (*settings, *run.settings) for word in ("--set", setting)]
+    sets = [
+        word for setting in (*settings, *run.table.all_settings()) for word in ("--set", setting)
+    ]
     yield [*start, *common, *sets]
-    if run.test:
-        yield ["eval", *common, *run.test]
+    if run.table.test:
+        yield ["eval", *common, *run.table.test]
 
 
 def make(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     """Makes a run, which is short if its directory holds it, and returns its entry."""
-    if run.compute is not None:
-        return {"metrics": {run.metric: round(run.compute(run), 6)}, "curve": []}
+    if run.table.computed:
+        import ledger_computed  # not needed to write the page
+
+        value = getattr(ledger_computed, run.table.metric)(run)
+        return {"metrics": {run.table.metric: round(value, 6)}, "curve": []}
     directory = args.workdir / run.directory
     directory.parent.mkdir(parents=True, exist_ok=True)
     path = directory.parent / f"{directory.name}.log"
-    core = _CORES.get()
-    try:
-        with open(path, "a", encoding="utf-8") as log:
-            for words in commands(run, directory, args):
-                pinned = ["taskset", "--cpu-list", core] if args.workers > 1 else []
-                command = [*pinned, sys.executable, "-m", "synthesizer_jax", *words]
-                if subprocess.run(command, check=False, stdout=log, stderr=log).returncode:
-                    raise ValueError(f"failed, see {path}")
-    finally:
-        _CORES.put(core)
+    with open(path, "a", encoding="utf-8") as log:
+        for words in commands(run, directory, args):
+            command = [sys.executable, "-m", "synthesizer_jax", *words]
+            if subprocess.run(command, check=False, stdout=log, stderr=log).returncode:
+                raise SystemExit(f"{run.name} seed {run.seed} failed, see {path}")
     return read_run(run, directory)
 
 
@@ -109,16 +105,14 @@ def read_run(run: Run, directory: pathlib.Path) -> dict[str, Any]:
     ignored = {"kind", "step", "time", "seconds"}
     metrics = {k: v for k, v in evaluations[step].items() if k not in ignored}
     entry: dict[str, Any] = {"step": step}
-    if run.test:
+    if run.table.test:
         (path,) = (directory / "evaluation" / str(step)).glob("*/results.json")
         found = json.loads(path.read_text(encoding="utf-8"))
         for task in found["tasks"]:
             metrics |= {f"test/{task['task']}/{k}": v for k, v in task["metrics"].items()}
     entry["metrics"] = {k: round(v, 5) for k, v in metrics.items() if isinstance(v, int | float)}
-    curve = [
-        (s, r[run.curve]) for s, r in sorted(evaluations.items()) if r.get(run.curve) is not None
-    ]
-    return entry | {"curve": [[s, round(v, 4)] for s, v in curve]}
+    curve = [(s, evaluations[s].get(run.table.curve)) for s in sorted(evaluations)]
+    return entry | {"curve": [[s, round(v, 4)] for s, v in curve if v is not None]}
 
 
 def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
@@ -126,40 +120,20 @@ def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
 
     What they start from is made first, even if it is known: its directory is needed.
     """
-    results = load()
+    known, facts = load()["runs"], versions()
     runs = [run for table in tables for run in table.runs(args.seeds)]
-    runs = [run for run in runs if not args.only or run.system in args.only]
-    missing = [r for r in runs if str(r.seed) not in results["runs"].get(r.name, {})]
+    missing = [run for run in runs if str(run.seed) not in known.get(run.name, {})]
     print(f"{len(missing)} of {len(runs)} runs to make", flush=True)
-    facts = versions()
-    for core in range(args.workers):
-        _CORES.put(str(core))
-    failed = 0
-    starts = {run.directory: run for r in missing for run in (r.teacher, r.init_from) if run}
-    with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
-        made = {place: pool.submit(make, run, args) for place, run in starts.items()}
-
-        def make_after(run: Run) -> dict[str, Any]:
-            for start in filter(None, (run.teacher, run.init_from)):
-                made[start.directory].result()
-            return made[run.directory].result() if run.directory in made else make(run, args)
-
-        order = lambda r: (r.seed, r.teacher is not None or r.init_from is not None)
-        futures = {pool.submit(make_after, run): run for run in sorted(missing, key=order)}
-        for future in concurrent.futures.as_completed(futures):
-            run = futures[future]
-            if isinstance(error := future.exception(), ValueError):
-                failed += 1
-                print(f"{run.name} seed {run.seed}: {error}", flush=True)
-                continue
-            results = load()
-            results["runs"].setdefault(run.name, {})[str(run.seed)] = future.result() | facts
-            save(results)
-            print(
-                f"{run.name} seed {run.seed}: {future.result()['metrics'][run.metric]}", flush=True
-            )
-    if failed:
-        raise SystemExit(f"{failed} of {len(missing)} runs failed")
+    starts: dict[pathlib.Path, dict[str, Any]] = {}
+    for run in sorted(missing, key=lambda run: run.seed):
+        for start in filter(None, (run.teacher, run.init_from)):
+            if start.directory not in starts:
+                starts[start.directory] = make(start, args)
+        entry = starts.get(run.directory) or make(run, args)
+        results = load()
+        results["runs"].setdefault(run.name, {})[str(run.seed)] = entry | facts
+        save(results)
+        print(f"{run.name} seed {run.seed}: {entry['metrics'][run.table.metric]}", flush=True)
 
 
 def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
@@ -172,7 +146,7 @@ def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
         for number in range(1 + args.rounds):
             for name, timer in timers.items():
                 found = {"step": timer.step()}
-                if table.decodes:
+                if not table.metric:
                     found["decode"] = timer.decode()
                 for kind, value in found.items():
                     if number:  # the first compiles
@@ -195,8 +169,6 @@ def main() -> None:
     parser.add_argument("--data-dir", type=pathlib.Path)
     parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/ledger"))
     parser.add_argument("--seeds", type=int, nargs="+", help="by default those of the table")
-    parser.add_argument("--only", nargs="+", help="systems")
-    parser.add_argument("--workers", type=int, default=1, help="runs at the same time, a core each")
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
     tables = [TABLES[name] for name in args.tables or TABLES]

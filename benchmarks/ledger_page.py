@@ -1,69 +1,65 @@
-"""Writes docs/results.md, its pictures and docs/coverage.md from the ledger's numbers."""
+"""Writes docs/results.md and its picture from the ledger's tables and numbers."""
 
 from __future__ import annotations
 
 import collections
-import json
 import math
-import pathlib
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
 import report
-from ledger_tables import Table
+from ledger_tables import RESULTS, Run, Table
 from matplotlib.figure import Figure
 from scipy import stats
 
-HERE = pathlib.Path(__file__).resolve().parent
-DOCS = HERE.parent / "docs"
 INTRODUCTION = """# Results
 
-The papers' comparisons, run small: these tables say whether the systems come in a paper's *order*, not
-what its numbers would be. `benchmarks/ledger.py` makes all runs, and writes this page and
-`results.json`.
+The papers' comparisons, run small: they say whether systems come in a paper's *order*, not what its
+numbers would be. Of {total} comparisons with a paper's value and three seeds or more, {agrees} agree,
+{contrary} are contrary, {open} are open.
 
-Scores are means over seeds ± their standard error. *To the first* is the mean difference to the first
-system, paired by seed (n: pairs, if fewer than seeds); a pair may have one run on a CPU and one on a GPU.
-*P* is the probability, by Student's t over three or more pairs, that its sign is that of the paper's
-difference, however small that is: the order agrees above 0.95, is contrary below 0.05, and is open
-between. Where two systems are equal, one comparison in ten ends as one or the other. Differences of
-single seeds mean little: training one seed twice on a GPU gives two numbers. Steps a second are
-measured for all systems of a table in turns. FLOPs are those of a forward pass; *memory* is what the
-compiled training step needs, parameters and optimizer state included.
+{follows}
+
+## Systems against the Transformer
+
+{matrix}
+
+V: mean over seeds ± its standard error. Others: mean difference from V, paired by seed (n: pairs, if
+fewer than seeds); a pair may have one run on a CPU and one on a GPU. Below: the paper's difference, and
+in brackets the probability, by Student's t over three or more pairs, that the sign here is the paper's:
+above 0.95 it agrees, below 0.05 it is contrary, between it is open. Where two systems are equal, one
+comparison in ten ends as one or the other. Single seeds mean little: training one twice on a GPU gives
+two numbers. *V within 3 tokens* is the dot product of the seven tokens that a convolution sees.
 """
 
-COVERAGE = """# What of the papers is here
+ENDING = """## Recipes that run
 
-{rows} systems, experiments, analyses and settings of the five papers: {summary}. A row works
-if the ledger has run it at some scale, or if the command shows it; the last column says where the data
-or the settings of the run are not the paper's. Commands are those of `synthesizer-jax`, `pytest` or
-`python`; *run as* names a table of `benchmarks/ledger.py`, which writes this page and
-[results.md](results.md).
+From these nothing follows about a paper's order. Brackets have the paper's values.
+
+{others}
+
+## How they were made
+
+`python benchmarks/ledger.py run TABLE --data-dir DATA --workdir runs/ledger` makes the runs: {runs}.
+`speed` in the place of `run` measures steps a second, of a table's systems in turns: {speeds}.
+`write` writes this page. `results.toml` defines the tables, `results.json` has every run with its
+metrics, curve, machine and versions.
 """
+
 OVERVIEW = ("cotraining", "translation", "language_models", "classification")
-"""The tables of README's picture."""
-PAPERS = {
-    "S": "Synthesizer (Tay et al. 2021)",
-    "H": "Hard-coded Gaussian attention (You et al. 2020)",
-    "L": "Low-rank bottleneck (Bhojanapalli et al. 2020)",
-    "T": "Talking heads (Shazeer et al. 2020)",
-    "R": "Attention replaced by feed-forward networks (Bozic et al. 2023)",
-    "X": "What all of them need",
-}
+"""The tables of the picture."""
+
+Results = Mapping[str, Any]
+"""Entries of runs, by name and seed, and of speeds, by name: docs/results.json."""
 
 
-def values_by_seed(table: Table, system: str, results: Mapping[str, Any]) -> dict[int, float]:
-    """Returns the metric of a system's runs by seed."""
-    (run,) = (run for run in table.runs([0]) if run.system == system)
-    entries = results["runs"].get(run.name, {})
-    return {
-        int(s): e["metrics"][table.metric]
-        for s, e in entries.items()
-        if table.metric in e["metrics"]
-    }
+def values_by_seed(run: Run, results: Results) -> dict[int, float]:
+    """Returns the metric of the runs of a system, with any seed."""
+    entries, metric = results["runs"].get(run.name, {}), run.table.metric
+    return {int(s): e["metrics"][metric] for s, e in entries.items() if metric in e["metrics"]}
 
 
 def differences(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
@@ -76,12 +72,11 @@ def standard_error(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def with_error(values: Sequence[float], form: str = ".1f") -> str:
+def with_error(values: Iterable[float], form: str) -> str:
     """Formats a mean and its standard error."""
-    error = standard_error(values)
-    return f"{statistics.fmean(values):{form}}" + (
-        f" ± {error:{form.lstrip('+')}}" if error is not None else ""
-    )
+    values = list(values)
+    mean, error = f"{statistics.fmean(values):{form}}", standard_error(values)
+    return mean if error is None else f"{mean}±{error:{form.lstrip('+')}}"
 
 
 def sign_probability(differences: Sequence[float], sign: float) -> float | None:
@@ -93,144 +88,133 @@ def sign_probability(differences: Sequence[float], sign: float) -> float | None:
     return float(stats.t.cdf(math.copysign(1.0, sign) * t, len(differences) - 1))
 
 
-def judge(probability: float | None) -> str:
+def judge(probability: float | None) -> str | None:
     """Says what a probability means for the order of two systems."""
     if probability is None:
-        return ""
+        return None
     verdict = "agrees" if probability > 0.95 else "contrary" if probability < 0.05 else "open"
     return f"{verdict} ({probability:.3f})"
 
 
-def rows_of(table: Table, results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def rows_of(table: Table, results: Results) -> Iterator[dict[str, Any]]:
     """Yields a row for every system that has been run or timed."""
-    first = next(table.runs([0]))
-    baseline = values_by_seed(table, first.system, results)
-    reference = results["speed"].get(first.name)
-    for run in table.runs([0]):
+    first, *_ = runs = list(table.runs([0]))
+    baseline = values_by_seed(first, results)
+    seeds = max(len(values_by_seed(run, results)) for run in runs)
+    for run in runs:
         row: dict[str, Any] = {"system": run.system}
-        if values := values_by_seed(table, run.system, results):
-            row |= {"seeds": len(values), "score": with_error(list(values.values()), table.form)}
-            row["paper"] = table.paper.get(run.system)
-            shared = differences(values, baseline)
-            if run != first and shared:
-                row["difference"] = with_error(shared, "+" + table.form)
-                if len(shared) != len(values):
-                    row["difference"] += f" ({len(shared)})"
-                if table.comparable and row["paper"] is not None and first.system in table.paper:
-                    published = row["paper"] - table.paper[first.system]
-                    row["order"] = judge(sign_probability(shared, published)) if published else None
-        if speed := results["speed"].get(run.name):
-            row |= {key: speed[key] for key in ("parameters", "flops", "memory_mb")}
-            row["speed"] = 1 / speed["step_seconds"]
-            if table.decodes and reference:
-                row["ratio"] = reference["step_seconds"] / speed["step_seconds"]
-                row["decoding"] = reference["decode_seconds"] / speed["decode_seconds"]
+        if values := values_by_seed(run, results):
+            row["score"] = with_error(values.values(), table.form)
+        if run != first and (shared := differences(values, baseline)):
+            row["difference"] = with_error(shared, "+" + table.form)
+            row["difference"] += f" ({len(shared)})" * (len(shared) != seeds)
+            if table.comparable and (published := table.published_difference(run.system)):
+                row["paper"] = f"{published:+{table.form}}"
+                row["order"] = judge(sign_probability(shared, published))
+        if not table.metric and (speed := results["speed"].get(run.name)):
+            row |= speed
+            row["steps"], row["decodings"] = 1 / speed["step_seconds"], 1 / speed["decode_seconds"]
         if len(row) > 1:
             yield row
 
 
-def facts(measured: Mapping[str, Mapping[str, Any]], noun: str) -> str:
-    """Says on which machines the runs or speeds of systems were measured, and when.
-
-    Args:
-      measured: entries by system and seed.
-      noun: what they are.
-    """
-    places: dict[str, dict[str, list[str]]] = {}
-    for system, entries in measured.items():
-        for seed, e in entries.items():
-            machine = f"{e['device']}, Python {e['python']}, jax {e['jax']}"
-            places.setdefault(machine, {}).setdefault(system, []).append(seed)
-    texts = []
-    for machine, systems in places.items():
-        count = sum(map(len, systems.values()))
-        names = [
-            f"*{system}*"
-            + ("" if len(seeds) == len(measured[system]) else f" ({', '.join(seeds)})")
-            for system, seeds in systems.items()
-        ]
-        first = next(iter(systems.values()))
-        if len(systems) == len(measured) and all(seeds == first for seeds in systems.values()):
-            names = [f"seed{'s' * (len(first) > 1)} {', '.join(first)} of all"]
-        of = f": {', '.join(names)}" if len(places) > 1 else ""
-        texts.append(f"{count} {noun}{'s' * (count > 1)} on {machine}{of}")
-    dates = sorted({e["date"] for entries in measured.values() for e in entries.values()})
-    return f"{'; '.join(texts)}. {' to '.join(dates[:: max(1, len(dates) - 1)])}"
+def machines(entries: Iterable[Mapping[str, Any]]) -> str:
+    """Says on which machines entries were measured, and when."""
+    entries = list(entries)
+    counts = collections.Counter(
+        f"{e['device']}, Python {e['python']}, jax {e['jax']}" for e in entries
+    )
+    places = "; ".join(f"{count} on {machine}" for machine, count in counts.items())
+    dates = [e["date"] for e in entries]
+    return f"{places}; {min(dates)} to {max(dates)}"
 
 
-def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
-    """Returns the section of a table; empty unless two of its systems have been run."""
-    rows = list(rows_of(table, results))
-    if len(rows) < 2:
-        return ""
-    possible = {
-        "system": "system",
-        "score": f"{table.unit}|",
-        "seeds": "seeds|d",
-        "difference": "to the first|",
-        "paper": f"paper|{table.form}",
-        "order": "order (P)",
-        "speed": "steps/s|.2f",
-        "ratio": "× the first|.2f",
-        "decoding": "decoding × the first|.2f",
-        "parameters": "parameters|,d",
-        "flops": "FLOPs/token|,d",
-        "memory_mb": "memory (MB)|,.0f",
-    }
-    columns = {k: v for k, v in possible.items() if any(row.get(k) is not None for row in rows)}
-    runs, speed = results["runs"], results["speed"]
-    made = {r.system: runs[r.name] for r in table.runs([0]) if r.name in runs}
-    timed = {r.system: {"": speed[r.name]} for r in table.runs([0]) if r.name in speed}
-    parts = [f"## {table.title}", table.about, report.table(rows, columns)]
-    if table.source:
-        parts.append(f"Paper: {table.source}.")
-    if draw_curves(table, results, DOCS / "results" / f"{name}.svg"):
-        parts.append(f"![{table.title}: curves of all systems](results/{name}.svg)")
-    if made:
-        command = f"python benchmarks/ledger.py run {name} --data-dir DATA --workdir runs/ledger"
-        parts.append(f"`{command}`: {facts(made, 'run')}.")
-    if timed:
-        (rounds,) = {entry["rounds"] for entries in timed.values() for entry in entries.values()}
-        command = f"python benchmarks/ledger.py speed {name} --data-dir DATA --rounds {rounds}"
-        parts.append(f"`{command}`: medians of steps in turns; {facts(timed, 'system')}.")
-    return "\n\n".join(parts) + "\n"
+def description(table: Table, results: Results) -> str:
+    """Returns the section of a table without its numbers."""
+    entries = [results["runs"].get(run.name, {}) for run in table.runs([0])]
+    devices = collections.Counter(
+        e["device"].split(",")[0].split()[-1] for seeds in entries for e in seeds.values()
+    )
+    places = ", ".join(f"{count} {device}" for device, count in devices.items())
+    made = f"Seeds: {max(map(len, entries))}; runs: {places}." if places else ""
+    source = f"Paper: {table.source}." if table.source else ""
+    return " ".join(filter(None, (table.about, made, source, table.note)))
 
 
-def verdicts(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
-    """Returns a table of which systems come in their paper's order to the first of their table."""
-    rows, counts = [], collections.Counter[str]()
-    for table in tables.values():
-        systems: dict[str, list[str]] = {}
+def matrix(tables: Iterable[Table], results: Results) -> str:
+    """Returns the table of all systems that papers compare with the Transformer."""
+    systems: dict[str, dict[str, str]] = {}
+    columns = {"system": ""}
+    for table in tables:
+        columns[table.title] = f"{table.title}, {table.unit}"
         for row in rows_of(table, results):
-            if row.get("order"):
-                systems.setdefault(row["order"].split()[0], []).append(row["system"])
-        if systems:
-            rows.append({"table": table.title} | {k: ", ".join(v) for k, v in systems.items()})
-            counts.update({verdict: len(names) for verdict, names in systems.items()})
-    columns = {"table": "table", "agrees": "agrees", "contrary": "contrary", "open": "open"}
-    return (
-        f"{counts.total()} comparisons with the first system of a table have three seeds or more here and "
-        f"a value in a paper, known from memory where its table says so: {counts['agrees']} agree, "
-        f"{counts['contrary']} are contrary, {counts['open']} are open.\n\n{report.table(rows, columns)}\n"
+            cell = row.get("difference", row["score"])
+            if paper := row.get("paper"):
+                cell += f"<br>paper {paper}" + (f": {row['order']}" if row["order"] else "")
+            systems.setdefault(row["system"], {"system": row["system"]})[table.title] = cell
+    return report.table(list(systems.values()), columns)
+
+
+def section(table: Table, results: Results) -> str:
+    """Returns the section of a table that is not part of the matrix."""
+    columns = {"system": "system", "score": f"{table.unit}|"}
+    if not table.metric:
+        columns = {
+            "system": "system",
+            "steps": "steps/s|.2f",
+            "decodings": "decodings/s|.2f",
+            "memory_mb": "memory, MB|,.0f",
+        }
+    rows = list(rows_of(table, results))
+    return "\n\n".join(
+        [f"## {table.title}", description(table, results), report.table(rows, columns) + "\n"]
     )
 
 
-def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
+def count_verdicts(tables: Iterable[Table], results: Results) -> dict[str, int]:
+    """Returns how many comparisons agree with a paper, are contrary to it, and are open."""
+    orders = [
+        row["order"] for table in tables for row in rows_of(table, results) if row.get("order")
+    ]
+    counts = collections.Counter(order.split()[0] for order in orders)
+    return {"total": len(orders)} | {v: counts[v] for v in ("agrees", "contrary", "open")}
+
+
+def other_row(table: Table, results: Results) -> dict[str, Any]:
+    """Returns the row of a table from which nothing follows about a paper's order."""
+    runs = list(table.runs([0]))
+    entries = [e for run in runs for e in results["runs"].get(run.name, {}).values()]
+    values = []
+    for row in rows_of(table, results):
+        text = f"*{row['system']}* {row['score']}"
+        if table.comparable and (paper := table.paper.get(row["system"])):
+            order = f", {row['order'].split()[0]}" if row.get("order") else ""
+            text += f" ({paper:{table.form}}{order})"
+        values.append(text)
+    return {
+        "recipe": f"`{runs[0].recipe}`",
+        "steps": max((e["step"] for e in entries if "step" in e), default=None),
+        "data": table.about,
+        "value": f"{table.unit}: {', '.join(values)}",
+    }
+
+
+def draw_overview(tables: Mapping[str, Table], results: Results) -> None:
     """Draws how far systems are from the first of their tables, here and in the papers."""
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     panels = figure.subplots(1, len(OVERVIEW))
     for axes, name in zip(panels, OVERVIEW, strict=True):
         table = tables[name]
         first, *others = table.runs([0])
-        baseline = values_by_seed(table, first.system, results)
+        baseline = values_by_seed(first, results)
         drawn = []
         for run in reversed(others):
-            own = differences(values_by_seed(table, run.system, results), baseline)
-            if not own or (published := table.paper.get(run.system)) is None:
+            own = differences(values_by_seed(run, results), baseline)
+            if not own or (published := table.published_difference(run.system)) is None:
                 continue
             y = len(drawn)
             axes.errorbar(statistics.fmean(own), y, xerr=standard_error(own), fmt="o", color="C0")
-            axes.plot(published - table.paper[first.system], y, "D", color="C1", fillstyle="none")
+            axes.plot(published, y, "D", color="C1", fillstyle="none")
             drawn.append(run.system)
         axes.axvline(0, color="gray", linewidth=0.8)
         axes.set(xlabel=f"{table.unit}, difference to {first.system}", title=table.title)
@@ -239,93 +223,36 @@ def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> No
     panels[0].plot([], [], "o", color="C0", label="here, mean ± standard error over seeds")
     panels[0].plot([], [], "D", color="C1", fillstyle="none", label="paper")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    save_svg(figure, DOCS / "results.svg")
-
-
-def save_svg(figure: Figure, path: pathlib.Path) -> None:
-    """Writes a figure; the same numbers make the same picture, and its text stays text."""
-    path.parent.mkdir(exist_ok=True)
+    # The same numbers make the same picture, and its text stays text.
+    path = RESULTS / "results.svg"
     with mpl.rc_context({"svg.hashsalt": "ledger", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None})
     text = path.read_text(encoding="utf-8")
     report.write_file(path, re.sub(r"[ \t]+$", "", text, flags=re.M))
 
 
-def draw_curves(table: Table, results: Mapping[str, Any], path: pathlib.Path) -> bool:
-    """Draws the curves of a table's systems, with the range of the seeds; False: there are none."""
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    axes, colors = figure.subplots(), mpl.colormaps["tab20"].colors
-    drawn = 0
-    for color, run in zip(colors * 2, table.runs([0]), strict=False):
-        curves = [dict(map(tuple, e["curve"])) for e in results["runs"].get(run.name, {}).values()]
-        steps = sorted(set.intersection(*map(set, curves))) if curves else []
-        if len(steps) < 2:
-            continue
-        drawn += 1
-        columns = [[curve[step] for curve in curves] for step in steps]
-        axes.plot(steps, [statistics.fmean(c) for c in columns], color=color, label=run.system)
-        axes.fill_between(
-            steps, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.15
-        )
-    if drawn:
-        axes.set(xlabel="step", ylabel=table.unit)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
-        save_svg(figure, path)
-    return drawn > 0
-
-
-def coverage(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
-    """Returns the page that says what of the papers works, and what shows it."""
-    lines = (HERE / "coverage.tsv").read_text(encoding="utf-8").splitlines()
-    rows: dict[str, list[dict[str, Any]]] = {paper: [] for paper in PAPERS.values()}
-    for line in lines:
-        number, what, command, note, name = (line.split("\t") + [""] * 4)[:5]
-        name, _, system = name.partition("/")
-        runs = [r for r in tables[name].runs([0]) if system in ("", r.system)] if name else []
-        assert bool(runs) == bool(name), line
-        seeds = max((len(results["runs"].get(run.name, {})) for run in runs), default=0)
-        timed = any(run.name in results["speed"] for run in runs if not run.metric)
-        shown = ", ".join(filter(None, (name, seeds and f"{seeds} seed{'s' * (seeds > 1)}")))
-        needs_run = name or command.startswith("recipes papers.")
-        works = command and (seeds or timed or not needs_run)
-        verdict = "works" if works else "not run" if command else "missing"
-        if not works:  # nor is it run otherwise
-            shown, note = "", "; ".join(x for x in note.split("; ") if not x.startswith("run "))
-        rows[PAPERS[number[0]]].append(
-            {
-                "row": number,
-                "what": what,
-                "verdict": verdict,
-                "command": f"`{command}`" if command else "",
-                "shown": "; ".join(filter(None, (shown, note))),
-            }
-        )
-    columns = {
-        "row": "",
-        "what": "what",
-        "verdict": "verdict",
-        "command": "command",
-        "shown": "run as; what differs",
-    }
-    every = [row for found in rows.values() for row in found]
-    counts = collections.Counter(row["verdict"] for row in every)
-    summary = ", ".join(f"*{verdict}* {count}" for verdict, count in counts.most_common())
-    sections = (f"## {paper}\n\n{report.table(found, columns)}\n" for paper, found in rows.items())
-    return "\n".join([COVERAGE.format(summary=summary, rows=len(every)), *sections])
-
-
-def write(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
-    """Writes the pages and pictures."""
-    notes = json.loads((HERE / "ledger_notes.json").read_text(encoding="utf-8"))
-    sections, speed = [], dict(results["speed"])
-    for name, table in tables.items():
-        if text := section(name, table, results | {"speed": speed}):
-            sections.append(text + (f"\n{notes[name]}\n" if name in notes else ""))
-        for run in table.runs([0]):
-            speed.pop(run.name, None)  # one table of each measurement
-    draw_overview(tables, results)
-    report.write_file(
-        DOCS / "results.md", "\n".join([INTRODUCTION, verdicts(tables, results), *sections])
+def page(tables: Mapping[str, Table], results: Results) -> str:
+    """Returns the page of results."""
+    main = [table for table in tables.values() if table.follows]
+    compared = [table for table in main if table.paper]
+    others = [other_row(table, results) for table in tables.values() if not table.follows]
+    columns = {"recipe": "recipe", "steps": "steps|,d", "data": "data", "value": "value"}
+    introduction = INTRODUCTION.format(
+        **count_verdicts(tables.values(), results),
+        follows="\n".join(f"- **{table.title}.** {table.follows}" for table in main),
+        matrix=matrix(compared, results),
     )
-    report.write_file(DOCS / "coverage.md", coverage(tables, results))
+    texts = [f"**{table.title}.** {description(table, results)}\n" for table in compared]
+    sections = [section(table, results) for table in main if not table.paper]
+    ending = ENDING.format(
+        others=report.table(others, columns),
+        runs=machines(e for seeds in results["runs"].values() for e in seeds.values()),
+        speeds=machines(results["speed"].values()),
+    )
+    return "\n".join([introduction, *texts, *sections, ending])
+
+
+def write(tables: Mapping[str, Table], results: Results) -> None:
+    """Writes the page and its picture."""
+    draw_overview(tables, results)
+    report.write_file(RESULTS / "results.md", page(tables, results))

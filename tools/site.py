@@ -20,7 +20,7 @@ OF_ROOT = {
     "CHANGELOG.md": "changelog.md",
 }
 
-WIDE = ("results.md", "coverage.md", "performance.md")
+WIDE = ("results.md", "performance.md")
 """Pages of wide tables, which take the place of the table of contents."""
 
 
