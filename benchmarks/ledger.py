@@ -33,8 +33,6 @@ NUMBERS = RESULTS / "results.json"
 
 def load() -> dict[str, Any]:
     """Returns what is known: ``runs`` and ``speed`` by the name of a system's recipe."""
-    if not NUMBERS.exists():
-        return {"runs": {}, "speed": {}}
     return json.loads(NUMBERS.read_text(encoding="utf-8"))
 
 
@@ -47,11 +45,9 @@ def versions() -> dict[str, str]:
     """Returns what a run's numbers may depend on."""
     import jax  # not needed to write the page
 
-    date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-    device = f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores"
     return {
-        "date": date,
-        "device": device,
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+        "device": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "jax": jax.__version__,
     }
@@ -111,7 +107,8 @@ def read_run(run: Run, directory: pathlib.Path) -> dict[str, Any]:
         for task in found["tasks"]:
             metrics |= {f"test/{task['task']}/{k}": v for k, v in task["metrics"].items()}
     entry["metrics"] = {k: round(v, 5) for k, v in metrics.items() if isinstance(v, int | float)}
-    curve = [(s, evaluations[s].get(run.table.curve)) for s in sorted(evaluations)]
+    key = "score" if run.table.test else run.table.metric
+    curve = [(s, evaluations[s].get(key)) for s in sorted(evaluations)]
     return entry | {"curve": [[s, round(v, 4)] for s, v in curve if v is not None]}
 
 
@@ -153,7 +150,8 @@ def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
                         seconds.setdefault((name, kind), []).append(value)
         results, facts = load(), versions()
         for name, timer in timers.items():
-            results["speed"][name] = timer.costs | {"rounds": args.rounds} | facts
+            memory = round(timer.memory_mb, 1)
+            results["speed"][name] = {"memory_mb": memory, "rounds": args.rounds} | facts
         for (name, kind), values in seconds.items():
             results["speed"][name][f"{kind}_seconds"] = statistics.median(values)
         save(results)
@@ -177,7 +175,8 @@ def main() -> None:
     elif args.action == "speed":
         measure_speed(tables, args)
     else:
-        ledger_page.write(TABLES, load())
+        ledger_page.draw_overview(TABLES, load())
+        report.write_file(RESULTS / "results.md", ledger_page.page(TABLES, load()))
 
 
 if __name__ == "__main__":

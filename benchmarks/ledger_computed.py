@@ -29,13 +29,11 @@ def divergence(run: Run) -> float:
     with 64 features. Bhojanapalli et al. 2020, theorem 1: a head as wide as there are tokens, which have no
     fewer features, expresses all of them; a narrower one does not.
     """
-    head_dim = int(run.argument)
+    head_dim = int(run.system)
     keys = jax.random.split(jax.random.key(run.seed), 4)
     x = jax.random.normal(keys[0], (LENGTH, WIDTH))
     wanted = jax.nn.log_softmax(2.0 * jax.random.normal(keys[1], (LENGTH, LENGTH)))
-    start = tuple(
-        jax.random.normal(key, (WIDTH, head_dim)) * WIDTH**-0.5 for key in (keys[2], keys[3])
-    )
+    start = tuple(jax.random.normal(key, (WIDTH, head_dim)) * WIDTH**-0.5 for key in keys[2:])
     optimizer = optax.adam(optax.cosine_decay_schedule(0.03, STEPS))
 
     def loss(kernels: tuple[jax.Array, jax.Array]) -> jax.Array:

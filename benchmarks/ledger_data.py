@@ -18,7 +18,6 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 
 from synthesizer_jax.files import decode_lines
@@ -66,25 +65,23 @@ def main() -> None:
     args.workdir.mkdir(parents=True, exist_ok=True)
 
     def vocabulary(task: str, name: str, size: int) -> None:
-        command(
-            "data", "vocabulary", task, "--output", args.workdir / name, "--size", size, *data[:2]
-        )
+        options = ("--output", args.workdir / name, "--size", size)
+        command("data", "vocabulary", task, *options, "--data-dir", args.data_dir)
 
     def mine(name: str, splits: dict[str, Iterable[Row]], *options: str) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            words: list[object] = []
-            for split, rows in splits.items():
-                path = pathlib.Path(folder, f"{split}.jsonl")
-                path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-                words += ["--from", f"{split}={path}"]
-            command("data", "import", "mine", "--name", name, *words, *options, *data)
+        words: list[object] = []
+        for split, rows in splits.items():
+            path = args.workdir / f"{name}_{split}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            words += ["--from", f"{split}={path}"]
+        command("data", "import", "mine", "--name", name, *words, *options, *data)
 
     if (path := files / "sentencepiece" / "t5_spiece.model").exists():
         shutil.copyfile(path, args.workdir / "spiece.model")
     text = ("--input", "{input}", "--target", "{target}")
-    for name in ("multi30k", "wikitext", "glue", "super_glue"):
-        if (folder := files / {"wikitext": "wikitext-2"}.get(name, name)).is_dir():
-            command("data", "import", name, "--from", folder, *data)
+    for folder in ("multi30k", "wikitext-2", "glue", "super_glue"):
+        if (files / folder).is_dir():
+            command("data", "import", folder.removesuffix("-2"), "--from", files / folder, *data)
     if (files / "glue" / "SST-2").is_dir():
         vocabulary("glue_sst2_v002", "sst.model", 8000)
     if (files / "multi30k").is_dir():

@@ -1,10 +1,9 @@
-"""Writes docs/results.md and its picture from the ledger's tables and numbers."""
+"""The page docs/results.md, and README's picture, from the ledger's tables and numbers."""
 
 from __future__ import annotations
 
 import collections
 import math
-import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -56,13 +55,13 @@ Results = Mapping[str, Any]
 """Entries of runs, by name and seed, and of speeds, by name: docs/results.json."""
 
 
-def values_by_seed(run: Run, results: Results) -> dict[int, float]:
+def values_by_seed(run: Run, results: Results) -> dict[str, float]:
     """Returns the metric of the runs of a system, with any seed."""
     entries, metric = results["runs"].get(run.name, {}), run.table.metric
-    return {int(s): e["metrics"][metric] for s, e in entries.items() if metric in e["metrics"]}
+    return {s: e["metrics"][metric] for s, e in entries.items() if metric in e["metrics"]}
 
 
-def differences(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
+def differences(values: Mapping[str, float], baseline: Mapping[str, float]) -> list[float]:
     """Returns the differences of the seeds that both have."""
     return [values[seed] - baseline[seed] for seed in values if seed in baseline]
 
@@ -79,19 +78,13 @@ def with_error(values: Iterable[float], form: str) -> str:
     return mean if error is None else f"{mean}±{error:{form.lstrip('+')}}"
 
 
-def sign_probability(differences: Sequence[float], sign: float) -> float | None:
-    """Returns the probability that the true mean difference has a sign; None: too few seeds."""
+def judge(differences: Sequence[float], published: float) -> str | None:
+    """Says how probable it is that the true mean has the paper's sign; None: too few seeds."""
     error = standard_error(differences)
     if not error or len(differences) < 3:
         return None
-    t = statistics.fmean(differences) / error
-    return float(stats.t.cdf(math.copysign(1.0, sign) * t, len(differences) - 1))
-
-
-def judge(probability: float | None) -> str | None:
-    """Says what a probability means for the order of two systems."""
-    if probability is None:
-        return None
+    t = math.copysign(1.0, published) * statistics.fmean(differences) / error
+    probability = float(stats.t.cdf(t, len(differences) - 1))
     verdict = "agrees" if probability > 0.95 else "contrary" if probability < 0.05 else "open"
     return f"{verdict} ({probability:.3f})"
 
@@ -110,7 +103,7 @@ def rows_of(table: Table, results: Results) -> Iterator[dict[str, Any]]:
             row["difference"] += f" ({len(shared)})" * (len(shared) != seeds)
             if table.comparable and (published := table.published_difference(run.system)):
                 row["paper"] = f"{published:+{table.form}}"
-                row["order"] = judge(sign_probability(shared, published))
+                row["order"] = judge(shared, published)
         if not table.metric and (speed := results["speed"].get(run.name)):
             row |= speed
             row["steps"], row["decodings"] = 1 / speed["step_seconds"], 1 / speed["decode_seconds"]
@@ -121,9 +114,8 @@ def rows_of(table: Table, results: Results) -> Iterator[dict[str, Any]]:
 def machines(entries: Iterable[Mapping[str, Any]]) -> str:
     """Says on which machines entries were measured, and when."""
     entries = list(entries)
-    counts = collections.Counter(
-        f"{e['device']}, Python {e['python']}, jax {e['jax']}" for e in entries
-    )
+    names = (f"{e['device']}, Python {e['python']}, jax {e['jax']}" for e in entries)
+    counts = collections.Counter(names)
     places = "; ".join(f"{count} on {machine}" for machine, count in counts.items())
     dates = [e["date"] for e in entries]
     return f"{places}; {min(dates)} to {max(dates)}"
@@ -132,10 +124,10 @@ def machines(entries: Iterable[Mapping[str, Any]]) -> str:
 def description(table: Table, results: Results) -> str:
     """Returns the section of a table without its numbers."""
     entries = [results["runs"].get(run.name, {}) for run in table.runs([0])]
-    devices = collections.Counter(
-        e["device"].split(",")[0].split()[-1] for seeds in entries for e in seeds.values()
+    devices = collections.Counter(e["device"] for seeds in entries for e in seeds.values())
+    places = ", ".join(
+        f"{count} {device.split(',')[0].split()[-1]}" for device, count in devices.items()
     )
-    places = ", ".join(f"{count} {device}" for device, count in devices.items())
     made = f"Seeds: {max(map(len, entries))}; runs: {places}." if places else ""
     source = f"Paper: {table.source}." if table.source else ""
     return " ".join(filter(None, (table.about, made, source, table.note)))
@@ -159,23 +151,16 @@ def section(table: Table, results: Results) -> str:
     """Returns the section of a table that is not part of the matrix."""
     columns = {"system": "system", "score": f"{table.unit}|"}
     if not table.metric:
-        columns = {
-            "system": "system",
-            "steps": "steps/s|.2f",
-            "decodings": "decodings/s|.2f",
-            "memory_mb": "memory, MB|,.0f",
-        }
-    rows = list(rows_of(table, results))
-    return "\n\n".join(
-        [f"## {table.title}", description(table, results), report.table(rows, columns) + "\n"]
-    )
+        columns = {"system": "system", "steps": "steps/s|.2f", "decodings": "decodings/s|.2f"}
+        columns |= {"memory_mb": "memory, MB|,.0f"}
+    numbers = report.table(list(rows_of(table, results)), columns)
+    return f"## {table.title}\n\n{description(table, results)}\n\n{numbers}\n"
 
 
 def count_verdicts(tables: Iterable[Table], results: Results) -> dict[str, int]:
     """Returns how many comparisons agree with a paper, are contrary to it, and are open."""
-    orders = [
-        row["order"] for table in tables for row in rows_of(table, results) if row.get("order")
-    ]
+    rows = (row for table in tables for row in rows_of(table, results))
+    orders = [row["order"] for row in rows if row.get("order")]
     counts = collections.Counter(order.split()[0] for order in orders)
     return {"total": len(orders)} | {v: counts[v] for v in ("agrees", "contrary", "open")}
 
@@ -207,28 +192,22 @@ def draw_overview(tables: Mapping[str, Table], results: Results) -> None:
         table = tables[name]
         first, *others = table.runs([0])
         baseline = values_by_seed(first, results)
-        drawn = []
-        for run in reversed(others):
+        drawn = [run for run in reversed(others) if table.published_difference(run.system)]
+        for y, run in enumerate(drawn):
             own = differences(values_by_seed(run, results), baseline)
-            if not own or (published := table.published_difference(run.system)) is None:
-                continue
-            y = len(drawn)
             axes.errorbar(statistics.fmean(own), y, xerr=standard_error(own), fmt="o", color="C0")
+            published = table.published_difference(run.system)
             axes.plot(published, y, "D", color="C1", fillstyle="none")
-            drawn.append(run.system)
         axes.axvline(0, color="gray", linewidth=0.8)
         axes.set(xlabel=f"{table.unit}, difference to {first.system}", title=table.title)
-        axes.set_yticks(range(len(drawn)), drawn)
+        axes.set_yticks(range(len(drawn)), [run.system for run in drawn])
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].plot([], [], "o", color="C0", label="here, mean ± standard error over seeds")
     panels[0].plot([], [], "D", color="C1", fillstyle="none", label="paper")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     # The same numbers make the same picture, and its text stays text.
-    path = RESULTS / "results.svg"
     with mpl.rc_context({"svg.hashsalt": "ledger", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
-    text = path.read_text(encoding="utf-8")
-    report.write_file(path, re.sub(r"[ \t]+$", "", text, flags=re.M))
+        figure.savefig(RESULTS / "results.svg", metadata={"Date": None})
 
 
 def page(tables: Mapping[str, Table], results: Results) -> str:
@@ -250,9 +229,3 @@ def page(tables: Mapping[str, Table], results: Results) -> str:
         speeds=machines(results["speed"].values()),
     )
     return "\n".join([introduction, *texts, *sections, ending])
-
-
-def write(tables: Mapping[str, Table], results: Results) -> None:
-    """Writes the page and its picture."""
-    draw_overview(tables, results)
-    report.write_file(RESULTS / "results.md", page(tables, results))

@@ -10,7 +10,7 @@ from typing import Any
 
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs"
 """The folder of the tables, of what was measured and of the pages."""
-INHERITED = ("metric", "unit", "curve", "vocabulary", "settings", "steps", "test")
+INHERITED = ("metric", "unit", "vocabulary", "settings", "steps", "test")
 """Fields that a table takes from the one that it is `like`; settings of its own come after them."""
 
 
@@ -23,19 +23,14 @@ class Run:
     seed: int
 
     @property
-    def argument(self) -> str:
-        """What the table's recipe is made with."""
-        return self.table.systems[self.system]
-
-    @property
     def recipe(self) -> str:
         """The recipe of the system."""
-        return self.table.recipe.format(self.argument)
+        return self.table.recipe.format(self.table.systems[self.system])
 
     @property
     def teacher(self) -> Run | None:
         """The run whose activations a distillation learns; a teacher in its students' table has none."""
-        return None if self.table.teacher == self.argument else self._find(self.table.teacher)
+        return None if self.table.teacher == self.recipe else self._find(self.table.teacher)
 
     @property
     def init_from(self) -> Run | None:
@@ -50,12 +45,13 @@ class Run:
     @property
     def directory(self) -> pathlib.Path:
         """Its place in the work directory."""
-        name = self.name.replace(" of ", "_of_").replace(":", "/")
-        return pathlib.Path(name, f"seed_{self.seed}")
+        return pathlib.Path(
+            self.name.replace(" of ", "_of_").replace(":", "/"), f"seed_{self.seed}"
+        )
 
     def _find(self, recipe: str) -> Run | None:
         """Returns the run of another table with this recipe, the same argument and seed."""
-        name = recipe.format(self.argument)
+        name = recipe.format(self.table.systems[self.system])
         runs = (run for table in TABLES.values() for run in table.runs([self.seed]))
         return next(run for run in runs if run.recipe == name) if recipe else None
 
@@ -76,7 +72,6 @@ class Table:
       computed: whether `ledger_computed` computes the metric, and nothing is trained.
       seeds: how many.
       form: how its numbers are written.
-      curve: key of the metric that is recorded at every evaluation.
       paper: what the paper reports, by name in the table; a pair has its own value of the first system.
       source: which paper, table and metric these are, and how they are known.
       comparable: whether the systems have learned enough for the paper's order to be looked for.
@@ -99,7 +94,6 @@ class Table:
     computed: bool = False
     seeds: int = 3
     form: str = ".1f"
-    curve: str = "score"
     paper: Mapping[str, float | list[float]] = dataclasses.field(default_factory=dict)
     source: str = ""
     comparable: bool = True

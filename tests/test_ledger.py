@@ -39,7 +39,7 @@ def test_systems_are_compared_seed_by_seed():
     assert rows["D"]["order"] is None
     counts = ledger_page.count_verdicts([table], results)
     assert counts == {"total": 1, "agrees": 1, "contrary": 0, "open": 0}
-    assert ledger_page.sign_probability([1.0, 1.1], 1) is None  # two pairs are too few
+    assert ledger_page.judge([1.0, 1.1], 1) is None  # two pairs are too few
 
 
 def test_the_page_is_what_the_ledger_writes():
