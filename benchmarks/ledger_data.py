@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 
-from synthesizer_jax.files import decode_lines
+from synthesizer_jax.base.files import decode_lines
 
 Row = dict[str, str]
 

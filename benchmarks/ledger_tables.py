@@ -113,7 +113,7 @@ def count_millions(run: Run) -> float:
     """Returns the number of parameters of a recipe's model, in millions."""
     from synthesizer_jax.cli.recipes import load_recipe
     from synthesizer_jax.costs.summary import num_elements
-    from synthesizer_jax.parameters import abstract_variables
+    from synthesizer_jax.primitives.parameters import abstract_variables
 
     experiment = load_recipe(run.recipe)
     shapes, _ = abstract_variables(experiment.model, *experiment.example)

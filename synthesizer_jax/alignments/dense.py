@@ -16,10 +16,10 @@ from synthesizer_jax.alignments.base import (
     slice_positions,
 )
 from synthesizer_jax.attention import Terms, low_rank, outer
-from synthesizer_jax.initializers import FanIn, Initializer, Normal
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Length
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length
+from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.primitives.parameters import with_axes
 
 
 @register

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from synthesizer_jax.alignments.base import Alignment, AttentionContext, project
 from synthesizer_jax.attention import Terms, low_rank
 from synthesizer_jax.attention.terms import logits_dtype
-from synthesizer_jax.initializers import FanIn, Initializer, Normal
-from synthesizer_jax.norms import RMSNorm
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Length, Positive
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length, Positive
+from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.primitives.norms import RMSNorm
 
 
 @register

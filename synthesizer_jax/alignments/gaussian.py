@@ -14,10 +14,10 @@ from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, banded, relative
 from synthesizer_jax.attention.relative import arange
 from synthesizer_jax.attention.terms import logits_dtype
-from synthesizer_jax.initializers import Initializer
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import NotEmpty, NotNegative, Positive
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import NotEmpty, NotNegative, Positive
+from synthesizer_jax.primitives.initializers import Initializer
+from synthesizer_jax.primitives.parameters import with_axes
 
 REACH = 6.0
 """Half width of the window in standard deviations: 2e-11 of the mass lies outside."""

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from synthesizer_jax.alignments.base import Alignment, AttentionContext, project
 from synthesizer_jax.attention import Split, Terms, add, scale
 from synthesizer_jax.attention.terms import repeat_heads
-from synthesizer_jax.initializers import FanIn, Initializer
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Choices, Length, NotEmpty, PyTree
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Choices, Length, NotEmpty, PyTree
+from synthesizer_jax.primitives.initializers import FanIn, Initializer
+from synthesizer_jax.primitives.parameters import with_axes
 
 Weights: TypeAlias = Annotated[str, Choices(("softmax", "sigmoid", "sum"))]
 

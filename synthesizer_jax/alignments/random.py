@@ -12,10 +12,10 @@ from synthesizer_jax.alignments.base import (
     slice_positions,
 )
 from synthesizer_jax.attention import Terms, low_rank, static
-from synthesizer_jax.initializers import Initializer, Normal
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Length
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length
+from synthesizer_jax.primitives.initializers import Initializer, Normal
+from synthesizer_jax.primitives.parameters import with_axes
 
 
 @register

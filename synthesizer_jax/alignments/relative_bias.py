@@ -11,10 +11,10 @@ from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, relative
 from synthesizer_jax.attention.relative import arange, buckets_between
 from synthesizer_jax.attention.terms import logits_dtype
-from synthesizer_jax.initializers import GlorotUniform, Initializer
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Length
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length
+from synthesizer_jax.primitives.initializers import GlorotUniform, Initializer
+from synthesizer_jax.primitives.parameters import with_axes
 
 
 @register

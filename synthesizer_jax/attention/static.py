@@ -42,7 +42,7 @@ from synthesizer_jax.attention.terms import (
     logits_dtype,
     materialize,
 )
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
 
 
 def attend_static(call: Call) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
 
 MODULUS = 2**32
 

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import pytest
 
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps, restore_variables
 from synthesizer_jax.checkpoints.placement import read_arrays
 from synthesizer_jax.evaluation.evaluator import Evaluation
 from synthesizer_jax.models import Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Constant, OptimizerRule
-from synthesizer_jax.registry import replace
 from synthesizer_jax.runs import metrics
 from synthesizer_jax.runs.events import add_event, read_events
 from synthesizer_jax.runs.events import has_stopped as has_ended_early
