@@ -53,17 +53,18 @@ class Gaussian(Alignment):
         dtype = logits_dtype(queries)
         first, width = self.window(offsets)
         if self.ratio == 1.0:
-            place = np.arange(first, first + width) - offsets[:, None]
-            weights = self.density(place, dtype)[None, None]
+            place = np.arange(first, first + width) - offsets[:, None]  # [h, w]
+            weights = self.density(place, dtype)[None, None]  # [1, 1, h, w]
             return (banded(weights, first=first, normalize=self.normalize),)
         start, length = context.query_span.start, context.query_span.length
         position = start + arange(0, length)
         if isinstance(position, jax.Array):
             position = position.astype(dtype)
-        center = jnp.asarray(self.ratio * position, dtype)
+        center = jnp.asarray(self.ratio * position, dtype)  # [q]
         starts = jnp.floor(center).astype(jnp.int32) + first
-        keys_seen = starts[:, None] + jnp.arange(width + 1)[None]
-        place = (keys_seen.astype(dtype) - center[:, None])[:, None, :]
+        keys_seen = starts[:, None] + jnp.arange(width + 1)[None]  # [q, w]
+        place = (keys_seen.astype(dtype) - center[:, None])[:, None, :]  # [q, 1, w]
+        # [q, h, w]
         weights = self.density(place - jnp.asarray(offsets, dtype)[None, :, None], dtype)
         return (banded(weights[None], starts=starts, normalize=self.normalize),)
 
@@ -108,10 +109,12 @@ class GaussianBias(Alignment):
         offsets = _cycle_offsets(self, self.offsets, context.num_heads)
         dtype = logits_dtype(queries)
         if not self.trainable:
+            # [h, distances]
             place = (arange(first, last + 1)[None] - offsets[:, None]) / self.sigma
             return (relative(jnp.asarray(-0.5 * place**2, dtype), first=first),)
         offset = self._learned("offset", offsets).astype(dtype)
         precision = self._learned("precision", np.full(context.num_heads, self.sigma**-2))
+        # [h, distances]
         distance = jnp.asarray(arange(first, last + 1), dtype)[None] - offset[:, None]
         return (relative(-0.5 * precision.astype(dtype)[:, None] * distance**2, first=first),)
 

@@ -91,7 +91,7 @@ class Mixture(Parts):
             else:
                 gate = self.param("gate", with_axes(zeros, "parts"), (1,))
                 alpha = jnp.broadcast_to(self.alpha({"gate": gate}), shape)
-            parts = [scale(terms, alpha[:, i]) for i, terms in enumerate(parts)]
+            parts = [scale(terms, alpha[:, i]) for i, terms in enumerate(parts)]  # by α_i [h]
         return add(*(term for terms in parts for term in terms))
 
     def alpha(self, params: Mapping[str, Any]) -> jax.Array:

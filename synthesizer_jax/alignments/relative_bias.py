@@ -53,7 +53,7 @@ class RelativeBias(Alignment):
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,
         )
-        return (relative(table[:, buckets], first=first),)
+        return (relative(table[:, buckets], first=first),)  # [h, distances]
 
 
 @register
@@ -72,7 +72,7 @@ class ALiBi(Alignment):
         dtype = logits_dtype(queries)
         distance = jnp.abs(arange(first, last + 1)).astype(dtype)
         slopes = jnp.asarray(alibi_slopes(context.num_heads), dtype)
-        return (relative(-slopes[:, None] * distance[None], first=first),)
+        return (relative(-slopes[:, None] * distance[None], first=first),)  # [h, distances]
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
