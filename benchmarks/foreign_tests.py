@@ -100,7 +100,7 @@ def substitute(suite: str, ours: str) -> None:
     from flax import nnx
 
     import synthesizer_jax as sj
-    import synthesizer_jax.flax_attention as replacement
+    import synthesizer_jax.linen.functional as replacement
     import synthesizer_jax.nnx as snnx
 
     replacement.nn = types.SimpleNamespace(**vars(nn))  # ours goes on calling Flax's functions

@@ -9,7 +9,7 @@ from ledger_tables import Run
 
 from synthesizer_jax.cli.recipes import load_recipe
 from synthesizer_jax.costs.summary import num_elements
-from synthesizer_jax.parameters import abstract_variables
+from synthesizer_jax.primitives.parameters import abstract_variables
 
 LENGTH, WIDTH, STEPS = 32, 64, 4000
 

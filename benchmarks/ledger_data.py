@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 
-from synthesizer_jax.files import decode_lines
+from synthesizer_jax.base.files import decode_lines
 
 Row = dict[str, str]
 

@@ -29,12 +29,12 @@ import report
 
 jax.config.update("jax_platforms", "cpu")  # otherwise an installed libtpu searches for a TPU
 
+from synthesizer_jax.base.registry import replace  # noqa: E402
 from synthesizer_jax.costs import chips  # noqa: E402
 from synthesizer_jax.data.config import DataConfig  # noqa: E402
 from synthesizer_jax.models import alignment, stacks_of, t5  # noqa: E402
 from synthesizer_jax.models.zoo import T5_1_1  # noqa: E402
 from synthesizer_jax.optimizers import Adafactor  # noqa: E402
-from synthesizer_jax.registry import replace  # noqa: E402
 from synthesizer_jax.sharding import MeshShape  # noqa: E402
 from synthesizer_jax.training import aot  # noqa: E402
 from synthesizer_jax.training.experiment import Experiment, Training  # noqa: E402

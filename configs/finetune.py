@@ -14,12 +14,12 @@ words are evaluated by ranking these; T5's published scores are those of `--set 
 
 from __future__ import annotations
 
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import Size, alignment, t5, zoo
 from synthesizer_jax.models.zoo import T5_1_1
 from synthesizer_jax.optimizers import Adafactor, Constant
-from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 
 

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
         explain,
         relative_bias,
     )
-    from synthesizer_jax.flax_attention import attention_fn
+    from synthesizer_jax.base.registry import register
+    from synthesizer_jax.linen import MultiHeadAttention, attention_fn
     from synthesizer_jax.mixers import (
         MIXERS,
         Attention,
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
         UniversalStack,
         t5,
     )
-    from synthesizer_jax.multi_head import MultiHeadAttention
     from synthesizer_jax.pretrained import (
         Decoding,
         encode,
@@ -113,6 +113,7 @@ __all__ = [
     "generate",
     "generate_with_scores",
     "load",
+    "register",
     "relative_bias",
     "t5",
 ]
@@ -120,21 +121,21 @@ __all__ = [
 _EXPORTING_MODULES = (
     "attention",
     "alignments",
-    "flax_attention",
+    "linen",
     "mixers",
     "models",
-    "multi_head",
     "pretrained",
+    "base.registry",
 )
-"""The modules that define the public names; the first one that has a name is used."""
+"""The modules that define the public names; the first one that has a name is used.
 
-_SUBMODULES = (*_EXPORTING_MODULES, "initializers", "parameters", "registry")
-"""Modules that are imported when they are accessed as attributes of the package."""
+Those that are packages are imported when they are accessed as attributes of the package, too.
+"""
 
 
 def __getattr__(name: str) -> object:
     """Imports a public name when it is first used, so that the command line starts without JAX."""
-    if name in _SUBMODULES:
+    if name in _EXPORTING_MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     for module_name in _EXPORTING_MODULES if name in __all__ else ():
         module = importlib.import_module(f"{__name__}.{module_name}")

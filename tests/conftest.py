@@ -17,8 +17,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # One cache for all workers and their children, which train the same tiny models; not the user's.
-    CACHE = tempfile.mkdtemp(prefix="synthesizer_jax_compiled_")
-    atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+    # TESTS_CACHE names a directory in which it is kept for the next run.
+    CACHE = os.environ.get("TESTS_CACHE")
+    if CACHE is None:
+        CACHE = tempfile.mkdtemp(prefix="synthesizer_jax_compiled_")
+        atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 

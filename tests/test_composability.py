@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import synthesizer_jax as sj
 from synthesizer_jax.attention import attend, banded, low_rank, static
 from synthesizer_jax.attention.attend import ROUTES
-from synthesizer_jax.parameters import ACTIVATION_AXES, LOGICAL_AXES
+from synthesizer_jax.primitives.parameters import ACTIVATION_AXES, LOGICAL_AXES
 from tests.environment import FAST_COMPILE
 
 BATCH, LENGTH, HEADS, WIDTH = 4, 6, 2, 3

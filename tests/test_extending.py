@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from synthesizer_jax.registry import from_json, replace, to_json
+from synthesizer_jax.base.registry import from_json, replace, to_json
 from synthesizer_jax.sharding import MeshShape, make_mesh, partition_spec, register_mesh_axis
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import CopyStream, experiment

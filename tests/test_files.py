@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from synthesizer_jax.files import new_directory, open_atomic, temporary_directory, write_atomic
+from synthesizer_jax.base.files import new_directory, open_atomic, temporary_directory, write_atomic
 
 
 @pytest.mark.parametrize("content", ["Größe\n", "Größe\n".encode(), ["Grö", "ße\n"]], ids=repr)
@@ -51,7 +51,7 @@ def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
 
 KILLED = """
 import os, pathlib, signal, sys
-from synthesizer_jax.files import new_directory
+from synthesizer_jax.base.files import new_directory
 with new_directory(pathlib.Path(sys.argv[1])):
     os.kill(os.getpid(), signal.SIGKILL)
 """

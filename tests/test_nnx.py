@@ -33,7 +33,7 @@ from synthesizer_jax import (
 from synthesizer_jax import nnx as snnx
 from synthesizer_jax.inference import decode
 from synthesizer_jax.models import Memory, Size
-from synthesizer_jax.parameters import ACTIVATION_AXES, LOGICAL_AXES, abstract_variables
+from synthesizer_jax.primitives.parameters import ACTIVATION_AXES, LOGICAL_AXES, abstract_variables
 
 D, HEADS, LENGTH, VOCAB = 8, 2, 6, 12
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, LENGTH, D)), jnp.float32)

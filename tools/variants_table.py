@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments import ALIGNMENTS, Bilinear, DotProduct, Random
 from synthesizer_jax.attention import Mask
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.costs.summary import flops, num_elements
 from synthesizer_jax.mixers import MIXERS, Attention, Mixer
 from synthesizer_jax.mixers.base import MixerCache
-from synthesizer_jax.parameters import apply_method
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.primitives.parameters import apply_method
 
 Layer = TypeVar("Layer", bound=nn.Module)
 

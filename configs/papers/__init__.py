@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from synthesizer_jax.recipes import pretrain
 
 from synthesizer_jax.alignments import Alignment, DotProduct, Gaussian
-from synthesizer_jax.initializers import Normal
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.mixers import (
     Attention,
     DynamicConvolution,
@@ -25,7 +25,7 @@ from synthesizer_jax.models import EncoderDecoder, Run, Size, t5
 from synthesizer_jax.models.layers import LearnedPositions, SinusoidalPositions
 from synthesizer_jax.models.zoo import VARIANTS, dot_product
 from synthesizer_jax.optimizers import AdamW, Cosine
-from synthesizer_jax.registry import replace
+from synthesizer_jax.primitives.initializers import Normal
 from synthesizer_jax.training.experiment import Training
 
 Dot: TypeAlias = Literal["scaled", "t5"]

@@ -15,9 +15,9 @@ from synthesizer_jax.recipes.papers import self_attentions, small_training
 
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
-from synthesizer_jax.initializers import Normal
 from synthesizer_jax.models import Encoder, Size, t5
 from synthesizer_jax.models.layers import SinusoidalPositions
+from synthesizer_jax.primitives.initializers import Normal
 from synthesizer_jax.training.experiment import Evaluation, Experiment
 
 SIZE = Size(d_model=128, layers=2, d_ff=512, heads=4, head_dim=32)

@@ -29,16 +29,16 @@ from synthesizer_jax.recipes.papers import (
 )
 
 from synthesizer_jax.alignments import Alignment, FactorizedRandom, Mixture, Random
+from synthesizer_jax.base.registry import replace
+from synthesizer_jax.base.typing import Choices
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
-from synthesizer_jax.initializers import Normal
 from synthesizer_jax.mixers import Attention, Mixer
 from synthesizer_jax.models import EncoderDecoder, Size, t5, zoo
 from synthesizer_jax.optimizers import Adafactor, AdamW, Constant, Cosine
-from synthesizer_jax.registry import replace
+from synthesizer_jax.primitives.initializers import Normal
 from synthesizer_jax.tasks import synthetic as synthetic_tasks
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
-from synthesizer_jax.typing import Choices
 
 Part = TypeVar("Part", bound=Mixer | Alignment)
 SizeName: TypeAlias = Annotated[str, Choices(tuple(zoo.T5_1_1))]

@@ -25,6 +25,8 @@ from synthesizer_jax.recipes.papers import (
 )
 
 from synthesizer_jax.alignments import Alignment
+from synthesizer_jax.base.registry import replace
+from synthesizer_jax.base.typing import Length
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.vocabularies import SentencePiece
@@ -33,9 +35,7 @@ from synthesizer_jax.models.layers import SinusoidalPositions
 from synthesizer_jax.models.published import bert
 from synthesizer_jax.models.zoo import language_model
 from synthesizer_jax.optimizers import AdamW, Linear
-from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment
-from synthesizer_jax.typing import Length
 
 Positions: TypeAlias = Literal["relative", "sinusoidal"]
 

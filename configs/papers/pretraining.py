@@ -14,8 +14,8 @@ from __future__ import annotations
 from synthesizer_jax.recipes import pretrain
 from synthesizer_jax.recipes.papers import laptop_model
 
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.models import ZOO, EncoderDecoder, Run, UniversalStack
-from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Experiment
 
 

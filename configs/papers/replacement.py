@@ -20,12 +20,12 @@ from typing import Literal, TypeAlias
 from synthesizer_jax.recipes.papers import small_training, transformer, translation
 
 from synthesizer_jax.alignments import Alignment, Random
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.distillation.distill import Distillation
 from synthesizer_jax.distillation.replacement import Replacement
 from synthesizer_jax.mixers import Mixer, SentenceFeedForward, TokenFeedForward
 from synthesizer_jax.models import Size
 from synthesizer_jax.optimizers import AdamW, Cosine
-from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Experiment, Training
 
 Place: TypeAlias = Literal["encoder", "decoder", "cross"]

@@ -20,13 +20,13 @@ from typing import Literal, TypeAlias
 from synthesizer_jax.recipes.papers import transformer
 
 from synthesizer_jax.alignments import Gaussian
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import EncoderDecoder, Size, Stack
 from synthesizer_jax.models.published import RATIO_IWSLT, RATIO_WMT, hard_coded
 from synthesizer_jax.optimizers import AdamW, Linear, Noam, Schedule
-from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 
 HardCoded: TypeAlias = Literal["base", "hc_sa", "hc_all", "sh_x"]

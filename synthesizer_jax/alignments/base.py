@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 
 from synthesizer_jax.attention import Span, Terms
 from synthesizer_jax.attention.masks import is_concrete
-from synthesizer_jax.initializers import FanIn, Initializer
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.products import dense_product
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.primitives.initializers import FanIn, Initializer
+from synthesizer_jax.primitives.parameters import with_axes
+from synthesizer_jax.primitives.products import dense_product
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,10 @@ from synthesizer_jax.alignments.base import (
     slice_positions,
 )
 from synthesizer_jax.attention import Terms, low_rank, outer
-from synthesizer_jax.initializers import FanIn, Initializer, Normal
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Length
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length
+from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.primitives.parameters import with_axes
 
 
 @register
@@ -48,6 +48,7 @@ class Dense(Alignment):
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         check_length(self, self.max_length, context.query_span, context.key_span)
+        # [b, q, h, e]
         hidden = _hidden(queries, self.hidden_dim or context.head_dim, self.hidden_init, context)
         width = hidden.shape[-1]
         init = self.table_init or Normal(width**-0.5)
@@ -56,9 +57,10 @@ class Dense(Alignment):
             with_axes(init, "heads", "key_length", "synth_hidden"),
             (1 if self.share_heads else context.num_heads, self.max_length, width),
         )
+        # [h or 1, k, e]
         rows = slice_positions(table, context.key_span, axis=1).astype(hidden.dtype)
         rows = jnp.broadcast_to(rows, (context.num_heads, *rows.shape[1:]))
-        return (low_rank(hidden, rows.swapaxes(0, 1)[None], token_keys=False),)
+        return (low_rank(hidden, rows.swapaxes(0, 1)[None], token_keys=False),)  # keys [1, k, h, e]
 
 
 @register

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from synthesizer_jax.alignments.base import Alignment, AttentionContext, project
 from synthesizer_jax.attention import Terms, low_rank
 from synthesizer_jax.attention.terms import logits_dtype
-from synthesizer_jax.initializers import FanIn, Initializer, Normal
-from synthesizer_jax.norms import RMSNorm
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Length, Positive
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length, Positive
+from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.primitives.norms import RMSNorm
 
 
 @register
@@ -95,11 +95,12 @@ def rotate(x: jax.Array, position: int | jax.Array, *, base: float) -> jax.Array
     if width % 2:
         raise ValueError(f"DotProduct: rotary positions need an even head_dim, not {width}")
     dtype = logits_dtype(x)
-    speed = base ** (-jnp.arange(0, width, 2, dtype=dtype) / width)
+    speed = base ** (-jnp.arange(0, width, 2, dtype=dtype) / width)  # [width / 2]
     if jnp.ndim(position) == 0:
         position = (position + jnp.arange(length))[None]
+    # [b or 1, n, 1, width / 2]
     angle = jnp.asarray(position, dtype)[..., None, None] * speed[None, None, None]
-    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+    first, second = jnp.split(x.astype(dtype), 2, axis=-1)  # [b, n, h, width / 2] each
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
@@ -131,5 +132,6 @@ class Bilinear(Alignment):
             name="query",
             kernel_init=self.query_init or Normal(1.0 / width),
         )
+        # [b, k, h, d]
         keys = jnp.broadcast_to(keys[:, :, None], (*keys.shape[:2], context.num_heads, width))
         return (low_rank(queries, keys, token_keys=True),)

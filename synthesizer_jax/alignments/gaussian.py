@@ -14,10 +14,10 @@ from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, banded, relative
 from synthesizer_jax.attention.relative import arange
 from synthesizer_jax.attention.terms import logits_dtype
-from synthesizer_jax.initializers import Initializer
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import NotEmpty, NotNegative, Positive
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import NotEmpty, NotNegative, Positive
+from synthesizer_jax.primitives.initializers import Initializer
+from synthesizer_jax.primitives.parameters import with_axes
 
 REACH = 6.0
 """Half width of the window in standard deviations: 2e-11 of the mass lies outside."""
@@ -53,17 +53,18 @@ class Gaussian(Alignment):
         dtype = logits_dtype(queries)
         first, width = self.window(offsets)
         if self.ratio == 1.0:
-            place = np.arange(first, first + width) - offsets[:, None]
-            weights = self.density(place, dtype)[None, None]
+            place = np.arange(first, first + width) - offsets[:, None]  # [h, w]
+            weights = self.density(place, dtype)[None, None]  # [1, 1, h, w]
             return (banded(weights, first=first, normalize=self.normalize),)
         start, length = context.query_span.start, context.query_span.length
         position = start + arange(0, length)
         if isinstance(position, jax.Array):
             position = position.astype(dtype)
-        center = jnp.asarray(self.ratio * position, dtype)
+        center = jnp.asarray(self.ratio * position, dtype)  # [q]
         starts = jnp.floor(center).astype(jnp.int32) + first
-        keys_seen = starts[:, None] + jnp.arange(width + 1)[None]
-        place = (keys_seen.astype(dtype) - center[:, None])[:, None, :]
+        keys_seen = starts[:, None] + jnp.arange(width + 1)[None]  # [q, w]
+        place = (keys_seen.astype(dtype) - center[:, None])[:, None, :]  # [q, 1, w]
+        # [q, h, w]
         weights = self.density(place - jnp.asarray(offsets, dtype)[None, :, None], dtype)
         return (banded(weights[None], starts=starts, normalize=self.normalize),)
 
@@ -108,10 +109,12 @@ class GaussianBias(Alignment):
         offsets = _cycle_offsets(self, self.offsets, context.num_heads)
         dtype = logits_dtype(queries)
         if not self.trainable:
+            # [h, distances]
             place = (arange(first, last + 1)[None] - offsets[:, None]) / self.sigma
             return (relative(jnp.asarray(-0.5 * place**2, dtype), first=first),)
         offset = self._learned("offset", offsets).astype(dtype)
         precision = self._learned("precision", np.full(context.num_heads, self.sigma**-2))
+        # [h, distances]
         distance = jnp.asarray(arange(first, last + 1), dtype)[None] - offset[:, None]
         return (relative(-0.5 * precision.astype(dtype)[:, None] * distance**2, first=first),)
 

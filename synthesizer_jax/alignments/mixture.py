@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from synthesizer_jax.alignments.base import Alignment, AttentionContext, project
 from synthesizer_jax.attention import Split, Terms, add, scale
 from synthesizer_jax.attention.terms import repeat_heads
-from synthesizer_jax.initializers import FanIn, Initializer
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Choices, Length, NotEmpty, PyTree
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Choices, Length, NotEmpty, PyTree
+from synthesizer_jax.primitives.initializers import FanIn, Initializer
+from synthesizer_jax.primitives.parameters import with_axes
 
 Weights: TypeAlias = Annotated[str, Choices(("softmax", "sigmoid", "sum"))]
 
@@ -91,7 +91,7 @@ class Mixture(Parts):
             else:
                 gate = self.param("gate", with_axes(zeros, "parts"), (1,))
                 alpha = jnp.broadcast_to(self.alpha({"gate": gate}), shape)
-            parts = [scale(terms, alpha[:, i]) for i, terms in enumerate(parts)]
+            parts = [scale(terms, alpha[:, i]) for i, terms in enumerate(parts)]  # by α_i [h]
         return add(*(term for terms in parts for term in terms))
 
     def alpha(self, params: Mapping[str, Any]) -> jax.Array:

@@ -12,10 +12,10 @@ from synthesizer_jax.alignments.base import (
     slice_positions,
 )
 from synthesizer_jax.attention import Terms, low_rank, static
-from synthesizer_jax.initializers import Initializer, Normal
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Length
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length
+from synthesizer_jax.primitives.initializers import Initializer, Normal
+from synthesizer_jax.primitives.parameters import with_axes
 
 
 @register
@@ -49,7 +49,7 @@ class Random(Alignment):
             table = self.variable(
                 "constants", "table", lambda: init(self.make_rng("params"), shape)
             ).value
-        rows = slice_positions(table, context.query_span, axis=1)
+        rows = slice_positions(table, context.query_span, axis=1)  # [h, q, max_length]
         return (static(slice_positions(rows, context.key_span, axis=2)),)
 
 
@@ -82,6 +82,8 @@ class FactorizedRandom(Alignment):
         columns = self.param(
             "key_factor", with_axes(self.factor_init, "heads", "key_length", "rank"), shape
         )
+        # [1, q, h, r]
         rows = slice_positions(rows, context.query_span, axis=1).swapaxes(0, 1)[None]
+        # [1, k, h, r]
         columns = slice_positions(columns, context.key_span, axis=1).swapaxes(0, 1)[None]
         return (low_rank(rows, columns, token_keys=False, token_queries=False),)

@@ -11,10 +11,10 @@ from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, relative
 from synthesizer_jax.attention.relative import arange, buckets_between
 from synthesizer_jax.attention.terms import logits_dtype
-from synthesizer_jax.initializers import GlorotUniform, Initializer
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Length
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length
+from synthesizer_jax.primitives.initializers import GlorotUniform, Initializer
+from synthesizer_jax.primitives.parameters import with_axes
 
 
 @register
@@ -53,7 +53,7 @@ class RelativeBias(Alignment):
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,
         )
-        return (relative(table[:, buckets], first=first),)
+        return (relative(table[:, buckets], first=first),)  # [h, distances]
 
 
 @register
@@ -72,7 +72,7 @@ class ALiBi(Alignment):
         dtype = logits_dtype(queries)
         distance = jnp.abs(arange(first, last + 1)).astype(dtype)
         slopes = jnp.asarray(alibi_slopes(context.num_heads), dtype)
-        return (relative(-slopes[:, None] * distance[None], first=first),)
+        return (relative(-slopes[:, None] * distance[None], first=first),)  # [h, distances]
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:

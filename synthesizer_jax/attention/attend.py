@@ -24,7 +24,13 @@ from synthesizer_jax.attention.packed import (
     cover_distances,
     unpacked_lengths,
 )
-from synthesizer_jax.attention.partition import Partition
+from synthesizer_jax.attention.partition import (
+    Partition,
+    axes_along,
+    axes_of_type,
+    in_auto_mode,
+    match_varying_axes,
+)
 from synthesizer_jax.attention.reference import attend_reference, softmax_weights
 from synthesizer_jax.attention.static import attend_static
 from synthesizer_jax.attention.static import kernel_obstacle as static_kernel_obstacle
@@ -42,13 +48,7 @@ from synthesizer_jax.attention.terms import (
     repeat_heads,
     uses_segment_positions,
 )
-from synthesizer_jax.surrounding_mesh import (
-    axes_along,
-    axes_of_type,
-    in_auto_mode,
-    match_varying_axes,
-)
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
 
 ROUTES: dict[str, Callable[[Call], jax.Array]] = {
     "static": attend_static,

@@ -57,20 +57,20 @@ def materialize_banded(
     With `positions` ``[b, q]`` and ``[b, k]`` inside packed segments the windows refer to these.
     """
     weights, width = term.weights.astype(logits_dtype(term.weights)), term.weights.shape[-1]
-    first_key = _first_tap_keys(term, mask, q_length)[None]
+    first_key = _first_tap_keys(term, mask, q_length)[None]  # [1, q]
     key = jnp.arange(k_length)[None]
     if positions is not None:
         q_positions, key = positions
         first_key = _first_tap_keys(term, mask, first_key.shape[1])[q_positions]
         if weights.shape[0] == 1 and weights.shape[1] > 1:
             weights = weights[0][q_positions]
-    tap = (key[:, None, :] - first_key[:, :, None])[:, :, None, :]
+    tap = (key[:, None, :] - first_key[:, :, None])[:, :, None, :]  # [b or 1, q, 1, k]
     batch = max(weights.shape[0], tap.shape[0])
     weights = jnp.broadcast_to(weights, (batch, q_length, *weights.shape[2:]))
     if width == 0:
         return jnp.zeros((batch, weights.shape[2], q_length, k_length), weights.dtype)
-    dense = jnp.take_along_axis(weights, jnp.clip(tap, 0, width - 1), axis=-1)
-    dense = jnp.where((tap >= 0) & (tap < width), dense, 0).swapaxes(1, 2)
+    dense = jnp.take_along_axis(weights, jnp.clip(tap, 0, width - 1), axis=-1)  # [b or 1, q, h, k]
+    dense = jnp.where((tap >= 0) & (tap < width), dense, 0).swapaxes(1, 2)  # [b or 1, h, q, k]
     pairs = mask.pairs(q_length, k_length)
     dense = dense if pairs is None else jnp.where(pairs, dense, 0)
     if not term.normalize:
@@ -111,7 +111,7 @@ def _tap_mask(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.
     if pairs is None:
         return None
     width = term.weights.shape[-1]
-    key = _first_tap_keys(term, mask, q_length)[:, None] + jnp.arange(width)[None]
+    key = _first_tap_keys(term, mask, q_length)[:, None] + jnp.arange(width)[None]  # [q, w]
     in_row = (key >= 0) & (key < k_length)
     allowed = jnp.take_along_axis(pairs, jnp.clip(key, 0, k_length - 1)[None, None], axis=-1)
     return (allowed & in_row[None, None]).swapaxes(1, 2)
@@ -131,7 +131,7 @@ def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -
     else:  # in a decoding loop the start may be any position up to the last key
         sides = (length, length, 0)
     padding = [(0, 0, 0), sides, (0, 0, 0), (0, 0, 0)]
-    window = jax.lax.pad(values, jnp.zeros((), values.dtype), padding)
+    window = jax.lax.pad(values, jnp.zeros((), values.dtype), padding)  # [b, q + w - 1, h, e]
     if not isinstance(start, int):
         window = jax.lax.dynamic_slice_in_dim(window, start + length, length, axis=1)
     return _sum_shifted_values(term.weights, window, q_length)
@@ -200,7 +200,7 @@ def _sum_gathered_values(weights: jax.Array, values: jax.Array, starts: jax.Arra
     dtype, k_length = logits_dtype(values), values.shape[1]
 
     def weigh_tap(t: int) -> jax.Array:
-        key = starts + t
+        key = starts + t  # [q]
         in_row = (key >= 0) & (key < k_length)
         tap_values = jnp.take(values, jnp.clip(key, 0, k_length - 1), axis=1).astype(dtype)
         tap_values = jnp.where(in_row[None, :, None, None], tap_values, 0)

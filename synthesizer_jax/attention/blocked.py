@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.partition import match_varying_axes
 from synthesizer_jax.attention.terms import (
     LowRank,
     Outer,
@@ -30,8 +31,7 @@ from synthesizer_jax.attention.terms import (
     expand_diagonals,
     logits_dtype,
 )
-from synthesizer_jax.surrounding_mesh import match_varying_axes
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
 
 _Term = TypeVar("_Term", bound=Term)
 _Tree = TypeVar("_Tree")

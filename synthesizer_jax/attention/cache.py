@@ -11,7 +11,7 @@ import numpy as np
 
 from synthesizer_jax.attention.masks import Mask, is_concrete
 from synthesizer_jax.attention.terms import Banded, Terms, map_arrays
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
 
 Values: TypeAlias = PyTree
 """An array ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]`` that a mixer makes of each token."""

@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
 
 _Output = TypeVar("_Output")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
 
 _log = logging.getLogger("synthesizer_jax.attention")
 

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from synthesizer_jax.attention.attend import FEW_LOGITS, attend
 from synthesizer_jax.attention.fused import CHECKPOINT_NAME
 from synthesizer_jax.attention.masks import Mask, add_pattern
-from synthesizer_jax.attention.partition import Partition
+from synthesizer_jax.attention.partition import Partition, axes_along, axes_of_type, in_auto_mode
 from synthesizer_jax.attention.relative import RelativeTable
 from synthesizer_jax.attention.terms import (
     LowRank,
@@ -24,7 +24,6 @@ from synthesizer_jax.attention.terms import (
     logits_dtype,
     low_rank,
 )
-from synthesizer_jax.surrounding_mesh import axes_along, axes_of_type, in_auto_mode
 
 NAME = "dot_product_attention"
 

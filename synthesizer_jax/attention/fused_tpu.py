@@ -39,7 +39,7 @@ from synthesizer_jax.attention.tpu import (
     roll_diagonals,
     sum_diagonals,
 )
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
 
 TILE = 256 * 1024
 """Most logits of a program: 1 MiB in float32, of which about six live at once in 16 MiB."""

@@ -32,7 +32,7 @@ def attend_reference(call: Call) -> jax.Array:
         soft_cap=call.soft_cap,
         sinks=call.sinks,
     )
-    weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))
+    weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))  # [b, h, q, k]
     out = jnp.einsum(
         "bhqk,bkhe->bqhe",
         weights.astype(values.dtype),
@@ -84,7 +84,7 @@ def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
 
 @jax.custom_jvp
 def _softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
-    row_max = jnp.max(logits, axis=-1, keepdims=True)
+    row_max = jnp.max(logits, axis=-1, keepdims=True)  # [..., 1]
     weights = jnp.exp(logits - jnp.where(row_max == -jnp.inf, 0, row_max))
     if pairs is not None:
         weights = jnp.where(pairs, weights, 0)
@@ -124,10 +124,10 @@ def materialize_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int
         )
         by_query, by_key = term.has_absolute_positions(mask)
         if by_query and mask.query_segments is not None:
-            q_positions = segment_positions(mask.query_segments)[:, None, :, None]
+            q_positions = segment_positions(mask.query_segments)[:, None, :, None]  # [b, 1, q, 1]
             logits = jnp.take_along_axis(logits, q_positions, axis=2)
         if by_key and mask.key_segments is not None:
-            k_positions = segment_positions(mask.key_segments)[:, None, None, :]
+            k_positions = segment_positions(mask.key_segments)[:, None, None, :]  # [b, 1, 1, k]
             logits = jnp.take_along_axis(logits, k_positions, axis=3)
         total = logits if total is None else total + logits
     assert total is not None

@@ -42,7 +42,7 @@ from synthesizer_jax.attention.terms import (
     logits_dtype,
     materialize,
 )
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
 
 
 def attend_static(call: Call) -> jax.Array:
@@ -139,7 +139,7 @@ def _attend_static_fwd(
     is_exact = _all_when_mapped(jnp.all(inverse_row_sum < 1 / MIN_ROW_SUM))
 
     def run_loop() -> tuple[jax.Array, jax.Array, jax.Array]:
-        rows = lambda x: x[..., 0].transpose(2, 1, 0)
+        rows = lambda x: x[..., 0].transpose(2, 1, 0)  # [b, q, h, 1] → [h, q, b]
         out, stats = blocked.forward(q_length, inputs)
         return out, rows(stats.inverse_row_sum), rows(stats.row_max)
 
@@ -172,7 +172,7 @@ def _attend_static_bwd(
     inverse_row_sum, row_max, is_exact = residuals
 
     def run_loop() -> FusedInputs:
-        rows = (x.transpose(2, 1, 0)[..., None] for x in (row_max, inverse_row_sum))
+        rows = (x.transpose(2, 1, 0)[..., None] for x in (row_max, inverse_row_sum))  # [b, q, h, 1]
         delta = softmax_vjp_delta(out, dout, row_max.dtype)
         return blocked.backward(inputs, SoftmaxStats(*rows), delta, dout)
 
@@ -187,7 +187,7 @@ def _matmul_fwd(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, jax.Arra
     _, biases, values, mask, _ = inputs
     logits, queries = _logits(q_length, values.shape[1], biases), mask.queries(q_length)
     if _is_separable(mask):
-        weights = softmax(logits, mask.band_pairs(*logits.shape[1:]))
+        weights = softmax(logits, mask.band_pairs(*logits.shape[1:]))  # [h, q, k]
         out = jax.vmap(_weighted_sum, (0, 2), 2)(weights, values).astype(values.dtype)
         return out if queries is None else jnp.where(queries[..., None, None], out, 0), None
     dtype = logits_dtype(logits, values)
@@ -211,6 +211,7 @@ def _matmul_fwd(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, jax.Arra
         inverse_row_sum = jnp.where(has_keys, 1 / jnp.maximum(row_sum, MIN_ROW_SUM), 0)
         # O = E (m ∘ V) / l
         out = sum(map(_weighted_sum, numerators, _mask_values(values, regions)))
+        # [b, q, e], [q, b]
         return (out * inverse_row_sum.T[..., None]).astype(values.dtype), inverse_row_sum
 
     args = logits, _shared_max(logits, values, mask), values
@@ -244,7 +245,7 @@ def _matmul_bwd(
     else:
         # delta = Σ_e dO ∘ O
         delta = softmax_vjp_delta(out, dout, inverse_row_sum.dtype)
-        scaled_delta = delta[..., 0].transpose(2, 1, 0) * inverse_row_sum
+        scaled_delta = delta[..., 0].transpose(2, 1, 0) * inverse_row_sum  # [h, q, b]
         args = (
             logits,
             _shared_max(logits, values, mask),
@@ -371,6 +372,7 @@ def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
 
     That is one matrix product, in float32 or wider; the weights are rounded to the values' dtype.
     """
+    # [q, k] · [k, b e] → [q, b e]
     out = _matmul(weights.astype(values.dtype), _in_columns(values), (1, 0))
     return out.reshape(out.shape[0], -1, values.shape[2]).swapaxes(0, 1)
 
@@ -379,12 +381,12 @@ def _weighted_sum_vjp(
     weights: jax.Array, values: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the cotangents of `_weighted_sum`'s weights and values, from that of its result."""
-    dout = _in_columns(dout.astype(values.dtype))
+    dout = _in_columns(dout.astype(values.dtype))  # [q, b e]
     # dV = Wᵀ dO
-    dvalues = _matmul(weights.astype(values.dtype), dout, (0, 0))
+    dvalues = _matmul(weights.astype(values.dtype), dout, (0, 0))  # [k, b e]
     dvalues = dvalues.reshape(dvalues.shape[0], -1, values.shape[2]).swapaxes(0, 1)
     # dW = dO Vᵀ, summed over examples
-    dweights = _matmul(dout, _in_columns(values), (1, 1))
+    dweights = _matmul(dout, _in_columns(values), (1, 1))  # [q, k]
     return dweights.astype(weights.dtype), dvalues.astype(values.dtype)
 
 

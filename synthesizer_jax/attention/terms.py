@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
 
 Axes: TypeAlias = tuple[str | None, ...]
 """What the axes of a term's array are: ``"b"``, ``"q"``, ``"k"``, ``"h"``, or None for others."""

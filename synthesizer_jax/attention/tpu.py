@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from synthesizer_jax.attention.blocked import Biases, FusedInputs
 from synthesizer_jax.attention.terms import logits_dtype
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
 
 VMEM = 32 * 2**20
 """What a program may take of a core's vector memory, which is that large from TPU v4 on."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
 
 MODULUS = 2**32
 
@@ -53,7 +53,7 @@ def _partial_checksums(x: ArrayLike) -> list[jax.Array]:
     if not isinstance(x, jax.Array):
         return [_sum(jnp.asarray(x), np.zeros(np.ndim(x), np.uint32))]
     return [
-        _sum(shard.data, np.array([s.start or 0 for s in shard.index], np.uint32))
+        _sum(shard.data, jax.device_put(np.array([s.start or 0 for s in shard.index], np.uint32)))
         for shard in x.addressable_shards
         if shard.replica_id == 0
     ]

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from synthesizer_jax.files import describing
+from synthesizer_jax.base.files import describing
 
 CONTENTS = "contents"
 """Name of the item, a directory with one file."""

@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 import orbax.checkpoint as ocp
 
+from synthesizer_jax.base.files import absolute, in_bucket, is_storage_error
+from synthesizer_jax.base.messages import one_line_error
+from synthesizer_jax.base.registry import fields_of
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints import checksums
 from synthesizer_jax.checkpoints.contents import (
     CONTENTS,
@@ -29,12 +33,8 @@ from synthesizer_jax.checkpoints.placement import (
     read_arrays,
     read_variables,
 )
-from synthesizer_jax.files import absolute, in_bucket, is_storage_error
-from synthesizer_jax.messages import one_line_error
-from synthesizer_jax.parameters import Variables
-from synthesizer_jax.registry import fields_of
-from synthesizer_jax.runtime import processes
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.hosts import processes
+from synthesizer_jax.primitives.parameters import Variables
 
 COMMITTED = "commit_success.txt"
 """Orbax's file that marks a finished checkpoint in a bucket."""

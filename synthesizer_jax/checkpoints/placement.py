@@ -11,10 +11,10 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import AbstractMesh, Mesh
 
-from synthesizer_jax.files import absolute
-from synthesizer_jax.parameters import Variables, abstract_variables
+from synthesizer_jax.base.files import absolute
+from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.primitives.parameters import Variables, abstract_variables
 from synthesizer_jax.sharding import MeshShape, make_mesh, shardings
-from synthesizer_jax.typing import PyTree
 
 
 def place_variables(

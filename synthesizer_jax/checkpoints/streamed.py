@@ -16,10 +16,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.typing import ArrayLike
 
+from synthesizer_jax.base.files import absolute
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints import checksums
 from synthesizer_jax.checkpoints.contents import CONTENTS, CONTENTS_FILE, Contents
-from synthesizer_jax.files import absolute
-from synthesizer_jax.typing import PyTree
 
 AHEAD = 256 * 2**20
 """Bytes of arrays that are written at the same time; one array is, whatever its size."""

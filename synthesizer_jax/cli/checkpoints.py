@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from synthesizer_jax.base.typing import Count, Length, Number, Range
 from synthesizer_jax.cli.options import Imports
-from synthesizer_jax.typing import Count, Length, Number, Range
 
 
 def convert(

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
+from synthesizer_jax.base.files import storage_path
+from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.base.typing import Count, Number, Range
 from synthesizer_jax.cli.options import DataDir, Imports, print_table
 from synthesizer_jax.data.vocabularies import EOS, EXTRA_IDS, Bytes, SentencePiece
-from synthesizer_jax.files import storage_path
-from synthesizer_jax.messages import did_you_mean
-from synthesizer_jax.typing import Count, Number, Range
 
 SHOWN_TOKENS = 24
 

@@ -16,9 +16,9 @@ import time
 
 import typer
 
+from synthesizer_jax.base.files import in_bucket
+from synthesizer_jax.base.typing import Count, NotNegative
 from synthesizer_jax.cli.options import DataDir
-from synthesizer_jax.files import in_bucket
-from synthesizer_jax.typing import Count, NotNegative
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu")
 SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
@@ -40,7 +40,7 @@ def doctor(
     import jax
 
     from synthesizer_jax.costs.host_memory import free_memory
-    from synthesizer_jax.runtime import processes
+    from synthesizer_jax.hosts import processes
 
     processes.join_group(timeout=timeout)
     own = {"Python": platform.python_version()}
@@ -88,8 +88,8 @@ def local(command: list[str], *, processes: Count = 2, devices: Count | None = N
       processes: number of processes.
       devices: CPU devices of each process; by default JAX's number.
     """
-    from synthesizer_jax.runtime.preemption import EXIT_CODES
-    from synthesizer_jax.runtime.processes import ADDRESS, PROCESS, PROCESSES
+    from synthesizer_jax.hosts.preemption import EXIT_CODES
+    from synthesizer_jax.hosts.processes import ADDRESS, PROCESS, PROCESSES
 
     with socket.create_server(("127.0.0.1", 0)) as server:  # a port on which no process listens
         address = f"127.0.0.1:{server.getsockname()[1]}"

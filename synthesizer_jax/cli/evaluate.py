@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from synthesizer_jax.base.typing import Count
 from synthesizer_jax.cli.options import DataDir, Imports, OpenRun, open_run, print_table
-from synthesizer_jax.typing import Count
 
 if TYPE_CHECKING:
+    from synthesizer_jax.base.typing import PyTree
     from synthesizer_jax.evaluation.averages import Results
     from synthesizer_jax.evaluation.evaluator import Evaluator
     from synthesizer_jax.evaluation.scoring import TaskResult
-    from synthesizer_jax.typing import PyTree
 
 POLL_SECONDS = 10.0
 TEST = "test"
@@ -60,7 +60,7 @@ def evaluate(
         the results.
     """
     from synthesizer_jax.evaluation import files
-    from synthesizer_jax.runtime import processes
+    from synthesizer_jax.hosts import processes
 
     changes = _given(method=method, split=split, max_examples=max_examples, batch_size=batch_size)
     run, evaluator = _open(workdir, imports, data_dir, task, changes)
@@ -111,7 +111,7 @@ def predict(
       batch_size: examples per batch.
     """
     from synthesizer_jax.evaluation.leaderboards import write_submission
-    from synthesizer_jax.runtime import processes
+    from synthesizer_jax.hosts import processes
 
     changes = _given(method=method, batch_size=batch_size, split=split, loss_batches=0)
     changes["max_examples"] = max_examples  # by default all, whatever the recipe evaluates
@@ -142,8 +142,8 @@ def _open(
     changes: Mapping[str, object],
 ) -> tuple[OpenRun, Evaluator]:
     """Opens a run and the examples of some tasks (None: all), and prints which have none in the split."""
-    from synthesizer_jax.registry import replace
-    from synthesizer_jax.runtime import processes
+    from synthesizer_jax.base.registry import replace
+    from synthesizer_jax.hosts import processes
     from synthesizer_jax.tasks.task_registry import default_data_dir
     from synthesizer_jax.training.run_data import open_evaluator
 
@@ -175,8 +175,8 @@ def _measure(
       The folder of its files, and the results; see `Evaluator.measure`.
     """
     from synthesizer_jax.evaluation import files
+    from synthesizer_jax.hosts import processes
     from synthesizer_jax.runs.progress import show_phases
-    from synthesizer_jax.runtime import processes
 
     split = evaluator.evaluation.split
     other = None if split == run.experiment.evaluation.split else split
@@ -202,8 +202,8 @@ def _restore_checkpoints(
     until it has stopped early.
     """
     from synthesizer_jax.checkpoints import manager
+    from synthesizer_jax.hosts import processes
     from synthesizer_jax.runs.events import has_stopped
-    from synthesizer_jax.runtime import processes
 
     if not every and not follow:
         yield run.restore(step)

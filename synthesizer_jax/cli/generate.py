@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
+from synthesizer_jax.base.files import decode_lines, in_bucket, write_atomic
+from synthesizer_jax.base.typing import Count, Number
 from synthesizer_jax.cli.options import Imports, open_run
-from synthesizer_jax.files import decode_lines, in_bucket, write_atomic
-from synthesizer_jax.typing import Count, Number
 
 
 def generate(

@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 import typer
 
+from synthesizer_jax.base.files import is_storage_error
+from synthesizer_jax.base.messages import escape_controls
 from synthesizer_jax.cli import checkpoints, data, doctor, evaluate, plan, report, train
 from synthesizer_jax.cli.generate import generate
 from synthesizer_jax.cli.options import as_command
-from synthesizer_jax.files import is_storage_error
-from synthesizer_jax.messages import escape_controls
-from synthesizer_jax.runtime.compilation_cache import enable_compilation_cache
+from synthesizer_jax.hosts.compilation_cache import enable_compilation_cache
 from synthesizer_jax.version import __version__
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -117,7 +117,7 @@ def run() -> None:
     try:
         app()
     except Exception as error:
-        preemption = sys.modules.get("synthesizer_jax.runtime.preemption")
+        preemption = sys.modules.get("synthesizer_jax.hosts.preemption")
         if preemption is not None and isinstance(error, preemption.Preempted):
             print(error, file=sys.stderr)
             sys.exit(error.exit_code)
@@ -128,7 +128,7 @@ def run() -> None:
             traceback.print_exception(error)
         code = 2 if is_known else 1
         if "jax" in sys.modules:  # a process of a group does not wait for the others
-            from synthesizer_jax.runtime import processes
+            from synthesizer_jax.hosts import processes
 
             processes.exit_process(code)
         sys.exit(code)

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
+from synthesizer_jax.base.files import in_bucket, is_installed, storage_path
+from synthesizer_jax.base.registry import format_limits, matches_type
 from synthesizer_jax.cli.recipes import complete_recipe
-from synthesizer_jax.files import in_bucket, is_installed, storage_path
-from synthesizer_jax.registry import format_limits, matches_type
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from synthesizer_jax.base.typing import PyTree
     from synthesizer_jax.training.experiment import Experiment
-    from synthesizer_jax.typing import PyTree
 
 Recipe = Annotated[
     str,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from synthesizer_jax.base.typing import Count
 from synthesizer_jax.cli.options import Imports, Overrides, Recipe, print_table
 from synthesizer_jax.cli.recipes import (
     complete_recipe,
@@ -18,7 +19,6 @@ from synthesizer_jax.cli.recipes import (
     load_recipe,
     load_with_code,
 )
-from synthesizer_jax.typing import Count
 
 if TYPE_CHECKING:
     from synthesizer_jax.training.experiment import Experiment

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
-from synthesizer_jax.files import storage_path
-from synthesizer_jax.messages import did_you_mean
+from synthesizer_jax.base.files import storage_path
+from synthesizer_jax.base.messages import did_you_mean
 
 if TYPE_CHECKING:
     from synthesizer_jax.runs.code import Code
@@ -55,8 +55,8 @@ def load_with_code(
     Raises:
       ValueError: there is no such recipe or field, or a value is not allowed.
     """
+    from synthesizer_jax.base.registry import format_value
     from synthesizer_jax.cli.settings import override
-    from synthesizer_jax.registry import format_value
     from synthesizer_jax.runs import code
     from synthesizer_jax.training.run_directory import start_from_run
 
@@ -98,8 +98,8 @@ def _call(module: ModuleType, call: str) -> object:
 
     Arguments are texts, or what `parse_text` makes of them where the annotation is of another type.
     """
+    from synthesizer_jax.base.registry import check_types, field_types, matches_type
     from synthesizer_jax.cli.settings import parse_text
-    from synthesizer_jax.registry import check_types, field_types, matches_type
     from synthesizer_jax.runs.code import convert_errors
 
     name, *arguments = call.split(":")

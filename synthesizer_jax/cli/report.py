@@ -6,9 +6,9 @@ import pathlib
 
 import typer
 
+from synthesizer_jax.base.files import absolute
+from synthesizer_jax.base.typing import Count
 from synthesizer_jax.cli.options import DataDir, Imports, print_table
-from synthesizer_jax.files import absolute
-from synthesizer_jax.typing import Count
 
 
 def report(

@@ -9,10 +9,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast
 
-from synthesizer_jax.data.objectives import OBJECTIVES, Objective
-from synthesizer_jax.messages import did_you_mean
-from synthesizer_jax.models import ZOO, TokenModel
-from synthesizer_jax.registry import (
+from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.base.registry import (
     JSON,
     Annotation,
     child_path,
@@ -28,6 +26,8 @@ from synthesizer_jax.registry import (
     to_json,
     union_members,
 )
+from synthesizer_jax.data.objectives import OBJECTIVES, Objective
+from synthesizer_jax.models import ZOO, TokenModel
 
 _Object = TypeVar("_Object")
 

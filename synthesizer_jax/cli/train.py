@@ -25,7 +25,7 @@ def train(
     Args:
       workdir: directory of the run, for checkpoints and logs; also gs://BUCKET/….
     """
-    from synthesizer_jax.runtime import processes
+    from synthesizer_jax.hosts import processes
     from synthesizer_jax.training.experiment import Experiment
     from synthesizer_jax.training.run import run
 
@@ -85,8 +85,8 @@ def distill(
     """
     from synthesizer_jax.distillation.distill import Distillation
     from synthesizer_jax.distillation.distill import distill as distill_run
+    from synthesizer_jax.hosts import processes
     from synthesizer_jax.runs import code
-    from synthesizer_jax.runtime import processes
 
     processes.start_group()
     user_code = code.load_user_code(imports or ())

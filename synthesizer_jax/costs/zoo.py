@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+from synthesizer_jax.base.registry import JSON, fields_of
 from synthesizer_jax.costs.summary import summarize
 from synthesizer_jax.models.token_model import TokenModel, stacks_of
 from synthesizer_jax.models.zoo import ZOO
-from synthesizer_jax.registry import JSON, fields_of
 
 COSTS = pathlib.Path(__file__).with_suffix(".json")
 INPUTS_LENGTH, TARGETS_LENGTH = 512, 114

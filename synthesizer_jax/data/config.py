@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
+from synthesizer_jax.base.messages import not_divisible
+from synthesizer_jax.base.registry import check_types, fields_of, register
+from synthesizer_jax.base.typing import Length, Range, Seed
 from synthesizer_jax.data.classes import LONGEST_TARGET
 from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.task_streams import CHUNK
-from synthesizer_jax.messages import not_divisible
-from synthesizer_jax.registry import check_types, fields_of, register
-from synthesizer_jax.typing import Length, Range, Seed
 
 
 @register

@@ -11,10 +11,10 @@ from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
+from synthesizer_jax.base.registry import check_types, fields_of, register
+from synthesizer_jax.base.typing import Count, NotEmpty, NotNegative, Range, Rate, Share
 from synthesizer_jax.data.task_streams import Example, random_bits
 from synthesizer_jax.data.vocabularies import EOS, PAD
-from synthesizer_jax.registry import check_types, fields_of, register
-from synthesizer_jax.typing import Count, NotEmpty, NotNegative, Range, Rate, Share
 
 GROUP = 128
 """T5 concatenates this many documents before it splits them into segments."""

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from synthesizer_jax.base.files import describing, in_bucket, write_atomic
+from synthesizer_jax.base.registry import check_types, fields_of
 from synthesizer_jax.data.records import Chunk
 from synthesizer_jax.data.task_streams import CHUNK, SIDES, Example
 from synthesizer_jax.data.vocabularies import Vocabulary
-from synthesizer_jax.files import describing, in_bucket, write_atomic
-from synthesizer_jax.registry import check_types, fields_of
 
 if TYPE_CHECKING:
     from array_record.python.array_record_data_source import ArrayRecordDataSource

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Self
 
-from synthesizer_jax.files import absolute, open_atomic, storage_path
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Number
+from synthesizer_jax.base.files import absolute, open_atomic, storage_path
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Number
 
 if TYPE_CHECKING:
     import seqio

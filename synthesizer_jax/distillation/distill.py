@@ -17,6 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from synthesizer_jax.base.files import storage_path, write_atomic
+from synthesizer_jax.base.registry import check_fields, register, replace, to_json
+from synthesizer_jax.base.typing import KeyPath, NotEmpty, Number, PyTree
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.distillation.fit import (
     collect_statistics,
@@ -33,16 +36,14 @@ from synthesizer_jax.distillation.replacement import (
     student_model,
     tap_pairs,
 )
-from synthesizer_jax.files import storage_path, write_atomic
+from synthesizer_jax.hosts import processes
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.optimizers.rules import merge_entries
-from synthesizer_jax.parameters import abstract_variables
-from synthesizer_jax.registry import check_fields, register, replace, to_json
+from synthesizer_jax.primitives.parameters import abstract_variables
 from synthesizer_jax.runs import code
-from synthesizer_jax.runtime import processes
 from synthesizer_jax.sharding import gather_to_host, replicate_to_devices, shardings
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.tasks.task_registry import default_data_dir
@@ -52,7 +53,6 @@ from synthesizer_jax.training.run_directory import load_experiment, with_vocabul
 from synthesizer_jax.training.state import TrainState, apply_gradients
 from synthesizer_jax.training.step import Batch, Metrics, teacher_forced
 from synthesizer_jax.training.trainer import Trainer
-from synthesizer_jax.typing import KeyPath, NotEmpty, Number, PyTree
 
 DISTILLATION_FILE = "distillation.json"
 FIT_FILE = "fit.json"

@@ -31,15 +31,15 @@ from synthesizer_jax.alignments import (
 )
 from synthesizer_jax.attention import Span
 from synthesizer_jax.attention.terms import materialize
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.distillation.replacement import STACKS, Layer, self_attention
 from synthesizer_jax.distillation.transplant import initial_parameters
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import EncoderDecoder, TokenModel, stacks_of
-from synthesizer_jax.parameters import Variables, apply_method
+from synthesizer_jax.primitives.parameters import Variables, apply_method
 from synthesizer_jax.sharding import gather_to_host
 from synthesizer_jax.training.initial_parameters import resize
 from synthesizer_jax.training.step import Batch, teacher_forced
-from synthesizer_jax.typing import PyTree
 
 ITERATIONS = 200
 """Most iterations of L-BFGS."""

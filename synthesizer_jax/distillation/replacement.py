@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple, TypeAlias
 import flax.linen as nn
 
 from synthesizer_jax.alignments import Alignment
+from synthesizer_jax.base.registry import check_types, fields_of, register, replace
+from synthesizer_jax.base.typing import Number
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Block, EncoderDecoder, Run, TokenModel, stacks_of, unroll
-from synthesizer_jax.registry import check_types, fields_of, register, replace
-from synthesizer_jax.typing import Number
 
 Layer: TypeAlias = tuple[str, int]
 """The name of a stack, ``encoder`` or ``decoder``, and the number of a layer."""

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments import Mixture
 from synthesizer_jax.attention import Span
+from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.costs.host_memory import free_memory
 from synthesizer_jax.costs.summary import num_elements
 from synthesizer_jax.distillation.replacement import (
@@ -16,11 +18,9 @@ from synthesizer_jax.distillation.replacement import (
     self_attention,
     student_model,
 )
-from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import EncoderDecoder, UniversalStack, stacks_of
 from synthesizer_jax.models.zoo import VARIANTS
-from synthesizer_jax.typing import PyTree
 
 
 def with_variants(

@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.data.objectives import ExampleFormat, Objective
 from synthesizer_jax.data.prepared import PreparedExamples, PreparedTasks
 from synthesizer_jax.data.segments import SegmentStream
 from synthesizer_jax.data.vocabularies import Vocabulary
-from synthesizer_jax.registry import JSON
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.metrics import Value, gender_parity
 from synthesizer_jax.tasks.postprocessors import SENTINEL, Example, to_text

@@ -9,6 +9,9 @@ from typing import Annotated
 
 from jax.sharding import Mesh
 
+from synthesizer_jax.base.messages import Phase, did_you_mean, silent_phase
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Choices, Count, Dtype, Length, NotNegative, Number, Positive
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import MaskedLM
 from synthesizer_jax.data.prepared import PreparedTasks
@@ -18,14 +21,11 @@ from synthesizer_jax.evaluation.prediction import METHODS, RANK, Predictor
 from synthesizer_jax.evaluation.scoring import TaskResult, evaluate_tasks, mean_score
 from synthesizer_jax.inference import Decoding
 from synthesizer_jax.inference.settings import Sequences
-from synthesizer_jax.messages import Phase, did_you_mean, silent_phase
 from synthesizer_jax.models import Encoder, TextToText
-from synthesizer_jax.parameters import Variables
-from synthesizer_jax.registry import register
+from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.splits import import_remedy, names_of_split
 from synthesizer_jax.tasks.streams import task_objective
-from synthesizer_jax.typing import Choices, Count, Dtype, Length, NotNegative, Number, Positive
 
 
 @register

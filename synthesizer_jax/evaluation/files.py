@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from synthesizer_jax.base.files import refuse_links, write_atomic
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.scoring import TaskResult
-from synthesizer_jax.files import refuse_links, write_atomic
 
 RESULTS_FILE = "results.json"
 """File of an evaluation's folder."""

@@ -6,9 +6,9 @@ import json
 import pathlib
 from collections.abc import Sequence
 
+from synthesizer_jax.base.files import write_atomic
+from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, original_index
-from synthesizer_jax.files import write_atomic
-from synthesizer_jax.registry import JSON
 from synthesizer_jax.tasks.metrics import Value
 from synthesizer_jax.tasks.task import Task
 

@@ -27,7 +27,7 @@ from synthesizer_jax.inference import (
 )
 from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.parameters import Variables
+from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.sharding import (
     BATCH_AXES,
     batch_sharding,

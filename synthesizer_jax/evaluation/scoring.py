@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.prediction import Predictor
-from synthesizer_jax.messages import Phase, silent_phase
 from synthesizer_jax.tasks.task import Answers
 
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "bits_per_byte")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from synthesizer_jax.models import DecodingCache, LanguageModel, TextToText
-from synthesizer_jax.parameters import Variables, apply_method
+from synthesizer_jax.primitives.parameters import Variables, apply_method
 
 EOS = 1
 START = 0

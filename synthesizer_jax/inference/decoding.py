@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.inference.beam_search import beam_search
 from synthesizer_jax.inference.decoder import EOS, START, Constraints, Decoder, Sequences
 from synthesizer_jax.inference.sampling import Sampling, decode_rows
 from synthesizer_jax.inference.settings import Decoding
 from synthesizer_jax.models import LanguageModel, TextToText, unroll, unroll_variables
 from synthesizer_jax.models.token_model import num_real_tokens
-from synthesizer_jax.parameters import Variables
+from synthesizer_jax.primitives.mesh import on_any_mesh
+from synthesizer_jax.primitives.parameters import Variables
 
 
 class Decoded(NamedTuple):

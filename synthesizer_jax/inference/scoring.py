@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.ambient import on_any_mesh
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.parameters import Variables, apply_method
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.primitives.mesh import on_any_mesh
+from synthesizer_jax.primitives.parameters import Variables, apply_method
 
 
 @functools.partial(jax.jit, static_argnames="model")

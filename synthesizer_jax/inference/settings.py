@@ -5,8 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, TypeAlias
 
-from synthesizer_jax.registry import check_types, fields_of
-from synthesizer_jax.typing import Count, Dtype, Length, NotNegative, Number, Positive, Range, Seed
+from synthesizer_jax.base.registry import check_types, fields_of
+from synthesizer_jax.base.typing import (
+    Count,
+    Dtype,
+    Length,
+    NotNegative,
+    Number,
+    Positive,
+    Range,
+    Seed,
+)
 
 Sequences: TypeAlias = Annotated[int, Range(1, 2**10)]
 

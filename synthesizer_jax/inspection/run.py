@@ -15,15 +15,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from synthesizer_jax.alignments import Alignment, Mixture
+from synthesizer_jax.base.files import describing
+from synthesizer_jax.base.messages import Phase, one_line_error, silent_phase
+from synthesizer_jax.base.registry import replace
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.distillation.distill import DISTILLATION_FILE
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, evenly_spaced, metric_groups
 from synthesizer_jax.evaluation.files import evaluation_folder
-from synthesizer_jax.files import describing
 from synthesizer_jax.inspection.measures import MOMENTS, Measures, Rows, attention_sums, measure
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
-from synthesizer_jax.messages import Phase, one_line_error, silent_phase
 from synthesizer_jax.mixers import Linformer, Mixer
 from synthesizer_jax.mixers.taps import LOGITS
 from synthesizer_jax.models import (
@@ -36,8 +38,7 @@ from synthesizer_jax.models import (
     unroll,
     unroll_variables,
 )
-from synthesizer_jax.parameters import Variables
-from synthesizer_jax.registry import replace
+from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.runs.metrics import METRICS_FILE
 from synthesizer_jax.sharding import batch_sharding, gather_to_host, use_mesh
 from synthesizer_jax.tasks import task_registry
@@ -48,7 +49,6 @@ from synthesizer_jax.training.run_data import open_evaluator
 from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.step import Batch, teacher_forced
-from synthesizer_jax.typing import PyTree
 
 BINS = 5
 """Most parts, by length, of the examples of a task."""

@@ -19,6 +19,7 @@ from synthesizer_jax.alignments import (
     Random,
     RelativeBias,
 )
+from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.distillation.fit import (
     Statistics,
     divergence,
@@ -33,10 +34,9 @@ from synthesizer_jax.distillation.replacement import (
     self_attention,
     student_model,
 )
-from synthesizer_jax.messages import Phase, silent_phase
 from synthesizer_jax.mixers import Attention, Mixer
 from synthesizer_jax.models import EncoderDecoder, TokenModel
-from synthesizer_jax.parameters import Variables
+from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.training.step import Batch, loss_sums
 
 TABLE = "Random"

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments import Alignment, AttentionContext, DotProduct
 from synthesizer_jax.alignments.base import project
-from synthesizer_jax.ambient import partition
 from synthesizer_jax.attention import (
     Banded,
     Cache,
@@ -29,13 +28,14 @@ from synthesizer_jax.attention import (
 from synthesizer_jax.attention.attend import ROUTES
 from synthesizer_jax.attention.cache import Values, advance_length
 from synthesizer_jax.attention.checks import check_terms
-from synthesizer_jax.initializers import FanIn, Initializer
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Choices, Length, Positive, Rate
 from synthesizer_jax.mixers.base import Mixer, TokenCount, dropout_options, is_cross, merge_heads
 from synthesizer_jax.mixers.decoding import query_ends
 from synthesizer_jax.mixers.taps import LOGITS
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Choices, Length, Positive, Rate
+from synthesizer_jax.primitives.initializers import FanIn, Initializer
+from synthesizer_jax.primitives.mesh import partition
+from synthesizer_jax.primitives.parameters import with_axes
 
 Implementation: TypeAlias = Annotated[str, Choices(("auto", *ROUTES))]
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from synthesizer_jax.alignments.base import dense_layer
-from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Explanation, Mask, Terms, explain
 from synthesizer_jax.attention.checks import check_terms
 from synthesizer_jax.attention.masks import CROSS_ATTENTION
-from synthesizer_jax.initializers import Initializer
+from synthesizer_jax.base.registry import check_fields
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.mixers.decoding import (
     decoding_mask,
     move_padding_last,
@@ -24,8 +24,8 @@ from synthesizer_jax.mixers.decoding import (
     take_positions,
 )
 from synthesizer_jax.mixers.taps import READ_ONLY, sow_tap
-from synthesizer_jax.registry import check_fields
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.primitives.initializers import Initializer
+from synthesizer_jax.primitives.mesh import on_any_mesh
 
 MixerCache: TypeAlias = PyTree
 """A pytree of a mixer's own type, with the attributes of a `TokenCount`."""

@@ -8,14 +8,14 @@ import flax.linen as nn
 import jax
 
 from synthesizer_jax.alignments.base import dense_layer
-from synthesizer_jax.ambient import partition
 from synthesizer_jax.attention import Cache, Mask, Terms, attend, banded, extend, init_cache
 from synthesizer_jax.attention.terms import logits_dtype
-from synthesizer_jax.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length, Rate
 from synthesizer_jax.mixers.base import Mixer, dropout_options, merge_heads
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Length, Rate
+from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.primitives.mesh import partition
+from synthesizer_jax.primitives.parameters import with_axes
 
 
 class ConvolutionBase(Mixer):

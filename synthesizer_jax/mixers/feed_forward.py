@@ -13,12 +13,12 @@ from synthesizer_jax.alignments.base import check_length
 from synthesizer_jax.attention import Mask, Span, Terms
 from synthesizer_jax.attention.cache import advance_length, fill_invalid
 from synthesizer_jax.attention.terms import logits_dtype
-from synthesizer_jax.initializers import FanIn, Initializer, TorchUniform
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length, Number
 from synthesizer_jax.mixers.base import Mixer, TokenCount, is_cross, merge_heads
 from synthesizer_jax.mixers.decoding import query_ends
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Length, Number
+from synthesizer_jax.primitives.initializers import FanIn, Initializer, TorchUniform
+from synthesizer_jax.primitives.parameters import with_axes
 
 EPSILON = 1e-5
 """Of both normalizations, PyTorch's default."""

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import check_length, project
-from synthesizer_jax.ambient import partition
 from synthesizer_jax.attention import Mask, Span, Terms, attend, attention_weights, low_rank
-from synthesizer_jax.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length, Rate
 from synthesizer_jax.mixers.base import Mixer, MixerCache, dropout_options, merge_heads
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Length, Rate
+from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.primitives.mesh import partition
+from synthesizer_jax.primitives.parameters import with_axes
 
 
 @register

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import project
 from synthesizer_jax.attention import Mask, Terms, drop_value_vectors, materialize_logits
-from synthesizer_jax.initializers import FanIn, Initializer
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Choices, Length, NotNegative
 from synthesizer_jax.mixers.attention import AttentionBase
 from synthesizer_jax.mixers.base import dropout_options
 from synthesizer_jax.mixers.taps import LOGITS
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Choices, Length, NotNegative
+from synthesizer_jax.primitives.initializers import FanIn, Initializer
+from synthesizer_jax.primitives.parameters import with_axes
 
 Dynamic: TypeAlias = Annotated[str, Choices(("x2l", "m2l", "x2w", "m2w"))]
 

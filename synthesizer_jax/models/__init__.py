@@ -15,7 +15,7 @@ from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
 from synthesizer_jax.models.token_model import TokenModel, stacks_of, unroll, unroll_variables
 from synthesizer_jax.models.universal import LOSSES, UniversalStack
 from synthesizer_jax.models.zoo import VARIANTS, ZOO, Size, alignment, t5
-from synthesizer_jax.norms import LayerNorm, RMSNorm
+from synthesizer_jax.primitives.norms import LayerNorm, RMSNorm
 
 __all__ = [
     "LOSSES",

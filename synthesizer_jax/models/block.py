@@ -9,15 +9,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.ambient import constrain
 from synthesizer_jax.attention import Mask, Terms
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Rate
 from synthesizer_jax.mixers import Mixer
 from synthesizer_jax.mixers.base import MixerCache
 from synthesizer_jax.mixers.taps import READ_ONLY, sow_tap, tap
 from synthesizer_jax.models.layers import Dropout
-from synthesizer_jax.norms import RMSNorm
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Rate
+from synthesizer_jax.primitives.mesh import constrain
+from synthesizer_jax.primitives.norms import RMSNorm
 
 
 @jax.tree_util.register_dataclass

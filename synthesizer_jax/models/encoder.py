@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import dense_layer
-from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask
-from synthesizer_jax.initializers import Initializer, Normal
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Choices, Length, Number
 from synthesizer_jax.mixers.decoding import take_positions
 from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.models.token_model import TokenModel, move_token_padding_last, num_real_tokens
-from synthesizer_jax.norms import LayerNorm
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.products import output_product
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Choices, Length, Number
+from synthesizer_jax.primitives.initializers import Initializer, Normal
+from synthesizer_jax.primitives.mesh import on_any_mesh
+from synthesizer_jax.primitives.norms import LayerNorm
+from synthesizer_jax.primitives.parameters import with_axes
+from synthesizer_jax.primitives.products import output_product
 
 Pooling: TypeAlias = Annotated[str, Choices(("mean", "first"))]
 

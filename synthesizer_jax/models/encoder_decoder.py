@@ -6,8 +6,8 @@ import dataclasses
 
 import jax
 
-from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask
+from synthesizer_jax.base.registry import register
 from synthesizer_jax.mixers.taps import tap
 from synthesizer_jax.models.block import Memory
 from synthesizer_jax.models.layers import PositionEmbedding
@@ -18,7 +18,7 @@ from synthesizer_jax.models.token_model import (
     num_real_tokens,
     real_targets_mask,
 )
-from synthesizer_jax.registry import register
+from synthesizer_jax.primitives.mesh import on_any_mesh
 
 
 @register

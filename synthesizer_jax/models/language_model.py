@@ -7,8 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask
+from synthesizer_jax.base.registry import register
 from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
 from synthesizer_jax.models.token_model import (
@@ -16,7 +16,7 @@ from synthesizer_jax.models.token_model import (
     num_real_tokens,
     real_targets_mask,
 )
-from synthesizer_jax.registry import register
+from synthesizer_jax.primitives.mesh import on_any_mesh
 
 
 @register

@@ -14,10 +14,10 @@ import numpy as np
 
 from synthesizer_jax.alignments.base import dense_layer
 from synthesizer_jax.attention.masks import is_concrete
-from synthesizer_jax.initializers import FanIn, Initializer, Normal
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Choices, Length, NotEmpty, Rate
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Choices, Length, NotEmpty, Rate
+from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.primitives.parameters import with_axes
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,

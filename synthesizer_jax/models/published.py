@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from synthesizer_jax.alignments import DotProduct, Gaussian
-from synthesizer_jax.initializers import GlorotUniform, Normal
 from synthesizer_jax.mixers import Attention, Linformer, Mixer, SentenceFeedForward
 from synthesizer_jax.models.block import Block
 from synthesizer_jax.models.encoder import Encoder
@@ -16,7 +15,8 @@ from synthesizer_jax.models.encoder_decoder import EncoderDecoder
 from synthesizer_jax.models.layers import FeedForward, LearnedPositions, SinusoidalPositions
 from synthesizer_jax.models.stack import Run, Stack
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.norms import LayerNorm
+from synthesizer_jax.primitives.initializers import GlorotUniform, Normal
+from synthesizer_jax.primitives.norms import LayerNorm
 
 RATIO_WMT, RATIO_IWSLT = 1.02305, 1.03606
 """Source words per target word of WMT and of IWSLT 2016, English to German (You et al. 2020's code)."""

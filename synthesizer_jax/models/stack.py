@@ -16,14 +16,14 @@ from synthesizer_jax.attention import Cache, Mask, Span, Terms
 from synthesizer_jax.attention.fused import CHECKPOINT_NAME
 from synthesizer_jax.attention.masks import segment_positions
 from synthesizer_jax.attention.relative import arange
+from synthesizer_jax.base.registry import check_fields, fields_of, register
+from synthesizer_jax.base.typing import Choices, NotEmpty, Range, Rate
 from synthesizer_jax.mixers.decoding import move_padding_last, resolve_position, take_positions
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models.block import Block, LayerCache, Memory
 from synthesizer_jax.models.layers import Dropout, PositionEmbedding
-from synthesizer_jax.norms import RMSNorm
-from synthesizer_jax.parameters import Variables
-from synthesizer_jax.registry import check_fields, fields_of, register
-from synthesizer_jax.typing import Choices, NotEmpty, Range, Rate
+from synthesizer_jax.primitives.norms import RMSNorm
+from synthesizer_jax.primitives.parameters import Variables
 
 Positions: TypeAlias = jax.Array | np.ndarray
 """In-sequence positions ``[batch or 1, q]``: NumPy's if they are known, or traced."""

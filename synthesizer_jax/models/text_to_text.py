@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import jax
 
-from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.models.block import LayerCache
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.primitives.mesh import on_any_mesh
 
 
 @jax.tree_util.register_dataclass

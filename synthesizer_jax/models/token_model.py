@@ -8,14 +8,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.ambient import map_over_batch, mesh_axes
-from synthesizer_jax.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.base.registry import check_types, fields_of, replace
+from synthesizer_jax.base.typing import Dtype, Length
 from synthesizer_jax.mixers.decoding import take_positions
 from synthesizer_jax.models.stack import Stack, unstack_layers
-from synthesizer_jax.parameters import Variables, with_axes
-from synthesizer_jax.products import output_product
-from synthesizer_jax.registry import check_types, fields_of, replace
-from synthesizer_jax.typing import Dtype, Length
+from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.primitives.mesh import map_over_batch, mesh_axes
+from synthesizer_jax.primitives.parameters import Variables, with_axes
+from synthesizer_jax.primitives.products import output_product
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

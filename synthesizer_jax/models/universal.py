@@ -8,12 +8,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from synthesizer_jax.base.registry import fields_of, register
+from synthesizer_jax.base.typing import NotNegative, PyTree, Share
 from synthesizer_jax.models.block import Block
 from synthesizer_jax.models.layers import SinusoidalPositions
 from synthesizer_jax.models.stack import Positions, Stack
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import fields_of, register
-from synthesizer_jax.typing import NotNegative, PyTree, Share
+from synthesizer_jax.primitives.parameters import with_axes
 
 LOSSES = "losses"
 """The collection in which modules sow what is added to a training loss."""

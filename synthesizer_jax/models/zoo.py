@@ -17,7 +17,6 @@ from synthesizer_jax.alignments import (
     Random,
     RelativeBias,
 )
-from synthesizer_jax.initializers import FanIn, MeshGlorotUniform, Normal
 from synthesizer_jax.mixers import (
     Attention,
     DynamicConvolution,
@@ -33,6 +32,7 @@ from synthesizer_jax.models.published import PUBLISHED
 from synthesizer_jax.models.stack import Run, Stack
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.models.universal import UniversalStack
+from synthesizer_jax.primitives.initializers import FanIn, MeshGlorotUniform, Normal
 
 VOCAB_SIZE = 32_128
 """T5's 32,100 pieces, rounded up to a multiple of 128."""

@@ -14,13 +14,13 @@ import flax.linen as linen
 from flax import nnx
 
 from synthesizer_jax import models
-from synthesizer_jax.messages import did_you_mean
+from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.mixers import Mixer
 from synthesizer_jax.nnx import layers
 from synthesizer_jax.nnx.layers import *  # noqa: F403
 from synthesizer_jax.nnx.module import LinenModule, Loss, linen_variables
 from synthesizer_jax.nnx.multi_head import MultiHeadAttention
-from synthesizer_jax.parameters import ACTIVATION_AXES, LOGICAL_AXES
+from synthesizer_jax.primitives.parameters import ACTIVATION_AXES, LOGICAL_AXES
 
 
 def to_nnx(layer: linen.Module, *, rngs: nnx.Rngs, **options: Any) -> Any:

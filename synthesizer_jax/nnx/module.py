@@ -17,11 +17,11 @@ from flax.core.spmd import get_logical_axis_rules
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from synthesizer_jax.attention import Mask
+from synthesizer_jax.base.registry import fields_of
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.mixers import Mixer
 from synthesizer_jax.models import LOSSES, Block, FeedForward, Memory, TokenModel
-from synthesizer_jax.parameters import NamedAxes, Variables, logical_axes
-from synthesizer_jax.registry import fields_of
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.primitives.parameters import NamedAxes, Variables, logical_axes
 
 Loss = nnx.variable_type_from_name(LOSSES, allow_register=True)
 """The variable type of terms that modules add to the training loss, such as `UniversalStack`'s ponder cost.
@@ -36,9 +36,9 @@ class LinenModule(nnx.Module):
     Parameters have the same paths as in the Linen module: ``params/out/kernel`` is
     ``module.out["kernel"]``, an `nnx.Param`. Variables of other collections have the variable type that
     Flax registers for the collection's name. Parameters carry the logical axis names of
-    `synthesizer_jax.parameters.LOGICAL_AXES` as ``out_sharding``; under `nnx.logical_axis_rules` and a
-    mesh they are created sharded, as those of Flax's modules are, unless `nnx.use_eager_sharding(False)`
-    is set. The fields and methods of the Linen module are attributes of the NNX module.
+    `primitives.parameters.LOGICAL_AXES` as ``out_sharding``; under `nnx.logical_axis_rules` and a mesh
+    they are created sharded, as those of Flax's modules are, unless `nnx.use_eager_sharding(False)` is
+    set. The fields and methods of the Linen module are attributes of the NNX module.
 
     Args:
       *args: fields of the Linen class in their order; or one Linen module, which has them.

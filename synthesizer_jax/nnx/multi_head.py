@@ -12,8 +12,8 @@ from flax.typing import Dtype
 
 from synthesizer_jax.alignments import Alignment, AttentionContext, DotProduct
 from synthesizer_jax.attention import Mask, Span
-from synthesizer_jax.flax_attention import attention_fn
-from synthesizer_jax.multi_head import attend_with_alignment, check_fields, step_pairs
+from synthesizer_jax.linen.functional import attention_fn
+from synthesizer_jax.linen.multi_head import attend_with_alignment, check_fields, step_pairs
 from synthesizer_jax.nnx.module import LinenModule, draw_dropout_key, joined_signature
 
 Sharding: TypeAlias = jax.sharding.Sharding | jax.sharding.PartitionSpec | None

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Count, KeyPath, Positive, PyTree
 from synthesizer_jax.optimizers.base import with_clipping
 from synthesizer_jax.optimizers.schedules import InverseSquareRoot, LearningRate, build_schedule
-from synthesizer_jax.parameters import Axes, is_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Count, KeyPath, Positive, PyTree
+from synthesizer_jax.primitives.parameters import Axes, is_axes
 
 BATCH = frozenset({"layers"})
 """Axes along which separate parameters are stacked."""

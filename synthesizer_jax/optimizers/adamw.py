@@ -7,12 +7,12 @@ import dataclasses
 import jax
 import optax
 
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import NotNegative, Positive, PyTree, Rate
 from synthesizer_jax.optimizers.adafactor import NEVER_FACTORED
 from synthesizer_jax.optimizers.base import with_clipping
 from synthesizer_jax.optimizers.schedules import Constant, LearningRate, build_schedule
-from synthesizer_jax.parameters import is_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import NotNegative, Positive, PyTree, Rate
+from synthesizer_jax.primitives.parameters import is_axes
 
 
 @register

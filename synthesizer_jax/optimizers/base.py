@@ -7,8 +7,8 @@ from typing import Protocol
 import jax
 import optax
 
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.optimizers.schedules import LearningRate, build_schedule
-from synthesizer_jax.typing import PyTree
 
 COUNTS = ("count", "updates")
 """What optimizers' states call the number of their updates."""

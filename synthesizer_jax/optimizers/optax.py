@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 import optax
 
-from synthesizer_jax.messages import did_you_mean
+from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.base.registry import from_json, register, to_json
+from synthesizer_jax.base.typing import Positive, PyTree
 from synthesizer_jax.optimizers.base import with_clipping
 from synthesizer_jax.optimizers.schedules import Constant, LearningRate, build_schedule
-from synthesizer_jax.registry import from_json, register, to_json
-from synthesizer_jax.typing import Positive, PyTree
 
 Argument: TypeAlias = float | int | bool | str | None
 

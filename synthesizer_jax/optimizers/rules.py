@@ -17,12 +17,12 @@ import numpy as np
 import optax
 from flax import traverse_util
 
-from synthesizer_jax.messages import did_you_mean
+from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import NotNegative, PyTree
 from synthesizer_jax.models import stacks_of
 from synthesizer_jax.optimizers.base import Optimizer, count_updates, schedule_of
-from synthesizer_jax.parameters import check_path_pattern
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import NotNegative, PyTree
+from synthesizer_jax.primitives.parameters import check_path_pattern
 
 
 @register

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Count, NotNegative, Number
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Count, NotNegative, Number
 
 
 class Schedule(Protocol):

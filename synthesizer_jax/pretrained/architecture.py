@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 
 from synthesizer_jax.alignments import DotProduct, Mixture, RelativeBias
+from synthesizer_jax.base.registry import to_json
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Block, Encoder, EncoderDecoder, FeedForward, Run, Stack
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.models.zoo import dot_product
-from synthesizer_jax.norms import RMSNorm
-from synthesizer_jax.parameters import apply_method
-from synthesizer_jax.registry import to_json
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.primitives.norms import RMSNorm
+from synthesizer_jax.primitives.parameters import apply_method
 
 MOST_LAYERS = 256
 """Of a stack; a file that names more is damaged, and tracing them would take hours."""

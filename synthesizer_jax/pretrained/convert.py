@@ -8,21 +8,21 @@ import pathlib
 import jax
 import numpy as np
 
+from synthesizer_jax.base.files import new_directory
+from synthesizer_jax.base.registry import replace
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.distillation.transplant import start_as, with_variants
-from synthesizer_jax.files import new_directory
 from synthesizer_jax.models import Encoder, EncoderDecoder
 from synthesizer_jax.optimizers import Adafactor, Constant
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.loading import is_run, open_pretrained
-from synthesizer_jax.registry import replace
 from synthesizer_jax.runs import code
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.initial_parameters import find_checkpoint
 from synthesizer_jax.training.run_directory import load_experiment, save_run
-from synthesizer_jax.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

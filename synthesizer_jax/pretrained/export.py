@@ -7,15 +7,15 @@ import pathlib
 
 import jax
 
+from synthesizer_jax.base.files import new_directory
+from synthesizer_jax.base.registry import JSON, to_json
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.evaluation.files import RESULTS_FILE, evaluation_folder
-from synthesizer_jax.files import new_directory
 from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.huggingface.config import read_json
 from synthesizer_jax.pretrained.huggingface.export import write_folder
 from synthesizer_jax.pretrained.t5x import write_checkpoint
-from synthesizer_jax.registry import JSON, to_json
 from synthesizer_jax.serving.programs import Limits, write_directory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import find_checkpoint

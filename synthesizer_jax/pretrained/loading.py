@@ -14,19 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from synthesizer_jax.base.files import storage_path
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.prediction import Generated, Predictor
-from synthesizer_jax.files import storage_path
 from synthesizer_jax.inference import Decoding
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.parameters import Variables
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface.folder import open_folder
 from synthesizer_jax.pretrained.t5x import is_checkpoint, open_checkpoint
+from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.sharding import replicate_to_devices
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import find_checkpoint, run_of
@@ -36,7 +37,6 @@ from synthesizer_jax.training.run_directory import (
     open_vocabulary,
     with_vocabulary_path,
 )
-from synthesizer_jax.typing import PyTree
 
 
 class Loaded(NamedTuple):

@@ -19,9 +19,9 @@ import numpy as np
 import tensorstore
 from flax import serialization, traverse_util
 
+from synthesizer_jax.base.registry import format_value
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.parameters import Variables
 from synthesizer_jax.pretrained.architecture import (
     MOST_LAYERS,
     Architecture,
@@ -38,7 +38,7 @@ from synthesizer_jax.pretrained.tensors import (
     named_tensors,
     reading,
 )
-from synthesizer_jax.registry import format_value
+from synthesizer_jax.primitives.parameters import Variables
 
 CHECKPOINT = "checkpoint"
 """The msgpack file of a directory."""

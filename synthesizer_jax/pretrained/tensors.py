@@ -17,11 +17,11 @@ import numpy as np
 from flax import traverse_util
 from safetensors import SafetensorError
 
+from synthesizer_jax.base.files import describing
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.streamed import Unread
-from synthesizer_jax.files import describing
 from synthesizer_jax.models import unroll
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.typing import PyTree
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from synthesizer_jax.files import write_atomic
-from synthesizer_jax.messages import escape_controls
+from synthesizer_jax.base.files import write_atomic
+from synthesizer_jax.base.messages import escape_controls
 from synthesizer_jax.version import __version__
 
 FAINT = "#0000c9"

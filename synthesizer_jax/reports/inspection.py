@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from markupsafe import Markup
 
-from synthesizer_jax.files import write_atomic
+from synthesizer_jax.base.files import write_atomic
+from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.inspection.measures import EDGES, MOMENTS, NEAR, REACH, Measures
 from synthesizer_jax.inspection.static_attention import TABLE
-from synthesizer_jax.registry import JSON
 from synthesizer_jax.reports.attention_figures import number_grid, small_lines, tiles, weight_maps
 from synthesizer_jax.reports.figures import Section, write_page
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from synthesizer_jax.files import is_installed
+from synthesizer_jax.base.files import is_installed
 from synthesizer_jax.reports.logged import Record
 
 SAMPLES = 1000

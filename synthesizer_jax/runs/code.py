@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from synthesizer_jax.files import describing, storage_path, write_atomic
-from synthesizer_jax.registry import EXTRA_MESH_AXES, REGISTRY
+from synthesizer_jax.base.files import describing, storage_path, write_atomic
+from synthesizer_jax.base.registry import EXTRA_MESH_AXES, REGISTRY
 from synthesizer_jax.tasks import task_registry
 
 CODE_DIRECTORY = "code"

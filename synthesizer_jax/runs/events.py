@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TypedDict
 
-from synthesizer_jax.files import append
+from synthesizer_jax.base.files import append
 
 EVENTS_FILE = "events.jsonl"
 

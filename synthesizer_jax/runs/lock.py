@@ -10,7 +10,7 @@ import pathlib
 import socket
 from collections.abc import Iterator
 
-from synthesizer_jax.files import in_bucket, refuse_links
+from synthesizer_jax.base.files import in_bucket, refuse_links
 
 LOCK_FILE = "train.lock"
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from synthesizer_jax.files import append, in_bucket, write_atomic
-from synthesizer_jax.registry import JSON
+from synthesizer_jax.base.files import append, in_bucket, write_atomic
+from synthesizer_jax.base.registry import JSON
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from synthesizer_jax.messages import Phase, escape_controls
+from synthesizer_jax.base.messages import Phase, escape_controls
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 
 UTILIZATIONS = {"mfu": "MFU", "product_utilization": "matmul utilization"}

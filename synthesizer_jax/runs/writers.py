@@ -15,9 +15,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
-from synthesizer_jax.files import absolute, is_installed
-from synthesizer_jax.messages import did_you_mean
-from synthesizer_jax.registry import JSON
+from synthesizer_jax.base.files import absolute, is_installed
+from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.runs.events import read_events
 
 GROUP = "synthesizer_jax.writers"

@@ -19,14 +19,14 @@ from jax import export
 from jax.errors import ConcretizationTypeError, InconclusiveDimensionOperation
 from safetensors.numpy import save_file
 
+from synthesizer_jax.base.registry import fields_of, replace
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.inference import decode, encode_tokens, score_targets
 from synthesizer_jax.mixers.attention import AttentionBase
 from synthesizer_jax.models import Encoder, EncoderDecoder, Run, TextToText, unroll
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.parameters import Variables
-from synthesizer_jax.registry import fields_of, replace
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.version import __version__
 
 PLATFORMS = ("cpu", "cuda", "tpu")

@@ -12,9 +12,9 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from synthesizer_jax.registry import register
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Choices, Count
 from synthesizer_jax.sharding.rules import MESH_AXES, check_mesh_axes
-from synthesizer_jax.typing import Choices, Count
 
 _log = logging.getLogger(__name__)
 

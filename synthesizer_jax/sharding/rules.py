@@ -11,10 +11,10 @@ import flax.linen as nn
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from synthesizer_jax.messages import did_you_mean, not_divisible
-from synthesizer_jax.parameters import LOGICAL_AXES, Axes, is_axes
-from synthesizer_jax.registry import EXTRA_MESH_AXES
-from synthesizer_jax.typing import KeyPath, PyTree
+from synthesizer_jax.base.messages import did_you_mean, not_divisible
+from synthesizer_jax.base.registry import EXTRA_MESH_AXES
+from synthesizer_jax.base.typing import KeyPath, PyTree
+from synthesizer_jax.primitives.parameters import LOGICAL_AXES, Axes, is_axes
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 """The mesh axes that every mesh has."""
@@ -51,7 +51,7 @@ assert set(RULES) == set(LOGICAL_AXES)
 ACTIVATIONS: types.MappingProxyType[str, tuple[str, ...]] = types.MappingProxyType(
     {"batch": BATCH_AXES, "sequence": ("sequence",)}
 )
-"""The mesh axes that shard the logical axes of activations besides ``heads``; see `ambient`."""
+"""The mesh axes that shard the logical axes of activations besides ``heads``; see `primitives.mesh`."""
 
 
 def register_mesh_axis(name: str, *logical_axes: str) -> None:

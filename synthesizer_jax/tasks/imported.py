@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from etils import epy
 
-from synthesizer_jax.files import describing, write_atomic
-from synthesizer_jax.messages import did_you_mean
-from synthesizer_jax.registry import JSON
+from synthesizer_jax.base.files import describing, write_atomic
+from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.tasks import metrics, postprocessors, preprocessors, task_registry
 from synthesizer_jax.tasks.importers.files import SplitFiles
 from synthesizer_jax.tasks.importers.reading import Cursor, ReadError, Row, value_text

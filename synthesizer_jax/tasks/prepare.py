@@ -22,18 +22,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 from etils import epy
 
-from synthesizer_jax.data.classes import index_by_tokens
-from synthesizer_jax.data.prepared import FORMAT, HIDDEN, PreparedInfo, PreparedTasks, rows_file
-from synthesizer_jax.data.records import Chunk, RaggedTokens
-from synthesizer_jax.data.task_streams import CHUNK, SIDES
-from synthesizer_jax.data.vocabularies import EOS
-from synthesizer_jax.files import (
+from synthesizer_jax.base.files import (
     describing,
     in_bucket,
     open_atomic,
     temporary_directory,
     write_atomic,
 )
+from synthesizer_jax.data.classes import index_by_tokens
+from synthesizer_jax.data.prepared import FORMAT, HIDDEN, PreparedInfo, PreparedTasks, rows_file
+from synthesizer_jax.data.records import Chunk, RaggedTokens
+from synthesizer_jax.data.task_streams import CHUNK, SIDES
+from synthesizer_jax.data.vocabularies import EOS
 from synthesizer_jax.tasks import preprocessors, synthetic, task_registry
 from synthesizer_jax.tasks.postprocessors import UNKNOWN
 from synthesizer_jax.tasks.seqio_tasks import import_tensorflow

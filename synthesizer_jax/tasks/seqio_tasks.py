@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from etils import epath, epy
 
+from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
-from synthesizer_jax.files import storage_path
 from synthesizer_jax.tasks import stored
 from synthesizer_jax.tasks.postprocessors import Example
 from synthesizer_jax.tasks.task import Answers, Task

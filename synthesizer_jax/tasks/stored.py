@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 from etils import epy
 
-from synthesizer_jax.files import describing, in_bucket, temporary_directory, write_atomic
-from synthesizer_jax.registry import JSON
+from synthesizer_jax.base.files import describing, in_bucket, temporary_directory, write_atomic
+from synthesizer_jax.base.registry import JSON
 
 with epy.lazy_imports():
     import numpy as np

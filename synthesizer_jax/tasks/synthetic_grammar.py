@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from synthesizer_jax.registry import JSON
+from synthesizer_jax.base.registry import JSON
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ import os
 import pathlib
 from collections.abc import Iterable, Mapping
 
-from synthesizer_jax.files import storage_path
-from synthesizer_jax.messages import did_you_mean
+from synthesizer_jax.base.files import storage_path
+from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.tasks import seqio_tasks
 from synthesizer_jax.tasks.definitions import DEFINITIONS
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate, Rates

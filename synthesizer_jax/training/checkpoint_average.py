@@ -7,12 +7,12 @@ import pathlib
 import jax
 import numpy as np
 
+from synthesizer_jax.base.files import new_directory
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
-from synthesizer_jax.files import new_directory
 from synthesizer_jax.runs import code
 from synthesizer_jax.training.run_directory import load_experiment, save_run, with_vocabulary_path
-from synthesizer_jax.typing import PyTree
 
 
 def average_checkpoints(

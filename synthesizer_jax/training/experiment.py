@@ -7,16 +7,25 @@ from typing import Annotated, Literal
 
 import jax
 
+from synthesizer_jax.base.registry import check_fields, register, replace
+from synthesizer_jax.base.typing import (
+    Choices,
+    Count,
+    NotNegative,
+    Number,
+    Positive,
+    Rate,
+    Seed,
+    Share,
+)
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluation
 from synthesizer_jax.evaluation.prediction import RANK
 from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
-from synthesizer_jax.parameters import check_path_pattern
-from synthesizer_jax.registry import check_fields, register, replace
+from synthesizer_jax.primitives.parameters import check_path_pattern
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.typing import Choices, Count, NotNegative, Number, Positive, Rate, Seed, Share
 
 
 @register

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
+from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.checkpoints.manager import read_newest, restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over, read_arrays
-from synthesizer_jax.files import storage_path
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.parameters import Variables
+from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.training.experiment import Experiment, InitRule
 from synthesizer_jax.training.run_directory import EXPERIMENT_FILE, load_experiment
 from synthesizer_jax.training.state import TrainState

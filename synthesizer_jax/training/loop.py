@@ -15,11 +15,11 @@ import jax
 
 from synthesizer_jax.checkpoints.contents import BatchStream
 from synthesizer_jax.checkpoints.manager import Checkpoints
+from synthesizer_jax.hosts import processes
+from synthesizer_jax.hosts.preemption import Preempted, StopSignal
 from synthesizer_jax.runs.events import read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 from synthesizer_jax.runs.progress import format_duration
-from synthesizer_jax.runtime import processes
-from synthesizer_jax.runtime.preemption import Preempted, StopSignal
 from synthesizer_jax.training.early_stopping import has_stopped
 from synthesizer_jax.training.run_log import STOP, RunLog
 from synthesizer_jax.training.state import TrainState, restart_ema

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.products import plain_output_product
-from synthesizer_jax.surrounding_mesh import match_varying_axes
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.attention.partition import match_varying_axes
+from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.primitives.products import plain_output_product
 
 
 @jax.tree_util.register_dataclass

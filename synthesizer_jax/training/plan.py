@@ -15,6 +15,8 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, AxisType
 
+from synthesizer_jax.base.registry import replace
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.costs.chips import Topology, tiled_bytes
 from synthesizer_jax.costs.utilization import step_flops
 from synthesizer_jax.models import stacks_of
@@ -22,8 +24,7 @@ from synthesizer_jax.models.stack import REMAT_POLICIES
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.optimizers.adafactor import TABLE
 from synthesizer_jax.optimizers.rules import merge_entries, resolve_rules, trained_entries
-from synthesizer_jax.parameters import Variables, abstract_variables, is_axes
-from synthesizer_jax.registry import replace
+from synthesizer_jax.primitives.parameters import Variables, abstract_variables, is_axes
 from synthesizer_jax.sharding import (
     BATCH_AXES,
     MeshShape,
@@ -33,7 +34,6 @@ from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.state import Layout, make_layout
 from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import abstract_batch
-from synthesizer_jax.typing import PyTree
 
 REMATS: tuple[str | None, ...] = (None, "dots", "dots_with_no_batch_dims", "full")
 """Values of `Stack.remat`, from the most memory and the least recomputation to the opposite."""

@@ -7,17 +7,17 @@ import functools
 import pathlib
 from collections.abc import Callable
 
+from synthesizer_jax.base.files import name_write_errors, storage_path
+from synthesizer_jax.base.messages import escape_controls
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.prefetching import PrefetchedStream
 from synthesizer_jax.evaluation.evaluator import Evaluator
-from synthesizer_jax.files import name_write_errors, storage_path
-from synthesizer_jax.messages import escape_controls
+from synthesizer_jax.hosts import processes
+from synthesizer_jax.hosts.preemption import StopSignal
 from synthesizer_jax.models import TextToText
 from synthesizer_jax.runs import code
 from synthesizer_jax.runs.lock import lock_directory
 from synthesizer_jax.runs.progress import summary_lines
-from synthesizer_jax.runtime import processes
-from synthesizer_jax.runtime.preemption import StopSignal
 from synthesizer_jax.tasks import imported, task_registry
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.training import run_directory

@@ -15,8 +15,8 @@ from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
 from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.files import evaluation_folder, write_predictions, write_results
 from synthesizer_jax.evaluation.scoring import flatten_results
+from synthesizer_jax.hosts import processes
 from synthesizer_jax.runs import code
-from synthesizer_jax.runtime import processes
 from synthesizer_jax.tasks import imported, synthetic, task_registry
 from synthesizer_jax.tasks.splits import is_current, requested_splits
 from synthesizer_jax.training.experiment import Experiment

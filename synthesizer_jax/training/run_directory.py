@@ -8,11 +8,11 @@ import pathlib
 
 import jax
 
+from synthesizer_jax.base.files import absolute, describing, join, storage_path, write_atomic
+from synthesizer_jax.base.registry import format_value, from_json, replace, to_json
 from synthesizer_jax.checkpoints.contents import read_contents
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
-from synthesizer_jax.files import absolute, describing, join, storage_path, write_atomic
-from synthesizer_jax.registry import format_value, from_json, replace, to_json
 from synthesizer_jax.runs import code
 from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.training.experiment import Experiment

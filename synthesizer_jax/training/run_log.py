@@ -7,14 +7,14 @@ import pathlib
 import time
 from collections.abc import Callable, Mapping
 
+from synthesizer_jax.base.messages import one_line_error
+from synthesizer_jax.base.registry import to_json
 from synthesizer_jax.checkpoints.manager import Checkpoints
-from synthesizer_jax.messages import one_line_error
-from synthesizer_jax.registry import to_json
+from synthesizer_jax.hosts import processes
 from synthesizer_jax.runs.events import add_event
 from synthesizer_jax.runs.metrics import MetricsWriter, Throughput
 from synthesizer_jax.runs.progress import Progress
 from synthesizer_jax.runs.writers import Writer, find_writers
-from synthesizer_jax.runtime import processes
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.step import Batch, Metrics
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.optimizers import Optimizer
 from synthesizer_jax.optimizers.adafactor import state_axes
 from synthesizer_jax.optimizers.rules import OptimizerRule, RuledOptimizer, build_optimizer
-from synthesizer_jax.parameters import Variables, abstract_variables
+from synthesizer_jax.primitives.parameters import Variables, abstract_variables
 from synthesizer_jax.sharding import replicated, shardings
-from synthesizer_jax.typing import PyTree
 
 
 @jax.tree_util.register_dataclass

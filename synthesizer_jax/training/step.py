@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from synthesizer_jax.ambient import map_over_batch, mesh_axes
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.models import LOSSES, Encoder, TextToText
 from synthesizer_jax.optimizers.rules import RuledOptimizer, merge_entries
-from synthesizer_jax.parameters import Variables, apply_method
-from synthesizer_jax.products import output_product
+from synthesizer_jax.primitives.mesh import map_over_batch, mesh_axes
+from synthesizer_jax.primitives.parameters import Variables, apply_method
+from synthesizer_jax.primitives.products import output_product
 from synthesizer_jax.training.experiment import Training
 from synthesizer_jax.training.losses import (
     LossSums,
@@ -22,7 +23,6 @@ from synthesizer_jax.training.losses import (
     loss_denominator,
 )
 from synthesizer_jax.training.state import TrainState, apply_gradients
-from synthesizer_jax.typing import PyTree
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]

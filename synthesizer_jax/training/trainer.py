@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.costs.utilization import step_flops, utilizations
 from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.config import DataConfig
@@ -23,7 +24,6 @@ from synthesizer_jax.sharding import (
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.state import TrainState, init_state, make_layout
 from synthesizer_jax.training.step import Batch, Metrics, make_train_step
-from synthesizer_jax.typing import PyTree
 
 
 class Trainer:

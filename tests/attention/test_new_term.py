@@ -14,7 +14,7 @@ from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.alignments.base import project
 from synthesizer_jax.attention import Term, attend, low_rank
 from synthesizer_jax.attention.terms import logits_dtype
-from synthesizer_jax.parameters import apply_method
+from synthesizer_jax.primitives.parameters import apply_method
 
 
 @jax.tree_util.register_dataclass

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints import manager
 from synthesizer_jax.cli import evaluate, generate
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import leaderboards
 from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
-from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.tasks import definitions, mixtures, prepare  # noqa: F401 - its tasks
 from synthesizer_jax.training.experiment import Evaluation

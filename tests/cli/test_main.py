@@ -8,10 +8,10 @@ import jax
 import pytest
 
 from synthesizer_jax.cli.main import _one_line_message
+from synthesizer_jax.hosts import processes
+from synthesizer_jax.hosts.compilation_cache import VARIABLE, enable_compilation_cache
+from synthesizer_jax.hosts.processes import print_line
 from synthesizer_jax.runs.progress import show_phases
-from synthesizer_jax.runtime import processes
-from synthesizer_jax.runtime.compilation_cache import VARIABLE, enable_compilation_cache
-from synthesizer_jax.runtime.processes import print_line
 from tests.cli.commands import call
 
 STUCK = """
@@ -64,7 +64,7 @@ def test_the_doctor_finds_a_healthy_machine_and_hosts_that_differ(tmp_path, monk
 
 
 PROGRAM = """
-from synthesizer_jax.runtime.compilation_cache import enable_compilation_cache
+from synthesizer_jax.hosts.compilation_cache import enable_compilation_cache
 enable_compilation_cache()
 import jax, jax.numpy as jnp
 hits = []

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import synthesizer_jax.distillation.distill  # noqa: F401 - its classes are registered before `afresh`
-from synthesizer_jax import registry
+from synthesizer_jax.base import registry
 from synthesizer_jax.cli.recipes import load_with_code
 from synthesizer_jax.runs import code
 from synthesizer_jax.training.experiment import Experiment
@@ -30,7 +30,7 @@ from synthesizer_jax.attention import static
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.models import Size, t5
-from synthesizer_jax.registry import register
+from synthesizer_jax.base.registry import register
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 
 

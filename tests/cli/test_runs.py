@@ -16,9 +16,9 @@ import termios
 
 import pytest
 
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.vocabularies import SentencePiece
-from synthesizer_jax.registry import replace
 from synthesizer_jax.runs.lock import InUseError
 from synthesizer_jax.runs.metrics import read_metrics
 from synthesizer_jax.tasks import synthetic

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 
+from synthesizer_jax.base.registry import from_json, to_json
 from synthesizer_jax.cli.settings import override
 from synthesizer_jax.data import prepared as prepared_files
 from synthesizer_jax.data.classes import Classes
@@ -20,7 +21,6 @@ from synthesizer_jax.data.packing import GROUP
 from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.data.prefetching import DEPTH, PrefetchedStream
 from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.registry import from_json, to_json
 from synthesizer_jax.training import experiment  # noqa: F401 - it registers DataConfig
 from tests.data import small
 

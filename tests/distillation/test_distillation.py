@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from synthesizer_jax import Attention, Gaussian, Random, SentenceFeedForward, TokenFeedForward
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.distillation.distill import Distillation, DistillationTrainer, squared_error
 from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.mixers import TAPS
 from synthesizer_jax.models import Size, t5, unroll, unroll_variables
 from synthesizer_jax.optimizers import AdamW, Constant
-from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Training
 from synthesizer_jax.training.step import teacher_forced
 from synthesizer_jax.training.trainer import Trainer

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow_datasets as tfds
 
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.initializers import Normal
 from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Constant
-from synthesizer_jax.registry import replace
+from synthesizer_jax.primitives.initializers import Normal
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.tasks.stored import write_dataset
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.data.prepared import PreparedTasks
@@ -19,7 +20,6 @@ from synthesizer_jax.evaluation.files import write_predictions, write_results
 from synthesizer_jax.evaluation.prediction import Predictor, _pad_tokens
 from synthesizer_jax.evaluation.scoring import evaluate_tasks, flatten_results
 from synthesizer_jax.inference import Decoding, score_targets
-from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.tasks import postprocessors, task_registry
 from synthesizer_jax.tasks.definitions import GLUE, SENTINEL, SUPER_GLUE

@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 from synthesizer_jax.alignments import DotProduct, GaussianBias, Mixture, PerHead, Random
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
 from synthesizer_jax.distillation.distill import DISTILLATION_FILE
 from synthesizer_jax.distillation.fit import Statistics
@@ -24,7 +25,6 @@ from synthesizer_jax.inspection.static_attention import can_be_static, measure_s
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Run, Size, alignment, t5
 from synthesizer_jax.models.zoo import language_model
-from synthesizer_jax.registry import replace
 from synthesizer_jax.reports.inspection import sentence, write_inspection
 from synthesizer_jax.runs.metrics import METRICS_FILE
 from synthesizer_jax.tasks import task_registry

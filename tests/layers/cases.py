@@ -1,7 +1,7 @@
 """Every alignment and mixer in the forms that the contract runs through."""
 
 import synthesizer_jax as sj
-from synthesizer_jax.initializers import Normal
+from synthesizer_jax.primitives.initializers import Normal
 from tests.layers import oracles
 from tests.layers.contract import HEADS, ROOM, WIDTH, Case
 

@@ -21,7 +21,7 @@ from synthesizer_jax import Attention, Block, FeedForward, Mask, Run, Stack
 from synthesizer_jax.mixers import Mixer
 from synthesizer_jax.mixers.attention import AttentionBase
 from synthesizer_jax.models import unstack_layers
-from synthesizer_jax.parameters import apply_method
+from synthesizer_jax.primitives.parameters import apply_method
 from tests.environment import FAST_COMPILE
 from tests.layers import oracles
 

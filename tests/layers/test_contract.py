@@ -5,7 +5,7 @@ import json
 import pytest
 
 from synthesizer_jax import ALIGNMENTS, MIXERS
-from synthesizer_jax.registry import from_json, to_json
+from synthesizer_jax.base.registry import from_json, to_json
 from tests.layers.cases import ALIGNMENT_CASES, CASES
 from tests.layers.contract import CONTRACT, FURTHER, Subject
 

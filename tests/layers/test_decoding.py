@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import synthesizer_jax as sj
-from synthesizer_jax.parameters import apply_method
+from synthesizer_jax.primitives.parameters import apply_method
 from tests.layers.contract import general
 
 ROOM, D = 8, 6

@@ -12,7 +12,7 @@ from synthesizer_jax.alignments.relative_bias import alibi_slopes
 from synthesizer_jax.attention import Span, attention_weights, relative, static
 from synthesizer_jax.attention.relative import relative_buckets
 from synthesizer_jax.costs.summary import num_elements
-from synthesizer_jax.parameters import apply_method
+from synthesizer_jax.primitives.parameters import apply_method
 from tests.layers import oracles
 from tests.layers.contract import general
 

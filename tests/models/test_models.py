@@ -23,7 +23,7 @@ from synthesizer_jax.models import (
 )
 from synthesizer_jax.models.layers import Dropout
 from synthesizer_jax.models.published import hard_coded
-from synthesizer_jax.parameters import apply_method
+from synthesizer_jax.primitives.parameters import apply_method
 from tests.layers.contract import general
 from tests.models.test_structures import close
 

@@ -9,7 +9,7 @@ import pytest
 
 import synthesizer_jax as sj
 from synthesizer_jax.models import EncoderDecoder, LearnedPositions
-from synthesizer_jax.parameters import apply_method
+from synthesizer_jax.primitives.parameters import apply_method
 from tests.layers.contract import general
 from tests.models.test_structures import close
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from synthesizer_jax import ZOO, Encoder, UniversalStack
+from synthesizer_jax.base.registry import fields_of, from_json, replace, to_json
 from synthesizer_jax.costs.summary import _scan_runs, num_elements
 from synthesizer_jax.models import VARIANTS
-from synthesizer_jax.parameters import abstract_variables, apply_method
-from synthesizer_jax.registry import fields_of, from_json, replace, to_json
+from synthesizer_jax.primitives.parameters import abstract_variables, apply_method
 from tests.environment import FAST_COMPILE
 from tests.layers.contract import general
 

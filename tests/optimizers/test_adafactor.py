@@ -9,7 +9,7 @@ import pytest
 from synthesizer_jax.optimizers import Adafactor, AdamW
 from synthesizer_jax.optimizers.adafactor import factored_dims, state_axes
 from synthesizer_jax.optimizers.schedules import Constant, Cosine, InverseSquareRoot, Linear, Noam
-from synthesizer_jax.parameters import abstract_variables, is_axes
+from synthesizer_jax.primitives.parameters import abstract_variables, is_axes
 from tests.layers import cases as layers
 from tests.layers import contract
 

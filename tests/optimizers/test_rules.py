@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from synthesizer_jax.base.registry import from_json, replace, to_json
 from synthesizer_jax.cli.settings import override
 from synthesizer_jax.models import Size, alignment, stack_layers, stacks_of, t5, unroll_variables
 from synthesizer_jax.optimizers import (
@@ -23,7 +24,6 @@ from synthesizer_jax.optimizers import (
 from synthesizer_jax.optimizers.adafactor import state_axes
 from synthesizer_jax.optimizers.base import schedule_of
 from synthesizer_jax.optimizers.rules import build_optimizer
-from synthesizer_jax.registry import from_json, replace, to_json
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import CopyStream, experiment

@@ -14,8 +14,8 @@ import transformers
 from synthesizer_jax.inference import encode_tokens
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.parameters import Variables, apply_method
 from synthesizer_jax.pretrained.loading import open_pretrained, read_params
+from synthesizer_jax.primitives.parameters import Variables, apply_method
 
 TOLERANCE = 1e-5
 """Largest accepted deviation, as a share of the largest logit."""

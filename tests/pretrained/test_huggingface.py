@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from synthesizer_jax.alignments import Mixture
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.distillation.transplant import with_variants
@@ -24,7 +25,6 @@ from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface import export as exporting
 from synthesizer_jax.pretrained.loading import open_pretrained, read_params
-from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.training.run_directory import save_run
 from synthesizer_jax.training.trainer import Trainer

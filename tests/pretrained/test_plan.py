@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.costs.chips import parse_topology
 from synthesizer_jax.pretrained.architecture import Architecture
@@ -15,7 +16,6 @@ from synthesizer_jax.pretrained.huggingface.config import write_config
 from synthesizer_jax.pretrained.huggingface.names import torch_name
 from synthesizer_jax.pretrained.loading import open_pretrained
 from synthesizer_jax.pretrained.tensors import correspondences
-from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.plan import make_plan
 from tests.pretrained.folders import TINY, make_folder, make_tensors

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from synthesizer_jax import files
+from synthesizer_jax.base import files
 from synthesizer_jax.runs import metrics
 from synthesizer_jax.runs.events import EVENTS_FILE, add_event, read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, MetricsWriter, read_metrics

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
+from synthesizer_jax.base.registry import from_json
 from synthesizer_jax.checkpoints.manager import finished_steps
-from synthesizer_jax.registry import from_json
 from synthesizer_jax.runs import writers
 from synthesizer_jax.runs.events import add_event, read_events
 from synthesizer_jax.training.run_log import NonFiniteLossError

@@ -17,8 +17,8 @@ import synthesizer_jax as sj
 from synthesizer_jax.attention import Partition, attend
 from synthesizer_jax.inference import decode
 from synthesizer_jax.models import Size, t5
-from synthesizer_jax.parameters import abstract_variables
-from synthesizer_jax.products import dense_product
+from synthesizer_jax.primitives.parameters import abstract_variables
+from synthesizer_jax.primitives.products import dense_product
 from tests.attention import cases, oracle
 
 FAST = cases.FAST_COMPILE

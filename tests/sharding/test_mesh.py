@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.parameters import LOGICAL_AXES, with_axes
+from synthesizer_jax.primitives.parameters import LOGICAL_AXES, with_axes
 from synthesizer_jax.sharding import (
     RULES,
     BatchShards,

@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
 from synthesizer_jax.evaluation.evaluator import Evaluation
-from synthesizer_jax.files import storage_path
 from synthesizer_jax.tasks import imported, task_registry
 from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
 from synthesizer_jax.tasks.importers import CORPORA

@@ -14,10 +14,10 @@ import seqio
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from synthesizer_jax.base.files import write_atomic
 from synthesizer_jax.data.prepared import PreparedExamples, PreparedTasks
 from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.files import write_atomic
 from synthesizer_jax.tasks import prepare as preparing
 from synthesizer_jax.tasks import synthetic, task_registry
 from synthesizer_jax.tasks.prepare import prepare

@@ -10,12 +10,12 @@ import pytest
 from synthesizer_jax import Gaussian
 from synthesizer_jax.attention import Mask, attend, relative, static
 from synthesizer_jax.attention.attend import FEW_LOGITS
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.costs import chips
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.models import Size, alignment, t5
 from synthesizer_jax.models.zoo import T5_1_1
 from synthesizer_jax.optimizers import Adafactor
-from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.training import aot, plan
 from synthesizer_jax.training.experiment import Experiment, Training

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from synthesizer_jax.base.registry import from_json, register, replace, to_json
 from synthesizer_jax.cli.recipes import load_recipe
 from synthesizer_jax.cli.settings import override, settings
 from synthesizer_jax.data.objectives import OBJECTIVES
@@ -17,7 +18,6 @@ from synthesizer_jax.optimizers import (
     OptimizerRule,
     optax_optimizer,
 )
-from synthesizer_jax.registry import from_json, register, replace, to_json
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.run import run

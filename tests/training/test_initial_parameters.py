@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.models import alignment, stacks_of, unroll_variables
 from synthesizer_jax.optimizers import Adafactor, Constant, optax_optimizer
 from synthesizer_jax.optimizers.base import count_updates
-from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.initial_parameters import (

@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.costs.utilization import step_flops
 from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.files import write_predictions
 from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.models.zoo import language_model
-from synthesizer_jax.registry import replace
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_data import open_evaluator
 from tests.data import small

@@ -6,12 +6,12 @@ import math
 import jax
 import pytest
 
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.cli.plan import changed_settings
 from synthesizer_jax.cli.settings import override
 from synthesizer_jax.costs import chips
 from synthesizer_jax.models import Size, alignment, t5, unroll
 from synthesizer_jax.optimizers import OptimizerRule
-from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import aot, plan
 from synthesizer_jax.training.trainer import Trainer

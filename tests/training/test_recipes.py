@@ -12,13 +12,13 @@ import pytest
 from synthesizer_jax.recipes import papers
 from synthesizer_jax.recipes.papers import replacement
 
+from synthesizer_jax.base.registry import fields_of, from_json, replace, to_json
 from synthesizer_jax.cli.recipes import list_recipes, load_recipe, load_with_code
 from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.distillation.distill import Distillation, DistillationTrainer
 from synthesizer_jax.models import unroll_variables
 from synthesizer_jax.models.zoo import VARIANTS
-from synthesizer_jax.registry import fields_of, from_json, replace, to_json
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.trainer import Trainer
 

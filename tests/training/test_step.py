@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.inference import Decoding, decode_sequences, score_targets
 from synthesizer_jax.models import Run, Size, UniversalStack, alignment, stacks_of, t5
 from synthesizer_jax.models.zoo import language_model
 from synthesizer_jax.optimizers import Adafactor, Constant, OptimizerRule
-from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import step
 from synthesizer_jax.training.step import _split_micro_batches, loss_sums

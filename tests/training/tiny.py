@@ -11,10 +11,10 @@ import numpy as np
 
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.hosts.preemption import Preempted, StopSignal
 from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
-from synthesizer_jax.runtime.preemption import Preempted, StopSignal
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.loop import train
 from synthesizer_jax.training.trainer import Trainer

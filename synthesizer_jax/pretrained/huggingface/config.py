@@ -7,10 +7,10 @@ import json
 import pathlib
 from typing import Annotated, Any, TypeAlias
 
-from synthesizer_jax.files import describing
+from synthesizer_jax.base.files import describing
+from synthesizer_jax.base.registry import check_types, format_value
+from synthesizer_jax.base.typing import Choices, Length, Range, Rate
 from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture
-from synthesizer_jax.registry import check_types, format_value
-from synthesizer_jax.typing import Choices, Length, Range, Rate
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -12,13 +12,13 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.data.vocabularies import (
     Bytes,
     SentencePiece,
     Vocabulary,
 )
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.parameters import Variables
 from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
 from synthesizer_jax.pretrained.huggingface.config import (
     CONFIG,
@@ -30,7 +30,7 @@ from synthesizer_jax.pretrained.huggingface.names import torch_name
 from synthesizer_jax.pretrained.huggingface.tokenizer import SENTENCEPIECE, TOKENIZER_CONFIG
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
 from synthesizer_jax.pretrained.tensors import Correspondence, correspondences, named_tensors
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.primitives.parameters import Variables
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 LARGEST_SHARD = 5 * 10**9

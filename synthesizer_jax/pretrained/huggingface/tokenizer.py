@@ -8,8 +8,8 @@ import pathlib
 from types import ModuleType
 from typing import Any
 
+from synthesizer_jax.base.files import describing, storage_path
 from synthesizer_jax.data.vocabularies import EOS, EXTRA_IDS, PAD, Bytes, SentencePiece
-from synthesizer_jax.files import describing, storage_path
 from synthesizer_jax.pretrained.huggingface.config import read_json
 
 TOKENIZER = "tokenizer.json"

@@ -12,7 +12,7 @@ import ml_dtypes  # noqa: F401 (makes bfloat16 a dtype of NumPy, which safetenso
 import numpy as np
 import safetensors
 
-from synthesizer_jax.files import describing, is_installed
+from synthesizer_jax.base.files import describing, is_installed
 from synthesizer_jax.pretrained.huggingface.config import read_json
 from synthesizer_jax.pretrained.tensors import Tensor, Tensors, reading
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from etils import epy
 
-from synthesizer_jax.files import storage_path
+from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.tasks.importers.layouts import (
     CORPORA,
     SAMPLE,

@@ -14,9 +14,9 @@ from typing import TypeAlias, TypeVar
 
 from etils import epy
 
-from synthesizer_jax.files import decode_lines
-from synthesizer_jax.messages import did_you_mean
-from synthesizer_jax.registry import JSON
+from synthesizer_jax.base.files import decode_lines
+from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.base.registry import JSON
 
 with epy.lazy_imports():
     import pyarrow as pa

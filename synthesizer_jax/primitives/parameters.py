@@ -19,7 +19,7 @@ import jax
 from flax import struct
 from flax.typing import Initializer
 
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
 
 LOGICAL_AXES = (
     "vocab",  # rows of the embedding and columns of the output projection
@@ -47,7 +47,7 @@ ACTIVATION_AXES = (
     "batch",  # examples
     "sequence",  # positions, if every query may attend to every key
 )
-"""The logical axis names of activations besides ``heads``; see `ambient`."""
+"""The logical axis names of activations besides ``heads``; see `primitives.mesh`."""
 
 _RETURNS_BOXES = contextvars.ContextVar("logical_axes", default=False)
 

@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from synthesizer_jax.attention.partition import axes_along, axes_of_type, match_varying_axes
 from synthesizer_jax.attention.terms import logits_dtype
-from synthesizer_jax.surrounding_mesh import axes_along, axes_of_type, match_varying_axes
 
 _OutSharding: TypeAlias = NamedSharding | PartitionSpec | None
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from synthesizer_jax.attention.terms import logits_dtype
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Positive
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Positive
+from synthesizer_jax.primitives.parameters import with_axes
 
 _save_statistics = functools.partial(
     jax.checkpoint,

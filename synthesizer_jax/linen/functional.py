@@ -15,14 +15,14 @@ from flax.linen.dtypes import promote_dtype as linen_promote_dtype
 from flax.typing import DotGeneralT, Dtype, EinsumT, PrecisionLike, PromoteDtypeFn
 from jax.sharding import AxisType, PartitionSpec
 
-from synthesizer_jax.ambient import partition as current_partition
 from synthesizer_jax.attention import Mask, Partition, Term, Terms, materialize
 from synthesizer_jax.attention.explanations import log_external_call
 from synthesizer_jax.attention.functional import attend_dot_product
 from synthesizer_jax.attention.masks import add_pattern, as_bool
+from synthesizer_jax.attention.partition import axes_along, axes_of_type, in_auto_mode
 from synthesizer_jax.attention.terms import repeat_heads
-from synthesizer_jax.surrounding_mesh import axes_along, axes_of_type, in_auto_mode
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.primitives.mesh import partition as current_partition
 
 if TYPE_CHECKING:
     from flax import nnx

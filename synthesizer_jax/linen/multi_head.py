@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments import Alignment, AttentionContext, DotProduct
-from synthesizer_jax.ambient import on_any_mesh, partition
 from synthesizer_jax.attention import (
     Cache,
     Mask,
@@ -23,8 +22,9 @@ from synthesizer_jax.attention import (
     extend,
     init_cache,
 )
-from synthesizer_jax.flax_attention import AttentionFn, as_mask, attention_fn, merge_batch_axes
+from synthesizer_jax.linen.functional import AttentionFn, as_mask, attention_fn, merge_batch_axes
 from synthesizer_jax.mixers.decoding import decoding_mask
+from synthesizer_jax.primitives.mesh import on_any_mesh, partition
 
 if TYPE_CHECKING:
     from synthesizer_jax.nnx import MultiHeadAttention as NnxMultiHeadAttention

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from synthesizer_jax.runtime import processes
+from synthesizer_jax.hosts import processes
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_half_named_places_are_refused(join, place):
 
 PROGRAM = """
 import sys
-from synthesizer_jax.runtime import processes
+from synthesizer_jax.hosts import processes
 processes.PATIENCE = 0.1
 try:
     processes.join_group(float(sys.argv[1]))

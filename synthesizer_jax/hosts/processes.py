@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 import numpy as np
 
-from synthesizer_jax.messages import escape_controls
+from synthesizer_jax.base.messages import escape_controls
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from flax.linen.transforms import lift_direct_transform
 from jax.sharding import AxisType, PartitionSpec
 
 from synthesizer_jax.attention import Partition
-from synthesizer_jax.surrounding_mesh import axes_along, axes_of_type, in_auto_mode
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.attention.partition import axes_along, axes_of_type, in_auto_mode
+from synthesizer_jax.base.typing import PyTree
 
 Function = TypeVar("Function", bound=Callable[..., PyTree])
 

@@ -19,8 +19,8 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias, TypeVar
 
-from synthesizer_jax.messages import did_you_mean
-from synthesizer_jax.typing import Limit
+from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.base.typing import Limit
 
 Class = TypeVar("Class", bound=type)
 Config = TypeVar("Config")

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Shape
 
-from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Count, NotNegative
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Count, NotNegative
 
 
 class Initializer(Protocol):

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from synthesizer_jax.runtime import processes
+from synthesizer_jax.hosts import processes
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 """Exit codes after a signal, when the state is saved. That of SIGTERM is EX_TEMPFAIL: start the same

@@ -1,0 +1,1 @@
+"""What every package stands on: configurations as JSON, files, messages, types."""

@@ -1,0 +1,6 @@
+"""The engine in Flax Linen's own attention layers."""
+
+from synthesizer_jax.linen.functional import attention_fn
+from synthesizer_jax.linen.multi_head import MultiHeadAttention
+
+__all__ = ["MultiHeadAttention", "attention_fn"]

@@ -1,0 +1,1 @@
+"""What layers are made of: parameters with logical axes, initializers, products, norms, the mesh."""
