@@ -19,8 +19,8 @@ def free_memory() -> int | None:
     """
     amounts = []
     if MEMORY.exists():
-        found = re.findall(r"(\w+): +(\d+) kB", MEMORY.read_text("ascii"))
-        sizes = {name: 1024 * int(size) for name, size in found}
+        lines = re.findall(r"(\w+): +(\d+) kB", MEMORY.read_text("ascii"))
+        sizes = {name: 1024 * int(size) for name, size in lines}
         if "MemAvailable" in sizes:
             amounts.append(sizes["MemAvailable"] + sizes.get("SwapFree", 0))
     own = re.search("^0::(.*)$", OWN_GROUPS.read_text(), re.M) if OWN_GROUPS.exists() else None
