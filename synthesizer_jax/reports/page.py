@@ -99,9 +99,15 @@ def _curves(systems: Sequence[System]) -> tuple[list[Markup], list[Markup]]:
         points = {system.name: system.curve("evaluations", name) for system in systems}
         task, _, metric = name.rpartition("/")
         if max(len(x) for x, *_ in points.values()) > 1:
-            log, title = metric in LOWER_IS_BETTER, task or "mean over tasks"
-            labels = {"x_label": "step", "y_label": metric, "title": title}
-            charts.append(line_chart(blank, points=points, logarithmic=log, **labels))
+            chart = line_chart(
+                blank,
+                points=points,
+                x_label="step",
+                y_label=metric,
+                title=task or "mean over tasks",
+                logarithmic=metric in LOWER_IS_BETTER,
+            )
+            charts.append(chart)
     loss = line_chart(
         {system.name: system.curve("training", "loss", most=120) for system in systems},
         points={system.name: system.curve("evaluations", "loss") for system in systems},
