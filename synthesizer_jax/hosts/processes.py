@@ -50,17 +50,11 @@ def start_group() -> None:
 
 
 def join_group(timeout: float = 300.0) -> bool:
-    """Joins this process to its group, without initializing devices; must precede other uses of JAX.
+    """Joins this process to its group, and returns whether there is one; must precede other uses of JAX.
 
     The group is the one that `jax.distributed.initialize` finds (Cloud TPU, GKE, SLURM, Open MPI), or is
     defined by the variables `ADDRESS`, `PROCESSES` and `PROCESS`. Does nothing for a single process, under
-    Pathways, or if JAX is in use already.
-
-    Args:
-      timeout: seconds until the start fails.
-
-    Returns:
-      Whether there is a group.
+    Pathways, or if JAX is in use already; initializes no devices.
 
     Raises:
       ValueError: the environment variables are incomplete or invalid.
@@ -79,10 +73,8 @@ def join_group(timeout: float = 300.0) -> bool:
         except BaseException as error:
             errors.append(error)
 
-    joining = threading.Thread(
-        target=initialize, daemon=True
-    )  # signals are handled while it blocks
-    joining.start()
+    joining = threading.Thread(target=initialize, daemon=True)
+    joining.start()  # in a thread, so that signals are handled while it blocks
     joining.join(min(PATIENCE, timeout))
     if joining.is_alive():
         print_line(
@@ -146,12 +138,7 @@ def barrier(name: str) -> None:
 
 
 def all_gather(name: str, value: T) -> list[T]:
-    """Returns the values of all processes in order, after all have called this function.
-
-    Args:
-      name: a name for error messages.
-      value: a value that can be converted to JSON.
-    """
+    """Returns the values, JSON data, of all processes in order, after all have called this function."""
     if process_count() == 1:
         return [value]
     from jax.experimental import multihost_utils

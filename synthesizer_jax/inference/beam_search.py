@@ -51,14 +51,8 @@ def beam_search(
     """Searches with `beams` unfinished and `beams` finished sequences of every example.
 
     The search for an example ends at its maximum length, or when no unfinished sequence can exceed the
-    score of its worst finished sequence.
-
-    Args:
-      decoder: b examples.
-      constraints: what sequences may hold.
-      beams: n.
-      alpha: exponent of the length penalty.
-      samples: number of sequences to return per example, at most n.
+    score of its worst finished sequence. `alpha` is the exponent of the length penalty, and `samples` the
+    number of sequences to return per example, at most `beams`.
     """
     b, n, m = decoder.batch, beams, decoder.max_length
 

@@ -119,13 +119,12 @@ class LinenModule(nnx.Module):
         """Calls a method of the Linen module; ``module.encode(...)`` calls `encode` in the same way.
 
         Args:
-          *args: arguments of the method.
+          *args, **kwargs: arguments of the method.
           deterministic: if True, dropout is off; None uses the module's attribute.
           rngs: random streams, one stream or a PRNG key for dropout; None uses the module's stream.
           sow_weights: whether to sow the attention weights ``attention_weights``
             ``[batch or 1, heads, q, k]`` as `nnx.Intermediate`, for `nnx.capture`.
           method: the method's name.
-          **kwargs: arguments of the method.
 
         Raises:
           ValueError: dropout needs a random stream, `deterministic` is not set, or there are no weights.
@@ -225,9 +224,6 @@ def linen_variables(module: LinenModule) -> Variables:
     """Returns a module's variables in the form that the Linen module's `apply` takes.
 
     ``module.config.apply(linen_variables(module), ...)`` is the Linen equivalent of a call.
-
-    Args:
-      module: from `to_nnx`, or an instance of one of this package's classes.
     """
     nodes = {name: getattr(module, name) for name in module.variable_names}
     flat = {

@@ -68,10 +68,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """Applies multi-head attention.
 
         Args:
-          inputs_q: as in `synthesizer_jax.MultiHeadAttention`.
-          inputs_k: likewise.
-          inputs_v: likewise.
-          mask: likewise.
+          inputs_q, inputs_k, inputs_v, mask: as in `synthesizer_jax.MultiHeadAttention`.
           decode: whether to use the cache; overrides the attribute.
           is_causal: whether queries attend only to keys up to their own position; always the case during
             decoding.

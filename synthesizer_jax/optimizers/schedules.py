@@ -122,10 +122,8 @@ class Cosine:
         """See `Schedule.build`."""
 
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
-            fraction = _decay_fraction(step, self)
-            cosine = self.final + (self.peak - self.final) * 0.5 * (
-                1.0 + jnp.cos(jnp.pi * fraction)
-            )
+            angle = jnp.pi * _decay_fraction(step, self)
+            cosine = self.final + (self.peak - self.final) * 0.5 * (1.0 + jnp.cos(angle))
             warm = self.peak * _warmup(step, self.warmup_steps)
             return jnp.where(jnp.asarray(step) < self.warmup_steps, warm, cosine)
 

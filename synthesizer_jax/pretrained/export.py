@@ -22,7 +22,7 @@ from synthesizer_jax.training.initial_parameters import find_checkpoint
 from synthesizer_jax.training.run_directory import load_experiment, open_vocabulary
 from synthesizer_jax.version import __version__
 
-HUGGING_FACE, T5X, SCANNED_T5X, STABLEHLO = FORMATS = (
+FORMATS = HUGGING_FACE, T5X, SCANNED_T5X, STABLEHLO = (
     "huggingface",
     "t5x",
     "t5x-scanned",
@@ -60,11 +60,11 @@ def export_run(
         )
     if to != HUGGING_FACE and dtype != "float32":
         raise ValueError(f"--dtype is for {HUGGING_FACE}; leave it out")
-    source, step = find_checkpoint(run)
+    source, chosen = find_checkpoint(run)
     experiment = load_experiment(source)
     vocabulary = open_vocabulary(experiment, source)
     with new_directory(directory) as staging:
-        step, saved = restore_variables(source / "checkpoints", step=step)
+        step, saved = restore_variables(source / "checkpoints", step=chosen)
         model: TokenModel = unroll(experiment.model)
         variables = unroll_variables(experiment.model, saved)
         if to == HUGGING_FACE:

@@ -97,11 +97,8 @@ def correspondences(model: TokenModel, name_of: NameOf) -> list[Correspondence]:
     """Returns where every parameter of a model, with looped layers, is found in another library."""
     looped = unroll(model)
     shapes = jax.eval_shape(looped.init, jax.random.key(0), *looped.example(1, 1))["params"]
-    found = []
-    for path, x in jax.tree.leaves_with_path(shapes):
-        keys = tuple(entry.key for entry in path)
-        found.append(Correspondence(keys, x.shape, *name_of(keys)))
-    return found
+    flat = traverse_util.flatten_dict(shapes)
+    return [Correspondence(path, x.shape, *name_of(path)) for path, x in sorted(flat.items())]
 
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")

@@ -65,16 +65,11 @@ def write_directory(
     ``vocabulary.model`` the SentencePiece model, if there is one, with its sentinels, and ``model.json``
     describes all of them, with checksums.
 
-    Args:
-      directory: an empty directory.
-      model: an unbound model, with looped layers.
-      variables: its variables.
-      vocabulary: bytes, or SentencePiece's.
-      limits: the largest lengths.
+    The directory is empty, and the model has looped layers.
 
     Raises:
       ValueError: the model has fewer positions than the limits, no programs, or parameters that are not
-        float32; or the vocabulary is of another kind.
+        float32; or the vocabulary is neither bytes nor SentencePiece's.
     """
     parameters = traverse_util.flatten_dict(variables, sep="/")
     for name, x in parameters.items():
@@ -128,7 +123,7 @@ def export_programs(
     kernels by lengths: a layer holds the logits of all pairs of tokens in memory.
 
     Args:
-      model: an unbound model.
+      model: the model.
       parameters: those of looped layers by their keys, joined by ``/``; only shapes are read.
       limits: the largest lengths.
 
@@ -162,10 +157,8 @@ def export_programs(
             bounds = [f"{n} <= {longest[n]}" for n in lengths] if symbolic else []
             scope = export.SymbolicScope(bounds)
             axes = [f"b,{n if symbolic else longest[n]}" for n in lengths]
-            tokens = [
-                jax.ShapeDtypeStruct(export.symbolic_shape(axis, scope=scope), jnp.int32)
-                for axis in axes
-            ]
+            sizes = [export.symbolic_shape(axis, scope=scope) for axis in axes]
+            tokens = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
             program = jax.jit(
                 lambda flat, *x, f=function: f(traverse_util.unflatten_dict(flat, sep="/"), *x)
             )

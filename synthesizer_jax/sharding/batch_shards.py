@@ -30,8 +30,8 @@ def gather_to_host(x: jax.Array) -> np.ndarray:
 class BatchShards:
     """Assigns the virtual shards of a batch to the processes whose devices hold their examples.
 
-    Of B examples, shard s of V has those from s · B/V to (s + 1) · B/V − 1; V divides B. A process loads all
-    shards of which its devices hold an example, so several processes may load the same shard.
+    Of B examples, shard s of V has those from s · B/V to (s + 1) · B/V − 1. A process loads all shards of
+    which its devices hold an example, so several processes may load the same shard. V divides B.
     """
 
     def __init__(self, batch_size: int, shards: int, sharding: jax.sharding.Sharding):
