@@ -88,13 +88,7 @@ CHIPS = {chip.name: chip for chip in _CHIPS}
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Slices of chips.
-
-    Attributes:
-      chip: the generation.
-      shape: number of chips of a slice along each of its dimensions.
-      slices: number of equal slices.
-    """
+    """Equal slices of chips; the shape is the number of chips along each dimension of a slice."""
 
     chip: Chip
     shape: tuple[int, ...]
@@ -165,8 +159,8 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
     if shape is None:
         usual = _usual_shapes(chip)
         fewer, more = [n for n in usual if n <= asked], [n for n in usual if n > asked]
-        places = [Topology(chip, usual[n]) for n in fewer[-1:] + more[:1]]
-        near = " and ".join(f"{place.name} ({place.type})" for place in places)
+        others = [Topology(chip, usual[n]) for n in fewer[-1:] + more[:1]]
+        near = " and ".join(f"{other.name} ({other.type})" for other in others)
         raise ValueError(f"{chip.name} has no slice {text!r}; near it are {near}")
     return Topology(chip, shape, slices)
 
@@ -192,15 +186,10 @@ precision, which is TF32 since A100, by the beginning of the ``device_kind``; th
 
 
 def peak_flops(kind: str, dtype: str) -> float | None:
-    """Returns the published peak FLOP/s of matrix products on one device.
+    """Returns the published peak FLOP/s of matrix products on one device, by its ``device_kind``.
 
-    Args:
-      kind: the device's ``device_kind``, such as ``TPU v5 lite`` or ``NVIDIA H100 80GB HBM3``.
-      dtype: dtype of the computation: bfloat16, float16 or float32. At JAX's default precision TPUs
-        multiply all of them as bfloat16.
-
-    Returns:
-      The rate; None if it is unknown, as for a MIG instance of a GPU.
+    The dtype is bfloat16, float16 or float32; at JAX's default precision TPUs multiply all of them as
+    bfloat16. None: the rate is unknown, as for a MIG instance of a GPU.
     """
     for chip in CHIPS.values():
         if kind in chip.kinds and dtype in ("bfloat16", "float16", "float32"):
@@ -250,11 +239,12 @@ def main(name: str) -> None:
     type's default one, else ``other``.
     """
     try:
-        place = parse_topology(name)
+        topology = parse_topology(name)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    shape = place.name.partition(":")[2]
-    print(place.chip.name, place.type, shape, place.chips, "usual" if place.usual else "other")
+    shape = topology.name.partition(":")[2]
+    usual = "usual" if topology.usual else "other"
+    print(topology.chip.name, topology.type, shape, topology.chips, usual)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,10 @@ SAMPLES = 1000
 def interval(
     metric: str, value: float, answers: Mapping[str, Record]
 ) -> tuple[float, float] | None:
-    """Returns the 95 % interval of a score over examples, in percent: Wilson's (1927), or a bootstrap's.
+    """Returns the 95 % interval of a logged score in percent: Wilson's (1927), or a bootstrap's.
 
-    Args:
-      metric: the metric's name.
-      value: the score that was logged.
-      answers: those that were scored.
-
-    Returns:
-      Its ends; None where the answers alone do not give the logged score, where they are in groups, or
-      where all resamples have one score, as those of a constant answer.
+    None where the answers alone do not give the score, where they are in groups, or where all resamples
+    have one score, as those of a constant answer.
     """
     records = list(answers.values())
     if are_grouped(records):

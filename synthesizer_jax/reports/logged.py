@@ -59,19 +59,16 @@ class System:
     def curve(self, kind: str, name: str, *, most: int = 10**9) -> Line:
         """Returns a measure over the steps that all runs have: their mean, lowest and highest.
 
-        Args:
-          kind: ``training`` or ``evaluations``.
-          name: the measure.
-          most: number of points; where there are more steps, neighbors are averaged.
+        The kind is ``training`` or ``evaluations``. Of more than `most` steps neighbors are averaged.
         """
-        own = [
+        by_step = [
             {step: r[name] for step, r in getattr(run, kind).items() if r.get(name) is not None}
             for run in self.runs
         ]
-        steps = sorted(set.intersection(*map(set, own)))
+        steps = sorted(set.intersection(*map(set, by_step)))
         if not steps:
             return [], []
-        values = np.array([steps, *([found[step] for step in steps] for found in own)], float)
+        values = np.array([steps, *([run[step] for step in steps] for run in by_step)], float)
         parts = np.array_split(values, min(most, len(steps)), axis=1)
         x, *y = np.stack([part.mean(1) for part in parts], axis=1)
         band = [np.min(y, axis=0), np.max(y, axis=0)] if len(y) > 1 else []

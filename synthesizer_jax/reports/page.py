@@ -22,14 +22,9 @@ Shared: TypeAlias = Mapping[str, list[list[list[Record]]]]
 
 
 def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cell]]:
-    """Writes the page atomically: if this fails, an existing file stays as it is.
+    """Writes the page of systems, or of one alone, atomically; all their text is escaped.
 
-    Args:
-      path: the file.
-      systems: the compared systems, or one alone; all their text is escaped.
-
-    Returns:
-      The rows of the table of scores: a task and, as its note, a metric; then each system's score.
+    Returns the rows of the table of scores: a task and, as its note, a metric; then each system's score.
     """
     runs = [run for system in systems for run in system.runs]
     tasks = dict.fromkeys(task for run in runs for task in run.answers)

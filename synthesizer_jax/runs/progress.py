@@ -23,10 +23,7 @@ UTILIZATIONS = {"mfu": "MFU", "product_utilization": "matmul utilization"}
 class Progress:
     """The display of a run, with a line for every `training.log_every` steps, evaluation and checkpoint.
 
-    Args:
-      total: number of steps of the run.
-      title: text before the bar.
-      visible: False prints what is urgent alone, to standard error.
+    The title is before the bar. What is not `visible` prints what is urgent alone, to standard error.
     """
 
     def __init__(self, total: int, *, title: str = "", visible: bool = True):

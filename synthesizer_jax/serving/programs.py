@@ -38,13 +38,7 @@ DESCRIPTION, PARAMETERS, VOCABULARY = "model.json", "parameters.safetensors", "v
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the programs of a model accept.
-
-    Attributes:
-      inputs_length: maximum number of tokens of an input, EOS included.
-      targets_length: maximum number of tokens of a target, EOS included.
-      beams: number of beams of the decoding loop; 1 is greedy decoding.
-    """
+    """The most tokens of the inputs and targets of programs, EOS included, and their number of beams."""
 
     inputs_length: int
     targets_length: int
@@ -122,10 +116,7 @@ def export_programs(
     lengths up to the limits. Attention runs on the reference route, because the others choose blocks and
     kernels by lengths: a layer holds the logits of all pairs of tokens in memory.
 
-    Args:
-      model: the model.
-      parameters: those of looped layers by their keys, joined by ``/``; only shapes are read.
-      limits: the largest lengths.
+    Parameters are those of looped layers by their keys, joined by ``/``; only shapes are read.
 
     Returns:
       The programs by name, and ``"symbolic"``; or ``"fixed"`` where a part of the model must know lengths
