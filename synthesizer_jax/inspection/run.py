@@ -283,11 +283,7 @@ def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, 
 
 
 def _batches(
-    experiment: Experiment,
-    sets: Sequence[EvaluationSet],
-    count: int,
-    batch_size: int,
-    mesh: Mesh,
+    experiment: Experiment, sets: Sequence[EvaluationSet], count: int, batch_size: int, mesh: Mesh
 ) -> tuple[int, list[str], list[Batch]]:
     """Returns the number of examples, the texts of one, and at least two batches of them, of all sets.
 

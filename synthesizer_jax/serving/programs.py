@@ -98,9 +98,7 @@ def write_directory(
 
 
 def export_programs(
-    model: TokenModel,
-    parameters: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
-    limits: Limits,
+    model: TokenModel, parameters: Mapping[str, jax.Array | jax.ShapeDtypeStruct], limits: Limits
 ) -> tuple[dict[str, export.Exported], str]:
     """Exports the programs that a model has, for all `PLATFORMS`.
 
