@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,15 +13,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from synthesizer_jax.alignments import Alignment, Mixture
-from synthesizer_jax.base.files import describing
 from synthesizer_jax.base.messages import Phase, one_line_error, silent_phase
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.distillation.distill import DISTILLATION_FILE
-from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, evenly_spaced, metric_groups
-from synthesizer_jax.evaluation.files import evaluation_folder
+from synthesizer_jax.distillation.replacement import blocks_of
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, evenly_spaced
 from synthesizer_jax.inspection.measures import MOMENTS, Measures, Rows, attention_sums, measure
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
 from synthesizer_jax.mixers import Linformer, Mixer
@@ -49,9 +46,6 @@ from synthesizer_jax.training.run_data import open_evaluator
 from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.step import Batch, teacher_forced
-
-BINS = 5
-"""Most parts, by length, of the examples of a task."""
 
 CROSS = "encoder_decoder_attention"
 
@@ -100,8 +94,7 @@ def inspect_run(
       `measure` at the ``end`` and the ``start`` (None: not known), NaN where a measure is not defined, and
       the mean weights of the ``example``. ``without``, mixers without weights. By layer ``mixtures``, the
       ``parts`` and over ``steps`` up to the inspected one α ``[heads, parts]``, and ``projections``, P_l
-      and P_w of talking heads. ``quality`` of the newest predictions, of step ``evaluated``, see
-      `quality_by_length`. ``static``, see `measure_static_attention`, or None.
+      and P_w of talking heads. ``static``, see `measure_static_attention`, or None.
 
     Raises:
       FileNotFoundError: there is no checkpoint or no data.
@@ -153,11 +146,6 @@ def inspect_run(
             history = histories.setdefault(name, new)
             history["steps"].append(number)
             history["alpha"].append(alpha)
-    numbered = (directory / "evaluation").glob("[0-9]*")
-    steps = sorted(int(path.name) for path in numbered if path.name.isdecimal())
-    folders = {n: evaluation_folder(directory, n) for n in reversed(steps) if n <= step}
-    quality = ((n, quality_by_length(sets, folder)) for n, folder in folders.items())
-    evaluated, found = next(((n, parts) for n, parts in quality if parts), (None, []))
     return {
         "step": step,
         "start": start,
@@ -176,21 +164,19 @@ def inspect_run(
         "without": {str(p): describe(mixer) for p, mixer in mixers.items() if p not in even},
         "mixtures": histories,
         "projections": _projections(model, end),
-        "evaluated": evaluated,
-        "quality": found,
         "static": static if fitted else None,
     }
 
 
 def mixers_of(model: TokenModel) -> dict[Place, Mixer]:
     """Returns the mixers of all layers."""
-    found = {}
-    for name, stack in stacks_of(model).items():
-        for i, block in enumerate(run.block for run in stack.runs for _ in range(run.repeats)):
-            found[Place(name, False, i)] = block.self_mixer
+    mixers = {}
+    for name in stacks_of(model):
+        for i, block in enumerate(blocks_of(model, name)):
+            mixers[Place(name, False, i)] = block.self_mixer
             if block.cross_mixer is not None:
-                found[Place(name, True, i)] = block.cross_mixer
-    return dict(sorted(found.items(), key=lambda item: (item[0].stack != "encoder", item[0])))
+                mixers[Place(name, True, i)] = block.cross_mixer
+    return dict(sorted(mixers.items(), key=lambda item: (item[0].stack != "encoder", item[0])))
 
 
 def _entries(model: TokenModel, tree: PyTree) -> Iterator[tuple[Place, Mixer, PyTree]]:
@@ -353,50 +339,3 @@ def _projections(model: TokenModel, variables: Variables) -> dict[str, dict[str,
         for place, _, params in _entries(model, variables["params"])
     }
     return {place: matrices for place, matrices in found.items() if matrices}
-
-
-def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the quality of a folder's predictions, in up to `BINS` parts of each set by length.
-
-    A part has its ``task``, ``tokens``, the smallest and largest number of inputs' tokens or, where there
-    are none, of targets', ``examples``, how many, and ``metrics``, those of the task or the loss of texts
-    in nats per token. Examples that metrics need together, such as the answers to a question of MultiRC,
-    have the length of the longest. Tasks whose file is absent, or holds other examples than the set, are
-    left out.
-    """
-    found = []
-    for examples in sets:
-        path, records = folder / f"{examples.task.name}.jsonl", []
-        if path.is_file():
-            with describing(path), path.open(encoding="utf-8") as file:
-                records = list(map(json.loads, file))
-        texts = [to_text(row["inputs_pretokenized"]) for row in examples.examples]
-        if [record["input"] for record in records] != texts or not texts:
-            continue
-        lengths, tokens = (
-            np.array([len(x) for x in y]) for y in (examples.inputs, examples.targets)
-        )
-        predicted = "prediction" in records[0]
-        lengths = lengths if predicted and lengths.any() else tokens
-        groups = metric_groups(examples.task, examples.examples)
-        group = np.unique(groups, axis=0, return_inverse=True)[1].ravel()  # NumPy 2.0: two axes
-        longest = np.zeros_like(lengths)
-        np.maximum.at(longest, group, lengths)
-        lengths = longest[group]
-        limits = np.unique(np.quantile(lengths, np.arange(1, BINS) / BINS, method="nearest"))
-        number = np.searchsorted(limits, lengths)
-        for part in map(np.flatnonzero, np.unique(number)[:, None] == number):
-            chosen = [records[int(i)] for i in part]
-            if predicted:
-                own = dataclasses.replace(
-                    examples, examples=[examples.examples[int(i)] for i in part]
-                )
-                metrics = own.score([record["prediction"] for record in chosen])
-            else:
-                nats = -np.array([record["score"] for record in chosen], float).sum()
-                counted = sum(np.count_nonzero(examples.targets[int(i)]) for i in part)
-                metrics = {"loss": nats / max(counted, 1)}
-            ends = int(lengths[part].min()), int(lengths[part].max())
-            row = {"task": examples.task.name, "tokens": ends, "examples": len(part)}
-            found.append(row | {"metrics": metrics})
-    return found

@@ -113,7 +113,6 @@ def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib
             numbers=False,
         ),
         *(Section(name, text, _tiles(charts)) for name, text, charts in parts),
-        _quality(found),
         *([] if found["static"] is None else [_static(found["static"])]),
         Section(
             "All numbers by head",
@@ -255,30 +254,6 @@ def _distances(layers: Mapping[str, Found]) -> Iterator[Markup]:
         lines = {f"head {i + 1}": (DISTANCES, y) for i, y in enumerate(layer["end"]["profile"])}
         if np.isfinite(layer["end"]["profile"]).all():
             yield _lines(name, lines, "distance, tokens", "share of weight")
-
-
-def _quality(found: Found) -> Section:
-    charts, rows = [], []
-    for task in dict.fromkeys(part["task"] for part in found["quality"]):
-        own = [part for part in found["quality"] if part["task"] == task]
-        middles = [np.mean(part["tokens"]) for part in own]
-        names = list(own[0]["metrics"])
-        lines = {n: (middles, [p["metrics"].get(n, math.nan) for p in own]) for n in names}
-        if names and len(own) > 1:
-            charts.append(_lines(task, lines, "tokens", "metric"))
-        for part in own:
-            metrics = ", ".join(f"{name} {value:.2f}" for name, value in part["metrics"].items())
-            tokens = " to ".join(map(str, part["tokens"]))
-            rows.append((task, tokens, str(part["examples"]), metrics))
-    return Section(
-        "Quality by length",
-        f"Of the predictions of step {found['evaluated']}, by the number of input tokens; metrics in "
-        "percent, the loss of texts in nats per token, by their length. Examples that a metric needs "
-        "together have the length of the longest. Small parts are uncertain.",
-        charts=_tiles(charts),
-        headings=("task", "tokens", "examples", "metrics"),
-        rows=rows,
-    )
 
 
 def _static(static: Found) -> Section:
