@@ -66,8 +66,8 @@ def layout_over(
 def _candidate_meshes(shape: MeshShape, devices: int) -> Iterator[MeshShape]:
     """Yields the meshes to try for a model that was trained on a mesh of the given shape."""
     yield shape
-    rest = -1 in (shape.fsdp, shape.tensor, shape.sequence)
-    yield MeshShape(1 if rest else -1, shape.fsdp, shape.tensor, shape.sequence)
+    inferred = -1 in (shape.fsdp, shape.tensor, shape.sequence)  # one axis at most may be
+    yield MeshShape(1 if inferred else -1, shape.fsdp, shape.tensor, shape.sequence)
     yield from (MeshShape(fsdp=n) for n in range(devices, 0, -1) if devices % n == 0)
 
 

@@ -224,12 +224,12 @@ class DistillationTrainer(Trainer):
         """Returns a state with the teacher's arrays of the same path and shape in the place of its own."""
         of_teacher = dict(jax.tree.leaves_with_path(self.variables))
 
-        def inherited(path: KeyPath, own: jax.Array) -> jax.Array:
+        def inherited(path: KeyPath, fresh: jax.Array) -> jax.Array:
             array = of_teacher.get(path)
-            if array is None or array.shape != own.shape:
-                return own
+            if array is None or array.shape != fresh.shape:
+                return fresh
             # A copy, because every step donates the state's buffers but needs the teacher's.
-            return replicate_to_devices(jnp.copy(gather_to_host(array)), own.sharding)
+            return replicate_to_devices(jnp.copy(gather_to_host(array)), fresh.sharding)
 
         arrays = {"params": state.params, "constants": state.constants}
         return dataclasses.replace(state, **jax.tree.map_with_path(inherited, arrays))

@@ -204,8 +204,10 @@ def stack_bias_logits(model: TokenModel, params: PyTree, layer: Layer, *, length
     shared = stacks_of(model)[stack].bias
     if shared is None:
         return jnp.zeros((num_heads, length, length))
-    own = jax.tree.map(gather_to_host, params[stack]["relpos_bias"])
-    return position_logits(shared, own, num_heads=num_heads, length=length, d_model=model.d_model)
+    on_host = jax.tree.map(gather_to_host, params[stack]["relpos_bias"])
+    return position_logits(
+        shared, on_host, num_heads=num_heads, length=length, d_model=model.d_model
+    )
 
 
 def position_logits(

@@ -65,11 +65,11 @@ def join_group(timeout: float = 300.0) -> bool:
     os.environ.setdefault("JAX_COORDINATOR_PORT", OPEN_PORT)
     # JAX's own handler would discard a SIGTERM that arrives before the program handles signals.
     jax.config.update("jax_enable_preemption_service", False)
-    place, errors = _group_from_environment(), list[BaseException]()
+    group, errors = _group_from_environment(), list[BaseException]()
 
     def initialize() -> None:
         try:  # JAX itself would end the process at the timeout, with a C++ trace
-            jax.distributed.initialize(**place, initialization_timeout=int(timeout) + 60)
+            jax.distributed.initialize(**group, initialization_timeout=int(timeout) + 60)
         except BaseException as error:
             errors.append(error)
 
@@ -88,7 +88,7 @@ def join_group(timeout: float = 300.0) -> bool:
         )
     for error in errors:
         nowhere = "coordinator_address should be defined", "must be called before"
-        if place or not any(text in str(error) for text in nowhere):
+        if group or not any(text in str(error) for text in nowhere):
             raise error
     return not errors
 
@@ -144,10 +144,10 @@ def all_gather(name: str, value: T) -> list[T]:
     from jax.experimental import multihost_utils
 
     barrier(name)
-    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(own.size))
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(data.size))
     padded = np.zeros(sizes.max(), np.uint8)
-    padded[: own.size] = own
+    padded[: data.size] = data
     rows = multihost_utils.process_allgather(padded)
     return [json.loads(row[:n].tobytes()) for row, n in zip(rows, sizes.flat, strict=True)]
 

@@ -88,8 +88,8 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> 
         # What is not real is zero, which adds nothing to the rank.
         size = real[0].sum(), jnp.max(seen[0], initial=0, where=real[0])
         block = (jnp.arange(len(real[0])) < size[0])[:, None] & (jnp.arange(keys) < size[1])
-        found = jnp.linalg.matrix_rank(jnp.where(block, logits[0], 0.0).astype(jnp.float32))
-        rank = found / jnp.maximum(jnp.minimum(*size), 1)
+        number = jnp.linalg.matrix_rank(jnp.where(block, logits[0], 0.0).astype(jnp.float32))
+        rank = number / jnp.maximum(jnp.minimum(*size), 1)
     return {
         "statistics": Statistics(p.sum(0), -entropy.sum((0, 2)), queries),
         "spread": of_queries(jnp.exp(entropy) / jnp.maximum(seen, 1)[:, None], real & (seen > 1)),

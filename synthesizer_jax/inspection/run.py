@@ -207,9 +207,9 @@ def sums_of(
     halves: tuple[dict[Place, Measures], dict[Place, Measures]] = {}, {}
     for i, batch in enumerate(batches):
         for place, sums in _batch_sums(variables, batch, model=model).items():
-            own = jax.tree.map(lambda x: gather_to_host(x).astype(np.float64), sums)
+            new = jax.tree.map(lambda x: gather_to_host(x).astype(np.float64), sums)
             old = halves[i % 2].get(place)
-            halves[i % 2][place] = own if old is None else jax.tree.map(np.add, old, own)
+            halves[i % 2][place] = new if old is None else jax.tree.map(np.add, old, new)
     return halves
 
 
@@ -217,11 +217,11 @@ def _measure(
     place: Place, mixer: Mixer, even: Mapping[Place, Measures], odd: Mapping[Place, Measures]
 ) -> Measures:
     """Returns `measure` of a layer; NaN where a measure is not defined."""
-    found = measure(even[place], odd.get(place))
+    measures = measure(even[place], odd.get(place))
     undefined: tuple[str, ...] = OF_DISTANCES if place.cross or isinstance(mixer, Linformer) else ()
     if getattr(mixer, "window", None) is not None:
         undefined += OF_KEYS_SEEN
-    return found | {name: np.nan * found[name] for name in undefined}
+    return measures | {name: np.nan * measures[name] for name in undefined}
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -231,18 +231,18 @@ def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dic
         _, sown = model.apply(variables, batch["encoder_input_tokens"], mutable=collections)
     else:
         _, sown = teacher_forced(model, variables, batch, collection=collections)  # type: ignore[arg-type]
-    all_rows, found = _rows(model, batch), {}
-    logits = {place: own for place, _, own in _entries(model, sown.get(LOGITS, {}))}
-    for place, mixer, own in _entries(model, sown.get("intermediates", {})):
-        if "attention_weights" in own:
-            own = {**own, **logits[place]}
-            own = {name: x[place.layer if len(x) > 1 else 0] for name, x in own.items()}
-            weights, rows = own["attention_weights"], all_rows[place[:2]]
+    all_rows, totals = _rows(model, batch), {}
+    logits = {place: arrays for place, _, arrays in _entries(model, sown.get(LOGITS, {}))}
+    for place, mixer, arrays in _entries(model, sown.get("intermediates", {})):
+        if "attention_weights" in arrays:
+            arrays = {**arrays, **logits[place]}
+            arrays = {name: x[place.layer if len(x) > 1 else 0] for name, x in arrays.items()}
+            weights, rows = arrays["attention_weights"], all_rows[place[:2]]
             if isinstance(mixer, Linformer):  # all keys are seen, and have no positions
                 seen = jnp.full_like(rows.seen, weights.shape[-1])
                 rows = Rows(rows.real, seen, rows.diagonal * jnp.nan)
-            found[place] = attention_sums(weights, own.get("attention_logits"), rows)
-    return found
+            totals[place] = attention_sums(weights, arrays.get("attention_logits"), rows)
+    return totals
 
 
 def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, bool], Rows]:
@@ -258,14 +258,14 @@ def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, 
 
     causal = jnp.full_like(inputs, -1)
     if isinstance(model, LanguageModel):
-        own = rows(n + m, inputs + targets, causal)
-        seen = jnp.maximum(own.seen, inputs) if model.prefix else own.seen
-        return {("decoder", False): own._replace(seen=seen)}
-    found = {("encoder", False): rows(n, inputs, inputs)}
+        whole = rows(n + m, inputs + targets, causal)
+        seen = jnp.maximum(whole.seen, inputs) if model.prefix else whole.seen
+        return {("decoder", False): whole._replace(seen=seen)}
+    by_kind = {("encoder", False): rows(n, inputs, inputs)}
     if isinstance(model, EncoderDecoder):
-        found["decoder", False] = rows(m, targets, causal)
-        found["decoder", True] = rows(m, targets, inputs, inputs / jnp.maximum(targets, 1))
-    return found
+        by_kind["decoder", False] = rows(m, targets, causal)
+        by_kind["decoder", True] = rows(m, targets, inputs, inputs / jnp.maximum(targets, 1))
+    return by_kind
 
 
 def _batches(
@@ -321,21 +321,21 @@ def _start(experiment: Experiment, layout: Variables, mesh: Mesh) -> tuple[str, 
 
 def _mixtures(model: TokenModel, variables: Variables) -> dict[str, tuple[list[str], np.ndarray]]:
     """Returns the parts of mixtures of a model with looped layers, and their α ``[heads, parts]``."""
-    found = {}
+    mixtures = {}
     for place, mixer, params in _entries(model, variables["params"]):
         alignment: Any = getattr(mixer, "alignment", None)
         if isinstance(alignment, Mixture) and alignment.weights != "sum":
             align = jax.tree.map(gather_to_host, params["align"])
             alpha = np.asarray(alignment.alpha(align))
-            found[str(place)] = list(map(describe, alignment.parts)), alpha
-    return found
+            mixtures[str(place)] = list(map(describe, alignment.parts)), alpha
+    return mixtures
 
 
 def _projections(model: TokenModel, variables: Variables) -> dict[str, dict[str, np.ndarray]]:
     """Returns P_l and P_w ``[from, to]`` of talking heads by layer."""
     names = {"logits_projection": "P_l", "weights_projection": "P_w"}
-    found = {
+    projections = {
         str(place): {names[n]: gather_to_host(params[n]) for n in names if n in params}
         for place, _, params in _entries(model, variables["params"])
     }
-    return {place: matrices for place, matrices in found.items() if matrices}
+    return {place: matrices for place, matrices in projections.items() if matrices}

@@ -152,7 +152,7 @@ def _losses(
         params = jax.tree.map(lambda x: x, variables["params"])
         replacements = []
         for (stack, i), table in tables.items():
-            own = self_attention(model, (stack, i)).alignment
+            alignment = self_attention(model, (stack, i)).alignment
             reads = np.array([(stack, i, head) in chosen for head in range(len(table))])
             mixer = params[stack][f"layers_{i}"][STACKS[stack]]
             left_out = np.stack([reads, ~reads], axis=1)
@@ -161,7 +161,7 @@ def _losses(
                 "part_1": {"table": table},
                 "weights": jnp.where(left_out, EXCLUDED, 0.0),
             }
-            mixture = Mixture((own, Random(table.shape[-1])))
+            mixture = Mixture((alignment, Random(table.shape[-1])))
             replacements.append(Replacement(mixture, place=stack, layers=(i,)))  # type: ignore[arg-type]
         mixed = student_model(model, tuple(replacements))
         changed = {**variables, "params": params}

@@ -184,10 +184,10 @@ class LinenModule(nnx.Module):
 def joined_signature(wrapped: type, wrapper: type) -> inspect.Signature:
     """Returns the parameters of a class, without Linen's own, and the keywords that its wrapper adds."""
     # NNX's metaclass hides the signatures of classes.
-    parameters, own = (
+    parameters, options = (
         inspect.signature(vars(cls)["__init__"]).parameters for cls in (wrapped, wrapper)
     )
-    added = {name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY}
+    added = {name: p for name, p in options.items() if p.kind is p.KEYWORD_ONLY}
     left_out = {*added, "self", "parent", "name"}
     kept = (p for name, p in parameters.items() if name not in left_out)
     return inspect.Signature(sorted([*kept, *added.values()], key=lambda p: p.kind))

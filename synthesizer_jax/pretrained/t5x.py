@@ -166,16 +166,16 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
                 raise ValueError(f"{entry} is neither a file nor a directory")
         files = tensorstore.KvStore.open(store).result()
         keys = files.list().result()
-        for found in map(_ARRAY.fullmatch, sorted(key.decode() for key in keys)):
-            if found:
+        for match in map(_ARRAY.fullmatch, sorted(key.decode() for key in keys)):
+            if match:
                 spec = {
-                    "driver": _DRIVERS[found["about"]],
-                    "kvstore": {**store, "path": f"{store.get('path', '')}{found['name']}/"},
+                    "driver": _DRIVERS[match["about"]],
+                    "kvstore": {**store, "path": f"{store.get('path', '')}{match['name']}/"},
                     "fill_missing_data_reads": False,  # a block that is not there was lost
                 }
-                with reading(directory / found["name"]):
+                with reading(directory / match["name"]):
                     # TensorStore takes structures for numbers, and what follows the JSON for nothing.
-                    about = json.loads(files.read(found[0]).result().value)
+                    about = json.loads(files.read(match[0]).result().value)
                     dtype = about.get("dtype", about.get("data_type"))
                     if not isinstance(dtype, str):
                         raise ValueError(f"its dtype is {format_value(dtype)}, which is no number")
@@ -184,8 +184,8 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
                     if any(b > max(n, 1) for b, n in zip(blocks, array.shape, strict=True)):
                         # A block is allocated whole; without the memory the process would end.
                         raise ValueError(f"it has the shape {array.shape} in blocks of {blocks}")
-                name = found["path"].replace(".", "/")
-                arrays[name] = _in_store(array, directory / found["name"])
+                name = match["path"].replace(".", "/")
+                arrays[name] = _in_store(array, directory / match["name"])
     return arrays
 
 
@@ -211,8 +211,8 @@ def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     if path[1] == "final_norm":
         return f"{path[0]}/{path[0]}_norm/scale", SAME
     if path[-1] == "rel_embedding":
-        own = path[1] != "relpos_bias"
-        return "/".join((*path[: 1 + own], "relpos_bias", "rel_embedding")), SAME
+        per_layer = path[1] != "relpos_bias"
+        return "/".join((*path[: 1 + per_layer], "relpos_bias", "rel_embedding")), SAME
     name = "/".join(key for key in path if key not in ("align", "part_0"))
     return name, _HEADS.get(path[-2], SAME)
 

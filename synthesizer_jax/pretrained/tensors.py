@@ -121,13 +121,13 @@ def match_tensors(
     """
     problems = []
     for c in wanted:
-        name, shape, found = c.name, c.layout.shape(c.shape), tensors.get(c.name)
-        if found is None:
+        name, shape, tensor = c.name, c.layout.shape(c.shape), tensors.get(c.name)
+        if tensor is None:
             problems.append(f"{name} is missing")
-        elif found.shape != shape:
-            problems.append(f"{name} is {found.shape}, not {shape}")
-        elif found.dtype not in FLOATS:
-            problems.append(f"{name} is {found.dtype}, not a floating-point number")
+        elif tensor.shape != shape:
+            problems.append(f"{name} is {tensor.shape}, not {shape}")
+        elif tensor.dtype not in FLOATS:
+            problems.append(f"{name} is {tensor.dtype}, not a floating-point number")
     superfluous = tensors.keys() - {c.name for c in wanted} - set(ignored)
     problems += [f"{name} is not part of the model" for name in sorted(superfluous)]
     if problems:

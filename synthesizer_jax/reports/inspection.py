@@ -199,10 +199,10 @@ def _share(values: np.ndarray) -> str:
 
 def _overview(layers: Mapping[str, Found]) -> Iterator[Markup]:
     for group in dict.fromkeys(map(_stack, layers)):
-        own = [layer["end"] for name, layer in layers.items() if _stack(name) == group]
+        measures = [layer["end"] for name, layer in layers.items() if _stack(name) == group]
         for title, field in OVERVIEW.items():
-            grid = np.full((len(own), max(len(m[field]) for m in own)), np.nan)
-            for i, m in enumerate(own):
+            grid = np.full((len(measures), max(len(m[field]) for m in measures)), np.nan)
+            for i, m in enumerate(measures):
                 grid[i, : len(m[field])] = m[field]
             if np.isfinite(grid).any():
                 yield _grid(f"{group}: {title}", grid, x_label="head", y_label="layer")
@@ -238,8 +238,8 @@ def _mixtures(mixtures: Mapping[str, Found]) -> Iterator[Markup]:
 
 
 def _grids(matrices: Mapping[str, Found], x_label: str, scale: float) -> Iterator[Markup]:
-    for name, own in matrices.items():
-        for title, x in own.items():
+    for name, of_layer in matrices.items():
+        for title, x in of_layer.items():
             yield _grid(f"{name} {title}", x, scale=scale, x_label=x_label, y_label="head")
 
 

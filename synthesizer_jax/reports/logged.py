@@ -96,11 +96,11 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
     for runs in groups.values():
         # Runs that differ in nothing were made to be compared, such as before and after a change of code.
         alike = len({json.dumps(run.experiment) for run in runs}) < len(runs)
-        for own in [[run] for run in runs] if alike else [runs]:
-            shared = os.path.commonprefix([run.name for run in own])  # noqa: RUF071
-            name = re.sub(r"[-_./]?\d*$", "", shared) if len(own) > 1 else shared
+        for together in [[run] for run in runs] if alike else [runs]:
+            shared = os.path.commonprefix([run.name for run in together])  # noqa: RUF071
+            name = re.sub(r"[-_./]?\d*$", "", shared) if len(together) > 1 else shared
             taken = name in ("", *(system.name for system in systems))
-            systems.append(System(own[0].name if taken else name, tuple(own)))
+            systems.append(System(together[0].name if taken else name, tuple(together)))
     return systems
 
 
@@ -143,7 +143,7 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
         training=training,
         evaluations=evaluations,
         newest=numbers,
-        answers={task: found for task, found in answers.items() if found},
+        answers={task: rows for task, rows in answers.items() if rows},
         parameters=count_parameters(directory / "checkpoints" / str(saved[-1])) if saved else None,
     )
 

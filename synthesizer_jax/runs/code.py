@@ -139,8 +139,8 @@ def convert_errors(path: str) -> Iterator[None]:
         text = str(error)
         if isinstance(error, SyntaxError) and error.filename == path:
             lines, text = [error.lineno], error.msg
-        place = f"{path}, line {lines[-1]}" if lines else path
-        raise ValueError(f"{place}: {type(error).__name__}: {text}") from error
+        where = f"{path}, line {lines[-1]}" if lines else path
+        raise ValueError(f"{where}: {type(error).__name__}: {text}") from error
 
 
 def _registered_names() -> tuple[dict[Any, Any], ...]:

@@ -116,7 +116,7 @@ def read_scores(path: pathlib.Path) -> dict[int, float]:
 
 def _read_records(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any] | None]]:
     """Returns all complete lines and their records; None for a line that is not a record."""
-    found: list[tuple[bytes, dict[str, Any] | None]] = []
+    records: list[tuple[bytes, dict[str, Any] | None]] = []
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             record = json.loads(line)
@@ -125,8 +125,8 @@ def _read_records(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any] | None
             valid = valid and all(abs(v) <= sys.float_info.max for v in numbers)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             valid = False
-        found.append((line + b"\n", record if valid else None))
-    return found
+        records.append((line + b"\n", record if valid else None))
+    return records
 
 
 class Throughput:
