@@ -157,9 +157,8 @@ class Checkpoints:
         Newer checkpoints, which at least one process found damaged, are set aside as ``STEP.unreadable``
         with a warning. None is renamed unless an older one was restored.
 
-        Args:
-          abstract: the dataclass of `jax.ShapeDtypeStruct` with shardings.
-          stream: the data stream to move to the saved position; None ignores the position.
+        The abstract state has `jax.ShapeDtypeStruct` with shardings. The stream is moved to the saved
+        position; None ignores it.
 
         Raises:
           ValueError: no checkpoint can be read, or they belong to another model or other data.

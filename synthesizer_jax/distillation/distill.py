@@ -186,11 +186,8 @@ def _fit_state(
 class DistillationTrainer(Trainer):
     """Trains the replacements in a student to produce a teacher's activations.
 
-    Args:
-      taught: the teacher's experiment; the student's is the same but for model, training and evaluation.
-      variables: the teacher's variables, unrolled; an argument of every step, not part of the state.
-      recipe: the replacements.
-      devices: None uses all devices.
+    The student's experiment is the teacher's, but for model, training and evaluation. The teacher's
+    variables, unrolled, are an argument of every step, not part of the state.
     """
 
     def __init__(

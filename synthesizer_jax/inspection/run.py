@@ -77,16 +77,10 @@ def inspect_run(
     fits: bool = False,
     phase: Phase = silent_phase,
 ) -> dict[str, Any]:
-    """Inspects a run's model.
+    """Inspects the model of ``RUN`` or ``RUN/checkpoints/STEP``.
 
-    Args:
-      run: ``RUN`` or ``RUN/checkpoints/STEP``.
-      data_dir: directory of the data sets.
-      mixture: the task or mixture whose examples are read; None: the run's.
-      examples: most examples of the evaluation sets that are read.
-      batch_size: examples of a batch.
-      fits: whether static forms are fitted to the heads, see `measure_static_attention`.
-      phase: is told what is done.
+    So many examples of the evaluation sets are read, of the run's mixture or another one. `fits` tells
+    whether static forms are fitted to the heads, see `measure_static_attention`.
 
     Returns:
       ``step``; ``start``, what the parameters at the start are; ``examples``, how many were read, and

@@ -48,8 +48,7 @@ def export_run(
       to: a name of `FORMATS`: a folder of transformers, a checkpoint of T5X with looped or scanned layers,
         or StableHLO programs (`serving.programs`).
       dtype: ``float32`` or ``bfloat16``, of the tensors for transformers; T5X's are float32.
-      inputs_length: maximum length of the programs' inputs; None: that of the run's data.
-      max_length: maximum length of the programs' targets; None: likewise.
+      inputs_length, max_length: largest lengths of the programs' inputs and targets; None: the run's.
       beams: number of beams of the programs' decoding loop; 1 is greedy decoding.
     """
     if to not in FORMATS:

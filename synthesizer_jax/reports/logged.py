@@ -28,16 +28,11 @@ Record: TypeAlias = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class LoggedRun:
-    """What a run has logged.
+    """What a run has logged: its ``experiment.json``, and records of training and evaluations by step.
 
-    Attributes:
-      name: what it is called.
-      experiment: the contents of ``experiment.json``.
-      training: the records of the training log by step.
-      evaluations: those of the evaluations; where ``eval`` has measured a step again, its results.
-      newest: the measures of the newest evaluation that are numbers; empty if there is none.
-      answers: the labeled predictions of that evaluation by task and example.
-      parameters: number of parameters in the newest checkpoint; None: there is none.
+    Where ``eval`` has measured a step again, its results are the record. `newest` are the measures of the
+    newest evaluation that are numbers, and `answers` its labeled predictions by task and example.
+    `parameters` is the number in the newest checkpoint; None: there is none.
     """
 
     name: str
