@@ -1,14 +1,47 @@
-"""Writes `costs/zoo.json`, the costs of the named models.
+"""Writes `costs/zoo.json`, the costs of the named models, which take a minute or two to compute.
 
 Run ``python -m tools.zoo_costs`` after changing the zoo or what `summarize` counts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import pathlib
 
-from synthesizer_jax.costs.zoo import COSTS, costs
+import synthesizer_jax
+from synthesizer_jax.base.registry import JSON, fields_of
+from synthesizer_jax.costs.summary import summarize
+from synthesizer_jax.models.token_model import TokenModel, stacks_of
 from synthesizer_jax.models.zoo import ZOO
+
+COSTS = pathlib.Path(synthesizer_jax.__file__).parent / "costs" / "zoo.json"
+INPUTS_LENGTH, TARGETS_LENGTH = 512, 114
+"""The lengths for which the operations in the file are counted."""
+
+
+def costs(name: str) -> dict[str, JSON]:
+    """Returns the width, the numbers of layers and the costs of a model of `ZOO` as JSON data."""
+    model = ZOO[name]()
+    lengths = _limit_lengths(model, INPUTS_LENGTH, TARGETS_LENGTH)
+    summary = summarize(model, inputs_length=lengths[0], targets_length=lengths[1])
+    return {
+        "d_model": model.d_model,
+        "layers": [stack.num_layers for stack in stacks_of(model).values()],
+        "flops_lengths": lengths,
+        **dataclasses.asdict(summary),
+    }
+
+
+def _limit_lengths(model: TokenModel, *lengths: int) -> list[int]:
+    """Returns the lengths, cut to the number of positions that every mixer has."""
+    limits = [
+        fields_of(run.block.self_mixer).get("max_length")
+        for stack in stacks_of(model).values()
+        for run in stack.runs
+    ]
+    longest = min((limit for limit in limits if limit is not None), default=max(lengths))
+    return [min(length, longest) for length in lengths]
 
 
 def main() -> None:

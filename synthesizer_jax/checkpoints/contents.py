@@ -36,13 +36,7 @@ class BatchStream(Protocol):
 
 
 class Contents(NamedTuple):
-    """The contents of a checkpoint.
-
-    Attributes:
-      step: the step that was saved.
-      arrays: checksums of the state's arrays, see `checksums.checksums`.
-      position: the text files of the data position by name.
-    """
+    """The step, the `checksums` of the state's arrays, and the text files of the data position by name."""
 
     step: int
     arrays: dict[str, int]
@@ -53,19 +47,19 @@ class Contents(NamedTuple):
         text = json.dumps(self._asdict(), sort_keys=True)
         return {**self._asdict(), "checksum": zlib.crc32(text.encode())}
 
-    def difference(self, found: Mapping[str, int]) -> str | None:
+    def difference(self, read: Mapping[str, int]) -> str | None:
         """Returns what is wrong with the checksums of some or all of the arrays; None: nothing."""
-        both = self.arrays.keys() & found.keys()
-        wrong = sorted(name for name in both if self.arrays[name] != found[name])
-        some = f"{len(wrong)} of {len(found)} arrays are not what was saved, such as {wrong[:1]}"
-        return some if wrong else None
+        both = self.arrays.keys() & read.keys()
+        wrong = sorted(name for name in both if self.arrays[name] != read[name])
+        problem = f"{len(wrong)} of {len(read)} arrays are not what was saved, such as {wrong[:1]}"
+        return problem if wrong else None
 
     def restore_position(self, stream: BatchStream) -> None:
         """Moves a stream to the saved position."""
-        with tempfile.TemporaryDirectory() as place:
+        with tempfile.TemporaryDirectory() as folder:
             for name, text in self.position.items():
-                (pathlib.Path(place) / name).write_text(text, encoding="utf-8")
-            stream.restore(pathlib.Path(place))
+                (pathlib.Path(folder) / name).write_text(text, encoding="utf-8")
+            stream.restore(pathlib.Path(folder))
 
 
 def read_contents(checkpoint: pathlib.Path) -> Contents | None:
@@ -89,6 +83,6 @@ def read_contents(checkpoint: pathlib.Path) -> Contents | None:
 
 def position_files(stream: BatchStream) -> dict[str, str]:
     """Returns the files of a data stream's position by name."""
-    with tempfile.TemporaryDirectory() as place:
-        stream.save(pathlib.Path(place))
-        return {path.name: path.read_text("utf-8") for path in pathlib.Path(place).iterdir()}
+    with tempfile.TemporaryDirectory() as folder:
+        stream.save(pathlib.Path(folder))
+        return {path.name: path.read_text("utf-8") for path in pathlib.Path(folder).iterdir()}

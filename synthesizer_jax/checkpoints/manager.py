@@ -44,12 +44,9 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Retention:
-    """A policy of Orbax that keeps the newest and the best checkpoints.
+    """A policy of Orbax that keeps the `latest` and the `best` checkpoints, by scores of evaluated steps.
 
-    Attributes:
-      latest: number of newest checkpoints to keep.
-      best: number of best checkpoints to keep.
-      scores: scores of the evaluated steps; higher is better. The run adds to them.
+    Higher scores are better; the run adds to them.
     """
 
     latest: int
@@ -72,11 +69,7 @@ class Retention:
 class Checkpoints:
     """The checkpoints in a directory, numbered by step, written asynchronously and committed atomically.
 
-    Args:
-      directory: the parent directory of the checkpoints.
-      keep_latest: number of newest checkpoints to keep.
-      keep_best: number of checkpoints with the best scores to keep in addition.
-      scores: scores of the steps that were already evaluated; `record_score` adds to them.
+    The newest are kept, and in addition those with the best of the scores, to which `record_score` adds.
     """
 
     def __init__(
@@ -133,15 +126,13 @@ class Checkpoints:
     def save(self, state: PyTree, stream: BatchStream | None) -> None:
         """Starts to write a checkpoint unless the step has one; the state may be donated afterwards.
 
-        Args:
-          state: a dataclass of pytrees of arrays, with its ``step``.
-          stream: the data stream, whose position is saved; None saves no position.
+        The state is a dataclass of pytrees of arrays, with its ``step``. None: no position is saved.
         """
         step, tree = int(state.step), _state_dict(state)
         if step in self._begun or step in self._manager.all_steps():
             return
-        own = checksums.checksums(tree), {} if stream is None else position_files(stream)
-        arrays, positions = zip(*processes.all_gather("contents", own), strict=True)
+        local = checksums.checksums(tree), {} if stream is None else position_files(stream)
+        arrays, positions = zip(*processes.all_gather("contents", local), strict=True)
         position = dict(file for files in positions for file in files.items())
         contents = Contents(step, checksums.combine_checksums(arrays), position)
         items = {
@@ -166,9 +157,8 @@ class Checkpoints:
         Newer checkpoints, which at least one process found damaged, are set aside as ``STEP.unreadable``
         with a warning. None is renamed unless an older one was restored.
 
-        Args:
-          abstract: the dataclass of `jax.ShapeDtypeStruct` with shardings.
-          stream: the data stream to move to the saved position; None ignores the position.
+        The abstract state has `jax.ShapeDtypeStruct` with shardings. The stream is moved to the saved
+        position; None ignores it.
 
         Raises:
           ValueError: no checkpoint can be read, or they belong to another model or other data.
@@ -203,8 +193,8 @@ class Checkpoints:
         for step, problem in damaged.items():
             names = (f"{step}.unreadable{f'-{n}' * (n > 1)}" for n in itertools.count(1))
             aside = next(p for p in map(self._directory.joinpath, names) if not p.exists())
-            found = "checkpoint %d cannot be read and is set aside as %s (%s)"
-            _log.warning(found, step, aside, problem)
+            message = "checkpoint %d cannot be read and is set aside as %s (%s)"
+            _log.warning(message, step, aside, problem)
             (self._directory / str(step)).rename(aside)
 
     def wait(self) -> None:
@@ -257,8 +247,8 @@ def restore_variables(
             else f"{directory} has no checkpoint {step}; give --step with one of {str(there)[1:-1]}"
         )
     for one in sorted(set(damaged) & set(there)):
-        found = "%s cannot be read (%s); step %d is used"
-        _log.warning(found, directory / str(one), damaged[one], number)
+        message = "%s cannot be read (%s); step %d is used"
+        _log.warning(message, directory / str(one), damaged[one], number)
     if AVERAGE in variables:
         variables["params"] = variables.pop(AVERAGE)
     return number, variables
@@ -273,11 +263,7 @@ def read_newest(
 ) -> tuple[int | None, dict[str, PyTree], dict[int, str]]:
     """Reads and verifies entries of the newest checkpoint that all processes can read, or of one step.
 
-    Args:
-      directory: of the checkpoints.
-      read: reads the entries.
-      step: the step; None: the newest that can be read, as process zero sees it.
-      divided: whether every process reads its own shards, and not the whole.
+    `divided` tells that every process reads its own shards, and not the whole.
 
     Returns:
       The step and its entries, None if there is none; and the problems of newer checkpoints.
@@ -303,13 +289,13 @@ def read_newest(
             raise ValueError(
                 f"the checkpoint {directory / str(worst)} cannot be read ({problems[worst]}); {remedy}"
             )
-        checkpoint, found, parts = directory / str(newest), dict[str, PyTree](), dict[str, int]()
+        checkpoint, entries, parts = directory / str(newest), dict[str, PyTree](), dict[str, int]()
         contents: Contents | None = None
         problem = None
         try:
             contents = read_contents(checkpoint)
-            found = read(checkpoint)
-            parts = checksums.checksums(found)
+            entries = read(checkpoint)
+            parts = checksums.checksums(entries)
         except Exception as error:  # damaged files raise errors of any type
             if not _is_damage(error):
                 raise
@@ -320,7 +306,7 @@ def read_newest(
             whole = checksums.combine_checksums([p for _, p in gathered] if divided else [parts])
             problem = contents.difference(whole)
         if problem is None:
-            return newest, found, problems
+            return newest, entries, problems
         problems[newest] = problem
 
 

@@ -26,14 +26,9 @@ def place_variables(
 ) -> tuple[Mesh, Variables]:
     """Returns a mesh over all devices and the layout of a model's variables on it.
 
-    The shape of the mesh is the first that fits: the given one; the same sharding of the model with
-    another number of replicas; or ``fsdp`` over as many devices as the sizes of the parameters allow.
-
-    Args:
-      model: an unbound model.
-      tokens: abstract arguments of the model.
-      shape: shape of the mesh of the training.
-      devices: the devices; None is all of them.
+    The shape of the mesh is the first that fits: the given one, of the training; the same sharding of the
+    model with another number of replicas; or ``fsdp`` over as many devices as the sizes of the parameters
+    allow. The tokens are abstract arguments of the model, and `devices` None is all of them.
 
     Returns:
       The mesh, and ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings.
@@ -71,8 +66,8 @@ def layout_over(
 def _candidate_meshes(shape: MeshShape, devices: int) -> Iterator[MeshShape]:
     """Yields the meshes to try for a model that was trained on a mesh of the given shape."""
     yield shape
-    rest = -1 in (shape.fsdp, shape.tensor, shape.sequence)
-    yield MeshShape(1 if rest else -1, shape.fsdp, shape.tensor, shape.sequence)
+    inferred = -1 in (shape.fsdp, shape.tensor, shape.sequence)  # one axis at most may be
+    yield MeshShape(1 if inferred else -1, shape.fsdp, shape.tensor, shape.sequence)
     yield from (MeshShape(fsdp=n) for n in range(devices, 0, -1) if devices % n == 0)
 
 
@@ -85,53 +80,43 @@ AVERAGE = "ema"
 
 
 def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variables:
-    """Reads parameters and constants of a checkpoint; see `read_arrays`.
+    """Reads parameters, or their averages as ``ema``, and constants of a checkpoint; see `read_arrays`.
 
-    Args:
-      checkpoint: directory of the step.
-      layout: see `place_variables`; None reads the saved arrays to one device of this process.
-
-    Returns:
-      ``{"params": ..., "constants": ...}``, or ``{"ema": ..., "constants": ...}`` if there are averages.
+    For the layout see `place_variables`; None reads the saved arrays to one device of this process.
     """
     saved = _metadata(checkpoint)
-    params = AVERAGE if saved.get(AVERAGE) else "params"
+    names = (AVERAGE if saved.get(AVERAGE) else "params"), "constants"
     if layout is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        layout = jax.tree.map(
+        wanted = jax.tree.map(
             lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device),
-            {
-                k: saved[n]
-                for k, n in (("params", params), ("constants", "constants"))
-                if saved.get(n)
-            },
+            {name: saved[name] for name in names if saved.get(name)},
         )
-    wanted = {params if k == "params" else k: v for k, v in layout.items() if v}
-    return read_arrays(checkpoint, wanted, (params, "constants"))
+    else:
+        wanted = {names[0] if k == "params" else k: v for k, v in layout.items() if v}
+    return read_arrays(checkpoint, wanted, names)
 
 
-def read_arrays(
-    checkpoint: pathlib.Path, wanted: PyTree, names: tuple[str, ...] | None = None
-) -> PyTree:
-    """Reads entries of a checkpoint, without synchronization of the processes.
+def read_arrays(checkpoint: pathlib.Path, wanted: PyTree, names: tuple[str, ...]) -> PyTree:
+    """Reads entries of a checkpoint, the directory of a step, without synchronization of the processes.
 
     Args:
-      checkpoint: directory of the step.
+      checkpoint: the directory.
       wanted: the entries, with arrays or `jax.ShapeDtypeStruct` for shapes and shardings.
-      names: entries whose saved arrays must all be wanted; None: those of `wanted`.
+      names: entries whose saved arrays must all be wanted.
 
     Raises:
       OtherModelError: the checkpoint has other arrays.
       Exception: Orbax cannot read the files; the type of the error depends on the damage.
     """
-    saved = _metadata(checkpoint)
-    there = _shapes({name: saved.get(name, {}) for name in names or wanted})
-    here = _shapes(wanted)
-    if different := sorted(name for name, _ in there.items() ^ here.items()):
+    metadata = _metadata(checkpoint)
+    saved = _shapes({name: metadata.get(name, {}) for name in names})
+    expected = _shapes(wanted)
+    if different := sorted(name for name, _ in saved.items() ^ expected.items()):
         name = different[0]
         raise OtherModelError(
-            f"{checkpoint} belongs to another model: {name} is {there.get(name, 'absent')} there and "
-            f"{here.get(name, 'absent')} in this run"
+            f"{checkpoint} belongs to another model: {name} is {saved.get(name, 'absent')} there and "
+            f"{expected.get(name, 'absent')} in this run"
         )
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), wanted

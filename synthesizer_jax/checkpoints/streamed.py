@@ -60,14 +60,10 @@ class Unread:
 
 
 def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
-    """Saves a checkpoint like `Checkpoints.save`, with as few arrays in memory as `AHEAD` allows.
+    """Saves a state, nested dictionaries of `Unread`, with as few arrays in memory as `AHEAD` allows.
 
-    It is not atomic: give a directory that nobody reads yet.
-
-    Args:
-      directory: the ``checkpoints`` directory of a run.
-      step: its step.
-      tree: the state as nested dictionaries of `Unread`.
+    The checkpoint is that of `Checkpoints.save`, in the ``checkpoints`` directory of a run. Writing it is
+    not atomic: give a directory that nobody reads yet.
     """
     arrays = _Handler()
     registry = ocp.type_handlers.create_type_handler_registry(
@@ -87,19 +83,14 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
                 with contextlib.suppress(Exception):
                     future.result()
             raise
-    place = absolute(directory) / str(step) / CONTENTS
-    place.mkdir()
+    contents = absolute(directory) / str(step) / CONTENTS
+    contents.mkdir()
     text = json.dumps(Contents(step, arrays.checksums, {}).to_json())
-    (place / CONTENTS_FILE).write_text(text, encoding="utf-8")
+    (contents / CONTENTS_FILE).write_text(text, encoding="utf-8")
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-    """Reads arrays while those before are written.
-
-    Attributes:
-      checksums: of the arrays by their paths.
-      writing: what is being written.
-    """
+    """Reads arrays while those before are written, and has their checksums by path."""
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)

@@ -53,7 +53,7 @@ def inspect(
     """Show what the layers of a model have learned: where heads look, how sharp, local and static they are.
 
     A page, and a JSON file beside it, hold attention maps, histograms of the weights before and after
-    training, distances, ranks, mixture weights, projections and likeness of heads, quality by length, and
+    training, distances, ranks, mixture weights, projections and likeness of heads, and
     what static forms of attention, which depend on positions alone, miss of every head.
 
     Example: synthesizer-jax inspect runs/rv --data-dir DATA --output rv.html

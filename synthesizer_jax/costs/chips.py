@@ -32,7 +32,7 @@ def _cubic_slices(largest: int) -> tuple[tuple[int, ...], ...]:
     return *SMALL, *((4 * a, 4 * b, 4 * c) for a, b, c in cubes if 64 * a * b * c <= largest)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Chip:
     """A generation of TPU chips.
 
@@ -59,11 +59,6 @@ class Chip:
     config: str | None = None
 
     @property
-    def kind(self) -> str:
-        """The chip's ``device_kind`` in JAX."""
-        return self.kinds[0]
-
-    @property
     def type(self) -> str:
         """The part of an accelerator type such as ``v5litepod-16`` before the hyphen."""
         return "v5litepod" if self.name == "v5e" else self.name
@@ -74,82 +69,26 @@ class Chip:
         return f"https://docs.cloud.google.com/tpu/docs/{self.name}"
 
 
+_V2 = ((2, 2), (4, 4), (8, 8), (8, 16), (16, 16))
+_V3 = ((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
+_TPU7X = ((1, 1, 1), *_cubic_slices(9216))
+
+# name, FLOP/s, memory, bandwidth, kinds, shapes
 _CHIPS = (
-    Chip(
-        name="v2",
-        flops=45e12,
-        memory=16 * GIB,
-        bandwidth=700e9,
-        kinds=("TPU v2",),
-        shapes=((2, 2), (4, 4), (8, 8), (8, 16), (16, 16)),
-        devices=2,
-    ),
-    Chip(
-        name="v3",
-        flops=123e12,
-        memory=32 * GIB,
-        bandwidth=900e9,
-        kinds=("TPU v3",),
-        shapes=((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)),
-        devices=2,
-    ),
-    Chip(
-        name="v4",
-        flops=275e12,
-        memory=32 * GIB,
-        bandwidth=1228e9,
-        kinds=("TPU v4",),
-        shapes=_cubic_slices(4096),
-        config="megacore",
-    ),
-    Chip(
-        name="v5e",
-        flops=197e12,
-        memory=16 * GIB,
-        bandwidth=819e9,
-        kinds=("TPU v5 lite", "TPU v5e"),
-        shapes=SQUARE,
-        cores=1,
-    ),
-    Chip(
-        name="v5p",
-        flops=459e12,
-        memory=95 * GIB,
-        bandwidth=2765e9,
-        kinds=("TPU v5", "TPU v5p"),
-        shapes=_cubic_slices(6144),
-    ),
-    Chip(
-        name="v6e",
-        flops=918e12,
-        memory=32 * GIB,
-        bandwidth=1640e9,
-        kinds=("TPU v6 lite", "TPU v6e"),
-        shapes=SQUARE,
-        cores=1,
-    ),
-    Chip(
-        name="tpu7x",
-        flops=2307e12,
-        memory=192 * GIB,
-        bandwidth=7380e9,
-        kinds=("TPU7x",),
-        shapes=((1, 1, 1), *_cubic_slices(9216)),
-        devices=2,
-    ),
+    Chip("v2", 45e12, 16 * GIB, 700e9, ("TPU v2",), _V2, devices=2),
+    Chip("v3", 123e12, 32 * GIB, 900e9, ("TPU v3",), _V3, devices=2),
+    Chip("v4", 275e12, 32 * GIB, 1228e9, ("TPU v4",), _cubic_slices(4096), config="megacore"),
+    Chip("v5e", 197e12, 16 * GIB, 819e9, ("TPU v5 lite", "TPU v5e"), SQUARE, cores=1),
+    Chip("v5p", 459e12, 95 * GIB, 2765e9, ("TPU v5", "TPU v5p"), _cubic_slices(6144)),
+    Chip("v6e", 918e12, 32 * GIB, 1640e9, ("TPU v6 lite", "TPU v6e"), SQUARE, cores=1),
+    Chip("tpu7x", 2307e12, 192 * GIB, 7380e9, ("TPU7x",), _TPU7X, devices=2),
 )
 CHIPS = {chip.name: chip for chip in _CHIPS}
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Slices of chips.
-
-    Attributes:
-      chip: the generation.
-      shape: number of chips of a slice along each of its dimensions.
-      slices: number of equal slices.
-    """
+    """Equal slices of chips; the shape is the number of chips along each dimension of a slice."""
 
     chip: Chip
     shape: tuple[int, ...]
@@ -220,8 +159,8 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
     if shape is None:
         usual = _usual_shapes(chip)
         fewer, more = [n for n in usual if n <= asked], [n for n in usual if n > asked]
-        places = [Topology(chip, usual[n]) for n in fewer[-1:] + more[:1]]
-        near = " and ".join(f"{place.name} ({place.type})" for place in places)
+        others = [Topology(chip, usual[n]) for n in fewer[-1:] + more[:1]]
+        near = " and ".join(f"{other.name} ({other.type})" for other in others)
         raise ValueError(f"{chip.name} has no slice {text!r}; near it are {near}")
     return Topology(chip, shape, slices)
 
@@ -247,15 +186,10 @@ precision, which is TF32 since A100, by the beginning of the ``device_kind``; th
 
 
 def peak_flops(kind: str, dtype: str) -> float | None:
-    """Returns the published peak FLOP/s of matrix products on one device.
+    """Returns the published peak FLOP/s of matrix products on one device, by its ``device_kind``.
 
-    Args:
-      kind: the device's ``device_kind``, such as ``TPU v5 lite`` or ``NVIDIA H100 80GB HBM3``.
-      dtype: dtype of the computation: bfloat16, float16 or float32. At JAX's default precision TPUs
-        multiply all of them as bfloat16.
-
-    Returns:
-      The rate; None if it is unknown, as for a MIG instance of a GPU.
+    The dtype is bfloat16, float16 or float32; at JAX's default precision TPUs multiply all of them as
+    bfloat16. None: the rate is unknown, as for a MIG instance of a GPU.
     """
     for chip in CHIPS.values():
         if kind in chip.kinds and dtype in ("bfloat16", "float16", "float32"):
@@ -305,11 +239,12 @@ def main(name: str) -> None:
     type's default one, else ``other``.
     """
     try:
-        place = parse_topology(name)
+        topology = parse_topology(name)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    shape = place.name.partition(":")[2]
-    print(place.chip.name, place.type, shape, place.chips, "usual" if place.usual else "other")
+    shape = topology.name.partition(":")[2]
+    usual = "usual" if topology.usual else "other"
+    print(topology.chip.name, topology.type, shape, topology.chips, usual)
 
 
 if __name__ == "__main__":

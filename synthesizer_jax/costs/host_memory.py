@@ -19,12 +19,12 @@ def free_memory() -> int | None:
     """
     amounts = []
     if MEMORY.exists():
-        found = re.findall(r"(\w+): +(\d+) kB", MEMORY.read_text("ascii"))
-        sizes = {name: 1024 * int(size) for name, size in found}
+        lines = re.findall(r"(\w+): +(\d+) kB", MEMORY.read_text("ascii"))
+        sizes = {name: 1024 * int(size) for name, size in lines}
         if "MemAvailable" in sizes:
             amounts.append(sizes["MemAvailable"] + sizes.get("SwapFree", 0))
-    own = re.search("^0::(.*)$", OWN_GROUPS.read_text(), re.M) if OWN_GROUPS.exists() else None
-    path = GROUPS / own[1].strip("/") if own else GROUPS.parent
+    match = re.search("^0::(.*)$", OWN_GROUPS.read_text(), re.M) if OWN_GROUPS.exists() else None
+    path = GROUPS / match[1].strip("/") if match else GROUPS.parent
     for group in itertools.takewhile(lambda group: group != GROUPS.parent, (path, *path.parents)):
         # Parent groups may be hidden from a container.
         limit, used = (group / f"memory.{name}" for name in ("max", "current"))

@@ -44,12 +44,9 @@ class Summary:
 
 
 def summarize(model: TokenModel, *, inputs_length: int = 512, targets_length: int = 114) -> Summary:
-    """Returns the costs of a model without allocating arrays.
+    """Returns the costs of an unbound model without allocating arrays.
 
-    Args:
-      model: an unbound model.
-      inputs_length: number of encoder tokens for which operations are counted.
-      targets_length: number of decoder tokens for which operations are counted.
+    Operations are counted for sequences of these lengths.
     """
     model = _scan_runs(model)
     example = model.example(inputs_length, targets_length)
@@ -69,12 +66,7 @@ def summarize(model: TokenModel, *, inputs_length: int = 512, targets_length: in
 def forward_flops(model: TokenModel, *, inputs_length: int, targets_length: int) -> int:
     """Returns the floating-point operations of the matrix products of one example's forward pass.
 
-    A multiply-add counts as two operations.
-
-    Args:
-      model: an unbound model.
-      inputs_length: number of encoder tokens, including padding.
-      targets_length: number of decoder tokens, including padding.
+    A multiply-add counts as two operations. The lengths include padding; an `Encoder` has no targets.
     """
     model = _scan_runs(model)
     example = model.example(inputs_length, targets_length)
@@ -169,9 +161,8 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
 
 def _one_layer(model: Model, index: int) -> Model:
     """Returns the model with one layer of the decoder's run `index`, and one layer of the encoder."""
-    found = stacks_of(model)
-    cut = {}
-    for name, stack in found.items():
+    shortened = {}
+    for name, stack in stacks_of(model).items():
         run = stack.runs[index if name == "decoder" else 0]
-        cut[name] = replace(stack, runs=(replace(run, repeats=1),), scan=False)
-    return replace(model, **cut)
+        shortened[name] = replace(stack, runs=(replace(run, repeats=1),), scan=False)
+    return replace(model, **shortened)

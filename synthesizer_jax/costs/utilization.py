@@ -19,14 +19,8 @@ SIDE = {"cpu": 1024, "accelerator": 8192}
 def step_flops(model: TokenModel, *, batch_size: int, inputs: int, targets: int) -> float:
     """Returns the floating-point operations of a training step: three times those of its forward pass.
 
-    Matrix products are counted, including attention and output projection, with two operations per
-    multiply-add. Rematerialization is not counted (Chowdhery et al. 2022, PaLM, appendix B).
-
-    Args:
-      model: an unbound model.
-      batch_size: number of rows of a batch.
-      inputs: number of encoder tokens of a row, including padding.
-      targets: number of decoder tokens of a row, including padding; an encoder has none.
+    Rematerialization is not counted (Chowdhery et al. 2022, PaLM, appendix B). `inputs` and `targets` are
+    the numbers of tokens of a row, including padding; see `forward_flops`.
     """
     forward = forward_flops(model, inputs_length=inputs, targets_length=targets)
     return 3.0 * forward * batch_size
@@ -38,7 +32,7 @@ def utilizations(flops: float, mesh: jax.sharding.Mesh, dtype: str) -> dict[str,
     Args:
       flops: floating-point operations of a step on all devices.
       mesh: the devices, all of the same kind.
-      dtype: dtype of the model's computation, such as ``bfloat16``.
+      dtype: that of the computation, such as ``bfloat16``.
 
     Returns:
       ``mfu``, the model FLOPs utilization relative to the published peak of the devices (`peak_flops`;
@@ -55,12 +49,7 @@ def utilizations(flops: float, mesh: jax.sharding.Mesh, dtype: str) -> dict[str,
 
 @functools.cache
 def product_rate(platform: str, dtype: jnp.dtype) -> float:
-    """Returns the FLOP/s of the fastest of twenty products of square matrices on one local device.
-
-    Args:
-      platform: the device's platform, such as ``cpu`` or ``tpu``.
-      dtype: dtype of the matrices.
-    """
+    """Returns the FLOP/s of the fastest of twenty products of square matrices on one local device."""
     n = SIDE["cpu" if platform == "cpu" else "accelerator"]
     device = jax.local_devices(backend=platform)[0]
     x = jax.device_put(jnp.ones((n, n), dtype), device)

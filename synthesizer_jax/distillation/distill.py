@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import traverse_util
 
 from synthesizer_jax.base.files import storage_path, write_atomic
 from synthesizer_jax.base.registry import check_fields, register, replace, to_json
@@ -133,15 +134,17 @@ def distill(
         layers = trainer.static_layers() if recipe.fit_batches else []
         if not layers:
             return state
-        state, found = _fit_state(state, trainer, layers, data_dir=data_dir)
+        state, divergences = _fit_state(state, trainer, layers, data_dir=data_dir)
         if processes.is_process_zero():
-            heads = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in found.items()}
-            write_atomic(directory / FIT_FILE, json.dumps(heads, indent=1) + "\n")
+            by_layer = {
+                f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()
+            }
+            write_atomic(directory / FIT_FILE, json.dumps(by_layer, indent=1) + "\n")
             if visible:
-                all_heads = np.stack(list(found.values()))
+                heads = np.stack(list(divergences.values()))
                 print(
-                    f"fitted {len(found)} layers to {recipe.fit_batches} batches: the teacher's attention "
-                    f"diverges by {all_heads.mean():.3f} nats per query (worst head {all_heads.max():.3f})",
+                    f"fitted {len(heads)} layers to {recipe.fit_batches} batches: the teacher's attention "
+                    f"diverges by {heads.mean():.3f} nats per query (worst head {heads.max():.3f})",
                     flush=True,
                 )
         return state
@@ -174,23 +177,17 @@ def _fit_state(
     )
     batches = (trainer.shard_batch(next(stream)) for _ in range(trainer.recipe.fit_batches))
     statistics = collect_statistics(trainer.teacher, trainer.variables, batches, layers)
-    params, found = fit_layers(trainer.student, state.params, statistics)
-    params = jax.tree.map(
-        lambda new, old: old if new is old else replicate_to_devices(new, old.sharding),
-        params,
-        state.params,
-    )
-    return dataclasses.replace(state, params=params), found
+    fitted, divergences = fit_layers(trainer.student, state.params, statistics)
+    keep = lambda new, old: old if new is old else replicate_to_devices(new, old.sharding)
+    params = jax.tree.map(keep, fitted, state.params)
+    return dataclasses.replace(state, params=params), divergences
 
 
 class DistillationTrainer(Trainer):
     """Trains the replacements in a student to produce a teacher's activations.
 
-    Args:
-      taught: the teacher's experiment; the student's is the same but for model, training and evaluation.
-      variables: the teacher's variables, unrolled; an argument of every step, not part of the state.
-      recipe: the replacements.
-      devices: None uses all devices.
+    The student's experiment is the teacher's, but for model, training and evaluation. The teacher's
+    variables, unrolled, are an argument of every step, not part of the state.
     """
 
     def __init__(
@@ -222,15 +219,14 @@ class DistillationTrainer(Trainer):
 
     def inherit(self, state: TrainState) -> TrainState:
         """Returns a state with the teacher's arrays of the same path and shape in the place of its own."""
-        leaves = jax.tree.leaves_with_path(self.variables)
-        there = {jax.tree_util.keystr(path): array for path, array in leaves}
+        of_teacher = dict(jax.tree.leaves_with_path(self.variables))
 
-        def inherited(path: KeyPath, own: jax.Array) -> jax.Array:
-            array = there.get(jax.tree_util.keystr(path))
-            if array is None or array.shape != own.shape:
-                return own
+        def inherited(path: KeyPath, fresh: jax.Array) -> jax.Array:
+            array = of_teacher.get(path)
+            if array is None or array.shape != fresh.shape:
+                return fresh
             # A copy, because every step donates the state's buffers but needs the teacher's.
-            return replicate_to_devices(jnp.copy(gather_to_host(array)), own.sharding)
+            return replicate_to_devices(jnp.copy(gather_to_host(array)), fresh.sharding)
 
         arrays = {"params": state.params, "constants": state.constants}
         return dataclasses.replace(state, **jax.tree.map_with_path(inherited, arrays))
@@ -263,7 +259,7 @@ class DistillationTrainer(Trainer):
         return (self.variables,)
 
     def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
-        """Returns the function ``(state, batch, key, variables of the teacher) → (state, metrics)``."""
+        """Returns ``(state, batch, key, variables of the teacher) → (state, metrics)``."""
 
         def step(
             state: TrainState, batch: Batch, key: jax.Array, teacher_variables: PyTree
@@ -291,47 +287,44 @@ class DistillationTrainer(Trainer):
 
         return step
 
-    def _loss(self, variables: PyTree, batch: Batch, target: PyTree) -> tuple[jax.Array, jax.Array]:
+    def _loss(
+        self, variables: PyTree, batch: Batch, target: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         """The mean squared error over positions and taps, and its ratio to the target's variance."""
         if not self.recipe.together:
             # Every layer reads the teacher's inputs, and the teacher's encoder's output.
-            overrides: dict[str, PyTree] = {"encoded": target["encoded"]}
-            for pair in self.tap_pairs:
-                layer = overrides.setdefault(pair.stack, {}).setdefault(pair.layer, {})
-                layer[pair.inputs] = target[pair.stack][pair.layer][pair.inputs]
-            variables = {**variables, OVERRIDES: overrides}
+            names = ["encoded", *(pair.inputs for pair in self.tap_pairs)]
+            overrides = {name: target[name] for name in names}
+            variables = {**variables, OVERRIDES: traverse_util.unflatten_dict(overrides, sep="/")}
         activations = self.activations(self.student, variables, batch)
         not_padding = {
             "encoder": batch["encoder_input_tokens"] != 0,
             "decoder": batch["decoder_loss_weights"] > 0,
         }
-        found = [
+        pairs = [
             squared_error(*_to_compare(target, activations, pair), not_padding[pair.stack])
             for pair in self.tap_pairs
         ]
-        errors, ratios = zip(*found, strict=True)
+        errors, ratios = zip(*pairs, strict=True)
         return jnp.stack(errors).mean(), jnp.stack(ratios).mean()
 
     def activations(
         self, model: EncoderDecoder, variables: PyTree, batch: Batch
-    ) -> Mapping[str, PyTree]:
-        """Returns what a model sows in `TAPS` in a teacher-forced pass without dropout."""
+    ) -> dict[str, jax.Array]:
+        """Returns, by path, what a model sows in `TAPS` in a teacher-forced pass without dropout."""
         data = self.experiment.data
         segments = data.segments_per_row if data.pack else None
         _, sown = teacher_forced(model, variables, batch, collection=TAPS, max_segments=segments)
-        return sown[TAPS]
+        return traverse_util.flatten_dict(sown[TAPS], sep="/")
 
 
-def _to_compare(target: PyTree, activations: PyTree, pair: TapPair) -> tuple[jax.Array, jax.Array]:
+def _to_compare(
+    target: dict[str, jax.Array], activations: dict[str, jax.Array], pair: TapPair
+) -> tuple[jax.Array, jax.Array]:
     """Returns the first of a tap's outputs that teacher and student have in the same shape."""
     for path in pair.outputs:
-        found = []
-        for tree in (target, activations):
-            for name in (pair.stack, pair.layer, *path):
-                tree = tree.get(name, {})
-            found.append(tree)
-        x, y = found
-        if hasattr(x, "shape") and hasattr(y, "shape") and x.shape == y.shape:
+        x, y = target.get(path), activations.get(path)
+        if x is not None and y is not None and x.shape == y.shape:
             return x, y
     raise ValueError(
         f"{pair.stack}/{pair.layer}: teacher and student have no activations of the same shape"
@@ -343,9 +336,7 @@ def squared_error(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mean squared error of ``[b, n, …]`` over the positions ``[b, n]`` that are not padding.
 
-    Returns:
-      The error, and its ratio to the variance of the target over positions; a constant output equal to
-      the target's mean has ratio 1.
+    Also returns its ratio to the variance of the target over positions: 1 for the target's mean.
     """
     shape = (*not_padding.shape, -1)
     target, output = (x.reshape(shape).astype(jnp.float32) for x in (target, output))

@@ -88,27 +88,22 @@ def attention_statistics(
 ) -> dict[Layer, Statistics]:
     """Returns the statistics of the self-attention of some layers over a batch.
 
-    Args:
-      variables: the model's variables.
-      batch: unpacked rows, padded at the end.
-      model: the model, with looped layers.
-      layers: the layers.
+    The model has looped layers; the batch has unpacked rows, padded at the end.
     """
     _, sown = teacher_forced(model, variables, batch, collection="intermediates")
-    found = {}
+    statistics = {}
     for stack, layer in layers:
         causal = stack == "decoder"
         real = batch["decoder_loss_weights"] > 0 if causal else batch["encoder_input_tokens"] != 0
-        (weights,) = sown["intermediates"][stack][f"layers_{layer}"][STACKS[stack]][
-            "attention_weights"
-        ]
+        mixer = sown["intermediates"][stack][f"layers_{layer}"][STACKS[stack]]
+        (weights,) = mixer["attention_weights"]  # [b or 1, heads, n, n]
         rows, n = real.shape
         weights = jnp.broadcast_to(weights, (rows, *weights.shape[1:])) * real[:, None, :, None]
         seen = jnp.arange(1, n + 1) if causal else real.sum(axis=1, keepdims=True)
         queries = jax.nn.one_hot(jnp.broadcast_to(seen, (rows, n)), n + 1) * real[..., None]
         negentropy = jax.scipy.special.xlogy(weights, weights).sum((0, 2, 3))
-        found[stack, layer] = Statistics(weights.sum(0), negentropy, queries.sum(0))
-    return found
+        statistics[stack, layer] = Statistics(weights.sum(0), negentropy, queries.sum(0))
+    return statistics
 
 
 def collect_statistics(
@@ -122,8 +117,8 @@ def collect_statistics(
     """Returns the sums of `attention_statistics` over batches, as NumPy arrays; tells `advance` of each."""
     total: dict[Layer, Statistics] | None = None
     for batch in batches:
-        found = attention_statistics(variables, batch, model=model, layers=tuple(layers))
-        total = found if total is None else jax.tree.map(jnp.add, total, found)
+        new = attention_statistics(variables, batch, model=model, layers=tuple(layers))
+        total = new if total is None else jax.tree.map(jnp.add, total, new)
         advance(1)
     if total is None:
         raise ValueError("there are no batches to fit to; give at least one")
@@ -133,9 +128,7 @@ def collect_statistics(
 def divergence(logits: jax.Array, statistics: Statistics) -> jax.Array:
     """Returns the mean over queries of ``KL(teacher ‖ softmax(logits))``, ``[heads]`` in nats.
 
-    Args:
-      logits: ``[heads, n, n]``.
-      statistics: those of the teacher.
+    The logits are ``[heads, n, n]``, the statistics those of the teacher.
     """
     # log Σ exp over the first 1, 2, … keys.
     normalizers = jax.lax.cumlogsumexp(logits, axis=2)
@@ -169,7 +162,7 @@ def fit(
     alignment, length = attention.alignment, statistics.mass.shape[-1]
     smooth = _add_prior(statistics, causal=causal)
     params = initial_parameters(attention, d_model, seed=seed)
-    mean = smooth.mass / np.maximum(_times_seen(np.asarray(smooth.queries)), 1e-30)
+    mean = smooth.mass / np.maximum(times_seen(np.asarray(smooth.queries)), 1e-30)
     start = np.log(np.maximum(mean, 1e-30)) - np.asarray(bias)
     if isinstance(alignment, Random):
         params = {"table": resize(jnp.asarray(start), params["table"], "distance")}
@@ -187,17 +180,12 @@ def fit(
 def fit_layers(
     student: EncoderDecoder, params: PyTree, statistics: Mapping[Layer, Statistics]
 ) -> tuple[PyTree, dict[Layer, np.ndarray]]:
-    """Fits the static alignments of a student's layers.
+    """Fits the static alignments of a student's layers, looped, to the statistics of the teacher's.
 
-    Args:
-      student: the student's model, with looped layers.
-      params: its parameters, with the teacher's position bias, which stays.
-      statistics: those of the teacher's layers.
-
-    Returns:
-      The parameters with fitted alignments, and `divergence` of each layer.
+    The parameters hold the teacher's position bias, which stays. Returns those with fitted alignments, and
+    the `divergence` of each layer.
     """
-    params, found = jax.tree.map(lambda x: x, params), {}
+    params, divergences = jax.tree.map(lambda x: x, params), {}
     for (stack, i), of_layer in statistics.items():
         attention = self_attention(student, (stack, i))
         bias = stack_bias_logits(student, params, (stack, i), length=of_layer.mass.shape[-1])
@@ -206,8 +194,8 @@ def fit_layers(
             attention, of_layer, d_model=student.d_model, causal=causal, bias=bias, seed=i
         )
         params[stack][f"layers_{i}"][STACKS[stack]]["align"] = fitted
-        found[stack, i] = np.asarray(divergence(logits + bias, of_layer))
-    return params, found
+        divergences[stack, i] = np.asarray(divergence(logits + bias, of_layer))
+    return params, divergences
 
 
 def stack_bias_logits(model: TokenModel, params: PyTree, layer: Layer, *, length: int) -> jax.Array:
@@ -216,8 +204,10 @@ def stack_bias_logits(model: TokenModel, params: PyTree, layer: Layer, *, length
     shared = stacks_of(model)[stack].bias
     if shared is None:
         return jnp.zeros((num_heads, length, length))
-    own = jax.tree.map(gather_to_host, params[stack]["relpos_bias"])
-    return position_logits(shared, own, num_heads=num_heads, length=length, d_model=model.d_model)
+    on_host = jax.tree.map(gather_to_host, params[stack]["relpos_bias"])
+    return position_logits(
+        shared, on_host, num_heads=num_heads, length=length, d_model=model.d_model
+    )
 
 
 def position_logits(
@@ -231,9 +221,16 @@ def position_logits(
     return materialize(terms, q_length=length, k_length=length)[0]
 
 
-def _times_seen(queries: np.ndarray) -> np.ndarray:
-    """Returns ``[n, n]``, by how many queries of a position a key is seen."""
+def times_seen(queries: np.ndarray) -> np.ndarray:
+    """Returns ``[q, k]``, what is counted in ``[q, k + 1]`` of the queries that see a key."""
     return np.cumsum(queries[:, ::-1], axis=1)[:, ::-1][:, 1:]
+
+
+def sums_by_distance(x: np.ndarray) -> np.ndarray:
+    """Returns the sums of ``[q, k]`` over pairs with the same k − q, from ``1 − q`` to ``k − 1``."""
+    q, k = x.shape
+    distance = np.arange(k)[None, :] - np.arange(q)[:, None] + q - 1
+    return np.bincount(distance.ravel(), x.ravel(), q + k - 1)
 
 
 def _add_prior(statistics: Statistics, *, causal: bool) -> Statistics:
@@ -241,9 +238,8 @@ def _add_prior(statistics: Statistics, *, causal: bool) -> Statistics:
     mass, _, queries = map(np.asarray, statistics)
     heads, n, _ = mass.shape
     distance = np.arange(n)[None, :] - np.arange(n)[:, None] + n - 1
-    sums = lambda weights: np.bincount(distance.ravel(), weights.ravel(), 2 * n - 1)
-    seen = sums(_times_seen(queries))
-    by_distance = np.stack([sums(head) for head in mass]) / np.maximum(seen, 1e-30)
+    seen = sums_by_distance(times_seen(queries))
+    by_distance = np.stack(list(map(sums_by_distance, mass))) / np.maximum(seen, 1e-30)
     where = np.flatnonzero(seen > 0)
     nearest = where[np.abs(np.arange(2 * n - 1)[:, None] - where).argmin(1)]
     prior = np.maximum(by_distance[:, nearest], 1e-6)[:, distance]

@@ -124,7 +124,7 @@ class TapPair(NamedTuple):
       stack: ``encoder`` or ``decoder``.
       layer: name of the layer: ``layers_0``, …
       mixer: name of the replaced mixer in the layer.
-      inputs: name of the tap of the mixer's inputs, which the student takes from the teacher.
+      inputs: path of the mixer's inputs, which the student takes from the teacher, in the collection.
       outputs: paths of the taps to compare; the first that both have in the same shape is used.
     """
 
@@ -132,18 +132,19 @@ class TapPair(NamedTuple):
     layer: str
     mixer: str
     inputs: str
-    outputs: tuple[tuple[str, ...], ...]
+    outputs: tuple[str, ...]
 
 
 def tap_pairs(model: EncoderDecoder, replacements: tuple[Replacement, ...]) -> Iterator[TapPair]:
     """Yields the taps of all replaced mixers."""
     for replacement in replacements:
         stack, mixer, prefix = PLACES[replacement.place]
-        outputs: dict[str, tuple[tuple[str, ...], ...]] = {
-            "mixer": ((mixer, "heads"), (f"{prefix}_mixed",)),
-            "sublayer": (("self_output",),),
-            "layer": (("output",),),
-        }
+        outputs = {
+            "mixer": (f"{mixer}/heads", f"{prefix}_mixed"),
+            "sublayer": ("self_output",),
+            "layer": ("output",),
+        }[replacement.scope]
         for index in _layer_indices(replacement, stacks_of(model)[stack].num_layers):
-            taps = outputs[replacement.scope]
-            yield TapPair(stack, f"layers_{index}", mixer, f"{prefix}_input", taps)
+            layer = f"layers_{index}"
+            taps = tuple(f"{stack}/{layer}/{name}" for name in outputs)
+            yield TapPair(stack, layer, mixer, f"{stack}/{layer}/{prefix}_input", taps)

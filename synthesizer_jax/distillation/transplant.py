@@ -28,13 +28,8 @@ def with_variants(
 ) -> EncoderDecoder:
     """Returns a model whose self-attention has the alignments of variants of the zoo.
 
-    In a mixture the model's own alignment takes the place of the dot product.
-
-    Args:
-      model: a model with attention.
-      encoder: a key of `VARIANTS`; None leaves the encoder as it is.
-      decoder: the same for the decoder.
-      max_length: number of positions of new tables.
+    In a mixture the model's own alignment takes the place of the dot product. `encoder` and `decoder` are
+    keys of `VARIANTS`, None leaves the stack as it is; new tables have `max_length` positions.
 
     Raises:
       ValueError: there is no such variant, or the self-attention is not `Attention`.
@@ -48,8 +43,8 @@ def with_variants(
             raise ValueError(
                 f"--{stack} is {name!r}{did_you_mean(name, VARIANTS)}; use {', '.join(VARIANTS)}"
             )
-        own = self_attention(model, (stack, 0)).alignment
-        replacements.append(Replacement(VARIANTS[name](own, max_length), place=stack))  # type: ignore[arg-type]
+        alignment = VARIANTS[name](self_attention(model, (stack, 0)).alignment, max_length)
+        replacements.append(Replacement(alignment, place=stack))  # type: ignore[arg-type]
     return student_model(model, tuple(replacements))
 
 
@@ -94,17 +89,11 @@ def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -
 def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTree:
     """Returns fresh parameters of the alignment of an attention layer.
 
-    Args:
-      attention: the layer.
-      d_model: width of its tokens.
-      seed: the seed.
-
     Raises:
       ValueError: the alignment has constants, such as a Fixed Random table.
     """
     alignment = attention.alignment
-    one = Span(0, 1)
-    context = attention.context(one, one)
+    context = attention.context(Span(0, 1), Span(0, 1))
     x = jnp.zeros((1, 1, d_model))
     init = lambda: alignment.init(jax.random.key(seed), x, x, context)
     # Four bytes, and four of the random bits that they are made of.

@@ -51,9 +51,8 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
-        self._is_init = (
-            os.getpid() == 1
-        )  # of a container: Linux protects it from signals by default
+        # Linux protects the first process of a container from signals by default.
+        self._is_init = os.getpid() == 1
         self._handled = [n for n in EXIT_CODES if signal.getsignal(n) is not signal.SIG_IGN]
         self.received = 0
 

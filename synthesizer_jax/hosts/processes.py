@@ -50,17 +50,11 @@ def start_group() -> None:
 
 
 def join_group(timeout: float = 300.0) -> bool:
-    """Joins this process to its group, without initializing devices; must precede other uses of JAX.
+    """Joins this process to its group, and returns whether there is one; must precede other uses of JAX.
 
     The group is the one that `jax.distributed.initialize` finds (Cloud TPU, GKE, SLURM, Open MPI), or is
     defined by the variables `ADDRESS`, `PROCESSES` and `PROCESS`. Does nothing for a single process, under
-    Pathways, or if JAX is in use already.
-
-    Args:
-      timeout: seconds until the start fails.
-
-    Returns:
-      Whether there is a group.
+    Pathways, or if JAX is in use already; initializes no devices.
 
     Raises:
       ValueError: the environment variables are incomplete or invalid.
@@ -71,18 +65,16 @@ def join_group(timeout: float = 300.0) -> bool:
     os.environ.setdefault("JAX_COORDINATOR_PORT", OPEN_PORT)
     # JAX's own handler would discard a SIGTERM that arrives before the program handles signals.
     jax.config.update("jax_enable_preemption_service", False)
-    place, errors = _group_from_environment(), list[BaseException]()
+    group, errors = _group_from_environment(), list[BaseException]()
 
     def initialize() -> None:
         try:  # JAX itself would end the process at the timeout, with a C++ trace
-            jax.distributed.initialize(**place, initialization_timeout=int(timeout) + 60)
+            jax.distributed.initialize(**group, initialization_timeout=int(timeout) + 60)
         except BaseException as error:
             errors.append(error)
 
-    joining = threading.Thread(
-        target=initialize, daemon=True
-    )  # signals are handled while it blocks
-    joining.start()
+    joining = threading.Thread(target=initialize, daemon=True)
+    joining.start()  # in a thread, so that signals are handled while it blocks
     joining.join(min(PATIENCE, timeout))
     if joining.is_alive():
         print_line(
@@ -96,7 +88,7 @@ def join_group(timeout: float = 300.0) -> bool:
         )
     for error in errors:
         nowhere = "coordinator_address should be defined", "must be called before"
-        if place or not any(text in str(error) for text in nowhere):
+        if group or not any(text in str(error) for text in nowhere):
             raise error
     return not errors
 
@@ -146,21 +138,16 @@ def barrier(name: str) -> None:
 
 
 def all_gather(name: str, value: T) -> list[T]:
-    """Returns the values of all processes in order, after all have called this function.
-
-    Args:
-      name: a name for error messages.
-      value: a value that can be converted to JSON.
-    """
+    """Returns the values, JSON data, of all processes in order, after all have called this function."""
     if process_count() == 1:
         return [value]
     from jax.experimental import multihost_utils
 
     barrier(name)
-    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(own.size))
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(data.size))
     padded = np.zeros(sizes.max(), np.uint8)
-    padded[: own.size] = own
+    padded[: data.size] = data
     rows = multihost_utils.process_allgather(padded)
     return [json.loads(row[:n].tobytes()) for row, n in zip(rows, sizes.flat, strict=True)]
 

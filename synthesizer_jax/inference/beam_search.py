@@ -51,14 +51,8 @@ def beam_search(
     """Searches with `beams` unfinished and `beams` finished sequences of every example.
 
     The search for an example ends at its maximum length, or when no unfinished sequence can exceed the
-    score of its worst finished sequence.
-
-    Args:
-      decoder: b examples.
-      constraints: what sequences may hold.
-      beams: n.
-      alpha: exponent of the length penalty.
-      samples: number of sequences to return per example, at most n.
+    score of its worst finished sequence. `alpha` is the exponent of the length penalty, and `samples` the
+    number of sequences to return per example, at most `beams`.
     """
     b, n, m = decoder.batch, beams, decoder.max_length
 
@@ -66,10 +60,11 @@ def beam_search(
         """Extends all beams by one token; also returns the beam that each live one continues."""
         if constraints.repetition_penalty is not None:  # of log-probabilities, as in transformers
             logits = jax.nn.log_softmax(logits)
-        own = state.live - logsumexp(logits, axis=-1).reshape(b, n)
+        scores = state.live - logsumexp(logits, axis=-1).reshape(b, n)
         allowed = constraints.apply(logits, state.tokens.reshape(b * n, m), state.at)
-        top, source, token = top_tokens(allowed.reshape(b, n, -1), own, 2 * n)
-        tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)
+        # Of 2n continuations at most n end, so n remain.
+        top, source, token = top_tokens(allowed.reshape(b, n, -1), scores, 2 * n)  # [b, 2n]
+        tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)  # [b, 2n, m]
         tokens = tokens.at[:, :, state.at].set(token)
         ends = token == EOS
         real = ends & (top > NEVER / 2)
@@ -77,7 +72,7 @@ def beam_search(
         ended, order = jax.lax.top_k(jnp.concatenate([state.ended, penalized], axis=1), n)
         ended_tokens = jnp.concatenate([state.ended_tokens, tokens], axis=1)
         ended_tokens = jnp.take_along_axis(ended_tokens, order[:, :, None], axis=1)
-        live, order = jax.lax.top_k(jnp.where(ends, NEVER, top), n)
+        live, order = jax.lax.top_k(jnp.where(ends, NEVER, top), n)  # [b, n]
         tokens = jnp.take_along_axis(tokens, order[:, :, None], axis=1)
         source = jnp.take_along_axis(source, order, axis=1)
         # An example at its maximum length keeps what it has.
@@ -98,7 +93,7 @@ def beam_search(
         ).reshape(-1)
         logits, cache = decoder.next(token, state.cache)
         state, source = advance(state._replace(cache=cache), logits)
-        rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)
+        rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)  # [b · n]
         return state._replace(cache=state.cache.map_rows(lambda x: x[rows]))
 
     def unfinished(state: _Beams) -> jax.Array:
@@ -139,7 +134,7 @@ def _best_of(
 
 
 def top_tokens(
-    logits: jax.Array, own: jax.Array, count: int
+    logits: jax.Array, scores: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the best continuations of an example's beams, as `jax.lax.top_k` over all of them would.
 
@@ -148,7 +143,7 @@ def top_tokens(
 
     Args:
       logits: ``[b, n, vocab]`` of n beams.
-      own: ``[b, n]`` numbers that are added to all logits of a beam.
+      scores: ``[b, n]`` numbers that are added to all logits of a beam.
       count: number of continuations.
 
     Returns:
@@ -160,11 +155,11 @@ def top_tokens(
         logits, ((0, 0), (0, 0), (0, groups * GROUP - vocab)), constant_values=-jnp.inf
     )
     logits = logits.reshape(b, n, groups, GROUP)
-    peaks = (logits.max(axis=-1) + own[:, :, None]).reshape(b, n * groups)
+    peaks = (logits.max(axis=-1) + scores[:, :, None]).reshape(b, n * groups)
     _, chosen = jax.lax.top_k(peaks, min(count, n * groups))
     chosen = jnp.sort(chosen)  # as in top_k, the first of equal values comes first
     near = jnp.take_along_axis(logits.reshape(b, n * groups, GROUP), chosen[:, :, None], axis=1)
-    near += jnp.take_along_axis(own, chosen // groups, axis=1)[:, :, None]
+    near += jnp.take_along_axis(scores, chosen // groups, axis=1)[:, :, None]
     top, index = jax.lax.top_k(near.reshape(b, -1), count)
     group = jnp.take_along_axis(chosen, index // GROUP, axis=1)
     token = group % groups * GROUP + index % GROUP

@@ -89,13 +89,7 @@ def _repeats_ngram(past: jax.Array, length: jax.Array, n: int) -> jax.Array:
 class Decoder:
     """A model with looped layers and its variables; maps tokens to logits.
 
-    Args:
-      model: an unbound model with looped layers.
-      variables: its variables.
-      encoder_tokens: ``[batch, k]`` integers; 0 is padding.
-      max_length: number of positions of the cache.
-      logits_dtype: dtype of the operands of the output projection; None is the model's.
-      continues: whether the tokens are the beginning of the targets, see `decode_sequences`.
+    The cache has `max_length` positions. For the other arguments see `decode_sequences` and `Decoding`.
     """
 
     def __init__(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +47,7 @@ def decode(
       variables: the model's variables, with scanned or looped layers.
       encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
       model: an unbound model.
-      max_length: see `Decoding`, as for the other settings.
-      beams: see `Decoding`.
-      alpha: see `Decoding`; greedy decoding ignores it.
-      logits_dtype: see `Decoding`.
+      max_length, beams, alpha, logits_dtype: see `Decoding`; greedy decoding ignores `alpha`.
 
     Returns:
       The best sequence of every example. As in T5X, beam search returns a finished sequence, however
@@ -62,8 +58,8 @@ def decode(
       TypeError: the model cannot decode, or is an NNX module.
     """
     decoding = Decoding(max_length=max_length, beams=beams, alpha=alpha, logits_dtype=logits_dtype)
-    found = decode_sequences(variables, encoder_tokens, model=model, decoding=decoding)
-    return Decoded(found.tokens[:, 0], found.scores[:, 0])
+    sequences = decode_sequences(variables, encoder_tokens, model=model, decoding=decoding)
+    return Decoded(sequences.tokens[:, 0], sequences.scores[:, 0])
 
 
 def decode_sequences(
@@ -78,13 +74,10 @@ def decode_sequences(
     """Decodes a batch of inputs.
 
     One program serves all values of `alpha`, `temperature`, `top_p`, `repetition_penalty`, `min_length`,
-    `relative_length`, `extra_length` and `seed`; it is compiled again where one of them is switched on or
-    off.
+    `relative_length`, `extra_length` and `seed`; switching one of them on or off compiles another.
 
     Args:
-      variables: the model's variables, with scanned or looped layers.
-      encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
-      model: an unbound model.
+      variables, encoder_tokens, model: see `decode`.
       decoding: the settings.
       examples: ``[batch]`` integers that tell the examples apart, whatever the batch; their samples
         depend on it. None: their positions in the batch.
@@ -118,11 +111,17 @@ def decode_sequences(
             temperature=float(decoding.temperature),
             top_p=None if decoding.top_p is None else float(decoding.top_p),
         )
-    relative = decoding.relative_length
-    numbers: dict[str, Any] = {"alpha": 0.0, "seed": 0, "min_length": 1, "relative_length": None}
-    numbers |= {"extra_length": 0, "top_p": None, "temperature": float(decoding.temperature > 0)}
-    numbers |= {"repetition_penalty": None}
-    penalty = decoding.repetition_penalty
+    relative, penalty = decoding.relative_length, decoding.repetition_penalty
+    # What is passed as an array has the same value in all static arguments.
+    static = Decoding(
+        max_length=decoding.max_length,
+        beams=decoding.beams,
+        temperature=float(decoding.temperature > 0),
+        top_k=decoding.top_k,
+        no_repeat_ngram_size=decoding.no_repeat_ngram_size,
+        samples=decoding.samples,
+        logits_dtype=decoding.logits_dtype,
+    )
     return run_decoding(
         variables,
         encoder_tokens,
@@ -132,7 +131,7 @@ def decode_sequences(
         repetition_penalty=None if penalty is None else float(penalty),
         sampling=sampling,
         model=model,
-        decoding=dataclasses.replace(decoding, **numbers),
+        decoding=static,
         continues=continues,
     )
 

@@ -82,14 +82,9 @@ def decode_rows(
     sampling: Sampling | None = None,
     top_k: int | None = None,
 ) -> Sequences:
-    """Decodes token after token until every row has ended.
+    """Decodes token after token until every row has ended; `samples` are the rows of an example.
 
-    Args:
-      decoder: the examples.
-      constraints: what sequences may hold.
-      samples: number of sequences per example.
-      sampling: draws the tokens; None takes the most probable ones.
-      top_k: number of tokens to draw from; None: all.
+    Without `sampling` the most probable tokens are taken; `top_k` is the number to draw from, None all.
     """
     rows = decoder.batch * samples
     longest = jnp.repeat(constraints.longest, samples)

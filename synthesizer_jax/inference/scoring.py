@@ -1,4 +1,7 @@
-"""Log-probabilities of given targets and of classes, and the states of an encoder."""
+"""Log-probabilities of given targets and of classes, and the states of an encoder.
+
+Functions take the variables of an unbound model, and tokens ``[batch, k]`` with 0 for padding.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,7 @@ from synthesizer_jax.primitives.parameters import Variables, apply_method
 @functools.partial(jax.jit, static_argnames="model")
 @on_any_mesh
 def encode_tokens(variables: Variables, tokens: jax.Array, *, model: TokenModel) -> jax.Array:
-    """Encodes a batch of inputs.
-
-    Args:
-      variables: the model's variables.
-      tokens: ``[batch, k]`` integers; 0 is padding, after the tokens.
-      model: an unbound `EncoderDecoder`, or an `Encoder`.
-
-    Returns:
-      ``[batch, k, d_model]`` float32, the encoder's outputs.
+    """Returns the outputs of an encoder, ``[batch, k, d_model]`` float32; padding is after the tokens.
 
     Raises:
       TypeError: the model has no encoder.
@@ -42,25 +37,15 @@ def encode_tokens(variables: Variables, tokens: jax.Array, *, model: TokenModel)
     return hidden.astype(jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
+@functools.partial(jax.jit, static_argnames="model")
 @on_any_mesh
 def score_choices(
-    variables: Variables,
-    encoder_tokens: jax.Array,
-    *,
-    choices: ArrayLike,
-    model: TextToText,
+    variables: Variables, encoder_tokens: jax.Array, *, choices: ArrayLike, model: TextToText
 ) -> jax.Array:
     """Returns the log-probabilities of the same choices for every example; the encoder runs once.
 
-    Args:
-      variables: the model's variables.
-      encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
-      choices: ``[choices, t]`` target tokens with EOS; 0 is padding.
-      model: an unbound model.
-
-    Returns:
-      ``[batch, choices]`` float32, in nats, summed over the tokens of a choice.
+    The choices are ``[choices, t]`` target tokens with EOS; 0 is padding. Returns ``[batch, choices]``
+    float32, in nats, summed over the tokens of a choice.
     """
     memory = apply_method(model.encode_inputs, variables, encoder_tokens)
 
@@ -71,63 +56,36 @@ def score_choices(
     return jax.vmap(score, out_axes=1)(jnp.asarray(choices))
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
+@functools.partial(jax.jit, static_argnames="model")
 @on_any_mesh
 def score_targets(
-    variables: Variables,
-    encoder_tokens: jax.Array,
-    *,
-    targets: jax.Array,
-    model: TextToText,
+    variables: Variables, encoder_tokens: jax.Array, *, targets: jax.Array, model: TextToText
 ) -> jax.Array:
-    """Returns the log-probability of every example's target.
+    """Returns the log-probability of every example's target, ``[batch]`` float32 in nats.
 
-    Args:
-      variables: the model's variables.
-      encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
-      targets: ``[batch, t]`` tokens with EOS; 0 is padding.
-      model: an unbound model.
-
-    Returns:
-      ``[batch]`` float32, in nats, summed over the tokens of a target.
+    The targets are ``[batch, t]`` tokens with EOS; 0 is padding. Their log-probabilities are summed.
     """
     memory = apply_method(model.encode_inputs, variables, encoder_tokens)
     return _log_probability(model, variables, targets=targets, memory=memory)
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
+@functools.partial(jax.jit, static_argnames="model")
 @on_any_mesh
 def score_classes(variables: Variables, tokens: jax.Array, *, model: Encoder) -> jax.Array:
-    """Returns the log-probabilities of an encoder's classes.
-
-    Args:
-      variables: the model's variables.
-      tokens: ``[batch, k]`` integers; 0 is padding, on either side.
-      model: an unbound encoder with `outputs`.
-
-    Returns:
-      ``[batch, outputs]`` float32, in nats.
-    """
+    """Returns the log-probabilities ``[batch, outputs]`` of the classes of an encoder with `outputs`."""
     outputs = apply_method(model.__call__, variables, tokens).outputs
     assert outputs is not None
     return jax.nn.log_softmax(outputs)
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
+@functools.partial(jax.jit, static_argnames="model")
 @on_any_mesh
 def score_masked_tokens(
     variables: Variables, tokens: jax.Array, *, targets: jax.Array, model: Encoder
 ) -> jax.Array:
-    """Returns the log-probability of the tokens in the masked places of every example.
+    """Returns the log-probability of the masked tokens of every example, ``[batch]`` float32 in nats.
 
-    Args:
-      variables: the model's variables.
-      tokens: ``[batch, k]`` integers; 0 is padding.
-      targets: ``[batch, k]`` the tokens to predict; 0 at all other places.
-      model: an unbound encoder with `masked_lm`.
-
-    Returns:
-      ``[batch]`` float32, in nats, summed over the tokens.
+    The targets are ``[batch, k]`` tokens to predict, and 0 elsewhere; the encoder has `masked_lm`.
     """
     logits = apply_method(model.__call__, variables, tokens).token_logits
     assert logits is not None

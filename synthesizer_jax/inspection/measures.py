@@ -13,7 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from synthesizer_jax.distillation.fit import PRIOR, Statistics, divergence
+from synthesizer_jax.distillation.fit import (
+    PRIOR,
+    Statistics,
+    divergence,
+    sums_by_distance,
+    times_seen,
+)
 
 LOWEST, PER_DECADE = -6, 8
 EDGES = np.logspace(LOWEST, 0, -LOWEST * PER_DECADE + 1)
@@ -82,8 +88,8 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> 
         # What is not real is zero, which adds nothing to the rank.
         size = real[0].sum(), jnp.max(seen[0], initial=0, where=real[0])
         block = (jnp.arange(len(real[0])) < size[0])[:, None] & (jnp.arange(keys) < size[1])
-        found = jnp.linalg.matrix_rank(jnp.where(block, logits[0], 0.0).astype(jnp.float32))
-        rank = found / jnp.maximum(jnp.minimum(*size), 1)
+        number = jnp.linalg.matrix_rank(jnp.where(block, logits[0], 0.0).astype(jnp.float32))
+        rank = number / jnp.maximum(jnp.minimum(*size), 1)
     return {
         "statistics": Statistics(p.sum(0), -entropy.sum((0, 2)), queries),
         "spread": of_queries(jnp.exp(entropy) / jnp.maximum(seen, 1)[:, None], real & (seen > 1)),
@@ -116,7 +122,7 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     number = np.arange(queries.shape[1])
     counts, seen = queries.sum(), queries.sum(0) * number
     pairs = max(seen[2:].sum(), 1)
-    equal = _times_seen(queries / np.maximum(number, 1))
+    equal = times_seen(queries / np.maximum(number, 1))
     distance = np.arange(mass.shape[2]) - np.arange(mass.shape[1])[:, None]
     near = np.abs(distance) <= NEAR
     offset = (np.clip(distance, -REACH, REACH) + REACH).ravel()
@@ -148,20 +154,14 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     }
 
 
-def _times_seen(queries: np.ndarray) -> np.ndarray:
-    """Returns ``[q, k]``, what is counted in ``[q, k + 1]`` of the queries that see a key."""
-    return np.cumsum(queries[:, ::-1], axis=1)[:, ::-1][:, 1:]
-
-
 def _explained(first: Measures, second: Measures) -> np.ndarray:
     """Returns ``static`` of `measure`: a table of the first half, measured on the second."""
     mass, _, queries = first["statistics"]
-    seen = _times_seen(queries)
-    heads, q, k = mass.shape
-    offset = (np.arange(k) - np.arange(q)[:, None] + q - 1).ravel()
-    sums = lambda x: np.bincount(offset, x.ravel(), q + k - 1)
-    by_distance = np.stack([sums(x) for x in mass]) / np.maximum(sums(seen), 1e-30)
-    prior = np.maximum(by_distance, 1e-6)[:, offset].reshape(heads, q, k)
+    seen = times_seen(queries)
+    _, q, k = mass.shape
+    distance = np.arange(k) - np.arange(q)[:, None] + q - 1
+    counts = np.maximum(sums_by_distance(seen), 1e-30)
+    prior = np.maximum(np.stack(list(map(sums_by_distance, mass))) / counts, 1e-6)[:, distance]
     table = np.log((mass + PRIOR * prior) / (seen + PRIOR))
     left = Statistics(*map(jnp.float32, second["statistics"]))
     missed, most = (np.asarray(divergence(jnp.float32(x), left)) for x in (table, 0 * table))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,15 +13,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from synthesizer_jax.alignments import Alignment, Mixture
-from synthesizer_jax.base.files import describing
 from synthesizer_jax.base.messages import Phase, one_line_error, silent_phase
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.distillation.distill import DISTILLATION_FILE
-from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, evenly_spaced, metric_groups
-from synthesizer_jax.evaluation.files import evaluation_folder
+from synthesizer_jax.distillation.replacement import blocks_of
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, evenly_spaced
 from synthesizer_jax.inspection.measures import MOMENTS, Measures, Rows, attention_sums, measure
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
 from synthesizer_jax.mixers import Linformer, Mixer
@@ -49,9 +46,6 @@ from synthesizer_jax.training.run_data import open_evaluator
 from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.step import Batch, teacher_forced
-
-BINS = 5
-"""Most parts, by length, of the examples of a task."""
 
 CROSS = "encoder_decoder_attention"
 
@@ -83,16 +77,10 @@ def inspect_run(
     fits: bool = False,
     phase: Phase = silent_phase,
 ) -> dict[str, Any]:
-    """Inspects a run's model.
+    """Inspects the model of ``RUN`` or ``RUN/checkpoints/STEP``.
 
-    Args:
-      run: ``RUN`` or ``RUN/checkpoints/STEP``.
-      data_dir: directory of the data sets.
-      mixture: the task or mixture whose examples are read; None: the run's.
-      examples: most examples of the evaluation sets that are read.
-      batch_size: examples of a batch.
-      fits: whether static forms are fitted to the heads, see `measure_static_attention`.
-      phase: is told what is done.
+    So many examples of the evaluation sets are read, of the run's mixture or another one. `fits` tells
+    whether static forms are fitted to the heads, see `measure_static_attention`.
 
     Returns:
       ``step``; ``start``, what the parameters at the start are; ``examples``, how many were read, and
@@ -100,8 +88,7 @@ def inspect_run(
       `measure` at the ``end`` and the ``start`` (None: not known), NaN where a measure is not defined, and
       the mean weights of the ``example``. ``without``, mixers without weights. By layer ``mixtures``, the
       ``parts`` and over ``steps`` up to the inspected one α ``[heads, parts]``, and ``projections``, P_l
-      and P_w of talking heads. ``quality`` of the newest predictions, of step ``evaluated``, see
-      `quality_by_length`. ``static``, see `measure_static_attention`, or None.
+      and P_w of talking heads. ``static``, see `measure_static_attention`, or None.
 
     Raises:
       FileNotFoundError: there is no checkpoint or no data.
@@ -153,11 +140,6 @@ def inspect_run(
             history = histories.setdefault(name, new)
             history["steps"].append(number)
             history["alpha"].append(alpha)
-    numbered = (directory / "evaluation").glob("[0-9]*")
-    steps = sorted(int(path.name) for path in numbered if path.name.isdecimal())
-    folders = {n: evaluation_folder(directory, n) for n in reversed(steps) if n <= step}
-    quality = ((n, quality_by_length(sets, folder)) for n, folder in folders.items())
-    evaluated, found = next(((n, parts) for n, parts in quality if parts), (None, []))
     return {
         "step": step,
         "start": start,
@@ -176,21 +158,19 @@ def inspect_run(
         "without": {str(p): describe(mixer) for p, mixer in mixers.items() if p not in even},
         "mixtures": histories,
         "projections": _projections(model, end),
-        "evaluated": evaluated,
-        "quality": found,
         "static": static if fitted else None,
     }
 
 
 def mixers_of(model: TokenModel) -> dict[Place, Mixer]:
     """Returns the mixers of all layers."""
-    found = {}
-    for name, stack in stacks_of(model).items():
-        for i, block in enumerate(run.block for run in stack.runs for _ in range(run.repeats)):
-            found[Place(name, False, i)] = block.self_mixer
+    mixers = {}
+    for name in stacks_of(model):
+        for i, block in enumerate(blocks_of(model, name)):
+            mixers[Place(name, False, i)] = block.self_mixer
             if block.cross_mixer is not None:
-                found[Place(name, True, i)] = block.cross_mixer
-    return dict(sorted(found.items(), key=lambda item: (item[0].stack != "encoder", item[0])))
+                mixers[Place(name, True, i)] = block.cross_mixer
+    return dict(sorted(mixers.items(), key=lambda item: (item[0].stack != "encoder", item[0])))
 
 
 def _entries(model: TokenModel, tree: PyTree) -> Iterator[tuple[Place, Mixer, PyTree]]:
@@ -221,9 +201,9 @@ def sums_of(
     halves: tuple[dict[Place, Measures], dict[Place, Measures]] = {}, {}
     for i, batch in enumerate(batches):
         for place, sums in _batch_sums(variables, batch, model=model).items():
-            own = jax.tree.map(lambda x: gather_to_host(x).astype(np.float64), sums)
+            new = jax.tree.map(lambda x: gather_to_host(x).astype(np.float64), sums)
             old = halves[i % 2].get(place)
-            halves[i % 2][place] = own if old is None else jax.tree.map(np.add, old, own)
+            halves[i % 2][place] = new if old is None else jax.tree.map(np.add, old, new)
     return halves
 
 
@@ -231,11 +211,11 @@ def _measure(
     place: Place, mixer: Mixer, even: Mapping[Place, Measures], odd: Mapping[Place, Measures]
 ) -> Measures:
     """Returns `measure` of a layer; NaN where a measure is not defined."""
-    found = measure(even[place], odd.get(place))
+    measures = measure(even[place], odd.get(place))
     undefined: tuple[str, ...] = OF_DISTANCES if place.cross or isinstance(mixer, Linformer) else ()
     if getattr(mixer, "window", None) is not None:
         undefined += OF_KEYS_SEEN
-    return found | {name: np.nan * found[name] for name in undefined}
+    return measures | {name: np.nan * measures[name] for name in undefined}
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -245,18 +225,18 @@ def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dic
         _, sown = model.apply(variables, batch["encoder_input_tokens"], mutable=collections)
     else:
         _, sown = teacher_forced(model, variables, batch, collection=collections)  # type: ignore[arg-type]
-    all_rows, found = _rows(model, batch), {}
-    logits = {place: own for place, _, own in _entries(model, sown.get(LOGITS, {}))}
-    for place, mixer, own in _entries(model, sown.get("intermediates", {})):
-        if "attention_weights" in own:
-            own = {**own, **logits[place]}
-            own = {name: x[place.layer if len(x) > 1 else 0] for name, x in own.items()}
-            weights, rows = own["attention_weights"], all_rows[place[:2]]
+    all_rows, totals = _rows(model, batch), {}
+    logits = {place: arrays for place, _, arrays in _entries(model, sown.get(LOGITS, {}))}
+    for place, mixer, arrays in _entries(model, sown.get("intermediates", {})):
+        if "attention_weights" in arrays:
+            arrays = {**arrays, **logits[place]}
+            arrays = {name: x[place.layer if len(x) > 1 else 0] for name, x in arrays.items()}
+            weights, rows = arrays["attention_weights"], all_rows[place[:2]]
             if isinstance(mixer, Linformer):  # all keys are seen, and have no positions
                 seen = jnp.full_like(rows.seen, weights.shape[-1])
                 rows = Rows(rows.real, seen, rows.diagonal * jnp.nan)
-            found[place] = attention_sums(weights, own.get("attention_logits"), rows)
-    return found
+            totals[place] = attention_sums(weights, arrays.get("attention_logits"), rows)
+    return totals
 
 
 def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, bool], Rows]:
@@ -272,22 +252,18 @@ def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, 
 
     causal = jnp.full_like(inputs, -1)
     if isinstance(model, LanguageModel):
-        own = rows(n + m, inputs + targets, causal)
-        seen = jnp.maximum(own.seen, inputs) if model.prefix else own.seen
-        return {("decoder", False): own._replace(seen=seen)}
-    found = {("encoder", False): rows(n, inputs, inputs)}
+        whole = rows(n + m, inputs + targets, causal)
+        seen = jnp.maximum(whole.seen, inputs) if model.prefix else whole.seen
+        return {("decoder", False): whole._replace(seen=seen)}
+    by_kind = {("encoder", False): rows(n, inputs, inputs)}
     if isinstance(model, EncoderDecoder):
-        found["decoder", False] = rows(m, targets, causal)
-        found["decoder", True] = rows(m, targets, inputs, inputs / jnp.maximum(targets, 1))
-    return found
+        by_kind["decoder", False] = rows(m, targets, causal)
+        by_kind["decoder", True] = rows(m, targets, inputs, inputs / jnp.maximum(targets, 1))
+    return by_kind
 
 
 def _batches(
-    experiment: Experiment,
-    sets: Sequence[EvaluationSet],
-    count: int,
-    batch_size: int,
-    mesh: Mesh,
+    experiment: Experiment, sets: Sequence[EvaluationSet], count: int, batch_size: int, mesh: Mesh
 ) -> tuple[int, list[str], list[Batch]]:
     """Returns the number of examples, the texts of one, and at least two batches of them, of all sets.
 
@@ -339,68 +315,21 @@ def _start(experiment: Experiment, layout: Variables, mesh: Mesh) -> tuple[str, 
 
 def _mixtures(model: TokenModel, variables: Variables) -> dict[str, tuple[list[str], np.ndarray]]:
     """Returns the parts of mixtures of a model with looped layers, and their α ``[heads, parts]``."""
-    found = {}
+    mixtures = {}
     for place, mixer, params in _entries(model, variables["params"]):
         alignment: Any = getattr(mixer, "alignment", None)
         if isinstance(alignment, Mixture) and alignment.weights != "sum":
             align = jax.tree.map(gather_to_host, params["align"])
             alpha = np.asarray(alignment.alpha(align))
-            found[str(place)] = list(map(describe, alignment.parts)), alpha
-    return found
+            mixtures[str(place)] = list(map(describe, alignment.parts)), alpha
+    return mixtures
 
 
 def _projections(model: TokenModel, variables: Variables) -> dict[str, dict[str, np.ndarray]]:
     """Returns P_l and P_w ``[from, to]`` of talking heads by layer."""
     names = {"logits_projection": "P_l", "weights_projection": "P_w"}
-    found = {
+    projections = {
         str(place): {names[n]: gather_to_host(params[n]) for n in names if n in params}
         for place, _, params in _entries(model, variables["params"])
     }
-    return {place: matrices for place, matrices in found.items() if matrices}
-
-
-def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the quality of a folder's predictions, in up to `BINS` parts of each set by length.
-
-    A part has its ``task``, ``tokens``, the smallest and largest number of inputs' tokens or, where there
-    are none, of targets', ``examples``, how many, and ``metrics``, those of the task or the loss of texts
-    in nats per token. Examples that metrics need together, such as the answers to a question of MultiRC,
-    have the length of the longest. Tasks whose file is absent, or holds other examples than the set, are
-    left out.
-    """
-    found = []
-    for examples in sets:
-        path, records = folder / f"{examples.task.name}.jsonl", []
-        if path.is_file():
-            with describing(path), path.open(encoding="utf-8") as file:
-                records = list(map(json.loads, file))
-        texts = [to_text(row["inputs_pretokenized"]) for row in examples.examples]
-        if [record["input"] for record in records] != texts or not texts:
-            continue
-        lengths, tokens = (
-            np.array([len(x) for x in y]) for y in (examples.inputs, examples.targets)
-        )
-        predicted = "prediction" in records[0]
-        lengths = lengths if predicted and lengths.any() else tokens
-        groups = metric_groups(examples.task, examples.examples)
-        group = np.unique(groups, axis=0, return_inverse=True)[1].ravel()  # NumPy 2.0: two axes
-        longest = np.zeros_like(lengths)
-        np.maximum.at(longest, group, lengths)
-        lengths = longest[group]
-        limits = np.unique(np.quantile(lengths, np.arange(1, BINS) / BINS, method="nearest"))
-        number = np.searchsorted(limits, lengths)
-        for part in map(np.flatnonzero, np.unique(number)[:, None] == number):
-            chosen = [records[int(i)] for i in part]
-            if predicted:
-                own = dataclasses.replace(
-                    examples, examples=[examples.examples[int(i)] for i in part]
-                )
-                metrics = own.score([record["prediction"] for record in chosen])
-            else:
-                nats = -np.array([record["score"] for record in chosen], float).sum()
-                counted = sum(np.count_nonzero(examples.targets[int(i)]) for i in part)
-                metrics = {"loss": nats / max(counted, 1)}
-            ends = int(lengths[part].min()), int(lengths[part].max())
-            row = {"task": examples.task.name, "tokens": ends, "examples": len(part)}
-            found.append(row | {"metrics": metrics})
-    return found
+    return {place: matrices for place, matrices in projections.items() if matrices}

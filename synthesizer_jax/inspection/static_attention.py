@@ -66,13 +66,8 @@ def measure_static_attention(
 ) -> dict[str, Any]:
     """Fits static forms to heads of a model's self-attention, and replaces heads by fitted tables.
 
-    Args:
-      model: the model, with looped layers.
-      variables: its variables.
-      fit_to: statistics of layers that `can_be_static`, to which the forms are fitted.
-      measure_on: statistics over other examples, on which they are measured.
-      batches: of these, of which the loss is measured.
-      phase: is told what is done.
+    Layers are looped. Forms are fitted to the statistics `fit_to` of layers that `can_be_static`.
+    `measure_on` are statistics over other examples, and `batches` of these are what losses are measured on.
 
     Returns:
       ``divergences`` by stack, layer and head, and by form beside the model's position bias: the mean over
@@ -91,18 +86,18 @@ def measure_static_attention(
         for head in range(len(biases[layer])):
             divergences[(*layer, head)] = {name: values[head] for name, values in kl.items()}
         advance(1)
-    places = sorted(divergences, key=lambda place: divergences[place][TABLE])
-    found: dict[str, Any] = {"divergences": {place: divergences[place] for place in places}}
-    if isinstance(model, EncoderDecoder) and places:
-        count = min(len(places), MOST_POINTS + 1)
-        numbers = [round(i * len(places) / count) for i in range(count + 1)]
-        advance = phase(f"losses with up to {len(places)} heads replaced", 1)
+    heads = sorted(divergences, key=lambda head: divergences[head][TABLE])
+    results: dict[str, Any] = {"divergences": {head: divergences[head] for head in heads}}
+    if isinstance(model, EncoderDecoder) and heads:
+        count = min(len(heads), MOST_POINTS + 1)
+        numbers = [round(i * len(heads) / count) for i in range(count + 1)]
+        advance = phase(f"losses with up to {len(heads)} heads replaced", 1)
         equal = {layer: -bias for layer, bias in biases.items()}
-        replaced = [*((tables, places[:n]) for n in numbers), (equal, places)]
+        replaced = [*((tables, heads[:n]) for n in numbers), (equal, heads)]
         *losses, uniform = _losses(model, variables, replaced, batches)
-        found |= {"replaced": numbers, "loss": losses, "uniform_loss": uniform}
+        results |= {"replaced": numbers, "loss": losses, "uniform_loss": uniform}
         advance(1)
-    return found
+    return results
 
 
 def can_be_static(mixer: Mixer) -> bool:
@@ -138,9 +133,9 @@ def _fit_forms(
         "Gaussian": GaussianBias((0.0,), trainable=True),
     }
     options: Any = {"d_model": model.d_model, "causal": causal, "bias": bias, "seed": layer[1]}
-    own = {n: fit(attention.copy(alignment=a), fitted, **options)[1] for n, a in forms.items()}
+    alone = {n: fit(attention.copy(alignment=a), fitted, **options)[1] for n, a in forms.items()}
     logits = {UNIFORM: jnp.zeros_like(bias)} | ({BIAS: bias} if bias.any() else {})
-    return logits | {name: x + bias for name, x in own.items()}, own[TABLE]
+    return logits | {name: x + bias for name, x in alone.items()}, alone[TABLE]
 
 
 def _losses(
@@ -157,7 +152,7 @@ def _losses(
         params = jax.tree.map(lambda x: x, variables["params"])
         replacements = []
         for (stack, i), table in tables.items():
-            own = self_attention(model, (stack, i)).alignment
+            alignment = self_attention(model, (stack, i)).alignment
             reads = np.array([(stack, i, head) in chosen for head in range(len(table))])
             mixer = params[stack][f"layers_{i}"][STACKS[stack]]
             left_out = np.stack([reads, ~reads], axis=1)
@@ -166,7 +161,7 @@ def _losses(
                 "part_1": {"table": table},
                 "weights": jnp.where(left_out, EXCLUDED, 0.0),
             }
-            mixture = Mixture((own, Random(table.shape[-1])))
+            mixture = Mixture((alignment, Random(table.shape[-1])))
             replacements.append(Replacement(mixture, place=stack, layers=(i,)))  # type: ignore[arg-type]
         mixed = student_model(model, tuple(replacements))
         changed = {**variables, "params": params}

@@ -119,13 +119,12 @@ class LinenModule(nnx.Module):
         """Calls a method of the Linen module; ``module.encode(...)`` calls `encode` in the same way.
 
         Args:
-          *args: arguments of the method.
+          *args, **kwargs: arguments of the method.
           deterministic: if True, dropout is off; None uses the module's attribute.
           rngs: random streams, one stream or a PRNG key for dropout; None uses the module's stream.
           sow_weights: whether to sow the attention weights ``attention_weights``
             ``[batch or 1, heads, q, k]`` as `nnx.Intermediate`, for `nnx.capture`.
           method: the method's name.
-          **kwargs: arguments of the method.
 
         Raises:
           ValueError: dropout needs a random stream, `deterministic` is not set, or there are no weights.
@@ -185,10 +184,10 @@ class LinenModule(nnx.Module):
 def joined_signature(wrapped: type, wrapper: type) -> inspect.Signature:
     """Returns the parameters of a class, without Linen's own, and the keywords that its wrapper adds."""
     # NNX's metaclass hides the signatures of classes.
-    parameters, own = (
+    parameters, options = (
         inspect.signature(vars(cls)["__init__"]).parameters for cls in (wrapped, wrapper)
     )
-    added = {name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY}
+    added = {name: p for name, p in options.items() if p.kind is p.KEYWORD_ONLY}
     left_out = {*added, "self", "parent", "name"}
     kept = (p for name, p in parameters.items() if name not in left_out)
     return inspect.Signature(sorted([*kept, *added.values()], key=lambda p: p.kind))
@@ -225,9 +224,6 @@ def linen_variables(module: LinenModule) -> Variables:
     """Returns a module's variables in the form that the Linen module's `apply` takes.
 
     ``module.config.apply(linen_variables(module), ...)`` is the Linen equivalent of a call.
-
-    Args:
-      module: from `to_nnx`, or an instance of one of this package's classes.
     """
     nodes = {name: getattr(module, name) for name in module.variable_names}
     flat = {

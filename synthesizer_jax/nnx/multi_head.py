@@ -68,10 +68,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """Applies multi-head attention.
 
         Args:
-          inputs_q: as in `synthesizer_jax.MultiHeadAttention`.
-          inputs_k: likewise.
-          inputs_v: likewise.
-          mask: likewise.
+          inputs_q, inputs_k, inputs_v, mask: as in `synthesizer_jax.MultiHeadAttention`.
           decode: whether to use the cache; overrides the attribute.
           is_causal: whether queries attend only to keys up to their own position; always the case during
             decoding.
@@ -141,12 +138,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         return self.out(heads, out_sharding=out_sharding)
 
     def init_cache(self, input_shape: Sequence[int], dtype: Dtype = jnp.float32) -> None:
-        """Creates an empty cache, which decoding requires.
-
-        Args:
-          input_shape: ``(batch..., max_length, features)``.
-          dtype: dtype of the cached keys and values.
-        """
+        """Creates an empty cache, which decoding requires, for ``(batch..., max_length, features)``."""
         if self.alignment is None:
             super().init_cache(input_shape, dtype)
             return

@@ -49,12 +49,9 @@ Moments: TypeAlias = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class FactoredDims:
-    """The roles of a parameter's dimensions.
+    """The dimensions of a parameter along which blocks are stacked, and those of a block's matrix.
 
-    Attributes:
-      batch: dimensions along which separate blocks are stacked.
-      rows: dimensions that together form the rows of a block's matrix; empty if it is not factored.
-      columns: dimensions that together form the columns.
+    There are no rows and columns if it is not factored.
     """
 
     batch: tuple[int, ...]
@@ -69,12 +66,6 @@ def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) ->
     regardless of their size, while the matrices of unrolled layers are factored only if they are large
     enough. Both layouts therefore have the same updates if rows and columns are at least `min_size`,
     as in all published models; smaller unrolled models keep full second moments.
-
-    Args:
-      axes: logical axis names of the dimensions.
-      shape: the parameter's shape.
-      min_size: minimum number of rows and of columns for factoring, except in stacks of T5's own
-        matrices.
     """
     is_table = bool(TABLE & set(axes)) and len(axes) > 2
     batch = tuple(
@@ -211,12 +202,8 @@ def state_axes(opt_state: PyTree, axes: PyTree, shapes: PyTree) -> PyTree:
 
     A leaf whose path consists of a parameter's path, such as a moment of Adam, has the parameter's axes.
     If the path continues with ``row``, ``col`` or ``full``, as in Adafactor, the leaf has the axes that
-    remain after the reduction. All other leaves have no axes. Only dictionary keys of paths count.
-
-    Args:
-      opt_state: the state, or its shapes.
-      axes: the parameters' axes.
-      shapes: the parameters, or their shapes.
+    remain after the reduction. All other leaves have no axes. Only dictionary keys of paths count. Axes and
+    shapes are those of the parameters.
     """
     axes_by_keys: dict[tuple[str, ...], Axes] = {}
     nodes = jax.tree.leaves_with_path(axes, is_leaf=is_axes)

@@ -37,7 +37,6 @@ class AdamW:
     clip_norm: Positive | None = 1.0
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
-        """See `Optimizer.build`."""
         is_decayed = jax.tree.map(
             lambda names: not NEVER_FACTORED & set(names), axes, is_leaf=is_axes
         )

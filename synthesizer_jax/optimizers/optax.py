@@ -51,8 +51,7 @@ class Optax:
         _check_call(self.name, OPTIMIZERS, {"learning_rate": None, **dict(self.arguments)})
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
-        """See `Optimizer.build`; the axes are not used."""
-        del axes
+        del axes  # only Adafactor and AdamW treat parameters by their axes
         learning_rate = build_schedule(self.learning_rate)
         transformation = OPTIMIZERS[self.name](learning_rate, **dict(self.arguments))
         return with_clipping(transformation, self.clip_norm)
@@ -70,7 +69,6 @@ class OptaxSchedule:
         _check_call(self.name, SCHEDULES, self.arguments)
 
     def build(self) -> optax.Schedule:
-        """See `Schedule.build`."""
         return SCHEDULES[self.name](**{name: _thaw(x) for name, x in self.arguments.items()})
 
 

@@ -53,11 +53,6 @@ class OptimizerRule:
 def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRule]) -> PyTree:
     """Returns the factor of every parameter's learning rate; the first rule that matches its path decides.
 
-    Args:
-      model: the unbound model.
-      params: its parameters, or their shapes.
-      rules: the rules.
-
     Returns:
       Like the parameters, float32 arrays without dimensions, or ``[layers, 1, …]`` if rules tell the
       layers of a scanned stack apart. Where all are 0 the parameter is frozen.

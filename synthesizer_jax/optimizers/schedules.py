@@ -42,7 +42,6 @@ class Constant:
     warmup_steps: Number = 0
 
     def build(self) -> optax.Schedule:
-        """See `Schedule.build`."""
         return lambda step: self.value * _warmup(step, self.warmup_steps)
 
 
@@ -58,7 +57,6 @@ class InverseSquareRoot:
     warmup_steps: Number = 10_000
 
     def build(self) -> optax.Schedule:
-        """See `Schedule.build`."""
         return lambda step: (
             self.factor / jnp.sqrt(jnp.maximum(jnp.asarray(step, jnp.float32), self.warmup_steps))
         )
@@ -78,7 +76,6 @@ class Noam:
     factor: NotNegative = 1.0
 
     def build(self) -> optax.Schedule:
-        """See `Schedule.build`."""
         scale = self.factor * self.d_model**-0.5
 
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
@@ -99,8 +96,6 @@ class Linear:
     final: NotNegative = 0.0
 
     def build(self) -> optax.Schedule:
-        """See `Schedule.build`."""
-
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
             decayed = self.peak + (self.final - self.peak) * _decay_fraction(step, self)
             return decayed * _warmup(step, self.warmup_steps)
@@ -119,13 +114,9 @@ class Cosine:
     final: NotNegative = 0.0
 
     def build(self) -> optax.Schedule:
-        """See `Schedule.build`."""
-
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
-            fraction = _decay_fraction(step, self)
-            cosine = self.final + (self.peak - self.final) * 0.5 * (
-                1.0 + jnp.cos(jnp.pi * fraction)
-            )
+            angle = jnp.pi * _decay_fraction(step, self)
+            cosine = self.final + (self.peak - self.final) * 0.5 * (1.0 + jnp.cos(angle))
             warm = self.peak * _warmup(step, self.warmup_steps)
             return jnp.where(jnp.asarray(step) < self.warmup_steps, warm, cosine)
 

@@ -116,7 +116,7 @@ class Architecture:
             raise ValueError(_other_part("encoder.bias", bias and type(bias).__name__))
         decoder = model.decoder if isinstance(model, EncoderDecoder) else None
         tied = model.tied
-        found = cls(
+        architecture = cls(
             vocab_size=model.vocab_size,
             d_model=model.d_model,
             num_heads=mixer.num_heads,
@@ -133,11 +133,11 @@ class Architecture:
             epsilon=block.norm.epsilon if isinstance(block.norm, RMSNorm) else 1e-6,
             dropout_rate=block.dropout_rate,
         )
-        expected, given = (dict(_settings(to_json(m))) for m in (found.build(), model))
+        expected, given = (dict(_settings(to_json(m))) for m in (architecture.build(), model))
         for path in sorted(expected.keys() | given.keys()):
             if expected.get(path) != given.get(path):
                 raise ValueError(_other_part(path, given.get(path)))
-        return found
+        return architecture
 
 
 def with_output_of_t5(model: TokenModel, params: PyTree) -> tuple[TokenModel, PyTree]:

@@ -68,12 +68,11 @@ def convert_checkpoint(
             model = with_variants(teacher, **dataclasses.asdict(variants))
             params = start_as(teacher, model, params)
             experiment = replace(experiment, model=model)
-            is_unread = lambda x: isinstance(x, Unread)
-            params = jax.tree.map(lambda x: x if is_unread(x) else Unread.of(x), params)
+            params = jax.tree.map(lambda x: x if isinstance(x, Unread) else Unread.of(x), params)
         save_run(experiment, staging)
         if is_run(source):
             code.record_code(staging, code.recorded_code(find_checkpoint(source)[0]))
-        step = Unread((), lambda: np.zeros((), np.int32), np.dtype(np.int32))
+        step = Unread.of(np.int32(0))
         state = {"step": step, "params": params, "constants": {}, "opt_state": {}}
         save_streamed(staging / "checkpoints", 0, state)
     return params

@@ -22,7 +22,7 @@ from synthesizer_jax.training.initial_parameters import find_checkpoint
 from synthesizer_jax.training.run_directory import load_experiment, open_vocabulary
 from synthesizer_jax.version import __version__
 
-HUGGING_FACE, T5X, SCANNED_T5X, STABLEHLO = FORMATS = (
+FORMATS = HUGGING_FACE, T5X, SCANNED_T5X, STABLEHLO = (
     "huggingface",
     "t5x",
     "t5x-scanned",
@@ -48,8 +48,7 @@ def export_run(
       to: a name of `FORMATS`: a folder of transformers, a checkpoint of T5X with looped or scanned layers,
         or StableHLO programs (`serving.programs`).
       dtype: ``float32`` or ``bfloat16``, of the tensors for transformers; T5X's are float32.
-      inputs_length: maximum length of the programs' inputs; None: that of the run's data.
-      max_length: maximum length of the programs' targets; None: likewise.
+      inputs_length, max_length: largest lengths of the programs' inputs and targets; None: the run's.
       beams: number of beams of the programs' decoding loop; 1 is greedy decoding.
     """
     if to not in FORMATS:
@@ -60,11 +59,11 @@ def export_run(
         )
     if to != HUGGING_FACE and dtype != "float32":
         raise ValueError(f"--dtype is for {HUGGING_FACE}; leave it out")
-    source, step = find_checkpoint(run)
+    source, chosen = find_checkpoint(run)
     experiment = load_experiment(source)
     vocabulary = open_vocabulary(experiment, source)
     with new_directory(directory) as staging:
-        step, saved = restore_variables(source / "checkpoints", step=step)
+        step, saved = restore_variables(source / "checkpoints", step=chosen)
         model: TokenModel = unroll(experiment.model)
         variables = unroll_variables(experiment.model, saved)
         if to == HUGGING_FACE:

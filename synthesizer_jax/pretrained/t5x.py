@@ -155,27 +155,27 @@ def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
 
 def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
     """Opens TensorStore's arrays in a directory; the paths that other files name are not followed."""
-    place = f"{directory.resolve()}/"
-    store = {"driver": "file", "path": place}
+    path = f"{directory.resolve()}/"
+    store = {"driver": "file", "path": path}
     if (directory / OCDBT).is_file():
-        store = {"driver": "ocdbt", "base": f"file://{place}"}
+        store = {"driver": "ocdbt", "base": f"file://{path}"}
     arrays = {}
     with reading(directory):
-        for path in directory.rglob("*"):
-            if not path.is_file() and not path.is_dir():
-                raise ValueError(f"{path} is neither a file nor a directory")
+        for entry in directory.rglob("*"):
+            if not entry.is_file() and not entry.is_dir():
+                raise ValueError(f"{entry} is neither a file nor a directory")
         files = tensorstore.KvStore.open(store).result()
         keys = files.list().result()
-        for found in map(_ARRAY.fullmatch, sorted(key.decode() for key in keys)):
-            if found:
+        for match in map(_ARRAY.fullmatch, sorted(key.decode() for key in keys)):
+            if match:
                 spec = {
-                    "driver": _DRIVERS[found["about"]],
-                    "kvstore": {**store, "path": f"{store.get('path', '')}{found['name']}/"},
+                    "driver": _DRIVERS[match["about"]],
+                    "kvstore": {**store, "path": f"{store.get('path', '')}{match['name']}/"},
                     "fill_missing_data_reads": False,  # a block that is not there was lost
                 }
-                with reading(directory / found["name"]):
+                with reading(directory / match["name"]):
                     # TensorStore takes structures for numbers, and what follows the JSON for nothing.
-                    about = json.loads(files.read(found[0]).result().value)
+                    about = json.loads(files.read(match[0]).result().value)
                     dtype = about.get("dtype", about.get("data_type"))
                     if not isinstance(dtype, str):
                         raise ValueError(f"its dtype is {format_value(dtype)}, which is no number")
@@ -184,8 +184,8 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
                     if any(b > max(n, 1) for b, n in zip(blocks, array.shape, strict=True)):
                         # A block is allocated whole; without the memory the process would end.
                         raise ValueError(f"it has the shape {array.shape} in blocks of {blocks}")
-                name = found["path"].replace(".", "/")
-                arrays[name] = _in_store(array, directory / found["name"])
+                name = match["path"].replace(".", "/")
+                arrays[name] = _in_store(array, directory / match["name"])
     return arrays
 
 
@@ -211,8 +211,8 @@ def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     if path[1] == "final_norm":
         return f"{path[0]}/{path[0]}_norm/scale", SAME
     if path[-1] == "rel_embedding":
-        own = path[1] != "relpos_bias"
-        return "/".join((*path[: 1 + own], "relpos_bias", "rel_embedding")), SAME
+        per_layer = path[1] != "relpos_bias"
+        return "/".join((*path[: 1 + per_layer], "relpos_bias", "rel_embedding")), SAME
     name = "/".join(key for key in path if key not in ("align", "part_0"))
     return name, _HEADS.get(path[-2], SAME)
 
@@ -248,18 +248,17 @@ def _without_heads(name: str, x: Tensor) -> Tensor:
 
 def _scanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns arrays with the layers of each stack on axis 1, as T5X's scalable T5 has them."""
-    found: dict[str, np.ndarray] = {}
+    scanned: dict[str, np.ndarray] = {}
     layers: dict[str, dict[int, np.ndarray]] = collections.defaultdict(dict)
     for name, x in arrays.items():
         match = re.fullmatch(r"(\w+)/layers_(\d+)/(.*)", name)
         if match is None:
-            found[name] = x
+            scanned[name] = x
         else:
             layers[f"{match[1]}/{match[1]}/{match[3]}"][int(match[2])] = x
-    return found | {
-        name: np.stack([parts[i] for i in range(len(parts))], axis=1)
-        for name, parts in layers.items()
-    }
+    for name, parts in layers.items():
+        scanned[name] = np.stack([parts[i] for i in range(len(parts))], axis=1)
+    return scanned
 
 
 def _architecture(tensors: Tensors, path: pathlib.Path) -> Architecture:
@@ -275,8 +274,8 @@ def _architecture(tensors: Tensors, path: pathlib.Path) -> Architecture:
         return rows, columns
 
     def num_layers(stack: str) -> int:
-        found = (re.match(rf"{stack}/layers_(\d+)/", name) for name in tensors)
-        return len({match[1] for match in found if match})
+        matches = (re.match(rf"{stack}/layers_(\d+)/", name) for name in tensors)
+        return len({match[1] for match in matches if match})
 
     layer = "encoder/layers_0"
     own_bias = f"{layer}/relpos_bias/rel_embedding" in tensors

@@ -97,11 +97,8 @@ def correspondences(model: TokenModel, name_of: NameOf) -> list[Correspondence]:
     """Returns where every parameter of a model, with looped layers, is found in another library."""
     looped = unroll(model)
     shapes = jax.eval_shape(looped.init, jax.random.key(0), *looped.example(1, 1))["params"]
-    found = []
-    for path, x in jax.tree.leaves_with_path(shapes):
-        keys = tuple(entry.key for entry in path)
-        found.append(Correspondence(keys, x.shape, *name_of(keys)))
-    return found
+    flat = traverse_util.flatten_dict(shapes)
+    return [Correspondence(path, x.shape, *name_of(path)) for path, x in sorted(flat.items())]
 
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
@@ -124,13 +121,13 @@ def match_tensors(
     """
     problems = []
     for c in wanted:
-        name, shape, found = c.name, c.layout.shape(c.shape), tensors.get(c.name)
-        if found is None:
+        name, shape, tensor = c.name, c.layout.shape(c.shape), tensors.get(c.name)
+        if tensor is None:
             problems.append(f"{name} is missing")
-        elif found.shape != shape:
-            problems.append(f"{name} is {found.shape}, not {shape}")
-        elif found.dtype not in FLOATS:
-            problems.append(f"{name} is {found.dtype}, not a floating-point number")
+        elif tensor.shape != shape:
+            problems.append(f"{name} is {tensor.shape}, not {shape}")
+        elif tensor.dtype not in FLOATS:
+            problems.append(f"{name} is {tensor.dtype}, not a floating-point number")
     superfluous = tensors.keys() - {c.name for c in wanted} - set(ignored)
     problems += [f"{name} is not part of the model" for name in sorted(superfluous)]
     if problems:

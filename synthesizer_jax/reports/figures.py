@@ -42,7 +42,7 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "report",
 }
 
-Line: TypeAlias = tuple[Sequence[float], ...]
+Line: TypeAlias = tuple[Sequence[float] | np.ndarray, ...]
 """Equally many x and y, and for a band the lowest and the highest y."""
 
 
@@ -58,16 +58,9 @@ class Cell(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of a page.
+    """A part of a page: charts, and the headings and rows of a table.
 
-    Attributes:
-      title: its heading.
-      text: what it shows.
-      charts: figures from this module.
-      headings: those of a table.
-      rows: its rows, with contents for each heading.
-      numbers: whether all columns but the first are numbers.
-      folded: whether a click opens it.
+    `numbers` tells that all columns but the first are numbers, and `folded` that a click opens it.
     """
 
     title: str
@@ -112,17 +105,13 @@ def line_chart(
     y_label: str,
     points: Mapping[str, Line] | None = None,
     logarithmic: bool = True,
+    logarithmic_x: bool = False,
     title: str = "",
 ) -> Markup:
-    """Draws lines, each in its own color, with bands where they have some.
+    """Draws lines by name, each in its own color, with bands where they have some.
 
-    Args:
-      lines: by name.
-      x_label: the label of the x axis.
-      y_label: the label of the y axis, with its unit.
-      points: lines with markers in the same colors, by the names of the others.
-      logarithmic: whether the y axis may be, where the largest y is five times the smallest or more.
-      title: the heading.
+    `points` are lines with markers in the same colors, by the names of the others. The y axis may be
+    `logarithmic` where the largest y is five times the smallest or more.
     """
     with drawing_style():
         columns = 1 if max(map(len, lines)) > 20 else 2
@@ -142,6 +131,10 @@ def line_chart(
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_minor_locator(NullLocator())
+        if logarithmic_x:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(100))
+            axes.xaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.tick_params(length=0)
         axes.set_title(short_label(title), loc="left", fontweight="bold", fontsize=10)
@@ -162,14 +155,7 @@ def heat_maps(
     """Shows matrices of the same shape as tables whose cells are shaded from 0; NaN is an empty cell.
 
     Negative numbers have another color. Cells whose row and column have the same name are framed.
-
-    Args:
-      panels: the matrices by name.
-      x_label: what their columns are.
-      y_label: what their rows are.
-      names: those of the columns and of the rows; None counts both from 1.
-      number: the format of a number.
-      title: the heading.
+    `names` are those of the columns and of the rows; None counts both from 1.
     """
     height, width = next(iter(panels.values())).shape
     return render(

@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from synthesizer_jax.base.files import write_atomic
 from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.inspection.measures import EDGES, MOMENTS, NEAR, REACH, Measures
 from synthesizer_jax.inspection.static_attention import TABLE
-from synthesizer_jax.reports.attention_figures import number_grid, small_lines, tiles, weight_maps
-from synthesizer_jax.reports.figures import Section, write_page
+from synthesizer_jax.reports.figures import (
+    Line,
+    Section,
+    drawing_style,
+    heat_maps,
+    line_chart,
+    short_label,
+    to_svg,
+    write_page,
+)
 
 Found: TypeAlias = Mapping[str, Any]
 """What `inspect_run` returns, or a layer of it."""
@@ -29,6 +38,9 @@ SHARP, STATIC, TOLERANCE = 0.25, 0.9, 0.01
 
 MOST_LETTERS = 300
 """Of an example's text."""
+
+WIDTH, MAPS = 3.6, 4
+"""Inches of a figure of maps, and maps in a row of it."""
 
 DISTANCES = np.arange(-REACH, REACH + 1)
 
@@ -100,8 +112,7 @@ def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib
             rows=[(name, sentence(layer)) for name, layer in layers.items()],
             numbers=False,
         ),
-        *(Section(name, text, charts=tiles(charts)) for name, text, charts in parts),
-        _quality(found),
+        *(Section(name, text, _tiles(charts)) for name, text, charts in parts),
         *([] if found["static"] is None else [_static(found["static"])]),
         Section(
             "All numbers by head",
@@ -188,13 +199,13 @@ def _share(values: np.ndarray) -> str:
 
 def _overview(layers: Mapping[str, Found]) -> Iterator[Markup]:
     for group in dict.fromkeys(map(_stack, layers)):
-        own = [layer["end"] for name, layer in layers.items() if _stack(name) == group]
+        measures = [layer["end"] for name, layer in layers.items() if _stack(name) == group]
         for title, field in OVERVIEW.items():
-            grid = np.full((len(own), max(len(m[field]) for m in own)), np.nan)
-            for i, m in enumerate(own):
+            grid = np.full((len(measures), max(len(m[field]) for m in measures)), np.nan)
+            for i, m in enumerate(measures):
                 grid[i, : len(m[field])] = m[field]
             if np.isfinite(grid).any():
-                yield number_grid(f"{group}: {title}", grid, x_label="head", y_label="layer")
+                yield _grid(f"{group}: {title}", grid, x_label="head", y_label="layer")
 
 
 def _stack(name: str) -> str:
@@ -208,58 +219,41 @@ def _histograms(layers: Mapping[str, Found]) -> Iterator[Markup]:
         both = {which: layer[which] for which in ("start", "end") if layer[which]}
         lines = {which: (centers, 100 * m["histogram"].mean(0)) for which, m in both.items()}
         if np.isfinite(layer["end"]["histogram"]).all():
-            yield small_lines(name, lines, histogram=True, xlabel="weight", ylabel="% of pairs")
+            yield line_chart(
+                lines,
+                title=name,
+                x_label="weight",
+                y_label="% of pairs",
+                logarithmic=False,
+                logarithmic_x=True,
+            )
 
 
 def _mixtures(mixtures: Mapping[str, Found]) -> Iterator[Markup]:
     for name, (parts, steps, alpha) in ((n, m.values()) for n, m in mixtures.items()):
         title = f"{name}: α, %"
-        yield number_grid(title, alpha[-1], columns=parts, x_label="part", y_label="head")
+        yield _grid(title, alpha[-1], columns=parts, x_label="part", y_label="head")
         lines = {part: (steps, [a[:, i].mean() for a in alpha]) for i, part in enumerate(parts)}
-        yield small_lines(f"{name}: α over time", lines, xlabel="step", ylabel="mean α")
+        yield _lines(f"{name}: α over time", lines, "step", "mean α")
 
 
 def _grids(matrices: Mapping[str, Found], x_label: str, scale: float) -> Iterator[Markup]:
-    for name, own in matrices.items():
-        for title, x in own.items():
-            yield number_grid(f"{name} {title}", x, scale=scale, x_label=x_label, y_label="head")
+    for name, of_layer in matrices.items():
+        for title, x in of_layer.items():
+            yield _grid(f"{name} {title}", x, scale=scale, x_label=x_label, y_label="head")
 
 
 def _maps(layers: Mapping[str, Found]) -> Iterator[Markup]:
     for name, layer in layers.items():
-        yield weight_maps(f"{name}, mean", layer["end"]["map"])
-        yield weight_maps(f"{name}, one example", layer["example"])
+        yield _weight_maps(f"{name}, mean", layer["end"]["map"])
+        yield _weight_maps(f"{name}, one example", layer["example"])
 
 
 def _distances(layers: Mapping[str, Found]) -> Iterator[Markup]:
     for name, layer in layers.items():
         lines = {f"head {i + 1}": (DISTANCES, y) for i, y in enumerate(layer["end"]["profile"])}
         if np.isfinite(layer["end"]["profile"]).all():
-            yield small_lines(name, lines, xlabel="distance, tokens", ylabel="share of weight")
-
-
-def _quality(found: Found) -> Section:
-    charts, rows = [], []
-    for task in dict.fromkeys(part["task"] for part in found["quality"]):
-        own = [part for part in found["quality"] if part["task"] == task]
-        middles = [np.mean(part["tokens"]) for part in own]
-        names = list(own[0]["metrics"])
-        lines = {n: (middles, [p["metrics"].get(n, math.nan) for p in own]) for n in names}
-        if names and len(own) > 1:
-            charts.append(small_lines(task, lines, xlabel="tokens", ylabel="metric"))
-        for part in own:
-            metrics = ", ".join(f"{name} {value:.2f}" for name, value in part["metrics"].items())
-            tokens = " to ".join(map(str, part["tokens"]))
-            rows.append((task, tokens, str(part["examples"]), metrics))
-    return Section(
-        "Quality by length",
-        f"Of the predictions of step {found['evaluated']}, by the number of input tokens; metrics in "
-        "percent, the loss of texts in nats per token, by their length. Examples that a metric needs "
-        "together have the length of the longest. Small parts are uncertain.",
-        charts=tiles(charts),
-        headings=("task", "tokens", "examples", "metrics"),
-        rows=rows,
-    )
+            yield _lines(name, lines, "distance, tokens", "share of weight")
 
 
 def _static(static: Found) -> Section:
@@ -281,20 +275,70 @@ def _static(static: Found) -> Section:
         ends = numbers[0], numbers[-1]
         lines = {"tables": (numbers, losses), f"+{TOLERANCE:.0%}": (ends, [limit] * 2)}
         lines["equal weights"] = (ends, [equal] * 2)
-        charts.append(small_lines("tables", lines, xlabel="heads replaced", ylabel="loss, nats"))
+        charts.append(_lines("tables", lines, "heads replaced", "loss, nats"))
     names = list(dict.fromkeys(name for kl in heads.values() for name in kl))
     return Section(
         "What static forms miss",
         f"{said}Each form, which reads no tokens, was fitted to each head on half of the examples, beside "
         "the model’s position bias: the mean Kullback–Leibler divergence of a query’s weights on the "
         f"other half, in nats. Where other forms beat the table ({TABLE}), it had too few --examples.",
-        charts=tiles(charts),
+        charts=_tiles(charts),
         headings=("head", *names),
         rows=[
             (f"{stack} {layer + 1}.{i + 1}", *(f"{kl.get(name, math.nan):.3f}" for name in names))
             for (stack, layer, i), kl in heads.items()
         ],
     )
+
+
+def _tiles(charts: Iterable[Markup]) -> list[Markup]:
+    """Returns one chart of figures side by side, one below the other on a phone; none of no figures."""
+    inner = Markup("\n").join(map(Markup("<div>{}</div>").format, charts))
+    return [Markup('<div class="tiles">\n{}\n</div>').format(inner)] if inner else []
+
+
+def _lines(title: str, lines: Mapping[str, Line], x_label: str, y_label: str) -> Markup:
+    """Draws lines, with markers where there are few points."""
+    few = {name: line for name, line in lines.items() if len(line[0]) < 8}
+    return line_chart(
+        lines, points=few, x_label=x_label, y_label=y_label, title=title, logarithmic=False
+    )
+
+
+def _grid(
+    title: str,
+    values: np.ndarray,
+    *,
+    x_label: str,
+    y_label: str,
+    scale: float = 100.0,
+    columns: Sequence[str] = (),
+) -> Markup:
+    """Shows a matrix as numbers, times a scale; rows and columns without names are counted from 1."""
+    rows, width = values.shape
+    return heat_maps(
+        {title: scale * values},
+        x_label=x_label,
+        y_label=y_label,
+        names=(columns or range(1, width + 1), range(1, rows + 1)),
+        number="{:.0f}" if scale == 100.0 else "{:.2f}",
+    )
+
+
+def _weight_maps(title: str, maps: np.ndarray) -> Markup:
+    """Draws maps ``[heads, q, k]``, queries down and keys across, each from 0 to its largest weight."""
+    rows, ratio = -(-len(maps) // MAPS), min(1.3, max(0.5, maps.shape[1] / maps.shape[2]))
+    with drawing_style():
+        height = 0.4 + rows * (0.22 + WIDTH / MAPS * ratio * 0.9)
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure.suptitle(short_label(title), fontsize=9.5, x=0.02, ha="left")
+        for i, axes in enumerate(figure.subplots(rows, MAPS, squeeze=False).flat):
+            axes.set(xticks=[], yticks=[])
+            axes.axis("on" if i < len(maps) else "off")
+            if i < len(maps):
+                axes.imshow(maps[i], cmap="BuPu", vmin=0, aspect="auto", interpolation="nearest")
+                axes.set_title(f"head {i + 1}", fontsize=7, pad=2)
+        return to_svg(figure)
 
 
 def _rows(layers: Mapping[str, Found]) -> Iterator[list[str]]:

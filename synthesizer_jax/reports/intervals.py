@@ -17,16 +17,10 @@ SAMPLES = 1000
 def interval(
     metric: str, value: float, answers: Mapping[str, Record]
 ) -> tuple[float, float] | None:
-    """Returns the 95 % interval of a score over examples, in percent: Wilson's (1927), or a bootstrap's.
+    """Returns the 95 % interval of a logged score in percent: Wilson's (1927), or a bootstrap's.
 
-    Args:
-      metric: the metric's name.
-      value: the score that was logged.
-      answers: those that were scored.
-
-    Returns:
-      Its ends; None where the answers alone do not give the logged score, where they are in groups, or
-      where all resamples have one score, as those of a constant answer.
+    None where the answers alone do not give the score, where they are in groups, or where all resamples
+    have one score, as those of a constant answer.
     """
     records = list(answers.values())
     if are_grouped(records):
@@ -58,8 +52,8 @@ def _label_interval(metric: str, records: Sequence[Record]) -> list[float]:
     n = len(records)
     draws = np.random.default_rng(0).multinomial(n, counts / n, size=SAMPLES)
     with np.errstate(all="ignore"):
-        found = METRICS[metric](np.vstack([counts, draws]), *unique.T)
-    score, *samples = np.where(np.isfinite(found), found, 0.0)  # T5's value of what is undefined
+        scores = METRICS[metric](np.vstack([counts, draws]), *unique.T)
+    score, *samples = np.where(np.isfinite(scores), scores, 0.0)  # T5's value of what is undefined
     low, high = np.percentile(samples, (2.5, 97.5))
     if metric == "accuracy":
         z = 1.96
@@ -73,8 +67,8 @@ def _text_interval(metric: str, records: Sequence[Record]) -> list[float]:
 
     scorer = BLEU(tokenize=metric[5:] or "intl", force=True)
     texts, targets = ([str(r[name]) for r in records] for name in ("prediction", "target"))
-    found = scorer.corpus_score(texts, [targets], n_bootstrap=SAMPLES)
-    return [found.score, found._mean - found._ci, found._mean + found._ci]
+    bleu = scorer.corpus_score(texts, [targets], n_bootstrap=SAMPLES)
+    return [bleu.score, bleu._mean - bleu._ci, bleu._mean + bleu._ci]
 
 
 def _f1(w: np.ndarray, t: np.ndarray, p: np.ndarray, label: float) -> np.ndarray:

@@ -28,16 +28,11 @@ Record: TypeAlias = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class LoggedRun:
-    """What a run has logged.
+    """What a run has logged: its ``experiment.json``, and records of training and evaluations by step.
 
-    Attributes:
-      name: what it is called.
-      experiment: the contents of ``experiment.json``.
-      training: the records of the training log by step.
-      evaluations: those of the evaluations; where ``eval`` has measured a step again, its results.
-      newest: the measures of the newest evaluation that are numbers; empty if there is none.
-      answers: the labeled predictions of that evaluation by task and example.
-      parameters: number of parameters in the newest checkpoint; None: there is none.
+    Where ``eval`` has measured a step again, its results are the record. `newest` are the measures of the
+    newest evaluation that are numbers, and `answers` its labeled predictions by task and example.
+    `parameters` is the number in the newest checkpoint; None: there is none.
     """
 
     name: str
@@ -59,19 +54,16 @@ class System:
     def curve(self, kind: str, name: str, *, most: int = 10**9) -> Line:
         """Returns a measure over the steps that all runs have: their mean, lowest and highest.
 
-        Args:
-          kind: ``training`` or ``evaluations``.
-          name: the measure.
-          most: number of points; where there are more steps, neighbors are averaged.
+        The kind is ``training`` or ``evaluations``. Of more than `most` steps neighbors are averaged.
         """
-        own = [
+        by_step = [
             {step: r[name] for step, r in getattr(run, kind).items() if r.get(name) is not None}
             for run in self.runs
         ]
-        steps = sorted(set.intersection(*map(set, own)))
+        steps = sorted(set.intersection(*map(set, by_step)))
         if not steps:
             return [], []
-        values = np.array([steps, *([found[step] for step in steps] for found in own)], float)
+        values = np.array([steps, *([run[step] for step in steps] for run in by_step)], float)
         parts = np.array_split(values, min(most, len(steps)), axis=1)
         x, *y = np.stack([part.mean(1) for part in parts], axis=1)
         band = [np.min(y, axis=0), np.max(y, axis=0)] if len(y) > 1 else []
@@ -99,11 +91,11 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
     for runs in groups.values():
         # Runs that differ in nothing were made to be compared, such as before and after a change of code.
         alike = len({json.dumps(run.experiment) for run in runs}) < len(runs)
-        for own in [[run] for run in runs] if alike else [runs]:
-            shared = os.path.commonprefix([run.name for run in own])  # noqa: RUF071
-            name = re.sub(r"[-_./]?\d*$", "", shared) if len(own) > 1 else shared
+        for together in [[run] for run in runs] if alike else [runs]:
+            shared = os.path.commonprefix([run.name for run in together])  # noqa: RUF071
+            name = re.sub(r"[-_./]?\d*$", "", shared) if len(together) > 1 else shared
             taken = name in ("", *(system.name for system in systems))
-            systems.append(System(own[0].name if taken else name, tuple(own)))
+            systems.append(System(together[0].name if taken else name, tuple(together)))
     return systems
 
 
@@ -146,7 +138,7 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
         training=training,
         evaluations=evaluations,
         newest=numbers,
-        answers={task: found for task, found in answers.items() if found},
+        answers={task: rows for task, rows in answers.items() if rows},
         parameters=count_parameters(directory / "checkpoints" / str(saved[-1])) if saved else None,
     )
 

@@ -22,14 +22,9 @@ Shared: TypeAlias = Mapping[str, list[list[list[Record]]]]
 
 
 def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cell]]:
-    """Writes the page atomically: if this fails, an existing file stays as it is.
+    """Writes the page of systems, or of one alone, atomically; all their text is escaped.
 
-    Args:
-      path: the file.
-      systems: the compared systems, or one alone; all their text is escaped.
-
-    Returns:
-      The rows of the table of scores: a task and, as its note, a metric; then each system's score.
+    Returns the rows of the table of scores: a task and, as its note, a metric; then each system's score.
     """
     runs = [run for system in systems for run in system.runs]
     tasks = dict.fromkeys(task for run in runs for task in run.answers)
@@ -71,19 +66,21 @@ def _scores(systems: Sequence[System]) -> list[list[Cell]]:
         lower = metric in LOWER_IS_BETTER
         digits = 3 if metric == "loss" else 1 + lower
         runs = [[run for run in system.runs if name in run.newest] for system in systems]
-        scores = [[run.newest[name] for run in own] for own in runs]
-        means = [round(sum(own) / len(own), digits) if own else math.nan for own in scores]
+        scores = [[run.newest[name] for run in logged] for logged in runs]
+        means = [
+            round(sum(logged) / len(logged), digits) if logged else math.nan for logged in scores
+        ]
         known = [mean for mean in means if not math.isnan(mean)]
         differ = len(set(known)) > 1 and (task or same_tasks)
         best = (min if lower else max)(known) if differ else None
         cells = [Cell(task or "all tasks", note=f"{metric} ↓" if lower else metric)]
-        for mean, own, values in zip(means, runs, scores, strict=True):
+        for mean, logged, values in zip(means, runs, scores, strict=True):
             text = f"{mean:,.{digits}f}" if values else "–"
             if len(values) > 1:
                 text += f" ± {np.std(values, ddof=1) / math.sqrt(len(values)):,.{digits}f}"
-            ends = (interval(metric, run.newest[name], run.answers.get(task, {})) for run in own)
-            found = list(filter(None, ends))
-            note = "{:.1f} to {:.1f}".format(*np.mean(found, axis=0)) if found else ""
+            ends = (interval(metric, run.newest[name], run.answers.get(task, {})) for run in logged)
+            intervals = list(filter(None, ends))
+            note = "{:.1f} to {:.1f}".format(*np.mean(intervals, axis=0)) if intervals else ""
             cells.append(Cell(text, "best" if mean == best else "", note))
         rows.append(cells)
     return rows
@@ -99,9 +96,15 @@ def _curves(systems: Sequence[System]) -> tuple[list[Markup], list[Markup]]:
         points = {system.name: system.curve("evaluations", name) for system in systems}
         task, _, metric = name.rpartition("/")
         if max(len(x) for x, *_ in points.values()) > 1:
-            log, title = metric in LOWER_IS_BETTER, task or "mean over tasks"
-            labels = {"x_label": "step", "y_label": metric, "title": title}
-            charts.append(line_chart(blank, points=points, logarithmic=log, **labels))
+            chart = line_chart(
+                blank,
+                points=points,
+                x_label="step",
+                y_label=metric,
+                title=task or "mean over tasks",
+                logarithmic=metric in LOWER_IS_BETTER,
+            )
+            charts.append(chart)
     loss = line_chart(
         {system.name: system.curve("training", "loss", most=120) for system in systems},
         points={system.name: system.curve("evaluations", "loss") for system in systems},
@@ -165,25 +168,27 @@ def _judge(records: Sequence[Record]) -> list[Cell]:
     """Returns the different answers of runs, as right or wrong where metrics compare labels."""
     kinds = {1.0: "right", 0.0: "wrong"}
     texts = ((r["prediction"] or "(empty)", kinds.get(_share_right([r]), "")) for r in records)
-    found, of = collections.Counter(texts), len(records)
-    return [Cell(*both, f"{n} of {of}" if of > 1 else "") for both, n in found.most_common()]
+    counts, of = collections.Counter(texts), len(records)
+    return [Cell(*both, f"{n} of {of}" if of > 1 else "") for both, n in counts.most_common()]
 
 
 def _confusion(systems: Sequence[System], shared: Shared) -> Iterator[Markup]:
     """Yields the matrices of tasks with label words, in percent of the examples of a row."""
     for task, examples in shared.items():
         every = [[r for example in examples for r in example[i]] for i in range(len(systems))]
-        records = [[r for r in own if isinstance(r.get("target_label"), int)] for own in every]
+        records = [
+            [r for r in labeled if isinstance(r.get("target_label"), int)] for labeled in every
+        ]
         pairs = {(r["target_label"], r["target"]) for r in itertools.chain(*records)}
         words = dict(sorted(pairs))
         if not 1 < len(words) == len(pairs) <= 12:
             continue  # there are no labels, or WSC's, which stand for words of the input
         rows, panels = {label: i for i, label in enumerate(words)}, {}
-        for system, own in zip(systems, records, strict=True):
+        for system, labeled in zip(systems, records, strict=True):
             counts = np.zeros((len(rows), len(rows) + 1))
-            for r in own:
+            for r in labeled:
                 counts[rows[r["target_label"]], rows.get(r["label"], -1)] += 1
-            if own:
+            if labeled:
                 panels[system.name] = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
         others = any(panel[:, -1].any() for panel in panels.values())
         yield heat_maps(
@@ -203,7 +208,7 @@ def _speed(system: System) -> list[str | Cell]:
     row: list[str | Cell] = [system.name, str(len(system.runs)), f"{steps:,}"]
     row.append(" or ".join(f"{size:,}" for size in sizes) or "–")
     for name, digits in (("steps_per_second", 1), ("tokens_per_second", 0)):
-        found = [r[name] for run in system.runs for r in run.training.values() if r.get(name)]
-        low, median, high = (f"{x:,.{digits}f}" for x in np.percentile(found or [0], (25, 50, 75)))
-        row.append(Cell(median, note=f"{low} to {high}") if found else "–")
+        rates = [r[name] for run in system.runs for r in run.training.values() if r.get(name)]
+        low, median, high = (f"{x:,.{digits}f}" for x in np.percentile(rates or [0], (25, 50, 75)))
+        row.append(Cell(median, note=f"{low} to {high}") if rates else "–")
     return row

@@ -36,12 +36,7 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """The code that must be imported before a run can be loaded.
-
-    Attributes:
-      packages: names of packages or modules.
-      sources: files that are executed after importing the packages.
-    """
+    """The packages to import, and the files to execute after them, before a run can be loaded."""
 
     packages: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
@@ -60,10 +55,7 @@ _executed: dict[Source, tuple[ModuleType, Code]] = {}
 
 
 def load_user_code(names: Sequence[str]) -> Code:
-    """Imports packages and executes files that the user names, and returns them.
-
-    Args:
-      names: packages, or paths that end in ``.py``.
+    """Imports packages and executes files, names that end in ``.py``, and returns them.
 
     Raises:
       ValueError: one does not exist or fails; the message has file and line.
@@ -101,8 +93,8 @@ def execute(path: str) -> tuple[ModuleType, Code]:
         sys.modules[module.__name__] = module  # dataclasses look up their module
         with convert_errors(path):
             exec(compile(source.text, path, "exec", dont_inherit=True), module.__dict__)
-        own = NOTHING if _registered_names() == before else Code(sources=(source,))
-        _executed[source] = module, own
+        needed = NOTHING if _registered_names() == before else Code(sources=(source,))
+        _executed[source] = module, needed
     return _executed[source]
 
 
@@ -147,8 +139,8 @@ def convert_errors(path: str) -> Iterator[None]:
         text = str(error)
         if isinstance(error, SyntaxError) and error.filename == path:
             lines, text = [error.lineno], error.msg
-        place = f"{path}, line {lines[-1]}" if lines else path
-        raise ValueError(f"{place}: {type(error).__name__}: {text}") from error
+        where = f"{path}, line {lines[-1]}" if lines else path
+        raise ValueError(f"{where}: {type(error).__name__}: {text}") from error
 
 
 def _registered_names() -> tuple[dict[Any, Any], ...]:
@@ -168,15 +160,15 @@ def _registered_names() -> tuple[dict[Any, Any], ...]:
 
 def record_code(directory: pathlib.Path, code: Code) -> None:
     """Writes the code of a run to its directory, if there is any."""
-    place = directory / CODE_DIRECTORY
-    if code == NOTHING and not place.exists():
+    folder = directory / CODE_DIRECTORY
+    if code == NOTHING and not folder.exists():
         return
     names = {"packages": code.packages, "files": [source.name for source in code.sources]}
     contents = {source.name: source.text for source in code.sources}
     contents[IMPORTS_FILE] = json.dumps(names, indent=1).encode() + b"\n"
     for name, content in contents.items():
-        write_atomic(place / name, content)
-    for stale in set(place.glob("*.py")) - {place / name for name in contents}:
+        write_atomic(folder / name, content)
+    for stale in set(folder.glob("*.py")) - {folder / name for name in contents}:
         stale.unlink()
 
 
@@ -186,8 +178,8 @@ def recorded_code(directory: pathlib.Path) -> Code:
     Raises:
       ValueError: the record is damaged.
     """
-    place = directory / CODE_DIRECTORY
-    path = place / IMPORTS_FILE
+    folder = directory / CODE_DIRECTORY
+    path = folder / IMPORTS_FILE
     if not path.is_file():
         return NOTHING
     with describing(path):
@@ -196,7 +188,7 @@ def recorded_code(directory: pathlib.Path) -> Code:
         plain = [pathlib.PurePath(name).name == name != "" for name in files]
         if not all(plain) or not all(map(_is_module_name, packages)):
             raise ValueError("names of packages and files are expected")
-        return Code(tuple(packages), tuple(_read_source(place / name) for name in files))
+        return Code(tuple(packages), tuple(_read_source(folder / name) for name in files))
 
 
 def require_code(directory: pathlib.Path) -> None:

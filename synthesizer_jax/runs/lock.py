@@ -23,12 +23,9 @@ class InUseError(OSError):
 
 @contextlib.contextmanager
 def lock_directory(directory: pathlib.Path) -> Iterator[None]:
-    """Context manager that locks a directory for this process; a bucket has no locks.
+    """Context manager that makes a directory and locks it for this process; a bucket has no locks.
 
     The system releases the lock when the process ends in any way; the file stays.
-
-    Args:
-      directory: the directory; created if it does not exist.
 
     Raises:
       InUseError: another process holds the lock.

@@ -23,10 +23,8 @@ _log = logging.getLogger(__name__)
 class MetricsWriter:
     """Appends metrics to ``metrics.jsonl`` and to TensorBoard's files; in a bucket, when it is flushed.
 
-    Args:
-      directory: directory of the run.
-      restored_step: the step from which the run continues; metrics of later steps are removed, and their
-        kinds and steps are in `removed`. 0 for a new run.
+    A run continues from `restored_step`, 0 for a new one: metrics of later steps are removed, and their
+    kinds and steps are in `removed`.
     """
 
     def __init__(self, directory: pathlib.Path, *, restored_step: int = 0):
@@ -47,12 +45,9 @@ class MetricsWriter:
         )
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
-        """Writes one line ``{"step": …, "kind": …, name: value, …}``.
+        """Writes one line ``{"step": …, "kind": …, name: value, …}`` after so many steps.
 
-        Args:
-          step: number of finished steps.
-          values: metrics by name; NaN and infinities are written as null.
-          kind: ``train`` or ``eval``.
+        The kind is ``train`` or ``eval``; NaN and infinities are written as null.
         """
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
@@ -121,7 +116,7 @@ def read_scores(path: pathlib.Path) -> dict[int, float]:
 
 def _read_records(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any] | None]]:
     """Returns all complete lines and their records; None for a line that is not a record."""
-    found: list[tuple[bytes, dict[str, Any] | None]] = []
+    records: list[tuple[bytes, dict[str, Any] | None]] = []
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             record = json.loads(line)
@@ -130,8 +125,8 @@ def _read_records(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any] | None
             valid = valid and all(abs(v) <= sys.float_info.max for v in numbers)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             valid = False
-        found.append((line + b"\n", record if valid else None))
-    return found
+        records.append((line + b"\n", record if valid else None))
+    return records
 
 
 class Throughput:
@@ -146,12 +141,7 @@ class Throughput:
         self._time, self._steps, self._tokens, self._capacity = time.perf_counter(), 0, 0.0, 0
 
     def add(self, tokens: float, *, capacity: int) -> None:
-        """Counts a finished step.
-
-        Args:
-          tokens: number of real tokens.
-          capacity: number of tokens of its batch, including padding.
-        """
+        """Counts a finished step with its real tokens; `capacity` includes the padding of its batch."""
         self._steps += 1
         self._tokens += tokens
         self._capacity += capacity

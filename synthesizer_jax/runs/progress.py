@@ -23,16 +23,13 @@ UTILIZATIONS = {"mfu": "MFU", "product_utilization": "matmul utilization"}
 class Progress:
     """The display of a run, with a line for every `training.log_every` steps, evaluation and checkpoint.
 
-    Args:
-      total: number of steps of the run.
-      title: text before the bar.
-      visible: False prints what is urgent alone, to standard error.
+    The title is before the bar. What is not `visible` prints what is urgent alone, to standard error.
     """
 
     def __init__(self, total: int, *, title: str = "", visible: bool = True):
         self._total, self._visible = total, visible
         self._console = Console(stderr=not visible, highlight=False, markup=False, soft_wrap=True)
-        shown = visible and (self._console.file.isatty() or self._console.is_jupyter)
+        self._shown = visible and (self._console.file.isatty() or self._console.is_jupyter)
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -40,9 +37,8 @@ class Progress:
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
             console=self._console,
-            disable=not shown,
+            disable=not self._shown,
         )
-        self._shown = shown
         self._task = self._bar.add_task(escape_controls(title), total=total, numbers="")
 
     def advance(self, step: int) -> None:
@@ -55,7 +51,7 @@ class Progress:
         rate = values.get("learning_rate")  # absent for an optimizer without a schedule
         parts = [
             f"loss {values['loss']:.4g}",
-            *(() if rate is None else (f"learning rate {rate:.3g}",)),
+            *([] if rate is None else [f"learning rate {rate:.3g}"]),
             f"padding {values['padding']:.0%}",
             f"{values['steps_per_second']:.3g} steps/s",
             f"{values['tokens_per_second']:,.0f} tokens/s",
@@ -115,16 +111,12 @@ def summary_lines(
 ) -> str:
     """Returns the summary at the end of a run: its scores, its files, and the next commands.
 
-    Args:
-      directory: directory of the run.
-      steps: number of finished steps.
-      saved: steps of the checkpoints that were kept.
-      data_dir: for the commands; None is the default one.
-      prompt: for ``generate``; empty: the model writes no text.
+    `saved` are the steps of its checkpoints. `data_dir` and `prompt` are for the commands; None is the
+    default directory, and an empty prompt means that the model writes no text.
     """
-    measured = read_scores(directory / METRICS_FILE)
     lines = [f"{directory} has finished its {steps:,} steps"]
-    finite = {step: score for step, score in measured.items() if math.isfinite(score)}
+    scores = read_scores(directory / METRICS_FILE)
+    finite = {step: score for step, score in scores.items() if math.isfinite(score)}
     if finite:
         best = max(finite, key=lambda step: (finite[step], step))
         last = max(finite)

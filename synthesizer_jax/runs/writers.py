@@ -46,7 +46,7 @@ def find_writers(names: Iterable[str]) -> dict[str, OpenWriter]:
       ValueError: there is none of a name, or its library is not installed.
     """
     known = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
-    found = {}
+    openers = {}
     for name in names:
         if name not in known:
             raise ValueError(
@@ -55,8 +55,8 @@ def find_writers(names: Iterable[str]) -> dict[str, OpenWriter]:
             )
         if known[name].module == __name__ and not is_installed(name):  # named after their libraries
             raise ValueError(f"training.writers: {name} is not installed: pip install {name}")
-        found[name] = known[name].load()
-    return found
+        openers[name] = known[name].load()
+    return openers
 
 
 def _run_key(directory: pathlib.Path) -> str:

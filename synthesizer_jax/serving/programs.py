@@ -38,13 +38,7 @@ DESCRIPTION, PARAMETERS, VOCABULARY = "model.json", "parameters.safetensors", "v
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the programs of a model accept.
-
-    Attributes:
-      inputs_length: maximum number of tokens of an input, EOS included.
-      targets_length: maximum number of tokens of a target, EOS included.
-      beams: number of beams of the decoding loop; 1 is greedy decoding.
-    """
+    """The most tokens of the inputs and targets of programs, EOS included, and their number of beams."""
 
     inputs_length: int
     targets_length: int
@@ -65,16 +59,11 @@ def write_directory(
     ``vocabulary.model`` the SentencePiece model, if there is one, with its sentinels, and ``model.json``
     describes all of them, with checksums.
 
-    Args:
-      directory: an empty directory.
-      model: an unbound model, with looped layers.
-      variables: its variables.
-      vocabulary: bytes, or SentencePiece's.
-      limits: the largest lengths.
+    The directory is empty, and the model has looped layers.
 
     Raises:
       ValueError: the model has fewer positions than the limits, no programs, or parameters that are not
-        float32; or the vocabulary is of another kind.
+        float32; or the vocabulary is neither bytes nor SentencePiece's.
     """
     parameters = traverse_util.flatten_dict(variables, sep="/")
     for name, x in parameters.items():
@@ -109,9 +98,7 @@ def write_directory(
 
 
 def export_programs(
-    model: TokenModel,
-    parameters: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
-    limits: Limits,
+    model: TokenModel, parameters: Mapping[str, jax.Array | jax.ShapeDtypeStruct], limits: Limits
 ) -> tuple[dict[str, export.Exported], str]:
     """Exports the programs that a model has, for all `PLATFORMS`.
 
@@ -127,10 +114,7 @@ def export_programs(
     lengths up to the limits. Attention runs on the reference route, because the others choose blocks and
     kernels by lengths: a layer holds the logits of all pairs of tokens in memory.
 
-    Args:
-      model: an unbound model.
-      parameters: those of looped layers by their keys, joined by ``/``; only shapes are read.
-      limits: the largest lengths.
+    Parameters are those of looped layers by their keys, joined by ``/``; only shapes are read.
 
     Returns:
       The programs by name, and ``"symbolic"``; or ``"fixed"`` where a part of the model must know lengths
@@ -162,10 +146,8 @@ def export_programs(
             bounds = [f"{n} <= {longest[n]}" for n in lengths] if symbolic else []
             scope = export.SymbolicScope(bounds)
             axes = [f"b,{n if symbolic else longest[n]}" for n in lengths]
-            tokens = [
-                jax.ShapeDtypeStruct(export.symbolic_shape(axis, scope=scope), jnp.int32)
-                for axis in axes
-            ]
+            sizes = [export.symbolic_shape(axis, scope=scope) for axis in axes]
+            tokens = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
             program = jax.jit(
                 lambda flat, *x, f=function: f(traverse_util.unflatten_dict(flat, sep="/"), *x)
             )

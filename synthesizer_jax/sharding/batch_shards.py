@@ -30,13 +30,8 @@ def gather_to_host(x: jax.Array) -> np.ndarray:
 class BatchShards:
     """Assigns the virtual shards of a batch to the processes whose devices hold their examples.
 
-    Shard s of V consists of examples s · B/V to (s + 1) · B/V − 1. A process loads all shards of which its
-    devices hold at least one example, so several processes may load the same shard.
-
-    Args:
-      batch_size: B, the number of examples.
-      shards: V, a divisor of B.
-      sharding: sharding of the batch dimension.
+    Of B examples, shard s of V has those from s · B/V to (s + 1) · B/V − 1. A process loads all shards of
+    which its devices hold an example, so several processes may load the same shard. V divides B.
     """
 
     def __init__(self, batch_size: int, shards: int, sharding: jax.sharding.Sharding):

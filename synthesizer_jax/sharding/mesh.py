@@ -94,14 +94,10 @@ def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
 
 
 def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
-    """Makes a mesh of all devices or of the given ones.
+    """Makes a mesh of the devices; None: of all.
 
     On TPUs, every axis consists of whole dimensions of the slice if possible. Otherwise dimensions are
     split, with a warning, because collectives over such an axis can use only some of the links.
-
-    Args:
-      shape: names and sizes of the axes.
-      devices: the devices; None: all.
 
     Raises:
       ValueError: the sizes do not match the number of devices.

@@ -21,7 +21,7 @@ MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 
 BATCH_AXES = ("data", "fsdp")
 
-RULES: types.MappingProxyType[str, str | None] = types.MappingProxyType(
+RULES: types.MappingProxyType[str, str] = types.MappingProxyType(
     {
         "vocab": "tensor",
         "heads": "tensor",
@@ -29,24 +29,9 @@ RULES: types.MappingProxyType[str, str | None] = types.MappingProxyType(
         "embed": "fsdp",
         # Synthesizer tables: sharded by heads only, the tables of an xxl model would not fit a chip.
         "query_length": "fsdp",
-        "length": None,
-        "key_length": None,
-        "kv_heads": None,
-        "kv": None,
-        "synth_hidden": None,
-        "rank": None,
-        "norm": None,
-        "relpos_buckets": None,
-        "parts": None,
-        "talk_from": None,
-        "talk_to": None,
-        "taps": None,
-        "layers": None,
     }
 )
-"""The mesh axis that shards each logical axis of parameters; None: not sharded."""
-
-assert set(RULES) == set(LOGICAL_AXES)
+"""The mesh axes that shard logical axes of parameters; the others are not sharded."""
 
 ACTIVATIONS: types.MappingProxyType[str, tuple[str, ...]] = types.MappingProxyType(
     {"batch": BATCH_AXES, "sequence": ("sequence",)}
@@ -94,19 +79,13 @@ def _mesh_axis(logical_axis: str, mesh: Mesh | AbstractMesh) -> str | None:
     for name, logical_axes in EXTRA_MESH_AXES.items():
         if logical_axis in logical_axes and mesh.shape.get(name, 1) > 1:
             return name
-    return RULES[logical_axis]
+    return RULES.get(logical_axis)
 
 
 def partition_spec(
     axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, name: str = ""
 ) -> PartitionSpec:
-    """Returns the partition of an array.
-
-    Args:
-      axes: a logical axis name, or None, for every dimension.
-      shape: the array's shape.
-      mesh: the device mesh.
-      name: the array's name, for errors.
+    """Returns the partition of an array over a mesh; `name` is the array's, for errors.
 
     Raises:
       ValueError: two dimensions would be sharded over the same mesh axis, or the size of a dimension is
@@ -170,7 +149,7 @@ def use_mesh(mesh: Mesh) -> Iterator[None]:
     if mesh.size == 1:
         yield
         return
-    parameter_rules = {name: _mesh_axis(name, mesh) for name in RULES}
+    parameter_rules = {name: _mesh_axis(name, mesh) for name in LOGICAL_AXES}
     rules = [
         (k, axes) for k, axes in {**parameter_rules, **ACTIVATIONS}.items() if axes is not None
     ]

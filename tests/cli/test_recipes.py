@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from synthesizer_jax.cli.main import _extra_of, app
 from synthesizer_jax.cli.plan import known_costs
 from synthesizer_jax.cli.recipes import complete_recipe, list_recipes, load_recipe
-from synthesizer_jax.costs.zoo import costs
 from synthesizer_jax.models import ZOO
 from tests.cli.commands import call, run_all
 from tests.conftest import ROOT
+from tools.zoo_costs import costs
 
 IMPORTS = (
     "from synthesizer_jax.training.experiment import Experiment\n"

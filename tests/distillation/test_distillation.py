@@ -133,15 +133,12 @@ def test_segments_of_a_packed_row_are_independent(teacher):
             f"{side}_segment_ids": ids,
             f"{side}_positions": jnp.array([[0, 1, 2, 0, 1, 2, 3, 0]]),
         }
-    in_packed_row = trainer.activations(unroll(MODEL), variables, row)["encoder"]["layers_1"][
-        "output"
-    ]
+    output = "encoder/layers_1/output"
+    in_packed_row = trainer.activations(unroll(MODEL), variables, row)[output]
     for segment in (slice(0, 3), slice(3, 7)):
         example = {k: v[:, segment] for k, v in row.items() if k.endswith("tokens")}
         separate = trainer.activations(unroll(MODEL), variables, example)
-        np.testing.assert_allclose(
-            in_packed_row[:, segment], separate["encoder"]["layers_1"]["output"], atol=1e-5
-        )
+        np.testing.assert_allclose(in_packed_row[:, segment], separate[output], atol=1e-5)
 
 
 def test_constants_are_inherited():

@@ -20,7 +20,7 @@ from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.inspection import run
 from synthesizer_jax.inspection.measures import EDGES, Rows, attention_sums, measure
-from synthesizer_jax.inspection.run import Place, inspect_run, mixers_of, quality_by_length, sums_of
+from synthesizer_jax.inspection.run import Place, inspect_run, mixers_of, sums_of
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Run, Size, alignment, t5
@@ -228,29 +228,3 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
     long = {**layer, "end": {**layer["end"], "near_of_equal": 0.5, "keys": 9.0}}
     assert "local" in sentence(long) and "sharp" in sentence(long)
     assert "local" not in said["encoder 1"] and "nan" not in " ".join(said.values())
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_quality_by_length_keeps_together_what_metrics_need(tmp_path):
-    lengths = [n for i in range(5) for n in (2 + i, 10 + i)]  # the answers to five questions
-    fields = {"idx/paragraph": [0] * 10, "idx/question": [i // 2 for i in range(10)]}
-    fields |= {"idx/answer": range(10), "label": [1] * 10, "targets": [[1]] * 10}
-    examples = rows_of("super_glue_multirc_v102", lengths, **fields)
-    answers = ["True", "False"] * 5
-    rows = [{"input": f"i {n}", "prediction": x} for n, x in zip(lengths, answers, strict=True)]
-    write(tmp_path / "super_glue_multirc_v102.jsonl", rows)
-    parts = quality_by_length([examples], tmp_path)
-    assert [(part["tokens"], part["examples"]) for part in parts] == [
-        *(((10, 11), 4), ((12, 12), 2), ((13, 13), 2), ((14, 14), 2))
-    ]
-    assert {part["metrics"]["exact_match"] for part in parts} == {0.0}
-
-
-def test_losses_by_length_are_of_the_predicted_tokens(tmp_path):
-    examples = rows_of("glue_rte_v002", [6, 6], targets=[np.array([0, 5, 0, 0, 7, 0])] * 2)
-    write(tmp_path / "glue_rte_v002.jsonl", [{"input": "i 6", "score": x} for x in (-8.0, 0.0)])
-    (part,) = quality_by_length([examples], tmp_path)
-    assert part["metrics"]["loss"] == 2.0

@@ -139,7 +139,7 @@ def test_an_average_equals_numpy_and_goes_on(tmp_path):
     for step in range(2, 7):
         decay = min(0.6, step / (step + 9))  # step − 1 updates came before
         checkpoint = tmp_path / "checkpoints" / str(step)
-        params = read_arrays(checkpoint, {"params": state.params})["params"]
+        params = read_arrays(checkpoint, {"params": state.params}, ("params",))["params"]
         average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, params)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),

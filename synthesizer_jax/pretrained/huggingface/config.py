@@ -134,8 +134,8 @@ def _architecture(data: dict[str, Any], output: bool | None) -> Architecture:
         tied = tied if output is None else not output
         scaled = family == "umt5" and tied
         if family == "t5":
-            own = config.scale_decoder_outputs
-            scaled = flag if own is None else own
+            given = config.scale_decoder_outputs
+            scaled = flag if given is None else given
     plain = "relu" if family == "t5" else "gated-gelu"
     classes = config.architectures if isinstance(config.architectures, list) else []
     for name in map(str, classes):
@@ -155,10 +155,10 @@ def _architecture(data: dict[str, Any], output: bool | None) -> Architecture:
 def _check_ids(config: dict[str, Any]) -> None:
     """Raises a `ValueError` if a file has other ids than T5's; version 5 may list the one EOS."""
     for name, expected in IDS.items():
-        found = config.get(name, expected)
-        if found not in (expected, [expected]):
+        value = config.get(name, expected)
+        if value not in (expected, [expected]):
             raise ValueError(
-                f"{name} is {format_value(found)}, but models here have {json.dumps(expected)}"
+                f"{name} is {format_value(value)}, but models here have {json.dumps(expected)}"
             )
 
 

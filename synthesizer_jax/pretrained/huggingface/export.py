@@ -13,11 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.data.vocabularies import (
-    Bytes,
-    SentencePiece,
-    Vocabulary,
-)
+from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
 from synthesizer_jax.pretrained.huggingface.config import (

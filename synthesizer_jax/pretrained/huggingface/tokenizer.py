@@ -122,6 +122,6 @@ def _charsmap(normalizer: object) -> bytes:
         if normalizer.get("type") == "Precompiled":
             return base64.b64decode(normalizer["precompiled_charsmap"], validate=True)
         for part in normalizer.get("normalizers") or ():
-            if found := _charsmap(part):
-                return found
+            if table := _charsmap(part):
+                return table
     return b""

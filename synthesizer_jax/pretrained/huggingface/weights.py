@@ -26,12 +26,12 @@ def open_weights(folder: pathlib.Path) -> Tensors:
     They are read one by one, when they are asked for.
     """
     indices = {file: folder / f"{file}.index.json" for file in _READERS}
-    found = [f for f, index in indices.items() if (folder / f).is_file() or index.is_file()]
-    if not found:
+    present = [f for f, index in indices.items() if (folder / f).is_file() or index.is_file()]
+    if not present:
         raise FileNotFoundError(
             f"{folder} holds no {SAFETENSORS} or {TORCH}; save the model with save_pretrained"
         )
-    file, index = found[0], indices[found[0]]
+    file, index = present[0], indices[present[0]]
     shards = {folder / file}
     if index.is_file():
         with describing(index, "copy or download it again"):
