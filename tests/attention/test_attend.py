@@ -95,25 +95,6 @@ def test_gradient_of_mixture_weights_in_bfloat16() -> None:
     assert oracle.rms_error(found, np.stack(expected)) < 1e-2
 
 
-def test_vmap_scan_and_remat_of_the_fused_route() -> None:
-    terms, values, _ = problem(EVERY_TERM)
-
-    def loss(terms, values, implementation):
-        @jax.checkpoint
-        def layer(x, _):
-            return x + attend(terms, x, mask=PADDING, implementation=implementation), None
-
-        return jnp.sum(jnp.sin(jax.lax.scan(layer, values, None, length=2)[0]))
-
-    stacked = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), (terms, values))
-    grads = {}
-    for route in ("fused", "reference"):
-        grad = jax.vmap(jax.grad(functools.partial(loss, implementation=route), argnums=(0, 1)))
-        grads[route] = jax.jit(grad, compiler_options=cases.FAST_COMPILE)(*stacked)
-    for found, expected in zip(*map(jax.tree.leaves, grads.values()), strict=True):
-        assert oracle.error(found, np.asarray(expected, np.float64)) < 2e-5
-
-
 @pytest.mark.parametrize(("names", "route"), [(PARAMETERS, "static"), (EVERY_TERM, "fused")])
 def test_devices_that_share_the_queries(names: tuple[str, ...], route: str) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
