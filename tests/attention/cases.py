@@ -56,6 +56,14 @@ def make_terms(names: tuple[str, ...], b: int, q: int, k: int, h: int = HEADS) -
     return tuple(make_term(name, b, q, k, h) for name in names)
 
 
+def problem(
+    names: tuple[str, ...], q: int = KEYS, k: int = KEYS, b: int = BATCH
+) -> tuple[Terms, jax.Array, jax.Array]:
+    """Terms, values and a cotangent."""
+    values, g = normal("values", b, k, HEADS, WIDTH), normal("cotangent", b, q, HEADS, WIDTH)
+    return make_terms(names, b, q, k), values, g
+
+
 def holes(*shape: int) -> jax.Array:
     """True for about two thirds."""
     return jnp.asarray(np.random.default_rng(sum(shape)).random(shape) < 0.66)

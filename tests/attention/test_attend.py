@@ -21,15 +21,6 @@ from synthesizer_jax.attention import (
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, WIDTH
 
-
-def problem(names: tuple[str, ...], b: int = BATCH, h: int = HEADS):
-    return (
-        cases.make_terms(names, b, KEYS, KEYS, h),
-        cases.normal("values", b, KEYS, h, WIDTH),
-        cases.normal("cotangent", b, KEYS, h, WIDTH),
-    )
-
-
 PADDING = Mask(key_lengths=jnp.array([11, 4, 0])).for_self_attention()
 PACKED = cases.packed_masks()["packed causal"]
 
@@ -39,7 +30,7 @@ PACKED = cases.packed_masks()["packed causal"]
     [("static", PACKED), ("fused", PADDING), ("reference", PADDING)],
 )
 def test_dropout_is_that_of_whole_values(route: str, mask: Mask) -> None:
-    terms, values, g = problem(PARAMETERS)
+    terms, values, g = cases.problem(PARAMETERS)
     key = jax.random.key(7)
     bits = jax.random.bernoulli(key, 0.75, values.shape[:3])
     answer = oracle.attention(terms, values, mask, g, keep=np.asarray(bits) / 0.75)
@@ -74,7 +65,7 @@ def test_bfloat16(route: str) -> None:
 def test_gradient_of_mixture_weights_in_bfloat16() -> None:
     """The factors multiply queries before they are rounded."""
     cast = lambda x: x.astype(jnp.bfloat16) if x.ndim == 4 else x
-    terms, values, g = jax.tree.map(cast, problem(EVERY_TERM))
+    terms, values, g = jax.tree.map(cast, cases.problem(EVERY_TERM))
     alpha = cases.normal("alpha", len(terms), HEADS)
 
     def mixture(terms, alpha: jax.Array):
@@ -124,7 +115,7 @@ def test_devices_that_share_the_queries(names: tuple[str, ...], route: str) -> N
 
 def test_what_does_not_divide_by_the_mesh() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    terms, values, _ = problem(("static",), 6)
+    terms, values, _ = cases.problem(("static",), b=6)
     partition = Partition(batch=("data",), heads=("tensor",))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"batch=6 .* 4 devices .* 4 and 8"):
         attend(terms, values, partition=partition)
@@ -132,16 +123,17 @@ def test_what_does_not_divide_by_the_mesh() -> None:
         attend(terms, values, partition=partition)
 
 
+@pytest.mark.parametrize("length", [None, 5])
 @pytest.mark.parametrize("name", ["packed causal", "packed cross causal", "packed cross window"])
-def test_packed_without_counts(name: str) -> None:
+def test_packed_without_counts(name: str, length: int | None) -> None:
     """Positions are looked up block by block where rows may hold any number of segments."""
-    terms, values, g = problem(EVERY_TERM)
-    mask = dataclasses.replace(cases.packed_masks()[name], segments=None, segment_length=None)
+    terms, values, g = cases.problem(EVERY_TERM)
+    mask = dataclasses.replace(cases.packed_masks()[name], segments=None, segment_length=length)
     cases.check(terms, values, mask, g, "auto", 2e-5)
 
 
 def call(names=("static",), **changes):
-    terms, values, _ = problem(names)
+    terms, values, _ = cases.problem(names)
     return attend(changes.pop("terms", terms), changes.pop("values", values), **changes)
 
 

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import synthesizer_jax as sj
 from synthesizer_jax.attention import Partition
-from synthesizer_jax.inference import decode
 from synthesizer_jax.models import Size, t5
 from synthesizer_jax.primitives.parameters import abstract_variables
 from synthesizer_jax.primitives.products import dense_product
@@ -182,7 +181,7 @@ def check_hlo(hlo: str, *, num_batch_shards: int) -> None:
 
 
 def test_models_under_explicit_axes() -> None:
-    """A training step and decoding with a T5."""
+    """A training step of a T5."""
     model = t5(
         Size(D, 1, 8, H, E), encoder=sj.Random(N), vocab_size=10, dropout_rate=0.1, scan=True
     )
@@ -198,18 +197,10 @@ def test_models_under_explicit_axes() -> None:
         return (logits**2).mean()
 
     run = jax.jit(jax.value_and_grad(loss), compiler_options=FAST)
-    expected = (
-        run(variables, inputs, targets),
-        decode(variables, inputs, model=model, max_length=3, beams=2),
-    )
+    expected = run(variables, inputs, targets)
     with jax.set_mesh(mesh_of(EXPLICIT)):
         sharded_inputs = put_tree((inputs, targets), lambda _: P(("replica", "shard")))
-        actual = (
-            run(variables, *sharded_inputs),
-            decode(variables, sharded_inputs[0], model=model, max_length=3, beams=2),
-        )
-        assert actual[1].tokens.sharding.spec[0] == ("replica", "shard")
-    assert_close(actual, expected)
+        assert_close(run(variables, *sharded_inputs), expected)
 
 
 def test_vmap_under_a_mesh() -> None:
