@@ -89,11 +89,7 @@ CASES = {
         (tokens(0, B, Q, D), tokens(1, B, K, D), tokens(2, B, K, D)),
         {"mask": pattern(3, B, 1, 1, K)},
     ),
-    "causal 0/1 mask": (
-        {},
-        (tokens(0, B, Q, D),),
-        {"mask": nn.make_causal_mask(jnp.ones((B, Q)))},
-    ),
+    "causal 0/1 mask": ({}, (tokens(0, B, Q, D),), {"mask": nn.make_causal_mask(jnp.ones((B, Q)))}),
     "padding queries": ({}, (tokens(0, B, Q, D),), {"mask": PADDING}),
     "no batch": ({}, (tokens(0, Q, D),), {"mask": pattern(5, H, 1, Q)}),
     "two batch dimensions": (

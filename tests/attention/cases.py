@@ -8,16 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from synthesizer_jax.attention import (
-    Mask,
-    Term,
-    Terms,
-    attend,
-    low_rank,
-    outer,
-    relative,
-    static,
-)
+from synthesizer_jax.attention import Mask, Term, Terms, attend, low_rank, outer, relative, static
 from tests.attention import oracle
 from tests.environment import FAST_COMPILE
 

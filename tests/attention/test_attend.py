@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from synthesizer_jax.attention import (
-    Mask,
-    Partition,
-    attend,
-    relative,
-    scale,
-)
+from synthesizer_jax.attention import Mask, Partition, attend, relative, scale
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, WIDTH
 
@@ -26,8 +20,7 @@ PACKED = cases.packed_masks()["packed causal"]
 
 
 @pytest.mark.parametrize(
-    ("route", "mask"),
-    [("static", PACKED), ("fused", PADDING), ("reference", PADDING)],
+    ("route", "mask"), [("static", PACKED), ("fused", PADDING), ("reference", PADDING)]
 )
 def test_dropout_is_that_of_whole_values(route: str, mask: Mask) -> None:
     terms, values, g = cases.problem(PARAMETERS)
@@ -145,10 +138,7 @@ SHORT = relative(jnp.ones((HEADS, 20)), first=-9)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"implementation": "cudnn"},
-            r"'cudnn'; allowed: auto, static, fused, banded, reference",
-        ),
+        ({"implementation": "cudnn"}, r"'cudnn'; allowed: auto, static, fused, banded, reference"),
         ({"names": ("dense",), "implementation": "static"}, "LowRank term is made from tokens"),
         (
             {"implementation": "static", "mask": Mask(allowed=jnp.ones((1, 1, 11, 11), bool))},

@@ -22,11 +22,7 @@ from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.runs.lock import InUseError
 from synthesizer_jax.runs.metrics import read_metrics
 from synthesizer_jax.tasks import synthetic
-from synthesizer_jax.training.run_directory import (
-    check_same_run,
-    load_experiment,
-    save_run,
-)
+from synthesizer_jax.training.run_directory import check_same_run, load_experiment, save_run
 from tests.cli.commands import call
 from tests.environment import without_devices
 
