@@ -224,23 +224,14 @@ def shard_map(s: Subject) -> None:
 
 
 def explicit_mesh(s: Subject) -> None:
-    """Four devices divide the examples, two the heads of layers."""
-    actual = on_mesh(s, AxisType.Explicit)
-    assert actual[1][1].sharding.spec[0] in ("data", ("data",))
-    near(actual, s.expected)
-
-
-def auto_mesh(s: Subject) -> None:
-    near(on_mesh(s, AxisType.Auto), s.expected)
-
-
-def on_mesh(s: Subject, kind: AxisType) -> Any:
-    """Loss and gradient where the axis ``data`` of a mesh divides the examples."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), (kind,) * 2)
+    """The axis ``data`` of a mesh divides the examples; layers divide their heads."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
         parameters, *rows = s.arguments
         spread = [jax.device_put(x, P("data")) for x in rows]
-        return s.compiled(jax.device_put(parameters, P()), *spread)
+        actual = s.compiled(jax.device_put(parameters, P()), *spread)
+    assert actual[1][1].sharding.spec[0] in ("data", ("data",))
+    near(actual, s.expected)
 
 
 def x64(s: Subject) -> None:
@@ -263,8 +254,7 @@ def bfloat16(s: Subject) -> None:
 
 
 TRANSFORMATIONS = (
-    *(jit, vmap, grad, checkpoint, scan, pmap, shard_map, explicit_mesh, auto_mesh),
-    *(x64, bfloat16),
+    *(jit, vmap, grad, checkpoint, scan, pmap, shard_map, explicit_mesh, x64, bfloat16),
 )
 subject = functools.cache(Subject)
 

@@ -15,7 +15,6 @@ import synthesizer_jax as sj
 import synthesizer_jax.nnx as snnx
 from synthesizer_jax import attention_fn
 from synthesizer_jax.attention import relative, static
-from synthesizer_jax.attention.functional import LogitsShape, _key_bias
 from tests.environment import FAST_COMPILE as FAST
 
 B, Q, K, D, H = 2, 6, 5, 8, 2
@@ -90,11 +89,7 @@ CASES = {
         (tokens(0, B, Q, D), tokens(1, B, K, D), tokens(2, B, K, D)),
         {"mask": pattern(3, B, 1, 1, K)},
     ),
-    "causal 0/1 mask": (
-        {},
-        (tokens(0, B, Q, D),),
-        {"mask": nn.make_causal_mask(jnp.ones((B, Q)))},
-    ),
+    "causal 0/1 mask": ({}, (tokens(0, B, Q, D),), {"mask": nn.make_causal_mask(jnp.ones((B, Q)))}),
     "padding queries": ({}, (tokens(0, B, Q, D),), {"mask": PADDING}),
     "no batch": ({}, (tokens(0, Q, D),), {"mask": pattern(5, H, 1, Q)}),
     "two batch dimensions": (
@@ -403,19 +398,6 @@ def test_attention_fn_in_flaxs_layers_with_a_bias(library):
         close(applied(of(attention_fn, bias), x, y, mask=mask)[0], expected)
 
 
-@pytest.mark.parametrize(
-    "shape", [(H, Q, K), (1, 1, 1, K), (B, H, 1, K), (B, H, Q, K), (B, 1, Q, 1)]
-)
-def test_a_bias_is_added_to_the_logits(shape):
-    arguments = tokens(0, B, Q, H, 4), tokens(1, B, K, H, 4), tokens(2, B, K, H, 3)
-    for mask in (None, pattern(3, B, 1, Q, K)):
-        expected, actual = (
-            value_and_gradients(functools.partial(f, mask=mask), *arguments, tokens(4, *shape))
-            for f in (nn.dot_product_attention, attention_fn)
-        )
-        close(actual, expected)
-
-
 def test_a_bias_may_be_terms():
     columns, query, key = tokens(0, H, Q + K - 1), tokens(1, B, Q, H, 4), tokens(2, B, K, H, 4)
     table = jnp.stack([columns[:, Q - 1 - q : Q - 1 - q + K] for q in range(Q)], 1)
@@ -459,19 +441,3 @@ def test_long_inputs_need_no_array_of_all_weights(options):
 def test_errors_of_attention_fn(shapes, options, message):
     with pytest.raises(ValueError, match=message):
         attention_fn(*(jnp.ones(s) for s in shapes), **options)
-
-
-def test_a_bias_of_keys_is_exact_in_bfloat16_and_may_be_infinite():
-    """The keys of the term are split such that rounding to bfloat16, as on TPUs, is exact."""
-    bias = tokens(0, B, 1, 1, K) * 300
-    term = _key_bias(bias, LogitsShape(B, H, Q, K), jnp.float32)
-    rounded = term.keys.astype(jnp.bfloat16).astype(jnp.float32).sum(-1)
-    np.testing.assert_allclose(rounded, bias[:, 0, 0, :, None].repeat(H, -1), rtol=1e-6)
-    query, key = tokens(1, B, Q, H, 4), tokens(2, B, K, H, 4)
-    for nothing in (-jnp.inf, jnp.finfo(jnp.float32).min):
-        low = jnp.zeros((B, 1, 1, K)).at[:, ..., 2:].set(nothing)
-        actual, expected = (
-            value_and_gradients(functools.partial(f, bias=low), query, key, key)
-            for f in (attention_fn, nn.dot_product_attention)
-        )
-        close(actual, expected)

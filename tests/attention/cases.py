@@ -8,16 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from synthesizer_jax.attention import (
-    Mask,
-    Term,
-    Terms,
-    attend,
-    low_rank,
-    outer,
-    relative,
-    static,
-)
+from synthesizer_jax.attention import Mask, Term, Terms, attend, low_rank, outer, relative, static
 from tests.attention import oracle
 from tests.environment import FAST_COMPILE
 
@@ -54,6 +45,14 @@ def make_term(name: str, b: int, q: int, k: int, h: int) -> Term:
 
 def make_terms(names: tuple[str, ...], b: int, q: int, k: int, h: int = HEADS) -> Terms:
     return tuple(make_term(name, b, q, k, h) for name in names)
+
+
+def problem(
+    names: tuple[str, ...], q: int = KEYS, k: int = KEYS, b: int = BATCH
+) -> tuple[Terms, jax.Array, jax.Array]:
+    """Terms, values and a cotangent."""
+    values, g = normal("values", b, k, HEADS, WIDTH), normal("cotangent", b, q, HEADS, WIDTH)
+    return make_terms(names, b, q, k), values, g
 
 
 def holes(*shape: int) -> jax.Array:

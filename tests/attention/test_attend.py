@@ -11,35 +11,19 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from synthesizer_jax.attention import (
-    Mask,
-    Partition,
-    attend,
-    relative,
-    scale,
-)
+from synthesizer_jax.attention import Mask, Partition, attend, relative, scale
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, WIDTH
-
-
-def problem(names: tuple[str, ...], b: int = BATCH, h: int = HEADS):
-    return (
-        cases.make_terms(names, b, KEYS, KEYS, h),
-        cases.normal("values", b, KEYS, h, WIDTH),
-        cases.normal("cotangent", b, KEYS, h, WIDTH),
-    )
-
 
 PADDING = Mask(key_lengths=jnp.array([11, 4, 0])).for_self_attention()
 PACKED = cases.packed_masks()["packed causal"]
 
 
 @pytest.mark.parametrize(
-    ("route", "mask"),
-    [("static", PACKED), ("fused", PADDING), ("reference", PADDING)],
+    ("route", "mask"), [("static", PACKED), ("fused", PADDING), ("reference", PADDING)]
 )
 def test_dropout_is_that_of_whole_values(route: str, mask: Mask) -> None:
-    terms, values, g = problem(PARAMETERS)
+    terms, values, g = cases.problem(PARAMETERS)
     key = jax.random.key(7)
     bits = jax.random.bernoulli(key, 0.75, values.shape[:3])
     answer = oracle.attention(terms, values, mask, g, keep=np.asarray(bits) / 0.75)
@@ -74,7 +58,7 @@ def test_bfloat16(route: str) -> None:
 def test_gradient_of_mixture_weights_in_bfloat16() -> None:
     """The factors multiply queries before they are rounded."""
     cast = lambda x: x.astype(jnp.bfloat16) if x.ndim == 4 else x
-    terms, values, g = jax.tree.map(cast, problem(EVERY_TERM))
+    terms, values, g = jax.tree.map(cast, cases.problem(EVERY_TERM))
     alpha = cases.normal("alpha", len(terms), HEADS)
 
     def mixture(terms, alpha: jax.Array):
@@ -93,25 +77,6 @@ def test_gradient_of_mixture_weights_in_bfloat16() -> None:
         others = tuple(axis for axis in range(x.ndim) if axis != (2 if x.ndim == 4 else 0))
         expected.append((gradient[term.linear] * x).sum(others))
     assert oracle.rms_error(found, np.stack(expected)) < 1e-2
-
-
-def test_vmap_scan_and_remat_of_the_fused_route() -> None:
-    terms, values, _ = problem(EVERY_TERM)
-
-    def loss(terms, values, implementation):
-        @jax.checkpoint
-        def layer(x, _):
-            return x + attend(terms, x, mask=PADDING, implementation=implementation), None
-
-        return jnp.sum(jnp.sin(jax.lax.scan(layer, values, None, length=2)[0]))
-
-    stacked = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), (terms, values))
-    grads = {}
-    for route in ("fused", "reference"):
-        grad = jax.vmap(jax.grad(functools.partial(loss, implementation=route), argnums=(0, 1)))
-        grads[route] = jax.jit(grad, compiler_options=cases.FAST_COMPILE)(*stacked)
-    for found, expected in zip(*map(jax.tree.leaves, grads.values()), strict=True):
-        assert oracle.error(found, np.asarray(expected, np.float64)) < 2e-5
 
 
 @pytest.mark.parametrize(("names", "route"), [(PARAMETERS, "static"), (EVERY_TERM, "fused")])
@@ -143,7 +108,7 @@ def test_devices_that_share_the_queries(names: tuple[str, ...], route: str) -> N
 
 def test_what_does_not_divide_by_the_mesh() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    terms, values, _ = problem(("static",), 6)
+    terms, values, _ = cases.problem(("static",), b=6)
     partition = Partition(batch=("data",), heads=("tensor",))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"batch=6 .* 4 devices .* 4 and 8"):
         attend(terms, values, partition=partition)
@@ -151,16 +116,17 @@ def test_what_does_not_divide_by_the_mesh() -> None:
         attend(terms, values, partition=partition)
 
 
+@pytest.mark.parametrize("length", [None, 5])
 @pytest.mark.parametrize("name", ["packed causal", "packed cross causal", "packed cross window"])
-def test_packed_without_counts(name: str) -> None:
+def test_packed_without_counts(name: str, length: int | None) -> None:
     """Positions are looked up block by block where rows may hold any number of segments."""
-    terms, values, g = problem(EVERY_TERM)
-    mask = dataclasses.replace(cases.packed_masks()[name], segments=None, segment_length=None)
+    terms, values, g = cases.problem(EVERY_TERM)
+    mask = dataclasses.replace(cases.packed_masks()[name], segments=None, segment_length=length)
     cases.check(terms, values, mask, g, "auto", 2e-5)
 
 
 def call(names=("static",), **changes):
-    terms, values, _ = problem(names)
+    terms, values, _ = cases.problem(names)
     return attend(changes.pop("terms", terms), changes.pop("values", values), **changes)
 
 
@@ -172,10 +138,7 @@ SHORT = relative(jnp.ones((HEADS, 20)), first=-9)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"implementation": "cudnn"},
-            r"'cudnn'; allowed: auto, static, fused, banded, reference",
-        ),
+        ({"implementation": "cudnn"}, r"'cudnn'; allowed: auto, static, fused, banded, reference"),
         ({"names": ("dense",), "implementation": "static"}, "LowRank term is made from tokens"),
         (
             {"implementation": "static", "mask": Mask(allowed=jnp.ones((1, 1, 11, 11), bool))},

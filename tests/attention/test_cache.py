@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from synthesizer_jax.attention import Mask, extend, init_cache
@@ -22,18 +19,6 @@ def test_only_token_made_keys_are_cached(names: tuple[str, ...]) -> None:
     assert [x.shape for x in cache.keys] == [(B, N, H, 13)] * ("dot_product" in names)
     assert cache.values.shape == (B, N, H, E)
     assert cache.values.dtype == jnp.bfloat16
-
-
-def test_no_new_keys_write_nothing() -> None:
-    """Cross-attention after its first step."""
-    terms, values = cases.make_terms(("dot_product",), B, 1, N, H), cases.normal("v", B, N, H, E)
-    empty = init_cache(terms, values, max_length=N)
-    *_, cache = extend(empty, terms, values, at=0, mask=Mask())
-    nothing = (dataclasses.replace(terms[0], keys=terms[0].keys[:, :0]),)
-    again, past, _, same = extend(cache, nothing, values[:, :0], at=0, mask=Mask())
-    np.testing.assert_array_equal(again[0].keys, terms[0].keys)
-    np.testing.assert_array_equal(past, values)
-    assert same.values is cache.values
 
 
 def test_errors() -> None:

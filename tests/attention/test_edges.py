@@ -224,9 +224,9 @@ def test_programs_for_gpus_hold_no_pattern_of_all_examples(way: str) -> None:
 
     if way == "checkpoint":
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
-    run = {
-        "scan": lambda x: jax.lax.scan(layer, x, None, length=2)[0].sum(),
-    }.get(way, lambda x: layer(x)[0].sum())
+    run = {"scan": lambda x: jax.lax.scan(layer, x, None, length=2)[0].sum()}.get(
+        way, lambda x: layer(x)[0].sum()
+    )
     lowered = jax.jit(jax.grad(run)).trace(queries).lower(lowering_platforms=("cuda",)).as_text()
     assert f"4x{n}x{n}x" in lowered
     for element in ("i1", "f32"):

@@ -31,10 +31,7 @@ expected_attention = functools.partial(jax.nn.dot_product_attention, implementat
 @contextlib.contextmanager
 def fused_at_any_size() -> Iterator[None]:
     attend = importlib.import_module("synthesizer_jax.attention.attend")
-    with (
-        mock.patch.object(attend, "FEW_LOGITS", 0),
-        mock.patch.object(functional, "FEW_LOGITS", 0),
-    ):
+    with mock.patch.object(attend, "FEW_LOGITS", 0), mock.patch.object(functional, "FEW_LOGITS", 0):
         yield
 
 

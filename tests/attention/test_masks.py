@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,14 +16,9 @@ CROSS = cases.packed_masks()["packed cross"]
 COUNTED = {"segments": 3, "segment_length": 5}
 
 
-def problem(names):
-    values, g = (cases.normal(x, BATCH, KEYS, HEADS, WIDTH) for x in ("values", "cotangent"))
-    return cases.make_terms(names, BATCH, KEYS, KEYS), values, g
-
-
 @pytest.mark.parametrize("route", ["static", "fused"])
 def test_one_mask_for_all_examples(route: str) -> None:
-    terms, values, g = problem(PARAMETERS)
+    terms, values, g = cases.problem(PARAMETERS)
     masks = (Mask(key_lengths=jnp.array([4])), Mask(key_lengths=jnp.full(BATCH, 4)))
     found, expected = (cases.run(terms, values, mask, g, route) for mask in masks)
     for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
@@ -54,13 +46,13 @@ def test_one_mask_for_all_examples(route: str) -> None:
     ],
 )
 def test_shapes_are_checked(mask: Mask, message: str) -> None:
-    terms, values, _ = problem(("static",))
+    terms, values, _ = cases.problem(("static",))
     with pytest.raises(ValueError, match=message):
         attend(terms, values, mask=mask)
 
 
 def test_what_is_no_mask() -> None:
-    terms, values, _ = problem(("static",))
+    terms, values, _ = cases.problem(("static",))
     with pytest.raises(TypeError, match="the mask is a str; give a Mask, or an array"):
         attend(terms, values, mask="causal")
     with pytest.raises(ValueError, match="add an axis of heads to \\[batch, q, k\\]"):
@@ -74,7 +66,7 @@ def test_what_is_no_mask() -> None:
     [((BATCH, HEADS), bool), ((BATCH, 1), "float32"), ((1, HEADS), "int32"), ((), bool)],
 )
 def test_arrays_are_masks(shape, dtype) -> None:
-    terms, values, g = problem(("static", "dot_product"))
+    terms, values, g = cases.problem(("static", "dot_product"))
     array = cases.holes(*shape, KEYS, KEYS)
     full = jnp.broadcast_to(array, (BATCH, HEADS, KEYS, KEYS))
     answer = oracle.attention(terms, values, Mask(allowed=full), g)
@@ -85,7 +77,7 @@ def test_arrays_are_masks(shape, dtype) -> None:
 
 def test_an_array_of_keys_hides_no_query() -> None:
     real = cases.holes(BATCH, KEYS)
-    terms, values, g = problem(("static",))
+    terms, values, g = cases.problem(("static",))
     found = cases.run(terms, values, real[:, None, None], g, "static")
     answer = oracle.attention(terms, values, Mask(key_valid=real), g)
     cases.compare(found, answer, 2e-5)
@@ -142,7 +134,7 @@ def test_windows_of_packed_cross_attention(form: str, counted: dict) -> None:
 
 
 def test_segments_that_break_the_promise_are_nan() -> None:
-    terms, values, _ = problem(("static",))
+    terms, values, _ = cases.problem(("static",))
     apart = jnp.array([[1, 1, 2, 1, 1, 3, 3, 0, 0, 0, 0]])
     values = values[:1]
     out = attend(terms, values, mask=Mask.packed(apart, **COUNTED))
@@ -152,22 +144,3 @@ def test_segments_that_break_the_promise_are_nan() -> None:
     short = jnp.array([[1, 1, 1, 2, 2, 2, 2, 2, 0, 0, 0]])
     out = attend(terms, values, mask=Mask.packed(long, short, **COUNTED))
     assert np.isnan(out[0, :3]).all() and not np.isnan(out[0, 3:]).any()
-
-
-def test_tables_as_long_as_the_longest_segment() -> None:
-    """A row may be longer than the tables of positions when its segments are not."""
-    short = cases.make_terms(("static", "dense", "factorized"), BATCH, 5, 5)
-    long = cases.make_terms(("static", "dense", "factorized"), BATCH, KEYS, KEYS)
-    dense = dataclasses.replace(short[1], queries=long[1].queries)
-    values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
-    padded = (
-        dataclasses.replace(short[0], logits=jnp.pad(short[0].logits, ((0, 0), (0, 6), (0, 6)))),
-        dataclasses.replace(dense, keys=jnp.pad(short[1].keys, ((0, 0), (0, 6), (0, 0), (0, 0)))),
-        jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 6), (0, 0), (0, 0))), short[2]),
-    )
-    for counted in (COUNTED, {"segment_length": 5}):
-        mask = Mask.packed(SEGMENTS, **counted)
-        call = functools.partial(attend, values=values, mask=mask, q_length=KEYS)
-        np.testing.assert_allclose(call((short[0], dense, short[2])), call(padded), atol=1e-5)
-    with pytest.raises(ValueError, match="is for 5 queries and 5 keys, but there are 11 queries"):
-        attend(short[:1], values, mask=Mask.packed(SEGMENTS), q_length=KEYS)

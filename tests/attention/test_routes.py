@@ -12,18 +12,10 @@ import pytest
 from synthesizer_jax.attention import Mask, attend, attention_weights, blocked, fused, static
 from synthesizer_jax.attention.terms import Call
 from tests.attention import cases, oracle
-from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, QUERIES, WIDTH
+from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, QUERIES
 
 ROUTES = {"static": PARAMETERS, "fused": EVERY_TERM, "reference": EVERY_TERM}
 BOUND = 2e-5
-
-
-def problem(names: tuple[str, ...], q: int, k: int):
-    return (
-        cases.make_terms(names, BATCH, q, k),
-        cases.normal("values", BATCH, k, HEADS, WIDTH),
-        cases.normal("cotangent", BATCH, q, HEADS, WIDTH),
-    )
 
 
 MASKS = {n: (m, QUERIES) for n, m in cases.cross_masks().items()}
@@ -34,7 +26,7 @@ MASKS |= {n: (m, KEYS) for n, m in (cases.self_masks() | cases.packed_masks()).i
 @pytest.mark.parametrize("name", MASKS)
 def test_under_every_mask(route: str, name: str) -> None:
     mask, q = MASKS[name]
-    terms, values, g = problem(ROUTES[route], q, KEYS)
+    terms, values, g = cases.problem(ROUTES[route], q, KEYS)
     cases.check(terms, values, mask, g, route, BOUND)
 
 
@@ -43,7 +35,7 @@ def test_all_heads_at_once_as_on_gpus(name: str) -> None:
     mask, q = MASKS.get(name, (None, QUERIES))
     if mask is None:
         mask = Mask(allowed=cases.holes(BATCH, HEADS, QUERIES, KEYS))
-    terms, values, g = problem(EVERY_TERM, q, KEYS)
+    terms, values, g = cases.problem(EVERY_TERM, q, KEYS)
 
     @functools.partial(jax.jit, static_argnums=1, compiler_options=cases.FAST_COMPILE)
     def run(inputs, parallel):
@@ -62,7 +54,7 @@ def test_all_heads_at_once_as_on_gpus(name: str) -> None:
     [("fused", 1, HEADS), ("fused", BATCH, 1), ("fused", BATCH, HEADS), ("reference", 1, HEADS)],
 )
 def test_any_pattern(route: str, batch: int, heads: int) -> None:
-    terms, values, g = problem(("static", "dot_product"), QUERIES, KEYS)
+    terms, values, g = cases.problem(("static", "dot_product"), QUERIES, KEYS)
     mask = Mask(causal=True, query_offset=5, allowed=cases.holes(batch, heads, QUERIES, KEYS))
     cases.check(terms, values, mask, g, route, BOUND)
 
@@ -71,7 +63,7 @@ def test_any_pattern(route: str, batch: int, heads: int) -> None:
 @pytest.mark.parametrize("name", ["padding", "packed cross"])
 def test_soft_cap(route: str, name: str) -> None:
     mask, q = MASKS[name]
-    terms, values, g = problem(EVERY_TERM, q, KEYS)
+    terms, values, g = cases.problem(EVERY_TERM, q, KEYS)
     answer = oracle.attention(terms, values, mask, g, soft_cap=2.5)
     cases.compare(cases.run(terms, values, mask, g, route, cap=2.5), answer, BOUND)
     with pytest.raises(ValueError, match="it has no soft cap"):
@@ -82,7 +74,7 @@ def test_soft_cap(route: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["padding", "packed cross"])
 def test_sinks(route: str, name: str) -> None:
     mask, q = MASKS[name]
-    terms, values, g = problem(EVERY_TERM, q, KEYS)
+    terms, values, g = cases.problem(EVERY_TERM, q, KEYS)
     sinks = jnp.array([0.5, 400.0])  # the second takes all
     run = functools.partial(attend, mask=mask, q_length=q, implementation=route)
 
@@ -103,12 +95,12 @@ def test_sinks(route: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY_TERM)
 def test_each_term_alone(name: str) -> None:
-    terms, values, g = problem((name,), QUERIES, KEYS)
+    terms, values, g = cases.problem((name,), QUERIES, KEYS)
     cases.check(terms, values, cases.cross_masks()["padding"], g, "fused", BOUND)
 
 
 def test_weights_for_reports() -> None:
-    terms, values, g = problem(EVERY_TERM, KEYS, KEYS)
+    terms, values, g = cases.problem(EVERY_TERM, KEYS, KEYS)
     for mask in (cases.self_masks()["causal and padding"], cases.packed_masks()["packed"]):
         answer = oracle.attention(terms, values, mask, g)
         assert oracle.error(attention_weights(terms, mask=mask), answer.weights) < BOUND

@@ -16,6 +16,7 @@ from synthesizer_jax.checkpoints import checksums
 from synthesizer_jax.checkpoints.contents import CONTENTS
 from synthesizer_jax.checkpoints.manager import Checkpoints, Retention, finished_steps
 from synthesizer_jax.training.state import TrainState
+from tests.training.tiny import damage
 
 
 def array(kind: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -147,14 +148,9 @@ def test_other_damage_is_noticed(saved: pathlib.Path, caplog, damage, message: s
     assert any(path.name.endswith(".unreadable") for path in saved.iterdir())
 
 
-def empty(checkpoint: pathlib.Path) -> None:
-    for path in (checkpoint / "state").rglob("d/*"):
-        path.write_bytes(b"")
-
-
 def test_a_second_damaged_checkpoint_of_a_step_is_set_aside_too(saved: pathlib.Path) -> None:
     for _ in range(2):
-        empty(saved / "2")
+        damage(saved / "2")
         assert newest(saved) == (1, 1)
         save(saved, 2)
     assert {path.name for path in saved.iterdir()} == {"1", "2", "2.unreadable", "2.unreadable-2"}
@@ -173,7 +169,7 @@ def test_nothing_is_renamed_where_that_would_not_help(saved: pathlib.Path, monke
     monkeypatch.setattr(Position, "error", None)
     assert finished_steps(saved) == [1, 2] and newest(saved) == (2, 2)
     for step in (1, 2):
-        empty(saved / str(step))
+        damage(saved / str(step))
     with pytest.raises(ValueError, match=r"checkpoint .*/2 cannot be read .*; put a good copy in"):
         newest(saved)
     assert finished_steps(saved) == [1, 2]

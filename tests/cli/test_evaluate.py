@@ -23,6 +23,7 @@ from synthesizer_jax.tasks import definitions, mixtures, prepare  # noqa: F401 -
 from synthesizer_jax.training.experiment import Evaluation
 from tests.cli import commands
 from tests.evaluation import runs
+from tests.training.tiny import damage
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +54,6 @@ def run(place, tmp_path):
 def call(place, options, *words, workdir=None, command="eval"):
     where = ("--workdir", workdir or place / "run", "--data-dir", place / "data")
     return " ".join(commands.call(f"{command} {options}", *where, *words).split())
-
-
-def spoil(checkpoint):
-    (checkpoint / "state" / "manifest.ocdbt").write_bytes(b"")
 
 
 RTE = "--task glue_rte_v002"
@@ -189,7 +186,7 @@ def test_values_that_are_no_answers(place, tmp_path):
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplog):
-    spoil(run / "checkpoints" / "4")
+    damage(run / "checkpoints" / "4")
     with caplog.at_level(logging.WARNING):
         shown = call(place, RTE, workdir=run)
     assert "step 2" in shown
@@ -200,7 +197,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplo
         call(place, f"--step 4 {RTE}", workdir=run)
     shown = call(place, f"--all {RTE}", workdir=run)
     assert "step 4 is skipped" in shown and "glue_rte_v002" in shown
-    spoil(run / "checkpoints" / "2")
+    damage(run / "checkpoints" / "2")
     with pytest.raises(ValueError, match=r"checkpoints/4 cannot be read .*put a good copy"):
         call(place, RTE, workdir=run)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint that can be read \(tried 2, 4\)"):

@@ -13,15 +13,12 @@ from synthesizer_jax.training.experiment import Experiment
 from tests.cli.commands import call, run_all
 
 RECIPE = '''
-"""Everything of its own: alignment, schedule, optimizer, SeqIO task, metric."""
+"""An alignment, a SeqIO task and a metric of its own."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import flax.linen as nn
 import jax.numpy as jnp
-import optax
 import seqio
 import tensorflow as tf
 
@@ -31,6 +28,7 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.models import Size, t5
 from synthesizer_jax.base.registry import register
+from synthesizer_jax.optimizers import AdamW
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 
 
@@ -45,24 +43,6 @@ class Slope(Alignment):
         row = -self.steepness * jnp.arange(context.key_span.length, dtype=jnp.float32)
         shape = (context.num_heads, context.query_span.length, context.key_span.length)
         return (static(jnp.broadcast_to(row, shape)),)
-
-
-@register
-@dataclasses.dataclass(frozen=True)
-class HalvedRate:
-    value: float = 0.1
-
-    def build(self):
-        return lambda step: self.value * 0.5**step
-
-
-@register
-@dataclasses.dataclass(frozen=True)
-class Descent:
-    learning_rate: HalvedRate = HalvedRate()
-
-    def build(self, axes):
-        return optax.sgd(self.learning_rate.build())
 
 
 def numbers(split, shuffle_files, seed=None):
@@ -99,7 +79,7 @@ def default():
         model=t5(Size(8, 1, 16, 2, 4), encoder=Slope(0.25), decoder=Slope(), vocab_size=384),
         vocabulary=Bytes(),
         data=DataConfig("own_parity", 16, 4, batch_size=8, shards=1),
-        training=Training(steps=2, optimizer=Descent(), log_every=1, save_every=2),
+        training=Training(steps=2, optimizer=AdamW(), log_every=1, save_every=2),
         evaluation=Evaluation(method="greedy", batch_size=4, split="held_out"),
     )
 '''

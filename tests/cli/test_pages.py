@@ -1,17 +1,18 @@
-"""What README says to type, typed; and all commands of the pages exist."""
+"""All commands, options and recipes of the pages exist."""
 
-import json
 import pathlib
 import re
 import shlex
+from itertools import pairwise
 
 import pytest
 import typer
 
 from synthesizer_jax.cli.main import app
-from tests.cli.commands import run_all
+from synthesizer_jax.cli.recipes import list_recipes, load_recipe
 from tests.conftest import ROOT
 
+PACKAGED = {row["recipe"].split(":")[0] for row in list_recipes()}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -33,36 +34,5 @@ def test_the_commands_of_a_page_have_its_options(page: pathlib.Path) -> None:
         options = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
         typed = {word for word in words[: [*words, "--"].index("--")] if word.startswith("--")}
         assert typed <= options | {"--help"}, command.name
-
-
-@pytest.fixture
-def place(real_data: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A folder with the names that README uses, and the tasks that take the least time."""
-    files = {
-        **{f"GLUE_FILES/{task}": f"glue/{task}" for task in ("CoLA", "WNLI", "AX")},
-        **{f"SUPER_GLUE_FILES/{task}": f"super_glue/{task}" for task in ("COPA", "WSC")},
-        "spiece.model": "sentencepiece/t5_spiece.model",
-    }
-    for name, file in files.items():
-        if not (real_data / file).exists():
-            pytest.skip(f"{file} is not among the original files on this machine")
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).symlink_to(real_data / file)
-    return tmp_path
-
-
-def test_train_evaluate_predict_and_generate(place: pathlib.Path) -> None:
-    section = PAGES[0].read_text(encoding="utf-8").split("\n## Train, evaluate, use\n")[1]
-    ended = run_all(place, commands(section.split("\n## ")[0]))
-    assert [code for code, _ in ended] == [0] * 6, ended
-    said = "".join(text for _, text in ended)
-    assert re.search(r"step 20/20  evaluated in .*: score [\d.]+, loss [\d.]+", said)
-    assert "runs/rv has finished its 20 steps: score " in said
-    for task in ("glue_cola_v002", "super_glue_copa_v102", "super_glue_wsc_v102_simple_eval"):
-        assert task in said
-    predicted = place / "predictions" / "glue_cola_v002.jsonl"
-    row = json.loads(predicted.read_text().splitlines()[0])
-    assert row["input"].startswith("cola sentence: ") and row["prediction"]
-    submitted = (place / "predictions" / "glue" / "CoLA.tsv").read_text().splitlines()
-    assert submitted[0] == "index\tprediction" and len(submitted) == 1064
-    assert len(said.splitlines()[-1]) > 0
+        if command.name == "train" and words[0].split(":")[0] in PACKAGED:
+            load_recipe(words[0], [v for name, v in pairwise(words) if name == "--set"])

@@ -90,10 +90,7 @@ def test_a_recipe_needs_no_annotation(tmp_path, function, source):
             "def default():\n    return experiment(steps=-3)\n",
             r"mine\.py, line 4: ValueError: training\.steps is -3; allowed: 1 to",
         ),
-        (
-            "def default(size):\n    return 3\n",
-            r"mine\.py: missing a required argument: 'size'$",
-        ),
+        ("def default(size):\n    return 3\n", r"mine\.py: missing a required argument: 'size'$"),
         ("def default():\n    return 3\n", r"mine\.py returns 3, expected Experiment"),
         ("def small():\n    pass\n", r"mine\.py has no recipe 'default'; it has: small$"),
         ("default = 3\n", r"mine\.py has no recipe 'default'; it has: none"),

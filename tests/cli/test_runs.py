@@ -22,11 +22,7 @@ from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.runs.lock import InUseError
 from synthesizer_jax.runs.metrics import read_metrics
 from synthesizer_jax.tasks import synthetic
-from synthesizer_jax.training.run_directory import (
-    check_same_run,
-    load_experiment,
-    save_run,
-)
+from synthesizer_jax.training.run_directory import check_same_run, load_experiment, save_run
 from tests.cli.commands import call
 from tests.environment import without_devices
 
@@ -196,19 +192,3 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, synthetic_data) -
     again = log.read_text().splitlines(keepends=True)
     assert json.loads(again[-1])["score"] == json.loads(lines[-1])["score"]
     assert len(again) == len(lines)
-
-
-@pytest.mark.parametrize("damage", [b'{"step": \xff\xfe\n', b"[]\n", b'{"step": 5, "k'])
-def test_damaged_logs_do_not_stop_a_run(copied, synthetic_data, caplog, damage) -> None:
-    ends, before = damage.endswith(b"\n"), {}
-    for name in ("metrics.jsonl", "events.jsonl"):
-        before[name] = (copied / name).read_bytes()
-        first, rest = before[name].split(b"\n", 1)
-        damaged = first + b"\n" + damage + rest if ends else before[name] + damage
-        (copied / name).write_bytes(damaged)
-    call(train(copied, synthetic_data, "training.steps=4"))
-    assert (copied / "metrics.jsonl").read_bytes() == before["metrics.jsonl"]
-    assert ("line 2 is damaged; such lines are removed" in caplog.text) == ends
-    events = (copied / "events.jsonl").read_bytes().splitlines()
-    assert events[0] == before["events.jsonl"].splitlines()[0]
-    assert json.loads(events[-1])["event"] == "end"

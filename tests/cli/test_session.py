@@ -15,7 +15,8 @@ IMPORT = (
 )
 SMALL = (
     "--data-dir DATA --set data.mixture=own_files --set data.batch_size=8 "
-    '--set vocabulary={"type":"Bytes"} --set training.save_every=2 --set training.log_every=1'
+    '--set vocabulary={"type":"Bytes"} --set training.save_every=2 --set training.log_every=1 '
+    "--set model.encoder.runs.0.repeats=1 --set model.decoder.runs.0.repeats=1"
 )
 TRAIN = f"train quickstart:random_vanilla --workdir runs/mine {SMALL}"
 EVAL = "eval --workdir runs/mine --data-dir DATA"
@@ -39,12 +40,7 @@ SESSION = [
     ("train quickstrat --workdir runs/x", 2, "did you mean 'quickstart'"),
     ("train papers.replacement:alr --workdir runs/x", 2, "returns a Distillation, expected Exper"),
     ("models t5_1_1_small", 0, "76,9"),
-    ("models nothing*", 2, "no model is called 'nothing*'"),
-    ("plan quickstart --topology v6e:4x4", 0, "1,200 steps: 0.0 chip-hours"),
-    ("plan quickstart --topology v6e-17", 2, "near it are v6e:4x4"),
     (f"{TRAIN} --set evaluation.method=sample", 2, "error: evaluation.method"),
-    (f"{TRAIN} --set model.dtype=float17", 2, "'float32', 'bfloat16'"),
-    (f"{TRAIN} --set training.steps=0", 2, "error: training.steps"),
     (f"{TRAIN} --set init_from=a.jsonl", 2, "holds no experiment.json; give the directory"),
     (TRAIN, 2, "own_files"),  # not imported yet
     # Data of one's own.
@@ -72,7 +68,7 @@ SESSION = [
     (
         f"train quickstart:dot_product --workdir runs/other {SMALL} --set init_from=runs/mine",
         2,
-        "a checkpoint of another model: 6 arrays",
+        "a checkpoint of another model: 3 arrays",
     ),
     (
         f"train runs/mine --workdir runs/again {SMALL} --set training.steps=1",
@@ -83,7 +79,7 @@ SESSION = [
     # What a run is good for.
     (f"{EVAL} --all", 0, "best steps"),
     (f"{EVAL} --split test", 2, "error: own_files has no"),
-    (f"{EVAL} --split train --max-examples 1 --method beam", 0, "own_files │ train │"),
+    (f"{EVAL} --split train --max-examples 1 --method greedy", 0, "own_files │ train │"),
     (
         "predict --workdir runs/mine --data-dir DATA --split validation --method rank",
         *(0, "predictions: runs/mine"),
@@ -95,12 +91,6 @@ SESSION = [
     ("doctor --workdir a.jsonl", 2, "File exists"),
     # Other runs from it.
     ("average runs/mine runs/mean", 0, "holds the mean of the steps 2, 4"),
-    ("average runs/again runs/mean_2", 2, "holds 1 of the 2 checkpoints that a mean needs (1)"),
-    (
-        "average runs/again runs/mean_2 --last 2",
-        2,
-        "give a smaller --last, or train with training.keep_latest=2",
-    ),
     ("convert runs/mine runs/mixture --encoder rw", 2, "--encoder is 'rw', did you mean 'r'?"),
     ("convert runs/mine runs/mixture --encoder r", 2, "cannot start as the model; fit and distill"),
     ("convert runs/mine runs/mixture --max-length 3", 2, "belongs to --encoder and --decoder"),
@@ -111,48 +101,28 @@ SESSION = [
     ),
     ("convert runs/mine runs/mixture --encoder rv --max-length 1000000000", 2, "--max-length is"),
     ("convert runs/mine runs/mixture --encoder rv --max-length 1000000", 2, "GiB of memory"),
-    ("convert runs/mine DATA", 2, "DATA exists; give a new directory"),
     ("convert runs/mine runs/mixture --encoder rv --max-length 32", 0, "parameters of runs/mine"),
     (GENERATE.format("mixture"), 0, ""),
     ("export runs/mine exported --to onnx", 2, "--to is 'onnx'; use huggingface, t5x"),
     ("export runs/mine exported", 2, "no published T5 has"),
-    (DISTILL, 0, "fitted 2 layers to 2 batches"),
+    (DISTILL, 0, "fitted 1 layers to 2 batches"),
     (GENERATE.format(f"random/{FINE_TUNED}"), 0, ""),
     ("distill quickstart --teacher runs/mine --workdir runs/x", 2, "expected Distillation"),
     (
-        "inspect runs/mine --data-dir DATA --mixture others --examples 16 --output heads.html",
+        "inspect runs/mine --data-dir DATA --mixture others --examples 4 --output heads.html",
         *(0, "page: "),
     ),
 ]
-AFTER_DAMAGE = [
-    (f"{EVAL} --step 4", 2, "checkpoints/4 cannot be read"),
-    (EVAL, 0, "step 2"),
-    (GENERATE.format("mine"), 0, "checkpoints/4 cannot be read"),
-    (f"{TRAIN} --set training.steps=4", 0, "set aside as"),
-]
-
-NOISE = "asyncio/base_events.py"
-"""In what Orbax may print of reads that go on when one has found a damaged file; its end may be cut off."""
 
 
-def check(
-    place: pathlib.Path, expected: list[tuple[str, int, str]], *, noise: str | None = None
-) -> dict[str, str]:
-    """Runs commands, and looks for an exit code and a text in what each says, which is returned.
-
-    None shows a traceback; with `noise` one that contains it, and no file of ours, is passed over.
-    """
-
-    def shows_traceback(text: str) -> bool:
-        passed = noise is not None and noise in text and "/synthesizer_jax/" not in text
-        return "Traceback" in text and not passed
-
+def check(place: pathlib.Path, expected: list[tuple[str, int, str]]) -> dict[str, str]:
+    """Runs commands, and looks for an exit code and a text in what each says, which is returned."""
     found = run_all(place, [command for command, _, _ in expected])
     texts = [(code, " ".join(text.split())) for code, text in found]
     other = [
         f"{command}: {code}: {text}"
         for (command, wanted, part), (code, text) in zip(expected, texts, strict=True)
-        if code != wanted or part not in text or shows_traceback(text)
+        if code != wanted or part not in text or "Traceback" in text
     ]
     assert not other, "\n".join(other)
     return {command: text for (command, _, _), (_, text) in zip(expected, found, strict=True)}
@@ -178,11 +148,11 @@ def test_from_a_file_to_a_report(tmp_path) -> None:
     # A converted run answers the same, which depends on every parameter.
     assert said[GENERATE.format("mixture")] == said[GENERATE.format("mine")]
     left = {path.name for path in (*tmp_path.iterdir(), *(tmp_path / "runs").iterdir())}
-    assert not {"exported", "mean_2", "x"} & left
+    assert not {"exported", "x"} & left
 
     random = tmp_path / "runs" / "random"
     heads = json.loads((random / "fit.json").read_text())
-    assert list(heads) == ["encoder/layers_0", "encoder/layers_1"]
+    assert list(heads) == ["encoder/layers_0"]
     assert all(len(kl) == 4 and 0 <= min(kl) < max(kl) < 3 for kl in heads.values())
     assert (random / "distillation.json").is_file()
     taught, student, tuned = (
@@ -193,9 +163,3 @@ def test_from_a_file_to_a_report(tmp_path) -> None:
     assert 0 < np.abs(tuned["embedding"] - student["embedding"]).max() < 0.01
     table = student["encoder"]["layers_0"]["attention"]["align"]["table"]
     assert table.shape == (4, 32, 32) and np.ptp(table, axis=-1).min() > 0.1
-
-    for path in (run / "checkpoints" / "4" / "state").rglob("d/*"):
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1  # one bit in every file of arrays
-        path.write_bytes(data)
-    check(tmp_path, AFTER_DAMAGE, noise=NOISE)

@@ -113,17 +113,6 @@ def test_beam_search_is_that_of_t5x(beams, length, alpha, shortest, end, seed):
             np.testing.assert_allclose(log_p, expected * penalty, atol=1e-5)
 
 
-def test_a_cut_sequence_is_returned_where_none_has_ended():
-    logits = np.zeros((2, 2, Table.CODES, 9), np.float32)
-    logits[0, ..., 1] = -1e9  # the first example never ends
-    logits[1, :, :, 1] = [[-3.0], [-9.0]]  # the second ends with little probability
-    logits[..., 5] = 4.0
-    found = search(logits, 5, 1.0)
-    assert found.tokens[:, 0].tolist() == [[5, 5], [1, 0]]
-    likely = 4 - np.log(np.exp(4) + 7)
-    np.testing.assert_allclose(found.scores[0, 0], 2 * likely / (7 / 6), rtol=1e-5)
-
-
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_repetition_is_constrained_as_in_transformers(n):
     """Greedy decoding changes logits, beam search log-probabilities; the prompt counts."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from synthesizer_jax import Attention, Block, FeedForward, Mask, Run, Stack
 from synthesizer_jax.mixers import Mixer
@@ -291,16 +292,24 @@ def packed_is_separate(s: Subject) -> None:
 
 
 def sharded_is_single(s: Subject) -> None:
-    """Two ways over the examples and two over the heads, forward and gradient."""
-    mesh = jax.make_mesh(
-        (2, 2), ("replicas", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
-    with jax.set_mesh(mesh), nn.logical_axis_rules([("batch", "replicas"), ("heads", "model")]):
-        value, (variables, x) = s.run(jax.value_and_grad(s.loss, (0, 1)))(s.variables, s.x)
-    single = s.gradients[0]
-    found = value, (*jax.tree.leaves(variables.get("params", {})), x)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(single), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-9)
+    """Two ways over the examples and two over the heads, on automatic and on explicit axes."""
+
+    def by_heads(path: Any, p: Any) -> P:
+        """As a layer's users place output projections and tables."""
+        names = [key.key for key in path]
+        divided = names[-2:] == ["out", "kernel"] or names[-1] == "table"
+        return P("model") if divided and p.shape[0] == HEADS else P()
+
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 2), ("replicas", "model"), (kind,) * 2, devices=jax.devices()[:4])
+        rules = [("batch", "replicas"), ("heads", "model")]
+        with jax.set_mesh(mesh), nn.logical_axis_rules(rules), jax.enable_x64(True):
+            places = jax.tree.map_with_path(by_heads, s.variables)
+            spread = jax.device_put((s.variables, s.x), (places, P("replicas")))
+            value, (variables, x) = s.run(jax.value_and_grad(s.loss, (0, 1)))(*spread)
+        found = value, (*jax.tree.leaves(variables.get("params", {})), x)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(s.gradients[0]), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-9)
 
 
 def ragged_prompts_decode_as_each_alone(s: Subject) -> None:

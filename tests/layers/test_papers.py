@@ -89,18 +89,6 @@ def test_heads_of_two_kinds_share_keys_that_are_values():
     np.testing.assert_allclose(*outputs, atol=1e-6)
 
 
-def test_a_layer_and_a_mask_have_no_window_each():
-    layer = sj.Attention(2, 4, window=3)
-    with pytest.raises(ValueError, match="exclude each other"):
-        layer.init(KEY, X, mask=sj.Mask(window=2))
-
-
-def test_heads_that_cannot_be_shared_are_refused():
-    for alignment in (sj.DotProduct(), sj.Random(7)):
-        with pytest.raises(ValueError, match="num_kv_heads=3 must divide num_heads=4"):
-            sj.Attention(4, 3, alignment=alignment, num_kv_heads=3).init(KEY, X)
-
-
 SIZES = {  # Bozic et al. 2023: hidden widths of the released code, parameters from them
     "encoder": {25: 339_275, 50: 659_350, 800: 10_261_600, 3200: 40_988_800, 12800: 163_897_600},
     "decoder": {25: 176_203, 50: 339_478, 800: 5_237_728, 3200: 20_912_128, 12800: 83_609_728},
@@ -193,6 +181,15 @@ REFUSED = [
     (sj.Mixture((DOT, sj.Dense)), {}, "alignment.parts is .*, expected tuple"),
     (sj.Mixture((sj.Gaussian(), DOT)), {}, r"cannot be part of a mixture.*GaussianBias.*PerHead"),
     (sj.Gaussian(), {"bias": BIAS}, "no logits to add a position bias to"),
+    (sj.Attention(2, 4, window=3), {"mask": sj.Mask(window=2)}, "exclude each other"),
+    *(
+        (
+            sj.Attention(4, 3, alignment, num_kv_heads=3),
+            {},
+            "num_kv_heads=3 must divide num_heads=4",
+        )
+        for alignment in (DOT, sj.Random(7))
+    ),
     (ATTENTION.copy(alignment=sj.Random), {}, "alignment is .*Random.*, expected Alignment"),
     (ATTENTION, {"mask": sj.Mask(query_offset=2)}, "query_offset=2 in self-attention"),
     (

@@ -68,19 +68,6 @@ def test_scan_equals_loop_and_layouts_convert_back(batch):
             jax.tree.map(np.testing.assert_array_equal, back, trees[name])
 
 
-def test_dropout_needs_its_random_stream_and_only_then_acts(batch):
-    model = model_of("rv", dropout_rate=0.5)
-    variables = general(model.init, *batch)
-    one, two, again, none = jax.jit(
-        lambda v: [
-            model.apply(v, *batch, rngs=rngs)
-            for rngs in (*({"dropout": jax.random.key(s)} for s in (1, 2, 1)), None)
-        ]
-    )(variables)
-    assert np.any(one != two) and np.any(one != none)
-    np.testing.assert_array_equal(one, again)
-
-
 def test_dropout_drops_whole_features_and_keeps_the_mean():
     dropped = Dropout(0.25).apply({}, jnp.ones((4, 3, 64)), rngs={"dropout": jax.random.key(0)})
     np.testing.assert_array_equal(dropped, np.broadcast_to(dropped[:, :1], dropped.shape))

@@ -110,13 +110,8 @@ def test_positions_past_a_table_are_refused(source):
     with pytest.raises(ValueError, match="max_length=6 but was given 7 positions"):
         jax.eval_shape(stack.init, jax.random.key(0), jnp.ones((1, 7, D)))
     learned = encoder_decoder(sj.Attention(2, 4), positions=table)
-    own = block.copy(
-        self_mixer=sj.SentenceFeedForward(6, 5, causal=True), cross_mixer=sj.Attention(2, 4)
-    )
     for model, tokens in (
         (learned, source),
-        (encoder_decoder(sj.SentenceFeedForward(6, 5)), source),
-        (learned.copy(decoder=sj.Stack((sj.Run(own, 1),))), source),
         (sj.LanguageModel(vocab_size=VOCAB, d_model=D, decoder=stack), source[:, :1]),
     ):
         variables = general(model.init, tokens, source[:, :4])

@@ -241,8 +241,7 @@ def test_an_optimizer_by_name_equals_optax_and_is_sharded_like_the_parameters():
     axes = {"a": ("embed", "mlp"), "b": ("norm",)}
     named = optax_optimizer("lion", SCHEDULE, b1=0.8, weight_decay=0.1, clip_norm=1.0).build(axes)
     own = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.lion(SCHEDULE.build(), b1=0.8, weight_decay=0.1),
+        optax.clip_by_global_norm(1.0), optax.lion(SCHEDULE.build(), b1=0.8, weight_decay=0.1)
     )
     gradients = jax.tree.map(lambda p: 3.0 * p + 1.0, params)
     first = lambda t: jax.tree.leaves(t.update(gradients, t.init(params), params))

@@ -1,6 +1,7 @@
 """Models of transformers and their conversions compute the same: `make test-peers`."""
 
 import itertools
+import json
 import pathlib
 
 import jax
@@ -9,24 +10,66 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
 
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
-from synthesizer_jax.inference import Decoding, decode, decode_sequences
+from synthesizer_jax.inference import Decoding, decode, decode_sequences, encode_tokens
+from synthesizer_jax.models import Encoder
+from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained import Loaded, generate, load
 from synthesizer_jax.pretrained.architecture import Architecture
 from synthesizer_jax.pretrained.convert import convert_checkpoint
-from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface.export import write_folder
 from synthesizer_jax.pretrained.loading import open_pretrained, read_params
+from synthesizer_jax.primitives.parameters import Variables, apply_method
 from tests.inference.beam_search import t5x_beams
-from tests.peers.compare import check_folder, check_logits
 from tests.pretrained.folders import FAMILIES, TINY, UNTIED, make_folder, make_tensors
 from tests.pretrained.test_round_trip import OUTPUT, make_configs, projection
 
 CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
 LENGTH = 12
+TOLERANCE = 1e-5
+"""Largest accepted deviation, as a share of the largest logit."""
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+
+
+def check_logits(folder: pathlib.Path, model: TokenModel, variables: Variables) -> None:
+    """Compares logits, or an encoder's states, of two random examples with those of transformers."""
+    rng = np.random.default_rng(0)
+    inputs = rng.integers(2, model.vocab_size, (2, 12))
+    inputs[1, 7:] = 0
+    targets = rng.integers(2, model.vocab_size, (2, 9))
+    targets[:, 0] = 0
+    tokens = jnp.asarray(inputs, jnp.int32)
+    if isinstance(model, Encoder):
+        ours = encode_tokens(variables, tokens, model=model)
+    else:
+        ours = apply_method(model.__call__, variables, tokens, jnp.asarray(targets, jnp.int32))
+    theirs = _reference_outputs(_load_reference(folder, model), inputs, targets)
+    real = inputs != 0 if isinstance(model, Encoder) else np.ones(targets.shape, bool)
+    deviation = np.abs(np.asarray(ours, np.float32) - theirs)[real].max()
+    assert deviation <= TOLERANCE * np.abs(theirs[real]).max()
+
+
+def _load_reference(folder: pathlib.Path, model: TokenModel):
+    family = json.loads((folder / "config.json").read_text()).get("model_type", "t5")
+    kind = "EncoderModel" if isinstance(model, Encoder) else "ForConditionalGeneration"
+    cls = getattr(transformers, f"{CLASSES[family]}{kind}")
+    reference = cls.from_pretrained(str(folder), local_files_only=True).float().eval()
+    if family == "umt5" and not model.tied:
+        # Version 5 scales the outputs as if the embedding were the output projection.
+        reference.config.tie_word_embeddings = False
+    return reference
+
+
+def _reference_outputs(reference, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    arguments = {
+        "input_ids": torch.as_tensor(inputs),
+        "attention_mask": torch.as_tensor(inputs != 0),
+    }
+    with torch.no_grad():
+        if type(reference).__name__.endswith("EncoderModel"):
+            return reference(**arguments).last_hidden_state.numpy()
+        return reference(decoder_input_ids=torch.as_tensor(targets), **arguments).logits.numpy()
 
 
 def make_model(config, seed=0):
@@ -47,22 +90,6 @@ def read(folder):
     """The model and variables of a folder without a tokenizer."""
     with open_pretrained(folder) as pretrained:
         return pretrained.model, {"params": read_params(pretrained)}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shards", [1, 3])
-def test_folders_have_the_same_logits_and_come_back_bit_exact(tmp_path, family, shards):
-    config = TINY | FAMILIES[family]
-    tensors = make_tensors(config)
-    make_folder(tmp_path / "source", config, tensors, shards=shards)
-    convert_checkpoint(tmp_path / "source", tmp_path / "run")
-    check_folder(tmp_path / "source")
-    export_run(tmp_path / "run", tmp_path / "back")
-    check_folder(tmp_path / "back")
-    back = load_file(tmp_path / "back" / "model.safetensors")
-    assert back.keys() == tensors.keys()
-    for name, x in tensors.items():
-        np.testing.assert_array_equal(back[name], x)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -195,60 +222,22 @@ def test_decoded_ids_are_the_same(tmp_path, family):
 
 
 ODD = [
-    *("", " ", "  a  b  ", "\n", "a\nb", "a\r\nb", "\ta\tb", "a\\tb", "...", "don't", "``quoted''"),
-    *("(c) a-b", "5 < 6 > 4", "A.B.C", "1,000.50", "a--b", "#$%^&*", "a" * 300, "{x}[y]", "[CLS]"),
-    *("<extra_id_0>. Hello", "a <extra_id_0> b <extra_id_99>", "a<extra_id_0>b", "<extra_id_0"),
-    *("<extra_id_0><extra_id_1>", "<extra_id_0> <extra_id_1>.", "x <extra_id_100> y", "<s>"),
-    *("  <extra_id_5>  x", "<extra_id_0>\n", "\n<extra_id_0>", "<EXTRA_ID_0>", "<extra_id_00>"),
-    *("<extra_id_0>a <extra_id_1>, <extra_id_2>", "extra_id_0>", "<mask>", "http://a.b/c?d=e"),
-    *(
-        "translate English to German: The house.",
-        "½ ﬁ ①  two",
-        "１２３ ａｂｃ",
-        "e\u0301",
-        "ﬃ",
-        "ß",
-    ),
-    *(
-        "İ",
-        "ſ",
-        "x²",
-        "Ⅷ",
-        "㎏",
-        "㍻",
-        "ﷺ",
-        "\u0958",
-        "\u1e9b\u0323",
-        "한국어",
-        "\u1112\u1161\u11ab",
-    ),
-    *("\ud7a3", "\u115f", "x\u3164y", "日本語 テスト", "ｶﾞ", "か\u3099", "～", "~", "مرحبا", "שלום"),
-    *(
-        "हिन्दी",
-        "ไทย",
-        "Ünïcödé",
-        "…",
-        "—",
-        "“x”",
-        "¿?",
-        "€",
-        "\ufffd",
-        "naïve 中文",
-        "😀",
-        "a😀😀b",
-    ),
-    *(
-        "👩\u200d👩\u200d👧\u200d👦",
-        "🇩🇪",
-        "1️⃣",
-        "👨\u200d💻",
-        "\u200b",
-        "a\u200bb",
-        "\ufeffa",
-        "a\u00adb",
-    ),
-    *("\u00a0a\u00a0", "\u3000x", "x\u2028y", "\u2009x\u2009", "\u202eabc", "\x00a", "\x07bell"),
-    *("\x1f", "\x7f", "a\x1cb", "▁", "▁a", "a▁b", "a ▁ b", "▁▁", "▁▁x"),
+    *("", " ", "  a  b  ", "\n", "a\nb", "a\r\nb", "\ta\tb", "a\\tb", "...", "don't"),
+    *("``quoted''", "(c) a-b", "5 < 6 > 4", "A.B.C", "1,000.50", "a--b", "#$%^&*"),
+    *("a" * 300, "{x}[y]", "[CLS]", "<extra_id_0>. Hello"),
+    *("a <extra_id_0> b <extra_id_99>", "a<extra_id_0>b", "<extra_id_0"),
+    *("<extra_id_0><extra_id_1>", "<extra_id_0> <extra_id_1>.", "x <extra_id_100> y"),
+    *("<s>", "  <extra_id_5>  x", "<extra_id_0>\n", "\n<extra_id_0>", "<EXTRA_ID_0>"),
+    *("<extra_id_00>", "<extra_id_0>a <extra_id_1>, <extra_id_2>", "extra_id_0>", "<mask>"),
+    *("http://a.b/c?d=e", "translate English to German: The house.", "½ ﬁ ①  two"),
+    *("１２３ ａｂｃ", "e\u0301", "ﬃ", "ß", "İ", "ſ", "x²", "Ⅷ", "㎏", "㍻", "ﷺ", "\u0958"),
+    *("ẛ\u0323", "한국어", "\u1112\u1161\u11ab", "힣", "\u115f", "x\u3164y"),
+    *("日本語 テスト", "ｶﾞ", "か\u3099", "～", "~", "مرحبا", "שלום", "हिन\u094dदी", "ไทย"),
+    *("Ünïcödé", "…", "—", "“x”", "¿?", "€", "�", "naïve 中文", "😀", "a😀😀b"),
+    *("👩\u200d👩\u200d👧\u200d👦", "🇩🇪", "1️⃣", "👨\u200d💻", "\u200b", "a\u200bb"),
+    *("\ufeffa", "a\xadb", "\xa0a\xa0", "\u3000x", "x\u2028y", "\u2009x\u2009"),
+    *("\u202eabc", "\x00a", "\x07bell", "\x1f", "\x7f", "a\x1cb", "▁", "▁a", "a▁b"),
+    *("a ▁ b", "▁▁", "▁▁x"),
 ]
 NOT_FAST = ["</s>", "a </s> b", "<pad>", "<unk> x", "a\u0300\u0301", "①\u0301", "x\x85y"]
 """What the library ``tokenizers`` does not read as SentencePiece; docs/finetune.md names it."""

@@ -2,9 +2,6 @@
 
 import contextlib
 import json
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +16,9 @@ from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.distillation.transplant import with_variants
+from synthesizer_jax.inference import Decoding
 from synthesizer_jax.models import UniversalStack, alignment
-from synthesizer_jax.pretrained import encode, generate, load
+from synthesizer_jax.pretrained import encode, generate, generate_with_scores, load
 from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface import export as exporting
@@ -172,29 +170,15 @@ def test_damage_is_one_sentence_and_leaves_nothing(tmp_path, damage, message, mo
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
-PROGRAM = """
-import json, sys
-import synthesizer_jax
-loaded = synthesizer_jax.load(sys.argv[1])
-print(json.dumps(synthesizer_jax.generate(loaded, ["what?", "why?"], max_length=5)))
-decoding = synthesizer_jax.Decoding(max_length=5, temperature=1.0, samples=2)
-(texts,) = synthesizer_jax.generate_with_scores(loaded, ["what?"], decoding=decoding)
-assert [generated.score < 0 for generated in texts] == [True, True]
-assert synthesizer_jax.generate(loaded, ["what?"], decoding=decoding) == [texts[0].text]
-print(synthesizer_jax.encode(loaded, ["what?", "why not?"]).shape)
-assert "tensorflow" not in sys.modules and "seqio" not in sys.modules
-"""
-
-
-def test_three_lines_generate_and_encode_without_tensorflow(tmp_path):
+def test_three_lines_generate_and_encode(tmp_path):
     config = TINY | FAMILIES["ByT5"]
-    folder = make_folder(tmp_path, config, make_tensors(config))
-    command = [sys.executable, "-c", PROGRAM, str(folder)]
-    root = pathlib.Path(__file__).resolve().parents[2]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
-    assert found.returncode == 0, found.stderr
-    answers, shape = found.stdout.splitlines()
-    assert len(json.loads(answers)) == 2 and shape == "(2, 20)"
+    loaded = load(make_folder(tmp_path, config, make_tensors(config)))
+    assert len(generate(loaded, ["what?", "why?"], max_length=5)) == 2
+    decoding = Decoding(max_length=5, temperature=1.0, samples=2)
+    (texts,) = generate_with_scores(loaded, ["what?"], decoding=decoding)
+    assert [generated.score < 0 for generated in texts] == [True, True]
+    assert generate(loaded, ["what?"], decoding=decoding) == [texts[0].text]
+    assert encode(loaded, ["what?", "why not?"]).shape == (2, 20)
 
 
 @pytest.mark.parametrize("family", ["ByT5", "umT5"])

@@ -53,15 +53,6 @@ def test_logs_are_cut_back_to_the_restored_step_and_to_what_can_be_read(
     assert [e["event"] for e in read_events(tmp_path)] == ["end"]
 
 
-def test_padding_is_counted_by_the_shape_of_every_batch() -> None:
-    throughput = metrics.Throughput()
-    throughput.add(30, capacity=40)
-    throughput.add(30, capacity=60)
-    assert throughput.read()["padding"] == pytest.approx(0.4)
-    throughput.add(30, capacity=100)
-    assert throughput.read()["padding"] == pytest.approx(0.7)
-
-
 def test_an_optimizer_without_a_schedule_has_no_rate_to_show(capsys) -> None:
     values = {"loss": 2.0, "padding": 0.25, "steps_per_second": 4.0, "tokens_per_second": 1000.0}
     Progress(total=12).log_training(4, values)

@@ -14,8 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import synthesizer_jax as sj
-from synthesizer_jax.attention import Partition, attend
-from synthesizer_jax.inference import decode
+from synthesizer_jax.attention import Partition
 from synthesizer_jax.models import Size, t5
 from synthesizer_jax.primitives.parameters import abstract_variables
 from synthesizer_jax.primitives.products import dense_product
@@ -46,15 +45,6 @@ def assert_close(actual, expected, bound: float = 1e-4) -> None:
         assert oracle.error(x, np.asarray(y, np.float64)) < bound
 
 
-def by_heads(path, leaf) -> P:
-    """The partition of output projections and tables: heads over ``model``."""
-    names = [key.key for key in path]
-    divided = names[-2:] == ["out", "kernel"] or (names[-1] == "table" and leaf.ndim == 3)
-    if divided and leaf.shape[0] == H:
-        return P("model")
-    return P()
-
-
 B, N, D, H, E = 8, 16, 12, 4, 3
 
 
@@ -64,77 +54,6 @@ def tokens() -> jax.Array:
 
 
 LENGTHS = jnp.array([16, 3, 5, 6, 1, 16, 0, 8])
-
-
-def layers() -> dict[str, nn.Module]:
-    """A layer for every route, and all mixers other than `Attention`."""
-    route = {"implementation": "fused"}
-    rv = sj.Mixture((sj.DotProduct(), sj.Random(N)))
-    return {
-        "static": sj.Attention(H, E, sj.Random(N)),
-        "fused": sj.Attention(H, E, rv, **route, dropout_rate=0.2),
-        "dense": sj.Attention(H, E, sj.Dense(N), **route),
-        "banded": sj.Attention(H, E, sj.Gaussian()),
-        "reference": sj.Attention(H, E, sj.FactorizedDense(N)),
-        "per head": sj.Attention(H, E, sj.PerHead((sj.Gaussian(), sj.DotProduct()))),
-        "talking heads": sj.TalkingHeads(H, E),
-        "convolution": sj.LightweightConvolution(5, groups=4),
-        "linformer": sj.Linformer(H, E, N, 4),
-        "sentence": sj.SentenceFeedForward(N, 6, H, E),
-        "flax": sj.MultiHeadAttention(H, alignment=sj.Random(N)),
-    }
-
-
-def gradients(layer: nn.Module, variables, x, lengths, key):
-    def loss(variables, x):
-        mask = sj.Mask(key_lengths=lengths)
-        options = {} if isinstance(layer, sj.MultiHeadAttention) else {"rngs": {"dropout": key}}
-        return (layer.apply(variables, x, mask=mask, **options) ** 2).sum()
-
-    return jax.value_and_grad(loss, (0, 1))(variables, x)
-
-
-@pytest.mark.parametrize("name", layers())
-def test_every_route_runs_under_explicit_axes(name: str) -> None:
-    """Automatic axes are part of the contract of layers."""
-    layer, x = layers()[name], tokens()
-    variables = layer.init(jax.random.key(1), x)
-    run = jax.jit(functools.partial(gradients, layer), compiler_options=FAST)
-    expected = run(variables, x, LENGTHS, jax.random.key(2))
-    with jax.set_mesh(mesh_of(EXPLICIT)), nn.logical_axis_rules(RULES):
-        inputs = put_tree((x, LENGTHS), lambda x: P(("replica", "shard")))
-        assert_close(layer.init(jax.random.key(1), inputs[0]), variables, 1e-6)
-        spread = jax.tree.map_with_path(lambda p, v: jax.device_put(v, by_heads(p, v)), variables)
-        actual = run(spread, *inputs, jax.random.key(2))
-        out = jax.eval_shape(layer.apply, spread, inputs[0])
-        assert out.sharding.spec == P(("replica", "shard"), None, None)
-    assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("name", ["static", "fused", "banded"])
-def test_every_route_runs_inside_shard_map(name: str) -> None:
-    """With `check_vma`, JAX's default."""
-    layer, x = layers()[name], tokens()
-    variables = layer.init(jax.random.key(1), x)
-
-    def loss(variables, x, lengths):
-        y = layer.apply(variables, x, mask=sj.Mask(key_lengths=lengths))
-        return (y**2).sum()
-
-    def sharded_loss(variables, x, lengths):
-        def sum_over_devices(*args):
-            return jax.lax.psum(loss(*args), "data")
-
-        batch_specs = (P("data"), P("data"))
-        return jax.shard_map(sum_over_devices, in_specs=(P(), *batch_specs), out_specs=P())(
-            variables, x, lengths
-        )
-
-    run = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)), compiler_options=FAST)
-    expected = run(loss)(variables, x, LENGTHS)
-    with jax.set_mesh(jax.make_mesh((4,), ("data",), (AUTO,), devices=jax.devices()[:4])):
-        actual = run(sharded_loss)(variables, x, LENGTHS)
-    assert_close(actual, expected)
 
 
 def test_functions_with_a_partition_need_no_communication_on_automatic_axes() -> None:
@@ -262,7 +181,7 @@ def check_hlo(hlo: str, *, num_batch_shards: int) -> None:
 
 
 def test_models_under_explicit_axes() -> None:
-    """A training step and decoding with a T5."""
+    """A training step of a T5."""
     model = t5(
         Size(D, 1, 8, H, E), encoder=sj.Random(N), vocab_size=10, dropout_rate=0.1, scan=True
     )
@@ -278,27 +197,10 @@ def test_models_under_explicit_axes() -> None:
         return (logits**2).mean()
 
     run = jax.jit(jax.value_and_grad(loss), compiler_options=FAST)
-    expected = (
-        run(variables, inputs, targets),
-        decode(variables, inputs, model=model, max_length=3, beams=2),
-    )
+    expected = run(variables, inputs, targets)
     with jax.set_mesh(mesh_of(EXPLICIT)):
         sharded_inputs = put_tree((inputs, targets), lambda _: P(("replica", "shard")))
-        actual = (
-            run(variables, *sharded_inputs),
-            decode(variables, sharded_inputs[0], model=model, max_length=3, beams=2),
-        )
-        assert actual[1].tokens.sharding.spec[0] == ("replica", "shard")
-    assert_close(actual, expected)
-
-
-def test_a_partition_over_unknown_mesh_axes_is_an_error() -> None:
-    terms = cases.make_terms(("static",), B, N, N, H)
-    values = cases.normal("values", B, N, H, E)
-    with pytest.raises(
-        ValueError, match=r"no axis 'data', it has \(\); set the mesh with jax.set_mesh"
-    ):
-        attend(terms, values, partition=Partition(batch=("data",)))
+        assert_close(run(variables, *sharded_inputs), expected)
 
 
 def test_vmap_under_a_mesh() -> None:

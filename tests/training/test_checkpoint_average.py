@@ -14,6 +14,7 @@ from synthesizer_jax.training.checkpoint_average import average_checkpoints
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import load_experiment
 from tests.evaluation.runs import experiment, write_run
+from tests.training.tiny import damage
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +78,7 @@ def test_what_is_wrong_is_one_sentence_and_writes_nothing(source, tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no experiment"):
         call(tmp_path, tmp_path / "mean")
     damaged = shutil.copytree(source, tmp_path / "damaged")
-    for path in (damaged / "checkpoints" / "2" / "state").rglob("d/*"):
-        path.write_bytes(b"")
+    damage(damaged / "checkpoints" / "2")
     with pytest.raises(ValueError, match=r"checkpoints/2 cannot be read"):
         average_checkpoints(damaged, tmp_path / "mean")
     with pytest.raises(FileExistsError, match="exists; give a new directory"):

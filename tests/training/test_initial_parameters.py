@@ -24,7 +24,7 @@ from synthesizer_jax.training.initial_parameters import (
 )
 from synthesizer_jax.training.run_directory import save_run
 from synthesizer_jax.training.trainer import Trainer
-from tests.training.tiny import ClassStream, MaskedStream, encoder, experiment, logged
+from tests.training.tiny import ClassStream, encoder, experiment, logged
 from tests.training.tiny import run as train
 
 OLD = {
@@ -162,17 +162,6 @@ def test_the_optimizer_goes_on_where_it_was_told_to(source):
     training = replace(recipe.training, optimizer=Adafactor())
     with pytest.raises(ValueError, match=r"belongs to another model: opt_state/"):
         started(replace(recipe, training=training, init_optimizer=True), directory)
-
-
-def test_a_classifier_starts_from_a_masked_language_model(tmp_path):
-    masked = experiment(encoder(masked_lm=True), steps=1)
-    pretrained = train(tmp_path, masked, MaskedStream())
-    save_run(masked, tmp_path)
-    rules = (InitRule("output_dense/.*", "fresh"),)
-    _, found, _ = started(experiment(encoder(), init_rules=rules), tmp_path)
-    for name in ("embedding", "encoder"):
-        jax.tree.map(np.testing.assert_array_equal, found.params[name], pretrained.params[name])
-    assert set(found.params) == {"embedding", "encoder", "output_dense"}
 
 
 OPTIMIZERS = {

@@ -29,11 +29,8 @@ from synthesizer_jax.training.state import restart_ema
 from synthesizer_jax.training.trainer import Trainer
 from tests.environment import without_devices
 from tests.training.tiny import (
-    HEADS,
-    STREAMS,
     VOCAB,
     CopyStream,
-    encoder,
     experiment,
     logged,
     run,
@@ -90,20 +87,6 @@ def test_training_learns_and_a_finished_run_does_nothing_more(tmp_path):
     step, variables = restore_variables(tmp_path / "checkpoints")
     assert step == 60
     jax.tree.map(np.testing.assert_array_equal, variables["params"], state.params)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_a_head_of_an_encoder_learns_and_continues(head, tmp_path):
-    recipe = lambda steps: experiment(
-        encoder(dropout_rate=0.1, **HEADS[head]), steps=steps, save_every=20
-    )
-    whole = run(tmp_path / "whole", recipe(40), STREAMS[head]())
-    found = logged(tmp_path / "whole")
-    assert np.mean([found[s] for s in range(31, 41)]) < 0.8 * found[1]
-    run(tmp_path / "parts", recipe(20), STREAMS[head]())
-    parts = run(tmp_path / "parts", recipe(40), STREAMS[head]())
-    assert logged(tmp_path / "parts") == found
-    jax.tree.map(np.testing.assert_array_equal, parts.params, whole.params)
 
 
 def test_padding_that_stays_above_half_is_said_once(tmp_path, monkeypatch, capsys):

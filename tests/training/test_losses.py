@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.costs.summary import flops
-from synthesizer_jax.training.losses import (
-    chunked_cross_entropy,
-    cross_entropy,
-    loss_denominator,
-)
+from synthesizer_jax.training.losses import chunked_cross_entropy, cross_entropy, loss_denominator
 
 Z, V = 0.01, 11
 

@@ -110,22 +110,18 @@ def distill_once(recipe: Distillation) -> None:
 
 
 STEPPED = {
-    *(
-        f"papers.translation:multi30k:{system}:multi30k_en_de"
-        for system in ("r", "light", "heads", "hc_all", "sh_x")
-    ),
+    *(f"papers.translation:multi30k:{system}:multi30k_en_de" for system in ("heads", "sh_x")),
     "finetune:prefix_lm_base",
     "papers.classification:ag_news:linformer",
     "papers.cotraining:laptop:rv",
     "papers.language_modeling:masked:16:1",
     "papers.language_modeling:wikitext:fr:scaled:sinusoidal",
     "papers.replacement:alr:everything:s:small",
-    "papers.replacement:alrr:s:small",
     "papers.replacement:elr:s:small",
     "papers.translation:without_feed_forward:v:encoder",
     "quickstart:random_vanilla",
 }
-"""One of each structure; they differ in more than their alignment, which `tests/layers` tests."""
+"""One of each way to be trained; `tests/models` has the structures, and `tests/layers` their parts."""
 
 
 @functools.cache

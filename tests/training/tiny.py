@@ -117,6 +117,14 @@ class MaskedStream(CopyStream):
         }
 
 
+def damage(checkpoint: pathlib.Path) -> None:
+    """Flips a bit in every file of arrays."""
+    for path in (checkpoint / "state").rglob("d/*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
 STREAMS = {"classes": ClassStream, "masked": MaskedStream}
 HEADS = {"classes": {}, "masked": {"masked_lm": True}}
 
