@@ -43,23 +43,19 @@ class EncoderDecoder(TextToText, kw_only=True):
         decoder_tokens: jax.Array,
         *,
         segments: tuple[jax.Array, jax.Array] | None = None,
-        positions: tuple[jax.Array, jax.Array] | None = None,
         max_segments: int | None = None,
         counted: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the decoder's output before the projection; see `TextToText`."""
         source, target = segments if segments is not None else (None, None)
-        of_inputs, of_targets = positions if positions is not None else (None, None)
-        encoded = self.encode(
-            encoder_tokens, segments=source, positions=of_inputs, max_segments=max_segments
-        )
+        encoded = self.encode(encoder_tokens, segments=source, max_segments=max_segments)
         encoded = tap(self, "encoded", encoded)
         cross, mask = Mask(key_lengths=num_real_tokens(encoder_tokens)), Mask(causal=True)
         if source is not None and target is not None:
             cross = Mask.packed(source, target, segments=max_segments)
             mask = Mask.packed(target, causal=True, segments=max_segments)
         memory = Memory(encoded, cross)
-        return self._decode(decoder_tokens, memory, mask, positions=of_targets, counted=counted)
+        return self._decode(decoder_tokens, memory, mask, counted=counted)
 
     @on_any_mesh
     def decode(self, tokens: jax.Array, memory: Memory) -> jax.Array:
@@ -72,17 +68,15 @@ class EncoderDecoder(TextToText, kw_only=True):
         memory: Memory,
         mask: Mask,
         *,
-        positions: jax.Array | None = None,
         counted: jax.Array | None = None,
     ) -> jax.Array:
-        """`decode` with the self-attention's mask, positions in packed rows, and `hidden`'s `counted`."""
+        """`decode` with the self-attention's mask and `hidden`'s `counted`."""
         if counted is None and mask.query_segments is None:
             counted = real_targets_mask(tokens)
         return self.decoder(
             self.embed(tokens),
             mask=mask,
             memory=memory,
-            positions=positions,
             counted=counted,
             shared_positions=self.positions,
         )
@@ -98,7 +92,6 @@ class EncoderDecoder(TextToText, kw_only=True):
         tokens: jax.Array,
         *,
         segments: jax.Array | None = None,
-        positions: jax.Array | None = None,
         max_segments: int | None = None,
     ) -> jax.Array:
         """Encodes ``[batch, k]`` tokens to ``[batch, k, d_model]``, the real ones first."""
@@ -107,9 +100,7 @@ class EncoderDecoder(TextToText, kw_only=True):
             mask = Mask.padded(num_real_tokens(tokens))
         else:
             mask = Mask.packed(segments, segments=max_segments)
-        return self.encoder(
-            self.embed(tokens), mask=mask, positions=positions, shared_positions=self.positions
-        )
+        return self.encoder(self.embed(tokens), mask=mask, shared_positions=self.positions)
 
     @on_any_mesh
     def init_cache(self, encoder_tokens: jax.Array, *, max_length: int) -> DecodingCache:

@@ -43,7 +43,6 @@ class LanguageModel(TextToText, kw_only=True):
         decoder_tokens: jax.Array,
         *,
         segments: tuple[jax.Array, jax.Array] | None = None,
-        positions: tuple[jax.Array, jax.Array] | None = None,
         max_segments: int | None = None,
         counted: jax.Array | None = None,
     ) -> jax.Array:
@@ -53,13 +52,13 @@ class LanguageModel(TextToText, kw_only=True):
           ValueError: packed rows have inputs.
         """
         if not encoder_tokens.shape[1]:
-            mask, told = Mask(causal=True), None if positions is None else positions[1]
+            mask = Mask(causal=True)
             if segments is not None:
                 mask = Mask.packed(segments[1], causal=True, segments=max_segments)
             elif counted is None:
                 counted = real_targets_mask(decoder_tokens)
             x = self.embed(decoder_tokens)
-            return self.decoder(x, mask=mask, positions=told, counted=counted)
+            return self.decoder(x, mask=mask, counted=counted)
         if segments is not None:
             raise ValueError(
                 "LanguageModel: inputs and targets share a row here; train with data.pack=false, or on "

@@ -53,7 +53,6 @@ class TextToText(TokenModel, kw_only=True):
         decoder_tokens: jax.Array,
         *,
         segments: tuple[jax.Array, jax.Array] | None = None,
-        positions: tuple[jax.Array, jax.Array] | None = None,
         max_segments: int | None = None,
     ) -> jax.Array:
         """Returns the logits of every next token of the targets.
@@ -62,7 +61,6 @@ class TextToText(TokenModel, kw_only=True):
           encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
           decoder_tokens: ``[batch, q]`` the targets shifted right by one, padded on the right.
           segments: for packed rows the segment ids of inputs and targets; 0 is padding.
-          positions: for packed rows the positions inside the segments.
           max_segments: no packed row has more segments; lets terms of absolute positions run on
             unpacked rows.
 
@@ -73,7 +71,6 @@ class TextToText(TokenModel, kw_only=True):
             encoder_tokens,
             decoder_tokens,
             segments=segments,
-            positions=positions,
             max_segments=max_segments,
         )
         return self.logits(hidden)
@@ -84,7 +81,6 @@ class TextToText(TokenModel, kw_only=True):
         decoder_tokens: jax.Array,
         *,
         segments: tuple[jax.Array, jax.Array] | None = None,
-        positions: tuple[jax.Array, jax.Array] | None = None,
         max_segments: int | None = None,
         counted: jax.Array | None = None,
     ) -> jax.Array:

@@ -279,13 +279,12 @@ def test_packed_targets_equal_separate_rows():
     variables = general(model.init, nothing, texts[0])
     row = jnp.asarray(np.concatenate([*texts, [[0, 0]]], axis=1))
     segments = jnp.asarray(np.repeat([1, 2, 3, 0], [*lengths, 2])[None])
-    positions = jnp.asarray(np.concatenate([*map(np.arange, lengths), [0, 0]])[None])
 
     @jax.jit
     def run(variables):
         apply = functools.partial(model.apply, variables, nothing)
-        options = {"segments": (nothing, segments), "positions": (nothing, positions)}
-        packed = [apply(row, max_segments=n, **options)[:, :12] for n in (None, 3)]
+        segment_ids = nothing, segments
+        packed = [apply(row, segments=segment_ids, max_segments=n)[:, :12] for n in (None, 3)]
         return packed, [apply(text) for text in texts]
 
     packed, alone = run(variables)
