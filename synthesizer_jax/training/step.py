@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.models import LOSSES, Encoder, TextToText
+from synthesizer_jax.models import LOSSES, Encoder, Rows, TextToText
 from synthesizer_jax.optimizers.rules import RuledOptimizer, merge_entries
 from synthesizer_jax.primitives.mesh import map_over_batch, mesh_axes
 from synthesizer_jax.primitives.parameters import Variables, apply_method
@@ -148,9 +148,7 @@ def teacher_forced(
         variables,
         batch["encoder_input_tokens"],
         batch["decoder_input_tokens"],
-        segments=segments,
-        counted=None if weights is None else weights != 0,
-        max_segments=max_segments,
+        rows=Rows(segments, None if weights is None else weights != 0, max_segments),
         rngs=None if dropout_key is None else {"dropout": dropout_key},
         method=model.hidden,
         mutable=collection,

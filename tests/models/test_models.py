@@ -13,6 +13,7 @@ from synthesizer_jax.costs.summary import flops, summarize
 from synthesizer_jax.models import (
     LOSSES,
     EncoderDecoder,
+    Rows,
     SinusoidalPositions,
     Size,
     alignment,
@@ -268,7 +269,7 @@ def test_language_model_rows_are_inputs_then_targets(prefix, batch):
         close(*joined)
     with pytest.raises(ValueError, match=r"data\.pack=false"):
         segments = tuple(jnp.ones_like(x) for x in batch)
-        jax.eval_shape(lambda: model.apply(variables, *batch, segments=segments))
+        jax.eval_shape(lambda: model.apply(variables, *batch, rows=Rows(segments)))
 
 
 def test_packed_targets_equal_separate_rows():
@@ -283,8 +284,8 @@ def test_packed_targets_equal_separate_rows():
     @jax.jit
     def run(variables):
         apply = functools.partial(model.apply, variables, nothing)
-        segment_ids = nothing, segments
-        packed = [apply(row, segments=segment_ids, max_segments=n)[:, :12] for n in (None, 3)]
+        rows = [Rows((nothing, segments), max_segments=n) for n in (None, 3)]
+        packed = [apply(row, rows=of_texts)[:, :12] for of_texts in rows]
         return packed, [apply(text) for text in texts]
 
     packed, alone = run(variables)
