@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,9 +22,8 @@ def batch_fields(
     ``encoder_input_tokens`` are ``[rows, inputs_length]``, without elements if there are no inputs;
     ``decoder_input_tokens`` (the targets shifted right by one), ``decoder_target_tokens`` and
     ``decoder_loss_weights`` (float32, 0 at padding and at targets that an objective
-    leaves out) are ``[rows, targets_length]``. Packed rows also
-    have ``segment_ids`` (1, 2, …; 0 is padding) and ``positions`` (inside the segment) of either side.
-    Tokens are int32, 0 is padding.
+    leaves out) are ``[rows, targets_length]``. Packed rows also have the ``segment_ids`` of either side:
+    1, 2, …; 0 is padding. Tokens are int32, 0 is padding.
 
     Args:
       config: lengths, batch size and packing.
@@ -48,39 +47,31 @@ def assemble_batch(
       lengths: numbers of input and target tokens of a row; None: the full lengths.
     """
     inputs, targets = lengths or (config.inputs_length, config.targets_length)
-    encoder = _lay_out([[e.inputs for e in row] for row in rows], inputs)
-    decoder = _lay_out([[e.targets for e in row] for row in rows], targets)
-    decoder_inputs = np.zeros_like(decoder.tokens)
-    decoder_inputs[:, 1:] = decoder.tokens[:, :-1]
-    decoder_inputs[decoder.positions == 0] = 0  # the first of every example, and padding
+    encoder_tokens, encoder_segments = _lay_out([[e.inputs for e in row] for row in rows], inputs)
+    target_tokens, target_segments = _lay_out([[e.targets for e in row] for row in rows], targets)
+    decoder_inputs = np.zeros_like(target_tokens)
+    continues = target_segments[:, 1:] == target_segments[:, :-1]  # every example begins with 0
+    decoder_inputs[:, 1:] = np.where(continues, target_tokens[:, :-1], 0)
     # A class may have the number of padding.
-    predicted = decoder.segments > 0 if config.classes else decoder.tokens != PAD
+    predicted = target_segments > 0 if config.classes else target_tokens != PAD
     batch = {
-        "encoder_input_tokens": encoder.tokens,
+        "encoder_input_tokens": encoder_tokens,
         "decoder_input_tokens": decoder_inputs,
-        "decoder_target_tokens": decoder.tokens,
+        "decoder_target_tokens": target_tokens,
         "decoder_loss_weights": predicted.astype(np.float32),
     }
     if config.pack:
-        for name, side in (("encoder", encoder), ("decoder", decoder)):
-            batch[f"{name}_segment_ids"] = side.segments
-            batch[f"{name}_positions"] = side.positions
+        batch["encoder_segment_ids"] = encoder_segments
+        batch["decoder_segment_ids"] = target_segments
     return batch
 
 
-class _Side(NamedTuple):
-    """Token ids of one side of a batch, their examples' numbers in the row, from 1, and positions in these.
+def _lay_out(rows: Sequence[Sequence[np.ndarray]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Puts the sequences of every row one after another, and padding after them.
 
-    All are ``[rows, width]`` and int32; padding is 0.
+    Returns token ids, and the sequences' numbers in the row, from 1; both are ``[rows, width]`` and int32,
+    padding is 0.
     """
-
-    tokens: np.ndarray
-    segments: np.ndarray
-    positions: np.ndarray
-
-
-def _lay_out(rows: Sequence[Sequence[np.ndarray]], width: int) -> _Side:
-    """Puts the sequences of every row one after another, and padding after them."""
     padding = np.zeros(width, np.int32)
     pieces: list[np.ndarray] = []
     numbers: list[int] = []
@@ -89,10 +80,6 @@ def _lay_out(rows: Sequence[Sequence[np.ndarray]], width: int) -> _Side:
         numbers += range(1, len(row) + 1)
         pieces.append(padding[: width - sum(map(len, row))])
         numbers.append(0)
-    lengths = np.fromiter(map(len, pieces), np.int32, len(pieces))
-    starts = np.cumsum(lengths, dtype=np.int32) - lengths
+    segments = np.repeat(np.array(numbers, np.int32), [len(piece) for piece in pieces])
     shape = (len(rows), width)
-    segments = np.repeat(np.array(numbers, np.int32), lengths).reshape(shape)
-    positions = np.arange(len(rows) * width, dtype=np.int32) - np.repeat(starts, lengths)
-    positions = positions.reshape(shape) * (segments > 0)
-    return _Side(np.concatenate(pieces).reshape(shape), segments, positions)
+    return np.concatenate(pieces).reshape(shape), segments.reshape(shape)

@@ -1,7 +1,7 @@
 """Mixers: whole token-mixing sub-layers, ``[batch, length, d_model]`` in and out."""
 
 from synthesizer_jax.mixers.attention import Attention, AttentionBase
-from synthesizer_jax.mixers.base import Mixer, MixerCache
+from synthesizer_jax.mixers.base import Mixer, MixerCache, MixerInput
 from synthesizer_jax.mixers.convolution import DynamicConvolution, LightweightConvolution
 from synthesizer_jax.mixers.feed_forward import SentenceFeedForward, TokenFeedForward
 from synthesizer_jax.mixers.linformer import Linformer
@@ -18,6 +18,7 @@ __all__ = [
     "Linformer",
     "Mixer",
     "MixerCache",
+    "MixerInput",
     "SentenceFeedForward",
     "TalkingHeads",
     "TokenFeedForward",
@@ -26,6 +27,6 @@ __all__ = [
 MIXERS: dict[str, type[Mixer]] = {
     name: globals()[name]
     for name in __all__
-    if name not in ("MIXERS", "TAPS", "AttentionBase", "Mixer", "MixerCache")
+    if name not in ("MIXERS", "TAPS", "AttentionBase", "Mixer", "MixerCache", "MixerInput")
 }
 """All of them by name."""

@@ -30,7 +30,14 @@ from synthesizer_jax.attention.cache import Values, advance_length
 from synthesizer_jax.attention.checks import check_terms
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, Positive, Rate
-from synthesizer_jax.mixers.base import Mixer, TokenCount, dropout_options, is_cross, merge_heads
+from synthesizer_jax.mixers.base import (
+    Mixer,
+    MixerInput,
+    TokenCount,
+    dropout_options,
+    is_cross,
+    merge_heads,
+)
 from synthesizer_jax.mixers.decoding import query_ends
 from synthesizer_jax.mixers.taps import LOGITS
 from synthesizer_jax.primitives.initializers import FanIn, Initializer
@@ -82,20 +89,10 @@ class AttentionBase(Mixer):
         return self.num_heads
 
     @nn.compact
-    def mix(
-        self,
-        x: jax.Array,
-        kv: jax.Array | None,
-        *,
-        mask: Mask,
-        bias: Terms = (),
-        cache: Cache | None = None,
-        position: int | jax.Array = 0,
-    ) -> tuple[jax.Array, Cache | None]:
-        if kv is None and cache is not None:
-            kv = cache.empty_memory
+    def mix(self, inputs: MixerInput) -> tuple[jax.Array, Cache | None]:
+        x, kv, cache, position = inputs.x, inputs.kv, inputs.cache, inputs.position
         attended = x if kv is None else kv
-        mask = self._narrow(mask)
+        mask = self._narrow(inputs.mask)
         values = self._values(attended)
         num_keys, limit = attended.shape[1], None
         if cache is not None:
@@ -110,7 +107,7 @@ class AttentionBase(Mixer):
             terms, values, mask, cache = _extend(
                 cache, terms, values, n=x.shape[1], mask=mask, position=position
             )
-        y = self._attend(x, terms, values, bias=bias, mask=mask)
+        y = self._attend(x, terms, values, bias=inputs.bias, mask=mask)
         y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init, use_bias=self.use_bias)
         return y, cache
 

@@ -47,6 +47,29 @@ class TokenCount:
     empty_memory: jax.Array | None = None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixerInput:
+    """What a mixer is given to mix: all tokens, or those after the tokens in a cache.
+
+    Attributes:
+      x: ``[batch, q, d_model]`` the tokens that are mixed, the queries of attention.
+      mask: which keys may be seen, of self-attention already, or of a decoding step.
+      kv: ``[batch, k, width]`` the tokens to attend to in cross-attention, none (k = 0) if the cache holds
+        them; None in self-attention.
+      bias: terms that are added to the logits.
+      cache: what is to be extended; None without one.
+      position: in-sequence position of the first token of `x`, a scalar.
+    """
+
+    x: jax.Array
+    mask: Mask
+    kv: jax.Array | None = None
+    bias: Terms = ()
+    cache: MixerCache | None = None
+    position: int | jax.Array = 0
+
+
 class Mixer(nn.Module):
     """A token mixer, ``[batch, length, d_model]`` in and out: attention, or what replaces it.
 
@@ -121,7 +144,7 @@ class Mixer(nn.Module):
                 "tokens before to extend"
             )
         mask = mask.for_self_attention() if kv is None else mask
-        return self.mix(x, kv, mask=mask, bias=bias)[0]
+        return self.mix(MixerInput(x, mask, kv, bias))[0]
 
     @nn.nowrap
     def explain(
@@ -202,45 +225,31 @@ class Mixer(nn.Module):
         """
         mask = Mask.of(mask)
         position = resolve_position(position, cache.length)
-        if is_cross(cache) or mask.key_valid is None:
-            return self._extend_rows(x, cache, mask=mask, bias=bias, position=position)
-        x, mask, order = move_padding_last(x, mask, position=position)
-        y, cache = self._extend_rows(x, cache, mask=mask, bias=bias, position=position)
-        return take_positions(y, jnp.argsort(order, axis=1)), cache
+        order = None
+        if not is_cross(cache) and mask.key_valid is not None:
+            x, mask, order = move_padding_last(x, mask, position=position)
+        inputs = MixerInput(x, mask, cache.empty_memory, bias, cache, position)
+        y, cache = self._extend_rows(inputs)
+        return y if order is None else take_positions(y, jnp.argsort(order, axis=1)), cache
 
-    def _extend_rows(
-        self,
-        x: jax.Array,
-        cache: MixerCache,
-        *,
-        mask: Mask,
-        bias: Terms,
-        position: int | jax.Array,
-    ) -> tuple[jax.Array, MixerCache]:
-        """`extend` where the padding is last, and `mask` and `position` are given."""
+    def _extend_rows(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache]:
+        """`extend` where the padding is last; the mask is not yet that of a decoding step."""
+        position, cross = inputs.position, inputs.kv is not None
         if jnp.ndim(position):
-            return self._extend_each(x, cache, mask=mask, bias=bias, position=position)
-        cross = is_cross(cache)
+            return self._extend_each(inputs)
         if cross:
-            mask = dataclasses.replace(mask, query_offset=position)
+            mask = dataclasses.replace(inputs.mask, query_offset=position)
         else:
-            mask = decoding_mask(mask, position, x.shape[1])
-        self._check_support(mask, bias, cross=cross)
-        return self.mix(x, None, mask=mask, bias=bias, cache=cache, position=position)
+            mask = decoding_mask(inputs.mask, position, inputs.x.shape[1])
+        self._check_support(mask, inputs.bias, cross=cross)
+        return self.mix(dataclasses.replace(inputs, mask=mask))
 
-    def _extend_each(
-        self,
-        x: jax.Array,
-        cache: MixerCache,
-        *,
-        mask: Mask,
-        bias: Terms,
-        position: int | jax.Array,
-    ) -> tuple[jax.Array, MixerCache]:
+    def _extend_each(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache]:
         """Extends the cache of every example at a position of its own, ``[batch]``, under `vmap`."""
-        batch = x.shape[0]
-        positions, lengths = (jnp.broadcast_to(p, batch) for p in (position, cache.length))
-        mask = dataclasses.replace(mask, query_offset=0)
+        cache: MixerCache = inputs.cache
+        batch = inputs.x.shape[0]
+        positions, lengths = (jnp.broadcast_to(p, batch) for p in (inputs.position, cache.length))
+        mask = dataclasses.replace(inputs.mask, query_offset=0)
 
         def row(x: jax.Array, index: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, 0 if x.shape[0] == 1 else index, 1, axis=0)
@@ -249,44 +258,24 @@ class Mixer(nn.Module):
             mixer: Mixer, index: jax.Array, position: jax.Array, length: jax.Array, example: PyTree
         ) -> tuple[PyTree, jax.Array]:
             x, cache = jax.tree.map(lambda a: a[None], example)
+            cache = dataclasses.replace(cache, length=length)
+            own_mask = jax.tree.map(lambda a: row(a, index), mask)
             y, cache = mixer._extend_rows(
-                x,
-                dataclasses.replace(cache, length=length),
-                mask=jax.tree.map(lambda a: row(a, index), mask),
-                bias=bias,
-                position=position,
+                MixerInput(x, own_mask, cache.empty_memory, inputs.bias, cache, position)
             )
             length = jnp.reshape(cache.length, ())
             cache = dataclasses.replace(cache, length=None)
             return jax.tree.map(lambda a: a[0], (y, cache)), length
 
         lifted = nn.vmap(extend_row, variable_axes={READ_ONLY: None}, split_rngs={"dropout": True})
-        examples = (x, dataclasses.replace(cache, length=None))
+        examples = (inputs.x, dataclasses.replace(cache, length=None))
         (y, cache), length = lifted(self, jnp.arange(batch), positions, lengths, examples)
         return y, dataclasses.replace(cache, length=length)
 
-    def mix(
-        self,
-        x: jax.Array,
-        kv: jax.Array | None,
-        *,
-        mask: Mask,
-        bias: Terms = (),
-        cache: MixerCache | None = None,
-        position: int | jax.Array = 0,
-    ) -> tuple[jax.Array, MixerCache | None]:
+    def mix(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache | None]:
         """The compact method behind `__call__` and `extend`.
 
-        Args:
-          x: ``[batch, q, d_model]``.
-          kv: ``[batch, k, width]`` in cross-attention without a cache; else None.
-          mask: the mask, already that of self-attention, or of a step.
-          bias: terms added to the logits.
-          cache: to be extended; None without one.
-          position: position of the first token, a scalar.
-
-        Returns:
-          ``[batch, q, d_model]`` and the new cache; None without one.
+        Returns ``[batch, q, d_model]`` and the extended cache; None without one.
         """
         raise NotImplementedError
 

@@ -12,7 +12,7 @@ from synthesizer_jax.attention import Cache, Mask, Terms, attend, banded, extend
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Length, Rate
-from synthesizer_jax.mixers.base import Mixer, dropout_options, merge_heads
+from synthesizer_jax.mixers.base import Mixer, MixerInput, dropout_options, merge_heads
 from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.primitives.mesh import partition
 from synthesizer_jax.primitives.parameters import with_axes
@@ -45,19 +45,11 @@ class ConvolutionBase(Mixer):
     kernel_init: Initializer = FanIn()
 
     @nn.compact
-    def mix(
-        self,
-        x: jax.Array,
-        kv: jax.Array | None,
-        *,
-        mask: Mask,
-        bias: Terms = (),
-        cache: Cache | None = None,
-        position: int | jax.Array = 0,
-    ) -> tuple[jax.Array, Cache | None]:
+    def mix(self, inputs: MixerInput) -> tuple[jax.Array, Cache | None]:
+        x, mask, cache = inputs.x, inputs.mask, inputs.cache
         terms, values = self._terms_and_values(x, mask)
         if cache is not None:
-            terms, values, mask, cache = extend(cache, terms, values, at=position, mask=mask)
+            terms, values, mask, cache = extend(cache, terms, values, at=inputs.position, mask=mask)
         y = attend(
             terms,
             values,

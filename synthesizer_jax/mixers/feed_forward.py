@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import check_length
-from synthesizer_jax.attention import Mask, Span, Terms
+from synthesizer_jax.attention import Mask, Span
 from synthesizer_jax.attention.cache import advance_length, fill_invalid
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Length, Number
-from synthesizer_jax.mixers.base import Mixer, TokenCount, is_cross, merge_heads
+from synthesizer_jax.mixers.base import Mixer, MixerInput, TokenCount, merge_heads
 from synthesizer_jax.mixers.decoding import query_ends
 from synthesizer_jax.primitives.initializers import FanIn, Initializer, TorchUniform
 from synthesizer_jax.primitives.parameters import with_axes
@@ -177,23 +177,15 @@ class SentenceFeedForward(Mixer):
     supports_bidirectional = property(lambda self: not self.causal)
 
     @nn.compact
-    def mix(
-        self,
-        x: jax.Array,
-        kv: jax.Array | None,
-        *,
-        mask: Mask,
-        bias: Terms = (),
-        cache: SentenceCache | None = None,
-        position: int | jax.Array = 0,
-    ) -> tuple[jax.Array, SentenceCache | None]:
-        n, cross = x.shape[1], kv is not None or (cache is not None and is_cross(cache))
-        network = self._make_network(x, kv, mask, cross=cross, position=position)
+    def mix(self, inputs: MixerInput) -> tuple[jax.Array, SentenceCache | None]:
+        x, kv, mask, cache = inputs.x, inputs.kv, inputs.mask, inputs.cache
+        n, position = x.shape[1], inputs.position
+        network = self._make_network(x, kv, mask, position=position)
         real = mask.queries(n)
-        if cross:  # the memory, if it is not in the cache, and the queries up to every position
+        if kv is not None:  # the memory, if it is not in the cache, and the queries so far
             queries = x if real is None else jnp.where(real[..., None], x, 0)
             sums = _prefixes(network.read(queries, start=position, which=1))
-            if kv is not None:
+            if cache is None:
                 sums = jax.tree.map(jnp.add, sums, _read_all(network, kv, mask))
         elif self.causal:
             sums = _prefixes(network.read(_zero_padding(x, mask, position), start=position))
@@ -215,7 +207,7 @@ class SentenceFeedForward(Mixer):
             position,
             n,
             length=cache.length,
-            lengths=query_ends(mask, position) if cross else mask.key_lengths,
+            lengths=query_ends(mask, position) if kv is not None else mask.key_lengths,
             batch=x.shape[0],
             capacity=self.max_length,
             exact=True,
@@ -228,7 +220,7 @@ class SentenceFeedForward(Mixer):
         self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
     ) -> SentenceCache:
         check_length(self, self.max_length, Span(0, max_length))
-        network = self._make_network(x, kv, mask, cross=kv is not None)
+        network = self._make_network(x, kv, mask)
         if kv is None:
             return SentenceCache(sums=_read_all(network, x, mask))
         return SentenceCache(sums=_read_all(network, kv, mask), empty_memory=kv[:, :0])
@@ -239,10 +231,10 @@ class SentenceFeedForward(Mixer):
         kv: jax.Array | None,
         mask: Mask,
         *,
-        cross: bool,
         position: int | jax.Array = 0,
     ) -> SentenceNetwork:
         """The network, or one per head, after checks of fields, mask and lengths."""
+        cross = kv is not None
         is_plain = mask.band == (None, 0) and mask.prefix_lengths is None and mask.allowed is None
         if not cross and self.causal and not is_plain:
             raise ValueError(
@@ -305,17 +297,8 @@ class TokenFeedForward(Mixer):
     out_init: Initializer = FanIn()
 
     @nn.compact
-    def mix(
-        self,
-        x: jax.Array,
-        kv: jax.Array | None,
-        *,
-        mask: Mask,
-        bias: Terms = (),
-        cache: TokenCount | None = None,
-        position: int | jax.Array = 0,
-    ) -> tuple[jax.Array, TokenCount | None]:
-        n = x.shape[1]
+    def mix(self, inputs: MixerInput) -> tuple[jax.Array, TokenCount | None]:
+        x, mask, cache = inputs.x, inputs.mask, inputs.cache
         network = SentenceNetwork(
             width=x.shape[-1],
             max_length=1,
@@ -327,14 +310,18 @@ class TokenFeedForward(Mixer):
         tokens = x.reshape(-1, 1, x.shape[-1])
         y = network.out(network.hidden(network.read(tokens))).astype(x.dtype)
         y = y.reshape(*x.shape[:2], self.num_heads, self.head_dim)
-        real = mask.queries(n)
+        real = mask.queries(x.shape[1])
         if real is not None:
             y = jnp.where(real[..., None, None], y, 0)
         y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init)
         if cache is None:
             return y, None
         _, length = advance_length(
-            position, n, length=cache.length, lengths=mask.key_lengths, batch=x.shape[0]
+            inputs.position,
+            x.shape[1],
+            length=cache.length,
+            lengths=mask.key_lengths,
+            batch=x.shape[0],
         )
         return y, dataclasses.replace(cache, length=length)
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import check_length, project
-from synthesizer_jax.attention import Mask, Span, Terms, attend, attention_weights, low_rank
+from synthesizer_jax.attention import Mask, Span, attend, attention_weights, low_rank
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Length, Rate
-from synthesizer_jax.mixers.base import Mixer, MixerCache, dropout_options, merge_heads
+from synthesizer_jax.mixers.base import Mixer, MixerInput, dropout_options, merge_heads
 from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.primitives.mesh import partition
 from synthesizer_jax.primitives.parameters import with_axes
@@ -49,16 +49,8 @@ class Linformer(Mixer):
     supports_packing = False
 
     @nn.compact
-    def mix(
-        self,
-        x: jax.Array,
-        kv: jax.Array | None,
-        *,
-        mask: Mask,
-        bias: Terms = (),
-        cache: MixerCache | None = None,
-        position: int | jax.Array = 0,
-    ) -> tuple[jax.Array, None]:
+    def mix(self, inputs: MixerInput) -> tuple[jax.Array, None]:
+        x, mask = inputs.x, inputs.mask
         check_length(self, self.max_length, Span(0, x.shape[1]))
         query, key, value = (
             project(

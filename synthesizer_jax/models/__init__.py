@@ -11,7 +11,7 @@ from synthesizer_jax.models.layers import (
     SinusoidalPositions,
 )
 from synthesizer_jax.models.stack import Run, Stack, stack_layers, unstack_layers
-from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
+from synthesizer_jax.models.text_to_text import DecodingCache, Rows, TextToText
 from synthesizer_jax.models.token_model import TokenModel, stacks_of, unroll, unroll_variables
 from synthesizer_jax.models.universal import LOSSES, UniversalStack
 from synthesizer_jax.models.zoo import VARIANTS, ZOO, Size, alignment, t5
@@ -34,6 +34,7 @@ __all__ = [
     "Memory",
     "PositionEmbedding",
     "RMSNorm",
+    "Rows",
     "Run",
     "SinusoidalPositions",
     "Size",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 
@@ -12,7 +13,7 @@ from synthesizer_jax.mixers.taps import tap
 from synthesizer_jax.models.block import Memory
 from synthesizer_jax.models.layers import PositionEmbedding
 from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
+from synthesizer_jax.models.text_to_text import DecodingCache, Rows, TextToText
 from synthesizer_jax.models.token_model import (
     move_token_padding_last,
     num_real_tokens,
@@ -38,28 +39,21 @@ class EncoderDecoder(TextToText, kw_only=True):
 
     @on_any_mesh
     def hidden(
-        self,
-        encoder_tokens: jax.Array,
-        decoder_tokens: jax.Array,
-        *,
-        segments: tuple[jax.Array, jax.Array] | None = None,
-        positions: tuple[jax.Array, jax.Array] | None = None,
-        max_segments: int | None = None,
-        counted: jax.Array | None = None,
+        self, encoder_tokens: jax.Array, decoder_tokens: jax.Array, *, rows: Rows | None = None
     ) -> jax.Array:
         """Returns the decoder's output before the projection; see `TextToText`."""
-        source, target = segments if segments is not None else (None, None)
-        of_inputs, of_targets = positions if positions is not None else (None, None)
-        encoded = self.encode(
-            encoder_tokens, segments=source, positions=of_inputs, max_segments=max_segments
-        )
-        encoded = tap(self, "encoded", encoded)
-        cross, mask = Mask(key_lengths=num_real_tokens(encoder_tokens)), Mask(causal=True)
-        if source is not None and target is not None:
-            cross = Mask.packed(source, target, segments=max_segments)
-            mask = Mask.packed(target, causal=True, segments=max_segments)
+        rows = rows or Rows()
+        if rows.segments is None:
+            encoder_mask, mask = None, Mask(causal=True)
+            cross = Mask(key_lengths=num_real_tokens(encoder_tokens))
+        else:
+            packed = functools.partial(Mask.packed, segments=rows.max_segments)
+            inputs, targets = rows.segments
+            encoder_mask, mask = packed(inputs), packed(targets, causal=True)
+            cross = packed(inputs, targets)
+        encoded = tap(self, "encoded", self.encode(encoder_tokens, mask=encoder_mask))
         memory = Memory(encoded, cross)
-        return self._decode(decoder_tokens, memory, mask, positions=of_targets, counted=counted)
+        return self._decode(decoder_tokens, memory, mask, counted=rows.counted)
 
     @on_any_mesh
     def decode(self, tokens: jax.Array, memory: Memory) -> jax.Array:
@@ -72,17 +66,15 @@ class EncoderDecoder(TextToText, kw_only=True):
         memory: Memory,
         mask: Mask,
         *,
-        positions: jax.Array | None = None,
         counted: jax.Array | None = None,
     ) -> jax.Array:
-        """`decode` with the self-attention's mask, positions in packed rows, and `hidden`'s `counted`."""
+        """`decode` with the self-attention's mask and `Rows.counted`."""
         if counted is None and mask.query_segments is None:
             counted = real_targets_mask(tokens)
         return self.decoder(
             self.embed(tokens),
             mask=mask,
             memory=memory,
-            positions=positions,
             counted=counted,
             shared_positions=self.positions,
         )
@@ -93,23 +85,15 @@ class EncoderDecoder(TextToText, kw_only=True):
         return Memory(self.encode(tokens), Mask(key_lengths=num_real_tokens(tokens)))
 
     @on_any_mesh
-    def encode(
-        self,
-        tokens: jax.Array,
-        *,
-        segments: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        max_segments: int | None = None,
-    ) -> jax.Array:
-        """Encodes ``[batch, k]`` tokens to ``[batch, k, d_model]``, the real ones first."""
-        if segments is None:
+    def encode(self, tokens: jax.Array, *, mask: Mask | None = None) -> jax.Array:
+        """Encodes ``[batch, k]`` tokens to ``[batch, k, d_model]``.
+
+        Without the mask of packed rows, the real tokens come first.
+        """
+        if mask is None:
             tokens, _ = move_token_padding_last(tokens)
             mask = Mask.padded(num_real_tokens(tokens))
-        else:
-            mask = Mask.packed(segments, segments=max_segments)
-        return self.encoder(
-            self.embed(tokens), mask=mask, positions=positions, shared_positions=self.positions
-        )
+        return self.encoder(self.embed(tokens), mask=mask, shared_positions=self.positions)
 
     @on_any_mesh
     def init_cache(self, encoder_tokens: jax.Array, *, max_length: int) -> DecodingCache:

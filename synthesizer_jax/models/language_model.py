@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
+from synthesizer_jax.models.text_to_text import DecodingCache, Rows, TextToText
 from synthesizer_jax.models.token_model import (
     move_token_padding_last,
     num_real_tokens,
@@ -38,29 +38,24 @@ class LanguageModel(TextToText, kw_only=True):
 
     @on_any_mesh
     def hidden(
-        self,
-        encoder_tokens: jax.Array,
-        decoder_tokens: jax.Array,
-        *,
-        segments: tuple[jax.Array, jax.Array] | None = None,
-        positions: tuple[jax.Array, jax.Array] | None = None,
-        max_segments: int | None = None,
-        counted: jax.Array | None = None,
+        self, encoder_tokens: jax.Array, decoder_tokens: jax.Array, *, rows: Rows | None = None
     ) -> jax.Array:
         """Returns the targets' states; see `TextToText`.
 
         Raises:
           ValueError: packed rows have inputs.
         """
+        rows = rows or Rows()
+        counted = rows.counted
         if not encoder_tokens.shape[1]:
-            mask, told = Mask(causal=True), None if positions is None else positions[1]
-            if segments is not None:
-                mask = Mask.packed(segments[1], causal=True, segments=max_segments)
+            mask = Mask(causal=True)
+            if rows.segments is not None:
+                mask = Mask.packed(rows.segments[1], causal=True, segments=rows.max_segments)
             elif counted is None:
                 counted = real_targets_mask(decoder_tokens)
             x = self.embed(decoder_tokens)
-            return self.decoder(x, mask=mask, positions=told, counted=counted)
-        if segments is not None:
+            return self.decoder(x, mask=mask, counted=counted)
+        if rows.segments is not None:
             raise ValueError(
                 "LanguageModel: inputs and targets share a row here; train with data.pack=false, or on "
                 "targets alone with data.inputs_length=0"

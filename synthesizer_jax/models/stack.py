@@ -93,7 +93,6 @@ class Stack(nn.Module):
         *,
         mask: Mask | None = None,
         memory: Memory | None = None,
-        positions: jax.Array | None = None,
         counted: jax.Array | None = None,
         shared_positions: PositionEmbedding | None = None,
     ) -> jax.Array:
@@ -103,8 +102,6 @@ class Stack(nn.Module):
           x: ``[batch, q, d_model]`` embeddings.
           mask: the self-attention's mask.
           memory: the encoder's side, for decoders.
-          positions: ``[batch or 1, q]`` in-sequence positions; None: in packed rows those inside the
-            segments, otherwise 0 onwards.
           counted: ``[batch, q]`` bool, the positions that count in what modules add to a training
             loss; None: those that are real by the mask.
           shared_positions: a bound module like `positions`, which several stacks share.
@@ -112,7 +109,7 @@ class Stack(nn.Module):
         Returns:
           ``[batch, q, d_model]``.
         """
-        resolved = _resolve_positions(positions, mask, 0, q=x.shape[1])
+        positions = _positions_of(mask, 0, q=x.shape[1])
         if counted is None and mask is not None:
             counted = mask.for_self_attention().queries(x.shape[1])
 
@@ -121,9 +118,9 @@ class Stack(nn.Module):
                 return self._scan(x, mask, bias, memory)
             blocks = self._blocks()
             layer = lambda x, index: blocks[index](x, mask, bias, memory)[0]
-            return self._repeat(x, layer, resolved, counted)
+            return self._repeat(x, layer, positions, counted)
 
-        return self._run(x, layers, resolved, shared_positions, num_keys=x.shape[1])
+        return self._run(x, layers, positions, shared_positions, num_keys=x.shape[1])
 
     @nn.compact
     def init_cache(
@@ -182,7 +179,7 @@ class Stack(nn.Module):
         if mask is not None and mask.key_valid is not None:
             x, mask, order = move_padding_last(x, mask, position=position)
         extended = list(caches)
-        positions = _resolve_positions(None, mask, position, q=x.shape[1])
+        positions = _positions_of(mask, position, q=x.shape[1])
 
         def layers(x: jax.Array, bias: Terms) -> jax.Array:
             blocks = self._blocks()
@@ -298,16 +295,14 @@ class Stack(nn.Module):
         return rematerialized
 
 
-def _resolve_positions(
-    positions: jax.Array | None, mask: Mask | None, position: int | jax.Array, *, q: int
-) -> Positions:
-    """Returns ``[batch or 1, q]`` in-sequence positions, concrete if they are known."""
+def _positions_of(mask: Mask | None, position: int | jax.Array, *, q: int) -> Positions:
+    """Returns the positions ``[batch or 1, q]`` of q tokens, concrete if they are known.
+
+    In packed rows they count in the segments, elsewhere from `position` on.
+    """
     segments = None if mask is None else mask.key_segments
     if segments is not None:
-        positions = segment_positions(segments) if positions is None else positions
-        return jnp.where(segments > 0, positions, 0)
-    if positions is not None:
-        return positions
+        return jnp.where(segments > 0, segment_positions(segments), 0)
     if isinstance(position, int):
         return position + arange(0, q)[None]
     return jnp.reshape(position, (-1, 1)) + arange(0, q)[None]

@@ -16,6 +16,24 @@ from synthesizer_jax.primitives.mesh import on_any_mesh
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Rows:
+    """What a model needs to know of the rows of a batch besides their tokens.
+
+    Attributes:
+      segments: of packed rows the segment numbers of inputs ``[batch, k]`` and targets ``[batch, q]``,
+        1, 2, … in the order of the row, 0 for padding; None: every row is one example.
+      counted: ``[batch, q]`` bool, the positions with a target, over which modules average what they add
+        to a training loss (`LOSSES`); None: up to the last non-zero token, in packed rows all segments.
+      max_segments: no row has more segments; lets terms of absolute positions run on unpacked rows.
+    """
+
+    segments: tuple[jax.Array, jax.Array] | None = None
+    counted: jax.Array | None = None
+    max_segments: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class DecodingCache:
     """What a model keeps between decoding steps.
 
@@ -48,51 +66,26 @@ class TextToText(TokenModel, kw_only=True):
 
     @on_any_mesh
     def __call__(
-        self,
-        encoder_tokens: jax.Array,
-        decoder_tokens: jax.Array,
-        *,
-        segments: tuple[jax.Array, jax.Array] | None = None,
-        positions: tuple[jax.Array, jax.Array] | None = None,
-        max_segments: int | None = None,
+        self, encoder_tokens: jax.Array, decoder_tokens: jax.Array, *, rows: Rows | None = None
     ) -> jax.Array:
         """Returns the logits of every next token of the targets.
 
         Args:
           encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
           decoder_tokens: ``[batch, q]`` the targets shifted right by one, padded on the right.
-          segments: for packed rows the segment ids of inputs and targets; 0 is padding.
-          positions: for packed rows the positions inside the segments.
-          max_segments: no packed row has more segments; lets terms of absolute positions run on
-            unpacked rows.
+          rows: which rows are packed; None: none.
 
         Returns:
           ``[batch, q, vocab]`` float32.
         """
-        hidden = self.hidden(
-            encoder_tokens,
-            decoder_tokens,
-            segments=segments,
-            positions=positions,
-            max_segments=max_segments,
-        )
-        return self.logits(hidden)
+        return self.logits(self.hidden(encoder_tokens, decoder_tokens, rows=rows))
 
     def hidden(
-        self,
-        encoder_tokens: jax.Array,
-        decoder_tokens: jax.Array,
-        *,
-        segments: tuple[jax.Array, jax.Array] | None = None,
-        positions: tuple[jax.Array, jax.Array] | None = None,
-        max_segments: int | None = None,
-        counted: jax.Array | None = None,
+        self, encoder_tokens: jax.Array, decoder_tokens: jax.Array, *, rows: Rows | None = None
     ) -> jax.Array:
         """Returns the targets' states before the projection to the vocabulary.
 
-        Arguments are those of `__call__`, and `counted` ``[batch, q]`` bool: the positions with a target,
-        over which modules average what they add to a training loss (`LOSSES`); None: up to the last
-        non-zero token. Returns ``[batch, q, d_model]``, for `logits`.
+        Arguments are those of `__call__`. Returns ``[batch, q, d_model]``, for `logits`.
         """
         raise NotImplementedError
 

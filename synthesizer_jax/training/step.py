@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.models import LOSSES, Encoder, TextToText
+from synthesizer_jax.models import LOSSES, Encoder, Rows, TextToText
 from synthesizer_jax.optimizers.rules import RuledOptimizer, merge_entries
 from synthesizer_jax.primitives.mesh import map_over_batch, mesh_axes
 from synthesizer_jax.primitives.parameters import Variables, apply_method
@@ -51,8 +51,8 @@ def loss_sums(
       model: an unbound model.
       variables: its variables.
       batch: ``encoder_input_tokens [b, k]``, ``decoder_input_tokens``, ``decoder_target_tokens`` and
-        ``decoder_loss_weights [b, q]``; packed rows also have ``*_segment_ids`` and ``*_positions``. The
-        targets of an encoder are classes (q = 1), or tokens (q = k).
+        ``decoder_loss_weights [b, q]``; packed rows also have ``*_segment_ids``. The targets of an encoder
+        are classes (q = 1), or tokens (q = k).
       z_loss: coefficient of log² Z.
       label_smoothing: T5's label smoothing.
       dropout_key: None turns dropout off.
@@ -141,22 +141,14 @@ def teacher_forced(
       ``[b, q, d_model]`` and ``{collection: ...}``.
     """
     weights = batch.get("decoder_loss_weights")
-
-    def both_sides(name: str) -> tuple[jax.Array, jax.Array] | None:  # of packed rows
-        return (
-            (batch[f"encoder_{name}"], batch[f"decoder_{name}"])
-            if f"encoder_{name}" in batch
-            else None
-        )
-
+    segments = None
+    if "encoder_segment_ids" in batch:
+        segments = batch["encoder_segment_ids"], batch["decoder_segment_ids"]
     hidden_and_sown: PyTree = model.apply(
         variables,
         batch["encoder_input_tokens"],
         batch["decoder_input_tokens"],
-        segments=both_sides("segment_ids"),
-        positions=both_sides("positions"),
-        counted=None if weights is None else weights != 0,
-        max_segments=max_segments,
+        rows=Rows(segments, None if weights is None else weights != 0, max_segments),
         rngs=None if dropout_key is None else {"dropout": dropout_key},
         method=model.hidden,
         mutable=collection,

@@ -128,11 +128,7 @@ def test_segments_of_a_packed_row_are_independent(teacher):
     trainer = make_trainer(packed, variables, (Replacement(Random(max_length=8)),))
     ids, tokens = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0]]), jnp.arange(2, 10)[None]
     row = {"encoder_input_tokens": tokens, "decoder_input_tokens": tokens}
-    for side in ("encoder", "decoder"):
-        row |= {
-            f"{side}_segment_ids": ids,
-            f"{side}_positions": jnp.array([[0, 1, 2, 0, 1, 2, 3, 0]]),
-        }
+    row |= {f"{side}_segment_ids": ids for side in ("encoder", "decoder")}
     output = "encoder/layers_1/output"
     in_packed_row = trainer.activations(unroll(MODEL), variables, row)[output]
     for segment in (slice(0, 3), slice(3, 7)):

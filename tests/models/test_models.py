@@ -13,6 +13,7 @@ from synthesizer_jax.costs.summary import flops, summarize
 from synthesizer_jax.models import (
     LOSSES,
     EncoderDecoder,
+    Rows,
     SinusoidalPositions,
     Size,
     alignment,
@@ -255,7 +256,7 @@ def test_language_model_rows_are_inputs_then_targets(prefix, batch):
         close(*joined)
     with pytest.raises(ValueError, match=r"data\.pack=false"):
         segments = tuple(jnp.ones_like(x) for x in batch)
-        jax.eval_shape(lambda: model.apply(variables, *batch, segments=segments))
+        jax.eval_shape(lambda: model.apply(variables, *batch, rows=Rows(segments)))
 
 
 def test_packed_targets_equal_separate_rows():
@@ -266,13 +267,12 @@ def test_packed_targets_equal_separate_rows():
     variables = general(model.init, nothing, texts[0])
     row = jnp.asarray(np.concatenate([*texts, [[0, 0]]], axis=1))
     segments = jnp.asarray(np.repeat([1, 2, 3, 0], [*lengths, 2])[None])
-    positions = jnp.asarray(np.concatenate([*map(np.arange, lengths), [0, 0]])[None])
 
     @jax.jit
     def run(variables):
         apply = functools.partial(model.apply, variables, nothing)
-        options = {"segments": (nothing, segments), "positions": (nothing, positions)}
-        packed = [apply(row, max_segments=n, **options)[:, :12] for n in (None, 3)]
+        rows = [Rows((nothing, segments), max_segments=n) for n in (None, 3)]
+        packed = [apply(row, rows=of_texts)[:, :12] for of_texts in rows]
         return packed, [apply(text) for text in texts]
 
     packed, alone = run(variables)

@@ -13,7 +13,7 @@ import pytest
 from synthesizer_jax import ZOO, Encoder, UniversalStack
 from synthesizer_jax.base.registry import fields_of, from_json, replace, to_json
 from synthesizer_jax.costs.summary import _scan_runs, num_elements
-from synthesizer_jax.models import VARIANTS
+from synthesizer_jax.models import VARIANTS, Rows
 from synthesizer_jax.primitives.parameters import abstract_variables, apply_method
 from tests.environment import FAST_COMPILE
 from tests.layers.contract import general
@@ -107,7 +107,7 @@ def test_structure(name):
         row = np.concatenate([source[0], source[1, :4], [0, 0]])[None]
         targets = np.concatenate([target[0], target[1, :3], np.zeros(5, int)])[None]
         ids = [jnp.asarray(np.repeat([1, 2, 0], n))[None] for n in ((7, 4, 2), (5, 3, 5))]
-        return model.apply(variables, row, targets, segments=tuple(ids))
+        return model.apply(variables, row, targets, rows=Rows(tuple(ids)))
 
     out, gradient, stepped, together = run(variables)
     if reads:

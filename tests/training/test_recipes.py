@@ -92,7 +92,7 @@ def shrunk(value: Any) -> Any:
 
 
 def take_step(trainer: Trainer, state: Any) -> None:
-    values = {"tokens": 3, "ids": 1, "positions": 1, "weights": 1}
+    values = {"tokens": 3, "ids": 1, "weights": 1}
     batch = {
         name: np.full(field.shape, values[name.rpartition("_")[2]], field.dtype)
         for name, field in batch_fields(trainer.experiment.data).items()

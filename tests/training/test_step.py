@@ -228,11 +228,7 @@ def test_a_model_promotes_neither_ranks_nor_dtypes(dtype):
     model = t5(TINY, encoder=kind, vocab_size=16, dtype=dtype, dropout_rate=0.1)
     numbers = jnp.array([[1] * 4 + [2] * 4] * 8)
     batch = {k: jnp.asarray(x) for k, x in next(CopyStream()).items()}
-    packed = batch | {
-        f"{side}_{what}": x
-        for side in ("encoder", "decoder")
-        for what, x in {"segment_ids": numbers, "positions": numbers}.items()
-    }
+    packed = batch | {f"{side}_segment_ids": numbers for side in ("encoder", "decoder")}
     source, targets = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
 
     def total(variables, batch, key, segments=None):
