@@ -63,7 +63,7 @@ def room_for_programs() -> Iterator[None]:
 def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A tenth of the synthetic data sets, prepared once for all processes; they are not to be changed."""
     from synthesizer_jax.data.prepared import PreparedTasks
-    from synthesizer_jax.tasks import synthetic
+    from synthesizer_jax.preparation import synthetic
 
     place = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -71,7 +71,7 @@ def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     path = place / "synthetic"
     with filelock.FileLock(place / "synthetic.lock"):
         if not list(path.glob("prepared/*/mixtures/*.json")):  # written last
-            from synthesizer_jax.tasks.prepare import prepare
+            from synthesizer_jax.preparation.prepare import prepare
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(synthetic, "SIZES", {k: n // 10 for k, n in synthetic.SIZES.items()})

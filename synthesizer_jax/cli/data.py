@@ -24,8 +24,10 @@ def _open_directory(
     data_dir: pathlib.Path | None, imports: list[str] | None, *, libraries: bool = True
 ) -> pathlib.Path:
     """Makes all tasks known, the user's and those of imported files too; returns the data directory."""
+    from synthesizer_jax.preparation import file_tasks as imported
+    from synthesizer_jax.preparation import synthetic  # noqa: F401
     from synthesizer_jax.runs import code
-    from synthesizer_jax.tasks import imported, seqio_tasks, synthetic, task_registry  # noqa: F401
+    from synthesizer_jax.tasks import seqio_tasks, task_registry
 
     if libraries:
         seqio_tasks.import_tensorflow()
@@ -75,9 +77,9 @@ def import_files(
       columns: mine: the columns of CSV and TSV files that have no header, such as 'a,b'.
       renew: replace what was imported before, with all of its splits.
     """
-    from synthesizer_jax.tasks import imported
-    from synthesizer_jax.tasks.importers import CORPORA, import_corpus, report_lines
-    from synthesizer_jax.tasks.importers.files import find_splits
+    from synthesizer_jax.preparation import file_tasks as imported
+    from synthesizer_jax.preparation.importers import CORPORA, import_corpus, report_lines
+    from synthesizer_jax.preparation.importers.files import find_splits
     from synthesizer_jax.tasks.seqio_tasks import import_tensorflow
     from synthesizer_jax.tasks.task_registry import default_data_dir
 
@@ -156,8 +158,8 @@ def prepare_tasks(
       renew: write again what is there.
     """
     from synthesizer_jax.data.prepared import PreparedTasks
-    from synthesizer_jax.tasks import synthetic
-    from synthesizer_jax.tasks.prepare import prepare
+    from synthesizer_jax.preparation import synthetic
+    from synthesizer_jax.preparation.prepare import prepare
 
     directory = _open_directory(data_dir, imports)
     config = _vocabulary(vocabulary, extra_ids)
@@ -231,7 +233,7 @@ def show_task(
     import numpy as np
 
     from synthesizer_jax.data.task_streams import SIDES
-    from synthesizer_jax.tasks import inspection
+    from synthesizer_jax.preparation import inspection
 
     directory = _open_directory(data_dir, imports)
     built = _vocabulary(vocabulary).build()
@@ -264,7 +266,7 @@ def check_tasks(mixture: str, *, data_dir: DataDir = None, imports: Imports = No
     Args:
       mixture: mixture or task.
     """
-    from synthesizer_jax.tasks import inspection
+    from synthesizer_jax.preparation import inspection
 
     directory = _open_directory(data_dir, imports)
     checks = [
@@ -306,7 +308,7 @@ def train_vocabulary(
     """
     from synthesizer_jax.data.task_streams import SIDES
     from synthesizer_jax.data.vocabularies import train_sentencepiece
-    from synthesizer_jax.tasks.inspection import read_rows, text_of
+    from synthesizer_jax.preparation.inspection import read_rows, text_of
 
     directory, codec = _open_directory(data_dir, imports), Bytes().build()
     members = _members(mixture, directory, "train")

@@ -7,9 +7,9 @@ import pathlib
 from collections.abc import Collection, Mapping, Sequence
 
 from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.preparation.file_tasks import FOLDER
+from synthesizer_jax.preparation.importers.layouts import find_importer
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.imported import FOLDER
-from synthesizer_jax.tasks.importers.layouts import find_importer
 
 MNLI = "glue_mnli_v002"
 

@@ -15,10 +15,11 @@ from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.hosts.preemption import StopSignal
 from synthesizer_jax.models import TextToText
+from synthesizer_jax.preparation import file_tasks as imported
 from synthesizer_jax.runs import code
 from synthesizer_jax.runs.lock import lock_directory
 from synthesizer_jax.runs.progress import summary_lines
-from synthesizer_jax.tasks import imported, task_registry
+from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.training import run_directory
 from synthesizer_jax.training.experiment import Experiment

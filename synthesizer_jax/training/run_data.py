@@ -16,8 +16,10 @@ from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.files import evaluation_folder, write_predictions, write_results
 from synthesizer_jax.evaluation.scoring import flatten_results
 from synthesizer_jax.hosts import processes
+from synthesizer_jax.preparation import file_tasks as imported
+from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.runs import code
-from synthesizer_jax.tasks import imported, synthetic, task_registry
+from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.splits import is_current, requested_splits
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.run_directory import open_vocabulary, with_vocabulary_path

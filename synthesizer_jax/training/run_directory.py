@@ -13,8 +13,8 @@ from synthesizer_jax.base.registry import format_value, from_json, replace, to_j
 from synthesizer_jax.checkpoints.contents import read_contents
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
+from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.runs import code
-from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.training.experiment import Experiment
 
 EXPERIMENT_FILE = "experiment.json"

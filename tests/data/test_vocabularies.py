@@ -8,7 +8,7 @@ import sentencepiece
 import seqio
 
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
-from synthesizer_jax.tasks import synthetic
+from synthesizer_jax.preparation import synthetic
 
 
 @pytest.fixture(scope="module")

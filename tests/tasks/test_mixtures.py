@@ -7,10 +7,10 @@ import pytest
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.evaluation import evaluation_sets
+from synthesizer_jax.preparation.importers import import_corpus
+from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.importers import import_corpus
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate
-from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.streams import open_stream
 from tests.tasks.loading import BYTES, load, quiet
 

@@ -12,8 +12,8 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
+from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.splits import SplitRequest, is_current
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.tasks.task import Answers

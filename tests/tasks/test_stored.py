@@ -8,8 +8,8 @@ import pytest
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.stored import newest_version, stored_splits, write_dataset
 from tests.tasks.loading import BYTES, LENGTHS, quiet
 

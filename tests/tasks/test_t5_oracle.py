@@ -19,8 +19,8 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
+from synthesizer_jax.preparation.importers import import_corpus
 from synthesizer_jax.tasks import metrics, task_registry
-from synthesizer_jax.tasks.importers import import_corpus
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate
 from synthesizer_jax.tasks.postprocessors import is_labeled, to_text
 from tools import t5_names

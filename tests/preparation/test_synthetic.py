@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from synthesizer_jax.tasks import synthetic
+from synthesizer_jax.preparation import synthetic
+from synthesizer_jax.preparation.synthetic import SIZES, SOURCES, VERSION, as_text
 from synthesizer_jax.tasks.postprocessors import to_text
-from synthesizer_jax.tasks.synthetic import SIZES, SOURCES, VERSION, as_text
 from tests.tasks.loading import load
 
 

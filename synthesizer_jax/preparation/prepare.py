@@ -34,7 +34,8 @@ from synthesizer_jax.data.prepared import FORMAT, HIDDEN, PreparedInfo, Prepared
 from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.task_streams import CHUNK, SIDES
 from synthesizer_jax.data.vocabularies import EOS
-from synthesizer_jax.tasks import preprocessors, synthetic, task_registry
+from synthesizer_jax.preparation import synthetic
+from synthesizer_jax.tasks import preprocessors, task_registry
 from synthesizer_jax.tasks.postprocessors import UNKNOWN
 from synthesizer_jax.tasks.seqio_tasks import import_tensorflow
 from synthesizer_jax.tasks.splits import SplitRequest, is_current, requested_splits

@@ -21,12 +21,13 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
 from synthesizer_jax.evaluation.evaluator import Evaluation
-from synthesizer_jax.tasks import imported, task_registry
-from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
-from synthesizer_jax.tasks.importers import CORPORA
-from synthesizer_jax.tasks.importers.files import find_splits
+from synthesizer_jax.preparation import file_tasks as imported
+from synthesizer_jax.preparation.file_tasks import FileTask, Template, add_imported, import_files
+from synthesizer_jax.preparation.importers import CORPORA
+from synthesizer_jax.preparation.importers.files import find_splits
+from synthesizer_jax.preparation.prepare import prepare
+from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import UNKNOWN
-from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.splits import SplitRequest, is_current
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.tasks.task import Task
@@ -424,7 +425,7 @@ def test_a_full_disk_leaves_nothing(tmp_path):
 TERMINATED = """
 import os, signal
 from synthesizer_jax.cli.main import run
-from synthesizer_jax.tasks import imported
+from synthesizer_jax.preparation import file_tasks as imported
 imported.write_dataset = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
 run()
 """

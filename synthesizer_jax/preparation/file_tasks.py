@@ -22,9 +22,9 @@ from etils import epy
 from synthesizer_jax.base.files import describing, write_atomic
 from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.registry import JSON
+from synthesizer_jax.preparation.importers.files import SplitFiles
+from synthesizer_jax.preparation.importers.reading import Cursor, ReadError, Row, value_text
 from synthesizer_jax.tasks import metrics, postprocessors, preprocessors, task_registry
-from synthesizer_jax.tasks.importers.files import SplitFiles
-from synthesizer_jax.tasks.importers.reading import Cursor, ReadError, Row, value_text
 from synthesizer_jax.tasks.postprocessors import UNKNOWN, parse_number
 from synthesizer_jax.tasks.stored import staging, stored_splits, write_dataset
 from synthesizer_jax.tasks.task import Task

@@ -18,9 +18,10 @@ from synthesizer_jax.base.files import write_atomic
 from synthesizer_jax.data.prepared import PreparedExamples, PreparedTasks
 from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.tasks import prepare as preparing
-from synthesizer_jax.tasks import synthetic, task_registry
-from synthesizer_jax.tasks.prepare import prepare
+from synthesizer_jax.preparation import prepare as preparing
+from synthesizer_jax.preparation import synthetic
+from synthesizer_jax.preparation.prepare import prepare
+from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.splits import SplitRequest, is_current, names_of_split
 from synthesizer_jax.tasks.stored import write_dataset
 from tests.tasks.loading import BYTES, quiet

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
+from synthesizer_jax.preparation.importers.layouts import find_importer
+from synthesizer_jax.preparation.prepare import read_task
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.importers.layouts import find_importer
 from synthesizer_jax.tasks.postprocessors import Example, to_text
-from synthesizer_jax.tasks.prepare import read_task
 from synthesizer_jax.tasks.stored import reading_errors
 
 

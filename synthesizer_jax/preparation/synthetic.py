@@ -18,7 +18,7 @@ from typing import NamedTuple
 from etils import epy
 
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
-from synthesizer_jax.tasks import synthetic_grammar as grammar
+from synthesizer_jax.preparation import synthetic_grammar as grammar
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.stored import write_dataset
 from synthesizer_jax.tasks.task import Task
