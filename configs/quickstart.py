@@ -15,7 +15,7 @@ from __future__ import annotations
 from synthesizer_jax.recipes.papers import cotraining, small_training
 
 from synthesizer_jax.base.registry import replace
-from synthesizer_jax.preparation import synthetic
+from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.training.experiment import Experiment
 
 

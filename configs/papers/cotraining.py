@@ -36,8 +36,8 @@ from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.mixers import Attention, Mixer
 from synthesizer_jax.models import EncoderDecoder, Size, t5, zoo
 from synthesizer_jax.optimizers import Adafactor, AdamW, Constant, Cosine
-from synthesizer_jax.preparation import synthetic as synthetic_tasks
 from synthesizer_jax.primitives.initializers import Normal
+from synthesizer_jax.tasks import synthetic as synthetic_tasks
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 
 Part = TypeVar("Part", bound=Mixer | Alignment)

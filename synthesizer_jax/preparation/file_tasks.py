@@ -1,8 +1,4 @@
-"""Tasks that are made of users' files: TFDS data sets with their definitions beside them.
-
-``DATA_DIR/imported/NAME/1.0.0`` has the strings ``inputs`` and ``targets``; its ``task.json`` says which
-metrics and label words the task has, which is known by its name wherever the directory is used.
-"""
+"""Import of users' files as tasks; `tasks.imported` says what is written."""
 
 from __future__ import annotations
 
@@ -19,33 +15,18 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from etils import epy
 
-from synthesizer_jax.base.files import describing, write_atomic
+from synthesizer_jax.base.files import write_atomic
 from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.preparation.importers.files import SplitFiles
 from synthesizer_jax.preparation.importers.reading import Cursor, ReadError, Row, value_text
-from synthesizer_jax.tasks import metrics, postprocessors, preprocessors, task_registry
+from synthesizer_jax.preparation.writing import staging, write_dataset
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.imported import DEFINITION, FOLDER, METRICS, VERSION, read_definition
 from synthesizer_jax.tasks.postprocessors import UNKNOWN, parse_number
-from synthesizer_jax.tasks.stored import staging, stored_splits, write_dataset
-from synthesizer_jax.tasks.task import Task
 
 with epy.lazy_imports():
     import tensorflow_datasets as tfds
-
-FOLDER, DEFINITION, VERSION = "imported", "task.json", "1.0.0"
-
-METRICS: Mapping[str, tuple[metrics.Metric, str]] = {
-    "accuracy": (metrics.accuracy, "anything"),
-    "bleu": (metrics.bleu, "texts"),
-    "bleu_13a": (metrics.bleu_13a, "texts"),
-    "chrf": (metrics.chrf, "texts"),
-    "f1": (metrics.f1_with_invalid, "two labels"),
-    "matthews": (metrics.matthews, "labels"),
-    "pearson": (metrics.pearson, "numbers"),
-    "rouge": (metrics.rouge_all, "texts"),
-    "spearman": (metrics.spearman, "numbers"),
-}
-"""Metrics by the names that ``--metric`` takes, and what they compare."""
 
 
 class Template:
@@ -231,7 +212,7 @@ def import_files(
             "has_inputs": task.inputs is not None,
         }
         write_atomic(directory / DEFINITION, json.dumps(definition, indent=1) + "\n")
-    task_registry.add([_read_definition(data_dir / dataset / VERSION / DEFINITION)])
+    task_registry.add([read_definition(data_dir / dataset / VERSION / DEFINITION)])
     return found
 
 
@@ -254,41 +235,3 @@ def _read(
     if not summary.rows:
         names = ", ".join(map(str, files.files))
         raise ReadError(f"{names}: the split {summary.split!r} has no rows; nothing was imported")
-
-
-def add_imported(data_dir: pathlib.Path) -> list[str]:
-    """Makes the imported tasks of a data directory known, and returns their names.
-
-    Raises:
-      ValueError: a definition is damaged.
-    """
-    paths = sorted((data_dir / FOLDER).glob(f"*/{VERSION}/{DEFINITION}"))
-    definitions = [_read_definition(path) for path in paths]
-    task_registry.add(definitions)
-    return [definition.name for definition in definitions]
-
-
-def _read_definition(path: pathlib.Path) -> Task:
-    """Reads the definition of an imported task.
-
-    Raises:
-      ValueError: it is damaged.
-    """
-    name = path.parent.parent.name
-    with describing(path, "import the task again, or delete its directory"):
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["name"] != name:
-            raise ValueError(f"it describes {data['name']!r}")
-        is_numeric = any(METRICS[metric][1] == "numbers" for metric in data["metrics"])
-        has_inputs = bool(data["has_inputs"])
-        texts = functools.partial(preprocessors.language_modeling, feature="targets")
-        return Task(
-            name,
-            f"{FOLDER}/{name}",
-            None if has_inputs else texts,
-            metrics=tuple(METRICS[metric][0] for metric in data["metrics"]),
-            splits=tuple(stored_splits(path.parent)),
-            label_words=tuple(data["words"]) or None,
-            postprocess_fn=postprocessors.number if is_numeric else None,
-            has_inputs=has_inputs,
-        )

@@ -1,12 +1,8 @@
-"""The synthetic co-training mixture: eight generated tasks in T5's formats, no file, no network.
-
-Importing it makes its tasks and its mixture known to `task_registry`.
-"""
+"""Generation of the synthetic tasks' rows, and of their vocabulary: no file, no network."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import itertools
 import pathlib
@@ -17,18 +13,23 @@ from typing import NamedTuple
 
 from etils import epy
 
-from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
+from synthesizer_jax.data.vocabularies import train_sentencepiece
 from synthesizer_jax.preparation import synthetic_grammar as grammar
+from synthesizer_jax.preparation.writing import write_dataset
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.stored import write_dataset
+from synthesizer_jax.tasks.synthetic import (
+    DEFINITIONS,
+    IMITATED,
+    MIXTURE,
+    MIXTURES,
+    VOCAB_SIZE,
+    vocabulary,
+)
 from synthesizer_jax.tasks.task import Task
 
 with epy.lazy_imports():
     import tensorflow_datasets as tfds
 
-MIXTURE = "synthetic_co_training"
-"""Also TFDS's name of the data sets; one configuration per task."""
-QUICKSTART = "synthetic_quickstart"
 VERSION = "1.0.0"
 """Counts the grammars: other rows need another version."""
 
@@ -39,52 +40,28 @@ SIZES: Mapping[str, int] = {"train": 12000, "validation": 600}
 HELD_OUT = 8
 """One combination of words in so many is held out."""
 
-VOCAB_SIZE = 1024
 VOCABULARY_TEXTS = 2000
 """Training rows per task that the vocabulary is trained on."""
 
 
 class Source(NamedTuple):
-    """Where a task's rows come from; tasks that compare sentences need more examples than others."""
+    """Where a task's rows come from."""
 
     grammar: Callable[[grammar.Draw], grammar.Example]
-    imitated: str  # T5's task that it is like
-    rate: float
     labels: int = 2  # drawn equally often; 0 where the label is a number
 
 
 SOURCES: Mapping[str, Source] = {
-    "cola": Source(grammar.cola, "glue_cola_v002", 4.0),
-    "sst2": Source(grammar.sst2, "glue_sst2_v002", 3.0),
-    "stsb": Source(grammar.stsb, "glue_stsb_v002", 4.0, labels=0),
-    "mnli": Source(grammar.mnli, "glue_mnli_v002", 6.0, labels=3),
-    "boolq": Source(grammar.boolq, "super_glue_boolq_v102", 6.0),
-    "copa": Source(grammar.copa, "super_glue_copa_v102", 8.0),
-    "wic": Source(grammar.wic, "super_glue_wic_v102", 5.0),
-    "wsc": Source(grammar.wsc, "super_glue_wsc_v102_simple_eval", 3.0),
+    "cola": Source(grammar.cola),
+    "sst2": Source(grammar.sst2),
+    "stsb": Source(grammar.stsb, labels=0),
+    "mnli": Source(grammar.mnli, labels=3),
+    "boolq": Source(grammar.boolq),
+    "copa": Source(grammar.copa),
+    "wic": Source(grammar.wic),
+    "wsc": Source(grammar.wsc),
 }
-"""By the name that follows ``synthetic_``."""
-
-DEFINITIONS: tuple[Task, ...] = tuple(
-    dataclasses.replace(
-        task_registry.TASKS[source.imitated],
-        name=f"synthetic_{config}",
-        dataset=f"{MIXTURE}/{config}",
-        splits=tuple(SIZES),
-    )
-    for config, source in SOURCES.items()
-)
-
-MIXTURES: Mapping[str, Mapping[str, float]] = {
-    mixture: {f"synthetic_{name}": SOURCES[name].rate for name in names}
-    for mixture, names in (
-        (MIXTURE, tuple(SOURCES)),
-        (QUICKSTART, ("cola", "boolq", "wic")),
-    )
-}
-"""All tasks, and three that are learned soon."""
-
-task_registry.add(DEFINITIONS, MIXTURES)
+"""By configuration, see `tasks.synthetic.DEFINITIONS`."""
 
 
 def examples(config: str, split: str, *, seed: int = 0) -> list[grammar.Row]:
@@ -123,17 +100,16 @@ def _draw_rows(config: str, split: str, seed: int = 0) -> Iterator[grammar.Row]:
         counts[label] += 1
 
 
-def vocabulary(data_dir: pathlib.Path) -> SentencePiece:
-    """Returns the mixture's own SentencePiece model without sentinels; trains it where it is missing."""
-    path = data_dir / MIXTURE / "vocabulary.model"
+def train_vocabulary(data_dir: pathlib.Path) -> None:
+    """Trains the mixtures' vocabulary where it is missing."""
+    path = vocabulary(data_dir).file
     if not path.is_file():
         train_sentencepiece(training_texts(), path, vocab_size=VOCAB_SIZE, model_type="bpe")
-    return SentencePiece(str(path), extra_ids=0)
 
 
 def training_texts() -> Iterator[str]:
     """Yields the training inputs and targets that the vocabulary is made of."""
-    for config, task in zip(SOURCES, DEFINITIONS, strict=True):
+    for config, task in DEFINITIONS.items():
         for row in itertools.islice(_draw_rows(config, "train"), VOCABULARY_TEXTS):
             yield from as_text(task, row)
 
@@ -155,18 +131,18 @@ def as_text(task: Task, row: grammar.Row) -> tuple[str, str]:
 
 def is_written(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) -> bool:
     """Returns whether a directory has the data sets of tasks."""
-    data_sets = [data_dir / task.dataset for task in DEFINITIONS if task.name in names]
+    data_sets = [data_dir / task.dataset for task in DEFINITIONS.values() if task.name in names]
     return all((place / VERSION / "dataset_info.json").is_file() for place in data_sets)
 
 
 def write(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) -> None:
     """Writes the data sets of tasks, and the vocabulary of all; what is there is kept."""
-    vocabulary(data_dir)
-    for config, task in zip(SOURCES, DEFINITIONS, strict=True):
+    train_vocabulary(data_dir)
+    for config, task in DEFINITIONS.items():
         if task.name in names and not is_written(data_dir, [task.name]):
             # TFDS would keep what is damaged
             shutil.rmtree(data_dir / task.dataset, ignore_errors=True)
             splits = {split: functools.partial(examples, config, split) for split in SIZES}
-            imitated = task_registry.TASKS[SOURCES[config].imitated].dataset
+            imitated = task_registry.TASKS[IMITATED[config][0]].dataset
             features = tfds.builder(imitated, data_dir=data_dir).info.features
             write_dataset(task.dataset, VERSION, dict(features.items()), splits, data_dir)

@@ -13,8 +13,8 @@ from synthesizer_jax.base.registry import format_value, from_json, replace, to_j
 from synthesizer_jax.checkpoints.contents import read_contents
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
-from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.runs import code
+from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.training.experiment import Experiment
 
 EXPERIMENT_FILE = "experiment.json"
@@ -85,10 +85,10 @@ def start_from_run(directory: pathlib.Path) -> Experiment:
     return experiment.starting_from(str(directory))
 
 
-def find_or_train_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experiment:
+def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experiment:
     """Returns the experiment with the absolute path of its vocabulary.
 
-    The synthetic mixtures bring their own vocabulary, which is trained in `data_dir` where it is missing.
+    The synthetic mixtures bring their own vocabulary, which lies in `data_dir` when they are prepared.
 
     Raises:
       ValueError: there is no vocabulary.
@@ -101,7 +101,6 @@ def find_or_train_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> 
             f"the mixture {experiment.data.mixture!r} has no vocabulary of its own; give one, such "
             "as vocabulary=SentencePiece('spiece.model') or Bytes() in the recipe"
         )
-    vocabulary.build()
     path = storage_path(getattr(vocabulary, "path", "")).expanduser()
     return _with_path(replace(experiment, vocabulary=vocabulary), str(absolute(path)))
 
@@ -110,7 +109,7 @@ def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Vocabula
     """Returns the vocabulary of a run.
 
     Args:
-      experiment: from `load_experiment` or `find_or_train_vocabulary`.
+      experiment: from `load_experiment` or `find_vocabulary`.
       directory: the run's, to which a relative path belongs.
 
     Raises:

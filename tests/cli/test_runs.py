@@ -19,9 +19,9 @@ import pytest
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.vocabularies import SentencePiece
-from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.runs.lock import InUseError
 from synthesizer_jax.runs.metrics import read_metrics
+from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.training.run_directory import (
     check_same_run,
     load_experiment,

@@ -21,7 +21,7 @@ from synthesizer_jax.preparation.importers.layouts import (
     find_parts,
 )
 from synthesizer_jax.preparation.importers.reading import Cursor, ReadError, Row
-from synthesizer_jax.tasks.stored import FeatureType, staging, write_dataset
+from synthesizer_jax.preparation.writing import FeatureType, staging, write_dataset
 
 with epy.lazy_imports():
     import tensorflow_datasets as tfds

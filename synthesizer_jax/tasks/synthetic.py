@@ -1,0 +1,59 @@
+"""The synthetic co-training mixture: eight tasks in T5's formats.
+
+`preparation.synthetic` generates their rows and their vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+
+from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.tasks.definitions import DEFINITIONS as OF_T5
+from synthesizer_jax.tasks.definitions import UNLABELED
+from synthesizer_jax.tasks.task import Task
+
+MIXTURE = "synthetic_co_training"
+"""Also TFDS's name of the data sets; one configuration per task."""
+QUICKSTART = "synthetic_quickstart"
+VOCAB_SIZE = 1024
+
+IMITATED: Mapping[str, tuple[str, float]] = {
+    "cola": ("glue_cola_v002", 4.0),
+    "sst2": ("glue_sst2_v002", 3.0),
+    "stsb": ("glue_stsb_v002", 4.0),
+    "mnli": ("glue_mnli_v002", 6.0),
+    "boolq": ("super_glue_boolq_v102", 6.0),
+    "copa": ("super_glue_copa_v102", 8.0),
+    "wic": ("super_glue_wic_v102", 5.0),
+    "wsc": ("super_glue_wsc_v102_simple_eval", 3.0),
+}
+"""By configuration: T5's task that it is like, and its rate; comparing sentences needs more examples."""
+
+_T5 = {task.name: task for task in OF_T5}
+
+DEFINITIONS: Mapping[str, Task] = {
+    config: dataclasses.replace(
+        _T5[name],
+        name=f"synthetic_{config}",
+        dataset=f"{MIXTURE}/{config}",
+        splits=UNLABELED,
+    )
+    for config, (name, _) in IMITATED.items()
+}
+"""The tasks by configuration."""
+
+MIXTURES: Mapping[str, Mapping[str, float]] = {
+    mixture: {DEFINITIONS[config].name: IMITATED[config][1] for config in configs}
+    for mixture, configs in (
+        (MIXTURE, tuple(IMITATED)),
+        (QUICKSTART, ("cola", "boolq", "wic")),
+    )
+}
+"""All tasks, and three that are learned soon."""
+
+
+def vocabulary(data_dir: pathlib.Path) -> SentencePiece:
+    """Returns the mixtures' own vocabulary, a SentencePiece model without sentinels, there or not."""
+    return SentencePiece(str(data_dir / MIXTURE / "vocabulary.model"), extra_ids=0)
