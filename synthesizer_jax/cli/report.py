@@ -72,7 +72,7 @@ def inspect(
     from synthesizer_jax.reports.inspection import summary, write_inspection
     from synthesizer_jax.runs import code
     from synthesizer_jax.runs.progress import show_phases
-    from synthesizer_jax.training.initial_parameters import find_checkpoint
+    from synthesizer_jax.runs.saved import find_checkpoint
     from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
 
     code.load_user_code(imports or ())

@@ -16,10 +16,11 @@ from synthesizer_jax.evaluation.files import evaluation_folder, write_prediction
 from synthesizer_jax.evaluation.scoring import flatten_results
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.runs import code
+from synthesizer_jax.runs.saved import open_vocabulary
 from synthesizer_jax.tasks import imported, synthetic, task_registry
 from synthesizer_jax.tasks.splits import is_current, requested_splits
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.run_directory import open_vocabulary, with_vocabulary_path
+from synthesizer_jax.training.run_directory import with_vocabulary_path
 from synthesizer_jax.training.state import TrainState
 
 
@@ -47,7 +48,8 @@ def find_prepared(
             f"run '{shlex.join(['synthesizer-jax', *missing])}', or from Python "
             "preparation.experiment.prepare_data(experiment, data_dir)"
         )
-    return PreparedTasks(data_dir, open_vocabulary(experiment, data_dir))
+    vocabulary = open_vocabulary(experiment.vocabulary, data_dir, model=experiment.model)
+    return PreparedTasks(data_dir, vocabulary)
 
 
 def missing_preparation(
@@ -74,7 +76,8 @@ def missing_preparation(
         options = ["--vocabulary", name, "--extra-ids", str(vocabulary.extra_ids)]
         is_there = True
     if is_there:
-        prepared = PreparedTasks(data_dir, open_vocabulary(experiment, data_dir))
+        built = open_vocabulary(vocabulary, data_dir, model=experiment.model)
+        prepared = PreparedTasks(data_dir, built)
         if _is_prepared(experiment, prepared, trains=trains, only=only):
             return []
     return [

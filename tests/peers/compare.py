@@ -14,7 +14,7 @@ import transformers
 from synthesizer_jax.inference import encode_tokens
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.pretrained.loading import open_pretrained, read_params
+from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 from synthesizer_jax.primitives.parameters import Variables, apply_method
 
 TOLERANCE = 1e-5
