@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.checkpoints.streamed import Unread
-from synthesizer_jax.models import EncoderDecoder
+from synthesizer_jax.models import EncoderDecoder, unroll
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface.folder import open_folder
 from synthesizer_jax.pretrained.loading import restore_run
@@ -54,14 +54,14 @@ def _open_run(source: pathlib.Path) -> Pretrained:
         raise ValueError(
             f"{source} holds a {type(model).__name__}; only EncoderDecoder models can be converted"
         )
-    saved, variables = restore_run(source)
+    (_, vocabulary), variables = restore_run(source)
     if variables.get("constants"):
         raise ValueError(
             f"{source} has tables that are not trained, such as a Fixed Random's; only models of trained "
             "parameters alone are converted"
         )
     params = jax.tree.map(Unread.of, variables["params"])
-    return Pretrained(saved.model, params, saved.vocabulary)
+    return Pretrained(unroll(model), params, vocabulary)
 
 
 def read_params(pretrained: Pretrained, mesh: Mesh | None = None) -> PyTree:
