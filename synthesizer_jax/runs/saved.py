@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from synthesizer_jax.base.files import absolute, describing, join
-from synthesizer_jax.base.registry import JSON, format_value, from_json, replace
+from synthesizer_jax.base.registry import format_value, from_json, replace
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.runs import code
@@ -37,7 +37,7 @@ def load_model(directory: pathlib.Path) -> SavedModel:
     return SavedModel(model, found)
 
 
-def read_experiment(directory: pathlib.Path) -> dict[str, JSON]:
+def read_experiment(directory: pathlib.Path) -> Any:
     """Returns the JSON data of a run's experiment.
 
     Raises:
@@ -52,7 +52,7 @@ def read_experiment(directory: pathlib.Path) -> dict[str, JSON]:
         )
     code.require_code(directory)
     with describing(path, REMEDY):
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:

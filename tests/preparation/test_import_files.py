@@ -344,7 +344,9 @@ def test_a_task_of_a_script_is_prepared_from_python(tmp_path, monkeypatch, capsy
     experiment = runs.experiment()
     experiment = replace(experiment, data=replace(experiment.data, mixture=task.name))
     for _ in range(2):
-        with pytest.raises(FileNotFoundError, match=r"data prepare of_a_script .* from Python") as e:
+        with pytest.raises(
+            FileNotFoundError, match=r"data prepare of_a_script .* from Python"
+        ) as e:
             run(experiment, tmp_path / "run", data_dir=tmp_path, visible=False)
         assert not (tmp_path / "run").exists()
         prepare_data(experiment, tmp_path)
