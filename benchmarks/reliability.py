@@ -32,8 +32,8 @@ import report
 
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.hosts.preemption import EXIT_CODES
+from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
-from synthesizer_jax.tasks import synthetic
 
 RECIPE = pathlib.Path(__file__).with_name("reliability_run.py")
 DEVICES = 8

@@ -66,7 +66,8 @@ def room_for_programs() -> Iterator[None]:
 def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A tenth of the synthetic data sets, prepared once for all processes; they are not to be changed."""
     from synthesizer_jax.data.prepared import PreparedTasks
-    from synthesizer_jax.tasks import synthetic
+    from synthesizer_jax.preparation import synthetic
+    from synthesizer_jax.tasks.synthetic import MIXTURES, vocabulary
 
     place = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -74,13 +75,13 @@ def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     path = place / "synthetic"
     with filelock.FileLock(place / "synthetic.lock"):
         if not list(path.glob("prepared/*/mixtures/*.json")):  # written last
-            from synthesizer_jax.tasks.prepare import prepare
+            from synthesizer_jax.preparation.prepare import prepare
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(synthetic, "SIZES", {k: n // 10 for k, n in synthetic.SIZES.items()})
                 synthetic.write(path)
-            prepared = PreparedTasks(path, synthetic.vocabulary(path).build())
-            for mixture in synthetic.MIXTURES:
+            prepared = PreparedTasks(path, vocabulary(path).build())
+            for mixture in MIXTURES:
                 prepare(mixture, prepared)
     return path
 

@@ -8,14 +8,20 @@ import subprocess
 import sys
 import tomllib
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
 from synthesizer_jax.cli.main import _one_line_message, app
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.mixtures import MIXTURES
+from synthesizer_jax.training.run_directory import save_run
 from tests.environment import COMMANDS
+from tests.evaluation import runs
 from tools.tables import TABLES, renewed
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -31,6 +37,32 @@ def test_importing_the_package_loads_no_tensorflow_and_no_network():
     )
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert process.stdout.strip() == "[]", process.stderr
+
+
+LOADED = """
+import sys
+import synthesizer_jax as sj
+loaded = sj.load(sys.argv[1])
+sj.generate(loaded, ["a"], max_length=2)
+names = [name for name in sys.modules if name.startswith("synthesizer_jax")]
+print(len(names), *sorted({name.split(".")[1] for name in names if "." in name}))
+"""
+
+
+def test_a_loaded_run_brings_nothing_that_it_was_trained_with(tmp_path):
+    experiment = runs.experiment()
+    x = jnp.zeros((1, 1), jnp.int32)
+    params = experiment.model.init(jax.random.key(0), x, x)["params"]
+    state = {"step": np.int32(1), "params": params, "constants": {}, "opt_state": {}}
+    save_streamed(tmp_path / "checkpoints", 1, jax.tree.map(Unread.of, state))
+    save_run(experiment, tmp_path)
+    command = [sys.executable, "-c", LOADED, str(tmp_path)]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    count, *rooms = process.stdout.split()
+    absent = {"cli", "distillation", "optimizers", "preparation", "reports", "tasks", "training"}
+    assert not absent & set(rooms)
+    assert int(count) <= 95
 
 
 FIRST_USES = """

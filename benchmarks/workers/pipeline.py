@@ -14,6 +14,7 @@ options = racing.options()
 
 from synthesizer_jax.data.config import DataConfig  # noqa: E402
 from synthesizer_jax.data.vocabularies import SentencePiece  # noqa: E402
+from synthesizer_jax.preparation.rows import to_seqio  # noqa: E402
 from synthesizer_jax.tasks import task_registry  # noqa: E402
 from synthesizer_jax.tasks.streams import open_stream  # noqa: E402
 
@@ -37,7 +38,7 @@ def by_seqio() -> Iterator[Batch]:
     """SeqIO's pipeline as it comes, not as our tasks set it."""
     seqio.set_tfds_read_config_override(None)
     members = [
-        (task_registry.find_task(name).to_seqio(vocabulary, data_dir), rate)
+        (to_seqio(task_registry.find_task(name), vocabulary, data_dir), rate)
         for name, rate in task_registry.mixture_rates(mixture, data_dir).items()
         if rate
     ]

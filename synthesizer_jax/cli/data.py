@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from typing import Annotated
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +17,9 @@ from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.typing import Count, Number, Range
 from synthesizer_jax.cli.options import DataDir, Imports, print_table
 from synthesizer_jax.data.vocabularies import EOS, EXTRA_IDS, Bytes, SentencePiece
+
+if TYPE_CHECKING:
+    from synthesizer_jax.training.experiment import Experiment
 
 SHOWN_TOKENS = 24
 
@@ -24,11 +31,12 @@ def _open_directory(
     data_dir: pathlib.Path | None, imports: list[str] | None, *, libraries: bool = True
 ) -> pathlib.Path:
     """Makes all tasks known, the user's and those of imported files too; returns the data directory."""
+    from synthesizer_jax.preparation.rows import import_tensorflow
     from synthesizer_jax.runs import code
-    from synthesizer_jax.tasks import imported, seqio_tasks, synthetic, task_registry  # noqa: F401
+    from synthesizer_jax.tasks import imported, task_registry
 
     if libraries:
-        seqio_tasks.import_tensorflow()
+        import_tensorflow()
     directory = data_dir or task_registry.default_data_dir()
     code.load_user_code(imports or ())
     imported.add_imported(directory)
@@ -37,6 +45,51 @@ def _open_directory(
 
 def _vocabulary(name: str | None, extra_ids: int = EXTRA_IDS) -> SentencePiece | Bytes:
     return Bytes(extra_ids) if name in (None, "bytes") else SentencePiece(str(name), extra_ids)
+
+
+def prepare_missing(
+    experiment: Experiment,
+    data_dir: pathlib.Path | None,
+    *,
+    trains: bool = True,
+    only: Sequence[str] = (),
+) -> None:
+    """Prepares what is missing of the data of a run, in a process that imports TensorFlow and ends.
+
+    Args:
+      experiment: what is run.
+      data_dir: where data sets lie; None: the default.
+      trains: whether it is trained on, and not only evaluated on.
+      only: names of the tasks to evaluate; empty: all.
+
+    Raises:
+      FileNotFoundError: nothing is prepared, and there are no data sets.
+      ValueError: the process failed.
+    """
+    from synthesizer_jax.hosts import processes
+    from synthesizer_jax.tasks import imported, task_registry
+    from synthesizer_jax.training.run_data import missing_preparation
+    from synthesizer_jax.training.run_directory import find_vocabulary
+
+    directory = data_dir or task_registry.default_data_dir()
+    imported.add_imported(directory)
+    experiment = find_vocabulary(experiment, directory)
+    with processes.process_zero_first("data"):
+        missing = missing_preparation(experiment, directory, trains=trains, only=only)
+        if not missing:
+            return
+        command = [sys.executable, "-m", "synthesizer_jax", *missing]
+        done = subprocess.run(
+            command, check=False, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        said, _, last = done.stderr.rstrip().rpartition("\n")
+        print(said if done.returncode else done.stderr, end="", file=sys.stderr)
+        if done.returncode:
+            reason = last.removeprefix("error: ") or f"exit code {done.returncode}"
+            raise ValueError(
+                f"{experiment.data.mixture} could not be prepared: {reason}; the command was: "
+                f"synthesizer-jax {shlex.join(missing)}"
+            )
 
 
 def import_files(
@@ -75,10 +128,10 @@ def import_files(
       columns: mine: the columns of CSV and TSV files that have no header, such as 'a,b'.
       renew: replace what was imported before, with all of its splits.
     """
-    from synthesizer_jax.tasks import imported
-    from synthesizer_jax.tasks.importers import CORPORA, import_corpus, report_lines
-    from synthesizer_jax.tasks.importers.files import find_splits
-    from synthesizer_jax.tasks.seqio_tasks import import_tensorflow
+    from synthesizer_jax.preparation import file_tasks
+    from synthesizer_jax.preparation.importers import CORPORA, import_corpus, report_lines
+    from synthesizer_jax.preparation.importers.files import find_splits
+    from synthesizer_jax.preparation.rows import import_tensorflow
     from synthesizer_jax.tasks.task_registry import default_data_dir
 
     directory = data_dir or default_data_dir()
@@ -87,16 +140,16 @@ def import_files(
             missing = "--name" if name is None else "--target"
             raise ValueError(f"'data import {MINE}' needs {missing}; --help shows an example")
         pairs = [label.partition("=") for label in (labels.split(",") if labels else ())]
-        task = imported.FileTask(
+        task = file_tasks.FileTask(
             name,
-            None if inputs is None else imported.Template(inputs),
-            imported.Template(target) if target else None,
+            None if inputs is None else file_tasks.Template(inputs),
+            file_tasks.Template(target) if target else None,
             tuple(metrics or ["accuracy"]),
             {value: word if equals else value for value, equals, word in pairs},
         )
         splits = find_splits(source, columns=columns.split(",") if columns else ())
         import_tensorflow()
-        found = imported.import_files(task, splits, directory, renew=renew)
+        found = file_tasks.import_files(task, splits, directory, renew=renew)
         lines = [line for summary in found for line in summary.lines()]
         lines.append(f"train with --set data.mixture={name}")
     elif any(x is not None for x in (name, inputs, target, labels, metrics, columns)):
@@ -156,12 +209,14 @@ def prepare_tasks(
       renew: write again what is there.
     """
     from synthesizer_jax.data.prepared import PreparedTasks
+    from synthesizer_jax.preparation.prepare import prepare
+    from synthesizer_jax.preparation.synthetic import train_vocabulary
     from synthesizer_jax.tasks import synthetic
-    from synthesizer_jax.tasks.prepare import prepare
 
     directory = _open_directory(data_dir, imports)
     config = _vocabulary(vocabulary, extra_ids)
     if vocabulary is None and mixture in synthetic.MIXTURES:
+        train_vocabulary(directory)
         config = synthetic.vocabulary(directory)
     lengths = {"inputs": inputs_length, "targets": targets_length}
     prepared = PreparedTasks(directory, config.build())
@@ -231,7 +286,7 @@ def show_task(
     import numpy as np
 
     from synthesizer_jax.data.task_streams import SIDES
-    from synthesizer_jax.tasks import inspection
+    from synthesizer_jax.preparation import inspection
 
     directory = _open_directory(data_dir, imports)
     built = _vocabulary(vocabulary).build()
@@ -264,7 +319,7 @@ def check_tasks(mixture: str, *, data_dir: DataDir = None, imports: Imports = No
     Args:
       mixture: mixture or task.
     """
-    from synthesizer_jax.tasks import inspection
+    from synthesizer_jax.preparation import inspection
 
     directory = _open_directory(data_dir, imports)
     checks = [
@@ -306,7 +361,7 @@ def train_vocabulary(
     """
     from synthesizer_jax.data.task_streams import SIDES
     from synthesizer_jax.data.vocabularies import train_sentencepiece
-    from synthesizer_jax.tasks.inspection import read_rows, text_of
+    from synthesizer_jax.preparation.inspection import read_rows, text_of
 
     directory, codec = _open_directory(data_dir, imports), Bytes().build()
     members = _members(mixture, directory, "train")

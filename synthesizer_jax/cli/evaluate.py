@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from synthesizer_jax.base.typing import Count
+from synthesizer_jax.cli.data import prepare_missing
 from synthesizer_jax.cli.options import DataDir, Imports, OpenRun, open_run, print_table
 
 if TYPE_CHECKING:
@@ -146,12 +147,15 @@ def _open(
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.tasks.task_registry import default_data_dir
     from synthesizer_jax.training.run_data import open_evaluator
+    from synthesizer_jax.training.run_directory import with_vocabulary_path
 
     processes.start_group()
     run = open_run(workdir, imports)
     evaluation = replace(run.experiment.evaluation, **changes)
     data_dir = data_dir or default_data_dir()
     experiment = replace(run.experiment, evaluation=evaluation)
+    whole = with_vocabulary_path(experiment, run.directory)
+    prepare_missing(whole, data_dir, trains=False, only=tasks or ())
     evaluator = open_evaluator(experiment, run.directory, data_dir, only=tasks)
     if evaluator.lacking and processes.is_process_zero():
         lacking = ", ".join(evaluator.lacking)

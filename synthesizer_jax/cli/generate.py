@@ -74,9 +74,8 @@ def generate(
       logits_dtype: float32 or bfloat16, of the output projection; by default the model's dtype.
     """
     from synthesizer_jax.evaluation.prediction import Predictor
-    from synthesizer_jax.inference.settings import Decoding
     from synthesizer_jax.models import Encoder
-    from synthesizer_jax.training.run_directory import open_vocabulary
+    from synthesizer_jax.runs.saved import open_vocabulary
 
     if output_file is not None and not (in_bucket(output_file) or output_file.parent.is_dir()):
         raise FileNotFoundError(
@@ -84,36 +83,35 @@ def generate(
         )
     lines = _read_lines(text, input_file)
     run = open_run(workdir, imports)
-    model, data, evaluation = run.experiment.model, run.experiment.data, run.experiment.evaluation
+    model, data = run.experiment.model, run.experiment.data
     if isinstance(model, Encoder):
         raise ValueError(
             f"{workdir} holds an Encoder, which generates no text; 'synthesizer-jax predict' predicts the "
             "classes of a classifier"
         )
-    decoding = Decoding(
-        max_length=max_length or data.targets_length,
+    instead = {
+        "alpha": alpha,
+        "relative_length": relative_length,
+        "extra_length": extra_length,
+        "repetition_penalty": repetition_penalty,
+        "no_repeat_ngram_size": no_repeat_ngram_size,
+    }
+    decoding = run.experiment.evaluation.decoding(
+        max_length or data.targets_length,
         min_length=min_length,
-        relative_length=evaluation.relative_length if relative_length is None else relative_length,
-        extra_length=evaluation.extra_length if extra_length is None else extra_length,
         beams=beams,
-        alpha=evaluation.alpha if alpha is None else alpha,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        repetition_penalty=evaluation.repetition_penalty
-        if repetition_penalty is None
-        else repetition_penalty,
-        no_repeat_ngram_size=evaluation.no_repeat_ngram_size
-        if no_repeat_ngram_size is None
-        else no_repeat_ngram_size,
         samples=samples,
         seed=seed,
         logits_dtype=logits_dtype,
+        **{name: value for name, value in instead.items() if value is not None},
     )
     predictor = Predictor(
         model,
         run.restore(step)[1],
-        open_vocabulary(run.experiment, workdir),
+        open_vocabulary(run.experiment.vocabulary, workdir, model=model),
         inputs_length=data.inputs_length,
         batch_size=min(batch_size, max(len(lines), 1)),
         decoding=decoding,

@@ -107,7 +107,7 @@ def _to_storage_paths(path: Any) -> Any:
         return path and [_to_storage_paths(one) for one in path]
     converted = storage_path(str(path))
     if in_bucket(converted) and is_installed("tensorflow"):
-        from synthesizer_jax.tasks.seqio_tasks import import_tensorflow
+        from synthesizer_jax.preparation.rows import import_tensorflow
 
         import_tensorflow()
     return converted

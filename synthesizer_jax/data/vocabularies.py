@@ -1,6 +1,6 @@
 """Vocabularies, which are configurations too: bytes, or a SentencePiece file.
 
-They encode and decode like SeqIO's (`Vocabulary.to_seqio`), without SeqIO or TensorFlow.
+They encode and decode like SeqIO's, without SeqIO or TensorFlow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Number
 
 if TYPE_CHECKING:
-    import seqio
     from sentencepiece import SentencePieceProcessor
 
 EXTRA_IDS = 100
@@ -51,10 +50,6 @@ class Vocabulary(abc.ABC):
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the ids before the first EOS; ids out of range are unknown."""
-
-    @abc.abstractmethod
-    def to_seqio(self) -> seqio.Vocabulary:
-        """Returns the `seqio.Vocabulary` with the same ids (imports TensorFlow)."""
 
     @abc.abstractmethod
     def contents(self) -> bytes:
@@ -94,12 +89,6 @@ class Bytes(Vocabulary):
         byte_values = (i - _FIRST_BYTE for i in _until_eos(ids))
         return bytes(byte for byte in byte_values if 0 <= byte < 256).decode("utf-8", "ignore")
 
-    def to_seqio(self) -> seqio.Vocabulary:
-        """Returns the `seqio.ByteVocabulary`."""
-        import seqio
-
-        return seqio.ByteVocabulary(extra_ids=self.extra_ids)
-
     def contents(self) -> bytes:
         """Returns its description."""
         return f"ByteVocabulary(extra_ids={self.extra_ids})".encode()
@@ -132,7 +121,7 @@ class SentencePiece(Vocabulary):
           FileNotFoundError: there is no such file.
           ValueError: the file is not a SentencePiece model, or has other ids of padding and EOS.
         """
-        path = self._file
+        path = self.file
         if not path.is_file():
             raise FileNotFoundError(
                 f"there is no SentencePiece model {self.path}; {_REMEDY}, or train one with "
@@ -148,7 +137,8 @@ class SentencePiece(Vocabulary):
         return processor
 
     @property
-    def _file(self) -> pathlib.Path:
+    def file(self) -> pathlib.Path:
+        """The absolute path of the file."""
         return absolute(storage_path(self.path).expanduser())
 
     def build(self) -> Self:
@@ -177,12 +167,6 @@ class SentencePiece(Vocabulary):
         """Returns the text of the pieces before the first EOS; unknown pieces give ``⁇``."""
         size, unknown = self.vocab_size, self.unk_id
         return self.processor.DecodeIds([unknown if i >= size else i for i in _until_eos(ids)])
-
-    def to_seqio(self) -> seqio.Vocabulary:
-        """Returns the `seqio.SentencePieceVocabulary`."""
-        import seqio
-
-        return seqio.SentencePieceVocabulary(str(self._file), extra_ids=self.extra_ids)
 
     def contents(self) -> bytes:
         """Returns the model with its sentinels."""

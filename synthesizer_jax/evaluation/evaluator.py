@@ -2,78 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from typing import Annotated
 
 from jax.sharding import Mesh
 
 from synthesizer_jax.base.messages import Phase, did_you_mean, silent_phase
-from synthesizer_jax.base.registry import register
-from synthesizer_jax.base.typing import Choices, Count, Dtype, Length, NotNegative, Number, Positive
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import MaskedLM
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.evaluation.averages import averages
-from synthesizer_jax.evaluation.prediction import METHODS, RANK, Predictor
+from synthesizer_jax.evaluation.config import RANK, Evaluation
+from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.evaluation.scoring import TaskResult, evaluate_tasks, mean_score
-from synthesizer_jax.inference import Decoding
-from synthesizer_jax.inference.settings import Sequences
 from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.splits import import_remedy, names_of_split
 from synthesizer_jax.tasks.streams import task_objective
-
-
-@register
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """What is evaluated during a run, and how `eval` decodes.
-
-    Attributes:
-      every: steps between evaluations; 0 evaluates after the last step only.
-      method: ``"rank"`` scores every label word, ``"greedy"`` and ``"beam"`` decode; tasks without label
-        words are decoded greedily under ``"rank"``.
-      beams: of ``"beam"``.
-      alpha: see `Decoding`, as the two lengths and what is said of repetition, which `generate` also takes
-        unless it is given others.
-      relative_length: the longest answer to an input is ``relative_length`` times as long, plus
-        `extra_length`, but at most `DataConfig.targets_length`; None: that alone.
-      extra_length: number of tokens.
-      repetition_penalty: see `Decoding`.
-      no_repeat_ngram_size: see `Decoding`.
-      max_examples: maximum number of examples per task, whole groups; None is all.
-      batch_size: number of examples per compiled batch.
-      loss_batches: the held-out teacher-forced loss is computed for at most this many batches of each
-        task's labeled examples; 0: it is not computed.
-      split: the split to evaluate on.
-      logits_dtype: dtype of the output projection when decoding; None: the model's.
-      patience: the run stops after this many evaluations in a row without a better ``score`` (see
-        `Evaluator.measure`); None: it does all its steps.
-      min_improvement: a score is better if it exceeds the best before by more than this.
-      save_predictions: whether a run also writes what its model answers for every example, into
-        ``evaluation/STEP/TASK.jsonl``; texts alone have no answers.
-    """
-
-    every: Number = 0
-    method: Annotated[str, Choices(METHODS)] = "rank"
-    beams: Sequences = 4
-    alpha: NotNegative = 0.6
-    relative_length: Positive | None = None
-    extra_length: Number = 0
-    repetition_penalty: Positive | None = None
-    no_repeat_ngram_size: Length | None = None
-    max_examples: Count | None = None
-    batch_size: Length = 64
-    loss_batches: Number = 16
-    split: str = "validation"
-    logits_dtype: Dtype | None = None
-    patience: Count | None = None
-    min_improvement: NotNegative = 0.0
-    save_predictions: bool = True
 
 
 class Evaluator:
@@ -172,14 +119,9 @@ class Evaluator:
             variables,
             self.vocabulary,
             inputs_length=data.inputs_length,
-            decoding=Decoding(
-                max_length=data.targets_length,
+            decoding=evaluation.decoding(
+                data.targets_length,
                 beams=evaluation.beams if evaluation.method == "beam" else 1,
-                alpha=evaluation.alpha,
-                relative_length=evaluation.relative_length,
-                extra_length=evaluation.extra_length,
-                repetition_penalty=evaluation.repetition_penalty,
-                no_repeat_ngram_size=evaluation.no_repeat_ngram_size,
                 logits_dtype=evaluation.logits_dtype,
             ),
             ranks=evaluation.method == RANK,

@@ -36,7 +36,6 @@ from synthesizer_jax.sharding import (
     use_mesh,
 )
 
-METHODS = ("greedy", "beam", RANK := "rank")
 CHOICES, CHOICE_LENGTH = 4, 8
 """The numbers of label words, and of their tokens, are padded to multiples of these."""
 

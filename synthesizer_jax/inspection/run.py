@@ -37,11 +37,12 @@ from synthesizer_jax.models import (
 )
 from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.runs.metrics import METRICS_FILE
+from synthesizer_jax.runs.saved import find_checkpoint
 from synthesizer_jax.sharding import batch_sharding, gather_to_host, use_mesh
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import to_text
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.initial_parameters import find_checkpoint, initializer_of
+from synthesizer_jax.training.initial_parameters import initializer_of
 from synthesizer_jax.training.run_data import open_evaluator
 from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.training.state import TrainState

@@ -18,10 +18,10 @@ from synthesizer_jax.distillation.transplant import start_as, with_variants
 from synthesizer_jax.models import Encoder, EncoderDecoder
 from synthesizer_jax.optimizers import Adafactor, Constant
 from synthesizer_jax.pretrained.architecture import Pretrained
-from synthesizer_jax.pretrained.loading import is_run, open_pretrained
+from synthesizer_jax.pretrained.opening import open_pretrained
 from synthesizer_jax.runs import code
+from synthesizer_jax.runs.saved import find_checkpoint, is_run
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
-from synthesizer_jax.training.initial_parameters import find_checkpoint
 from synthesizer_jax.training.run_directory import load_experiment, save_run
 
 

@@ -16,10 +16,10 @@ from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.huggingface.config import read_json
 from synthesizer_jax.pretrained.huggingface.export import write_folder
 from synthesizer_jax.pretrained.t5x import write_checkpoint
+from synthesizer_jax.runs.saved import find_checkpoint, open_vocabulary
 from synthesizer_jax.serving.programs import Limits, write_directory
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.initial_parameters import find_checkpoint
-from synthesizer_jax.training.run_directory import load_experiment, open_vocabulary
+from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.version import __version__
 
 FORMATS = HUGGING_FACE, T5X, SCANNED_T5X, STABLEHLO = (
@@ -61,7 +61,7 @@ def export_run(
         raise ValueError(f"--dtype is for {HUGGING_FACE}; leave it out")
     source, chosen = find_checkpoint(run)
     experiment = load_experiment(source)
-    vocabulary = open_vocabulary(experiment, source)
+    vocabulary = open_vocabulary(experiment.vocabulary, source, model=experiment.model)
     with new_directory(directory) as staging:
         step, saved = restore_variables(source / "checkpoints", step=chosen)
         model: TokenModel = unroll(experiment.model)

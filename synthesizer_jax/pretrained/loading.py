@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
-import re
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from synthesizer_jax.base.files import storage_path
-from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over
-from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.prediction import Generated, Predictor
 from synthesizer_jax.inference import Decoding
-from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
+from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.pretrained.architecture import Pretrained
-from synthesizer_jax.pretrained.huggingface.folder import open_folder
-from synthesizer_jax.pretrained.t5x import is_checkpoint, open_checkpoint
 from synthesizer_jax.primitives.parameters import Variables
-from synthesizer_jax.sharding import replicate_to_devices
-from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.initial_parameters import find_checkpoint, run_of
-from synthesizer_jax.training.run_directory import (
-    EXPERIMENT_FILE,
-    load_experiment,
+from synthesizer_jax.runs.saved import (
+    SavedModel,
+    find_checkpoint,
+    is_run,
+    load_model,
     open_vocabulary,
-    with_vocabulary_path,
 )
 
 
@@ -53,62 +42,14 @@ class Loaded(NamedTuple):
     vocabulary: Vocabulary
 
 
-@contextlib.contextmanager
-def open_pretrained(source: pathlib.Path, *, compare: bool = True) -> Iterator[Pretrained]:
-    """Opens a checkpoint of another library, or a run; parameters are read inside the context.
-
-    That is a folder of Hugging Face transformers, a checkpoint of T5X, a file or a directory, ``RUN`` or
-    ``RUN/checkpoints/STEP``; for `compare` see `open_folder`.
-    """
-    if not source.exists():
-        hint = ""
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
-            command = f"hf download {source} --local-dir {source.name}"
-            hint = f"; '{command}' downloads a model of the Hugging Face hub"
-        raise FileNotFoundError(f"there is no {source}; give a folder or a checkpoint file{hint}")
-    if is_run(source):
-        yield _open_run(source)
-        return
-    if source.is_file() or is_checkpoint(source):
-        yield open_checkpoint(source)
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        yield open_folder(source, pathlib.Path(scratch), compare=compare)
-
-
-def is_run(source: pathlib.Path) -> bool:
-    """Whether a path is ``RUN`` or ``RUN/checkpoints/STEP``."""
-    return (run_of(source) / EXPERIMENT_FILE).is_file()
-
-
-def _restore(
-    source: pathlib.Path, mesh: Mesh | None = None
-) -> tuple[pathlib.Path, Experiment, Variables]:
-    """Returns a run's directory, experiment and variables, with looped layers."""
+def restore_run(source: pathlib.Path, mesh: Mesh | None = None) -> tuple[SavedModel, Variables]:
+    """Returns the model and vocabulary of a run and the variables of a checkpoint, with looped layers."""
     directory, step = find_checkpoint(source)
-    experiment = load_experiment(directory)
-    model: TokenModel = experiment.model
+    saved = load_model(directory)
+    model = saved.model
     layout = None if mesh is None else layout_over(model, model.example(1, 1), mesh)
     _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
-    return directory, experiment, unroll_variables(model, variables)
-
-
-def _open_run(source: pathlib.Path) -> Pretrained:
-    """Reads the model of a run; raises a `ValueError` if it cannot be converted."""
-    model = load_experiment(find_checkpoint(source)[0]).model
-    if not isinstance(model, EncoderDecoder):
-        raise ValueError(
-            f"{source} holds a {type(model).__name__}; only EncoderDecoder models can be converted"
-        )
-    directory, experiment, variables = _restore(source)
-    if variables.get("constants"):
-        raise ValueError(
-            f"{source} has tables that are not trained, such as a Fixed Random's; only models of trained "
-            "parameters alone are converted"
-        )
-    params = jax.tree.map(Unread.of, variables["params"])
-    vocabulary = with_vocabulary_path(experiment, directory).vocabulary
-    return Pretrained(unroll(model), params, vocabulary)
+    return saved._replace(model=unroll(model)), unroll_variables(model, variables)
 
 
 def load(path: str | pathlib.Path, *, mesh: Mesh | None = None) -> Loaded:
@@ -126,9 +67,11 @@ def load(path: str | pathlib.Path, *, mesh: Mesh | None = None) -> Loaded:
     """
     source = storage_path(str(path)).expanduser()
     if is_run(source):
-        directory, experiment, variables = _restore(source, mesh)
-        vocabulary = open_vocabulary(experiment, directory)
-        return Loaded(unroll(experiment.model), variables, vocabulary)
+        (model, saved), variables = restore_run(source, mesh)
+        return Loaded(model, variables, open_vocabulary(saved, source, model=model))
+    # A run needs none of what reads other libraries' checkpoints.
+    from synthesizer_jax.pretrained.opening import open_pretrained, read_params
+
     with open_pretrained(source) as pretrained:
         if pretrained.vocabulary is None:
             raise FileNotFoundError(
@@ -138,16 +81,6 @@ def load(path: str | pathlib.Path, *, mesh: Mesh | None = None) -> Loaded:
         vocabulary, model = pretrained.vocabulary.build(), pretrained.model
         params = read_params(pretrained, mesh)
     return Loaded(model, {"params": params}, vocabulary)
-
-
-def read_params(pretrained: Pretrained, mesh: Mesh | None = None) -> PyTree:
-    """Reads the parameters of an open checkpoint one by one, to one device or sharded over a mesh."""
-    if mesh is None:
-        return jax.tree.map(lambda x: jnp.asarray(x.read()), pretrained.params)
-    layout = layout_over(pretrained.model, pretrained.model.example(1, 1), mesh)["params"]
-    return jax.tree.map(
-        lambda x, to: replicate_to_devices(x.read(), to.sharding), pretrained.params, layout
-    )
 
 
 def generate(

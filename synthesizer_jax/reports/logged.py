@@ -20,7 +20,8 @@ from synthesizer_jax.checkpoints.placement import count_parameters
 from synthesizer_jax.evaluation.files import RESULTS_FILE, evaluation_folder
 from synthesizer_jax.reports.figures import Line
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
-from synthesizer_jax.training.run_directory import EXPERIMENT_FILE, WATCHING
+from synthesizer_jax.runs.saved import EXPERIMENT_FILE
+from synthesizer_jax.training.run_directory import WATCHING
 
 Record: TypeAlias = Mapping[str, Any]
 """A line of a log: measures by name, or an example and its prediction."""

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from synthesizer_jax.base.files import describing, storage_path, write_atomic
 from synthesizer_jax.base.registry import EXTRA_MESH_AXES, REGISTRY
-from synthesizer_jax.tasks import task_registry
 
 CODE_DIRECTORY = "code"
 IMPORTS_FILE = "imports.json"
@@ -145,6 +144,8 @@ def convert_errors(path: str) -> Iterator[None]:
 
 def _registered_names() -> tuple[dict[Any, Any], ...]:
     """Returns everything that code can register with this package and with SeqIO."""
+    from synthesizer_jax.tasks import task_registry  # a run that is only loaded needs no tasks
+
     registries: list[Mapping[Any, Any]] = [
         REGISTRY,
         EXTRA_MESH_AXES,

@@ -1,1 +1,1 @@
-"""Tasks: T5's and the papers', of SeqIO's registries and users' files; TensorFlow is imported on demand."""
+"""Tasks: T5's and the papers', of SeqIO's registries and users' files."""

@@ -6,31 +6,15 @@ metrics and label words the task has, which is known by its name wherever the di
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
-import itertools
 import json
-import math
 import pathlib
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
-import numpy as np
-from etils import epy
-
-from synthesizer_jax.base.files import describing, write_atomic
-from synthesizer_jax.base.messages import did_you_mean
-from synthesizer_jax.base.registry import JSON
+from synthesizer_jax.base.files import describing
 from synthesizer_jax.tasks import metrics, postprocessors, preprocessors, task_registry
-from synthesizer_jax.tasks.importers.files import SplitFiles
-from synthesizer_jax.tasks.importers.reading import Cursor, ReadError, Row, value_text
-from synthesizer_jax.tasks.postprocessors import UNKNOWN, parse_number
-from synthesizer_jax.tasks.stored import staging, stored_splits, write_dataset
+from synthesizer_jax.tasks.stored import stored_splits
 from synthesizer_jax.tasks.task import Task
-
-with epy.lazy_imports():
-    import tensorflow_datasets as tfds
 
 FOLDER, DEFINITION, VERSION = "imported", "task.json", "1.0.0"
 
@@ -48,214 +32,6 @@ METRICS: Mapping[str, tuple[metrics.Metric, str]] = {
 """Metrics by the names that ``--metric`` takes, and what they compare."""
 
 
-class Template:
-    """A text with fields of a row in braces, such as ``review: {text}``; dots enter JSON objects.
-
-    Raises:
-      ValueError: there is a brace outside of a field.
-    """
-
-    def __init__(self, text: str):
-        self._parts = re.split(r"\{([^{}]+)\}", text)
-        if brace := re.search("[{}]", "".join(self._parts[::2])):
-            raise ValueError(
-                f"the template {text!r} has {brace[0]!r} outside of a field; write {{NAME}}"
-            )
-
-    def __call__(self, row: Row) -> str:
-        """Returns the text of a row.
-
-        Raises:
-          ValueError: the row lacks a field, or it is no text or number.
-        """
-        fields = [_field_text(row, field) for field in self._parts[1::2]]
-        return "".join(
-            itertools.chain(*itertools.zip_longest(self._parts[::2], fields, fillvalue=""))
-        )
-
-
-def _field_text(row: Row, field: str) -> str:
-    """Returns the text of a field of a row."""
-    value: JSON = row
-    for name in [field] if field in row else field.split("."):
-        if not isinstance(value, dict) or name not in value:
-            there = value if isinstance(value, dict) else ()
-            raise ValueError(
-                f"there is no field {field!r}{did_you_mean(name, there)}; there are {', '.join(there)}"
-            )
-        value = value[name]
-    try:
-        return value_text(value)
-    except ValueError as error:
-        raise ValueError(f"the field {field!r} is {error}") from None
-
-
-@dataclasses.dataclass(frozen=True)
-class FileTask:
-    """A task that is made of files.
-
-    Attributes:
-      name: its name: lower-case letters, digits and ``_``.
-      inputs: makes the input of a row; None: the task has targets only.
-      targets: makes the target of a row; None: all are hidden.
-      metrics: names in `METRICS`.
-      labels: ``{value: word}`` of the allowed targets, in index order; empty: free text. A target that is a
-        value is replaced by its word; one that is neither is an error. The empty target of a row with
-        an input is a hidden one, which splits ``test…`` alone may have.
-    """
-
-    name: str
-    inputs: Callable[[Row], str] | None
-    targets: Callable[[Row], str] | None
-    metrics: tuple[str, ...] = ("accuracy",)
-    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch("[a-z][a-z0-9_]*", self.name):
-            raise ValueError(
-                f"the name {self.name!r} has other characters than a-z, 0-9 and _; choose another"
-            )
-        for name in self.metrics:
-            if name not in METRICS:
-                raise ValueError(
-                    f"there is no metric {name!r}{did_you_mean(name, METRICS)}; choose of "
-                    f"{', '.join(METRICS)}"
-                )
-        words = len(set(self.labels.values()))
-        answers = "numbers" if self.is_numeric else "labels" if words else "texts"
-        for name in self.metrics:
-            compared = METRICS[name][1]
-            is_binary = compared == "two labels" and answers == "labels" and words == 2
-            if compared not in ("anything", answers) and not is_binary:
-                raise ValueError(
-                    f"the metric {name!r} compares {compared}; with {words} labels and the metrics "
-                    f"{', '.join(self.metrics)} answers are {answers}; leave it out"
-                )
-
-    @property
-    def is_numeric(self) -> bool:
-        """Whether its metrics compare numbers."""
-        return any(METRICS[name][1] == "numbers" for name in self.metrics)
-
-    def texts(self, row: Row) -> tuple[str, str]:
-        """Returns the input (empty if the task has none) and the target of a row."""
-        try:
-            target = "" if self.targets is None else self.targets(row)
-        except ValueError as error:
-            remedy = "import rows without a target by another command, with --target ''"
-            raise ValueError(f"{error}; {remedy}" if self.inputs else str(error)) from error
-        target = self.labels.get(target, target)
-        if self.inputs is None or target not in ("", UNKNOWN):
-            if self.labels and target not in self.labels.values():
-                raise ValueError(
-                    f"the target {target!r} is none of the labels {', '.join(self.labels)}"
-                )
-            if self.is_numeric and math.isnan(parse_number(target, otherwise=math.nan)):
-                metric = self.metrics[0]
-                raise ValueError(
-                    f"the target {target[:60]!r} is no number, which the metric {metric} compares"
-                )
-        return ("", target) if self.inputs is None else (self.inputs(row), target or UNKNOWN)
-
-
-@dataclasses.dataclass
-class SplitSummary:
-    """What an import found in a split.
-
-    Attributes:
-      split: the split.
-      rows: number of rows.
-      undecodable: number of rows with U+FFFD, which stands for bytes that are not UTF-8.
-      targets: how often each label occurs; empty for free text.
-    """
-
-    split: str
-    rows: int = 0
-    undecodable: int = 0
-    targets: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-
-    def lines(self) -> Iterator[str]:
-        """Yields the summary as text."""
-        yield f"{self.split}: {self.rows:,} rows"
-        if self.targets:
-            counts = (f"{word} {n:,}" for word, n in self.targets.most_common())
-            yield f"  targets: {', '.join(counts)}"
-        if self.undecodable:
-            yield f"  rows with U+FFFD in the place of bytes: {self.undecodable:,}"
-
-
-def import_files(
-    task: FileTask,
-    splits: Mapping[str, SplitFiles],
-    data_dir: pathlib.Path,
-    *,
-    renew: bool = False,
-) -> list[SplitSummary]:
-    """Writes a task's data set, all of it or nothing, and its definition.
-
-    Args:
-      task: the task.
-      splits: the files of its splits.
-      data_dir: a TFDS data directory.
-      renew: whether an imported task of the same name is replaced; otherwise the splits are added to it.
-
-    Raises:
-      ValueError: a row is broken, a split is empty or there already, or the name is that of a task of
-        the package.
-    """
-    known = task_registry.TASKS.get(task.name)
-    if known is not None and not known.dataset.startswith(f"{FOLDER}/"):
-        raise ValueError(
-            f"the name {task.name!r} is that of a task of this package; choose another"
-        )
-    dataset = f"{FOLDER}/{task.name}"
-    found = [SplitSummary(split) for split in splits]
-    cursor = Cursor()
-    with staging(data_dir, renew=renew) as folder:
-        text = tfds.features.Text()
-        with cursor.named():
-            directory = write_dataset(
-                dataset,
-                VERSION,
-                {"inputs": text, "targets": text, "idx": np.int64},
-                {
-                    s.split: functools.partial(_read, task, splits[s.split], s, cursor)
-                    for s in found
-                },
-                folder,
-            )
-        definition = {
-            "name": task.name,
-            "metrics": list(task.metrics),
-            "words": list(dict.fromkeys(task.labels.values())),
-            "has_inputs": task.inputs is not None,
-        }
-        write_atomic(directory / DEFINITION, json.dumps(definition, indent=1) + "\n")
-    task_registry.add([_read_definition(data_dir / dataset / VERSION / DEFINITION)])
-    return found
-
-
-def _read(
-    task: FileTask, files: SplitFiles, summary: SplitSummary, cursor: Cursor
-) -> Iterator[Mapping[str, object]]:
-    """Yields the formatted rows of a split, and counts them."""
-    may_hide = None in (task.inputs, task.targets) or summary.split.startswith("test")
-    for index, row in enumerate(cursor.follow(files.rows())):
-        texts = task.texts(row)
-        if texts[1] == UNKNOWN and not may_hide:
-            raise ValueError(
-                "the target is empty or '<unk>', as of a row whose answer is not known; add it, or import "
-                "such rows as --from test=FILE"
-            )
-        summary.rows += 1
-        summary.undecodable += "\ufffd" in "".join(texts)
-        summary.targets.update(texts[1:] if task.labels else ())
-        yield {"inputs": texts[0], "targets": texts[1], "idx": index}
-    if not summary.rows:
-        names = ", ".join(map(str, files.files))
-        raise ReadError(f"{names}: the split {summary.split!r} has no rows; nothing was imported")
-
-
 def add_imported(data_dir: pathlib.Path) -> list[str]:
     """Makes the imported tasks of a data directory known, and returns their names.
 
@@ -263,12 +39,12 @@ def add_imported(data_dir: pathlib.Path) -> list[str]:
       ValueError: a definition is damaged.
     """
     paths = sorted((data_dir / FOLDER).glob(f"*/{VERSION}/{DEFINITION}"))
-    definitions = [_read_definition(path) for path in paths]
+    definitions = [read_definition(path) for path in paths]
     task_registry.add(definitions)
     return [definition.name for definition in definitions]
 
 
-def _read_definition(path: pathlib.Path) -> Task:
+def read_definition(path: pathlib.Path) -> Task:
     """Reads the definition of an imported task.
 
     Raises:

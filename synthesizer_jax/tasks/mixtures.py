@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.tasks.definitions import sentinel_name
 
 
@@ -87,7 +88,7 @@ def _by_examples(*names: str) -> Rates:
 _OTHERS = _by_examples(*CO_TRAINED, C4)
 _PROPORTIONAL: Rates = {**_JOINT, **_OTHERS}
 
-MIXTURES: dict[str, Rates] = {  # `synthetic` adds its own
+MIXTURES: dict[str, Rates] = {
     "glue_v002_proportional": GLUE_RATES,
     "super_glue_v102_proportional": SUPER_GLUE_RATES,
     "super_glue_v102_proportional_sentinel": {
@@ -116,5 +117,6 @@ MIXTURES: dict[str, Rates] = {  # `synthetic` adds its own
     "squad_trivia_qa_equal": dict.fromkeys(("squad_v010_allanswers", "trivia_qa_v010"), 1.0),
     # Not a mixture of T5: GLUE and SuperGLUE without C4 and SQuAD.
     "glue_super_glue_proportional": _JOINT,
+    **synthetic.MIXTURES,
 }
 """Sampling weights by mixture and task; a task is drawn in proportion to its weight."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import functools
-import importlib
 import itertools
 import os
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,14 +16,13 @@ from etils import epath, epy
 
 from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.data.task_streams import SIDES
-from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
+from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.tasks import stored
 from synthesizer_jax.tasks.postprocessors import Example
 from synthesizer_jax.tasks.task import Answers, Task
 
 with epy.lazy_imports():
     import seqio
-    import tensorflow as tf
 
 LABEL_WORDS: dict[str, tuple[str, ...]] = {}
 """The allowed answers by name of a task, which SeqIO's tasks do not tell; a package may add its own."""
@@ -178,6 +174,14 @@ def _adapt_mixture(
     return seqio.Mixture(name, members) if members else None
 
 
+def seqio_vocabulary(vocabulary: Vocabulary) -> seqio.Vocabulary:
+    """Returns SeqIO's vocabulary with the same ids."""
+    if isinstance(vocabulary, SentencePiece):
+        return seqio.SentencePieceVocabulary(str(vocabulary.file), vocabulary.extra_ids)
+    assert isinstance(vocabulary, Bytes)
+    return seqio.ByteVocabulary(vocabulary.extra_ids)
+
+
 def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Feature]:
     """Returns a task's features, inputs and targets with the given vocabulary.
 
@@ -194,7 +198,7 @@ def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Featu
                 f"the feature {name!r} of the task {task.name!r} is no sequence of tokens "
                 f"({type(feature).__name__} of rank {feature.rank}); models here read and write tokens"
             )
-        features[name] = dataclasses.replace(feature, vocabulary=vocabulary.to_seqio())
+        features[name] = dataclasses.replace(feature, vocabulary=seqio_vocabulary(vocabulary))
     return features
 
 
@@ -255,30 +259,3 @@ def _compute_metric(
         if not isinstance(value, seqio.metrics.MetricValue) and np.ndim(value) == 0:
             found[name] = float(value)
     return found
-
-
-@functools.cache
-def import_tensorflow() -> None:
-    """Imports TensorFlow and SeqIO without their messages, and hides accelerators from TensorFlow.
-
-    It would take their memory from JAX.
-    """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    with _silent_stderr():
-        importlib.import_module("seqio")  # with TensorFlow Text, which prints the messages again
-        with contextlib.suppress(RuntimeError):  # already initialized: keep the caller's devices
-            tf.config.set_visible_devices([], "GPU")
-
-
-@contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Discards what C++ code prints while it is imported, before the level of messages can be set."""
-    sys.stderr.flush()
-    own = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-        yield
-    finally:
-        os.dup2(own, 2)
-        os.close(own)

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.imported import FOLDER
-from synthesizer_jax.tasks.importers.layouts import find_importer
 
 MNLI = "glue_mnli_v002"
 
@@ -105,14 +104,9 @@ def import_remedy(names: Sequence[str], data_dir: pathlib.Path) -> str:
     if own := [name for name in datasets if name.startswith(f"{FOLDER}/")]:
         name = own[0].removeprefix(f"{FOLDER}/")
         return f"add it with 'synthesizer-jax data import mine --name {name} --from SPLIT=FILE …'"
-    found = [find_importer(dataset) for dataset in datasets]
-    importers = list(dict.fromkeys(known[0] for known in found if known is not None))
-    if not importers:
-        return "write their TFDS data sets to it, or name another --data-dir"
-    others = f" (also {', '.join(importers[1:])})" if importers[1:] else ""
     return (
-        f"import the original files with 'synthesizer-jax data import {importers[0]} --from DIR "
-        f"--data-dir {data_dir}'{others}, or name another --data-dir"
+        f"import {datasets[0]} with 'synthesizer-jax data import … --data-dir {data_dir}' or write it with "
+        "TFDS, or name another --data-dir"
     )
 
 

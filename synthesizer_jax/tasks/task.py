@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-from etils import epy
 
 from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.vocabularies import Vocabulary
-from synthesizer_jax.tasks import metrics, postprocessors, preprocessors, stored
+from synthesizer_jax.tasks import metrics, postprocessors, stored
 from synthesizer_jax.tasks.metrics import Value
 from synthesizer_jax.tasks.postprocessors import Example
 
-with epy.lazy_imports():
-    import seqio
+if TYPE_CHECKING:
     import tensorflow as tf
 
 TRAINED = ("train", "validation", "test")
@@ -53,8 +50,8 @@ class Answers(NamedTuple):
 class Task:
     """A task over a TFDS data set: functions as those of a SeqIO task, and what such a task lacks.
 
-    Creating it loads nothing; `to_seqio` makes the SeqIO task that reads it. Tasks of SeqIO's registry are
-    a subclass of it, `seqio_tasks.RegisteredTask`.
+    Creating it loads nothing; `preparation` reads it. Tasks of SeqIO's registry are a subclass of it,
+    `seqio_tasks.RegisteredTask`.
 
     Attributes:
       name: T5's name.
@@ -105,48 +102,6 @@ class Task:
         """Returns what changes when the rows of a split are written again; None: nothing tells."""
         directory = stored.newest_version(self.dataset, data_dir)
         return None if directory is None else stored.describe_split(self.dataset, directory, split)
-
-    def to_seqio(self, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
-        """Returns the SeqIO task over the newest version of the data set.
-
-        Raises:
-          FileNotFoundError: the data set is not in `data_dir`.
-          ValueError: its files name classes that are not TFDS's.
-        """
-        directory = stored.newest_version(self.dataset, data_dir)
-        if directory is None:
-            raise FileNotFoundError(f"the data set {self.dataset} is not in {data_dir}; import it")
-        stored.check_classes(directory)
-        vocabulary_of_seqio = vocabulary.to_seqio()
-        return seqio.Task(
-            self.name,
-            source=seqio.TfdsDataSource(
-                f"{self.dataset}:{directory.name}",
-                tfds_data_dir=str(data_dir),
-                splits=list(self.stored_splits(data_dir)),
-            ),
-            preprocessors=self.seqio_preprocessors(vocabulary),
-            postprocess_fn=self.postprocess,
-            output_features={
-                "inputs": seqio.Feature(vocabulary_of_seqio, add_eos=True, required=False),
-                "targets": seqio.Feature(vocabulary_of_seqio, add_eos=True),
-            },
-            metric_fns=list(self.metrics),
-        )
-
-    def seqio_preprocessors(self, vocabulary: Vocabulary) -> list[Preprocessor]:
-        """Returns the SeqIO preprocessors that turn stored rows into token ids."""
-        steps = [
-            self.preprocess,
-            seqio.preprocessors.tokenize,
-            seqio.CacheDatasetPlaceholder(),
-            self.token_preprocessor,
-        ]
-        if self.sentinel:
-            sentinel = vocabulary.vocab_size - 1
-            steps.append(functools.partial(preprocessors.append_sentinel, sentinel=sentinel))
-        steps.append(seqio.preprocessors.append_eos_after_trim)
-        return [step for step in steps if step is not None]
 
     def is_labeled(self, example: Example) -> bool:
         """Returns whether the answer to a preprocessed row is known; in most test splits it is not."""

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping
 
 from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.messages import did_you_mean
-from synthesizer_jax.tasks import seqio_tasks
+from synthesizer_jax.tasks import seqio_tasks, synthetic
 from synthesizer_jax.tasks.definitions import DEFINITIONS
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate, Rates
 from synthesizer_jax.tasks.task import Task
 
-TASKS: dict[str, Task] = {task.name: task for task in DEFINITIONS}
+TASKS: dict[str, Task] = {
+    task.name: task for task in (*DEFINITIONS, *synthetic.DEFINITIONS.values())
+}
 """All tasks that are not in SeqIO's registry alone; `add` adds others."""
 
 _REMEDY = (

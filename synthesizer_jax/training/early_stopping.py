@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from synthesizer_jax.evaluation.evaluator import Evaluation
+from synthesizer_jax.evaluation.config import Evaluation
 
 
 def has_stopped(evaluation: Evaluation, scores: Mapping[int, float], step: int) -> bool:

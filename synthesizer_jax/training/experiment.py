@@ -20,8 +20,7 @@ from synthesizer_jax.base.typing import (
 )
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
-from synthesizer_jax.evaluation.evaluator import Evaluation
-from synthesizer_jax.evaluation.prediction import RANK
+from synthesizer_jax.evaluation.config import RANK, Evaluation
 from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
 from synthesizer_jax.primitives.parameters import check_path_pattern

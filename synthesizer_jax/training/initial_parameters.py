@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 import math
-import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -21,8 +20,9 @@ from synthesizer_jax.checkpoints.placement import layout_over, read_arrays
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.primitives.parameters import Variables
+from synthesizer_jax.runs.saved import find_checkpoint
 from synthesizer_jax.training.experiment import Experiment, InitRule
-from synthesizer_jax.training.run_directory import EXPERIMENT_FILE, load_experiment
+from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.training.state import TrainState
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -219,25 +219,3 @@ def _format_table(origins: Mapping[str, Origin], old: Shapes, new: Shapes) -> st
                 for (name, shape), layers in rows.items()
             ]
     return "\n".join(lines)
-
-
-def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
-    """Returns the run's directory and the step (None: the newest) of ``RUN`` or ``RUN/checkpoints/STEP``.
-
-    Raises:
-      ValueError: there is no run of this package.
-    """
-    directory = run_of(source)
-    if not (directory / EXPERIMENT_FILE).is_file():
-        raise ValueError(
-            f"{source} is no run: {directory} holds no {EXPERIMENT_FILE}; give the directory of a training "
-            "run of this package, or RUN/checkpoints/STEP; 'synthesizer-jax convert' makes one of another "
-            "library's checkpoint"
-        )
-    return directory, None if directory == source else int(source.name)
-
-
-def run_of(source: pathlib.Path) -> pathlib.Path:
-    """Returns the directory of a run from ``RUN`` or ``RUN/checkpoints/STEP``, whether it exists or not."""
-    of_step = source.parent.name == "checkpoints" and source.name.isdecimal()
-    return source.parent.parent if of_step else source

@@ -24,7 +24,7 @@ from synthesizer_jax.training import run_directory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import initializer_of
 from synthesizer_jax.training.loop import train
-from synthesizer_jax.training.run_data import evaluate_state, prepare_data
+from synthesizer_jax.training.run_data import evaluate_state, find_prepared
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.trainer import Trainer
 
@@ -54,6 +54,7 @@ def run(
       The final state.
 
     Raises:
+      FileNotFoundError: the data is not prepared; the message has the command that prepares it.
       Preempted: after SIGTERM or SIGINT, with everything saved.
       ValueError: the directory holds another run, or something does not fit. Nothing was written into it.
       InUseError: another process trains in the directory.
@@ -70,19 +71,17 @@ def run(
         stack.enter_context(name_write_errors(directory))
         stop = stack.enter_context(StopSignal())
         with stop.region():
-            with processes.process_zero_first("directory"):
-                imported.add_imported(data_path)
-                experiment = run_directory.find_or_train_vocabulary(experiment, data_path)
-                run_directory.check_same_run(experiment, directory)
-                vocabulary = run_directory.open_vocabulary(experiment, directory)
+            imported.add_imported(data_path)
+            experiment = run_directory.find_vocabulary(experiment, data_path)
+            prepared = find_prepared(experiment, data_path)
+            run_directory.check_same_run(experiment, directory)
             trainer = Trainer(experiment) if trainer is None else trainer
-            prepared = prepare_data(experiment, vocabulary, data_path)
             evaluator = Evaluator(
                 experiment.model, experiment.data, experiment.evaluation, prepared=prepared
             )
             stream = open_stream(
                 experiment.data,
-                vocabulary,
+                prepared.vocabulary,
                 data_dir=data_path,
                 shards=trainer.shards,
                 saved=trainer.saved_shards,

@@ -2,95 +2,104 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
-import subprocess
-import sys
+import shlex
 from collections.abc import Sequence
 
 import jax
 
-from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
+from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.files import evaluation_folder, write_predictions, write_results
 from synthesizer_jax.evaluation.scoring import flatten_results
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.runs import code
+from synthesizer_jax.runs.saved import open_vocabulary
 from synthesizer_jax.tasks import imported, synthetic, task_registry
 from synthesizer_jax.tasks.splits import is_current, requested_splits
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.run_directory import open_vocabulary, with_vocabulary_path
+from synthesizer_jax.training.run_directory import with_vocabulary_path
 from synthesizer_jax.training.state import TrainState
 
 
-def prepare_data(
+def find_prepared(
     experiment: Experiment,
-    vocabulary: Vocabulary,
     data_dir: pathlib.Path,
     *,
-    training_splits: Sequence[str] | None = None,
-    evaluation_splits: Sequence[str] | None = None,
+    trains: bool = True,
     only: Sequence[str] = (),
 ) -> PreparedTasks:
-    """Prepares what is missing of the data of a run, and returns where it is.
-
-    A process of its own does it, which imports TensorFlow and ends. Where no data sets are, what is
-    prepared has to suffice.
+    """Returns the prepared data of a run, which is current.
 
     Args:
-      experiment: with its vocabulary.
-      vocabulary: the vocabulary itself.
+      experiment: with the absolute path of its vocabulary.
       data_dir: where data sets lie.
-      training_splits: splits to train on; None: the experiment's.
-      evaluation_splits: splits to evaluate on; None: the experiment's.
-      only: names of the tasks to prepare; empty: all.
+      trains: whether it is trained on, and not only evaluated on.
+      only: names of the tasks to evaluate; empty: all.
+
+    Raises:
+      FileNotFoundError: some is missing or outdated; the message has the command that prepares it.
+    """
+    if missing := missing_preparation(experiment, data_dir, trains=trains, only=only):
+        raise FileNotFoundError(
+            f"{experiment.data.mixture} is not prepared in {data_dir} as the run reads it, or has changed; "
+            f"run '{shlex.join(['synthesizer-jax', *missing])}', or from Python "
+            "preparation.experiment.prepare_data(experiment, data_dir)"
+        )
+    vocabulary = open_vocabulary(experiment.vocabulary, data_dir, model=experiment.model)
+    return PreparedTasks(data_dir, vocabulary)
+
+
+def missing_preparation(
+    experiment: Experiment,
+    data_dir: pathlib.Path,
+    *,
+    trains: bool = True,
+    only: Sequence[str] = (),
+) -> list[str]:
+    """Returns the arguments of ``synthesizer-jax`` that prepare what is missing of a run's data.
+
+    They are empty where all is prepared. Where no data sets are, what is prepared has to suffice.
 
     Raises:
       FileNotFoundError: nothing is prepared, and there are no data sets.
-      ValueError: the process failed.
     """
-    splits = {
-        "training_splits": [experiment.data.split] if training_splits is None else training_splits,
-        "evaluation_splits": (
-            [experiment.evaluation.split] if evaluation_splits is None else evaluation_splits
-        ),
-    }
-    prepared = PreparedTasks(data_dir, vocabulary)
-    with processes.process_zero_first("data"):
-        if not _is_prepared(experiment.data, prepared, only=only, **splits):
-            command = _preparation(experiment, data_dir, only=only, **splits)
-            done = subprocess.run(
-                command, check=False, stderr=subprocess.PIPE, text=True, errors="replace"
-            )
-            said, _, last = done.stderr.rstrip().rpartition("\n")
-            # Notebooks do not show what a process prints.
-            print(said if done.returncode else done.stderr, end="", file=sys.stderr)
-            if done.returncode:
-                reason = last.removeprefix("error: ") or f"exit code {done.returncode}"
-                raise ValueError(
-                    f"{experiment.data.mixture} could not be prepared: {reason}; the command was: "
-                    f"{' '.join(command)}"
-                )
-    return prepared
+    data, vocabulary = experiment.data, experiment.vocabulary
+    own = synthetic.vocabulary(data_dir).file  # generated with the data
+    if isinstance(vocabulary, SentencePiece) and vocabulary.file == own:
+        options, is_there = [], own.is_file()
+    else:
+        assert vocabulary is not None
+        name = vocabulary.path if isinstance(vocabulary, SentencePiece) else "bytes"
+        options = ["--vocabulary", name, "--extra-ids", str(vocabulary.extra_ids)]
+        is_there = True
+    if is_there:
+        built = open_vocabulary(vocabulary, data_dir, model=experiment.model)
+        prepared = PreparedTasks(data_dir, built)
+        if _is_prepared(experiment, prepared, trains=trains, only=only):
+            return []
+    return [
+        *("data", "prepare", data.mixture, "--data-dir", str(data_dir), *options),
+        f"--inputs-length={data.lengths['inputs']}",
+        f"--targets-length={data.lengths['targets']}",
+        f"--split={data.split if trains else ''}",
+        f"--evaluation-split={experiment.evaluation.split}",
+        *(f"--task={name}" for name in only),
+        *(f"--import={name}" for name in code.imported_names()),
+    ]
 
 
 def _is_prepared(
-    data: DataConfig,
-    prepared: PreparedTasks,
-    *,
-    only: Sequence[str],
-    **splits: Sequence[str],
+    experiment: Experiment, prepared: PreparedTasks, *, trains: bool, only: Sequence[str]
 ) -> bool:
+    data = experiment.data
+    requested = functools.partial(requested_splits, data.mixture, prepared.data_dir, only=only)
     try:
-        none: dict[str, Sequence[str]] = dict.fromkeys(splits, ())
-        requests = [
-            request
-            for kind in filter(splits.get, splits)  # each kind that is asked for has to be there
-            for request in requested_splits(
-                data.mixture, prepared.data_dir, only=only, **none | {kind: splits[kind]}
-            )
-        ]
+        requests = requested(training_splits=(), evaluation_splits=[experiment.evaluation.split])
+        if trains:
+            requests += requested(training_splits=[data.split], evaluation_splits=())
     except FileNotFoundError:
         if prepared.rates(data.mixture) is not None:
             return True
@@ -103,31 +112,6 @@ def _is_prepared(
     )
 
 
-def _preparation(
-    experiment: Experiment,
-    data_dir: pathlib.Path,
-    *,
-    training_splits: Sequence[str],
-    evaluation_splits: Sequence[str],
-    only: Sequence[str],
-) -> list[str]:
-    """Returns the command that prepares a run's data."""
-    data, vocabulary = experiment.data, experiment.vocabulary
-    assert vocabulary is not None
-    name = vocabulary.path if isinstance(vocabulary, SentencePiece) else "bytes"
-    return [
-        *(sys.executable, "-m", "synthesizer_jax", "data", "prepare", data.mixture),
-        *("--data-dir", str(data_dir), "--extra-ids", str(vocabulary.extra_ids)),
-        *("--vocabulary", name),
-        f"--inputs-length={data.lengths['inputs']}",
-        f"--targets-length={data.lengths['targets']}",
-        *(f"--split={split}" for split in training_splits or ("",)),
-        *(f"--evaluation-split={split}" for split in evaluation_splits or ("",)),
-        *(f"--task={name}" for name in only),
-        *(f"--import={name}" for name in code.imported_names()),
-    ]
-
-
 def open_evaluator(
     experiment: Experiment,
     directory: pathlib.Path,
@@ -135,11 +119,14 @@ def open_evaluator(
     *,
     only: list[str] | None = None,
 ) -> Evaluator:
-    """Returns what a run with its vocabulary in `directory` is evaluated on; `only` names tasks."""
+    """Returns what a run with its vocabulary in `directory` is evaluated on; `only` names tasks.
+
+    Raises:
+      FileNotFoundError: its data is not prepared; see `find_prepared`.
+    """
     imported.add_imported(data_dir)
-    vocabulary = open_vocabulary(experiment, directory)
     experiment = with_vocabulary_path(experiment, directory)
-    prepared = prepare_data(experiment, vocabulary, data_dir, training_splits=(), only=only or ())
+    prepared = find_prepared(experiment, data_dir, trains=False, only=only or ())
     model, data, evaluation = experiment.model, experiment.data, experiment.evaluation
     return Evaluator(model, data, evaluation, prepared=prepared, only=only)
 

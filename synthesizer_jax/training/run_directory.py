@@ -8,17 +8,20 @@ import pathlib
 
 import jax
 
-from synthesizer_jax.base.files import absolute, describing, join, storage_path, write_atomic
+from synthesizer_jax.base.files import absolute, describing, storage_path, write_atomic
 from synthesizer_jax.base.registry import format_value, from_json, replace, to_json
 from synthesizer_jax.checkpoints.contents import read_contents
 from synthesizer_jax.checkpoints.manager import finished_steps
-from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
-from synthesizer_jax.runs import code
+from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.runs.saved import (
+    EXPERIMENT_FILE,
+    REMEDY,
+    VOCABULARY_FILE,
+    read_experiment,
+    with_absolute_path,
+)
 from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.training.experiment import Experiment
-
-EXPERIMENT_FILE = "experiment.json"
-VOCABULARY_FILE = "vocabulary.model"
 
 WATCHING = ("writers", "profile")
 """Fields of `Training` that say who sees a run, not what it computes."""
@@ -41,14 +44,9 @@ def load_experiment(directory: pathlib.Path) -> Experiment:
       ValueError: the file is damaged, was written by another version or with unknown classes, or the run
         needs user code that was not imported (`code.require_code`).
     """
-    path = directory / EXPERIMENT_FILE
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{directory} holds no {EXPERIMENT_FILE}; give the directory of a training run of this package"
-        )
-    code.require_code(directory)
-    with describing(path, "put a good copy in its place"):
-        experiment = from_json(json.loads(path.read_text(encoding="utf-8")))
+    record = read_experiment(directory)
+    with describing(directory / EXPERIMENT_FILE, REMEDY):
+        experiment = from_json(record)
         if not isinstance(experiment, Experiment):
             raise ValueError(f"it holds {format_value(experiment)}, expected an Experiment")
         return experiment
@@ -75,8 +73,7 @@ def _with_path(experiment: Experiment, path: str) -> Experiment:
 
 def with_vocabulary_path(experiment: Experiment, directory: pathlib.Path) -> Experiment:
     """Returns the experiment of a run with the absolute path of the vocabulary in the run's directory."""
-    path = getattr(experiment.vocabulary, "path", "")
-    return _with_path(experiment, str(absolute(join(directory, path))))
+    return replace(experiment, vocabulary=with_absolute_path(experiment.vocabulary, directory))
 
 
 def start_from_run(directory: pathlib.Path) -> Experiment:
@@ -85,48 +82,26 @@ def start_from_run(directory: pathlib.Path) -> Experiment:
     return experiment.starting_from(str(directory))
 
 
-def find_or_train_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experiment:
+def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experiment:
     """Returns the experiment with the absolute path of its vocabulary.
 
-    The synthetic mixtures bring their own vocabulary, which is trained in `data_dir` where it is missing.
+    The synthetic mixtures bring their own vocabulary, which lies in `data_dir` when they are prepared.
 
     Raises:
       ValueError: there is no vocabulary.
     """
     vocabulary = experiment.vocabulary
-    if experiment.data.mixture in synthetic.MIXTURES:
-        vocabulary = vocabulary or synthetic.vocabulary(data_dir)
-    if vocabulary is None:
+    if vocabulary is not None:
+        vocabulary.build()
+    elif experiment.data.mixture in synthetic.MIXTURES:
+        vocabulary = synthetic.vocabulary(data_dir)
+    else:
         raise ValueError(
             f"the mixture {experiment.data.mixture!r} has no vocabulary of its own; give one, such "
             "as vocabulary=SentencePiece('spiece.model') or Bytes() in the recipe"
         )
-    vocabulary.build()
     path = storage_path(getattr(vocabulary, "path", "")).expanduser()
     return _with_path(replace(experiment, vocabulary=vocabulary), str(absolute(path)))
-
-
-def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Vocabulary:
-    """Returns the vocabulary of a run.
-
-    Args:
-      experiment: from `load_experiment` or `find_or_train_vocabulary`.
-      directory: the run's, to which a relative path belongs.
-
-    Raises:
-      ValueError: the model's embedding has fewer rows than the vocabulary has ids.
-    """
-    config = experiment.vocabulary
-    assert config is not None
-    if isinstance(config, SentencePiece):
-        config = replace(config, path=str(join(directory, config.path)))
-    vocabulary = config.build()
-    if vocabulary.vocab_size > experiment.model.vocab_size:
-        raise ValueError(
-            f"the vocabulary has {vocabulary.vocab_size} ids but model.vocab_size="
-            f"{experiment.model.vocab_size}; set model.vocab_size to at least that"
-        )
-    return vocabulary
 
 
 def _has_same_contents(path: pathlib.Path, other: pathlib.Path) -> bool:

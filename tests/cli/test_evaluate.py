@@ -18,8 +18,9 @@ from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import leaderboards
 from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
+from synthesizer_jax.preparation import prepare
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.tasks import definitions, mixtures, prepare  # noqa: F401 - its tasks
+from synthesizer_jax.tasks import definitions, mixtures  # noqa: F401
 from synthesizer_jax.training.experiment import Evaluation
 from tests.cli import commands
 from tests.evaluation import runs

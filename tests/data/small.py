@@ -16,9 +16,9 @@ from synthesizer_jax.data.prepared import FORMAT, PreparedInfo, PreparedTasks, r
 from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.preparation.importers.layouts import CORPORA, Layout
+from synthesizer_jax.preparation.prepare import write_chunks
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.importers.layouts import CORPORA, Layout
-from synthesizer_jax.tasks.prepare import write_chunks
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.tasks.task import Task
 

@@ -8,16 +8,16 @@ import sentencepiece
 import seqio
 
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
-from synthesizer_jax.tasks import synthetic
+from synthesizer_jax.preparation import synthetic
+from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary
+from synthesizer_jax.tasks.synthetic import VOCAB_SIZE
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The synthetic mixture's own SentencePiece model."""
     path = tmp_path_factory.mktemp("vocabulary") / "vocabulary.model"
-    train_sentencepiece(
-        synthetic.training_texts(), path, vocab_size=synthetic.VOCAB_SIZE, model_type="bpe"
-    )
+    train_sentencepiece(synthetic.training_texts(), path, vocab_size=VOCAB_SIZE, model_type="bpe")
     return path
 
 
@@ -46,7 +46,7 @@ def test_texts_and_ids_are_seqios(model):
         for _ in range(50):  # ids beyond the vocabulary, EOS and padding among them
             ids = rng.integers(0, ours.vocab_size + 30, 12).astype(np.int32)
             assert ours.decode(ids) == theirs.decode(ids.tolist())
-        assert ours.to_seqio() == theirs
+        assert seqio_vocabulary(ours) == theirs
     assert len({ours.digest for ours, _ in pairs}) == len(pairs)
 
 

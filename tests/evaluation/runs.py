@@ -14,9 +14,9 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Constant
+from synthesizer_jax.preparation.writing import write_dataset
 from synthesizer_jax.primitives.initializers import Normal
 from synthesizer_jax.sharding import MeshShape, make_mesh
-from synthesizer_jax.tasks.stored import write_dataset
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run_directory import save_experiment
 from synthesizer_jax.training.state import init_state, make_layout

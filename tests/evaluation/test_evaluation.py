@@ -20,11 +20,11 @@ from synthesizer_jax.evaluation.files import write_predictions, write_results
 from synthesizer_jax.evaluation.prediction import Predictor, _pad_tokens
 from synthesizer_jax.evaluation.scoring import evaluate_tasks, flatten_results
 from synthesizer_jax.inference import Decoding, score_targets
+from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.tasks import postprocessors, task_registry
 from synthesizer_jax.tasks.definitions import GLUE, SENTINEL, SUPER_GLUE
 from synthesizer_jax.tasks.postprocessors import is_labeled
-from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.task import Task
 from tests.evaluation import runs
 from tests.tasks.loading import BYTES, quiet

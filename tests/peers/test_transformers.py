@@ -19,7 +19,7 @@ from synthesizer_jax.pretrained import Loaded, generate, load
 from synthesizer_jax.pretrained.architecture import Architecture
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.huggingface.export import write_folder
-from synthesizer_jax.pretrained.loading import open_pretrained, read_params
+from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 from synthesizer_jax.primitives.parameters import Variables, apply_method
 from tests.inference.beam_search import t5x_beams
 from tests.pretrained.folders import FAMILIES, TINY, UNTIED, make_folder, make_tensors

@@ -22,7 +22,7 @@ from synthesizer_jax.pretrained import encode, generate, generate_with_scores, l
 from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface import export as exporting
-from synthesizer_jax.pretrained.loading import open_pretrained, read_params
+from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.training.run_directory import save_run
 from synthesizer_jax.training.trainer import Trainer

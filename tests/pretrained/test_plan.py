@@ -14,7 +14,7 @@ from synthesizer_jax.pretrained.architecture import Architecture
 from synthesizer_jax.pretrained.convert import experiment_of
 from synthesizer_jax.pretrained.huggingface.config import write_config
 from synthesizer_jax.pretrained.huggingface.names import torch_name
-from synthesizer_jax.pretrained.loading import open_pretrained
+from synthesizer_jax.pretrained.opening import open_pretrained
 from synthesizer_jax.pretrained.tensors import correspondences
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.plan import make_plan

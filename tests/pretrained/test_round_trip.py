@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from synthesizer_jax.pretrained.huggingface.export import write_folder
-from synthesizer_jax.pretrained.loading import open_pretrained, read_params
+from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 from synthesizer_jax.primitives.parameters import apply_method
 from tests.pretrained.folders import TINY, make_folder, make_tensors
 

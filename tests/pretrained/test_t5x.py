@@ -18,7 +18,7 @@ from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.pretrained import load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
-from synthesizer_jax.pretrained.loading import open_pretrained, read_params
+from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 from tests.pretrained.folders import FAMILIES, TINY, logits, make_folder, make_tensors, rounded
 
 PUBLISHED = {"relative_attention_max_distance": 128}

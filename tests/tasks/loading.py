@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, load_evaluation_set
-from synthesizer_jax.tasks.prepare import prepare
+from synthesizer_jax.preparation.prepare import prepare
 
 LENGTHS = {"inputs": 64, "targets": 16}
 BYTES = Bytes().build()

@@ -7,10 +7,10 @@ import pytest
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.evaluation import evaluation_sets
+from synthesizer_jax.preparation.importers import import_corpus
+from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.importers import import_corpus
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate
-from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.streams import open_stream
 from tests.tasks.loading import BYTES, load, quiet
 
@@ -57,7 +57,9 @@ def test_only_what_is_there_takes_part(data_dir, caplog):
 
 def test_missing_data_is_one_sentence_with_the_remedy(data_dir):
     prepared = PreparedTasks(data_dir, BYTES)
-    with pytest.raises(FileNotFoundError, match="synthesizer-jax data import glue --from DIR"):
+    with pytest.raises(
+        FileNotFoundError, match=r"import glue/cola with .synthesizer-jax data import"
+    ):
         prepare("glue_v002_proportional", prepared, log=quiet)
     with pytest.raises(FileNotFoundError, match=r"the split test in .*it has train, validation"):
         load(BOOLQ, "test", data_dir)

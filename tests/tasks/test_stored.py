@@ -8,9 +8,10 @@ import pytest
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.preparation.prepare import prepare
+from synthesizer_jax.preparation.writing import write_dataset
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.prepare import prepare
-from synthesizer_jax.tasks.stored import newest_version, stored_splits, write_dataset
+from synthesizer_jax.tasks.stored import newest_version, stored_splits
 from tests.tasks.loading import BYTES, LENGTHS, quiet
 
 TASK = "glue_sst2_v002"

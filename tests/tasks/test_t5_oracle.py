@@ -20,10 +20,12 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
+from synthesizer_jax.preparation.importers import import_corpus
+from synthesizer_jax.preparation.rows import seqio_preprocessors
 from synthesizer_jax.tasks import metrics, task_registry
-from synthesizer_jax.tasks.importers import import_corpus
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate
 from synthesizer_jax.tasks.postprocessors import is_labeled, to_text
+from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary
 
 T5_NAMES = json.loads(pathlib.Path(__file__).with_name("t5_names.json").read_text())
 """The tasks and mixtures that T5 0.9.4 registers in SeqIO, and which are not in this package."""
@@ -168,7 +170,7 @@ def run(steps, dataset, vocabulary, *, whole):
             dataset = step(dataset)
         rows = list(dataset.as_numpy_iterator())
         return [row | {f"{s}_pretokenized": row[s] for s in SIDES} for row in rows]
-    feature = seqio.Feature(vocabulary.to_seqio(), add_eos=True)
+    feature = seqio.Feature(seqio_vocabulary(vocabulary), add_eos=True)
     source = seqio.FunctionDataSource(lambda split, shuffle_files, seed=None: dataset, ["train"])
     features = dict.fromkeys(SIDES, feature)
     task = seqio.Task("compared", source=source, preprocessors=steps, output_features=features)
@@ -190,7 +192,7 @@ def check(t5, name, dataset, vocabulary):
     task, t5_task = task_registry.find_task(name), t5.tasks[name]
     theirs, ours = (
         run(steps, dataset, vocabulary, whole=name in WHOLE)
-        for steps in (t5_task.preprocessors, task.seqio_preprocessors(vocabulary))
+        for steps in (t5_task.preprocessors, seqio_preprocessors(task, vocabulary))
     )
     assert len(theirs) == len(ours) > 0
     for row, expected in zip(ours, theirs, strict=True):

@@ -23,7 +23,7 @@ from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import (
     check_same_run,
-    find_or_train_vocabulary,
+    find_vocabulary,
     load_experiment,
     save_experiment,
 )
@@ -200,7 +200,7 @@ def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path):
     (tmp_path / "secret").write_bytes(b"root:x:0:0:root:/root:/bin/bash\n")
     recipe = replace(experiment(), vocabulary=SentencePiece(str(tmp_path / "secret")))
     with pytest.raises(ValueError, match=r"secret is damaged or no SentencePiece model"):
-        find_or_train_vocabulary(recipe, tmp_path)
+        find_vocabulary(recipe, tmp_path)
 
 
 @pytest.mark.parametrize(

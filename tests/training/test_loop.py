@@ -16,7 +16,7 @@ import pytest
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps, restore_variables
 from synthesizer_jax.checkpoints.placement import read_arrays
-from synthesizer_jax.evaluation.evaluator import Evaluation
+from synthesizer_jax.evaluation.config import Evaluation
 from synthesizer_jax.models import Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Constant, OptimizerRule
 from synthesizer_jax.runs import metrics

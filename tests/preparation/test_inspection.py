@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.tasks import inspection, task_registry
-from synthesizer_jax.tasks.imported import FileTask, Template, import_files
-from synthesizer_jax.tasks.importers.files import find_splits
+from synthesizer_jax.preparation import inspection
+from synthesizer_jax.preparation.file_tasks import FileTask, Template, import_files
+from synthesizer_jax.preparation.importers.files import find_splits
+from synthesizer_jax.tasks import task_registry
 
 BYTES = Bytes().build()
 

@@ -13,9 +13,9 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+from synthesizer_jax.preparation.importers import readers
+from synthesizer_jax.preparation.importers.reading import Row
 from synthesizer_jax.tasks.definitions import PAIRS
-from synthesizer_jax.tasks.importers import readers
-from synthesizer_jax.tasks.importers.reading import Row
 
 Part: TypeAlias = tuple[str, ...]
 """Patterns of file names that are read together, such as one of either language."""

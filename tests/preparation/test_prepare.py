@@ -18,11 +18,15 @@ from synthesizer_jax.base.files import write_atomic
 from synthesizer_jax.data.prepared import PreparedExamples, PreparedTasks
 from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.tasks import prepare as preparing
-from synthesizer_jax.tasks import synthetic, task_registry
-from synthesizer_jax.tasks.prepare import prepare
+from synthesizer_jax.preparation import prepare as preparing
+from synthesizer_jax.preparation import synthetic
+from synthesizer_jax.preparation.prepare import prepare
+from synthesizer_jax.preparation.rows import to_seqio
+from synthesizer_jax.preparation.writing import write_dataset
+from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.splits import SplitRequest, is_current, names_of_split
-from synthesizer_jax.tasks.stored import write_dataset
+from synthesizer_jax.tasks.synthetic import MIXTURE, QUICKSTART
+from synthesizer_jax.tasks.synthetic import vocabulary as vocabulary_of
 from tests.tasks.loading import BYTES, quiet
 
 BOOLQ = "super_glue_boolq_v102"
@@ -149,7 +153,7 @@ def seqio_rows(
     seed: int = 0,
 ) -> list[dict]:
     """The rows of SeqIO's own pipeline."""
-    task = task_registry.find_task(name).to_seqio(BYTES, folder)
+    task = to_seqio(task_registry.find_task(name), BYTES, folder)
     dataset = task.get_dataset(lengths, split, shuffle=False, seed=seed, try_in_mem_cache=False)
     return list(dataset.as_numpy_iterator())
 
@@ -394,8 +398,8 @@ def test_runs_of_prepared_data_need_no_tensorflow(
     synthetic_data: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     shutil.copytree(synthetic_data / "prepared", tmp_path / "data" / "prepared")
-    vocabulary = pathlib.Path(synthetic.vocabulary(synthetic_data).path)
-    write_atomic(tmp_path / "data" / synthetic.MIXTURE / vocabulary.name, vocabulary.read_bytes())
+    vocabulary = vocabulary_of(synthetic_data).file
+    write_atomic(tmp_path / "data" / MIXTURE / vocabulary.name, vocabulary.read_bytes())
     where = f"--workdir {tmp_path}/run --data-dir {tmp_path}/data"
     settings = ("training.steps=1", "data.batch_size=8", "evaluation.max_examples=2",
                 "evaluation.loss_batches=1", "evaluation.batch_size=2")  # fmt: skip
@@ -417,4 +421,4 @@ def test_runs_of_prepared_data_need_no_tensorflow(
     assert not synthetic.is_written(tmp_path / "data"), "another process has prepared"
     assert (tmp_path / "run" / "evaluation" / "1" / "results.json").is_file()
     assert list((tmp_path / "run" / "evaluation").rglob("synthetic_wic.jsonl"))
-    assert synthetic.QUICKSTART in (tmp_path / "run" / "experiment.json").read_text()
+    assert QUICKSTART in (tmp_path / "run" / "experiment.json").read_text()

@@ -12,12 +12,13 @@ import pytest
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.tasks import inspection, task_registry
+from synthesizer_jax.preparation import inspection
+from synthesizer_jax.preparation.importers import CORPORA, import_corpus, report_lines
+from synthesizer_jax.preparation.importers.corpora import SplitReport
+from synthesizer_jax.preparation.importers.layouts import find_importer, find_parts
+from synthesizer_jax.preparation.importers.reading import Cursor
+from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.definitions import DEFINITIONS
-from synthesizer_jax.tasks.importers import CORPORA, import_corpus, report_lines
-from synthesizer_jax.tasks.importers.corpora import SplitReport
-from synthesizer_jax.tasks.importers.layouts import find_importer, find_parts
-from synthesizer_jax.tasks.importers.reading import Cursor
 from tests.tasks.loading import load
 
 

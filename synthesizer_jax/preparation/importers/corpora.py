@@ -13,15 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from etils import epy
 
 from synthesizer_jax.base.files import storage_path
-from synthesizer_jax.tasks.importers.layouts import (
+from synthesizer_jax.preparation.importers.layouts import (
     CORPORA,
     SAMPLE,
     Layout,
     SplitLayout,
     find_parts,
 )
-from synthesizer_jax.tasks.importers.reading import Cursor, ReadError, Row
-from synthesizer_jax.tasks.stored import FeatureType, staging, write_dataset
+from synthesizer_jax.preparation.importers.reading import Cursor, ReadError, Row
+from synthesizer_jax.preparation.writing import FeatureType, staging, write_dataset
 
 with epy.lazy_imports():
     import tensorflow_datasets as tfds

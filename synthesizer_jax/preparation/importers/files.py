@@ -8,7 +8,7 @@ import itertools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from synthesizer_jax.tasks.importers.reading import (
+from synthesizer_jax.preparation.importers.reading import (
     ReadError,
     Rows,
     file_kind,

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping
 
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
+from synthesizer_jax.preparation.importers.layouts import find_importer
+from synthesizer_jax.preparation.rows import read_task, reading_errors, to_seqio
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.importers.layouts import find_importer
 from synthesizer_jax.tasks.postprocessors import Example, to_text
-from synthesizer_jax.tasks.prepare import read_task
-from synthesizer_jax.tasks.stored import reading_errors
 
 
 def read_rows(
@@ -36,7 +35,7 @@ def read_rows(
             f"{name} has no split {split!r} in {data_dir} (found: {', '.join(here) or 'none'})"
         )
     with reading_errors(f"{name}'s split {split!r}"):
-        rows = read_task(task.to_seqio(vocabulary, data_dir), split).as_numpy_iterator()
+        rows = read_task(to_seqio(task, vocabulary, data_dir), split).as_numpy_iterator()
         yield from itertools.islice(rows, count)
 
 

@@ -34,18 +34,18 @@ from synthesizer_jax.data.prepared import FORMAT, HIDDEN, PreparedInfo, Prepared
 from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.task_streams import CHUNK, SIDES
 from synthesizer_jax.data.vocabularies import EOS
-from synthesizer_jax.tasks import preprocessors, synthetic, task_registry
+from synthesizer_jax.preparation import synthetic
+from synthesizer_jax.preparation.rows import read_task, reading_errors, to_seqio
+from synthesizer_jax.tasks import preprocessors, task_registry
 from synthesizer_jax.tasks.postprocessors import UNKNOWN
-from synthesizer_jax.tasks.seqio_tasks import import_tensorflow
 from synthesizer_jax.tasks.splits import SplitRequest, is_current, requested_splits
-from synthesizer_jax.tasks.stored import reading_errors
+from synthesizer_jax.tasks.synthetic import MIXTURES
 from synthesizer_jax.tasks.task import Task
 
 with epy.lazy_imports():
     import msgpack
     import seqio
     import tensorflow as tf
-    import tensorflow_datasets as tfds
     from array_record.python import array_record_module
 
 ONE_SHARD = 1_000_000
@@ -86,7 +86,7 @@ def prepare(
       FileNotFoundError: no task has the splits.
       ValueError: a data set is damaged, or a task needs `lengths`.
     """
-    if made := synthetic.MIXTURES.get(mixture):  # here; all other data sets were imported
+    if made := MIXTURES.get(mixture):  # here; all other data sets were imported
         synthetic.write(prepared.data_dir, made)
     rates = task_registry.mixture_rates(mixture, prepared.data_dir)
     requests = requested_splits(
@@ -157,7 +157,7 @@ def _prepare_split(
     there = prepared.find(request.task, request.split)
     epochs, old = epochs or (there.epochs if there else 1), set(there.files if there else ())
     task = task_registry.find_task(request.task)
-    seqio_task = task.to_seqio(prepared.vocabulary, prepared.data_dir)
+    seqio_task = to_seqio(task, prepared.vocabulary, prepared.data_dir)
     fixed = dict(lengths or {}) if _needs_lengths(seqio_task) else None
     if fixed == {}:
         raise ValueError(
@@ -229,7 +229,7 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
     what = f"{task.name}'s split {job.request.split!r} of {task.dataset}"
     with reading_errors(f"{what} in {job.prepared.data_dir}"):
         dataset = read_task(
-            task.to_seqio(job.prepared.vocabulary, job.prepared.data_dir),
+            to_seqio(task, job.prepared.vocabulary, job.prepared.data_dir),
             job.request.split,
             lengths=job.lengths,
             seed=job.epoch * job.shard[1] + job.shard[0],
@@ -244,40 +244,6 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
             shard = dataclasses.replace(shard, rows_digest=hashlib.sha256(written).hexdigest())
     write_atomic(done, json.dumps(dataclasses.asdict(shard)) + "\n")
     return shard
-
-
-def read_task(
-    task: seqio.Task,
-    split: str,
-    *,
-    lengths: Mapping[str, int] | None = None,
-    seed: int = 0,
-    shard: tuple[int, int] = (0, 1),
-) -> tf.data.Dataset:
-    """Returns the rows of a split, or of one of its shards, with their tokens, in stored order, once.
-
-    Rows are truncated to `lengths` if they are given; the seed is that of the task's random steps.
-    """
-    import_tensorflow()
-    # Files in their order, one after another.
-    seqio.set_tfds_read_config_override(
-        tfds.ReadConfig(
-            try_autocache=False,
-            interleave_cycle_length=1,
-            num_parallel_calls_for_interleave_files=1,
-            num_parallel_calls_for_decode=1,
-        )
-    )
-    return task.get_dataset(
-        lengths,
-        split=split,
-        shuffle=False,
-        num_epochs=1,
-        seed=seed,
-        shard_info=None if shard[1] == 1 else seqio.ShardInfo(*shard),
-        use_cached=False,
-        try_in_mem_cache=False,
-    )
 
 
 def _ragged_chunks(dataset: tf.data.Dataset) -> Iterator[Chunk]:

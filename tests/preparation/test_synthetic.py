@@ -7,9 +7,10 @@ import shutil
 
 import pytest
 
-from synthesizer_jax.tasks import synthetic
+from synthesizer_jax.preparation import synthetic
+from synthesizer_jax.preparation.synthetic import SIZES, SOURCES, VERSION, as_text
 from synthesizer_jax.tasks.postprocessors import to_text
-from synthesizer_jax.tasks.synthetic import SIZES, SOURCES, VERSION, as_text
+from synthesizer_jax.tasks.synthetic import DEFINITIONS, MIXTURE, VOCAB_SIZE, vocabulary
 from tests.tasks.loading import load
 
 
@@ -42,10 +43,10 @@ def test_splits_are_disjoint_and_labels_balanced(rows):
 def test_what_is_written_is_what_tasks_read(synthetic_data, tmp_path, monkeypatch):
     small = {split: size // 10 for split, size in SIZES.items()}  # as `synthetic_data` has them
     monkeypatch.setattr(synthetic, "SIZES", small)
-    vocabulary = synthetic.vocabulary(synthetic_data).build()
-    assert vocabulary.vocab_size == synthetic.VOCAB_SIZE
-    options = {"vocabulary": vocabulary, "lengths": {"inputs": 32, "targets": 4}}
-    for config, task in zip(SOURCES, synthetic.DEFINITIONS, strict=True):
+    own = vocabulary(synthetic_data).build()
+    assert own.vocab_size == VOCAB_SIZE
+    options = {"vocabulary": own, "lengths": {"inputs": 32, "targets": 4}}
+    for config, task in DEFINITIONS.items():
         examples = load(task.name, "validation", synthetic_data, **options)
         shown = [
             (to_text(e["inputs_pretokenized"]), target)
@@ -61,7 +62,7 @@ def test_what_is_written_is_what_tasks_read(synthetic_data, tmp_path, monkeypatc
     times = {p: p.stat().st_mtime_ns for p in data_dir.rglob("*") if p.is_file()}
     synthetic.write(data_dir)
     assert {p: p.stat().st_mtime_ns for p in times} == times
-    broken = data_dir / synthetic.MIXTURE / "wic" / "1.0.0" / "dataset_info.json"
+    broken = data_dir / MIXTURE / "wic" / "1.0.0" / "dataset_info.json"
     broken.unlink()
     synthetic.write(data_dir, ["synthetic_cola"])
     assert synthetic.is_written(data_dir, ["synthetic_cola"]) and not synthetic.is_written(data_dir)

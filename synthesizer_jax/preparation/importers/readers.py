@@ -17,8 +17,8 @@ from xml.etree import ElementTree
 
 from etils import epy
 
-from synthesizer_jax.tasks.importers.files import aligned_lines
-from synthesizer_jax.tasks.importers.reading import (
+from synthesizer_jax.preparation.importers.files import aligned_lines
+from synthesizer_jax.preparation.importers.reading import (
     Row,
     open_file,
     read_lines,

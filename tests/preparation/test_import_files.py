@@ -6,9 +6,9 @@ import gzip
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,21 +16,26 @@ import pytest
 from typer.testing import CliRunner
 
 from synthesizer_jax.base.files import storage_path
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
-from synthesizer_jax.evaluation.evaluator import Evaluation
-from synthesizer_jax.tasks import imported, task_registry
-from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
-from synthesizer_jax.tasks.importers import CORPORA
-from synthesizer_jax.tasks.importers.files import find_splits
+from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
+from synthesizer_jax.evaluation.config import Evaluation
+from synthesizer_jax.preparation.experiment import prepare_data
+from synthesizer_jax.preparation.file_tasks import FileTask, Template, import_files
+from synthesizer_jax.preparation.importers import CORPORA
+from synthesizer_jax.preparation.importers.files import find_splits
+from synthesizer_jax.preparation.prepare import prepare
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.imported import FOLDER, VERSION, add_imported
 from synthesizer_jax.tasks.postprocessors import UNKNOWN
-from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.splits import SplitRequest, is_current
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.tasks.task import Task
-from synthesizer_jax.training import run_data
+from synthesizer_jax.training.run import run
+from synthesizer_jax.training.run_data import find_prepared
+from tests.evaluation import runs
 from tests.tasks.loading import BYTES, load, quiet
 
 ROWS = [{"text": "a fine, small film", "label": "1"}, {"text": "tab-free « dull »", "label": "0"}]
@@ -238,7 +243,7 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
     assert examples.record(2, "bad")["input"] == "review: broken � byte"
     expected = {"accuracy": pytest.approx(200 / 3), "f1": pytest.approx(200 / 3)}
     assert examples.score(["good", "bad", "bad"]) == expected
-    path = tmp_path / "data" / imported.FOLDER / "my_reviews" / imported.VERSION / "task.json"
+    path = tmp_path / "data" / FOLDER / "my_reviews" / VERSION / "task.json"
     good = json.loads(path.read_text())
     for data in (
         "{",
@@ -329,17 +334,29 @@ def test_labels_that_the_vocabulary_cannot_tell_apart_are_refused(tmp_path):
     assert report[1:] == ["  of 2 targets, 1 are cut at 3 tokens, 1 hold unknown pieces"]
 
 
-def test_a_task_of_a_script_is_unknown_to_the_process_that_prepares(tmp_path, monkeypatch):
+def test_a_task_of_a_script_is_prepared_from_python(tmp_path, monkeypatch, capsys):
+    """A run of it ends with what prepares it; so does one whose data is imported anew."""
     write(tmp_path, {"a.jsonl": JSON_LINES})
-    import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path)
+    splits = find_splits([f"train={tmp_path}/a.jsonl,validation={tmp_path}/a.jsonl"])
+    import_files(describe(), splits, tmp_path)
     task = Task("of_a_script", "imported/my_reviews")
     monkeypatch.setitem(task_registry.TASKS, task.name, task)
-    experiment = SimpleNamespace(
-        data=DataConfig("of_a_script", 32, 8, batch_size=1, shards=1), vocabulary=BYTES
-    )
-    said = r"of_a_script could not be prepared: there is no .*code\.load_user_code\(\['PACKAGE'\]\); the"
-    with pytest.raises(ValueError, match=said):
-        run_data.prepare_data(experiment, BYTES, tmp_path, evaluation_splits=())
+    experiment = runs.experiment()
+    experiment = replace(experiment, data=replace(experiment.data, mixture=task.name))
+    for _ in range(2):
+        with pytest.raises(
+            FileNotFoundError, match=r"data prepare of_a_script .* from Python"
+        ) as e:
+            run(experiment, tmp_path / "run", data_dir=tmp_path, visible=False)
+        assert not (tmp_path / "run").exists()
+        prepare_data(experiment, tmp_path)
+        assert "of_a_script, train: 2 examples" in capsys.readouterr().out
+        assert find_prepared(experiment, tmp_path).rates(task.name) == {task.name: 1.0}
+        import_files(describe(), splits, tmp_path, renew=True)
+    command = shlex.split(str(e.value).split("'")[1])[1:]
+    command[command.index(task.name)] = "my_reviews"
+    done = CliRunner().invoke(app, command)
+    assert "my_reviews, validation: 2 examples" in done.output, done.exception
 
 
 def test_splits_are_added_to_a_task_of_the_same_definition(tmp_path):
@@ -424,8 +441,8 @@ def test_a_full_disk_leaves_nothing(tmp_path):
 TERMINATED = """
 import os, signal
 from synthesizer_jax.cli.main import run
-from synthesizer_jax.tasks import imported
-imported.write_dataset = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+from synthesizer_jax.preparation import file_tasks
+file_tasks.write_dataset = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
 run()
 """
 
@@ -436,7 +453,7 @@ def test_sigterm_leaves_nothing(tmp_path):
     command = [sys.executable, "-c", TERMINATED, *arguments, "--from", "train=a.txt"]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ended.returncode > 0, ended.stderr
+    assert ended.returncode == 143, ended.stderr
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -447,17 +464,17 @@ def test_the_command_names_all_that_can_be_imported(tmp_path):
     assert all(name in said for name in CORPORA)
 
 
-def test_a_split_that_is_missing_is_said_before_anything_is_prepared(tmp_path, monkeypatch):
+def test_a_split_that_is_missing_is_said_before_anything_is_prepared(tmp_path):
     write(tmp_path, {"a.jsonl": JSON_LINES})
     splits = find_splits([f"train={tmp_path}/a.jsonl,dev={tmp_path}/a.jsonl"])
     import_files(describe(), splits, tmp_path)
-    monkeypatch.setattr(run_data.subprocess, "run", lambda *_, **__: pytest.fail("it was prepared"))
-    data, vocabulary = DataConfig("my_reviews", 64, 8, 8), Bytes()
-    experiment = SimpleNamespace(data=data, evaluation=Evaluation(), vocabulary=vocabulary)
-    for changes, split in (({}, "validation"), ({"training_splits": ["trian"]}, "trian")):
+    experiment = runs.experiment()
+    data = replace(experiment.data, mixture="my_reviews")
+    wrong = {"data": replace(data, split="trian"), "evaluation": Evaluation(split="dev")}
+    for changes, split in (({"data": data}, "validation"), (wrong, "trian")):
         message = f"for the split {split} in .*; it has dev, train: choose one by evaluation.split"
         with pytest.raises(FileNotFoundError, match=message):
-            run_data.prepare_data(experiment, BYTES, tmp_path, **changes)
+            find_prepared(replace(experiment, **changes), tmp_path)
 
 
 def test_processes_that_prepare_know_imported_tasks(tmp_path):

@@ -1,0 +1,1 @@
+"""Preparation of data: importers, synthetic data, and the tokens that training and evaluation read."""

@@ -1,0 +1,46 @@
+"""Preparation of what a run reads, from Python."""
+
+from __future__ import annotations
+
+import pathlib
+
+from synthesizer_jax.base.files import storage_path
+from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.preparation import synthetic
+from synthesizer_jax.preparation.prepare import prepare
+from synthesizer_jax.preparation.rows import import_tensorflow
+from synthesizer_jax.tasks.imported import add_imported
+from synthesizer_jax.tasks.synthetic import MIXTURES
+from synthesizer_jax.tasks.task_registry import default_data_dir
+from synthesizer_jax.training.experiment import Experiment
+from synthesizer_jax.training.run_directory import find_vocabulary
+
+
+def prepare_data(experiment: Experiment, data_dir: pathlib.Path | None = None) -> None:
+    """Prepares what `training.run.run` reads of an experiment, where that is missing or outdated.
+
+    This process does it, which knows the tasks that it has added, and imports TensorFlow. The command
+    ``synthesizer-jax data prepare`` does the same in another.
+
+    Args:
+      experiment: what is to be run.
+      data_dir: where data sets lie; None is `task_registry.default_data_dir()`.
+
+    Raises:
+      FileNotFoundError: no task of the mixture has the splits.
+      ValueError: a data set is damaged, or the experiment has no vocabulary.
+    """
+    import_tensorflow()
+    directory = storage_path(str(data_dir or default_data_dir()))
+    add_imported(directory)
+    if experiment.data.mixture in MIXTURES:
+        synthetic.train_vocabulary(directory)
+    vocabulary = find_vocabulary(experiment, directory).vocabulary
+    assert vocabulary is not None
+    prepare(
+        experiment.data.mixture,
+        PreparedTasks(directory, vocabulary.build()),
+        training_splits=[experiment.data.split],
+        evaluation_splits=[experiment.evaluation.split],
+        lengths=experiment.data.lengths,
+    )

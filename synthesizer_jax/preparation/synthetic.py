@@ -1,0 +1,148 @@
+"""Generation of the synthetic tasks' rows, and of their vocabulary: no file, no network."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import pathlib
+import shutil
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from etils import epy
+
+from synthesizer_jax.data.vocabularies import train_sentencepiece
+from synthesizer_jax.preparation import synthetic_grammar as grammar
+from synthesizer_jax.preparation.writing import write_dataset
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.synthetic import (
+    DEFINITIONS,
+    IMITATED,
+    MIXTURE,
+    MIXTURES,
+    VOCAB_SIZE,
+    vocabulary,
+)
+from synthesizer_jax.tasks.task import Task
+
+with epy.lazy_imports():
+    import tensorflow_datasets as tfds
+
+VERSION = "1.0.0"
+"""Counts the grammars: other rows need another version."""
+
+NOISE = 0.02
+"""Share of labels that are wrong, in training and held out alike."""
+SIZES: Mapping[str, int] = {"train": 12000, "validation": 600}
+"""Rows per task."""
+HELD_OUT = 8
+"""One combination of words in so many is held out."""
+
+VOCABULARY_TEXTS = 2000
+"""Training rows per task that the vocabulary is trained on."""
+
+
+class Source(NamedTuple):
+    """Where a task's rows come from."""
+
+    grammar: Callable[[grammar.Draw], grammar.Example]
+    labels: int = 2  # drawn equally often; 0 where the label is a number
+
+
+SOURCES: Mapping[str, Source] = {
+    "cola": Source(grammar.cola),
+    "sst2": Source(grammar.sst2),
+    "stsb": Source(grammar.stsb, labels=0),
+    "mnli": Source(grammar.mnli, labels=3),
+    "boolq": Source(grammar.boolq),
+    "copa": Source(grammar.copa),
+    "wic": Source(grammar.wic),
+    "wsc": Source(grammar.wsc),
+}
+"""By configuration, see `tasks.synthetic.DEFINITIONS`."""
+
+
+def examples(config: str, split: str, *, seed: int = 0) -> list[grammar.Row]:
+    """Returns all rows of one split, the same for the same seed on every machine.
+
+    Training and held-out rows differ in their combinations of words, so no row is in both. No two rows of a
+    split have the same text, and all labels are equally frequent; in training WSC has only the label 1, as
+    T5's.
+
+    Args:
+      config: a key of `SOURCES`.
+      split: ``train`` or ``validation``.
+      seed: of the grammar.
+    """
+    return list(_draw_rows(config, split, seed))
+
+
+def _draw_rows(config: str, split: str, seed: int = 0) -> Iterator[grammar.Row]:
+    """Yields what `examples` returns."""
+    source, size = SOURCES[config], SIZES[split]
+    only_positive = config == "wsc" and split == "train"
+    limit = size if only_positive or not source.labels else -(-size // source.labels)
+    draw = grammar.Draw(f"{seed} {config} {split}", noise=NOISE)
+    seen: set[tuple[object, ...]] = set()
+    counts: collections.Counter[object] = collections.Counter()
+    while len(seen) < size:
+        row, combination = source.grammar(draw)
+        label = row["label"]
+        text = tuple(value for name, value in row.items() if name != "label")
+        is_held_out = zlib.crc32(" ".join(combination).encode()) % HELD_OUT == 0
+        unwanted = (only_positive and not label) or (source.labels and counts[label] >= limit)
+        if is_held_out != (split == "validation") or unwanted or text in seen:
+            continue
+        yield {**row, "idx": len(seen)}
+        seen.add(text)
+        counts[label] += 1
+
+
+def train_vocabulary(data_dir: pathlib.Path) -> None:
+    """Trains the mixtures' vocabulary where it is missing."""
+    path = vocabulary(data_dir).file
+    if not path.is_file():
+        train_sentencepiece(training_texts(), path, vocab_size=VOCAB_SIZE, model_type="bpe")
+
+
+def training_texts() -> Iterator[str]:
+    """Yields the training inputs and targets that the vocabulary is made of."""
+    for config, task in DEFINITIONS.items():
+        for row in itertools.islice(_draw_rows(config, "train"), VOCABULARY_TEXTS):
+            yield from as_text(task, row)
+
+
+def as_text(task: Task, row: grammar.Row) -> tuple[str, str]:
+    """Returns inputs and targets of a row, the strings that the SeqIO task makes."""
+    if task.label_words is None:
+        words = row["text"].split(" ")
+        words[row["span2_index"]] = f"*{row['span2_text']}*"
+        return f"wsc: {' '.join(words)}", row["span1_text"]
+    assert isinstance(task.preprocess, functools.partial)
+    options = task.preprocess.keywords
+    features = (f"{name}: {row[name]}" for name in options["features"])
+    inputs = " ".join([options["prefix"], *features])
+    if isinstance(row["label"], float):
+        return inputs, f"{round(row['label'] * 5) / 5:.1f}"
+    return inputs, task.label_words[row["label"]]
+
+
+def is_written(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) -> bool:
+    """Returns whether a directory has the data sets of tasks."""
+    data_sets = [data_dir / task.dataset for task in DEFINITIONS.values() if task.name in names]
+    return all((place / VERSION / "dataset_info.json").is_file() for place in data_sets)
+
+
+def write(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) -> None:
+    """Writes the data sets of tasks, and the vocabulary of all; what is there is kept."""
+    train_vocabulary(data_dir)
+    for config, task in DEFINITIONS.items():
+        if task.name in names and not is_written(data_dir, [task.name]):
+            # TFDS would keep what is damaged
+            shutil.rmtree(data_dir / task.dataset, ignore_errors=True)
+            splits = {split: functools.partial(examples, config, split) for split in SIZES}
+            imitated = task_registry.TASKS[IMITATED[config][0]].dataset
+            features = tfds.builder(imitated, data_dir=data_dir).info.features
+            write_dataset(task.dataset, VERSION, dict(features.items()), splits, data_dir)

@@ -1,0 +1,157 @@
+"""Writing of TFDS data sets: all of one or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import itertools
+import json
+import logging
+import pathlib
+import shutil
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from etils import epy
+
+from synthesizer_jax.base.files import in_bucket, temporary_directory, write_atomic
+from synthesizer_jax.tasks.stored import INFO, STAMP, load_info, stored_splits
+
+with epy.lazy_imports():
+    import numpy as np
+    import tensorflow as tf
+    import tensorflow_datasets as tfds
+
+FeatureType: TypeAlias = "tfds.features.FeatureConnector | type[np.generic]"
+
+_log = logging.getLogger(__name__)
+
+
+def write_dataset(
+    dataset: str,
+    version: str,
+    features: Mapping[str, FeatureType],
+    splits: Mapping[str, Callable[[], Iterable[Mapping[str, Any]]]],
+    data_dir: pathlib.Path,
+) -> pathlib.Path:
+    """Writes one TFDS data set; its files alone suffice to read it.
+
+    Args:
+      dataset: its name, and its configuration if it has one, such as ``glue/cola``.
+      version: such as ``1.0.0``.
+      features: TFDS feature types by name.
+      splits: for every split a function that returns its rows.
+      data_dir: a TFDS data directory, in which the directory ``dataset/version`` is made and returned.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    from tensorflow_datasets.core import registered
+
+    name, _, config = dataset.partition("/")
+    description = f"{dataset}{STAMP}{datetime.datetime.now(datetime.UTC).isoformat()}"
+
+    def make_info(self: tfds.core.GeneratorBasedBuilder) -> tfds.core.DatasetInfo:
+        feature_types = tfds.features.FeaturesDict(dict(features))
+        return tfds.core.DatasetInfo(builder=self, description=description, features=feature_types)
+
+    attributes = {
+        "name": name,
+        "BUILDER_CONFIGS": [tfds.core.BuilderConfig(name=config)] if config else [],
+        "VERSION": tfds.core.Version(version),
+        "pkg_dir_path": pathlib.Path(__file__).parent,
+        "_info": make_info,
+        "_split_generators": lambda self, manager: {
+            split: ((_key(row, number), row) for number, row in enumerate(read()))
+            for split, read in splits.items()
+        },
+        "_generate_examples": None,
+    }
+    with registered.skip_registration():
+        builder_class = type("WrittenDataset", (tfds.core.GeneratorBasedBuilder,), attributes)
+    builder = builder_class(config=config or None, data_dir=str(data_dir))
+    tfds.display_progress_bar(False)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints about a download
+            builder.download_and_prepare()
+    except (OSError, RuntimeError, tf.errors.OpError) as error:
+        cause = error.__cause__ if isinstance(error, RuntimeError) else error  # TFDS wraps some
+        if not isinstance(cause, OSError | tf.errors.OpError):
+            raise
+        reason = getattr(cause, "message", None) or str(cause)
+        raise OSError(
+            f"{builder.data_dir} cannot be written ({reason}); no data set was changed"
+        ) from error
+    return pathlib.Path(builder.data_dir)
+
+
+def _key(row: Mapping[str, Any], number: int) -> Hashable:
+    """Returns the key of a row, on which its place in the files depends: that of TFDS, or its number."""
+    index = row.get("idx", number)
+    if isinstance(index, Mapping):  # ReCoRD's, MultiRC's
+        return index["query"] if "query" in index else "_".join(map(str, index.values()))
+    return index
+
+
+@contextlib.contextmanager
+def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
+    """Context manager of a folder to write data sets to, which are moved to a data directory in the end.
+
+    Each takes the place of one that is there, or of none; after an error nothing is moved.
+
+    Args:
+      data_dir: a TFDS data directory on a disk; created if it does not exist.
+      renew: whether data sets that exist are replaced; otherwise their splits are kept.
+
+    Raises:
+      ValueError: the data directory is in a bucket, or splits are there already.
+    """
+    if in_bucket(data_dir):
+        raise ValueError(
+            f"data sets are not written to a bucket ({data_dir}); write them to a directory and copy it: "
+            f"gcloud storage cp --recursive 'DIRECTORY/*' {data_dir}/"
+        )
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with temporary_directory(data_dir, ".import") as folder:
+        yield folder
+        places = {
+            path.parent: data_dir / path.parent.relative_to(folder) for path in folder.rglob(INFO)
+        }
+        for new, place in places.items():
+            _keep_splits(place, new, renew=renew)
+        for number, (new, place) in enumerate(places.items()):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            replaced = folder / f"replaced-{number}"
+            if place.exists():
+                place.rename(replaced)
+            try:
+                new.rename(place)
+            except OSError:
+                if replaced.exists():
+                    replaced.rename(place)
+                raise
+
+
+def _keep_splits(installed: pathlib.Path, written: pathlib.Path, *, renew: bool) -> None:
+    """Copies the splits of an installed data set into the one that is to take its place; see `staging`."""
+    if not (installed / INFO).exists():
+        return
+    info = load_info(written / INFO)
+    new, here = {split["name"] for split in info["splits"]}, stored_splits(installed)
+    for split in here.keys() - new:
+        verb = "removes" if renew else "keeps"
+        _log.warning("%s the split %r of %s, %d rows", verb, split, installed, here[split])
+    if renew:
+        return
+    problems = [f"has the split {split!r} already" for split in here.keys() & new]
+    for path in written.glob("*.json"):
+        if path.name != INFO and path.read_bytes() != (installed / path.name).read_bytes():
+            problems.append(f"was imported with another {path.name}")
+    if problems:
+        remedy = "replace the data set with --renew, or add other splits alone"
+        raise ValueError(f"{installed} {problems[0]}; {remedy}; nothing was imported")
+    info["splits"] += load_info(installed / INFO)["splits"]
+    for path in itertools.chain(*(installed.glob(f"*-{split}.*-of-*") for split in here)):
+        shutil.copy2(path, written)
+    write_atomic(written / INFO, json.dumps(info, indent=2))

@@ -1,0 +1,74 @@
+"""Checkpoints of transformers, of T5X and of this package's runs, opened to be loaded or converted."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.checkpoints.placement import layout_over
+from synthesizer_jax.checkpoints.streamed import Unread
+from synthesizer_jax.models import EncoderDecoder, unroll
+from synthesizer_jax.pretrained.architecture import Pretrained
+from synthesizer_jax.pretrained.huggingface.folder import open_folder
+from synthesizer_jax.pretrained.loading import restore_run
+from synthesizer_jax.pretrained.t5x import is_checkpoint, open_checkpoint
+from synthesizer_jax.runs.saved import find_checkpoint, is_run, load_model
+from synthesizer_jax.sharding import replicate_to_devices
+
+
+@contextlib.contextmanager
+def open_pretrained(source: pathlib.Path, *, compare: bool = True) -> Iterator[Pretrained]:
+    """Opens a checkpoint of another library, or a run; parameters are read inside the context.
+
+    That is a folder of Hugging Face transformers, a checkpoint of T5X, a file or a directory, ``RUN`` or
+    ``RUN/checkpoints/STEP``; for `compare` see `open_folder`.
+    """
+    if not source.exists():
+        hint = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
+            command = f"hf download {source} --local-dir {source.name}"
+            hint = f"; '{command}' downloads a model of the Hugging Face hub"
+        raise FileNotFoundError(f"there is no {source}; give a folder or a checkpoint file{hint}")
+    if is_run(source):
+        yield _open_run(source)
+        return
+    if source.is_file() or is_checkpoint(source):
+        yield open_checkpoint(source)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        yield open_folder(source, pathlib.Path(scratch), compare=compare)
+
+
+def _open_run(source: pathlib.Path) -> Pretrained:
+    """Reads the model of a run; raises a `ValueError` if it cannot be converted."""
+    model = load_model(find_checkpoint(source)[0]).model
+    if not isinstance(model, EncoderDecoder):
+        raise ValueError(
+            f"{source} holds a {type(model).__name__}; only EncoderDecoder models can be converted"
+        )
+    (_, vocabulary), variables = restore_run(source)
+    if variables.get("constants"):
+        raise ValueError(
+            f"{source} has tables that are not trained, such as a Fixed Random's; only models of trained "
+            "parameters alone are converted"
+        )
+    params = jax.tree.map(Unread.of, variables["params"])
+    return Pretrained(unroll(model), params, vocabulary)
+
+
+def read_params(pretrained: Pretrained, mesh: Mesh | None = None) -> PyTree:
+    """Reads the parameters of an open checkpoint one by one, to one device or sharded over a mesh."""
+    if mesh is None:
+        return jax.tree.map(lambda x: jnp.asarray(x.read()), pretrained.params)
+    layout = layout_over(pretrained.model, pretrained.model.example(1, 1), mesh)["params"]
+    return jax.tree.map(
+        lambda x, to: replicate_to_devices(x.read(), to.sharding), pretrained.params, layout
+    )
