@@ -24,7 +24,7 @@ from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.tasks import metrics, postprocessors, preprocessors, task_registry
 from synthesizer_jax.tasks.importers.files import SplitFiles
-from synthesizer_jax.tasks.importers.reading import Cursor, ReadError, Row, value_text
+from synthesizer_jax.tasks.importers.reading import Cursor, ReadError, Row, find_field, value_text
 from synthesizer_jax.tasks.postprocessors import UNKNOWN, parse_number
 from synthesizer_jax.tasks.stored import staging, stored_splits, write_dataset
 from synthesizer_jax.tasks.task import Task
@@ -78,12 +78,7 @@ def _field_text(row: Row, field: str) -> str:
     """Returns the text of a field of a row."""
     value: JSON = row
     for name in [field] if field in row else field.split("."):
-        if not isinstance(value, dict) or name not in value:
-            there = value if isinstance(value, dict) else ()
-            raise ValueError(
-                f"there is no field {field!r}{did_you_mean(name, there)}; there are {', '.join(there)}"
-            )
-        value = value[name]
+        value = find_field(value if isinstance(value, dict) else {}, name, field=field)
     try:
         return value_text(value)
     except ValueError as error:

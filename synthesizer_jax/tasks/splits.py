@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.imported import FOLDER
-from synthesizer_jax.tasks.importers.layouts import find_importer
+from synthesizer_jax.tasks.importers.layouts import DATASETS, find_importer
 
 MNLI = "glue_mnli_v002"
 
@@ -107,6 +107,12 @@ def import_remedy(names: Sequence[str], data_dir: pathlib.Path) -> str:
         return f"add it with 'synthesizer-jax data import mine --name {name} --from SPLIT=FILE …'"
     found = [find_importer(dataset) for dataset in datasets]
     importers = list(dict.fromkeys(known[0] for known in found if known is not None))
+    named = [name for name in datasets if name in DATASETS]
+    if named and not importers:
+        return (
+            f"prepare {named[0]} by TFDS, import files with 'synthesizer-jax data import {named[0]} "
+            f"--from SPLIT=FILE --data-dir {data_dir}', or name another --data-dir"
+        )
     if not importers:
         return "write their TFDS data sets to it, or name another --data-dir"
     others = f" (also {', '.join(importers[1:])})" if importers[1:] else ""

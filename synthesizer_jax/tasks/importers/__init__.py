@@ -1,6 +1,18 @@
-"""Conversion of original distribution files to TFDS data sets, without a network."""
+"""Conversion of archives and of files that a user names to TFDS data sets, without a network."""
 
-from synthesizer_jax.tasks.importers.corpora import SplitReport, import_corpus, report_lines
-from synthesizer_jax.tasks.importers.layouts import CORPORA
+from synthesizer_jax.tasks.importers.corpora import (
+    SplitReport,
+    import_corpus,
+    import_dataset,
+    report_lines,
+)
+from synthesizer_jax.tasks.importers.layouts import CORPORA, DATASETS
 
-__all__ = ["CORPORA", "SplitReport", "import_corpus", "report_lines"]
+__all__ = [
+    "CORPORA",
+    "DATASETS",
+    "SplitReport",
+    "import_corpus",
+    "import_dataset",
+    "report_lines",
+]
