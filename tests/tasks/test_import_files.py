@@ -23,7 +23,7 @@ from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_senten
 from synthesizer_jax.evaluation.evaluator import Evaluation
 from synthesizer_jax.tasks import imported, task_registry
 from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
-from synthesizer_jax.tasks.importers import CORPORA
+from synthesizer_jax.tasks.importers import CORPORA, DATASETS
 from synthesizer_jax.tasks.importers.files import find_splits
 from synthesizer_jax.tasks.postprocessors import UNKNOWN
 from synthesizer_jax.tasks.prepare import prepare
@@ -444,7 +444,7 @@ def test_the_command_names_all_that_can_be_imported(tmp_path):
     result = CliRunner().invoke(app, ["data", "import", "gleu", "--from", str(tmp_path)])
     said = str(result.exception)
     assert said.startswith("'gleu' cannot be imported, did you mean 'glue'?; choose one of ")
-    assert all(name in said for name in CORPORA)
+    assert all(name in said for name in (*CORPORA, *DATASETS))
 
 
 def test_a_split_that_is_missing_is_said_before_anything_is_prepared(tmp_path, monkeypatch):

@@ -116,6 +116,10 @@ def _checked(split: SplitFiles) -> SplitFiles:
             raise FileNotFoundError(f"there is no file {path}")
         if not split.aligned:
             file_kind(path)
+    if split.aligned and len(split.columns) not in (0, len(split.files)):
+        raise ValueError(
+            f"{len(split.files)} aligned files have {len(split.columns)} columns; name one for each file"
+        )
     names = split.fields if split.aligned else split.files
     if len(set(names)) < len(names):
         raise ValueError(
