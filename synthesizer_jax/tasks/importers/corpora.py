@@ -117,7 +117,8 @@ def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str])
     if isinstance(feature, tfds.features.ClassLabel):
         return _label(value, feature.names, labels)
     if not isinstance(feature, tfds.features.Text):
-        return float(value) if feature.np_dtype == np.float32 else value
+        is_number = isinstance(feature, tfds.features.Tensor) and feature.np_dtype == np.float32
+        return float(value) if is_number else value  # STS-B's
     try:
         return value_text(value)
     except ValueError as error:
