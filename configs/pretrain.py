@@ -1,7 +1,7 @@
 """Pre-train a T5 or a Synthesizer on unlabeled text, or on text and T5's supervised tasks together.
 
-Command (requires T5's vocabulary file, and C4 from TFDS or `synthesizer-jax data import c4`, which is
-prepared first):
+Command (requires T5's vocabulary file, and C4 from TFDS or `synthesizer-jax data import c4/en`, which
+is prepared first):
 
     synthesizer-jax data prepare c4_v220_span_corruption --vocabulary spiece.model --data-dir DATA
     synthesizer-jax train pretrain:t5_1_1_base --workdir runs/pretrained --data-dir DATA \\

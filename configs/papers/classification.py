@@ -1,6 +1,7 @@
 """Text classification by encoders: Tay et al. 2021, comparison with Linformer.
 
-    synthesizer-jax data import ag_news --from AG_NEWS_FILES --data-dir DATA
+    synthesizer-jax data import ag_news_subset --from AG_NEWS_FILES --data-dir DATA \\
+        --columns label,title,description --labels 1=World,2=Sports,3=Business,4=Sci/Tech
     synthesizer-jax data vocabulary ag_news_v100 --output spm.model --size 8000 --data-dir DATA
     synthesizer-jax train papers.classification:ag_news:frv --workdir runs/frv --data-dir DATA \\
         --set vocabulary.path=spm.model

@@ -105,70 +105,83 @@ def import_files(
     columns: str | None = None,
     renew: bool = False,
 ) -> None:
-    """Write TFDS data sets from the original files of a benchmark or corpus, or from your own.
+    """Write TFDS data sets: those of an archive, of a task's data set from files, or of your own files.
 
-    Missing tasks are reported; splits of an earlier import are kept. A row that cannot be read stops the
-    import with its file and line, and then no data set is changed.
+    Missing splits of an archive are reported; splits of an earlier import are kept. A row that cannot be
+    read stops the import with its file and line, and then no data set is changed.
 
-    Your own files are JSON lines, CSV, TSV, Parquet, text (a row per line, with the field 'text') or
-    aligned text (train=a.en+a.de), those of lines also .gz or .zst. Example:
+    Files are JSON lines, CSV, TSV, Parquet, text (a row per line, with the field 'text') or aligned text
+    (train=a.en+a.de), those of lines also .gz or .zst. Examples:
+    synthesizer-jax data import wmt14_translate/de-en --from train=a.en+a.de,validation=b.en+b.de;
     synthesizer-jax data import mine --name reviews --from train=a.jsonl,validation=b.csv --input
     'review: {text}' --target '{label}' --labels bad,good
 
     Args:
-      benchmark: mine, glue, super_glue, multi30k, …; an unknown name lists all.
-      source: directory of the files. mine: also SPLIT=FILE, several with commas or by repeating the
-        option; in the name of a file, * stands for anything.
+      benchmark: an archive (glue, super_glue, multi30k, wikitext), a data set that a task reads, such as
+        cnn_dailymail, or mine; an unknown name lists all.
+      source: directory of an archive. Of files, SPLIT=FILE, several with commas or by repeating the
+        option, or a directory; in the name of a file, * stands for anything.
       name: mine: the name of the task.
       inputs: mine: the input, with fields of a row in braces, such as 'review: {text}'; without it the
         task has targets only.
       target: mine: the target, such as '{label}'; '' for rows that are only to be predicted.
-      labels: mine: the allowed targets, such as 'bad,good' or '0=bad,1=good'.
+      labels: the allowed targets, such as 'bad,good' or '0=bad,1=good'; of a data set, the words for the
+        labels in its files.
       metrics: mine: accuracy (the default), bleu, f1, … Repeatable.
-      columns: mine: the columns of CSV and TSV files that have no header, such as 'a,b'.
+      columns: the columns of CSV and TSV files that have no header, or of aligned files, such as 'a,b'.
       renew: replace what was imported before, with all of its splits.
     """
-    from synthesizer_jax.preparation import file_tasks
-    from synthesizer_jax.preparation.importers import CORPORA, import_corpus, report_lines
+    from synthesizer_jax.preparation import file_tasks, importers
     from synthesizer_jax.preparation.importers.files import find_splits
     from synthesizer_jax.preparation.rows import import_tensorflow
     from synthesizer_jax.tasks.task_registry import default_data_dir
 
     directory = data_dir or default_data_dir()
+    pairs = [label.partition("=") for label in (labels.split(",") if labels else ())]
+    words = {value: word if equals else value for value, equals, word in pairs}
+    splits = functools.partial(find_splits, source, columns=columns.split(",") if columns else ())
     if benchmark == MINE:
         if name is None or target is None:
             missing = "--name" if name is None else "--target"
             raise ValueError(f"'data import {MINE}' needs {missing}; --help shows an example")
-        pairs = [label.partition("=") for label in (labels.split(",") if labels else ())]
         task = file_tasks.FileTask(
             name,
             None if inputs is None else file_tasks.Template(inputs),
             file_tasks.Template(target) if target else None,
             tuple(metrics or ["accuracy"]),
-            {value: word if equals else value for value, equals, word in pairs},
+            words,
         )
-        splits = find_splits(source, columns=columns.split(",") if columns else ())
+        files = splits()
         import_tensorflow()
-        found = file_tasks.import_files(task, splits, directory, renew=renew)
+        found = file_tasks.import_files(task, files, directory, renew=renew)
         lines = [line for summary in found for line in summary.lines()]
         lines.append(f"train with --set data.mixture={name}")
-    elif any(x is not None for x in (name, inputs, target, labels, metrics, columns)):
+    elif any(x is not None for x in (name, inputs, target, metrics)):
         raise ValueError(
-            f"{benchmark} is imported as it is published; --name, --input, --target, --labels, --metric "
-            f"and --columns belong to 'data import {MINE}'"
+            f"{benchmark} has its own format; --name, --input, --target and --metric belong to "
+            f"'data import {MINE}'"
         )
-    elif benchmark not in CORPORA:
-        known = (MINE, *CORPORA)
+    elif benchmark in importers.DATASETS:
+        files = splits()
+        import_tensorflow()
+        reports = importers.import_dataset(benchmark, files, directory, labels=words, renew=renew)
+        lines = list(importers.report_lines(reports))
+    elif benchmark not in importers.CORPORA:
+        known = (MINE, *importers.CORPORA, *importers.DATASETS)
         raise ValueError(
             f"{benchmark!r} cannot be imported{did_you_mean(benchmark, known)}; choose one of "
             f"{', '.join(known)}"
         )
-    elif len(source) > 1:
-        raise ValueError(f"{benchmark} is imported from one directory; give one --from")
+    elif len(source) > 1 or labels or columns:
+        raise ValueError(
+            f"{benchmark} is imported as it is published, from one directory; give one --from alone"
+        )
     else:
         import_tensorflow()
-        folder = storage_path(source[0])
-        lines = list(report_lines(import_corpus(benchmark, folder, directory, renew=renew)))
+        reports = importers.import_corpus(
+            benchmark, storage_path(source[0]), directory, renew=renew
+        )
+        lines = list(importers.report_lines(reports))
     typer.echo("\n".join([*lines, f"data sets are in {directory}"]))
 
 

@@ -19,7 +19,13 @@ from synthesizer_jax.base.files import write_atomic
 from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.preparation.importers.files import SplitFiles
-from synthesizer_jax.preparation.importers.reading import Cursor, ReadError, Row, value_text
+from synthesizer_jax.preparation.importers.reading import (
+    Cursor,
+    ReadError,
+    Row,
+    find_field,
+    value_text,
+)
 from synthesizer_jax.preparation.writing import staging, write_dataset
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.imported import DEFINITION, FOLDER, METRICS, VERSION, read_definition
@@ -59,12 +65,7 @@ def _field_text(row: Row, field: str) -> str:
     """Returns the text of a field of a row."""
     value: JSON = row
     for name in [field] if field in row else field.split("."):
-        if not isinstance(value, dict) or name not in value:
-            there = value if isinstance(value, dict) else ()
-            raise ValueError(
-                f"there is no field {field!r}{did_you_mean(name, there)}; there are {', '.join(there)}"
-            )
-        value = value[name]
+        value = find_field(value if isinstance(value, dict) else {}, name, field=field)
     try:
         return value_text(value)
     except ValueError as error:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
-from synthesizer_jax.preparation.importers.layouts import find_importer
+from synthesizer_jax.preparation.importers.layouts import published_rows
 from synthesizer_jax.preparation.rows import read_task, reading_errors, to_seqio
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import Example, to_text
@@ -60,8 +60,7 @@ def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
     """Compares a task's sizes with the published ones, and its splits, which are read, with each other."""
     vocabulary, seen = Bytes().build(), dict[str, set[int]]()
     task = task_registry.find_task(name)
-    known = find_importer(task.dataset)
-    published = {s.name: (s.rows,) for s in known[1].splits if s.rows} if known else {}
+    published = published_rows(task.dataset)
     checks = []
     for split, count in task.stored_splits(data_dir).items():
         whole, inputs, repeated = set[int](), set[int](), 0
@@ -74,7 +73,8 @@ def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
         shared = {other: len(inputs & earlier) for other, earlier in seen.items()}
         seen[split] = inputs
         shared = {other: n for other, n in shared.items() if n}
-        checks.append(SplitCheck(name, split, count, published.get(split, ()), repeated, shared))
+        size = (published[split],) if split in published else ()
+        checks.append(SplitCheck(name, split, count, size, repeated, shared))
     return checks
 
 

@@ -56,12 +56,10 @@ class RegisteredTask(Task):
         directory = _stored_directory(source, data_dir)
         if directory is None:
             return {}
-        found = stored.stored_splits(directory)
-        declared = _declared_splits(source) or {split: split for split in found}
+        found, located = stored.stored_splits(directory), _located(source, data_dir)
         return {
-            split: found.get(part)
-            for split, part in declared.items()
-            if part.partition("[")[0] in found
+            split: located.num_input_examples(split) if split in found else None
+            for split in located.splits
         }
 
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
@@ -69,11 +67,15 @@ class RegisteredTask(Task):
         source = self.original.source
         if isinstance(source, seqio.TfdsDataSource):
             directory = _stored_directory(source, data_dir)
-            part = _declared_splits(source).get(split, split)
             if directory is None:
                 return None
-            whole = part.partition("[")[0]  # of ``train[:90%]``
-            return f"{part} of {stored.describe_split(self.dataset, directory, whole)}"
+            parts = _located(source, data_dir).tfds_dataset.files(split)  # of ``train[:90%]``
+            rows = [(pathlib.Path(part.filename).name, part.skip, part.take) for part in parts]
+            written = (
+                stored.describe_split(self.dataset, directory, name)
+                for name in stored.stored_splits(directory)
+            )
+            return f"{rows} of {', '.join(written)}"
         if isinstance(source, seqio.FileDataSource):
             return ", ".join(map(_describe_file, source.list_shards(split)))
         rows = source.num_input_examples(split)
@@ -83,12 +85,8 @@ class RegisteredTask(Task):
         """Returns the task with another vocabulary; its TFDS data set is looked up in `data_dir`."""
         task = self.original
         source = task.source
-        loader = source.tfds_dataset if isinstance(source, seqio.TfdsDataSource) else None
-        if loader is not None and not loader.tfds_splits and loader.data_dir is None:
-            source = copy.deepcopy(source)
-            source.tfds_dataset.override_data_dir(str(data_dir))
-            if directory := _stored_directory(source, data_dir):
-                stored.check_classes(directory)
+        if isinstance(source, seqio.TfdsDataSource):
+            source = _located(source, data_dir)
         return task.replace(source=source, output_features=_features(task, vocabulary))
 
     def is_labeled(self, example: Example) -> bool:
@@ -215,17 +213,22 @@ def _stored_directory(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> p
     return directory if (directory / stored.INFO).is_file() else None
 
 
+def _located(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> seqio.TfdsDataSource:
+    """Returns the source, which reads its data set in `data_dir` unless it names a place of its own."""
+    if source.tfds_dataset.tfds_splits or source.tfds_dataset.data_dir is not None:
+        return source
+    if directory := _stored_directory(source, data_dir):
+        stored.check_classes(directory)
+    source = copy.deepcopy(source)
+    source.tfds_dataset.override_data_dir(str(data_dir))
+    return source
+
+
 def _describe_file(address: str) -> str:
     """Returns a file with what changes when it is written again."""
     stat = epath.Path(address).stat()  # the time in seconds; disks know more
     time = stat.mtime if "://" in address else os.stat(address).st_mtime_ns
     return f"{address}: {stat.length} bytes, modified at {time}"
-
-
-def _declared_splits(source: seqio.TfdsDataSource) -> dict[str, str]:
-    """Returns the parts of TFDS's splits that a source's splits stand for; empty: it has all of TFDS's."""
-    # The property `splits` would open the data set in TFDS's default directory.
-    return dict(source.tfds_dataset._split_map or {})
 
 
 def _outputs_for(kind: seqio.metrics.ModelOutputType, answers: Answers, task: str) -> Any:

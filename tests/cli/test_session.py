@@ -46,7 +46,7 @@ SESSION = [
     # Data of one's own.
     ("data import glu --from .", 2, "'glu' cannot be imported, did you mean 'glue'"),
     ("data import glue --from .", 2, "error: . lacks CoLA/train.tsv"),
-    ("data import glue --from . --name x", 2, "glue is imported as it is published; --name"),
+    ("data import glue --from . --name x", 2, "glue has its own format; --name"),
     ("data import mine --from . --target {x}", 2, "'data import mine' needs --name"),
     (IMPORT, 0, "train with --set data.mixture=own_files"),
     (

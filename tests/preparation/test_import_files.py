@@ -24,7 +24,7 @@ from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 from synthesizer_jax.evaluation.config import Evaluation
 from synthesizer_jax.preparation.experiment import prepare_data
 from synthesizer_jax.preparation.file_tasks import FileTask, Template, import_files
-from synthesizer_jax.preparation.importers import CORPORA
+from synthesizer_jax.preparation.importers import CORPORA, DATASETS
 from synthesizer_jax.preparation.importers.files import find_splits
 from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.tasks import task_registry
@@ -461,7 +461,7 @@ def test_the_command_names_all_that_can_be_imported(tmp_path):
     result = CliRunner().invoke(app, ["data", "import", "gleu", "--from", str(tmp_path)])
     said = str(result.exception)
     assert said.startswith("'gleu' cannot be imported, did you mean 'glue'?; choose one of ")
-    assert all(name in said for name in CORPORA)
+    assert all(name in said for name in (*CORPORA, *DATASETS))
 
 
 def test_a_split_that_is_missing_is_said_before_anything_is_prepared(tmp_path):

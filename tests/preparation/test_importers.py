@@ -13,13 +13,19 @@ import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.preparation import inspection
-from synthesizer_jax.preparation.importers import CORPORA, import_corpus, report_lines
-from synthesizer_jax.preparation.importers.corpora import SplitReport
-from synthesizer_jax.preparation.importers.layouts import find_importer, find_parts
+from synthesizer_jax.preparation.importers import (
+    CORPORA,
+    import_corpus,
+    import_dataset,
+    report_lines,
+)
+from synthesizer_jax.preparation.importers.corpora import archive_reports
+from synthesizer_jax.preparation.importers.files import find_splits
+from synthesizer_jax.preparation.importers.layouts import find_importer
 from synthesizer_jax.preparation.importers.reading import Cursor
+from synthesizer_jax.preparation.writing import write_dataset
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.definitions import DEFINITIONS
-from tests.tasks.loading import load
 
 
 def place(root: pathlib.Path, files: dict) -> pathlib.Path:
@@ -47,39 +53,8 @@ def texts(rows: list[dict], *names: str) -> list[tuple]:
     return sorted(tuple(v.decode() if isinstance(v, bytes) else v for v in row) for row in found)
 
 
-QUESTION = {"id": "1", "question": "Who won?", "answers": [{"text": "Ann", "answer_start": 0}] * 2}
-QUESTIONS = {"data": [{"title": "T", "paragraphs": [{"context": "Ann won.", "qas": [QUESTION]}]}]}
-TALK = '<doc>\n<title>T</title>\n<seg id="1"> {} &amp; x </seg>\n</doc>\n'
-SGM = '<refset setid="s">\n<doc docid="d">\n<p>\n<seg id="1">{}</seg>\n</p>\n</doc>\n</refset>\n'
-TMX = """<?xml version="1.0" encoding="UTF-8"?>
-<!DOCTYPE tmx SYSTEM "tmx14.dtd">
-<tmx version="1.4"><header/><body>
-<tu><tuv xml:lang="en"><seg>One &lt;1&gt;</seg></tuv><tuv xml:lang="ro"><seg>Unu</seg></tuv></tu>
-<tu><tuv xml:lang="en"><seg>Two</seg></tuv><tuv xml:lang="ro"><seg/></tuv></tu>
-</body></tmx>
-"""
-TRIVIA = {
-    "Question": " Who won? ",
-    "QuestionId": "q1",
-    "QuestionSource": "s",
-    "Answer": {
-        **{"Aliases": ["Ann Lee", "Annie"], "NormalizedAliases": ["ann lee", "annie"]},
-        **{"NormalizedValue": "ann lee", "Type": "WikipediaEntity", "Value": "Ann Lee"},
-    },
-    "EntityPages": [
-        {"DocSource": "TagMe", "Filename": "A/B.txt", "Title": "B"},
-        {"DocSource": "TagMe", "Filename": "A/missing.txt", "Title": "C"},
-    ],
-    "SearchResults": [
-        {"Description": "d", "Filename": "1.txt", "Rank": 1, "Title": "t", "Url": "u"}
-    ],
-}
 WIKI = " \n = One = \n \n a <unk> \n = = Part = = \n \n b \n \n = Two = \n \n c \n"
 WIKI_ROWS = [(" = One = \n \n a <unk> \n = = Part = = \n \n b",), (" = Two = \n \n c",)]
-CHAT = (
-    "1 your persona: i ski.\n2 hello .\thi .\n3 you ?\ti ski .\tx|y\n"
-    "1 your persona: i sing.\n2 hey .\tyo .\n"
-)
 COPA = {"premise": "P", "choice1": "A", "choice2": "B", "question": "cause", "label": 1, "idx": 0}
 CB = {"premise": "P", "hypothesis": "H", "label": "neutral", "idx": 0}
 WSC = {
@@ -118,52 +93,9 @@ FILES = {
         "ReCoRD/subset_train.jsonl": [RECORD],
         "COPA/subset_train.jsonl": [COPA, COPA | {"idx": 1, "label": 0}],
         "COPA/subset_test.jsonl": [UNLABELED],
-        "DPR/subset_train.c.txt": "Al saw Bo.\nhe\nAl, Bo\nBo\n\nX\nhe\nA , B\nA\n",
     },
     "multi30k": {"subset_train.en": "a \n\nb\n", "subset_train.de": "c\nx\nd\n"},
-    "iwslt2016": {
-        "en-de/train.tags.en-de.en": "<url>u</url>\n<title>t</title>\nA \n\nB\n",
-        "en-de/train.tags.en-de.de": "<url>u</url>\n<title>t</title>\nC\n\nD\n",
-        **{
-            f"en-de/IWSLT16.{stem}.en-de.{language}.xml": TALK.format(f"{stem[4:]} {language}")
-            for stem in ("TED.dev2010", "TED.tst2014", "TED.tst2015", "QED.tst2016")
-            for language in ("en", "de")
-        },
-    },
-    "wmt15": {
-        "training/news-commentary-v10.fr-en.en": "a\n",
-        "training/news-commentary-v10.fr-en.fr": "b\n",
-        "dev/newsdiscussdev2015-fren-src.fr.sgm": SGM.format("d"),
-        "dev/newsdiscussdev2015-fren-ref.en.sgm": SGM.format("c &amp; d"),
-        "dev/newstest2014-fren-src.fr.sgm": SGM.format("f"),
-        "dev/newstest2014-fren-ref.en.sgm": SGM.format("e"),
-    },
-    "wmt16": {"en-ro.tmx.gz": TMX},
-    "wmt19": {
-        "europarl-v9.de-en.tsv": "a\tb\nonly one\n\t\n",
-        "wikititles-v1.de-en.tsv.gz": "c\td\n",
-        "commoncrawl.de-en.en": "e\n\n",
-        "commoncrawl.de-en.de": "f\ng\n",
-    },
-    "trivia_qa": {
-        "qa/wikipedia-train.json": json.dumps({"Data": [TRIVIA]}, indent=4),
-        "evidence/wikipedia/A/B.txt": " Ann Lee won the race .\n",
-        "evidence/web/1.txt": "nobody",
-    },
-    "c4": {
-        "en/c4-train.00000-of-01024.json": '{"text": "a", "url": "u", "timestamp": "t"}\n',
-        "en/c4-train.00001-of-01024.json.gz": '{"text": "b\\nc", "url": null}\n',
-    },
     "wikitext": {"wikitext-2/wiki.train.tokens": WIKI, "wikitext-103/valid.txt": WIKI},
-    "lm1b": {
-        "1-billion/training-monolingual.tokenized.shuffled/news.en-00001-of-00100": "a b\nc\n",
-        "1-billion/training-monolingual.tokenized.shuffled/news.en-00002-of-00100": "d\n",
-    },
-    "cnn_dailymail": {"subset_train.csv": ',id,article,highlights\n\n0,i,"A\nB",C\n'},
-    "squad": {"subset_train-v1.1.json": QUESTIONS},
-    "convai2": {"train_self_original_no_cands.txt": CHAT},
-    "ag_news": {"subset_test.csv": '"3","A, ""B""","C"\n'},
-    "imdb": {"train/neg/subset_1.txt": "bad", "train/pos/subset_9.txt": "good"},
 }  # fmt: skip
 ROWS = {
     ("glue/cola", "train"): (("sentence", "idx"), [('He said "stop.', 0), ('Him " said', 1)]),
@@ -175,23 +107,9 @@ ROWS = {
     ("super_glue/multirc", "validation"): (("answer", "label"), [("0", 0), ("no", 0)]),
     ("super_glue/copa", "train"): (("label", "idx"), [(0, 1), (1, 0)]),
     ("super_glue/copa", "test"): (("label",), [(-1,)]),
-    ("definite_pronoun_resolution", "train"): (("sentence", "label"), [("Al saw Bo.", 1), ("X", 0)]),
     ("multi30k/en_de", "train"): (("en", "de"), [("a ", "c"), ("b", "d")]),
-    ("iwslt2016/en_de", "train"): (("en", "de"), [("A", "C"), ("B", "D")]),
-    ("iwslt2016/en_de", "validation"): (("en",), [("dev2010 en & x",), ("tst2014 en & x",)]),
-    ("iwslt2016/en_de", "test"): (("de",), [("tst2015 de & x",), ("tst2016 de & x",)]),
-    ("wmt15_translate/fr-en", "train"): (("en", "fr"), [("a", "b")]),
-    ("wmt15_translate/fr-en", "validation"): (("en", "fr"), [("c & d", "d"), ("e", "f")]),
-    ("wmt16_translate/ro-en", "train"): (("en", "ro"), [("One <1>", "Unu")]),
-    ("wmt19_translate/de-en", "train"): (("en", "de"), [("b", "a"), ("d", "c"), ("e", "f")]),
-    ("c4/en", "train"): (("text", "url", "content-type"), [("a", "u", ""), ("b\nc", "", "")]),
     ("wikitext/wikitext-2-v1", "train"): (("text",), WIKI_ROWS),
     ("wikitext/wikitext-103-v1", "validation"): (("text",), WIKI_ROWS),
-    ("lm1b", "train"): (("text",), [("a b",), ("c",), ("d",)]),
-    ("cnn_dailymail", "train"): (("id", "article", "highlights"), [("i", "A\nB", "C")]),
-    ("squad/v1.1", "train"): (("context", "question", "title", "id"), [("Ann won.", "Who won?", "T", "1")]),
-    ("ag_news_subset", "test"): (("label", "title", "description"), [(2, 'A, "B"', "C")]),
-    ("imdb_reviews/plain_text", "train"): (("text", "label"), [("bad", 0), ("good", 1)]),
 }  # fmt: skip
 
 
@@ -212,22 +130,7 @@ def test_every_layout_has_the_published_rows(imported):
         assert texts(stored(data_dir, dataset, split), *names) == rows, dataset
     (record,) = stored(data_dir, "super_glue/record", "train")
     assert record["entities"].tolist() == [b"Al", b"Bob"] == record["answers"].tolist()
-    (trivia,) = stored(data_dir, "trivia_qa/rc", "train")
-    assert list(trivia["entity_pages"]["wiki_context"]) == [b"Ann Lee won the race ."]
-    assert list(trivia["search_results"]["rank"]) == [1]
-    found = {
-        (tuple(row["persona"]), tuple(row["history"]), row["reply"])
-        for row in stored(data_dir, "convai2/self_original", "train")
-    }
-    assert found == {
-        ((b"i ski.",), (b"hello .",), b"hi ."),
-        ((b"i ski.",), (b"hello .", b"hi .", b"you ?"), b"i ski ."),
-        ((b"i sing.",), (b"hey .",), b"yo ."),
-    }
-    assert {find_importer(dataset)[0] for dataset, _ in ROWS} | {"trivia_qa", "convai2"} == set(
-        FILES
-    )
-    assert set(CORPORA) - set(FILES) == {"iwslt2017", "wmt14", "wmt_t2t"}
+    assert {find_importer(dataset)[0] for dataset, _ in ROWS} == set(FILES) == set(CORPORA)
 
 
 def test_reports_say_what_is_there(imported):
@@ -235,27 +138,12 @@ def test_reports_say_what_is_there(imported):
     split = {s.name: s for report in reports.values() for s in report}
     assert (split["glue/cola:train"].status, split["glue/cola:train"].rows) == ("subset", 2)
     assert (split["glue/ax:test"].status, split["glue/ax:test"].rows) == ("complete", 1104)
-    assert split["wmt19_translate/de-en:train"].status == "subset"  # some of the parts
-    assert split["wmt19_translate/de-en:train"].dropped == 3
-    assert split["lm1b:train"].status == "present"
+    assert split["glue/qqp:train"].dropped == 2
+    assert split["wikitext/wikitext-2-v1:train"].status == "present"
     lines = list(report_lines(reports["glue"]))
     assert "glue/rte:train missing (RTE/train.tsv)" in [" ".join(line.split()) for line in lines]
     assert lines[-1] == "6 of 34 splits, 1,111 rows"
-    assert any("3 dropped" in line for line in report_lines(reports["wmt19"]))
-
-
-def test_tasks_read_what_is_imported(imported):
-    data_dir, _ = imported
-    lengths = {"inputs": 200, "targets": 50}
-    (example,) = load("trivia_qa_v010", "train", data_dir, lengths=lengths).examples
-    assert example["inputs_pretokenized"] == b"question: Who won ? context: Ann Lee won the race . "
-    assert example["targets_pretokenized"] == b"ann lee"
-    sets = load("convai2_self_original", "train", data_dir, lengths=lengths)
-    inputs = {row["inputs_pretokenized"] for row in sets.examples}
-    assert b"dialogue history: hello . | hi . | you ? persona: i ski." in inputs
-    assert sets.score(sets.target_words)["bleu1"] == pytest.approx(100)
-    rows = inspection.read_rows("lm1b_v100_full_lm", "train", Bytes().build(), data_dir=data_dir)
-    assert {tuple(sorted(row)) for row in rows} == {("targets", "targets_pretokenized")}
+    assert any("2 rows, 2 left out" in line for line in lines)
 
 
 HUB = {
@@ -289,14 +177,13 @@ def glue(config, stem):
 def rows_of(benchmark, source):
     """The rows of all files as TFDS stores them."""
     found = {}
-    for layout in CORPORA[benchmark]:
-        features = tfds.builder(layout.dataset, data_dir=source).info.features
-        for split in layout.splits:
-            report = SplitReport(layout, split, find_parts(split, source))
-            if report.parts:
-                rows = map(features.encode_example, report.read(Cursor()))
-                plain = jax.tree.map(lambda value: np.asarray(value).tolist(), list(rows))
-                found[layout.dataset, split.name] = plain
+    for report in archive_reports(benchmark, source):
+        if report.files:
+            features = tfds.builder(report.dataset, data_dir=source).info.features
+            encoded = report.encode(Cursor(), dict(features.items()), {})
+            rows = list(map(features.encode_example, encoded))
+            plain = jax.tree.map(lambda value: np.asarray(value).tolist(), rows)
+            found[report.dataset, report.split] = plain
     return found
 
 
@@ -314,7 +201,7 @@ def test_glue_of_the_archive_in_either_case_and_of_parquet_files_is_the_same(tmp
         for split in layout.splits:
             if config == "mnli_mismatched":
                 continue  # in the folders of mnli
-            folder, stem = pathlib.Path(split.parts[0][0]).with_suffix("").parts
+            folder, stem = pathlib.Path(split.files[0][0]).with_suffix("").parts
             rows, hub = zip(*glue(config, stem), strict=True)
             table = [list(rows[0]), *(map(str, row.values()) for row in rows)]
             if config == "cola" and stem != "test":
@@ -339,82 +226,171 @@ def test_super_glue_of_parquet_files_is_the_same(tmp_path):
     for (dataset, split), rows in published.items():
         if "record" in dataset:  # the hub's sets have no order, and there are more columns
             rows = [row | {"entities": row["entities"][::-1], "entity_spans": []} for row in rows]
-        if dataset.startswith("super_glue"):
-            path = tmp_path / "hub" / dataset.partition("/")[2] / split / "subset_0000.parquet"
-            write_parquet(path, rows)
+        path = tmp_path / "hub" / dataset.partition("/")[2] / split / "subset_0000.parquet"
+        write_parquet(path, rows)
     hub = rows_of("super_glue", tmp_path / "hub")
-    assert hub == {name: rows for name, rows in published.items() if "super_glue" in name[0]}
+    assert hub == published
     assert len(hub) == 5
 
 
 BROKEN = {
-    "RTE/train.tsv": ("sentence1\tsentence2\tlabel\na\tb\tmaybe\n", "train.tsv: invalid .*'maybe'"),
-    "CoLA/train.tsv": ("x\t1\t\tfine\nx\t1\tshort\n", "after .*train.tsv, example 1: IndexError"),
-    "CoLA/dev.tsv": ("x\t1\t\tfine\n", "1 of 1,043 published rows in .*subset_dev.tsv"),
-    "CB/train.jsonl": ([CB, CB | {"idx": 1, "label": "no"}], "train.jsonl, example 2: .*'no'"),
-    "CB/val.jsonl": ('{"x": 1}\n{', "CB/val.jsonl: KeyError: 'premise'"),
-    "COPA/val.jsonl": ([COPA | {"premise": 3}], "COPA/val.jsonl, example 1"),
-    "WiC/train.jsonl.gz": ([CB], "damaged.*|KeyError: 'word'"),
-    "DPR/test.c.txt": ("S he\nhe\nA, B\nC\n", "test.c.txt: 'C' is not in list"),
-    "dev-v1.1.json": ({"data": [{}]}, "dev-v1.1.json: KeyError: 'paragraphs'"),
-    "train-v1.1.json": ("{", "train-v1.1.json: JSONDecodeError"),
-    "test.csv": ('"5","a","b"\n', "test.csv, line 1: .*4"),
-    "train.csv": ('"1","a"\n', "train.csv, line 1: 2 columns instead of 3"),
-    "valid_self_original_no_cands.txt": ("2 a\tb\n1 hi\n", "after .*line 1: not enough values"),
-    "en-ro.tmx": ("<tmx><body><tu>", "en-ro.tmx: ParseError"),
+    "RTE/train.tsv": (
+        "sentence1\tsentence2\tlabel\na\tb\tmaybe\n",
+        "line 2: the label 'maybe' is nei",
+    ),
+    "CoLA/train.tsv": (
+        "x\t1\t\tfine\nx\t1\tshort\n",
+        "1 of 8,551 published rows, without 1 .* left",
+    ),
+    "CoLA/dev.tsv": (
+        "x\t1\t\tfine\n",
+        "1 of 1,043 published rows in .*or name them subset_dev.tsv",
+    ),
+    "CB/train.jsonl": (
+        [CB, CB | {"idx": 1, "label": "no"}],
+        "train.jsonl, line 2: the label 'no' is",
+    ),
+    "CB/val.jsonl": (
+        '{"x": 1}\n{',
+        "CB/val.jsonl, line 1: there is no field 'premise'; there are x",
+    ),
+    "COPA/val.jsonl": (
+        [COPA | {"premise": None}],
+        "COPA/val.jsonl, line 1: the field 'premise' is nu",
+    ),
+    "COPA/train.jsonl": ([UNLABELED], "COPA/train.jsonl, line 1: there is no field 'label'"),
+    "WiC/train.jsonl.gz": (b"", "WiC/train.jsonl.gz, after line 0"),
     "val.de": ("a\n", "val.de, line 2: the file ends here, the others go on"),
-    "qa/web-dev.json": ({"Data": [TRIVIA]}, "the folder .*evidence with the documents is not"),
-    "en/c4-train.0.json": ('{"text": 1}\n', "c4-train.0.json, line 1: "),
-    "en/c4-validation.0.json.gz": (b"", "c4-validation.0.json.gz, after line 0"),
-    "readme.txt": ("", "lacks aclImdb|lacks .*; nothing was imported"),
+    "readme.txt": ("", "lacks .*wikitext-2/wiki.train.tokens, .*; nothing was imported"),
 }
 CORPUS_OF = {
     **dict.fromkeys(("RTE", "CoLA"), "glue"),
-    **dict.fromkeys(("CB", "COPA", "WiC", "DPR"), "super_glue"),
-    **{"dev-v1.1.json": "squad", "train-v1.1.json": "squad", "val.de": "multi30k", "qa": "trivia_qa"},
-    **{"test.csv": "ag_news", "train.csv": "ag_news", "en-ro.tmx": "wmt16", "en": "c4"},
-    "valid_self_original_no_cands.txt": "convai2",
-}  # fmt: skip
+    **dict.fromkeys(("CB", "COPA", "WiC"), "super_glue"),
+    "val.de": "multi30k",
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_named_and_leaves_nothing(tmp_path, name):
     content, said = BROKEN[name]
     source = place(tmp_path / "from", {name: content})
-    if name.endswith("c4-validation.0.json.gz"):
+    if name.endswith(".gz"):
         (source / name).write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
     if name == "val.de":
         place(source, {"val.en": "a\nb\n"})
     with pytest.raises(ValueError, match=said) as error:
-        import_corpus(CORPUS_OF.get(name.partition("/")[0], "imdb"), source, tmp_path / "out")
+        import_corpus(CORPUS_OF.get(name.partition("/")[0], "wikitext"), source, tmp_path / "out")
     assert str(error.value).endswith("nothing was imported")
     assert not list((tmp_path / "out").glob("*"))
 
 
+PAIR, ARTICLE, ANSWERED = (
+    "wmt14_translate/de-en",
+    {"article": "A", "highlights": "B"},
+    {"text": ["Ann"]},
+)
+CHAT = {"persona": ["i ski."], "history": ["hello .", "hi .", "you ?"], "reply": "i ski ."}
+RACE = {
+    "question": " Who won?",
+    "answer": {"normalized_aliases": ["ann lee", "annie"], "value": "Ann"},
+    "entity_pages": {"wiki_context": ["Ann Lee won the race ."]},
+    "search_results": {"search_context": ["nobody"]},
+}
+DPR = {"sentence": "Al saw Bo.", "pronoun": "he", "candidates": ["Al", "Bo"], "label": 1}
+NAMED = {
+    "wmt14_ende_v003": ("a.en+{}a.de", {"a.en": "a\n\nc\n", "a.de": "x\ny\nz\n"}, {},
+                        [("translate English to German: a", "x"), ("translate English to German: c", "z")]),
+    "wmt14_enfr_v003": ("a.txt+{}b.txt", {"a.txt": "a\n", "b.txt": "b\n"}, {"columns": ["en", "fr"]},
+                        [("translate English to French: a", "b")]),
+    "iwslt2017_en_de": ("a.tsv", {"a.tsv": "b\ta\n"}, {"columns": ["de", "en"]},
+                        [("translate English to German: a", "b")]),
+    "cnn_dailymail_v002": ("a.csv", {"a.csv": ",id,article,highlights\n\n0,i,A,B\n"}, {},
+                           [("summarize: A", "B")]),
+    "squad_v010": ("a.json", {"a.json": [{"question": "Who?", "context": "Ann.", "answers": ANSWERED}]}, {},
+                   [("question: Who ? context: Ann . ", "Ann")]),
+    "trivia_qa_v010": ("a.jsonl", {"a.jsonl": [RACE]}, {},
+                       [("question: Who won ? context: Ann Lee won the race . ", "ann lee")]),
+    "c4_v220_full_lm": ("c4-*.json.gz", {"c4-0.json.gz": [{"text": "a", "url": None}]}, {}, [("", "a")]),
+    "convai2_self_original": ("a.json", {"a.json": [CHAT]}, {},
+        [("dialogue history: hello . | hi . | you ? persona: i ski.", "i ski .")]),
+    "dpr_v001_simple": ("a.json", {"a.json": [DPR]}, {}, [("wsc: Al saw Bo.", "Bo")]),
+    "ag_news_v100": ("a.csv", {"a.csv": '"4","A","B"\n'},
+                     {"columns": ["label", "title", "description"], "labels": {"4": "Sci/Tech"}},
+                     [("ag_news title: A description: B", "Sci/Tech")]),
+    "imdb_reviews_v100": ("a.jsonl", {"a.jsonl": [{"text": "bad", "label": 0}]}, {},
+                          [("imdb text: bad", "negative")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_tasks_data_set_is_made_of_files_that_a_user_names(tmp_path, name):
+    """Aligned, with columns, with more fields than are read, with other names of labels."""
+    files, contents, options, expected = NAMED[name]
+    at, labels = f"{place(tmp_path / 'from', contents)}/", options.pop("labels", {})
+    splits = find_splits([f"train={at}{files.format(at)}"], **options)
+    task = task_registry.find_task(name)
+    (report,) = import_dataset(task.dataset, splits, tmp_path, labels=labels)
+    assert report.rows == task.stored_splits(tmp_path)["train"]
+    assert report.dropped == (name == "wmt14_ende_v003")
+    rows = list(inspection.read_rows(name, "train", Bytes().build(), data_dir=tmp_path))
+    sides = ("inputs_pretokenized", "targets_pretokenized")
+    assert [tuple(row.get(side, b"").decode() for side in sides) for row in rows] == expected
+
+
+def test_files_that_do_not_fit_a_data_set_are_one_sentence(tmp_path):
+    place(tmp_path, {"a.json": [ARTICLE], "a.x": "a\n", "a.y": "b\n", "a.csv": "9,A\n"})
+    labeled = {"columns": ["label", "text"]}
+    for dataset, argument, options, said in (
+        (PAIR, "dev={}a.json", {}, f"{PAIR} has no split 'dev'; it has train, validation, test"),
+        (
+            PAIR,
+            "train={}a.json",
+            {},
+            "a.json, line 1: there is no field '..'; there are article, hi",
+        ),
+        (PAIR, "train={}a.x+{}a.y", {}, "a.x, line 1: there is no field '..'; there are x, y"),
+        (PAIR, "train={}a.x+{}a.y", {"columns": ["en"]}, "2 aligned files have 1 columns"),
+        ("convai2/none_original", "train={}a.json", {}, "no field 'persona'"),
+        (
+            "imdb_reviews/plain_text",
+            "train={}a.csv",
+            labeled,
+            "the label '9' is neither a number be",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            splits = find_splits([argument.format(f"{tmp_path}/", f"{tmp_path}/")], **options)
+            import_dataset(dataset, splits, tmp_path / "out", labels={})
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+    write_dataset("squad/v1.1", "3.0.0", {"x": np.int64}, {"train": lambda: [{"x": 1}]}, tmp_path)
+    with pytest.raises(ValueError, match=r"3\.0\.0 would be read instead; delete it"):
+        import_dataset("squad/v1.1", {}, tmp_path, labels={})
+
+
 def test_a_second_import_adds_splits_and_renew_replaces(tmp_path, caplog, monkeypatch):
     out, rename = tmp_path / "out", pathlib.Path.rename
-    other = place(tmp_path / "other", {"valid_self_original_no_cands.txt": CHAT})
-    task = task_registry.find_task("convai2_self_original")
-    import_corpus("convai2", place(tmp_path / "train", FILES["convai2"]), out)
-    import_corpus("convai2", other, out)
-    assert task.stored_splits(out) == {"train": 3, "validation": 3}
-    assert len(stored(out, "convai2/self_original", "train")) == 3
+    other = place(tmp_path / "other", {"wikitext-2/valid.txt": WIKI})
+    task = task_registry.find_task("wikitext_2_v1_full_lm")
+    import_corpus("wikitext", place(tmp_path / "train", {"wikitext-2/train.txt": WIKI}), out)
+    import_corpus("wikitext", other, out)
+    assert task.stored_splits(out) == {"train": 2, "validation": 2}
+    assert len(stored(out, "wikitext/wikitext-2-v1", "train")) == 2
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
 
     def full_disk(old, new):
-        if new == out / "convai2/self_original/1.0.0" and "replaced" not in old.name:
+        if new == out / "wikitext/wikitext-2-v1/1.0.0" and "replaced" not in old.name:
             raise OSError("disk full")
         return rename(old, new)
 
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "rename", full_disk)
         with pytest.raises(OSError, match="disk full"):
-            import_corpus("convai2", other, out, renew=True)
+            import_corpus("wikitext", other, out, renew=True)
     with pytest.raises(ValueError, match=r"has the split 'validation' already; replace .* --renew"):
-        import_corpus("convai2", other, out)
+        import_corpus("wikitext", other, out)
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
-    import_corpus("convai2", other, out, renew=True)
-    assert task.stored_splits(out) == {"validation": 3}
+    import_corpus("wikitext", other, out, renew=True)
+    assert task.stored_splits(out) == {"validation": 2}
     assert "removes the split 'train' of " in caplog.text
 
 

@@ -1,30 +1,41 @@
-"""Import of benchmarks and corpora from the files as published.
+"""Import of the data sets of tasks: from archives as published, or from files that a user names.
 
-Data sets have the features of TFDS's of the same name, so that data prepared by TFDS can take their place.
+Data sets have the features that formats read, named as TFDS's, so that data prepared by TFDS can take
+their place.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
 from etils import epy
 
 from synthesizer_jax.base.files import storage_path
-from synthesizer_jax.preparation.importers.layouts import (
-    CORPORA,
-    SAMPLE,
-    Layout,
-    SplitLayout,
-    find_parts,
+from synthesizer_jax.base.registry import JSON
+from synthesizer_jax.preparation.importers import readers
+from synthesizer_jax.preparation.importers.files import SplitFiles
+from synthesizer_jax.preparation.importers.layouts import CORPORA, SAMPLE, find_files
+from synthesizer_jax.preparation.importers.reading import (
+    Cursor,
+    ReadError,
+    Row,
+    find_field,
+    value_text,
 )
-from synthesizer_jax.preparation.importers.reading import Cursor, ReadError, Row
 from synthesizer_jax.preparation.writing import FeatureType, staging, write_dataset
+from synthesizer_jax.tasks import coreference, preprocessors
+from synthesizer_jax.tasks.definitions import DEFINITIONS
+from synthesizer_jax.tasks.stored import newest_version
 
 with epy.lazy_imports():
     import tensorflow_datasets as tfds
+
+VERSION = "1.0.0"
 
 
 @dataclasses.dataclass
@@ -32,78 +43,122 @@ class SplitReport:
     """The import of one split.
 
     Attributes:
-      layout: that of the data set.
-      files: that of the split.
-      parts: the files of its parts that are there.
+      dataset: the TFDS data set.
+      split: the split.
+      files: the files that are there.
+      read: yields the rows of the files and where they are, None for one that is left out.
+      published: number of rows that files as published have; None: not known, or any.
+      pattern: names the files of an archive; empty for files of a user's.
       rows: number of examples written.
       dropped: number of rows that are left out because they lack something.
+      undecodable: number of rows with U+FFFD, which stands for bytes that are not UTF-8.
     """
 
-    layout: Layout
-    files: SplitLayout
-    parts: Sequence[Sequence[pathlib.Path]]
+    dataset: str
+    split: str
+    files: Sequence[pathlib.Path]
+    read: Callable[[], Iterator[tuple[str, Row | None]]]
+    published: int | None = None
+    pattern: str = ""
     rows: int = 0
     dropped: int = 0
+    undecodable: int = 0
 
     @property
     def name(self) -> str:
         """The TFDS data set and the split, such as `glue/mnli:validation_matched`."""
-        return f"{self.layout.dataset}:{self.files.name}"
+        return f"{self.dataset}:{self.split}"
 
     @property
     def status(self) -> str:
         """`complete` (the published size), `present` (none to compare with), `subset` or `missing`."""
-        if not self.parts:
+        if not self.files:
             return "missing"
-        is_subset = self._is_sample or len(self.parts) < len(self.files.parts)
-        return "subset" if is_subset else "complete" if self.files.rows else "present"
+        return "subset" if self._is_sample else "complete" if self.published else "present"
 
     @property
     def _is_sample(self) -> bool:
-        return any(path.name.startswith(SAMPLE) for paths in self.parts for path in paths)
+        return bool(self.pattern) and any(path.name.startswith(SAMPLE) for path in self.files)
 
-    def read(self, cursor: Cursor) -> Iterator[Row]:
-        """Yields the rows; it ends with an error where they are not as many as were published."""
-        for paths in self.parts:
-            cursor.where = ", ".join(map(str, paths[:3]))
-            for row in cursor.follow(self.layout.read(paths)):
-                if row is None:
-                    self.dropped += 1
-                else:
-                    self.rows += 1
-                    yield row
-        expected = None if self._is_sample else self.files.rows
+    def encode(
+        self, cursor: Cursor, features: Mapping[str, FeatureType], labels: Mapping[str, str]
+    ) -> Iterator[Row]:
+        """Yields the values of the features; it ends with an error where a published size is missed."""
+        for row in cursor.follow(self.read()):
+            if row is None:
+                self.dropped += 1
+                continue
+            values = {name: _value(row, name, kind, labels) for name, kind in features.items()}
+            self.rows += 1
+            self.undecodable += any("\ufffd" in v for v in values.values() if isinstance(v, str))
+            yield values
+        expected = None if self._is_sample else self.published
         if self.rows == 0 or expected not in (None, self.rows):
             size = f"{self.rows:,} of {expected:,} published rows" if expected else "no rows"
             left_out = f", without {self.dropped:,} that are left out," if self.dropped else ""
-            files = [path for paths in self.parts for path in paths]
+            remedy = f"or name them {SAMPLE}{self.files[0].name} and so on if they are a sample"
             raise ReadError(
-                f"{self.name} has {size}{left_out} in {', '.join(map(str, files))}; get whole files, or "
-                f"name them {SAMPLE}{files[0].name} and so on if they are a sample; nothing was imported"
+                f"{self.name} has {size}{left_out} in {', '.join(map(str, self.files))}; get whole "
+                f"files{', ' + remedy if self.pattern else ''}; nothing was imported"
             )
+
+
+def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str]) -> JSON:
+    """Returns the value of a feature, whose field a row has."""
+    value = find_field(row, name)
+    if isinstance(feature, dict):
+        fields = value if isinstance(value, dict) else {name: value}
+        return {part: _value(fields, part, kind, labels) for part, kind in feature.items()}
+    if isinstance(feature, tfds.features.Sequence):
+        if not isinstance(value, list):
+            raise ValueError(
+                f"the field {name!r} is {str(value)[:60]!r}, which is no list of texts"
+            )
+        return [value_text(text) for text in value]
+    if isinstance(feature, tfds.features.ClassLabel):
+        return _label(value, feature.names, labels)
+    if not isinstance(feature, tfds.features.Text):
+        is_number = isinstance(feature, tfds.features.Tensor) and feature.np_dtype == np.float32
+        return float(value) if is_number else value  # STS-B's
+    try:
+        return value_text(value)
+    except ValueError as error:
+        raise ValueError(f"the field {name!r} is {error}") from None
+
+
+def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON:
+    """Returns a word of a label, its index, or −1 of a hidden one."""
+    value = labels.get(str(value), value)
+    if value in words or value in map(str, range(-1, len(words))):
+        return value if value in words else int(value)
+    if not isinstance(value, int) or not -1 <= value < len(words):
+        raise ValueError(
+            f"the label {value!r} is neither a number below {len(words)} nor one of {', '.join(words)}"
+        )
+    return int(value)
 
 
 def report_lines(reports: Sequence[SplitReport]) -> Iterator[str]:
     """Yields the reports as aligned plain text: one line per split, then a summary."""
     width = max(len(report.name) for report in reports)
     for report in reports:
-        found = f"missing ({report.files.parts[0][0]})"
-        if report.parts:
-            dropped = f", {report.dropped} dropped" if report.dropped else ""
-            rows = f"{report.rows:>7,} rows{dropped}"
-            found = f"{report.status:8}  {rows}  {report.parts[0][-1]}"
+        found = f"missing ({report.pattern})"
+        if report.files:
+            dropped = f", {report.dropped:,} left out" if report.dropped else ""
+            if report.undecodable:
+                dropped += f", {report.undecodable:,} with U+FFFD"
+            found = f"{report.status:8}  {report.rows:>7,} rows{dropped}  {report.files[-1]}"
         yield f"{report.name:{width}}  {found}"
-    present = [report.rows for report in reports if report.parts]
+    present = [report.rows for report in reports if report.files]
     yield f"{len(present)} of {len(reports)} splits, {sum(present):,} rows"
 
 
 def import_corpus(
     name: str, source: pathlib.Path | str, data_dir: pathlib.Path | str, *, renew: bool = False
 ) -> list[SplitReport]:
-    """Writes the TFDS data sets of a benchmark or corpus from its files; none if a row cannot be read.
+    """Writes the TFDS data sets of an archive from its files; none if a row cannot be read.
 
-    Splits whose files are not there are reported as missing. A split of which only some parts or a
-    sample are there is reported as a subset.
+    Splits whose files are not there are reported as missing, those of a sample as a subset.
 
     Args:
       name: a key of `CORPORA`.
@@ -116,39 +171,111 @@ def import_corpus(
       ValueError: no file was found, or a row is invalid, or a file does not have the published number
         of rows; the message has file, place and reason.
     """
-    source, data_dir = storage_path(str(source)), storage_path(str(data_dir))
+    source = storage_path(str(source))
     source = source / name if (source / name).is_dir() else source
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder; give the one that holds the files of {name}")
-    reports = [
-        SplitReport(layout, split, find_parts(split, source))
+    reports = archive_reports(name, source)
+    if not any(report.files for report in reports):
+        lacking = ", ".join(layout.splits[0].files[0][0] for layout in CORPORA[name])
+        raise ValueError(f"{source} lacks {lacking}; nothing was imported")
+    return _write(reports, storage_path(str(data_dir)), {}, renew=renew)
+
+
+def archive_reports(name: str, source: pathlib.Path) -> list[SplitReport]:
+    """Returns the splits of all data sets of an archive, before they are read."""
+    return [
+        SplitReport(
+            layout.dataset,
+            split.name,
+            files,
+            functools.partial(layout.read, files),
+            split.rows,
+            split.files[0][0],
+        )
         for layout in CORPORA[name]
         for split in layout.splits
+        for files in [find_files(split, source)]
     ]
-    if not any(report.parts for report in reports):
-        lacking = ", ".join(layout.splits[0].parts[0][0] for layout in CORPORA[name])
-        raise ValueError(f"{source} lacks {lacking}; nothing was imported")
+
+
+def import_dataset(
+    dataset: str,
+    splits: Mapping[str, SplitFiles],
+    data_dir: pathlib.Path,
+    *,
+    labels: Mapping[str, str],
+    renew: bool = False,
+) -> list[SplitReport]:
+    """Writes a TFDS data set from files whose fields are its features; all of it or nothing.
+
+    Rows of aligned files of which a line is blank are left out.
+
+    Args:
+      dataset: one of `layouts.DATASETS`.
+      splits: the files of its splits.
+      data_dir: a TFDS data directory.
+      labels: label words by the values that stand for them in the files.
+      renew: whether a data set that exists is replaced; otherwise its splits are kept.
+
+    Raises:
+      ValueError: a row is broken, a split is empty, there already or unknown, or the data set is there
+        in another version.
+    """
+    known = dict.fromkeys(s for task in DEFINITIONS if task.dataset == dataset for s in task.splits)
+    if unknown := [split for split in splits if split not in known]:
+        raise ValueError(f"{dataset} has no split {unknown[0]!r}; it has {', '.join(known)}")
+    if (found := newest_version(dataset, data_dir)) is not None and found.name != VERSION:
+        raise ValueError(f"{found} would be read instead; delete it, or use another --data-dir")
+    reports = [
+        SplitReport(dataset, split, files.files, functools.partial(readers.named, files))
+        for split, files in splits.items()
+    ]
+    return _write(reports, data_dir, labels, renew=renew)
+
+
+def _write(
+    reports: list[SplitReport], data_dir: pathlib.Path, labels: Mapping[str, str], *, renew: bool
+) -> list[SplitReport]:
+    """Writes the data sets of splits, and returns the reports."""
     cursor = Cursor()
     with staging(data_dir, renew=renew) as folder, cursor.named():
-        for layout in CORPORA[name]:
+        here = (report for report in reports if report.files)
+        for dataset, group in itertools.groupby(here, key=lambda report: report.dataset):
+            version, features = dataset_features(dataset, folder)
             splits = {
-                report.files.name: functools.partial(report.read, cursor)
-                for report in reports
-                if report.layout is layout and report.parts
+                report.split: functools.partial(report.encode, cursor, features, labels)
+                for report in group
             }
-            if splits:
-                write_dataset(layout.dataset, *_features(layout, folder), splits, folder)
+            write_dataset(dataset, version, features, splits, folder)
     return reports
 
 
-def _features(layout: Layout, folder: pathlib.Path) -> tuple[str, Mapping[str, FeatureType]]:
-    """Returns the version and the features of a data set."""
-    if not layout.features:
-        builder = tfds.builder(layout.dataset, data_dir=folder)
+def dataset_features(dataset: str, folder: pathlib.Path) -> tuple[str, Mapping[str, FeatureType]]:
+    """Returns the version and the features of a data set.
+
+    Those of benchmarks are TFDS's; of others, they are what the format of their tasks reads.
+    """
+    task = next(task for task in DEFINITIONS if task.dataset == dataset)
+    if dataset.startswith(("glue/", "super_glue/")):
+        builder = tfds.builder(dataset, data_dir=folder)
         return str(builder.version), dict(builder.info.features.items())
-    text = tfds.features.Text()
-    texts = {name.rstrip("*"): name for name in layout.features}
-    return "1.0.0", {
-        name: tfds.features.Sequence(text) if kind.endswith("*") else text
-        for name, kind in texts.items()
+    text, label = tfds.features.Text(), tfds.features.ClassLabel(names=task.label_words)
+    texts, preprocess = tfds.features.Sequence(text), task.preprocess
+    pronoun = {"sentence": text, "pronoun": text, "candidates": texts}
+    if isinstance(preprocess, functools.partial) and "features" in preprocess.keywords:
+        labeled = {"label": label} if task.label_words else {}
+        return VERSION, {**dict.fromkeys(preprocess.keywords["features"], text), **labeled}
+    features_of: Mapping[object, Mapping[str, FeatureType]] = {
+        preprocessors.language_modeling: {"text": text},
+        coreference.dpr: {**pronoun, "label": tfds.features.ClassLabel(num_classes=2)},
+        preprocessors.dialogue: {"persona": texts, "history": texts, "reply": text},
+        preprocessors.squad: {"question": text, "context": text, "answers": {"text": texts}},
+        preprocessors.trivia_qa: {
+            "question": text,
+            "answer": {"normalized_aliases": texts},
+            "entity_pages": {"wiki_context": texts},
+            "search_results": {"search_context": texts},
+        },
     }
+    return VERSION, features_of[getattr(preprocess, "func", preprocess)]

@@ -31,7 +31,7 @@ class SplitFiles:
     Attributes:
       files: several are read one after the other, or line by line if they are `aligned`.
       aligned: whether the files are text that belongs together line by line, a field per file.
-      columns: names of the columns of CSV and TSV files without a header line.
+      columns: names of the columns of CSV and TSV files without a header line, or of aligned files.
     """
 
     files: tuple[pathlib.Path, ...]
@@ -53,7 +53,9 @@ class SplitFiles:
 
     @property
     def fields(self) -> list[str]:
-        """The fields of aligned files: the ends of their names, or else the beginnings."""
+        """The fields of aligned files: `columns`, or the ends of their names, or else the beginnings."""
+        if self.columns:
+            return list(self.columns)
         names = [uncompressed(path) for path in self.files]
         ends = [name.suffix.removeprefix(".") for name in names]
         return ends if len(set(ends)) == len(ends) else [name.stem for name in names]
@@ -114,6 +116,10 @@ def _checked(split: SplitFiles) -> SplitFiles:
             raise FileNotFoundError(f"there is no file {path}")
         if not split.aligned:
             file_kind(path)
+    if split.aligned and len(split.columns) not in (0, len(split.files)):
+        raise ValueError(
+            f"{len(split.files)} aligned files have {len(split.columns)} columns; name one for each file"
+        )
     names = split.fields if split.aligned else split.files
     if len(set(names)) < len(names):
         raise ValueError(

@@ -224,6 +224,19 @@ def uncompressed(path: pathlib.Path) -> pathlib.Path:
     return path.with_suffix("") if path.suffix in COMPRESSIONS else path
 
 
+def find_field(row: Mapping[str, JSON], name: str, *, field: str = "") -> JSON:
+    """Returns a field of a row, or of an object in one; `field` is how errors name it, by default `name`.
+
+    Raises:
+      ValueError: there is no such field.
+    """
+    if name not in row:
+        raise ValueError(
+            f"there is no field {field or name!r}{did_you_mean(name, row)}; there are {', '.join(row)}"
+        )
+    return row[name]
+
+
 def value_text(value: JSON) -> str:
     """Returns a field as text: strings and bytes as they are, other values as Python writes them.
 
