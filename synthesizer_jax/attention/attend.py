@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
 
 from synthesizer_jax.attention.banded import attend_banded
 from synthesizer_jax.attention.banded import obstacle as banded_obstacle
@@ -27,9 +26,8 @@ from synthesizer_jax.attention.packed import (
 from synthesizer_jax.attention.partition import (
     Partition,
     axes_along,
-    axes_of_type,
-    in_auto_mode,
     match_varying_axes,
+    partition_by_types,
 )
 from synthesizer_jax.attention.reference import attend_reference, softmax_weights
 from synthesizer_jax.attention.static import attend_static
@@ -86,6 +84,17 @@ FEW_SEGMENTS = (
 )
 
 
+def _partition_of_types(terms: Terms, values: jax.Array, **_: PyTree) -> Partition:
+    """Returns the explicit mesh axes that divide examples, heads and queries."""
+    queries = [x for term in terms for x in jax.tree.leaves(term) if x.ndim == 4][:1]
+    return Partition(
+        batch=axes_along(values, 0),
+        heads=axes_along(values, 2),
+        sequence=axes_along(queries[0], 1) if queries else (),
+    )
+
+
+@partition_by_types(_partition_of_types)
 def attend(
     terms: Terms,
     values: jax.Array,
@@ -142,31 +151,16 @@ def attend(
     if soft_cap is not None and not (soft_cap := float(soft_cap)) > 0.0:
         raise ValueError(f"attend: soft_cap={soft_cap} must be positive; None caps nothing")
 
-    def compute(
-        terms: Terms,
-        values: jax.Array,
-        mask: Mask | jax.Array | None,
-        dropout_key: jax.Array | None,
-        sinks: jax.Array | None,
-    ) -> jax.Array:
-        call = _make_call(terms, values, mask, q_length)
-        batch, k_length, heads, width = call.values.shape
-        if 0 in (batch, call.q_length, k_length, heads, width):
-            return jnp.zeros((batch, call.q_length, heads, width), values.dtype)
-        values = drop_value_vectors(call.values, dropout_rate, dropout_key)
-        if sinks is not None and sinks.shape != (heads,):
-            raise ValueError(f"attend: sinks have shape {sinks.shape}; it must be [{heads}]")
-        call = dataclasses.replace(call, values=values, soft_cap=soft_cap, sinks=sinks)
-        groups = _groups_of_heads(call)
-        outputs = [_run_route(group, implementation, partition) for group in groups]
-        return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=2)
-
-    if not axes_of_type(AxisType.Explicit):
-        return compute(terms, values, mask, dropout_key, sinks)
-    if partition is None or not partition.axis_names:
-        partition = _partition_of_types(terms, values)
-    spec = PartitionSpec(partition.batch, partition.sequence, partition.heads)
-    return in_auto_mode(compute, lambda _: spec)(terms, values, mask, dropout_key, sinks)
+    call = _make_call(terms, values, mask, q_length)
+    batch, k_length, heads, width = call.values.shape
+    if 0 in (batch, call.q_length, k_length, heads, width):
+        return jnp.zeros((batch, call.q_length, heads, width), values.dtype)
+    values = drop_value_vectors(call.values, dropout_rate, dropout_key)
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"attend: sinks have shape {sinks.shape}; it must be [{heads}]")
+    call = dataclasses.replace(call, values=values, soft_cap=soft_cap, sinks=sinks)
+    outputs = [_run_route(group, implementation, partition) for group in _groups_of_heads(call)]
+    return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=2)
 
 
 def _make_call(
@@ -239,16 +233,6 @@ def _as_float(term: Term) -> Term:
     if not isinstance(term, Static | Relative) or jnp.issubdtype(term.logits.dtype, jnp.inexact):
         return term
     return dataclasses.replace(term, logits=term.logits.astype(jnp.float32))
-
-
-def _partition_of_types(terms: Terms, values: jax.Array) -> Partition:
-    """Returns the explicit mesh axes that divide examples, heads and queries."""
-    queries = [x for term in terms for x in jax.tree.leaves(term) if x.ndim == 4][:1]
-    return Partition(
-        batch=axes_along(values, 0),
-        heads=axes_along(values, 2),
-        sequence=axes_along(queries[0], 1) if queries else (),
-    )
 
 
 def _groups_of_heads(call: Call) -> list[Call]:

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.attend import FEW_LOGITS, attend
 from synthesizer_jax.attention.fused import CHECKPOINT_NAME
 from synthesizer_jax.attention.masks import Mask, add_pattern
-from synthesizer_jax.attention.partition import Partition, axes_along, axes_of_type, in_auto_mode
+from synthesizer_jax.attention.partition import Partition, partition_by_types, partition_of_query
 from synthesizer_jax.attention.relative import RelativeTable
 from synthesizer_jax.attention.terms import (
     LowRank,
@@ -30,6 +29,7 @@ NAME = "dot_product_attention"
 Bias: TypeAlias = ArrayLike | RelativeTable | Term
 
 
+@partition_by_types(partition_of_query)
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -88,57 +88,38 @@ def dot_product_attention(
     Raises:
       ValueError: for shapes or dtypes that do not agree.
     """
-    query, key, value = map(jnp.asarray, (query, key, value))
-    explicit = axes_of_type(AxisType.Explicit) and query.ndim in (3, 4)
-    if explicit and partition is None:
-        batch = axes_along(query, 0) if query.ndim == 4 else ()
-        partition = Partition(batch, axes_along(query, -2), axes_along(query, -3))
-
-    def compute(
-        qkv: tuple[jax.Array, ...],
-        bias: Bias | tuple[Bias, ...] | None,
-        mask: ArrayLike | Mask | None,
-        scale: ArrayLike | None,
-        lengths: dict[str, jax.Array],
-    ) -> jax.Array:
-        query, key, value = _with_batch(*qkv)
-        sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-        masks = Mask(
-            causal=bool(is_causal),
-            window=window,
-            query_lengths=lengths.get("query"),
-            key_lengths=lengths.get("key"),
-        )
-        if not isinstance(mask, Mask):
-            mask = masks if mask is None else _add_array(masks, mask, sizes)
-        elif lengths or masks.has_band:
-            raise ValueError(
-                f"{NAME}: a Mask is given beside other masks; put causal, query_lengths, "
-                "key_lengths and window into the Mask"
-            )
-        out = attend_dot_product(
-            query,
-            key,
-            value,
-            bias=bias,
-            mask=mask,
-            scale=scale,
-            implementation=implementation,
-            partition=partition,
-        )
-        return out.reshape(*qkv[0].shape[:-1], value.shape[-1])
-
+    arrays = [jnp.asarray(x) for x in (query, key, value)]
+    query, key, value = _with_batch(*arrays)
     window: Any = local_window_size
     if window is not None:
         window = tuple(window) if isinstance(window, tuple | list) else (window, window)
     given = {"query": query_seq_lengths, "key": key_value_seq_lengths}
     lengths = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
-    arguments = (query, key, value), bias, mask, scale, lengths
-    if not explicit or partition is None:
-        return compute(*arguments)
-    rows = [partition.batch] if query.ndim == 4 else []
-    spec = PartitionSpec(*rows, partition.sequence, partition.heads)
-    return in_auto_mode(compute, lambda _: spec)(*arguments)
+    sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    masks = Mask(
+        causal=bool(is_causal),
+        window=window,
+        query_lengths=lengths.get("query"),
+        key_lengths=lengths.get("key"),
+    )
+    if not isinstance(mask, Mask):
+        mask = masks if mask is None else _add_array(masks, mask, sizes)
+    elif lengths or masks.has_band:
+        raise ValueError(
+            f"{NAME}: a Mask is given beside other masks; put causal, query_lengths, "
+            "key_lengths and window into the Mask"
+        )
+    out = attend_dot_product(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        implementation=implementation,
+        partition=partition,
+    )
+    return out.reshape(*arrays[0].shape[:-1], value.shape[-1])
 
 
 def attend_dot_product(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.terms import (
@@ -21,6 +24,8 @@ from synthesizer_jax.attention.terms import (
 )
 from synthesizer_jax.base.messages import not_divisible
 from synthesizer_jax.base.typing import PyTree
+
+Function = TypeVar("Function", bound=Callable[..., PyTree])
 
 
 def axes_of_type(kind: AxisType) -> tuple[str, ...]:
@@ -188,6 +193,11 @@ class Partition:
         length = None if x.shape[1] % self._size(self.sequence) else self.sequence
         return jax.lax.with_sharding_constraint(x, PartitionSpec(self.batch, length))
 
+    def spec(self, x: jax.Array) -> PartitionSpec:
+        """Returns the layout of an output ``[batch..., q, heads, e]``, with or without batch dimensions."""
+        rows = [self.batch, *[None] * (x.ndim - 4)] if x.ndim > 3 else []
+        return PartitionSpec(*rows, self.sequence, self.heads)
+
     def _size(self, axes: tuple[str, ...]) -> int:
         mesh: AbstractMesh = jax.sharding.get_abstract_mesh()
         unknown = [axis for axis in axes if axis not in mesh.shape]
@@ -248,3 +258,42 @@ class Partition:
         if size % devices:
             by = f"the {devices} devices of mesh axes {axes}"
             raise ValueError(f"attend: {not_divisible(name, size, by=by, divisor=devices)}")
+
+
+def partition_of_query(query: ArrayLike, *_: PyTree, **__: PyTree) -> Partition:
+    """Returns the explicit mesh axes that divide a query ``[batch..., q, heads, e]``."""
+    query = jnp.asarray(query)
+    if query.ndim < 3:  # an error of the function itself
+        return Partition()
+    batch = axes_along(query, 0) if query.ndim > 3 else ()
+    return Partition(batch, heads=axes_along(query, -2), sequence=axes_along(query, -3))
+
+
+def partition_by_types(
+    partition_of: Callable[..., Partition],
+    specs: Callable[[Partition, PyTree], PyTree] = Partition.spec,
+) -> Callable[[Function], Function]:
+    """Makes a function with a keyword `partition` usable with explicit mesh axes, JAX's default.
+
+    With explicit axes it runs with automatic ones, partitioned as the types of its arguments say unless
+    the caller names axes.
+
+    Args:
+      partition_of: returns the partition that the types of the function's arguments say.
+      specs: maps the partition and the result to the result's sharding.
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def wrapped(*args: Any, partition: Partition | None = None, **options: Any) -> PyTree:
+            if not axes_of_type(AxisType.Explicit):
+                return function(*args, partition=partition, **options)
+            if partition is None or not partition.axis_names:
+                partition = partition_of(*args, **options)
+            call = lambda args, options: function(*args, partition=partition, **options)
+            spec = functools.partial(specs, partition)
+            return in_auto_mode(call, spec)(args, options)
+
+        return wrapped  # type: ignore[return-value]
+
+    return decorate

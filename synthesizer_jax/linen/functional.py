@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype as linen_promote_dtype
 from flax.typing import DotGeneralT, Dtype, EinsumT, PrecisionLike, PromoteDtypeFn
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from synthesizer_jax.attention import Mask, Partition, Term, Terms, materialize
 from synthesizer_jax.attention.explanations import log_external_call
 from synthesizer_jax.attention.functional import attend_dot_product
 from synthesizer_jax.attention.masks import add_pattern, as_bool
-from synthesizer_jax.attention.partition import axes_along, axes_of_type, in_auto_mode
+from synthesizer_jax.attention.partition import partition_by_types, partition_of_query
 from synthesizer_jax.attention.terms import repeat_heads
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.primitives.mesh import partition as current_partition
@@ -111,25 +111,18 @@ def attention_fn(
         "dropout_rate": dropout_rate if has_dropout else 0.0,
         "broadcast_dropout": broadcast_dropout,
     }
-    attend = functools.partial(
-        _attend,
+    out, weights = _attend(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        dropout_rng if has_dropout else None,
         is_causal=is_causal,
         flax_options=options,
         use_flax=has_dropout or any(option is not None for option in products.values()),
         return_weights=module is not None,
     )
-    inputs = query, key, value, bias, mask, dropout_rng if has_dropout else None
-    if axes_of_type(AxisType.Explicit):
-        batch = axes_along(query, 0) if query.ndim > 3 else ()
-        sequence, heads = axes_along(query, -3), axes_along(query, -2)
-        batch_spec = [batch, *[None] * (query.ndim - 4)] if query.ndim > 3 else []
-        out_spec = PartitionSpec(*batch_spec, sequence, heads)
-        weights_spec = None if module is None else PartitionSpec(*batch_spec, heads, sequence)
-        attend = functools.partial(attend, partition=Partition(batch, heads, sequence))
-        out, weights = in_auto_mode(attend, lambda _: (out_spec, weights_spec))(inputs)
-    else:
-        divided = current_partition(batch=math.prod(query.shape[:-3]), heads=query.shape[-2])
-        out, weights = attend(inputs, partition=divided)
     if isinstance(module, nn.Module):
         module.sow("intermediates", "attention_weights", weights)
     elif module is not None:
@@ -139,18 +132,32 @@ def attention_fn(
     return out
 
 
+def _specs(partition: Partition, result: tuple[jax.Array, jax.Array | None]) -> PyTree:
+    """Returns the layout of the output, and that of the weights, ``[batch..., heads, q, k]``."""
+    out, weights = result
+    *rows, sequence, heads = partition.spec(out)
+    return partition.spec(out), None if weights is None else PartitionSpec(*rows, heads, sequence)
+
+
+@partition_by_types(partition_of_query, _specs)
 def _attend(
-    inputs: PyTree,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: PyTree,
+    mask: PyTree,
+    dropout_rng: jax.Array | None,
     *,
     is_causal: bool,
     flax_options: dict[str, Any],
     use_flax: bool,
     return_weights: bool,
-    partition: Partition | None,
+    partition: Partition | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`attention_fn` for arrays of one dtype: the output, and the weights if they are requested."""
-    query, key, value, bias, mask, dropout_rng = inputs
     batch = query.shape[:-3]
+    if partition is None:
+        partition = current_partition(batch=math.prod(batch), heads=query.shape[-2])
     logits_shape = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
     query, key, value = (merge_batch_axes(x, batch) for x in (query, key, value))
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
