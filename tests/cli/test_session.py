@@ -68,7 +68,7 @@ SESSION = [
     (
         f"train quickstart:dot_product --workdir runs/other {SMALL} --set init_from=runs/mine",
         2,
-        "a checkpoint of another model: 3 arrays",
+        "a checkpoint of another model: 4 arrays",
     ),
     (
         f"train runs/mine --workdir runs/again {SMALL} --set training.steps=1",
