@@ -12,7 +12,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 LINES = {
     "synthesizer_jax": 31_000,
-    "synthesizer_jax/data + synthesizer_jax/tasks + synthesizer_jax/evaluation": 7_500,
+    "synthesizer_jax/data + synthesizer_jax/tasks + synthesizer_jax/preparation + "
+    "synthesizer_jax/evaluation": 7_500,
     "synthesizer_jax/attention": 6_000,
     "tests": 16_000,
     "benchmarks + tools": 3_300,

@@ -56,15 +56,7 @@ def prepare_missing(
 ) -> None:
     """Prepares what is missing of the data of a run, in a process that imports TensorFlow and ends.
 
-    Args:
-      experiment: what is run.
-      data_dir: where data sets lie; None: the default.
-      trains: whether it is trained on, and not only evaluated on.
-      only: names of the tasks to evaluate; empty: all.
-
-    Raises:
-      FileNotFoundError: nothing is prepared, and there are no data sets.
-      ValueError: the process failed.
+    For the arguments see `missing_preparation`; raises a `ValueError` if the process fails.
     """
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.tasks import imported, task_registry

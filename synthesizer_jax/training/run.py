@@ -73,8 +73,8 @@ def run(
         with stop.region():
             imported.add_imported(data_path)
             experiment = run_directory.find_vocabulary(experiment, data_path)
-            prepared = find_prepared(experiment, data_path)
             run_directory.check_same_run(experiment, directory)
+            prepared = find_prepared(experiment, data_path)
             trainer = Trainer(experiment) if trainer is None else trainer
             evaluator = Evaluator(
                 experiment.model, experiment.data, experiment.evaluation, prepared=prepared

@@ -67,15 +67,13 @@ def missing_preparation(
       FileNotFoundError: nothing is prepared, and there are no data sets.
     """
     data, vocabulary = experiment.data, experiment.vocabulary
-    own = synthetic.vocabulary(data_dir).file  # generated with the data
+    assert vocabulary is not None
+    name = vocabulary.path if isinstance(vocabulary, SentencePiece) else "bytes"
+    options = ["--vocabulary", name, "--extra-ids", str(vocabulary.extra_ids)]
+    own = synthetic.vocabulary(data_dir).file
     if isinstance(vocabulary, SentencePiece) and vocabulary.file == own:
-        options, is_there = [], own.is_file()
-    else:
-        assert vocabulary is not None
-        name = vocabulary.path if isinstance(vocabulary, SentencePiece) else "bytes"
-        options = ["--vocabulary", name, "--extra-ids", str(vocabulary.extra_ids)]
-        is_there = True
-    if is_there:
+        options = []  # it is generated with the data
+    if options or own.is_file():
         built = open_vocabulary(vocabulary, data_dir, model=experiment.model)
         prepared = PreparedTasks(data_dir, built)
         if _is_prepared(experiment, prepared, trains=trains, only=only):

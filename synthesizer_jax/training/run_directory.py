@@ -126,8 +126,9 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
         )
     vocabulary = experiment.vocabulary
     if isinstance(vocabulary, SentencePiece):
-        copy = directory / VOCABULARY_FILE
-        if copy.is_file() and not _has_same_contents(storage_path(vocabulary.path), copy):
+        source, copy = storage_path(vocabulary.path), directory / VOCABULARY_FILE
+        # That of the synthetic mixtures may still have to be made.
+        if copy.is_file() and source.is_file() and not _has_same_contents(source, copy):
             raise ValueError(
                 f"{directory} holds another run: its {VOCABULARY_FILE} is not {vocabulary.path}; use a new "
                 "--workdir, or the old vocabulary to continue"

@@ -110,7 +110,7 @@ def test_every_checkpoint_and_each_tasks_best(place):
         (
             *("predict", f"{RTE} --split tset", FileNotFoundError),
             "'tset' in .*; choose train or validation or test by --split or evaluation.split, "
-            "or import the original files",
+            "or import .* with",
         ),
     ],
 )
