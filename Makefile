@@ -37,10 +37,11 @@ quickstart: $(STAMP)  ## train two small models on the synthetic mixture and wri
 
 test: lint types tests  ## lint, types and the test suite
 
-lint: $(STAMP)  ## format, lint and the arrows between the rooms
+lint: $(STAMP)  ## format, lint, the arrows between the rooms, the budget of lines and words
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tools.budget
 
 types: $(STAMP)  ## static types
 	$(BIN)/mypy
