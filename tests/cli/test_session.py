@@ -79,7 +79,6 @@ SESSION = [
     # What a run is good for.
     (f"{EVAL} --all", 0, "best steps"),
     (f"{EVAL} --split test", 2, "error: own_files has no"),
-    (f"{EVAL} --split train --max-examples 1 --method greedy", 0, "own_files │ train │"),
     (
         "predict --workdir runs/mine --data-dir DATA --split validation --method rank",
         *(0, "predictions: runs/mine"),
