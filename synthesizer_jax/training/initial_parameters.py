@@ -123,7 +123,7 @@ def initialize_from_checkpoint(
     found = jax.jit(initialize, out_shardings=shardings, donate_argnums=1)(variables, fresh)
     opt_state = state.opt_state
     if experiment.init_optimizer:
-        read = functools.partial(read_arrays, wanted={"opt_state": opt_state})
+        read = functools.partial(read_arrays, wanted={"opt_state": opt_state}, names=("opt_state",))
         _, entries, _ = read_newest(directory / "checkpoints", read, step=step)
         opt_state = entries["opt_state"]
     return dataclasses.replace(
