@@ -28,16 +28,20 @@ def train(
     """
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.training.experiment import Experiment
-    from synthesizer_jax.training.initial_parameters import initializer_of
     from synthesizer_jax.training.run import run
 
     processes.start_group()
     experiment, user_code = load_with_code(
         recipe, overrides or (), kinds=(Experiment,), imports=imports or ()
     )
-    initializer_of(experiment, report=print)  # what is wrong is said before data is prepared
-    prepare_missing(experiment, data_dir)
-    run(experiment, workdir, data_dir=data_dir, visible=not quiet, user_code=user_code)
+    run(
+        experiment,
+        workdir,
+        data_dir=data_dir,
+        prepare=prepare_missing,
+        visible=not quiet,
+        user_code=user_code,
+    )
 
 
 def quickstart(

@@ -36,6 +36,7 @@ def run(
     data_dir: pathlib.Path | None = None,
     trainer: Trainer | None = None,
     initial: Callable[[TrainState], TrainState] | None = None,
+    prepare: Callable[[Experiment, pathlib.Path], None] | None = None,
     visible: bool = True,
     user_code: code.Code = code.NOTHING,
 ) -> TrainState:
@@ -47,6 +48,8 @@ def run(
       data_dir: where data sets lie; None is `task_registry.default_data_dir()`.
       trainer: what makes the steps; None: one that trains the experiment's model on its targets.
       initial: changes a fresh state; None: puts `init_from`'s parameters into it, if any.
+      prepare: prepares what is missing in the data directory, once all else is checked; None: nothing may
+        be missing.
       visible: show a progress bar.
       user_code: code that later commands need before they can load the run, recorded in its directory.
 
@@ -74,6 +77,8 @@ def run(
             imported.add_imported(data_path)
             experiment = run_directory.find_vocabulary(experiment, data_path)
             run_directory.check_same_run(experiment, directory)
+            if prepare is not None:
+                prepare(experiment, data_path)
             prepared = find_prepared(experiment, data_path)
             trainer = Trainer(experiment) if trainer is None else trainer
             evaluator = Evaluator(

@@ -22,6 +22,7 @@ from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.runs.lock import InUseError
 from synthesizer_jax.runs.metrics import read_metrics
 from synthesizer_jax.tasks import synthetic
+from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import check_same_run, load_experiment, save_run
 from tests.cli.commands import call
 from tests.environment import without_devices
@@ -179,8 +180,9 @@ def test_a_vocabulary_that_is_another_or_was_changed_is_noticed(
     other = tmp_path / "other.model"
     other.write_bytes(b"other")
     message = r"holds another run: its vocabulary\.model is not .*other"
-    with pytest.raises(ValueError, match=message):
-        check_same_run(replace(mine, vocabulary=SentencePiece(str(other))), copied)
+    mine = replace(mine, vocabulary=SentencePiece(str(other)))
+    with pytest.raises(ValueError, match=message):  # before anything is prepared
+        run(mine, copied, data_dir=tmp_path, prepare=lambda *_: pytest.fail("data was prepared"))
 
 
 def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, synthetic_data) -> None:
