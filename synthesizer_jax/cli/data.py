@@ -61,11 +61,9 @@ def prepare_missing(
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.tasks import imported, task_registry
     from synthesizer_jax.training.run_data import missing_preparation
-    from synthesizer_jax.training.run_directory import find_vocabulary
 
     directory = data_dir or task_registry.default_data_dir()
     imported.add_imported(directory)
-    experiment = find_vocabulary(experiment, directory)
     with processes.process_zero_first("data"):
         missing = missing_preparation(experiment, directory, trains=trains, only=only)
         if not missing:

@@ -180,9 +180,11 @@ def test_a_vocabulary_that_is_another_or_was_changed_is_noticed(
     other = tmp_path / "other.model"
     other.write_bytes(b"other")
     message = r"holds another run: its vocabulary\.model is not .*other"
-    mine = replace(mine, vocabulary=SentencePiece(str(other)))
-    with pytest.raises(ValueError, match=message):  # before anything is prepared
-        run(mine, copied, data_dir=tmp_path, prepare=lambda *_: pytest.fail("data was prepared"))
+    with pytest.raises(ValueError, match=message):
+        check_same_run(replace(mine, vocabulary=SentencePiece(str(other))), copied)
+    again = replace(mine, training=replace(mine.training, seed=7))
+    with pytest.raises(ValueError, match="holds another run"):  # before anything is prepared
+        run(again, copied, data_dir=tmp_path, prepare=lambda *_: pytest.fail("data was prepared"))
 
 
 def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, synthetic_data) -> None:
