@@ -115,8 +115,7 @@ def reference_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> l
     d, h, e, n = args.d_model, args.heads, args.head_dim, args.length
     keys = jax.random.split(key, 6)
     params = {
-        name: jax.random.normal(k, (d, h, e)) * d**-0.5
-        for name, k in zip("qkv", keys[:3], strict=True)
+        name: jax.random.normal(k, (d, h, e)) * d**-0.5 for name, k in zip("qkv", keys[:3], strict=True)
     }
     params["o"] = jax.random.normal(keys[3], (h, e, d)) * (h * e) ** -0.5
     table = jax.random.normal(keys[4], (1, h, n, n))
@@ -160,9 +159,7 @@ def make_layer(args: argparse.Namespace, name: str, implementation: str) -> nn.M
     layer_or_alignment = VARIANTS[name](args.length)
     if isinstance(layer_or_alignment, LightweightConvolution):
         return layer_or_alignment
-    return Attention(
-        args.heads, args.head_dim, alignment=layer_or_alignment, implementation=implementation
-    )
+    return Attention(args.heads, args.head_dim, alignment=layer_or_alignment, implementation=implementation)
 
 
 def variant_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
@@ -174,9 +171,7 @@ def variant_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> lis
             if args.bias and getattr(layer, "bias_heads", None):
                 layer = WithBias(layer)
 
-            def apply(
-                p: Any, x: jax.Array, lengths: jax.Array, layer: nn.Module = layer
-            ) -> jax.Array:
+            def apply(p: Any, x: jax.Array, lengths: jax.Array, layer: nn.Module = layer) -> jax.Array:
                 return layer.apply(p, x, mask=Mask(key_lengths=lengths))
 
             suffix = "" if implementation == "auto" else f" ({implementation})"
@@ -205,9 +200,7 @@ def jax_attention(params: Any, query: jax.Array, lengths: jax.Array) -> jax.Arra
 def our_attention(params: Any, query: jax.Array, lengths: jax.Array) -> jax.Array:
     """This package's `dot_product_attention`."""
     bias = relative_bias(params["table"]) if "table" in params else params.get("bias")
-    return dot_product_attention(
-        query, params["key"], params["value"], bias, key_value_seq_lengths=lengths
-    )
+    return dot_product_attention(query, params["key"], params["value"], bias, key_value_seq_lengths=lengths)
 
 
 def function_cases(args: argparse.Namespace, query: jax.Array, key: jax.Array) -> list[Case]:

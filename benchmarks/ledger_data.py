@@ -54,9 +54,7 @@ def command(*words: object) -> None:
 
 def main() -> None:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("files", type=pathlib.Path)
     parser.add_argument("--data-dir", type=pathlib.Path, required=True)
     parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/ledger"))

@@ -125,9 +125,7 @@ def description(table: Table, results: Results) -> str:
     """Returns the section of a table without its numbers."""
     entries = [results["runs"].get(run.name, {}) for run in table.runs([0])]
     devices = collections.Counter(e["device"] for seeds in entries for e in seeds.values())
-    places = ", ".join(
-        f"{count} {device.split(',')[0].split()[-1]}" for device, count in devices.items()
-    )
+    places = ", ".join(f"{count} {device.split(',')[0].split()[-1]}" for device, count in devices.items())
     made = f"Seeds: {max(map(len, entries))}; runs: {places}." if places else ""
     source = f"Paper: {table.source}." if table.source else ""
     return " ".join(filter(None, (table.about, made, source, table.note)))

@@ -139,9 +139,7 @@ def race(systems: Sequence[System], *, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def summarize_results(
-    name: str, facts: dict[str, Any], results: list[dict[str, Any]]
-) -> dict[str, Any]:
+def summarize_results(name: str, facts: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
     """The row of a system: its facts, the medians of its measurements, and the largest peak of memory."""
     peaks = [r["peak_mb"] for r in results if r["peak_mb"] is not None]
     medians = {k: statistics.median(r[k] for r in results) for k in results[0] if k != "peak_mb"}

@@ -142,9 +142,7 @@ class Campaign:
         last_step, last_write = self.last_step("killed"), self.last_write()
         process = self.start("killed", processes)
         if self.random.random() < 0.5:
-            self.wait_for(
-                process, "killed", step=last_step + self.random.randint(1, self.args.stride)
-            )
+            self.wait_for(process, "killed", step=last_step + self.random.randint(1, self.args.stride))
             time.sleep(self.random.uniform(0, 0.5))
         else:
             seconds = self.random.uniform(1, self.longest_start)

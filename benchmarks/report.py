@@ -16,14 +16,10 @@ from typing import Any
 
 def arguments(description: str | None, **numbers: int) -> argparse.ArgumentParser:
     """Returns a parser with `--json`, `--page` and an integer option with a default for each number."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument(
-        "--json", type=pathlib.Path, help="also write all measurements to this file"
-    )
+    parser.add_argument("--json", type=pathlib.Path, help="also write all measurements to this file")
     parser.add_argument("--page", type=pathlib.Path, help="Markdown page to update with the table")
     return parser
 

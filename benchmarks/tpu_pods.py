@@ -112,8 +112,7 @@ def compile_step(experiment: Experiment, topology: chips.Topology) -> dict[str, 
         "collectives": sum(kinds.values()) / 1e6,
         "kinds": kinds,
         "arithmetic_ms": 1e3 * arithmetic,
-        "roofline_ms": 1e3
-        * max(arithmetic, costs["bytes accessed"] * chip.devices / chip.bandwidth),
+        "roofline_ms": 1e3 * max(arithmetic, costs["bytes accessed"] * chip.devices / chip.bandwidth),
         "seconds": seconds,
     }
 

@@ -123,15 +123,11 @@ def make_sublayer(
     d, h, e, n = args.d_model, args.heads, args.head_dim, x.shape[1]
     bfloat16_array = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
     if implementation in ("einsum", "broadcast"):
-        params = {
-            name: bfloat16_array(d, h, e) for name in ("qkv" if implementation == "einsum" else "v")
-        }
+        params = {name: bfloat16_array(d, h, e) for name in ("qkv" if implementation == "einsum" else "v")}
         params |= {"o": bfloat16_array(h, e, d)}
         if implementation == "broadcast":
             return attention.random_broadcast, params | {"table": bfloat16_array(1, h, n, n)}
-        return attention.einsum_attention, params | (
-            {"bias": bfloat16_array(1, h, n, n)} if bias else {}
-        )
+        return attention.einsum_attention, params | ({"bias": bfloat16_array(1, h, n, n)} if bias else {})
     alignment = {
         "random": Random(max_length=n),
         "factorized": FactorizedRandom(max_length=n),

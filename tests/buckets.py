@@ -117,9 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.answer(200, {"hierarchicalNamespace": {"enabled": False}})
             elif found := re.fullmatch(r"/storage/v1/b/([^/]+)/o", path):
                 self.list_objects(found[1], query)
-            elif found := re.fullmatch(
-                r"/storage/v1/b/([^/]+)/o/(.+)/rewriteTo/b/(.+)/o/(.+)", path
-            ):
+            elif found := re.fullmatch(r"/storage/v1/b/([^/]+)/o/(.+)/rewriteTo/b/(.+)/o/(.+)", path):
                 one, two, three, four = map(urllib.parse.unquote, found.groups())
                 if self.exists(f"{one}/{two}"):
                     self.store.put(f"{three}/{four}", self.store.objects[f"{one}/{two}"][1])
@@ -143,9 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
             return data
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def answer(
-        self, code: int, value: object = None, data: bytes | None = None, **headers: str
-    ) -> None:
+    def answer(self, code: int, value: object = None, data: bytes | None = None, **headers: str) -> None:
         text = (b"" if value is None else json.dumps(value).encode()) if data is None else data
         self.send_response(code)
         for name, header in headers.items():
@@ -255,9 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
     def go_on_with_upload(self, number: str, body: bytes) -> None:
         name, data = self.store.uploads[number]
         data += body
-        whole = re.fullmatch(
-            r"bytes .*/(\d+)", self.headers.get("Content-Range") or f"bytes /{len(data)}"
-        )
+        whole = re.fullmatch(r"bytes .*/(\d+)", self.headers.get("Content-Range") or f"bytes /{len(data)}")
         if whole and len(data) >= int(whole[1]):
             self.store.put(name, bytes(data))
             self.answer(200, self.describe(name))

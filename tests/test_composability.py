@@ -253,9 +253,7 @@ def bfloat16(s: Subject) -> None:
     near(actual, (value, (in_parameters, in_x[:1])), 0.05)
 
 
-TRANSFORMATIONS = (
-    *(jit, vmap, grad, checkpoint, scan, pmap, shard_map, explicit_mesh, x64, bfloat16),
-)
+TRANSFORMATIONS = (*(jit, vmap, grad, checkpoint, scan, pmap, shard_map, explicit_mesh, x64, bfloat16),)
 subject = functools.cache(Subject)
 
 

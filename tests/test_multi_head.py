@@ -130,9 +130,7 @@ def test_dropout_equals_flax(broadcast):
     flax_layer, layer = (make("linen", flax=flax, **fields) for flax in (True, False))
     params = flax_layer.init(jax.random.key(0), x, deterministic=True)
     for options in ({"dropout_rng": key}, {"rngs": {"dropout": key}}):
-        expected, actual = (
-            m.apply(params, x, deterministic=False, **options) for m in (flax_layer, layer)
-        )
+        expected, actual = (m.apply(params, x, deterministic=False, **options) for m in (flax_layer, layer))
         close(actual, expected)
         assert np.any(actual != layer.apply(params, x, deterministic=True))
     flax_layer, layer = (make("nnx", flax=flax, **fields) for flax in (True, False))

@@ -45,9 +45,7 @@ BLOCK = Block(Attention(2, 4, dropout_rate=0.5), FeedForward(6))
 STACK = Stack((Run(BLOCK, 2),), bias=RelativeBias())
 CROSS = Block(Attention(2, 4), None, cross_mixer=Attention(2, 4, dropout_rate=0.5))
 READER = Encoder(vocab_size=VOCAB, d_model=D, encoder=STACK, outputs=3, pooler=True)
-WRITER = LanguageModel(
-    vocab_size=VOCAB, d_model=D, decoder=UniversalStack((Run(BLOCK, 2),)), prefix=True
-)
+WRITER = LanguageModel(vocab_size=VOCAB, d_model=D, decoder=UniversalStack((Run(BLOCK, 2),)), prefix=True)
 CASES = {
     "EncoderDecoder": (TINY, (INPUTS, TARGETS), {}),
     "LanguageModel": (WRITER, (INPUTS, TARGETS), {}),

@@ -61,9 +61,7 @@ def rows_of(page, heading):
     section = page.partition(f">{heading}</")[2].partition("</section>")[0]
     cell = r'<td[^>]*>(?:<span(?: class="(\w+)")?>)?([^<]*)(?:</span>)?(?:<small>(.*?)</small>)?'
     rows = re.findall(r"<tr>(.*?)</tr>", section, flags=re.S)
-    return [[tuple(map(html.unescape, found)) for found in re.findall(cell, row)] for row in rows][
-        1:
-    ]
+    return [[tuple(map(html.unescape, found)) for found in re.findall(cell, row)] for row in rows][1:]
 
 
 def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
@@ -112,9 +110,7 @@ def test_what_has_logged_nothing_is_one_sentence(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json; give the directory"):
         report(tmp_path, output=output)
     assert not output.exists()
-    assert (
-        "Curves" in report(young, output=output)[1]
-    )  # that of training, as long as there is no other
+    assert "Curves" in report(young, output=output)[1]  # that of training, as long as there is no other
     (young / METRICS_FILE).unlink()
     with pytest.raises(ValueError, match=r"has logged nothing; train the run, or measure it"):
         report(young, output=output)
@@ -139,8 +135,7 @@ def test_numbers_that_were_not_finite_are_left_out(tmp_path):
 def test_runs_that_differ_in_seeds_are_one_system(tmp_path):
     scores = (60.0, 61.0, 65.0)
     runs = [
-        logged(tmp_path / f"rv-{i}", seed=i, **{"rte/accuracy": score})
-        for i, score in enumerate(scores)
+        logged(tmp_path / f"rv-{i}", seed=i, **{"rte/accuracy": score}) for i, score in enumerate(scores)
     ]
     watched = json.loads((runs[2] / "experiment.json").read_text())
     watched["training"]["writers"] = ["wandb"]
@@ -240,9 +235,7 @@ def test_intervals_are_those_of_the_metrics_over_resampled_examples():
         t = targets % 2 if metric is metrics.f1_with_invalid else targets
         pairs = np.stack([t, predictions], axis=1)
         ((name, value),) = metric(*pairs.T.tolist()).items()
-        answers = {
-            str(i): {"target_label": int(t), "label": int(p)} for i, (t, p) in enumerate(pairs)
-        }
+        answers = {str(i): {"target_label": int(t), "label": int(p)} for i, (t, p) in enumerate(pairs)}
         found = interval(name, value, answers)
         samples = [metric(*rng.choice(pairs, len(pairs)).T.tolist())[name] for _ in range(100)]
         np.testing.assert_allclose(found, np.percentile(samples, (2.5, 97.5)), atol=3)
@@ -251,15 +244,11 @@ def test_intervals_are_those_of_the_metrics_over_resampled_examples():
         assert interval(name, value, answers) is None  # of a question
     answers = {str(i): {"target_label": 1, "label": int(i < 8)} for i in range(10)}
     low, high = scipy.stats.binomtest(8, 10).proportion_ci(method="wilson")
-    np.testing.assert_allclose(
-        interval("accuracy", 80.0, answers), (100 * low, 100 * high), atol=1e-2
-    )
+    np.testing.assert_allclose(interval("accuracy", 80.0, answers), (100 * low, 100 * high), atol=1e-2)
     constant = {str(i): {"target_label": i % 2, "label": 1} for i in range(10)}
     assert interval("matthews_corrcoef", 0.0, constant) is None  # it would be 0.0 to 0.0
     texts = {str(i): {"target": f"a b c d {i % 7}", "prediction": "a b c d 0"} for i in range(50)}
-    (value,) = metrics.bleu(
-        *([r[k] for r in texts.values()] for k in ("target", "prediction"))
-    ).values()
+    (value,) = metrics.bleu(*([r[k] for r in texts.values()] for k in ("target", "prediction"))).values()
     low, high = interval("bleu", value, texts)
     assert low < value < high and interval("exact_match", 5.0, answers) is None
     exact = scipy.stats.binomtest(30, 80).pvalue

@@ -44,9 +44,7 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: object) -> str
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
     markdown = re.sub(r"\]\(\.\./([^)]+)\)", lambda m: f"]({link(m[1])})", markdown)
-    return re.sub(
-        r"\[[\w/]+\.md\]\(([\w/]+\.md)", lambda m: f"[{title(files, m[1])}]({m[1]}", markdown
-    )
+    return re.sub(r"\[[\w/]+\.md\]\(([\w/]+\.md)", lambda m: f"[{title(files, m[1])}]({m[1]}", markdown)
 
 
 def on_page_content(html: str, **_: object) -> str:

@@ -47,9 +47,7 @@ def variants_table() -> str:
         )
         lines.append(_table_row(name, cls, layer))
     lines += [
-        _table_row(name, cls, _make_instance(cls))
-        for name, cls in MIXERS.items()
-        if cls is not Attention
+        _table_row(name, cls, _make_instance(cls)) for name, cls in MIXERS.items() if cls is not Attention
     ]
     return "\n".join(lines) + "\n"
 

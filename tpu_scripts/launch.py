@@ -256,9 +256,7 @@ class Pod:
                 if outcome == "finished":
                     return
                 fail(f"the run ended with exit code {outcome}; its log is above")
-        fail(
-            f"{self.args.name} was interrupted more often than --max-restarts {self.args.max_restarts}"
-        )
+        fail(f"{self.args.name} was interrupted more often than --max-restarts {self.args.max_restarts}")
 
 
 def options_of(command: Sequence[str]) -> dict[str, str]:

@@ -20,17 +20,14 @@ rows, length = options["batch"], options["inputs"]
 num_targets = options["new_tokens"] if options["decode"] else options["targets"]
 model = t5(
     size,
-    encoder=zoo.alignment(
-        options["system"], head_dim=size.head_dim, max_length=max(length, num_targets)
-    ),
+    encoder=zoo.alignment(options["system"], head_dim=size.head_dim, max_length=max(length, num_targets)),
     dropout_rate=0.0 if options["decode"] else options["dropout"],
     scan=options["small"],
     remat="dots" if options["small"] else None,
     dtype=options["dtype"],
 )
 inputs, targets = (
-    np.random.default_rng(0).integers(2, 32000, (rows, n)).astype(np.int32)
-    for n in (length, num_targets)
+    np.random.default_rng(0).integers(2, 32000, (rows, n)).astype(np.int32) for n in (length, num_targets)
 )
 facts = {"versions": f"jax {jax.__version__}"}
 began = time.perf_counter()

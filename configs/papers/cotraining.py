@@ -87,9 +87,7 @@ def laptop(system: str) -> Experiment:
     return Experiment(
         model=laptop_model(system, 128, dropout=0.1),
         vocabulary=SentencePiece("spiece.model"),
-        data=DataConfig(
-            "glue_super_glue_proportional", 128, 16, batch_size=32, shards=1, pack=True
-        ),
+        data=DataConfig("glue_super_glue_proportional", 128, 16, batch_size=32, shards=1, pack=True),
         training=small_training(300),
         evaluation=Evaluation(max_examples=200, method="rank", batch_size=32),
     )
@@ -124,9 +122,7 @@ def _t5_1_1(system: str, size_name: SizeName, *, dropout: float) -> EncoderDecod
     encoder, decoder = self_attentions(
         system, size, 512, dot=zoo.dot_product(size.head_dim), dropout=dropout
     )
-    return t5(
-        size, encoder=encoder, decoder=decoder, dropout_rate=dropout, dtype="bfloat16", scan=True
-    )
+    return t5(size, encoder=encoder, decoder=decoder, dropout_rate=dropout, dtype="bfloat16", scan=True)
 
 
 def _with_wide_tables(part: Part) -> Part:

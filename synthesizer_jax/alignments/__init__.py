@@ -27,8 +27,6 @@ __all__ = [
 ]
 
 ALIGNMENTS: dict[str, type[Alignment]] = {
-    name: globals()[name]
-    for name in __all__
-    if name not in ("ALIGNMENTS", "Alignment", "AttentionContext")
+    name: globals()[name] for name in __all__ if name not in ("ALIGNMENTS", "Alignment", "AttentionContext")
 }
 """All of them by name."""

@@ -46,9 +46,7 @@ class Random(Alignment):
         if self.trainable:
             table = self.param("table", init, shape)
         else:
-            table = self.variable(
-                "constants", "table", lambda: init(self.make_rng("params"), shape)
-            ).value
+            table = self.variable("constants", "table", lambda: init(self.make_rng("params"), shape)).value
         rows = slice_positions(table, context.query_span, axis=1)  # [h, q, max_length]
         return (static(slice_positions(rows, context.key_span, axis=2)),)
 

@@ -172,9 +172,7 @@ def _make_call(
     that are shared are repeated. The mask's arrays have their full shapes.
     """
     if jnp.ndim(values) != 4:
-        raise ValueError(
-            f"attend: values have shape {jnp.shape(values)}; it must be [batch, k, heads, e]"
-        )
+        raise ValueError(f"attend: values have shape {jnp.shape(values)}; it must be [batch, k, heads, e]")
     batch, k_length, heads, _ = values.shape
     terms, mask, q_length, _ = _checked(terms, mask, q_length, k_length, batch=batch, heads=heads)
     keys, queries = mask.keys(k_length), mask.queries(q_length)
@@ -261,9 +259,7 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
         return attend_unpacked(route, call) if choice.unpack else route(call)
 
     _log_route(choice, run, call, partition)
-    if partition and (
-        not partition.axis_names or (choice.route == "reference" and not choice.unpack)
-    ):
+    if partition and (not partition.axis_names or (choice.route == "reference" and not choice.unpack)):
         partition = None  # the compiler divides the reference route itself
     return run(call) if partition is None else partition.run(run, call)
 
@@ -279,9 +275,7 @@ class _RouteChoice(NamedTuple):
 def _select_route(call: Call, implementation: str) -> _RouteChoice:
     """Chooses the route, or raises a `ValueError` if `implementation` is unknown or impossible here."""
     if implementation != "auto" and implementation not in ROUTES:
-        raise ValueError(
-            f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}"
-        )
+        raise ValueError(f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}")
     mask, packed = call.mask, call.mask.query_segments is not None
     positional = uses_segment_positions(call.terms, mask)
     lengths = unpacked_lengths(mask, call.q_length, call.k_length) if packed else None

@@ -20,9 +20,7 @@ def attend_banded(call: Call) -> jax.Array:
     assert isinstance(term, Banded)
     k_length, heads = values.shape[1:3]
     keys, queries = mask.keys(k_length), mask.queries(q_length)
-    term, mask = _trim_hidden_taps(
-        term, dataclasses.replace(mask, key_lengths=None, key_valid=None)
-    )
+    term, mask = _trim_hidden_taps(term, dataclasses.replace(mask, key_lengths=None, key_valid=None))
     tap_mask = _tap_mask(term, mask, q_length=q_length, k_length=k_length)
     if tap_mask is not None:
         term = dataclasses.replace(term, weights=jnp.where(tap_mask, term.weights, 0))
@@ -153,9 +151,7 @@ def _sum_shifted_values_fwd(
     weights, window = inputs
     dtype = logits_dtype(window)
     weights, width = weights.astype(dtype), weights.shape[-1]
-    products = (
-        weights[..., t, None] * window[:, t : t + q_length].astype(dtype) for t in range(width)
-    )
+    products = (weights[..., t, None] * window[:, t : t + q_length].astype(dtype) for t in range(width))
     return functools.reduce(operator.add, products), ()
 
 
@@ -177,9 +173,7 @@ def _sum_shifted_values_bwd(
         # dwindow[b, n, h] = Σ_t weights[b, n - t, h, t] · dout[b, n - t, h]
         queries = slice(width - 1 - t, width - 1 - t + length)
         tap = (
-            padded_weights[:, queries, :, t, None]
-            if weights.shape[1] > 1
-            else padded_weights[..., t, None]
+            padded_weights[:, queries, :, t, None] if weights.shape[1] > 1 else padded_weights[..., t, None]
         )
         dwindow = dwindow + tap * padded_dout[:, queries]
         # dweights[b, q, h, t] = Σ_e dout[b, q, h, e] · window[b, q + t, h, e], summed over the examples

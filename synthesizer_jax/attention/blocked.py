@@ -156,9 +156,7 @@ def forward(
         bias = _sum_biases(biases, q_length=_num_bias_rows(inputs, q_length))
 
         def example(i: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
-            block_products, block_values, block_positions = _select(
-                (products, values, positions), i
-            )
+            block_products, block_values, block_positions = _select((products, values, positions), i)
             block_mask = _select_mask(mask, allowed, i)
             # S = Σ terms, and -inf where the mask forbids a key
             logits = _logits(
@@ -381,7 +379,5 @@ def _matmul_tn(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) 
     to transpose a large left factor.
     """
     dims = (((0,), (0,)), ((), ()))
-    transposed = lax.dot_general(
-        y, x, dims, precision=precision, preferred_element_type=logits_dtype(x, y)
-    )
+    transposed = lax.dot_general(y, x, dims, precision=precision, preferred_element_type=logits_dtype(x, y))
     return lax.optimization_barrier(transposed).T

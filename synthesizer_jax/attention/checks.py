@@ -15,9 +15,7 @@ def check_terms(terms: object, *, of: str = "terms are", remedy: str = "return")
         raise TypeError(f"attend: {of} of type {type(terms).__name__}; {example}")
     for term in terms:
         if isinstance(term, type):
-            raise TypeError(
-                f"attend: a term is the class {term.__name__}, not an object; {example}"
-            )
+            raise TypeError(f"attend: a term is the class {term.__name__}, not an object; {example}")
         if not isinstance(term, Term):
             raise TypeError(f"attend: a term is of type {type(term).__name__}; {example}")
     if not terms:
@@ -27,9 +25,7 @@ def check_terms(terms: object, *, of: str = "terms are", remedy: str = "return")
         raise ValueError(f"attend: a {type(alone[0]).__name__} term stands alone; see terms.add")
 
 
-def check_term(
-    term: Term, mask: Mask, *, batch: int, heads: int, q_length: int, k_length: int
-) -> None:
+def check_term(term: Term, mask: Mask, *, batch: int, heads: int, q_length: int, k_length: int) -> None:
     """Raises a `ValueError` for a term that does not fit batch, heads, queries and keys."""
     name = f"attend: a {type(term).__name__} term"
     if term.num_heads != heads:

@@ -120,7 +120,5 @@ def _identity(x: jax.Array) -> jax.Array:
 
 
 @_identity.defjvp
-def _identity_jvp(
-    primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def _identity_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return primals[0], _tangent_p.bind(tangents[0])

@@ -138,9 +138,7 @@ def attend_dot_product(
     terms, own = _biases(bias, sizes, query.dtype, offset=mask.query_offset)
     terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
     if own:
-        return _attend_examples(
-            terms, own, value, mask, implementation=implementation, partition=partition
-        )
+        return _attend_examples(terms, own, value, mask, implementation=implementation, partition=partition)
     return attend(
         terms,
         value,
@@ -203,9 +201,7 @@ def _add_array(masks: Mask, mask: ArrayLike, sizes: LogitsShape) -> Mask:
             "the bias)"
         )
     pattern = _broadcast_rank("mask", mask, sizes)
-    return add_pattern(
-        masks, pattern, batch=sizes.batch, q_length=sizes.queries, k_length=sizes.keys
-    )
+    return add_pattern(masks, pattern, batch=sizes.batch, q_length=sizes.queries, k_length=sizes.keys)
 
 
 def _broadcast_rank(name: str, x: jax.Array, sizes: LogitsShape) -> jax.Array:

@@ -139,17 +139,13 @@ def _attend_fused_bwd(
     return cotangents
 
 
-def _add_sinks(
-    out: jax.Array, stats: SoftmaxStats, sinks: jax.Array
-) -> tuple[jax.Array, SoftmaxStats]:
+def _add_sinks(out: jax.Array, stats: SoftmaxStats, sinks: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the results as they are with one more key for each head, whose value is zero.
 
     It takes a share of every weight: ``Σ exp(S) / (exp(sink) + Σ exp(S))`` of them is left.
     """
     left = jax.nn.sigmoid(stats.row_max - jnp.log(stats.inverse_row_sum) - sinks[:, None])
-    return (out * left).astype(out.dtype), stats._replace(
-        inverse_row_sum=stats.inverse_row_sum * left
-    )
+    return (out * left).astype(out.dtype), stats._replace(inverse_row_sum=stats.inverse_row_sum * left)
 
 
 def _sinks_gradient(stats: SoftmaxStats, delta: jax.Array, sinks: jax.Array) -> jax.Array:

@@ -192,9 +192,7 @@ def forward(
     if real is not None:
         out = jnp.where(real[:, None, :, None], out, 0)
         inverse_row_sum = jnp.where(real[:, None, None], inverse_row_sum, 0.0)
-    return _heads_first(out), SoftmaxStats(
-        *(x.transpose(0, 3, 1, 2) for x in (row_max, inverse_row_sum))
-    )
+    return _heads_first(out), SoftmaxStats(*(x.transpose(0, 3, 1, 2) for x in (row_max, inverse_row_sum)))
 
 
 class _Residuals(NamedTuple):
@@ -255,9 +253,7 @@ def backward(
         of_keys = _Cotangents(keys, blocks.values, Bias())
         by_keys = _call_backward(blocks, residuals, of_keys, tiles, interpret=interpret)
         pairs = zip(products.low_rank, by_keys.products.low_rank, strict=True)
-        products = products._replace(
-            low_rank=tuple(dataclasses.replace(x, keys=y.keys) for x, y in pairs)
-        )
+        products = products._replace(low_rank=tuple(dataclasses.replace(x, keys=y.keys) for x, y in pairs))
         values = by_keys.values
     cast = lambda d, x: _heads_first(d).astype(x.dtype)
     dproducts, dvalues = jax.tree.map(cast, (products, values), (inputs.products, inputs.values))
@@ -294,8 +290,7 @@ def _call_backward(
     tile = pltpu.VMEM((tiles.size, tiles.columns), jnp.float32)
     num_logits = batch * heads * tiles.rows * tiles.columns
     num_factors = 1 + sum(
-        any(getattr(t, name) is not None for t in primals.products.low_rank)
-        for name in ("queries", "keys")
+        any(getattr(t, name) is not None for t in primals.products.low_rank) for name in ("queries", "keys")
     )
     work = num_factors * blocks.multiply_adds() + (1 + (primals.values is not None)) * width
     shared = jax.tree.map(lambda x: x.shape[0] == 1, primals)
@@ -360,9 +355,7 @@ def _backward_kernel(
         _add_diagonals(results.bias.columns, dlogits_sum, dlogits, tiles, batch=batch)
 
 
-def _add_diagonals(
-    total: Ref, dlogits_sum: Ref, dlogits: jax.Array, tiles: _Tiles, *, batch: int
-) -> None:
+def _add_diagonals(total: Ref, dlogits_sum: Ref, dlogits: jax.Array, tiles: _Tiles, *, batch: int) -> None:
     """Adds the sums along a tile's diagonals, with the last example those of all examples together."""
     block, example = pl.program_id(1), pl.program_id(2)
     _write_result(dlogits_sum, dlogits, shared=True)
@@ -444,10 +437,7 @@ def _logits_tile(blocks: _Operands, bias: Ref, tiles: _Tiles) -> tuple[jax.Array
     for outer in blocks.products.outer:
         first, count = (block * tiles.size, tiles.size) if transposed else (0, tiles.columns)
         one_hot = functools.partial(_factor_one_hot, outer, first=first, count=count)
-        a, b = (
-            product(x[...], one_hot(name), exact=True)
-            for name, x in (("a", outer.a), ("b", outer.b))
-        )
+        a, b = (product(x[...], one_hot(name), exact=True) for name, x in (("a", outer.a), ("b", outer.b)))
         parts.append(a * b)
     logits = functools.reduce(operator.add, parts) if parts else jnp.zeros(shape, jnp.float32)
 

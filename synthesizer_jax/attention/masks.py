@@ -97,9 +97,7 @@ class Mask:
         return keyed, (starts_at_zero, tuple(getattr(self, name) for name in _STATIC))
 
     @classmethod
-    def tree_unflatten(
-        cls, static: tuple[bool, tuple[object, ...]], parts: Sequence[PyTree]
-    ) -> Mask:
+    def tree_unflatten(cls, static: tuple[bool, tuple[object, ...]], parts: Sequence[PyTree]) -> Mask:
         """Inverts `tree_flatten_with_keys`."""
         starts_at_zero, values = static
         fields = dict(zip((*_ARRAYS, *_STATIC), (*parts, *values), strict=True))
@@ -220,9 +218,7 @@ class Mask:
         """Returns the mask with ``function(name, array)`` in the place of every array but the offset."""
         names = [name for name in _ARRAYS if name != "query_offset"]
         arrays = {name: getattr(self, name) for name in names}
-        changed: dict[str, Any] = {
-            name: function(name, x) for name, x in arrays.items() if x is not None
-        }
+        changed: dict[str, Any] = {name: function(name, x) for name, x in arrays.items() if x is not None}
         return dataclasses.replace(self, **changed)
 
     def broadcast_to(self, *, batch: int, heads: int, q_length: int, k_length: int) -> Mask:
@@ -394,9 +390,7 @@ def as_bool(mask: jax.Array) -> jax.Array:
     return mask.astype(bool)
 
 
-def add_pattern(
-    mask: Mask, pattern: jax.Array, *, batch: int, q_length: int, k_length: int
-) -> Mask:
+def add_pattern(mask: Mask, pattern: jax.Array, *, batch: int, q_length: int, k_length: int) -> Mask:
     """Returns a mask with a pattern ``[b or 1, h or 1, q or 1, k or 1]`` in the smallest field for it.
 
     The mask has none of the fields `key_valid`, `query_valid` and `allowed`.
@@ -439,8 +433,7 @@ def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
     shape = tuple(sizes[axis] for axis in axes)
     shared = {"batch", "heads", "q"} if name in ("allowed", "query_valid") else {"batch"}
     fits = x.ndim == len(axes) and all(
-        n == size or (n == 1 and axis in shared)
-        for n, size, axis in zip(x.shape, shape, axes, strict=True)
+        n == size or (n == 1 and axis in shared) for n, size, axis in zip(x.shape, shape, axes, strict=True)
     )
     if not fits:
         expected = ", ".join(

@@ -115,17 +115,13 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
 
     terms = map_arrays(unpack, call.terms)
     values = _gather_rows(values, keys)
-    out = route(
-        dataclasses.replace(call, terms=terms, values=values, mask=rows, q_length=lengths[0])
-    )
+    out = route(dataclasses.replace(call, terms=terms, values=values, mask=rows, q_length=lengths[0]))
     fits = (q_fit & k_fit).reshape(-1)
     out = jnp.where(fits[:, None, None, None], out, jnp.nan)
     return _pack(out, mask.query_segments, mask.segments)
 
 
-def _segment_rows(
-    segments: jax.Array, count: int, length: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _segment_rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns each segment's tokens as a row of their own.
 
     Where they are ``[b, count, length]``, their number ``[b·count]``, and whether they are neighbors and no

@@ -154,9 +154,7 @@ class Partition:
         out: jax.Array = jax.jit(sharded, inline=True)(call)
         return out
 
-    def map_rows(
-        self, function: Callable[..., PyTree], shared: PyTree, *arrays: jax.Array
-    ) -> PyTree:
+    def map_rows(self, function: Callable[..., PyTree], shared: PyTree, *arrays: jax.Array) -> PyTree:
         """Applies a function ``(shared, *arrays) → arrays`` to every device's own rows.
 
         The compiler would move the rows of lookups and of loops over chunks between devices. Here only
@@ -248,9 +246,7 @@ class Partition:
         valid = None if mask.query_valid is None else PartitionSpec(self.batch, queries)
         rest = dataclasses.replace(mask, allowed=None, query_valid=None)
         # The offset has no axes.
-        rest = jax.tree.map(
-            lambda x: PartitionSpec(self.batch) if jnp.ndim(x) else PartitionSpec(), rest
-        )
+        rest = jax.tree.map(lambda x: PartitionSpec(self.batch) if jnp.ndim(x) else PartitionSpec(), rest)
         return dataclasses.replace(rest, allowed=allowed, query_valid=valid)
 
     def _check(self, name: str, axes: tuple[str, ...], size: int) -> None:

@@ -102,9 +102,7 @@ def _softmax_jvp(
     return weights, weighted - weights * weighted.sum(axis=-1, keepdims=True)
 
 
-def _group_weights(
-    split: Split, sinks: jax.Array | None, *, mask: Mask, **options: Any
-) -> jax.Array:
+def _group_weights(split: Split, sinks: jax.Array | None, *, mask: Mask, **options: Any) -> jax.Array:
     """Returns the `softmax_weights` of all groups of heads, concatenated along the heads."""
     groups = []
     for terms, start, num_heads in split.slices():
@@ -119,9 +117,7 @@ def materialize_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int
     """Returns the logits ``[b or 1, h, q, k]``; in packed rows, positions are those in the segments."""
     total = None
     for term in cover_distances(terms, mask, q_length, k_length):
-        logits = materialize(
-            (term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset
-        )
+        logits = materialize((term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset)
         by_query, by_key = term.has_absolute_positions(mask)
         if by_query and mask.query_segments is not None:
             q_positions = segment_positions(mask.query_segments)[:, None, :, None]  # [b, 1, q, 1]

@@ -192,15 +192,11 @@ def _matmul_fwd(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, jax.Arra
         return out if queries is None else jnp.where(queries[..., None, None], out, 0), None
     dtype = logits_dtype(logits, values)
     regions = _regions(mask, q_length, values)
-    num_keys = sum(
-        _contract_keys("qk,bk->qb", pairs.astype(dtype), keys, dtype) for pairs, keys in regions
-    )
+    num_keys = sum(_contract_keys("qk,bk->qb", pairs.astype(dtype), keys, dtype) for pairs, keys in regions)
     has_keys = num_keys > 0
     has_keys = has_keys if queries is None else has_keys & queries.T
 
-    def head(
-        logits: jax.Array, shared_max: jax.Array, values: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def head(logits: jax.Array, shared_max: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
         # E = exp(S - c)
         numerators = _exp_logits(logits, shared_max, regions)
         # l = E m
@@ -350,9 +346,7 @@ def _shared_max(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
     return jnp.max(logits, axis=-1, keepdims=True, where=in_any_region[None], initial=lowest)
 
 
-def _exp_logits(
-    logits: jax.Array, shared_max: jax.Array, regions: list[_Region]
-) -> list[jax.Array]:
+def _exp_logits(logits: jax.Array, shared_max: jax.Array, regions: list[_Region]) -> list[jax.Array]:
     """Returns a head's ``exp(S - c)`` in each region and zero outside, ``[q, k]``."""
     lowest = jnp.finfo(logits.dtype).min
     return [jnp.exp(jnp.where(pairs, logits - shared_max, lowest)) for pairs, _ in regions]

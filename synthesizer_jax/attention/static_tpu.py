@@ -228,9 +228,7 @@ def backward(
     blocks = _operands(tiling, bias, inputs, same_keys=inverse_row_sum is None)
     residuals = _Residuals(_flatten_heads(dout))
     if inverse_row_sum is not None:
-        rows = inverse_row_sum.swapaxes(1, 2).reshape(
-            values.shape[2], -1, tiling.examples, q_length
-        )
+        rows = inverse_row_sum.swapaxes(1, 2).reshape(values.shape[2], -1, tiling.examples, q_length)
         residuals = _Residuals(_flatten_heads(dout), _flatten_heads(out), rows)
     dbias, dvalues = call_kernel(
         functools.partial(_backward_kernel, tiling),

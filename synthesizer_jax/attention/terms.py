@@ -353,8 +353,7 @@ def low_rank(
     for name, x, tokens in (("queries", queries, token_queries), ("keys", keys, token_keys)):
         if not tokens and x.shape[0] != 1:
             raise ValueError(
-                f"low_rank: {name} that are not made from tokens need a batch axis of 1, not "
-                f"{x.shape[0]}"
+                f"low_rank: {name} that are not made from tokens need a batch axis of 1, not {x.shape[0]}"
             )
     return LowRank(queries, keys, token_keys, token_queries)
 
@@ -552,9 +551,7 @@ def _add_to_split(split: Split, others: Terms) -> Split:
 
 def uses_segment_positions(terms: Terms, mask: Mask) -> bool:
     """Whether packed rows look up a term by position in the segment."""
-    return mask.query_segments is not None and any(
-        any(term.has_absolute_positions(mask)) for term in terms
-    )
+    return mask.query_segments is not None and any(any(term.has_absolute_positions(mask)) for term in terms)
 
 
 def stands_alone(term: Term) -> bool:
@@ -608,8 +605,7 @@ def materialize(
       ``[b or 1, h, q, k]``, float32 or wider.
     """
     parts = [
-        term.materialize(q_length=q_length, k_length=k_length, query_offset=query_offset)
-        for term in terms
+        term.materialize(q_length=q_length, k_length=k_length, query_offset=query_offset) for term in terms
     ]
     return functools.reduce(operator.add, parts)
 

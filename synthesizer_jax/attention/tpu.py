@@ -183,9 +183,7 @@ def call_kernel(
         in_specs=specs,
         out_specs=out_specs,
         scratch_shapes=scratch,
-        cost_estimate=pl.CostEstimate(
-            flops=flops, transcendentals=exponentials, bytes_accessed=moved
-        ),
+        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=exponentials, bytes_accessed=moved),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=["arbitrary" if axis else "parallel" for axis in range(len(grid))],
             vmem_limit_bytes=memory,

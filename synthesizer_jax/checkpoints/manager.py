@@ -282,9 +282,7 @@ def read_newest(
             worst = max(problems)
             others = ", ".join(str(s) for s in there if s not in problems)
             remedy = (
-                f"choose another with --step, of {others}"
-                if others
-                else "put a good copy in its place"
+                f"choose another with --step, of {others}" if others else "put a good copy in its place"
             )
             raise ValueError(
                 f"the checkpoint {directory / str(worst)} cannot be read ({problems[worst]}); {remedy}"

@@ -118,9 +118,7 @@ def read_arrays(checkpoint: pathlib.Path, wanted: PyTree, names: tuple[str, ...]
             f"{checkpoint} belongs to another model: {name} is {saved.get(name, 'absent')} there and "
             f"{expected.get(name, 'absent')} in this run"
         )
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), wanted
-    )
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), wanted)
     arguments = ocp.args.PyTreeRestore(
         item=abstract,
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),

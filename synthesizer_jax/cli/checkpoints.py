@@ -48,9 +48,7 @@ def convert(
     if extra_ids is not None and vocabulary is None:
         raise ValueError("--extra-ids belongs to --vocabulary; name one, or leave it out")
     if max_length is not None and not (encoder or decoder):
-        raise ValueError(
-            "--max-length belongs to --encoder and --decoder; give one, or leave it out"
-        )
+        raise ValueError("--max-length belongs to --encoder and --decoder; give one, or leave it out")
     code.load_user_code(imports or ())
     named = None if vocabulary is None else named_vocabulary(vocabulary, extra_ids)
     variants = Variants(encoder, decoder, max_length or 512) if encoder or decoder else None

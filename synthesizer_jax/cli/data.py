@@ -69,9 +69,7 @@ def prepare_missing(
         if not missing:
             return
         command = [sys.executable, "-m", "synthesizer_jax", *missing]
-        done = subprocess.run(
-            command, check=False, stderr=subprocess.PIPE, text=True, errors="replace"
-        )
+        done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, errors="replace")
         said, _, last = done.stderr.rstrip().rpartition("\n")
         print(said if done.returncode else done.stderr, end="", file=sys.stderr)
         if done.returncode:
@@ -168,9 +166,7 @@ def import_files(
         )
     else:
         import_tensorflow()
-        reports = importers.import_corpus(
-            benchmark, storage_path(source[0]), directory, renew=renew
-        )
+        reports = importers.import_corpus(benchmark, storage_path(source[0]), directory, renew=renew)
         lines = list(importers.report_lines(reports))
     typer.echo("\n".join([*lines, f"data sets are in {directory}"]))
 
@@ -239,9 +235,7 @@ def prepare_tasks(
     typer.echo(f"prepared tasks are in {prepared.root}")
 
 
-def list_tasks(
-    mixture: str | None = None, *, data_dir: DataDir = None, imports: Imports = None
-) -> None:
+def list_tasks(mixture: str | None = None, *, data_dir: DataDir = None, imports: Imports = None) -> None:
     """List the tasks with the numbers of prepared examples, and the mixtures.
 
     With --import also those of SeqIO's registries.
@@ -309,9 +303,7 @@ def show_task(
         lengths = [len(row[side]) for row in found[:examples] if side in row]
         if lengths:
             middle, most = np.percentile(lengths, [50, 99])
-            typer.echo(
-                f"{side}: median {middle:.0f}, 99th percentile {most:.0f}, longest {max(lengths):,}"
-            )
+            typer.echo(f"{side}: median {middle:.0f}, 99th percentile {most:.0f}, longest {max(lengths):,}")
 
 
 def check_tasks(mixture: str, *, data_dir: DataDir = None, imports: Imports = None) -> None:
@@ -326,9 +318,7 @@ def check_tasks(mixture: str, *, data_dir: DataDir = None, imports: Imports = No
 
     directory = _open_directory(data_dir, imports)
     checks = [
-        check
-        for name in _members(mixture, directory)
-        for check in inspection.check_splits(name, directory)
+        check for name in _members(mixture, directory) for check in inspection.check_splits(name, directory)
     ]
     rows = []
     for check in checks:

@@ -68,9 +68,7 @@ def doctor(
         probe.write_bytes(b"x")
         probe.unlink()
         free = None if in_bucket(directory) else shutil.disk_usage(directory).free / 2**30
-        found.append(
-            f"{directory} is writable" + ("" if free is None else f", {free:.0f} GiB free")
-        )
+        found.append(f"{directory} is writable" + ("" if free is None else f", {free:.0f} GiB free"))
     prefix = f"[{jax.process_index()}] " if len(everyone) > 1 else ""
     typer.echo("\n".join(f"{prefix}{line}" for line in found))
 

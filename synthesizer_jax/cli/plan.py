@@ -44,9 +44,7 @@ def recipes(
     if name is None:
         if overrides or imports:
             raise ValueError("--set and --import need a recipe: give its name")
-        print_table(
-            ("recipe", "returns", "summary"), [[*x.values()] for x in list_recipes()], left=3
-        )
+        print_table(("recipe", "returns", "summary"), [[*x.values()] for x in list_recipes()], left=3)
         typer.echo("\n'synthesizer-jax recipes NAME' shows the fields of a recipe")
         return
     from synthesizer_jax.cli.settings import settings
@@ -157,8 +155,7 @@ def plan(
     for changed, option in options:
         assignments = " ".join(f"--set {x}" for x in changed_settings(experiment, changed))
         typer.echo(
-            f"  {option.needs.total / GIB:7.2f} GiB per device: "
-            f"{assignments or 'the recipe as it is'}"
+            f"  {option.needs.total / GIB:7.2f} GiB per device: {assignments or 'the recipe as it is'}"
         )
 
 
@@ -167,9 +164,7 @@ def _print_plan(plan: MemoryPlan) -> None:
     topology, needs = plan.topology, plan.needs
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     slices = f"{topology.slices} × " if topology.slices > 1 else ""
-    typer.echo(
-        f"{slices}{topology.name}: {topology.chips} chips, mesh {mesh}; {plan.rows} rows per device"
-    )
+    typer.echo(f"{slices}{topology.name}: {topology.chips} chips, mesh {mesh}; {plan.rows} rows per device")
     sizes = {**dataclasses.asdict(needs), "total": needs.total, "memory": plan.capacity}
     rows = [(name, f"{size / GIB:.2f}") for name, size in sizes.items()]
     print_table(("on one device", "GiB"), rows)
@@ -203,7 +198,5 @@ def changed_settings(experiment: Experiment, changed: Experiment) -> list[str]:
 
     before = {row.path: row.value for row in settings(experiment)}
     return [
-        f"{row.path}={row.value}"
-        for row in settings(changed)
-        if row.leaf and row.value != before[row.path]
+        f"{row.path}={row.value}" for row in settings(changed) if row.leaf and row.value != before[row.path]
     ]

@@ -25,9 +25,7 @@ Kind = TypeVar("Kind")
 PACKAGE = "synthesizer_jax.recipes"
 
 
-def load_recipe(
-    name: str, overrides: Sequence[str] = (), *, imports: Sequence[str] = ()
-) -> Experiment:
+def load_recipe(name: str, overrides: Sequence[str] = (), *, imports: Sequence[str] = ()) -> Experiment:
     """Calls a recipe and returns its experiment with some fields changed; see `load_with_code`."""
     from synthesizer_jax.training.experiment import Experiment
 

@@ -182,9 +182,7 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
         if isinstance(value, str) and is_base:
             if value not in known:
                 hint = did_you_mean(value, known)
-                raise ValueError(
-                    f"--set {path}={value}: there is no {noun} {value!r}{hint}; {remedy}"
-                )
+                raise ValueError(f"--set {path}={value}: there is no {noun} {value!r}{hint}; {remedy}")
             value = known[value]() if base is TokenModel else known[value]
     for option in options:
         if matches_type(value, option):

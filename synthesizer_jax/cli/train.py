@@ -106,6 +106,4 @@ def distill(
     taught = with_vocabulary_path(load_experiment(teacher), teacher)
     evaluation = distillation.evaluation or taught.evaluation
     prepare_missing(replace(taught, evaluation=evaluation), data_dir)
-    distill_run(
-        distillation, teacher, workdir, data_dir=data_dir, visible=not quiet, user_code=user_code
-    )
+    distill_run(distillation, teacher, workdir, data_dir=data_dir, visible=not quiet, user_code=user_code)

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from synthesizer_jax.data.config import DataConfig
 
 
-def batch_fields(
-    config: DataConfig, *, lengths: tuple[int, int] | None = None
-) -> dict[str, np.ndarray]:
+def batch_fields(config: DataConfig, *, lengths: tuple[int, int] | None = None) -> dict[str, np.ndarray]:
     """Returns the fields of a training batch of padding, which take no memory.
 
     ``encoder_input_tokens`` are ``[rows, inputs_length]``, without elements if there are no inputs;

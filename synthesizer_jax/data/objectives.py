@@ -341,9 +341,7 @@ class ObjectiveMixture(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len({(o.documents, o.document_eos) for o in self.objectives}) > 1:
-            raise ValueError(
-                "objectives differ in documents or document_eos; allowed: the same for all"
-            )
+            raise ValueError("objectives differ in documents or document_eos; allowed: the same for all")
         if self.rates and (len(self.rates) != len(self.objectives) or not sum(self.rates)):
             raise ValueError(
                 f"rates is {self.rates}; allowed: none, or {len(self.objectives)} numbers, one of them "

@@ -57,9 +57,7 @@ class Packer:
         del draws
         self._numbers = itertools.count()
         self._pending: dict[int, DrawnExample] = {}
-        self._by_length: list[
-            tuple[int, int]
-        ] = []  # length and −number: of one length, oldest last
+        self._by_length: list[tuple[int, int]] = []  # length and −number: of one length, oldest last
         self._waiting: collections.Counter[tuple[int, int]] = collections.Counter()
         self._append(pending)
 

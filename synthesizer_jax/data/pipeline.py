@@ -158,9 +158,7 @@ class Stream:
         saved: Sequence[int] | None = None,
     ):
         self.config, self._members = config, dict(members)
-        self._form = ExampleFormat(
-            config.inputs_length, config.targets_length, vocabulary.vocab_size
-        )
+        self._form = ExampleFormat(config.inputs_length, config.targets_length, vocabulary.vocab_size)
         self._classes = Classes(config.classes, vocabulary) if config.classes else None
         if config.objective is not None and not any(m.objective for m in members.values()):
             raise ValueError(

@@ -136,9 +136,7 @@ def distill(
             return state
         state, divergences = _fit_state(state, trainer, layers, data_dir=data_dir)
         if processes.is_process_zero():
-            by_layer = {
-                f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()
-            }
+            by_layer = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()}
             write_atomic(directory / FIT_FILE, json.dumps(by_layer, indent=1) + "\n")
             if visible:
                 heads = np.stack(list(divergences.values()))
@@ -198,9 +196,7 @@ class DistillationTrainer(Trainer):
         devices: list[jax.Device] | None = None,
     ):
         if recipe.training.micro_batches != 1:
-            raise ValueError(
-                "distillation does not support micro-batches; set training.micro_batches=1"
-            )
+            raise ValueError("distillation does not support micro-batches; set training.micro_batches=1")
         assert isinstance(taught.model, EncoderDecoder)
         self.teacher, self.recipe = unroll(taught.model), recipe
         self.student = student_model(self.teacher, recipe.replace)
@@ -213,9 +209,7 @@ class DistillationTrainer(Trainer):
         )
         super().__init__(experiment.starting_from(None), devices)
         shapes, axes = abstract_variables(self.teacher, *self.example)
-        self.variables = jax.tree.map(
-            replicate_to_devices, variables, shardings(axes, shapes, self.mesh)
-        )
+        self.variables = jax.tree.map(replicate_to_devices, variables, shardings(axes, shapes, self.mesh))
 
     def inherit(self, state: TrainState) -> TrainState:
         """Returns a state with the teacher's arrays of the same path and shape in the place of its own."""
@@ -308,9 +302,7 @@ class DistillationTrainer(Trainer):
         errors, ratios = zip(*pairs, strict=True)
         return jnp.stack(errors).mean(), jnp.stack(ratios).mean()
 
-    def activations(
-        self, model: EncoderDecoder, variables: PyTree, batch: Batch
-    ) -> dict[str, jax.Array]:
+    def activations(self, model: EncoderDecoder, variables: PyTree, batch: Batch) -> dict[str, jax.Array]:
         """Returns, by path, what a model sows in `TAPS` in a teacher-forced pass without dropout."""
         data = self.experiment.data
         segments = data.segments_per_row if data.pack else None

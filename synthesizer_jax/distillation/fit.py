@@ -190,9 +190,7 @@ def fit_layers(
         attention = self_attention(student, (stack, i))
         bias = stack_bias_logits(student, params, (stack, i), length=of_layer.mass.shape[-1])
         causal = stack == "decoder"
-        fitted, logits = fit(
-            attention, of_layer, d_model=student.d_model, causal=causal, bias=bias, seed=i
-        )
+        fitted, logits = fit(attention, of_layer, d_model=student.d_model, causal=causal, bias=bias, seed=i)
         params[stack][f"layers_{i}"][STACKS[stack]]["align"] = fitted
         divergences[stack, i] = np.asarray(divergence(logits + bias, of_layer))
     return params, divergences
@@ -205,9 +203,7 @@ def stack_bias_logits(model: TokenModel, params: PyTree, layer: Layer, *, length
     if shared is None:
         return jnp.zeros((num_heads, length, length))
     on_host = jax.tree.map(gather_to_host, params[stack]["relpos_bias"])
-    return position_logits(
-        shared, on_host, num_heads=num_heads, length=length, d_model=model.d_model
-    )
+    return position_logits(shared, on_host, num_heads=num_heads, length=length, d_model=model.d_model)
 
 
 def position_logits(

@@ -68,6 +68,4 @@ class Evaluation:
             "repetition_penalty",
             "no_repeat_ngram_size",
         )
-        return Decoding(
-            max_length=max_length, **{name: getattr(self, name) for name in own} | given
-        )
+        return Decoding(max_length=max_length, **{name: getattr(self, name) for name in own} | given)

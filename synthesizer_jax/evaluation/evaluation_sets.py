@@ -165,9 +165,7 @@ def load_evaluation_set(
     """
     task, ours = task_registry.find_task(name), name in task_registry.TASKS
     made_by = objective if task.is_text and objective and objective.makes_inputs else None
-    examples = prepared.open(
-        name, split, None if task.is_text else lengths, documents=made_by is not None
-    )
+    examples = prepared.open(name, split, None if task.is_text else lengths, documents=made_by is not None)
     if not examples.info.has_rows:
         raise FileNotFoundError(
             f"{examples.name} is prepared for training alone; "

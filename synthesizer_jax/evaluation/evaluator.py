@@ -73,11 +73,7 @@ class Evaluator:
         if not pairs:
             stored = (task_registry.find_task(t).stored_splits(prepared.data_dir) for t in wanted)
             splits = dict.fromkeys(itertools.chain(*stored))
-            choice = (
-                f"choose {' or '.join(splits)} by --split or evaluation.split, or "
-                if splits
-                else ""
-            )
+            choice = f"choose {' or '.join(splits)} by --split or evaluation.split, or " if splits else ""
             raise FileNotFoundError(
                 f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
                 f"{prepared.root}; {choice}{import_remedy(members, prepared.data_dir)}"

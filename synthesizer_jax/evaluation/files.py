@@ -61,9 +61,7 @@ def write_results(
     return write_atomic(folder / RESULTS_FILE, text + "\n")
 
 
-def write_predictions(
-    folder: pathlib.Path, result: TaskResult, *, examples: EvaluationSet
-) -> pathlib.Path:
+def write_predictions(folder: pathlib.Path, result: TaskResult, *, examples: EvaluationSet) -> pathlib.Path:
     """Writes a task's predictions, ``FOLDER/TASK.jsonl``.
 
     A line is one example: its `EvaluationSet.record`, ``score``, the log-probability of the prediction in

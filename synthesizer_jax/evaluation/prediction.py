@@ -199,9 +199,7 @@ class Predictor:
 
         return self._scores(inputs, "rank", score).reshape(len(inputs), -1)[:, : len(words)]
 
-    def log_probabilities(
-        self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
-    ) -> np.ndarray:
+    def log_probabilities(self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the log-probabilities in nats of given targets, teacher-forced, ``[n]`` float32.
 
         Args:

@@ -159,9 +159,7 @@ def text_nats(
     return nats
 
 
-def text_metrics(
-    nats: np.ndarray, tokens: np.ndarray, texts: Sequence[str] | None
-) -> dict[str, float]:
+def text_metrics(nats: np.ndarray, tokens: np.ndarray, texts: Sequence[str] | None) -> dict[str, float]:
     """Returns the measures of texts, of which lower is better.
 
     ``perplexity`` is exp(nats / tokens). ``word_perplexity`` is exp(nats / (words + texts)), words
@@ -204,8 +202,6 @@ def mean_score(results: Sequence[TaskResult]) -> float:
 def flatten_results(results: Sequence[TaskResult]) -> dict[str, float]:
     """Returns ``{"task/metric": value}``, and ``"task/loss"`` in nats per target token."""
     values = {
-        f"{r.task}/{name}": value
-        for r in results
-        for name, value in (r.metrics | r.text_metrics).items()
+        f"{r.task}/{name}": value for r in results for name, value in (r.metrics | r.text_metrics).items()
     }
     return values | {f"{r.task}/loss": r.loss.per_token for r in results if r.loss is not None}

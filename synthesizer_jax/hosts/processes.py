@@ -77,9 +77,7 @@ def join_group(timeout: float = 300.0) -> bool:
     joining.start()  # in a thread, so that signals are handled while it blocks
     joining.join(min(PATIENCE, timeout))
     if joining.is_alive():
-        print_line(
-            "waiting for the other processes of the group; is the program running on every host?"
-        )
+        print_line("waiting for the other processes of the group; is the program running on every host?")
         joining.join(timeout - PATIENCE)
     if joining.is_alive():
         raise RuntimeError(

@@ -88,9 +88,7 @@ def beam_search(
         return new, source
 
     def body(state: _Beams) -> _Beams:
-        token = jnp.take_along_axis(
-            state.tokens, jnp.full((b, n, 1), state.at - 1), axis=2
-        ).reshape(-1)
+        token = jnp.take_along_axis(state.tokens, jnp.full((b, n, 1), state.at - 1), axis=2).reshape(-1)
         logits, cache = decoder.next(token, state.cache)
         state, source = advance(state._replace(cache=cache), logits)
         rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)  # [b · n]
@@ -111,9 +109,7 @@ def beam_search(
     return _best_of(state, constraints, alpha, samples=samples)
 
 
-def _best_of(
-    state: _Beams, constraints: Constraints, alpha: ArrayLike, *, samples: int
-) -> Sequences:
+def _best_of(state: _Beams, constraints: Constraints, alpha: ArrayLike, *, samples: int) -> Sequences:
     """Returns the best sequences of a search that has ended.
 
     As in T5X, finished sequences, however improbable, come before those that the maximum length cut. A
@@ -133,9 +129,7 @@ def _best_of(
     return Sequences(tokens, scores, scores * length_penalty(length, alpha))
 
 
-def top_tokens(
-    logits: jax.Array, scores: jax.Array, count: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def top_tokens(logits: jax.Array, scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the best continuations of an example's beams, as `jax.lax.top_k` over all of them would.
 
     The vocabulary is divided into groups of `GROUP` tokens. The best `count` tokens are in the `count`
@@ -151,9 +145,7 @@ def top_tokens(
     """
     b, n, vocab = logits.shape
     groups = -(-vocab // GROUP)
-    logits = jnp.pad(
-        logits, ((0, 0), (0, 0), (0, groups * GROUP - vocab)), constant_values=-jnp.inf
-    )
+    logits = jnp.pad(logits, ((0, 0), (0, 0), (0, groups * GROUP - vocab)), constant_values=-jnp.inf)
     logits = logits.reshape(b, n, groups, GROUP)
     peaks = (logits.max(axis=-1) + scores[:, :, None]).reshape(b, n * groups)
     _, chosen = jax.lax.top_k(peaks, min(count, n * groups))

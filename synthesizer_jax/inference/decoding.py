@@ -178,9 +178,7 @@ def run_decoding(
     samples = decoding.samples
     if decoding.beams > 1:
         return beam_search(decoder, constraints, beams=decoding.beams, alpha=alpha, samples=samples)
-    return decode_rows(
-        decoder, constraints, samples=samples, sampling=sampling, top_k=decoding.top_k
-    )
+    return decode_rows(decoder, constraints, samples=samples, sampling=sampling, top_k=decoding.top_k)
 
 
 def _align_right(tokens: jax.Array) -> jax.Array:

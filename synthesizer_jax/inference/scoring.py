@@ -31,9 +31,7 @@ def encode_tokens(variables: Variables, tokens: jax.Array, *, model: TokenModel)
     elif isinstance(model, EncoderDecoder):
         hidden = apply_method(model.encode, variables, tokens)
     else:
-        raise TypeError(
-            f"{type(model).__name__} has no encoder; give an EncoderDecoder or an Encoder"
-        )
+        raise TypeError(f"{type(model).__name__} has no encoder; give an EncoderDecoder or an Encoder")
     return hidden.astype(jnp.float32)
 
 

@@ -122,9 +122,7 @@ def inspect_run(
         alone = jax.tree.map(lambda x: x.at[1:].set(0), batches[:1])
         single, _ = sums_of(model, end, alone)
         fitted = [
-            p
-            for p in odd
-            if fits and not p.cross and can_be_static(mixers[p]) and not _shares(model, p)
+            p for p in odd if fits and not p.cross and can_be_static(mixers[p]) and not _shares(model, p)
         ]
         fit_to, held_out = (
             {(p.stack, p.layer): half[p]["statistics"] for p in fitted} for half in (even, odd)
@@ -305,9 +303,7 @@ def _start(experiment: Experiment, layout: Variables, mesh: Mesh) -> tuple[str, 
         return f"those that the experiment’s seed {seed} makes", fresh
     state = TrainState(jnp.zeros((), jnp.int32), fresh["params"], fresh.get("constants", {}), {})
     try:
-        initialize = initializer_of(
-            replace(experiment, init_optimizer=False), report=lambda _: None
-        )
+        initialize = initializer_of(replace(experiment, init_optimizer=False), report=lambda _: None)
         assert initialize is not None
         return f"those of {experiment.init_from}", initialize(state).variables
     except (OSError, ValueError) as error:

@@ -243,9 +243,7 @@ def merge_batch_axes(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     return x.reshape(math.prod(batch), *x.shape[len(batch) :])
 
 
-def _broadcast_to_logits(
-    name: str, x: jax.typing.ArrayLike, logits_shape: tuple[int, ...]
-) -> jax.Array:
+def _broadcast_to_logits(name: str, x: jax.typing.ArrayLike, logits_shape: tuple[int, ...]) -> jax.Array:
     """Reshapes a broadcastable array to ``[b or 1, heads or 1, q or 1, k or 1]``; b: all batch axes."""
     x = jnp.asarray(x)
     shape = (1,) * (len(logits_shape) - x.ndim) + x.shape

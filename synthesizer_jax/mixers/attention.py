@@ -112,9 +112,7 @@ class AttentionBase(Mixer):
         return y, cache
 
     @nn.compact
-    def new_cache(
-        self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
-    ) -> Cache:
+    def new_cache(self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int) -> Cache:
         attended = x if kv is None else kv
         values = self._values(attended)
         num_queries, num_keys = (0, max_length) if kv is None else (max_length, kv.shape[1])
@@ -144,9 +142,7 @@ class AttentionBase(Mixer):
         """Returns what the alignment knows of the layer, and of positions."""
         return AttentionContext(self.num_heads, self.head_dim, query_span, key_span, keys_start)
 
-    def _terms(
-        self, x: jax.Array, attended: jax.Array, values: Values, context: AttentionContext
-    ) -> Terms:
+    def _terms(self, x: jax.Array, attended: jax.Array, values: Values, context: AttentionContext) -> Terms:
         """Returns what the alignment makes of queries and of the tokens attended to."""
         keys = jax.tree.leaves(values)[0] if self.shared_key_value else attended
         terms = self.alignment.copy(name="align", parent=self)(x, keys, context)
@@ -157,9 +153,7 @@ class AttentionBase(Mixer):
         """Makes values, ``[batch, k, heads, width]`` first, of the tokens attended to."""
         raise NotImplementedError
 
-    def _attend(
-        self, x: jax.Array, terms: Terms, values: Values, *, bias: Terms, mask: Mask
-    ) -> jax.Array:
+    def _attend(self, x: jax.Array, terms: Terms, values: Values, *, bias: Terms, mask: Mask) -> jax.Array:
         """Sums values weighted by terms, ``[batch, q, heads, width]``."""
         raise NotImplementedError
 
@@ -221,9 +215,7 @@ class Attention(AttentionBase):
         return self.num_heads if self.alignment.makes_logits else None
 
     def _values(self, memory: jax.Array) -> jax.Array:
-        return self._project_values(
-            memory, heads_axis="heads" if self.num_kv_heads is None else "kv_heads"
-        )
+        return self._project_values(memory, heads_axis="heads" if self.num_kv_heads is None else "kv_heads")
 
     def _attend(
         self, x: jax.Array, terms: Terms, values: jax.Array, *, bias: Terms, mask: Mask
@@ -231,9 +223,7 @@ class Attention(AttentionBase):
         own, terms = terms, add(*terms, *bias)
         sinks = None
         if self.sinks:
-            sinks = self.param(
-                "sinks", with_axes(nn.initializers.zeros_init(), "heads"), (self.num_heads,)
-            )
+            sinks = self.param("sinks", with_axes(nn.initializers.zeros_init(), "heads"), (self.num_heads,))
         options: dict[str, Any] = {"mask": mask, "soft_cap": self.soft_cap, "sinks": sinks}
         if self.is_sowing_weights:
             lengths: dict[str, Any] = {"q_length": x.shape[1], "k_length": values.shape[1]}

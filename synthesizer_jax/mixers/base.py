@@ -131,9 +131,7 @@ class Mixer(nn.Module):
         for tokens in (x, kv):
             if tokens is not None and jnp.ndim(tokens) != 3:
                 shape = jnp.shape(tokens)
-                raise ValueError(
-                    f"{name}: tokens have shape {shape}, expected [batch, length, width]"
-                )
+                raise ValueError(f"{name}: tokens have shape {shape}, expected [batch, length, width]")
         mask = Mask.of(mask)
         self._check_support(mask, bias, cross=kv is not None)
         offset = mask.query_offset
@@ -279,9 +277,7 @@ class Mixer(nn.Module):
         """
         raise NotImplementedError
 
-    def new_cache(
-        self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
-    ) -> MixerCache:
+    def new_cache(self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int) -> MixerCache:
         """The compact method behind `init_cache`, whose arguments it has; x has no tokens."""
         raise NotImplementedError
 
@@ -298,9 +294,7 @@ class Mixer(nn.Module):
                 f"{name}: the mask is that of self-attention, but kv is given; {CROSS_ATTENTION}"
             )
         if bias and self.bias_heads is None:
-            raise ValueError(
-                f"{name} has no logits to add a position bias to; give the stack bias=None"
-            )
+            raise ValueError(f"{name} has no logits to add a position bias to; give the stack bias=None")
         if mask.key_segments is not None and not self.supports_packing:
             raise ValueError(
                 f"{name} reads a row as one sequence; train with packing off (data.pack=false)"

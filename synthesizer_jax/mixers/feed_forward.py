@@ -131,8 +131,7 @@ class SentenceNetwork(nn.Module):
             bias = self.bias_1[None, None, :, 0]
             return jnp.einsum("bngf,gfv->bngv", hidden, self.kernel_1[:, 0]) + bias
         kernel, bias = (
-            jax.lax.dynamic_slice_in_dim(p, start, length, axis=1)
-            for p in (self.kernel_1, self.bias_1)
+            jax.lax.dynamic_slice_in_dim(p, start, length, axis=1) for p in (self.kernel_1, self.bias_1)
         )
         bias = bias.swapaxes(0, 1)[None]
         if hidden.shape[1] == 1:
@@ -325,8 +324,6 @@ class TokenFeedForward(Mixer):
         )
         return y, dataclasses.replace(cache, length=length)
 
-    def new_cache(
-        self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
-    ) -> TokenCount:
+    def new_cache(self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int) -> TokenCount:
         """See `Mixer.new_cache`."""
         return TokenCount()

@@ -65,9 +65,7 @@ class Linformer(Mixer):
         real = mask.keys(x.shape[1])
         if real is not None:
             key, value = (jnp.where(real[..., None, None], y, 0) for y in (key, value))
-        init = with_axes(
-            self.length_init or Normal(self.projected_length**-0.5), "rank", "key_length"
-        )
+        init = with_axes(self.length_init or Normal(self.projected_length**-0.5), "rank", "key_length")
         shape = (self.projected_length, self.max_length)
         project_keys = self.param("key_length_projection", init, shape)
         project_values = project_keys

@@ -63,9 +63,7 @@ class TalkingHeads(AttentionBase):
     def _values(self, memory: jax.Array) -> tuple[jax.Array, ...]:
         """Makes the values and the memory's dynamic projections, ``[batch, k, from, to]``."""
         self._check_fields()
-        projections = (
-            self._dynamic(name, memory) for name in ("m2l", "m2w") if name in self.dynamic
-        )
+        projections = (self._dynamic(name, memory) for name in ("m2l", "m2w") if name in self.dynamic)
         return self._project_values(memory), *projections
 
     def _attend(
@@ -83,9 +81,7 @@ class TalkingHeads(AttentionBase):
         by_key = dict(zip(names, dynamic, strict=True))
         by_query = {n: self._dynamic(n, x) for n in ("x2l", "x2w") if n in self.dynamic}
         q_length, k_length = x.shape[1], v.shape[1]
-        logits_of = functools.partial(
-            materialize_logits, mask=mask, q_length=q_length, k_length=k_length
-        )
+        logits_of = functools.partial(materialize_logits, mask=mask, q_length=q_length, k_length=k_length)
         logits = logits_of(terms)
         if self.project_logits:
             matrix = self._matrix("logits_projection")

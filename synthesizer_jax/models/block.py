@@ -137,9 +137,7 @@ class Block(nn.Module):
         return self._run(x, attend_to_self, attend_to_memory, in_decoder=memory is not None), None
 
     @nn.compact
-    def init_cache(
-        self, x: jax.Array, memory: Memory | None = None, *, max_length: int
-    ) -> LayerCache:
+    def init_cache(self, x: jax.Array, memory: Memory | None = None, *, max_length: int) -> LayerCache:
         """Returns the layer's cache, empty but for the memory's keys; see `Stack.init_cache`."""
         in_decoder = memory is not None
         own = self._self_mixer(in_decoder).init_cache(x, max_length=max_length)
@@ -208,9 +206,7 @@ class Block(nn.Module):
         sow_tap(self, "self_output", x)
         if self.cross_mixer is not None:
             x = tap(self, "cross_input", x)
-            y = attend_to_memory(
-                self._cross_mixer(in_decoder), self._pre_norm(x, "cross_attention")
-            )
+            y = attend_to_memory(self._cross_mixer(in_decoder), self._pre_norm(x, "cross_attention"))
             sow_tap(self, "cross_mixed", y)
             x = self._add(x, y, "cross_attention", index=1)
         if self.feed_forward is not None:
@@ -262,9 +258,7 @@ def _share_memory(
         )
     if count == 1:
         return attend(mixer, x)
-    lifted = nn.vmap(
-        attend, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=(1, None)
-    )
+    lifted = nn.vmap(attend, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=(1, None))
     y, cache = lifted(mixer, x.reshape(batch, count, *x.shape[1:]))
     return y.reshape(x.shape), cache
 

@@ -72,9 +72,7 @@ class Encoder(TokenModel, kw_only=True):
         axes: tuple[str | None, ...] = ("embed", None)
         if self.token_types:
             init = with_axes(self.embedding_init, None, "embed")
-            self.type_embedding = self.param(
-                "type_embedding", init, (self.token_types, self.d_model)
-            )
+            self.type_embedding = self.param("type_embedding", init, (self.token_types, self.d_model))
         if self.pooler:
             self.pooler_dense = dense(self.d_model, axes, dtype=self.dtype)
         if self.outputs is not None:
@@ -114,9 +112,7 @@ class Encoder(TokenModel, kw_only=True):
         """Returns the projection of the head over the tokens, ``[d_model + 1, vocab]``, the bias last."""
         return jnp.concatenate([self.output_kernel()[0], self.token_bias[None]])
 
-    def _encode(
-        self, tokens: jax.Array, token_types: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
+    def _encode(self, tokens: jax.Array, token_types: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Returns `Encoded.hidden` and `Encoded.pooled`."""
         tokens, order = move_token_padding_last(tokens)
         x = self.embed(tokens)

@@ -63,9 +63,7 @@ class LanguageModel(TextToText, kw_only=True):
         inputs = num_real_tokens(encoder_tokens)
         row = _concatenate_rows(encoder_tokens, decoder_tokens, inputs)
         counted = real_targets_mask(decoder_tokens) if counted is None else counted
-        counted = (
-            _concatenate_rows(jnp.ones_like(encoder_tokens), counted.astype(row.dtype), inputs) > 0
-        )
+        counted = _concatenate_rows(jnp.ones_like(encoder_tokens), counted.astype(row.dtype), inputs) > 0
         x = self.decoder(self.embed(row), mask=self._mask(inputs), counted=counted)
         index = inputs[:, None] + jnp.arange(decoder_tokens.shape[1])[None]
         return jnp.take_along_axis(x, index[..., None], axis=1)
@@ -97,9 +95,7 @@ class LanguageModel(TextToText, kw_only=True):
         return DecodingCache(layers)
 
     @on_any_mesh
-    def begin_targets(
-        self, targets: jax.Array, *, max_length: int
-    ) -> tuple[jax.Array, DecodingCache]:
+    def begin_targets(self, targets: jax.Array, *, max_length: int) -> tuple[jax.Array, DecodingCache]:
         """Reads the beginning of targets without inputs, such as a text that is to be continued.
 
         Args:

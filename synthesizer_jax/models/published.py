@@ -216,10 +216,7 @@ PUBLISHED: dict[str, Callable[[], TokenModel]] = {
         for size, options in (("", {}), ("_small", _SMALL))
     },
     "bert_large": partial(bert, 1024, 16, 64),
-    **{
-        f"bert_{d}_{heads}x{width}": partial(bert, d, heads, width)
-        for d, heads, width in FIXED_HEADS
-    },
+    **{f"bert_{d}_{heads}x{width}": partial(bert, d, heads, width) for d, heads, width in FIXED_HEADS},
     "linformer_base": linformer_base,
     **{
         f"{kind}_{size}": partial(attention_replaced, kind, hidden)

@@ -250,16 +250,12 @@ class Stack(nn.Module):
             x = layer(x, index)
         return x
 
-    def _scan(
-        self, x: jax.Array, mask: Mask | None, bias: Terms, memory: Memory | None
-    ) -> jax.Array:
+    def _scan(self, x: jax.Array, mask: Mask | None, bias: Terms, memory: Memory | None) -> jax.Array:
         """Applies the layers of every run in a scan."""
         for index, run in enumerate(self.runs):
             scanned = nn.scan(
                 self._block_type(),
-                variable_axes=dict.fromkeys(
-                    ("params", "constants", "intermediates", TAPS, OVERRIDES), 0
-                ),
+                variable_axes=dict.fromkeys(("params", "constants", "intermediates", TAPS, OVERRIDES), 0),
                 split_rngs={"params": True, "dropout": True},
                 in_axes=nn.broadcast,
                 length=run.repeats,
@@ -325,8 +321,7 @@ def unstack_layers(stack: Stack, variables: Variables) -> Variables:
     for run, names in _layers_of_runs(stack):
         if run in variables:
             result |= {
-                name: jax.tree.map(lambda a, i=i: a[i], variables[run])
-                for i, name in enumerate(names)
+                name: jax.tree.map(lambda a, i=i: a[i], variables[run]) for i, name in enumerate(names)
             }
     return result
 

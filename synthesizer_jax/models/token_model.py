@@ -51,9 +51,7 @@ class TokenModel(nn.Module, kw_only=True):
         """Creates the embedding and, unless tied, the output projection."""
         check_types(type(self), fields_of(self), type(self).__name__)
         shape = (self.vocab_size, self.d_model)
-        self.embedding = self.param(
-            "embedding", with_axes(self.embedding_init, "vocab", "embed"), shape
-        )
+        self.embedding = self.param("embedding", with_axes(self.embedding_init, "vocab", "embed"), shape)
         if not self.tied:
             init = with_axes(self.logits_init, "embed", "vocab")
             self.logits_kernel = self.param("logits_kernel", init, shape[::-1])

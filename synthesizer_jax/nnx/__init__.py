@@ -40,9 +40,7 @@ def to_nnx(layer: linen.Module, *, rngs: nnx.Rngs, **options: Any) -> Any:
     Raises:
       ValueError: `in_features` is missing, or the module is none of these.
     """
-    if not isinstance(
-        layer, Mixer | models.FeedForward | models.Block | models.Stack | models.TokenModel
-    ):
+    if not isinstance(layer, Mixer | models.FeedForward | models.Block | models.Stack | models.TokenModel):
         raise ValueError(
             f"to_nnx: {type(layer).__name__} is neither a mixer, block, stack nor model; use "
             "synthesizer_jax.nnx.MultiHeadAttention or flax.nnx.bridge.ToNNX"

@@ -85,9 +85,7 @@ class LinenModule(nnx.Module):
         with logical_axes(), nnx.logical_axis_rules(()):
             variables = config.lazy_init(rngs.params(), *example, **options)
         # Without rules the logical names have no meaning for a mesh.
-        eager = bool(
-            nnx.using_eager_sharding() and get_logical_axis_rules() and meta.get_global_mesh()
-        )
+        eager = bool(nnx.using_eager_sharding() and get_logical_axis_rules() and meta.get_global_mesh())
         flat: dict[tuple[str, ...], nnx.Variable[jax.Array]] = {}
         for (collection, *path), value in flatten_dict(variables).items():
             variable_type = nnx.variable_type_from_name(collection, allow_register=True)
@@ -240,9 +238,7 @@ def _example_arguments(
     if isinstance(config, TokenModel):
         return config.example(1, 1), {}
     if in_features is None:
-        raise ValueError(
-            f"{type(config).__name__} needs in_features, the number of features of its inputs"
-        )
+        raise ValueError(f"{type(config).__name__} needs in_features, the number of features of its inputs")
     x = jax.ShapeDtypeStruct((1, 1, in_features), jnp.float32)
     if isinstance(config, FeedForward):
         return (x,), {}

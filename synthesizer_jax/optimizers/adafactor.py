@@ -68,9 +68,7 @@ def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) ->
     as in all published models; smaller unrolled models keep full second moments.
     """
     is_table = bool(TABLE & set(axes)) and len(axes) > 2
-    batch = tuple(
-        i for i, axis in enumerate(axes) if axis in BATCH or (axis == "heads" and is_table)
-    )
+    batch = tuple(i for i, axis in enumerate(axes) if axis in BATCH or (axis == "heads" and is_table))
     groups: list[list[int]] = []
     for i in range(len(axes)):
         after_heads = i > 0 and i - 1 not in batch and axes[i - 1] in ("heads", "kv_heads")

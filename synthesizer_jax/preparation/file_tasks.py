@@ -45,9 +45,7 @@ class Template:
     def __init__(self, text: str):
         self._parts = re.split(r"\{([^{}]+)\}", text)
         if brace := re.search("[{}]", "".join(self._parts[::2])):
-            raise ValueError(
-                f"the template {text!r} has {brace[0]!r} outside of a field; write {{NAME}}"
-            )
+            raise ValueError(f"the template {text!r} has {brace[0]!r} outside of a field; write {{NAME}}")
 
     def __call__(self, row: Row) -> str:
         """Returns the text of a row.
@@ -56,9 +54,7 @@ class Template:
           ValueError: the row lacks a field, or it is no text or number.
         """
         fields = [_field_text(row, field) for field in self._parts[1::2]]
-        return "".join(
-            itertools.chain(*itertools.zip_longest(self._parts[::2], fields, fillvalue=""))
-        )
+        return "".join(itertools.chain(*itertools.zip_longest(self._parts[::2], fields, fillvalue="")))
 
 
 def _field_text(row: Row, field: str) -> str:
@@ -129,9 +125,7 @@ class FileTask:
         target = self.labels.get(target, target)
         if self.inputs is None or target not in ("", UNKNOWN):
             if self.labels and target not in self.labels.values():
-                raise ValueError(
-                    f"the target {target!r} is none of the labels {', '.join(self.labels)}"
-                )
+                raise ValueError(f"the target {target!r} is none of the labels {', '.join(self.labels)}")
             if self.is_numeric and math.isnan(parse_number(target, otherwise=math.nan)):
                 metric = self.metrics[0]
                 raise ValueError(
@@ -187,9 +181,7 @@ def import_files(
     """
     known = task_registry.TASKS.get(task.name)
     if known is not None and not known.dataset.startswith(f"{FOLDER}/"):
-        raise ValueError(
-            f"the name {task.name!r} is that of a task of this package; choose another"
-        )
+        raise ValueError(f"the name {task.name!r} is that of a task of this package; choose another")
     dataset = f"{FOLDER}/{task.name}"
     found = [SplitSummary(split) for split in splits]
     cursor = Cursor()
@@ -200,10 +192,7 @@ def import_files(
                 dataset,
                 VERSION,
                 {"inputs": text, "targets": text, "idx": np.int64},
-                {
-                    s.split: functools.partial(_read, task, splits[s.split], s, cursor)
-                    for s in found
-                },
+                {s.split: functools.partial(_read, task, splits[s.split], s, cursor) for s in found},
                 folder,
             )
         definition = {

@@ -258,9 +258,7 @@ def _ragged_chunks(dataset: tf.data.Dataset) -> Iterator[Chunk]:
         yield Chunk(*([empty, *found][-2:]))
 
 
-def _chunks_and_rows(
-    dataset: tf.data.Dataset, job: _ShardJob, path: pathlib.Path
-) -> Iterator[Chunk]:
+def _chunks_and_rows(dataset: tf.data.Dataset, job: _ShardJob, path: pathlib.Path) -> Iterator[Chunk]:
     """Yields the tokens of rows, and writes everything else of them."""
     vocabulary, empty = job.prepared.vocabulary, np.zeros(0, np.int32)
     rows = dataset.as_numpy_iterator()

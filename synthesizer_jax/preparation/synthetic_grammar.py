@@ -61,9 +61,7 @@ KIND_OF = {
     **dict.fromkeys(_words("guitar piano drum flute"), "instrument"),
 }
 NOUNS = tuple(KIND_OF)
-_STATES = (
-    "clean/dirty wet/dry warm/cold safe/unsafe big/small quiet/noisy hidden/visible famous/unknown"
-)
+_STATES = "clean/dirty wet/dry warm/cold safe/unsafe big/small quiet/noisy hidden/visible famous/unknown"
 STATES = tuple((pair.partition("/")[0], pair.partition("/")[2]) for pair in _words(_STATES))
 PAIR_OF = {state: pair for pair in STATES for state in pair}
 OPPOSITE = {state: pair[1 - pair.index(state)] for state, pair in PAIR_OF.items()}

@@ -115,9 +115,7 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
     data_dir.mkdir(parents=True, exist_ok=True)
     with temporary_directory(data_dir, ".import") as folder:
         yield folder
-        places = {
-            path.parent: data_dir / path.parent.relative_to(folder) for path in folder.rglob(INFO)
-        }
+        places = {path.parent: data_dir / path.parent.relative_to(folder) for path in folder.rglob(INFO)}
         for new, place in places.items():
             _keep_splits(place, new, renew=renew)
         for number, (new, place) in enumerate(places.items()):

@@ -54,9 +54,7 @@ def export_run(
     if to not in FORMATS:
         raise ValueError(f"--to is {to!r}; use {', '.join(FORMATS)}")
     if to != STABLEHLO and (inputs_length or max_length or beams > 1):
-        raise ValueError(
-            f"--inputs-length, --max-length and --beams are for {STABLEHLO}; leave them out"
-        )
+        raise ValueError(f"--inputs-length, --max-length and --beams are for {STABLEHLO}; leave them out")
     if to != HUGGING_FACE and dtype != "float32":
         raise ValueError(f"--dtype is for {HUGGING_FACE}; leave it out")
     source, chosen = find_checkpoint(run)
@@ -73,9 +71,7 @@ def export_run(
             write_folder(staging, model, variables, vocabulary, dtype=dtype, card=card)
         elif to == STABLEHLO:
             data = experiment.data
-            limits = Limits(
-                inputs_length or data.inputs_length, max_length or data.targets_length, beams
-            )
+            limits = Limits(inputs_length or data.inputs_length, max_length or data.targets_length, beams)
             write_directory(staging, model, variables, vocabulary, limits=limits)
         else:
             write_checkpoint(staging, model, variables, step=step, scanned=to == SCANNED_T5X)

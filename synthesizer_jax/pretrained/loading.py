@@ -149,9 +149,7 @@ def encode(
     return np.stack([state.mean(axis=0) for state in states]) if pool else states
 
 
-def _predictor(
-    loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding
-) -> Predictor:
+def _predictor(loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding) -> Predictor:
     """Returns a predictor for the texts, over the mesh of the variables."""
     if isinstance(texts, str):
         raise TypeError("texts is one string, which is a sequence of letters; pass [text]")

@@ -123,9 +123,7 @@ def write_checkpoint(
     leaves = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     target = traverse_util.unflatten_dict(leaves, sep="/")
     state = {"step": np.asarray(step, np.int32), "param_states": {}}
-    data = serialization.msgpack_serialize(
-        {"version": 3, "optimizer": {"target": target, "state": state}}
-    )
+    data = serialization.msgpack_serialize({"version": 3, "optimizer": {"target": target, "state": state}})
     (directory / CHECKPOINT).write_bytes(data)
 
 
@@ -137,9 +135,7 @@ def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
         tree = tree.get("optimizer", tree) if isinstance(tree, dict) else None
         target = tree.get("target") if isinstance(tree, dict) else None
         if not isinstance(target, dict):
-            raise ValueError(
-                "it has no parameters under optimizer/target, as checkpoints of T5X do"
-            )
+            raise ValueError("it has no parameters under optimizer/target, as checkpoints of T5X do")
         leaves = traverse_util.flatten_dict(target).items()
         arrays = {"/".join(map(str, k)): x for k, x in leaves if isinstance(x, np.ndarray)}
         return {name: Tensor.of(x) for name, x in arrays.items()}
@@ -267,8 +263,7 @@ def _architecture(tensors: Tensors, path: pathlib.Path) -> Architecture:
     def shape(name: str) -> tuple[int, int]:
         if name not in tensors or len(tensors[name].shape) != 2 or 0 in tensors[name].shape:
             raise ValueError(
-                f"{path} has no array {name} of 2 axes; it is not a checkpoint of T5X's "
-                "encoder-decoder"
+                f"{path} has no array {name} of 2 axes; it is not a checkpoint of T5X's encoder-decoder"
             )
         rows, columns = tensors[name].shape
         return rows, columns

@@ -131,9 +131,7 @@ def match_tensors(
     superfluous = tensors.keys() - {c.name for c in wanted} - set(ignored)
     problems += [f"{name} is not part of the model" for name in sorted(superfluous)]
     if problems:
-        raise ValueError(
-            f"{source}: the tensors do not fit: {'; '.join(problems)}; nothing was read"
-        )
+        raise ValueError(f"{source}: the tensors do not fit: {'; '.join(problems)}; nothing was read")
     unread = {c.path: Unread(c.shape, functools.partial(_read, tensors[c.name], c)) for c in wanted}
     params: dict[str, PyTree] = traverse_util.unflatten_dict(unread)
     return params
@@ -144,9 +142,7 @@ def _read(tensor: Tensor, c: Correspondence) -> np.ndarray:
     return c.layout.to_ours(tensor.read(None).astype(np.float32, copy=False), c.shape)
 
 
-def named_tensors(
-    params: PyTree, wanted: Sequence[Correspondence]
-) -> Iterator[tuple[str, np.ndarray]]:
+def named_tensors(params: PyTree, wanted: Sequence[Correspondence]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the names and values that parameters, with looped layers, have in another library."""
     ours = traverse_util.flatten_dict(params)
     for c in wanted:

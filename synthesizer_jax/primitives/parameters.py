@@ -61,9 +61,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def apply_method(
-    method: Callable[P, R], variables: Variables, *args: P.args, **kwargs: P.kwargs
-) -> R:
+def apply_method(method: Callable[P, R], variables: Variables, *args: P.args, **kwargs: P.kwargs) -> R:
     """Returns ``module.apply(variables, *args, method=method, **kwargs)`` with the method's type.
 
     The method is one of an unbound module, such as ``model.extend``.

@@ -94,9 +94,7 @@ def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib
         (
             "How alike heads are",
             "The mean cosine of two heads’ weights of the same query, in percent.",
-            _grids(
-                {n: {"": layer["end"]["similarity"]} for n, layer in layers.items()}, "head", 100.0
-            ),
+            _grids({n: {"": layer["end"]["similarity"]} for n, layer in layers.items()}, "head", 100.0),
         ),
         (
             "Talking heads",
@@ -133,9 +131,7 @@ def summary(found: Found) -> Iterator[str]:
     """Yields sentences: how many heads are sharp, local and static, and what has no attention."""
     end = {name: layer["end"] for name, layer in found["layers"].items()}
     if end:
-        spread, static = (
-            np.concatenate([m[x] for m in end.values()]) for x in ("spread", "static")
-        )
+        spread, static = (np.concatenate([m[x] for m in end.values()]) for x in ("spread", "static"))
         local = sum(_is_local(m, near) for m in end.values() for near in m["near"])
         names = [f"{name}.{i + 1}" for name, m in end.items() for i in range(len(m["spread"]))]
         yield (
@@ -179,9 +175,7 @@ def sentence(layer: Found) -> str:
     if math.isfinite(off):
         said.append(f"the largest weight is {off:.1f} off the diagonal")
     if math.isfinite(static):
-        kind = (
-            "static" if static >= STATIC else "partly static" if static >= 0.5 else "reads tokens"
-        )
+        kind = "static" if static >= STATIC else "partly static" if static >= 0.5 else "reads tokens"
         where = _share(np.maximum(m["static"], 0))
         said.append(f"{kind}: positions explain {where} of where it looks")
     return f"{layer['mixer']}: {'; '.join(said)}."
@@ -300,9 +294,7 @@ def _tiles(charts: Iterable[Markup]) -> list[Markup]:
 def _lines(title: str, lines: Mapping[str, Line], x_label: str, y_label: str) -> Markup:
     """Draws lines, with markers where there are few points."""
     few = {name: line for name, line in lines.items() if len(line[0]) < 8}
-    return line_chart(
-        lines, points=few, x_label=x_label, y_label=y_label, title=title, logarithmic=False
-    )
+    return line_chart(lines, points=few, x_label=x_label, y_label=y_label, title=title, logarithmic=False)
 
 
 def _grid(

@@ -14,9 +14,7 @@ SAMPLES = 1000
 """Resamples of the bootstrap."""
 
 
-def interval(
-    metric: str, value: float, answers: Mapping[str, Record]
-) -> tuple[float, float] | None:
+def interval(metric: str, value: float, answers: Mapping[str, Record]) -> tuple[float, float] | None:
     """Returns the 95 % interval of a logged score in percent: Wilson's (1927), or a bootstrap's.
 
     None where the answers alone do not give the score, where they are in groups, or where all resamples

@@ -67,9 +67,7 @@ def _scores(systems: Sequence[System]) -> list[list[Cell]]:
         digits = 3 if metric == "loss" else 1 + lower
         runs = [[run for run in system.runs if name in run.newest] for system in systems]
         scores = [[run.newest[name] for run in logged] for logged in runs]
-        means = [
-            round(sum(logged) / len(logged), digits) if logged else math.nan for logged in scores
-        ]
+        means = [round(sum(logged) / len(logged), digits) if logged else math.nan for logged in scores]
         known = [mean for mean in means if not math.isnan(mean)]
         differ = len(set(known)) > 1 and (task or same_tasks)
         best = (min if lower else max)(known) if differ else None
@@ -176,9 +174,7 @@ def _confusion(systems: Sequence[System], shared: Shared) -> Iterator[Markup]:
     """Yields the matrices of tasks with label words, in percent of the examples of a row."""
     for task, examples in shared.items():
         every = [[r for example in examples for r in example[i]] for i in range(len(systems))]
-        records = [
-            [r for r in labeled if isinstance(r.get("target_label"), int)] for labeled in every
-        ]
+        records = [[r for r in labeled if isinstance(r.get("target_label"), int)] for labeled in every]
         pairs = {(r["target_label"], r["target"]) for r in itertools.chain(*records)}
         words = dict(sorted(pairs))
         if not 1 < len(words) == len(pairs) <= 12:

@@ -40,9 +40,7 @@ class MetricsWriter:
         board.mkdir(exist_ok=True)
         self._board = EventsWriter(str(board / "events"))
         start = SessionLog(status=SessionLog.START)  # TensorBoard drops later steps
-        self._board.write_event(
-            Event(wall_time=time.time(), step=restored_step + 1, session_log=start)
-        )
+        self._board.write_event(Event(wall_time=time.time(), step=restored_step + 1, session_log=start))
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
         """Writes one line ``{"step": …, "kind": …, name: value, …}`` after so many steps.
@@ -59,9 +57,7 @@ class MetricsWriter:
             for name, value in finite.items()
             if value is not None
         ]
-        self._board.write_event(
-            Event(wall_time=time.time(), step=step, summary=Summary(value=shown))
-        )
+        self._board.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=shown)))
         if self._flushes:
             self.flush()
 

@@ -88,8 +88,7 @@ def write_directory(
         "limits": fields_of(limits),
         "vocabulary": "bytes" if isinstance(vocabulary, Bytes) else "sentencepiece",
         "sha256": {
-            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(directory.iterdir())
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())
         },
         "versions": {"synthesizer_jax": __version__, "jax": jax.__version__},
     }

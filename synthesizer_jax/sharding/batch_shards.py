@@ -52,9 +52,7 @@ class BatchShards:
 
         A shard that several processes load is saved by the one with the lowest index.
         """
-        saved_by_lower = {
-            s for p, shards in self._shards_of_process.items() if p < process for s in shards
-        }
+        saved_by_lower = {s for p, shards in self._shards_of_process.items() if p < process for s in shards}
         return sorted(self._shards_of_process[process] - saved_by_lower)
 
     def to_global_array(self, local: np.ndarray) -> jax.Array:

@@ -150,8 +150,6 @@ def use_mesh(mesh: Mesh) -> Iterator[None]:
         yield
         return
     parameter_rules = {name: _mesh_axis(name, mesh) for name in LOGICAL_AXES}
-    rules = [
-        (k, axes) for k, axes in {**parameter_rules, **ACTIVATIONS}.items() if axes is not None
-    ]
+    rules = [(k, axes) for k, axes in {**parameter_rules, **ACTIVATIONS}.items() if axes is not None]
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         yield

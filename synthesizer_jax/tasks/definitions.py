@@ -140,9 +140,7 @@ SUPER_GLUE = (
     ),
     _wsc("train", ("train",), metrics=()),
     _wsc("eval", HELD_OUT),
-    Task(
-        "dpr_v001_simple", "definite_pronoun_resolution", coreference.dpr, splits=("train", "test")
-    ),
+    Task("dpr_v001_simple", "definite_pronoun_resolution", coreference.dpr, splits=("train", "test")),
 )
 
 
@@ -157,9 +155,7 @@ def sentinel_name(name: str) -> str:
     return f"{name[:position]}_1_sentinel{name[position:]}"
 
 
-SENTINEL = tuple(
-    dataclasses.replace(d, name=sentinel_name(d.name), sentinel=True) for d in SUPER_GLUE
-)
+SENTINEL = tuple(dataclasses.replace(d, name=sentinel_name(d.name), sentinel=True) for d in SUPER_GLUE)
 
 LANGUAGES = {"cs": "Czech", "de": "German", "en": "English", "fr": "French", "ja": "Japanese"}
 LANGUAGES["ro"] = "Romanian"

@@ -82,9 +82,7 @@ def mean_3class_f1(targets: Sequence[int], predictions: Sequence[int]) -> dict[s
     return {"mean_3class_f1": 100 * float(np.mean(scores))}
 
 
-def multirc_f1(
-    targets: Sequence[Mapping[str, Any]], predictions: Sequence[int]
-) -> dict[str, float]:
+def multirc_f1(targets: Sequence[Mapping[str, Any]], predictions: Sequence[int]) -> dict[str, float]:
     """Returns the binary F1 over all answers; see `postprocessors.multirc` for the targets."""
     return f1_with_invalid([t["value"] for t in targets], predictions)
 
@@ -139,9 +137,7 @@ def trivia_qa(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> d
     return _best_over_answers(targets, predictions, normalize_trivia_qa)
 
 
-def span_squad(
-    targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]
-) -> dict[str, float]:
+def span_squad(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]) -> dict[str, float]:
     """Returns SQuAD's ``em`` and ``f1`` of predictions such as ``start: 3 end: 6``.
 
     The words of the context at these positions, the last one included, are the answer. It is empty
@@ -151,9 +147,7 @@ def span_squad(
     return squad([target["answers"] for target in targets], answers)
 
 
-def record_squad(
-    targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]
-) -> dict[str, float]:
+def record_squad(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]) -> dict[str, float]:
     """Returns SQuAD's ``em`` and ``f1`` of the first row of every query; see `postprocessors.record`."""
     first: dict[tuple[int, int], tuple[Sequence[str], str]] = {}
     for target, prediction in zip_equal(targets, predictions):
@@ -238,8 +232,7 @@ def bleu_13a(targets: Sequence[References], predictions: Sequence[str]) -> dict[
 def dialogue_bleu(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:
     """Returns corpus BLEU of words ``bleu1``, and of one to four words ``bleu4``, which spaces separate."""
     return {
-        f"bleu{order}": _corpus_bleu(targets, predictions, tokenize="none", order=order)
-        for order in (1, 4)
+        f"bleu{order}": _corpus_bleu(targets, predictions, tokenize="none", order=order) for order in (1, 4)
     }
 
 
@@ -318,9 +311,7 @@ def _corpus_bleu(
     return float(metric.corpus_score(list(predictions), streams).score)
 
 
-def _reference_streams(
-    targets: Sequence[References], predictions: Sequence[str]
-) -> list[list[Any]]:
+def _reference_streams(targets: Sequence[References], predictions: Sequence[str]) -> list[list[Any]]:
     """Returns the n-th references of all examples, for every n; None where there are fewer.
 
     T5 passes lists of references on untransposed, which sacreBLEU reads as streams.

@@ -61,9 +61,7 @@ def _index(row: Row) -> Row:
     return {"idx": index}
 
 
-def text_to_text(
-    dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]
-) -> tf.data.Dataset:
+def text_to_text(dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]) -> tf.data.Dataset:
     """Formats rows as ``prefix source`` with the target as it is; `features` are the names of both.
 
     It is T5's `translate` and `summarize`.
@@ -102,9 +100,7 @@ def dialogue(dataset: tf.data.Dataset, *, turns: int = 8) -> tf.data.Dataset:
     return dataset.map(convert)
 
 
-def similarity(
-    dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]
-) -> tf.data.Dataset:
+def similarity(dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]) -> tf.data.Dataset:
     """Formats STS-B: the target is the score rounded to a fifth, ``round(label · 5) / 5``, half to even."""
 
     def convert(row: Row) -> Row:
@@ -138,9 +134,7 @@ def record(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Formats ReCoRD: query, entities, passage; a row per answer, or one with `UNKNOWN`."""
 
     def convert(row: Row) -> Row:
-        passage = tf.strings.regex_replace(
-            row["passage"], r"(\.|\?|\!|\"|\')\n@highlight\n", r"\1 "
-        )
+        passage = tf.strings.regex_replace(row["passage"], r"(\.|\?|\!|\"|\')\n@highlight\n", r"\1 ")
         passage = tf.strings.regex_replace(passage, r"\n@highlight\n", ". ")
         entities = tf.strings.reduce_join(row["entities"], separator=", ")
         parts = ["record query:", row["query"], "entities:", entities, "passage:", passage]
@@ -198,9 +192,7 @@ def _truncate_before_last(ids: tf.Tensor, limit: int | None) -> tf.Tensor:
 # Question answering. ----------------------------------------------------------------------------------
 
 
-def squad(
-    dataset: tf.data.Dataset, *, context: bool = True, spans: bool = False
-) -> tf.data.Dataset:
+def squad(dataset: tf.data.Dataset, *, context: bool = True, spans: bool = False) -> tf.data.Dataset:
     """Formats SQuAD as ``question: … context: …`` with the first answer as target.
 
     Every ASCII punctuation character gets spaces around it, and white space is squeezed. All answers
@@ -242,9 +234,7 @@ def trivia_qa(dataset: tf.data.Dataset) -> tf.data.Dataset:
         aliases = _pad_punctuation(row["answer"]["normalized_aliases"])
         passages = tf.repeat(_pad_punctuation(contexts), tf.size(aliases))
         answers = tf.tile(aliases, [tf.size(contexts)])
-        found = tf.map_fn(
-            lambda pair: _occurs(*pair), (answers, passages), fn_output_signature=tf.bool
-        )
+        found = tf.map_fn(lambda pair: _occurs(*pair), (answers, passages), fn_output_signature=tf.bool)
         question = tf.fill(tf.shape(passages), _pad_punctuation(row["question"]))
         inputs = _join([tf.constant("question:"), question, tf.constant("context:"), passages])
         return {

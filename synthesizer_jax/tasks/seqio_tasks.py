@@ -58,8 +58,7 @@ class RegisteredTask(Task):
             return {}
         found, located = stored.stored_splits(directory), _located(source, data_dir)
         return {
-            split: located.num_input_examples(split) if split in found else None
-            for split in located.splits
+            split: located.num_input_examples(split) if split in found else None for split in located.splits
         }
 
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
@@ -156,9 +155,7 @@ def mixture_rates(name: str, tasks: Iterable[str], data_dir: pathlib.Path) -> di
     return {task.name: float(mixture.get_rate(task)) for task in mixture.tasks}
 
 
-def _adapt_mixture(
-    name: str, tasks: frozenset[str], data_dir: pathlib.Path
-) -> seqio.Mixture | None:
+def _adapt_mixture(name: str, tasks: frozenset[str], data_dir: pathlib.Path) -> seqio.Mixture | None:
     """Returns the mixture of some of its tasks; None if it has none of them."""
     vocabulary = Bytes().build()
     members: list[tuple[seqio.Task | seqio.Mixture, Any]] = []

@@ -56,9 +56,7 @@ def open_stream(
             f"no task of {config.mixture!r} is prepared for the split {config.split!r} in "
             f"{prepared.root}; {prepared.remedy(config.mixture)}"
         )
-    tasks = {
-        n: task_registry.TASKS.get(n) for n, r in MIXTURES.get(config.mixture, {}).items() if r
-    }
+    tasks = {n: task_registry.TASKS.get(n) for n, r in MIXTURES.get(config.mixture, {}).items() if r}
     missing = [n for n, t in tasks.items() if t and n not in sampled and config.split in t.splits]
     if missing:
         names = ", ".join(missing)
@@ -69,9 +67,7 @@ def open_stream(
         words, length = task.label_words or (), config.lengths["targets"]
         index_by_tokens(words, vocabulary, owner=f"the task {name!r}", length=length)
         objective = task_objective(config, task)
-        examples = prepared.open(
-            name, config.split, config.lengths, documents=objective is not None
-        )
+        examples = prepared.open(name, config.split, config.lengths, documents=objective is not None)
         hidden = examples.info.targets.get(HIDDEN, 0)
         if hidden and (words or hidden == len(examples)):
             raise ValueError(

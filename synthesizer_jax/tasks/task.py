@@ -107,9 +107,7 @@ class Task:
         """Returns whether the answer to a preprocessed row is known; in most test splits it is not."""
         return postprocessors.is_labeled(example)
 
-    def postprocess(
-        self, answer: str, *, example: Example | None = None, is_target: bool = False
-    ) -> Value:
+    def postprocess(self, answer: str, *, example: Example | None = None, is_target: bool = False) -> Value:
         """Converts a decoded answer, or the target, of a preprocessed row to what metrics compare."""
         if self.sentinel and answer.startswith(postprocessors.SENTINEL):
             answer = answer.removeprefix(postprocessors.SENTINEL).strip()
@@ -135,8 +133,7 @@ class Task:
             for row in examples
         ]
         predictions = [
-            self.postprocess(text, example=row)
-            for text, row in zip(answers.texts, examples, strict=True)
+            self.postprocess(text, example=row) for text, row in zip(answers.texts, examples, strict=True)
         ]
         result: dict[str, Any] = {}
         for metric in self.metrics:

@@ -13,9 +13,7 @@ from synthesizer_jax.tasks.definitions import DEFINITIONS
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate, Rates
 from synthesizer_jax.tasks.task import Task
 
-TASKS: dict[str, Task] = {
-    task.name: task for task in (*DEFINITIONS, *synthetic.DEFINITIONS.values())
-}
+TASKS: dict[str, Task] = {task.name: task for task in (*DEFINITIONS, *synthetic.DEFINITIONS.values())}
 """All tasks that are not in SeqIO's registry alone; `add` adds others."""
 
 _REMEDY = (

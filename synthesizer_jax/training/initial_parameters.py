@@ -184,9 +184,7 @@ def resize(old: jax.Array, fresh: jax.Array, fill: str) -> jax.Array:
     kept = tuple(slice(min(n, m)) for n, m in zip(old.shape, fresh.shape, strict=True))
     if fill == "fresh":
         return fresh.at[kept].set(old[kept].astype(fresh.dtype))
-    indices = [
-        jnp.clip(jnp.arange(m), 0, n - 1) for n, m in zip(old.shape, fresh.shape, strict=True)
-    ]
+    indices = [jnp.clip(jnp.arange(m), 0, n - 1) for n, m in zip(old.shape, fresh.shape, strict=True)]
     grid = list(jnp.meshgrid(*indices, indexing="ij"))
     if fill == "distance":
         q, k = (jnp.arange(m) for m in fresh.shape[-2:])

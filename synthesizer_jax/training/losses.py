@@ -202,9 +202,7 @@ def _logits_gradient(
     exponential = jnp.exp(logits.astype(jnp.float32) - peak[..., None])
     log_z = stats.peak + jnp.log(stats.total)
     factor = weights * (g + 2.0 * settings.z_loss * g * log_z) / stats.total
-    is_target = targets[..., None] == jax.lax.broadcasted_iota(
-        targets.dtype, logits.shape, logits.ndim - 1
-    )
+    is_target = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
     smoothed = jnp.where(is_target, extra + low, low)
     dlogits = factor[..., None] * exponential - (g * weights)[..., None] * smoothed
     dlogits = jnp.where(stats.wrong[..., None], jnp.nan, dlogits)
@@ -212,9 +210,7 @@ def _logits_gradient(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _dense_losses(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array, settings: _Settings
-) -> _Sums:
+def _dense_losses(logits: jax.Array, targets: jax.Array, weights: jax.Array, settings: _Settings) -> _Sums:
     return _losses(logits, targets, weights, settings)[0]
 
 

@@ -171,8 +171,7 @@ def _abstract_mesh(shape: MeshShape, topology: Topology) -> AbstractMesh:
 def _shard_bytes(tree: PyTree) -> int:
     """Returns the bytes of one device's shards of abstract arrays with shardings."""
     return sum(
-        tiled_bytes(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
-        for x in jax.tree.leaves(tree)
+        tiled_bytes(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree)
     )
 
 

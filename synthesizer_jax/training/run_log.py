@@ -179,9 +179,7 @@ class RunLog:
             if not math.isfinite(values[name]):
                 self._checkpoints.wait()
                 newest = max(self._checkpoints.steps, default=None)
-                saved = (
-                    "no checkpoint was saved yet" if newest is None else f"step {newest} is saved"
-                )
+                saved = "no checkpoint was saved yet" if newest is None else f"step {newest} is saved"
                 raise NonFiniteLossError(
                     f"the {name.replace('_', ' ')} of step {step} is {values[name]}; stopped, {saved}: "
                     "lower the learning rate, warm up longer or clip gradients, and start again"

@@ -86,9 +86,7 @@ def make_layout(
       ema: whether the state has an average of the parameters.
     """
     shapes, axes = abstract_variables(model, *tokens)
-    optimizer = build_optimizer(
-        config, rules, model=model, params=shapes["params"], axes=axes["params"]
-    )
+    optimizer = build_optimizer(config, rules, model=model, params=shapes["params"], axes=axes["params"])
     constants = shapes.get("constants", {})
     state = TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32),
@@ -160,9 +158,7 @@ def apply_gradients(
     if ema is not None:
         weight = 1.0 - jnp.minimum(ema, (1.0 + state.step) / (10.0 + state.step))
         average = jax.tree.map(lambda a, p: a + (weight * (p - a)).astype(a.dtype), average, params)
-    return dataclasses.replace(
-        state, step=state.step + 1, params=params, opt_state=opt_state, ema=average
-    )
+    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, ema=average)
 
 
 def restart_ema(state: TrainState) -> TrainState:

@@ -251,9 +251,7 @@ def _data_checksum(batch: Batch) -> jax.Array:
         ids = batch[name].astype(jnp.uint32)
         position = jnp.arange(ids.size, dtype=jnp.uint32).reshape(ids.shape)
         # Knuth's multiplier; odd weights keep every bit of an id.
-        total = total * 31 + (ids * (position * jnp.uint32(2654435761) * 2 + 1)).sum(
-            dtype=jnp.uint32
-        )
+        total = total * 31 + (ids * (position * jnp.uint32(2654435761) * 2 + 1)).sum(dtype=jnp.uint32)
     return total
 
 

@@ -205,9 +205,7 @@ def error(found, expected: np.ndarray) -> float:
     found = np.asarray(found, np.float64)
     assert found.shape == expected.shape, (found.shape, expected.shape)
     assert np.isfinite(found).all()
-    return float(
-        np.abs(found - expected).max(initial=0) / max(np.abs(expected).max(initial=0), 1e-30)
-    )
+    return float(np.abs(found - expected).max(initial=0) / max(np.abs(expected).max(initial=0), 1e-30))
 
 
 def rms_error(found, expected: np.ndarray) -> float:

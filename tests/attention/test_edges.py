@@ -153,9 +153,7 @@ def test_no_dtype_is_promoted_by_accident(route: str, mask: str) -> None:
     with jax.numpy_dtype_promotion("strict"):
         gradients = jax.eval_shape(jax.grad(loss, argnums=(0, 1)), terms, values)
         jax.eval_shape(loss, cast(terms, jnp.float32), values)
-        weights = jax.eval_shape(
-            lambda t: attention_weights(t, mask=masks[mask], k_length=KEYS), terms
-        )
+        weights = jax.eval_shape(lambda t: attention_weights(t, mask=masks[mask], k_length=KEYS), terms)
     assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("bfloat16")}
     assert weights.dtype == jnp.float32
 

@@ -45,9 +45,7 @@ def both_ways(names, mask, q, k, dtype=jnp.float32):
         lambda x: fused_tpu.forward(q, offset, x, interpret=True),
         lambda *x: fused_tpu.backward(offset, *x, interpret=True),
     )
-    return run(kernels, inputs), run(
-        (functools.partial(blocked.forward, q), blocked.backward), inputs
-    )
+    return run(kernels, inputs), run((functools.partial(blocked.forward, q), blocked.backward), inputs)
 
 
 def check_fused(names, mask, q, k, bound=2e-5):
@@ -91,9 +89,7 @@ def test_fused_bfloat16_is_as_close_as_the_loop():
 
     def error(found):
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wide), strict=True)
-        return max(
-            float(np.abs(np.float32(x) - y).max() / max(1.0, np.abs(y).max())) for x, y in pairs
-        )
+        return max(float(np.abs(np.float32(x) - y).max() / max(1.0, np.abs(y).max())) for x, y in pairs)
 
     ours, loop = map(error, both_ways(names, mask, QUERIES, KEYS, jnp.bfloat16))
     assert ours < 1.5 * loop < 0.1
@@ -113,16 +109,12 @@ def test_equal_logits_of_any_size_give_the_mean(size):
 NO_FUSED_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
-@functools.partial(
-    jax.jit, static_argnums=0, compiler_options={**cases.FAST_COMPILE, **NO_FUSED_PRODUCTS}
-)
+@functools.partial(jax.jit, static_argnums=0, compiler_options={**cases.FAST_COMPILE, **NO_FUSED_PRODUCTS})
 def run_static(offset, terms, values, mask, g):
     """Output, cotangents of terms and values, and the largest of one over the denominators."""
     q = g.shape[1]
     inputs, back = jax.vjp(lambda terms: static_inputs(Call(terms, values, mask, q)), terms)
-    out, inverse = static_tpu.forward(
-        q, offset, inputs, same_keys=_is_separable(mask), interpret=True
-    )
+    out, inverse = static_tpu.forward(q, offset, inputs, same_keys=_is_separable(mask), interpret=True)
     found = static_tpu.backward(offset, inputs, out, inverse, g, interpret=True)
     (dterms,) = back(jax.tree.map(_zero, inputs)._replace(biases=found.biases))
     return (out, dterms, found.values), jnp.zeros(()) if inverse is None else inverse.max()
@@ -225,7 +217,5 @@ def test_tpus_run_the_kernels():
     def loss(table, values):
         return attend((static(table),), values, mask=mask).astype(jnp.float32).sum()
 
-    lowered = (
-        jax.jit(jax.grad(loss, (0, 1))).trace(table, values).lower(lowering_platforms=("tpu",))
-    )
+    lowered = jax.jit(jax.grad(loss, (0, 1))).trace(table, values).lower(lowering_platforms=("tpu",))
     assert lowered.as_text().count("tpu_custom_call") == 2

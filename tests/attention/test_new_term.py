@@ -68,8 +68,7 @@ def test_layers_know_a_new_term(make):
         y, expected = (layer.apply(variables, x, mask=mask) for layer in (new, known))
         np.testing.assert_allclose(y, expected, atol=1e-5)
     gradients = [
-        jax.grad(lambda v, layer=layer: (layer.apply(v, x) ** 2).sum())(variables)
-        for layer in (new, known)
+        jax.grad(lambda v, layer=layer: (layer.apply(v, x) ** 2).sum())(variables) for layer in (new, known)
     ]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *gradients)
 

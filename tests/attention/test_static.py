@@ -48,9 +48,7 @@ def test_gaps_of_every_size(name: str) -> None:
     values = 1e-6 * cases.normal("values", B, N, H, E)
     dout = cases.normal("cotangent", B, N, H, E)
     for gap in GAPS:
-        cases.check(
-            (static(logits_with_gap(gap)),), values, padding_masks()[name], dout, "static", 2e-5
-        )
+        cases.check((static(logits_with_gap(gap)),), values, padding_masks()[name], dout, "static", 2e-5)
 
 
 def test_large_future_logits_do_not_underflow_causal_rows() -> None:
@@ -81,9 +79,7 @@ def test_vmap_keeps_a_single_conditional() -> None:
     mask = padding_masks()["padding"]
     dout = cases.normal("cotangent", B, N, H, E)
 
-    def attend_and_vjp(
-        table: jax.Array, values: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def attend_and_vjp(table: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         out, vjp = jax.vjp(lambda t, v: attend((static(t),), v, mask=mask), table, values)
         dtable, dvalues = vjp(dout)
         return out, dtable, dvalues
@@ -96,9 +92,7 @@ def test_vmap_keeps_a_single_conditional() -> None:
         assert oracle.error(out, expected.out) < 2e-5
         assert oracle.error(dtable, expected.terms[0]["logits"]) < 2e-5
         assert oracle.error(dvalues, expected.values) < 2e-5
-    nested = (
-        fast_jit(jax.vmap(jax.vmap(attend_and_vjp))).lower(tables[None], values[None]).compile()
-    )
+    nested = fast_jit(jax.vmap(jax.vmap(attend_and_vjp))).lower(tables[None], values[None]).compile()
     assert nested.as_text().count(" conditional(") == 2
 
 

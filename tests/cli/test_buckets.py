@@ -38,9 +38,7 @@ def losses(text: bytes, directory: pathlib.Path) -> list[tuple[int, float]]:
 
 WRONG = {
     train("gs://nobucket/run", 8): "gs://nobucket/run",
-    train(
-        "s3://bucket/run", 8
-    ): "s3:/bucket/run is not a path on a disk or in Google Cloud Storage",
+    train("s3://bucket/run", 8): "s3:/bucket/run is not a path on a disk or in Google Cloud Storage",
     train("gs://bucket", 8): "gs://bucket is not a path on a disk or in Google Cloud Storage",
     "eval --workdir gs://bucket/nothing": "gs://bucket/nothing holds no experiment.json",
     "doctor --workdir gs://nobucket/new": "gs://nobucket/new",

@@ -241,9 +241,7 @@ def test_a_diverged_model_is_evaluated_and_written_as_json(place, tmp_path):
     assert json.loads(texts[0])["loss"] is None
 
 
-def test_following_waits_for_checkpoints_until_the_last_step_or_an_early_stop(
-    place, run, monkeypatch
-):
+def test_following_waits_for_checkpoints_until_the_last_step_or_an_early_stop(place, run, monkeypatch):
     hidden, real = [], manager.finished_steps
     monkeypatch.setattr(manager, "finished_steps", lambda x: real(x) if hidden else real(x)[:1])
     monkeypatch.setattr(evaluate.time, "sleep", hidden.append)

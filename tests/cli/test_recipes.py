@@ -46,9 +46,7 @@ def test_recipes_lists_what_comes_with_the_package():
 
 
 def test_the_page_on_recipes_writes_one_that_loads(tmp_path):
-    (block,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), flags=re.S
-    )
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), flags=re.S)
     (tmp_path / "mine.py").write_text(block)
     settings = ["training.optimizer.learning_rate=3e-4", "model.encoder.runs.0.repeats=4"]
     recipe = load_recipe(str(tmp_path / "mine.py"), settings)
@@ -106,9 +104,7 @@ def test_a_broken_recipe_is_one_sentence_with_its_file(tmp_path, source, message
 def test_a_module_of_ones_own_package_is_a_recipe(tmp_path, monkeypatch):
     (tmp_path / "own_recipes").mkdir()
     (tmp_path / "own_recipes/__init__.py").write_text("")
-    (tmp_path / "own_recipes/small.py").write_text(
-        IMPORTS + "def default():\n    return experiment()\n"
-    )
+    (tmp_path / "own_recipes/small.py").write_text(IMPORTS + "def default():\n    return experiment()\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("synthesizer_jax.runs.code._imported", set())
     assert load_recipe("own_recipes.small").data.mixture == "copy"
@@ -136,9 +132,7 @@ STALE = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", ["synthesizer_rv_small", "mesh_random_base", "linformer_base", "alr_s"]
-)
+@pytest.mark.parametrize("name", ["synthesizer_rv_small", "mesh_random_base", "linformer_base", "alr_s"])
 def test_the_costs_that_come_with_the_package_are_those_of_the_zoo(name):
     assert list(known_costs()) == list(ZOO), STALE
     assert costs(name) == known_costs()[name], STALE

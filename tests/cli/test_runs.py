@@ -46,9 +46,7 @@ def start(command: str, **options) -> subprocess.Popen:
 
 def test_stopped_before_the_first_step_nothing_is_left(tmp_path, synthetic_data) -> None:
     workdir = tmp_path / "run"
-    with start(
-        train(workdir, synthetic_data, "training.steps=4", "mesh.fsdp=1"), **PIPES
-    ) as process:
+    with start(train(workdir, synthetic_data, "training.steps=4", "mesh.fsdp=1"), **PIPES) as process:
         while "compiling" not in (line := process.stdout.readline()):
             assert line, process.stderr.read()
         process.send_signal(signal.SIGTERM)
@@ -98,17 +96,11 @@ def test_interrupted_without_a_terminal_and_on_one(tmp_path, synthetic_data) -> 
         rest, errors = process.communicate()
     assert process.returncode in (130, -signal.SIGINT)  # the latter in an evaluation, after a save
     if process.returncode == 130:
-        assert errors.endswith(
-            "stopped by SIGINT; everything is saved, start the same command again\n"
-        )
+        assert errors.endswith("stopped by SIGINT; everything is saved, start the same command again\n")
     log = "".join(said) + rest
     assert re.search(r"step +0/100000  compiling: [\d,]+ parameters on 1 × cpu\n", log)
-    assert re.search(
-        r"step +4/100000  loss .*learning rate .*padding \d+%.* steps/s .* left\n", log
-    )
-    assert re.search(
-        r"step +4/100000  saved\n.*evaluated in .* s: score [\d.]+, loss .*accuracy", log
-    )
+    assert re.search(r"step +4/100000  loss .*learning rate .*padding \d+%.* steps/s .* left\n", log)
+    assert re.search(r"step +4/100000  saved\n.*evaluated in .* s: score [\d.]+, loss .*accuracy", log)
     (*_, newest) = finished_steps(workdir / "checkpoints")
     trained = [r["step"] for r in read_metrics(workdir / "metrics.jsonl") if r["kind"] == "train"]
     assert trained == list(range(1, newest + 1))

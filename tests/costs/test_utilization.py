@@ -100,9 +100,7 @@ POD = HOST | {"cgroup": "0::/pod/container\n"} | group("/pod", "100000", 70000, 
         ({"cgroup": "0::/not/seen/here\n"} | group("", "4000", 1000, 0), 3000),  # in a container
     ],
 )
-def test_what_the_host_and_the_limits_of_containers_leave(
-    tmp_path: pathlib.Path, monkeypatch, files, free
-):
+def test_what_the_host_and_the_limits_of_containers_leave(tmp_path: pathlib.Path, monkeypatch, files, free):
     places = {"MEMORY": "meminfo", "OWN_GROUPS": "cgroup", "GROUPS": "groups"}
     for name, place in places.items():
         monkeypatch.setattr(host_memory, name, tmp_path / place)

@@ -142,8 +142,7 @@ def examples_of(batch: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]
     for row in range(len(batch["decoder_target_tokens"])):
         parts = {name: values[row] for name, values in batch.items()}
         segments = {
-            side: parts.get(f"{side}_segment_ids", parts[tokens] != 0)
-            for side, tokens in sides.items()
+            side: parts.get(f"{side}_segment_ids", parts[tokens] != 0) for side, tokens in sides.items()
         }
         for number in range(1, int(segments["decoder"].max(initial=0)) + 1):
             yield {name: x[segments[name[:7]] == number] for name, x in parts.items()}
@@ -159,8 +158,6 @@ def digests(batches: Iterator[dict[str, np.ndarray]], count: int) -> list[str]:
     """Of everything in the next batches, dtypes included."""
     result = []
     for _ in range(count):
-        parts = [
-            f"{k} {v.dtype} {v.shape}".encode() + v.tobytes() for k, v in next(batches).items()
-        ]
+        parts = [f"{k} {v.dtype} {v.shape}".encode() + v.tobytes() for k, v in next(batches).items()]
         result.append(hashlib.sha256(b"".join(parts)).hexdigest())
     return result

@@ -92,9 +92,7 @@ def test_packing_ends_an_epoch_of_a_small_task_before_the_next(data_dir: pathlib
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_of_a_shard_gives_each_of_its_examples_once(
-    data_dir: pathlib.Path, shuffle: bool
-) -> None:
+def test_an_epoch_of_a_shard_gives_each_of_its_examples_once(data_dir: pathlib.Path, shuffle: bool) -> None:
     changes = {"mixture": "small_many", "batch_size": 40, "shards": 4, "shuffle": shuffle}
     drawn = small.inputs(small.stream(data_dir, here=[2], **changes), 188)
     rows = [int(string.split()[1]) for string in drawn]
@@ -123,9 +121,7 @@ def test_tasks_are_drawn_by_their_rates(data_dir: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"mixture": "small_many", "batch_size": 8}, BUCKETED])
-def test_hosts_read_disjoint_shards_that_cover_everything(
-    data_dir: pathlib.Path, changes: dict
-) -> None:
+def test_hosts_read_disjoint_shards_that_cover_everything(data_dir: pathlib.Path, changes: dict) -> None:
     """With buckets, in the shape of the whole batch."""
     whole, shards = small.stream(data_dir, **changes), changes.get("shards", 8)
     hosts = [[0], [*range(1, shards - 1)], [shards - 1]]
@@ -218,9 +214,7 @@ def test_a_position_belongs_to_its_stream(data_dir: pathlib.Path, tmp_path: path
     record = json.loads(info.read_text())
     info.write_text(json.dumps(record | {"checksum": 5}))
     refused(r"checksum of small_few was \d+ and is 5", packed)
-    info.write_text(
-        json.dumps(record | {"examples": 39, "files": dict.fromkeys(record["files"], 39)})
-    )
+    info.write_text(json.dumps(record | {"examples": 39, "files": dict.fromkeys(record["files"], 39)}))
     refused(r"examples of small_few was 40 and is 39; restore .* or start a new run with", packed)
     info.write_text(json.dumps(record))
     tasks.save_rates("small", small.MIXTURES["small"] | {"small_few": 1.5})
@@ -230,9 +224,7 @@ def test_a_position_belongs_to_its_stream(data_dir: pathlib.Path, tmp_path: path
         small.stream(data_dir, pack=True).restore(saved)
 
 
-def test_a_position_of_another_version_is_valid(
-    data_dir: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_position_of_another_version_is_valid(data_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """One that lacks numbers of examples and a later field, or holds what equals a default."""
     stream = small.stream(data_dir)
     stream.save(tmp_path)

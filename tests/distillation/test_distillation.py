@@ -60,9 +60,7 @@ def distill_steps(trainer, steps):
     return initial_params, state.params, history
 
 
-@pytest.mark.parametrize(
-    ("name", "together"), [*((name, False) for name in RECIPES), ("ALR", True)]
-)
+@pytest.mark.parametrize(("name", "together"), [*((name, False) for name in RECIPES), ("ALR", True)])
 def test_only_replacements_change_and_the_loss_decreases(teacher, name, together):
     """What is not replaced is inherited from the teacher, the output projection of ALR's heads too."""
     trainer = make_trainer(*teacher, RECIPES[name], together=together)
@@ -116,9 +114,7 @@ def test_teacher_activations_are_those_of_its_own_pass(teacher):
         layer["self_mixed"],
         atol=1e-5,
     )
-    np.testing.assert_allclose(
-        layer["self_input"] + layer["self_mixed"], layer["self_output"], atol=1e-6
-    )
+    np.testing.assert_allclose(layer["self_input"] + layer["self_mixed"], layer["self_output"], atol=1e-6)
 
 
 def test_segments_of_a_packed_row_are_independent(teacher):

@@ -129,9 +129,7 @@ def test_statistics_are_those_of_the_weights():
     stream = CopyStream()
     batches = [{k: jnp.asarray(v) for k, v in next(stream).items()} for _ in range(3)]
     first = batches[0]
-    variables = MODEL.init(
-        jax.random.key(0), first["encoder_input_tokens"], first["decoder_input_tokens"]
-    )
+    variables = MODEL.init(jax.random.key(0), first["encoder_input_tokens"], first["decoder_input_tokens"])
     layers = [("encoder", 1), ("decoder", 0)]
     found = collect_statistics(MODEL, variables, batches, layers)
     for stack, layer in layers:

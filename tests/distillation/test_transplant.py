@@ -29,9 +29,7 @@ DOT = dot_product(4)
 INPUTS = jnp.asarray([[5, 9, 3, 12, 7, 1, 0, 0], [4, 4, 8, 2, 6, 11, 13, 1]])
 TARGETS = jnp.asarray([[0, 6, 3, 9, 1, 0, 0, 0], [0, 2, 15, 7, 3, 8, 5, 1]])
 
-MIXTURES = {
-    name: make(DOT, N) for name, make in VARIANTS.items() if isinstance(make(DOT, N), Mixture)
-} | {
+MIXTURES = {name: make(DOT, N) for name, make in VARIANTS.items() if isinstance(make(DOT, N), Mixture)} | {
     "sum": Mixture((Random(N), DOT), weights="sum"),
     "sigmoid": Mixture((DOT, Dense(N)), weights="sigmoid"),
     "three": Mixture((FactorizedRandom(N), DOT, RelativeBias())),

@@ -255,9 +255,7 @@ def test_results_and_predictions_are_files_of_json(measured, load, tmp_path):
         for line in lines if values is variables else ():
             assert line["score"] == line["scores"][line["prediction"]]
         assert list((tmp_path / "new").iterdir()) == [path]
-    titles = [
-        f"glue_rte_v002, {split}: {n} examples" for split, n in (("validation", 6), ("test", 5))
-    ]
+    titles = [f"glue_rte_v002, {split}: {n} examples" for split, n in (("validation", 6), ("test", 5))]
     assert said == list(zip(titles, (6, 5), strict=True)) * 2 and sum(done) == 22
     metrics = {"accuracy": np.float32("nan"), "f1": np.inf}
     assert flatten_results([known]) == {"glue_rte_v002/accuracy": known.metrics["accuracy"]}

@@ -90,9 +90,7 @@ def test_ranking_takes_the_most_probable_word(predictor):
         np.testing.assert_allclose(found, scores, rtol=1e-5)
         assert answer == WORDS[int(np.argmax(scores))]
     p.vocabulary.encode = lambda s: [2]
-    with pytest.raises(
-        ValueError, match="'ab' and 'c', which are the same to the vocabulary; take"
-    ):
+    with pytest.raises(ValueError, match="'ab' and 'c', which are the same to the vocabulary; take"):
         p.predict(encoded(p), WORDS)
 
 

@@ -38,9 +38,7 @@ def test_one_process_alone_starts_nothing(capsys):
 def test_the_variables_name_a_place(join):
     assert set(join()) == {"initialization_timeout"}, "JAX looks for a cluster"
     assert os.environ["JAX_COORDINATOR_PORT"] == processes.OPEN_PORT
-    found = join(
-        JAX_COORDINATOR_ADDRESS="host:1234", SYNTHESIZER_PROCESSES="4", SYNTHESIZER_PROCESS="3"
-    )
+    found = join(JAX_COORDINATOR_ADDRESS="host:1234", SYNTHESIZER_PROCESSES="4", SYNTHESIZER_PROCESS="3")
     place = (found["coordinator_address"], found["num_processes"], found["process_id"])
     assert place == ("host:1234", 4, 3)
 

@@ -118,9 +118,7 @@ def test_repetition_is_constrained_as_in_transformers(n):
     """Greedy decoding changes logits, beam search log-probabilities; the prompt counts."""
     logits = np.random.default_rng(n).normal(scale=2, size=(6, 8, Table.CODES, 12))
     logits[..., 1] -= 3
-    prompts = np.array(
-        [[0, 4, 5, 4], [0, 0, 0, 0], [2, 3, 4, 5], [7, 7, 2, 7], [0, 2, 2, 3], [0, 0, 9, 8]]
-    )
+    prompts = np.array([[0, 4, 5, 4], [0, 0, 0, 0], [2, 3, 4, 5], [7, 7, 2, 7], [0, 2, 2, 3], [0, 0, 9, 8]])
     table = Table(np.float32(logits))
     constraints = Constraints(
         None,
@@ -147,9 +145,7 @@ def test_repetition_is_constrained_as_in_transformers(n):
             return [constrain(row, [*prompt, *p], 1.5, n) for row, p in pairs]
 
         wanted = t5x_beams(log_p, 8, 3, 0.6, 1)
-        for (best, score), found, value in zip(
-            wanted, beams.tokens[i], beams.scores[i], strict=False
-        ):
+        for (best, score), found, value in zip(wanted, beams.tokens[i], beams.scores[i], strict=False):
             assert tuple(found[: len(best)].tolist()) == best
             np.testing.assert_allclose(value, score, atol=1e-5)
     assert changed

@@ -113,9 +113,7 @@ def test_low_temperatures_and_one_token_to_draw_from_are_greedy(shortest):
         sample(logits, 5.0, 1e-6, shortest=shortest),
     ):
         np.testing.assert_array_equal(found.tokens, greedy.tokens)
-        np.testing.assert_allclose(
-            found.log_probabilities, greedy.log_probabilities, rtol=1e-5, atol=1e-6
-        )
+        np.testing.assert_allclose(found.log_probabilities, greedy.log_probabilities, rtol=1e-5, atol=1e-6)
     for example, tokens in zip(logits, np.asarray(greedy.tokens[:, 0]), strict=True):
         wanted = ()
         while len(wanted) < 4 and wanted[-1:] != (1,):
@@ -128,9 +126,7 @@ def test_low_temperatures_and_one_token_to_draw_from_are_greedy(shortest):
 
 @pytest.fixture(scope="module")
 def trained():
-    model = t5(
-        Size(8, 1, 12, 2, 4), encoder=alignment("v", head_dim=4, max_length=8), vocab_size=VOCAB
-    )
+    model = t5(Size(8, 1, 12, 2, 4), encoder=alignment("v", head_dim=4, max_length=8), vocab_size=VOCAB)
     source = np.random.default_rng(0).integers(2, VOCAB, (BATCH, 7))
     for row, count in enumerate((7, 1, 2, 3, 4, 5, 6, 7)):
         source[row, count:] = 0

@@ -102,9 +102,7 @@ def test_a_layer_of_tables_is_static_and_others_are_not(batches, variables):
     tables = Place("encoder", False, 0)
     assert len(found) == 6 and found[tables]["static"].min() > 0.95
     assert max(m["static"].min() for place, m in found.items() if place != tables) < 0.9
-    assert "static: positions explain" in sentence(
-        {"mixer": "Attention: Random", "end": found[tables]}
-    )
+    assert "static: positions explain" in sentence({"mixer": "Attention: Random", "end": found[tables]})
 
     layers = [p for p, mixer in mixers_of(MIXED).items() if not p.cross and can_be_static(mixer)]
     assert len(layers) == 4
@@ -172,9 +170,7 @@ def rows_of(task, lengths, **fields):
 
 def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
     """What is not known or not defined is left out; examples are counted when they have been read."""
-    recipe = experiment(
-        t5(Size(8, 1, 16, 2, 4), encoder=alignment("rv", head_dim=4), vocab_size=VOCAB)
-    )
+    recipe = experiment(t5(Size(8, 1, 16, 2, 4), encoder=alignment("rv", head_dim=4), vocab_size=VOCAB))
     (layer,) = recipe.model.encoder.runs
     block = replace(layer.block, self_mixer=replace(layer.block.self_mixer, window=3))
     encoder = replace(recipe.model.encoder, runs=(Run(block, 1),))
@@ -189,9 +185,7 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
         save_streamed(tmp_path / "checkpoints", step, saved)
     sets = [rows_of("glue_rte_v002", range(1, 1 + n), targets=[[1]] * n) for n in (3, 20)]
     monkeypatch.setattr(run, "open_evaluator", lambda *_: SimpleNamespace(sets=sets))
-    inspect = lambda step: inspect_run(
-        tmp_path / "checkpoints" / str(step), examples=8, batch_size=4
-    )
+    inspect = lambda step: inspect_run(tmp_path / "checkpoints" / str(step), examples=8, batch_size=4)
     (tmp_path / METRICS_FILE).touch()
     assert inspect(0)["start"] == "not known"  # a converted model's
     found = inspect(2)
@@ -210,16 +204,9 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
         numbers["layers"][name]["end"] for name in ("encoder 1", "decoder 1", "decoder 1 cross")
     )
     assert (
-        None
-        not in own["near"]
-        + own["spread"]
-        + cross["spread"]
-        + window["near"]
-        + cross["off_diagonal"]
+        None not in own["near"] + own["spread"] + cross["spread"] + window["near"] + cross["off_diagonal"]
     )
-    assert set(cross["near"] + cross["profile"][0] + window["spread"] + window["skewness"]) == {
-        None
-    }
+    assert set(cross["near"] + cross["profile"][0] + window["spread"] + window["skewness"]) == {None}
     said = {name: sentence(layer) for name, layer in found["layers"].items()}
     assert "local" not in said["decoder 1 cross"] and "off the diagonal" in said["decoder 1 cross"]
     # One token says nothing of where a head looks; of long sequences near_of_equal is small.

@@ -43,9 +43,7 @@ ALIGNMENT_CASES = {
     ),
     "Mixture": Case.of(sj.Mixture((DOT, RANDOM, DENSE))),
     "Mixture, sigmoid": Case.of(sj.Mixture((DOT, RANDOM), weights="sigmoid")),
-    "Mixture, sum, shared query": Case.of(
-        sj.Mixture((DOT, DENSE), weights="sum", share_query=True)
-    ),
+    "Mixture, sum, shared query": Case.of(sj.Mixture((DOT, DENSE), weights="sum", share_query=True)),
     "Mixture of everything": Case.of(
         sj.Mixture(
             (
@@ -61,9 +59,7 @@ ALIGNMENT_CASES = {
 
 
 def _talking(alignment, **options) -> Case:
-    return Case(
-        sj.TalkingHeads(HEADS, WIDTH, alignment=alignment, **options), oracles.talking_heads
-    )
+    return Case(sj.TalkingHeads(HEADS, WIDTH, alignment=alignment, **options), oracles.talking_heads)
 
 
 MIXER_CASES = {
@@ -78,9 +74,7 @@ MIXER_CASES = {
         sj.LightweightConvolution(width=4, groups=2, glu=False, pointwise=True), oracles.convolution
     ),
     "DynamicConvolution": Case(sj.DynamicConvolution(width=3, groups=2), oracles.convolution),
-    "Linformer": Case(
-        sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5), oracles.linformer
-    ),
+    "Linformer": Case(sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5), oracles.linformer),
     "Linformer, two projections": Case(
         sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5, shared=False),
         oracles.linformer,

@@ -124,9 +124,7 @@ class Subject:
             (queries, own), (index, segments) = (
                 np.swapaxes(rows, 0, 1) for rows in (PACKED_QUERIES, PACKED["full"])
             )
-            packed = Mask.packed(
-                jnp.asarray(segments), jnp.asarray(own), segments=2, segment_length=LENGTH
-            )
+            packed = Mask.packed(jnp.asarray(segments), jnp.asarray(own), segments=2, segment_length=LENGTH)
             out["packed cross"] = apply(flat(x)[queries], flat(x)[index], mask=packed)
         if self.crosses:  # seven queries to the tokens themselves
             seen = Mask(key_lengths=jnp.asarray(LENGTHS))
@@ -153,9 +151,7 @@ class Subject:
         def both(*at: jax.Array) -> Any:
             of = lambda *at: loss(*tree.unflatten(at))
             directions = [jnp.asarray(d) for d in directions_of(leaves)]
-            moved = lambda steps: of(
-                *(a + h * d for a, h, d in zip(at, steps, directions, strict=True))
-            )
+            moved = lambda steps: of(*(a + h * d for a, h, d in zip(at, steps, directions, strict=True)))
             size = len(leaves)
             steps = 1e-5 * np.concatenate([np.eye(size), -np.eye(size)])
             losses = jax.lax.map(moved, jnp.asarray(steps))
@@ -232,9 +228,7 @@ def equals_the_oracle(s: Subject) -> None:
     for mode in s.case.modes:
         assert s.forward[mode].dtype == np.float64
         expected = s.case.oracle(s.layer, params, constants, s.x, seen_pairs(mode))
-        np.testing.assert_allclose(
-            s.forward[mode], expected, rtol=0, atol=1e-8 * np.abs(expected).max()
-        )
+        np.testing.assert_allclose(s.forward[mode], expected, rtol=0, atol=1e-8 * np.abs(expected).max())
 
 
 def gradients_are_finite_differences(s: Subject) -> None:

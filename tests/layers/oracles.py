@@ -230,9 +230,7 @@ def linformer(layer, p, constants, x, seen):
     """Wang et al. 2020, equation 7."""
     n = x.shape[1]
     real = seen.any(axis=1)
-    q, k, v = (
-        np.einsum("bnd,dhe->bhne", x, p[name]["kernel"]) for name in ("query", "key", "value")
-    )
+    q, k, v = (np.einsum("bnd,dhe->bhne", x, p[name]["kernel"]) for name in ("query", "key", "value"))
     e = p["key_length_projection"][:, :n]
     f = e if layer.shared else p["value_length_projection"][:, :n]
     k, v = k * real[:, None, :, None], v * real[:, None, :, None]
@@ -287,8 +285,6 @@ def sentence_feed_forward(layer, p, constants, x, seen):
 def token_feed_forward(layer, p, constants, x, seen):
     b, n, _ = x.shape
     real = seen.any(axis=1)
-    y = np.stack(
-        [[sentence_network(p["network"], x[i, j], 0)[0] for j in range(n)] for i in range(b)]
-    )
+    y = np.stack([[sentence_network(p["network"], x[i, j], 0)[0] for j in range(n)] for i in range(b)])
     y = (y * real[:, :, None]).reshape(b, n, layer.num_heads, layer.head_dim)
     return np.einsum("bnhe,hed->bnd", y, p["out"]["kernel"])

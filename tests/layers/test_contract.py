@@ -32,9 +32,7 @@ def subject(request):
     return Subject(CASES[request.param])
 
 
-@pytest.mark.parametrize(
-    ("subject", "check"), CHECKS, ids=IDS, indirect=["subject"], scope="module"
-)
+@pytest.mark.parametrize(("subject", "check"), CHECKS, ids=IDS, indirect=["subject"], scope="module")
 def test_contract(subject, check):
     check(subject)
 

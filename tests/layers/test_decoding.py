@@ -76,9 +76,7 @@ def test_steps_follow_the_cached_tokens(made):
 def test_examples_of_different_lengths_end_where_they_end(made):
     _, cache = made.start(X[:, :5], mask=sj.Mask(key_lengths=jnp.array([5, 3])))
     np.testing.assert_array_equal(cache.length, [5, 3])
-    new = jnp.stack(
-        [X[0, 5:9], X[1, 3:7]]
-    )  # the first example leaves the cache, the second does not
+    new = jnp.stack([X[0, 5:9], X[1, 3:7]])  # the first example leaves the cache, the second does not
     y, after = made.step(new, cache)
     np.testing.assert_allclose(y[1], made.whole[1, 3:7], atol=1e-5)
     assert np.all(np.isnan(y[0])) != made.endless

@@ -101,9 +101,7 @@ def test_t5_parameter_names(batch):
     shapes = jax.eval_shape(model_of().init, jax.random.key(0), *batch)["params"]["decoder"]
     names = {"/".join(k.key for k in path) for path, _ in jax.tree.leaves_with_path(shapes)}
     attention = ("align/query", "align/key", "value", "out")
-    kernels = [
-        f"{a}/{n}" for a in ("self_attention", "encoder_decoder_attention") for n in attention
-    ]
+    kernels = [f"{a}/{n}" for a in ("self_attention", "encoder_decoder_attention") for n in attention]
     scales = ("pre_self_attention", "pre_cross_attention", "pre_mlp")
     expected = {"final_norm/scale", "relpos_bias/rel_embedding"}
     expected |= {f"layers_0/{n}/kernel" for n in (*kernels, "mlp/wi_0", "mlp/wi_1", "mlp/wo")}

@@ -50,9 +50,7 @@ def test_candidates_that_share_a_memory(cross, rows, source):
     def run(variables):
         memory = apply_method(model.encode_inputs, variables, source[:rows])
         repeated = jax.tree.map(lambda x: jnp.repeat(x, 3, axis=0), memory)
-        found, expected = (
-            apply_method(model.decode, variables, tokens, m) for m in (memory, repeated)
-        )
+        found, expected = (apply_method(model.decode, variables, tokens, m) for m in (memory, repeated))
         cache = apply_method(model.init_cache, variables, source[:rows], max_length=5)
         cache = cache.map_rows(lambda x: jnp.repeat(x, 3, axis=0))
         _, cache = apply_method(model.extend, variables, tokens[order, :3], cache)

@@ -344,9 +344,7 @@ def test_a_task_of_a_script_is_prepared_from_python(tmp_path, monkeypatch, capsy
     experiment = runs.experiment()
     experiment = replace(experiment, data=replace(experiment.data, mixture=task.name))
     for _ in range(2):
-        with pytest.raises(
-            FileNotFoundError, match=r"data prepare of_a_script .* from Python"
-        ) as e:
+        with pytest.raises(FileNotFoundError, match=r"data prepare of_a_script .* from Python") as e:
             run(experiment, tmp_path / "run", data_dir=tmp_path, visible=False)
         assert not (tmp_path / "run").exists()
         prepare_data(experiment, tmp_path)
@@ -414,14 +412,10 @@ def test_a_description_that_cannot_be_is_refused(tmp_path):
         ({"metrics": ("pearson", "bleu")}, "'bleu' compares texts; .* answers are numbers"),
     ):
         with pytest.raises(ValueError, match=message):
-            FileTask(
-                **{"name": "mine", "inputs": None, "targets": str, "labels": {"a": "a"}, **options}
-            )
+            FileTask(**{"name": "mine", "inputs": None, "targets": str, "labels": {"a": "a"}, **options})
     with pytest.raises(ValueError, match="'glue_cola_v002' is that of a task of this package"):
         import_files(FileTask("glue_cola_v002", None, str), {}, tmp_path)
-    with pytest.raises(
-        ValueError, match=r"not written to a bucket \(gs://bucket/y\); write them to"
-    ):
+    with pytest.raises(ValueError, match=r"not written to a bucket \(gs://bucket/y\); write them to"):
         import_files(describe(), {}, storage_path("gs://bucket/y"))
 
 

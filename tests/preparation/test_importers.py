@@ -401,7 +401,5 @@ def test_every_data_set_has_a_task_and_a_folder_may_be_given_itself(tmp_path):
     source = place(tmp_path / "from", FILES["wikitext"]) / "wikitext-2"
     report = import_corpus("wikitext", source, tmp_path / "out")
     assert [s.name for s in report if s.rows] == ["wikitext/wikitext-2-v1:train"]
-    with pytest.raises(
-        ValueError, match="is not a folder; give the one that holds the files of gl"
-    ):
+    with pytest.raises(ValueError, match="is not a folder; give the one that holds the files of gl"):
         import_corpus("glue", tmp_path / "nowhere", tmp_path / "out")

@@ -118,8 +118,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]
             text = "".join(f"{n} is a number{' indeed' * (n % 3)}\n" for n in numbers)
             (folder / f"{split}-{part}.txt").write_text(text)
     rows = [
-        {"question": f"is {i} even", "passage": f"{i} is.", "label": i % 2, "idx": i}
-        for i in range(40)
+        {"question": f"is {i} even", "passage": f"{i} is.", "label": i % 2, "idx": i} for i in range(40)
     ]
     text = tfds.features.Text()
     features = {"question": text, "passage": text, "label": np.int64, "idx": np.int32}
@@ -167,9 +166,7 @@ def read(examples: PreparedExamples) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_those_that_seqio_makes_for_any_lengths(
-    data_dir: pathlib.Path, name: str
-) -> None:
+def test_tokens_are_those_that_seqio_makes_for_any_lengths(data_dir: pathlib.Path, name: str) -> None:
     for lengths in ((6, 3), (1, 1)):
         chosen = dict(zip(SIDES, lengths, strict=True))
         prepared = prepared_in(data_dir, name, lengths=chosen, evaluation_splits=())
@@ -209,9 +206,7 @@ def test_lengths_and_files_make_a_prepared_set_outdated(
     data_dir: pathlib.Path, own_dir: pathlib.Path
 ) -> None:
     name = "prepared_lengths"
-    with pytest.raises(
-        ValueError, match=r"'prepared_lengths' depend on the lengths .*--inputs-leng"
-    ):
+    with pytest.raises(ValueError, match=r"'prepared_lengths' depend on the lengths .*--inputs-leng"):
         prepared_in(own_dir, name, lengths=None)
     prepared, request = prepared_in(own_dir, name), SplitRequest(name, "train", rows=False)
     with pytest.raises(ValueError, match=r"is prepared for the lengths .*'inputs': 32.*run 'synth"):
@@ -362,9 +357,7 @@ def test_damage_is_one_sentence_with_its_path_and_remedy(own_dir: pathlib.Path) 
     with pytest.raises((ValueError, OSError), match=tokens.name):
         prepared.open(BOOLQ, "validation", LENGTHS)[0]
     info.write_text(text.replace('"format": 3', '"format": 2'))  # files of another version
-    with pytest.raises(
-        FileNotFoundError, match=r"is not prepared in .*; run 'synthesizer-jax data"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"is not prepared in .*; run 'synthesizer-jax data"):
         prepared.open(BOOLQ, "validation", LENGTHS)
     prepared_in(own_dir, BOOLQ)
     assert len(prepared.open(BOOLQ, "validation", LENGTHS)) == 9

@@ -138,8 +138,7 @@ def logits(
 
     def attend(x: np.ndarray, memory: np.ndarray, name: str, bias: np.ndarray) -> np.ndarray:
         q, k, v = (
-            split(y @ w[f"{name}.{p}.weight"].T)
-            for y, p in ((x, "q"), (memory, "k"), (memory, "v"))
+            split(y @ w[f"{name}.{p}.weight"].T) for y, p in ((x, "q"), (memory, "k"), (memory, "v"))
         )
         scores = q @ k.transpose(0, 2, 1) + bias
         scores = np.exp(scores - scores.max(-1, keepdims=True))

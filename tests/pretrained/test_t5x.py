@@ -259,9 +259,7 @@ def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(tmp_path, metadat
         (None, "is neither a file nor a directory"),
     ],
 )
-def test_metadata_and_files_that_tensorstore_would_not_survive_are_refused(
-    tmp_path, change, message
-):
+def test_metadata_and_files_that_tensorstore_would_not_survive_are_refused(tmp_path, change, message):
     _, _, target = made()
     directory = tmp_path / "checkpoint_5"
     directory.mkdir()

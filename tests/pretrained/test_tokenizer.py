@@ -52,9 +52,7 @@ def test_sentinels_among_the_pieces_are_found_as_such(tmp_path):
 )
 def test_a_wrong_tokenizer_is_one_sentence(tmp_path, change):
     (tmp_path / "tokenizer.json").write_text(json.dumps(GOOD | change))
-    with pytest.raises(
-        ValueError, match=r"tokenizer\.json cannot be read: .*; put the model's spiece"
-    ):
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read: .*; put the model's spiece"):
         sentencepiece_model(tmp_path / "tokenizer.json")
 
 

@@ -182,13 +182,10 @@ def check_hlo(hlo: str, *, num_batch_shards: int) -> None:
 
 def test_models_under_explicit_axes() -> None:
     """A training step of a T5."""
-    model = t5(
-        Size(D, 1, 8, H, E), encoder=sj.Random(N), vocab_size=10, dropout_rate=0.1, scan=True
-    )
+    model = t5(Size(D, 1, 8, H, E), encoder=sj.Random(N), vocab_size=10, dropout_rate=0.1, scan=True)
     model = model.copy(encoder=model.encoder.copy(elementwise_dropout=True))
     inputs, targets = (
-        jax.random.randint(jax.random.key(i), (B, n), 0, 10).at[:, 0].set(3)
-        for i, n in ((0, N), (1, 6))
+        jax.random.randint(jax.random.key(i), (B, n), 0, 10).at[:, 0].set(3) for i, n in ((0, N), (1, 6))
     )
     variables = model.init(jax.random.key(2), inputs[:1], targets[:1])
 

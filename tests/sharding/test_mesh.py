@@ -62,9 +62,7 @@ class Spread:
         self.parts = parts
 
     def devices_indices_map(self, shape):
-        return {
-            Device(p, i): (slice(first, last),) for i, (p, first, last) in enumerate(self.parts)
-        }
+        return {Device(p, i): (slice(first, last),) for i, (p, first, last) in enumerate(self.parts)}
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,7 @@ def test_only_what_is_there_takes_part(data_dir, caplog):
 
 def test_missing_data_is_one_sentence_with_the_remedy(data_dir):
     prepared = PreparedTasks(data_dir, BYTES)
-    with pytest.raises(
-        FileNotFoundError, match=r"import glue/cola with .synthesizer-jax data import"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"import glue/cola with .synthesizer-jax data import"):
         prepare("glue_v002_proportional", prepared, log=quiet)
     with pytest.raises(FileNotFoundError, match=r"the split test in .*it has train, validation"):
         load(BOOLQ, "test", data_dir)

@@ -90,8 +90,7 @@ class MeanLength(seqio.metrics.Metric):
 def registered():
     """Two tasks, a task whose data is missing, and a mixture of a mixture, for a vocabulary of SeqIO's."""
     features = {
-        name: seqio.Feature(seqio.PassThroughVocabulary(99), add_eos=True)
-        for name in ("inputs", "targets")
+        name: seqio.Feature(seqio.PassThroughVocabulary(99), add_eos=True) for name in ("inputs", "targets")
     }
     steps = [double, seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
     source = seqio.FunctionDataSource(numbers, splits=list(COUNTS), num_input_examples=COUNTS)
@@ -144,9 +143,7 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, m
     prepare("outside_all", prepared, log=quiet)
     assert evaluation_tasks("outside_all", prepared) == [(n, "validation") for n in rates]
     batch = next(open_stream(config, vocabulary, data_dir=tmp_path))
-    for inputs, targets in zip(
-        batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True
-    ):
+    for inputs, targets in zip(batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True):
         number = int(vocabulary.decode(inputs).removeprefix("twice "))
         assert vocabulary.decode(targets) == str(2 * number)
     request = SplitRequest("outside_double", "train", rows=False)
@@ -160,15 +157,11 @@ def test_what_is_not_there_is_one_sentence(tmp_path):
     data = PreparedTasks(tmp_path, Bytes().build())
     splits = {"training_splits": ("test",), "evaluation_splits": (), "log": quiet}
     assert task_registry.mixture_rates("outside_part", tmp_path) == {"outside_silent": 1.0}
-    with pytest.raises(
-        FileNotFoundError, match=r"no task of 'outside_missing' has data .*give the sou"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no task of 'outside_missing' has data .*give the sou"):
         prepare("outside_missing", data, log=quiet)
     with pytest.raises(FileNotFoundError, match=r"of 'outside_silent' .*it has train, valid"):
         prepare("outside_silent", data, **splits)
-    with pytest.raises(
-        ValueError, match=r"no mixture or task 'outside_al', did you mean .*; tasks"
-    ):
+    with pytest.raises(ValueError, match=r"no mixture or task 'outside_al', did you mean .*; tasks"):
         task_registry.member_names("outside_al")
     with pytest.raises(ValueError, match=r"there is no task 'outside_dou'"):
         task_registry.find_task("outside_dou")

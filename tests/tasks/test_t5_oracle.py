@@ -299,9 +299,7 @@ def test_other_metrics_are_t5s(t5):
     assert metrics.trivia_qa(answers, PREDICTIONS) == pytest.approx(trivia)
     assert expected != trivia
     targets = [{"answers": a, "context": CONTEXT} for a in (["Ann"], ["Ann Lee", "1912"])]
-    for spans in itertools.product(
-        ("start: 2 end: 3", "start: 1", "start: x end: 2", ""), repeat=2
-    ):
+    for spans in itertools.product(("start: 2 end: 3", "start: 1", "start: x end: 2", ""), repeat=2):
         expected = t5.metrics.span_squad(targets, spans)
         assert metrics.span_squad(targets, spans) == pytest.approx(expected)
     expected = t5.metrics.bleu(TARGETS, PREDICTIONS)

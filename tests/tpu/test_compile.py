@@ -60,9 +60,7 @@ def compiled(variant, name):
     return aot.compile_step(recipe(variant, name), chips.parse_topology(name))
 
 
-every = pytest.mark.parametrize(
-    ("variant", "name"), [(v, n) for n in PLACES for v in VARIANTS], ids=str
-)
+every = pytest.mark.parametrize(("variant", "name"), [(v, n) for n in PLACES for v in VARIANTS], ids=str)
 
 
 def test_a_mesh_that_splits_a_dimension_is_made_with_a_warning(caplog):

@@ -87,9 +87,9 @@ def shown_commands() -> list[tuple[list[str], str, int]]:
     (extras,) = re.findall(r"pip install .*\.\[(.*)\]", page.partition("## SLURM")[2])
     for nodes, line in re.findall(r"sbatch .*--nodes=(\d+) \S+slurm.sbatch (.*)", header + page):
         found.append((shlex.split(line), extras, 8 * int(nodes)))
-    (slice_,) = yaml.safe_load((launch.CHECKOUT / "tpu_scripts" / "jobset.yaml").read_text())[
-        "spec"
-    ]["replicatedJobs"]
+    (slice_,) = yaml.safe_load((launch.CHECKOUT / "tpu_scripts" / "jobset.yaml").read_text())["spec"][
+        "replicatedJobs"
+    ]
     hosts = slice_["template"]["spec"]
     (container,) = hosts["template"]["spec"]["containers"]
     extras = re.findall("ARG EXTRAS=(.*)", (launch.CHECKOUT / "Dockerfile").read_text())[0]
@@ -118,8 +118,7 @@ sys.exit(3 if "fail" in sys.argv else 0)
 
 def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
     programs = [
-        tmp_path / name / ".venv" / "bin" / "synthesizer-jax"
-        for name in ("synthesizer_jax", "mine")
+        tmp_path / name / ".venv" / "bin" / "synthesizer-jax" for name in ("synthesizer_jax", "mine")
     ]
     for program in programs:
         program.parent.mkdir(parents=True)
@@ -184,9 +183,7 @@ class Stage(launch.Pod):
         self.states, self.told, self.did = iter(states), iter(told), []
 
     def call(self, command, *, tries=1):
-        word = next(
-            (w for w in ("create", "scp", "setsid", "delete") if w in " ".join(command)), ""
-        )
+        word = next((w for w in ("create", "scp", "setsid", "delete") if w in " ".join(command)), "")
         self.did += [word] if word else []
         return True
 

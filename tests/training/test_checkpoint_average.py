@@ -36,9 +36,7 @@ def test_it_is_the_mean_and_loads_like_a_run(source, tmp_path):
     said = call(source, tmp_path / "mean", "--last", 2)
     assert said == f"{tmp_path / 'mean'} holds the mean of the steps 4, 6 of {source}\n"
     params = [restore_variables(source / "checkpoints", step=step)[1]["params"] for step in (4, 6)]
-    expected = jax.tree.map(
-        lambda *x: np.mean([np.asarray(a, np.float64) for a in x], axis=0), *params
-    )
+    expected = jax.tree.map(lambda *x: np.mean([np.asarray(a, np.float64) for a in x], axis=0), *params)
     step, found = restore_variables(tmp_path / "mean" / "checkpoints")
     assert step == 6
     jax.tree.map(
@@ -71,9 +69,7 @@ def test_by_default_all_that_a_run_keeps_are_averaged(source, tmp_path):
 
 
 def test_what_is_wrong_is_one_sentence_and_writes_nothing(source, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"holds 3 of the 5 checkpoints .* \(2, 4, 6\); .*keep_latest=5"
-    ):
+    with pytest.raises(ValueError, match=r"holds 3 of the 5 checkpoints .* \(2, 4, 6\); .*keep_latest=5"):
         call(source, tmp_path / "mean", "--last", 5)
     with pytest.raises(FileNotFoundError, match="holds no experiment"):
         call(tmp_path, tmp_path / "mean")

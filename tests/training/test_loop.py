@@ -184,9 +184,7 @@ def test_evaluations_without_improvement_are_counted(scores, margin, count):
 
 
 STILL = AdamW(learning_rate=Constant(0.0))
-MODEL = t5(
-    Size(8, 1, 16, 2, 4), encoder=alignment("rv", head_dim=4, max_length=8), vocab_size=VOCAB
-)
+MODEL = t5(Size(8, 1, 16, 2, 4), encoder=alignment("rv", head_dim=4, max_length=8), vocab_size=VOCAB)
 
 
 class Shorter(CopyStream):
@@ -246,9 +244,7 @@ def test_some_steps_are_profiled(tmp_path, monkeypatch):
     traces = list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert len(traces) == 1
     for profile in ((3, 3), (1, 5)):
-        with pytest.raises(
-            ValueError, match=r"two numbers of steps in order, up to training.steps, 4"
-        ):
+        with pytest.raises(ValueError, match=r"two numbers of steps in order, up to training.steps, 4"):
             experiment(steps=4, profile=profile)
 
 

@@ -61,9 +61,7 @@ def test_of_equal_logits_the_first_is_predicted():
 def chunked(logits, targets, *, chunk=4, **options):
     """The same losses in chunks, from hidden states that are the logits."""
     kernel = jnp.eye(V)
-    return chunked_cross_entropy(
-        logits, kernel, targets=jnp.asarray(targets), chunk=chunk, **options
-    )
+    return chunked_cross_entropy(logits, kernel, targets=jnp.asarray(targets), chunk=chunk, **options)
 
 
 BOTH = pytest.mark.parametrize("losses", [cross_entropy, chunked])
@@ -81,9 +79,7 @@ def test_chunks_equal_the_whole(b, t, chunk):
         return sums.total, sums
 
     def chunks(h, k):
-        sums = chunked_cross_entropy(
-            h, k, targets=jnp.asarray(targets), scale=0.5, chunk=chunk, **options
-        )
+        sums = chunked_cross_entropy(h, k, targets=jnp.asarray(targets), scale=0.5, chunk=chunk, **options)
         return sums.total, sums
 
     @jax.jit

@@ -98,8 +98,7 @@ def test_what_is_made_of_tables_is_whole_on_every_device(dtype):
     two, three = (plan._residual_bytes(recipe, rows)[1] for rows in (2, 3))
     assert tables <= two - 2 * (three - two) < 3 * tables
     alone, divided = (
-        plan.make_plan(replace(recipe, mesh=MeshShape(data=-1, fsdp=n)), PLACE).needs
-        for n in (1, 4)
+        plan.make_plan(replace(recipe, mesh=MeshShape(data=-1, fsdp=n)), PLACE).needs for n in (1, 4)
     )
     assert alone.activations == divided.activations == plan._residual_bytes(recipe, 1)[1]
     assert alone.copies == 4 * divided.copies > 0

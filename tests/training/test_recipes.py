@@ -156,7 +156,5 @@ def test_a_system_that_a_recipe_does_not_have_is_refused():
     for recipe in ("cotraining:synthetic:hc_all", "pretraining:small:sh_x"):
         with pytest.raises(ValueError, match="there is no system"):
             load_recipe(f"papers.{recipe}")
-    models = (
-        load_recipe(f"papers.translation:large:{task}:hc_all").model for task in VALUES["TASK"]
-    )
+    models = (load_recipe(f"papers.translation:large:{task}:hc_all").model for task in VALUES["TASK"])
     assert len({repr(model) for model in models}) == 2  # each has its ratio of lengths

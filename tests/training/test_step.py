@@ -87,9 +87,7 @@ def universal(cost):
     """An encoder-decoder of Universal Transformers with adaptive halting."""
     plain = t5(TINY, vocab_size=VOCAB, relative_bias=False)
     shared = {
-        name: UniversalStack(
-            (Run(stack.runs[0].block, 3),), halting_threshold=0.9, ponder_cost=cost
-        )
+        name: UniversalStack((Run(stack.runs[0].block, 3),), halting_threshold=0.9, ponder_cost=cost)
         for name, stack in stacks_of(plain).items()
     }
     return plain.copy(**shared)
@@ -131,8 +129,7 @@ class Uneven(CopyStream):
 )
 def test_micro_batches_make_the_same_update(model, stream, normalizer):
     (one, (found,)), (four, (other,)) = (
-        stepped(experiment(model, micro_batches=n, loss_normalizer=normalizer), stream())
-        for n in (1, 4)
+        stepped(experiment(model, micro_batches=n, loss_normalizer=normalizer), stream()) for n in (1, 4)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one.params, four.params)
     assert found == pytest.approx(other, rel=1e-5)
@@ -142,9 +139,7 @@ def test_eight_micro_batches_need_less_than_a_third_of_the_temporaries():
     temporaries = []
     for parts in (1, 8):
         data = {"inputs_length": 128, "targets_length": 64}
-        recipe = experiment(
-            t5(Size(32, 1, 128, 2, 16), vocab_size=256), data=data, micro_batches=parts
-        )
+        recipe = experiment(t5(Size(32, 1, 128, 2, 16), vocab_size=256), data=data, micro_batches=parts)
         recipe = replace(recipe, data=dataclasses.replace(recipe.data, batch_size=64))
         compiled = Trainer(recipe, jax.devices()[:1]).compile()
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
@@ -213,9 +208,7 @@ def test_bfloat16_logits_of_the_loss_are_not_rounded(most, monkeypatch):
     loss, gradient = jax.value_and_grad(total)(kernel)
     hidden = model.apply(variables, *inputs, method=model.hidden).reshape(-1, 8)
     x, k = np.float64(hidden), np.float64(kernel.astype(jnp.bfloat16))
-    targets, weights = (
-        batch[f"decoder_{n}"].reshape(-1) for n in ("target_tokens", "loss_weights")
-    )
+    targets, weights = (batch[f"decoder_{n}"].reshape(-1) for n in ("target_tokens", "loss_weights"))
     p = np.exp(x @ k) / np.exp(x @ k).sum(-1, keepdims=True)
     np.testing.assert_allclose(loss, -(weights * np.log(p[range(64), targets])).sum(), rtol=2e-6)
     expected = x.T @ (weights[:, None] * (p - np.eye(16)[targets]))

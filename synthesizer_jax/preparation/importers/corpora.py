@@ -111,9 +111,7 @@ def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str])
         return {part: _value(fields, part, kind, labels) for part, kind in feature.items()}
     if isinstance(feature, tfds.features.Sequence):
         if not isinstance(value, list):
-            raise ValueError(
-                f"the field {name!r} is {str(value)[:60]!r}, which is no list of texts"
-            )
+            raise ValueError(f"the field {name!r} is {str(value)[:60]!r}, which is no list of texts")
         return [value_text(text) for text in value]
     if isinstance(feature, tfds.features.ClassLabel):
         return _label(value, feature.names, labels)
@@ -244,8 +242,7 @@ def _write(
         for dataset, group in itertools.groupby(here, key=lambda report: report.dataset):
             version, features = dataset_features(dataset, folder)
             splits = {
-                report.split: functools.partial(report.encode, cursor, features, labels)
-                for report in group
+                report.split: functools.partial(report.encode, cursor, features, labels) for report in group
             }
             write_dataset(dataset, version, features, splits, folder)
     return reports

@@ -100,9 +100,7 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
             raise ValueError(f"--from {part!r}: 'all' stands for all splits; choose another name")
         aligned, before = "+" in names, found.get(split, SplitFiles(()))
         if before.aligned or (aligned and before.files):
-            raise ValueError(
-                f"--from: the aligned files of {split!r} cannot be joined with other files"
-            )
+            raise ValueError(f"--from: the aligned files of {split!r} cannot be joined with other files")
         new = map(pathlib.Path, names.split("+")) if aligned else _named_files(names)
         files = (*before.files, *new)
         found[split] = _checked(SplitFiles(files, aligned, tuple(columns)))

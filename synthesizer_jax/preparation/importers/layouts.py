@@ -186,9 +186,7 @@ CORPORA: Mapping[str, tuple[Layout, ...]] = {
         _benchmark("super_glue/axg", test=("AX-g/AX-g.jsonl", 356)),
     ),
     "multi30k": tuple(map(_multi30k, PAIRS["multi30k"])),
-    "wikitext": tuple(
-        _wikitext(size, version) for size in (2, 103) for version in ("v1", "raw-v1")
-    ),
+    "wikitext": tuple(_wikitext(size, version) for size in (2, 103) for version in ("v1", "raw-v1")),
 }
 """The data sets of every archive, by the name that ``data import`` takes."""
 
@@ -203,8 +201,6 @@ _PUBLISHED: Mapping[str, Mapping[str, int]] = {
 }
 
 DATASETS = tuple(
-    name
-    for name in dict.fromkeys(task.dataset for task in DEFINITIONS)
-    if find_importer(name) is None
+    name for name in dict.fromkeys(task.dataset for task in DEFINITIONS) if find_importer(name) is None
 )
 """The data sets of tasks that have no archive: TFDS prepares them, or a user names their files."""

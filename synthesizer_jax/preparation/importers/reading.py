@@ -140,9 +140,7 @@ def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
             raise ValueError(f"{names[0]!r} is one column; separate columns by ',' (.tsv: tabs)")
         for number, values in table:
             if len(values) != len(names):
-                raise ValueError(
-                    f"{len(values)} columns instead of {len(names)} ({', '.join(names)})"
-                )
+                raise ValueError(f"{len(values)} columns instead of {len(names)} ({', '.join(names)})")
             yield f"line {number}", dict(zip(names, values, strict=True))
 
 

@@ -78,9 +78,7 @@ def read_config(folder: pathlib.Path, *, output: bool | None) -> Architecture:
     """
     path = folder / CONFIG
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no {CONFIG}; give a folder that transformers has saved"
-        )
+        raise FileNotFoundError(f"{folder} holds no {CONFIG}; give a folder that transformers has saved")
     data = read_json(path)
     with describing(path, "give the folder of a T5, FLAN-T5, ByT5, UL2, mT5 or umT5"):
         architecture = _architecture(data, output)

@@ -60,9 +60,7 @@ def _open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
     with safetensors.safe_open(path, framework="numpy") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {
-            name: Tensor(
-                tuple(x.get_shape()), str(x.get_dtype()), functools.partial(read, name=name)
-            )
+            name: Tensor(tuple(x.get_shape()), str(x.get_dtype()), functools.partial(read, name=name))
             for name, x in slices.items()
         }
 
