@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from synthesizer_jax.attention import tpu
-from synthesizer_jax.attention.blocked import FusedInputs, Products, SoftmaxStats
+from synthesizer_jax.attention.fused import FusedInputs, Products, SoftmaxStats
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.terms import Outer, map_arrays
 from synthesizer_jax.attention.tpu import (

@@ -38,8 +38,6 @@ def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int
 
 def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> Terms:
     """Returns the terms of packed rows, extended to distances that no segment reaches."""
-    if mask.query_segments is None:
-        return terms
     q, k = mask.segment_lengths(q_length, k_length)
 
     def cover(term: Term) -> Term:

@@ -20,20 +20,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from synthesizer_jax.attention import blocked, static_tpu
-from synthesizer_jax.attention.blocked import (
+from synthesizer_jax.attention.derivatives import with_gradient
+from synthesizer_jax.attention.fused import (
+    CHECKPOINT_NAME,
     Biases,
     FusedInputs,
     Products,
     SoftmaxStats,
+    fused_inputs,
+    loop_backward,
+    loop_forward,
     map_heads,
     softmax_vjp_delta,
 )
-from synthesizer_jax.attention.derivatives import with_gradient
-from synthesizer_jax.attention.fused import CHECKPOINT_NAME, fused_inputs
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.reference import softmax
-from synthesizer_jax.attention.static_tpu import MIN_ROW_SUM
 from synthesizer_jax.attention.terms import (
     Call,
     LowRank,
@@ -44,6 +45,13 @@ from synthesizer_jax.attention.terms import (
 )
 from synthesizer_jax.base.typing import PyTree
 
+MIN_ROW_SUM = 2.0**-64
+"""The smallest denominator that the static routes trust.
+
+Weights lost to underflow are then below 1e-15 of a row's sum for up to 4,096 keys, and the division
+of the cotangent cannot overflow.
+"""
+
 
 def attend_static(call: Call) -> jax.Array:
     """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, for terms without a batch axis."""
@@ -53,7 +61,7 @@ def attend_static(call: Call) -> jax.Array:
         call = dataclasses.replace(call, values=call.values.astype(jnp.float32))
     inputs = static_inputs(call)
     # Known while the passes are traced; None: the Pallas kernels cannot take the inputs.
-    query_offset = None if static_tpu.obstacle(q_length, inputs) else call.mask.query_offset
+    query_offset = None if _kernel_obstacle(q_length, inputs) else call.mask.query_offset
     attend = with_gradient(
         functools.partial(_attend_static_fwd, q_length, query_offset),
         functools.partial(_attend_static_bwd, query_offset),
@@ -95,7 +103,13 @@ def obstacle(call: Call) -> str | None:
 
 def kernel_obstacle(call: Call) -> str | None:
     """Returns why TPU kernels cannot take a call; None: they can."""
-    return static_tpu.obstacle(call.q_length, static_inputs(call))
+    return _kernel_obstacle(call.q_length, static_inputs(call))
+
+
+def _kernel_obstacle(q_length: int, inputs: FusedInputs) -> str | None:
+    from synthesizer_jax.attention import static_tpu  # imports Pallas, which short rows do not need
+
+    return static_tpu.obstacle(q_length, inputs)
 
 
 class _Residuals(NamedTuple):
@@ -130,6 +144,8 @@ def _attend_static_fwd(
         "default": functools.partial(_matmul_fwd, q_length)
     }
     if query_offset is not None:
+        from synthesizer_jax.attention import static_tpu
+
         implementations["tpu"] = functools.partial(
             static_tpu.forward, q_length, query_offset, same_keys=is_separable
         )
@@ -140,7 +156,7 @@ def _attend_static_fwd(
 
     def run_loop() -> tuple[jax.Array, jax.Array, jax.Array]:
         rows = lambda x: x[..., 0].transpose(2, 1, 0)  # [b, q, h, 1] → [h, q, b]
-        out, stats = blocked.forward(q_length, inputs)
+        out, stats = loop_forward(q_length, inputs)
         return out, rows(stats.inverse_row_sum), rows(stats.row_max)
 
     out, inverse_row_sum, row_max = lax.cond(
@@ -160,6 +176,8 @@ def _attend_static_bwd(
     """Returns the cotangents of the inputs."""
     implementations: dict[str, Callable[..., PyTree]] = {"default": _matmul_bwd}
     if query_offset is not None:
+        from synthesizer_jax.attention import static_tpu
+
         implementations["tpu"] = functools.partial(static_tpu.backward, query_offset)
 
     def run_matmuls(inverse_row_sum: jax.Array | None) -> FusedInputs:
@@ -174,7 +192,7 @@ def _attend_static_bwd(
     def run_loop() -> FusedInputs:
         rows = (x.transpose(2, 1, 0)[..., None] for x in (row_max, inverse_row_sum))  # [b, q, h, 1]
         delta = softmax_vjp_delta(out, dout, row_max.dtype)
-        return blocked.backward(inputs, SoftmaxStats(*rows), delta, dout)
+        return loop_backward(inputs, SoftmaxStats(*rows), delta, dout)
 
     cotangents: FusedInputs = lax.cond(
         _all_when_mapped(is_exact), lambda: run_matmuls(inverse_row_sum), run_loop

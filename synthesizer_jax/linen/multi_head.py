@@ -23,7 +23,7 @@ from synthesizer_jax.attention import (
     init_cache,
 )
 from synthesizer_jax.linen.functional import AttentionFn, as_mask, attention_fn, merge_batch_axes
-from synthesizer_jax.mixers.decoding import decoding_mask
+from synthesizer_jax.mixers.base import decoding_mask
 from synthesizer_jax.primitives.mesh import on_any_mesh, partition
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from synthesizer_jax.attention import (
     init_cache,
     materialize_logits,
 )
-from synthesizer_jax.attention.attend import ROUTES
+from synthesizer_jax.attention.attend import ROUTES, check_terms
 from synthesizer_jax.attention.cache import Values, advance_length
-from synthesizer_jax.attention.checks import check_terms
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, Positive, Rate
 from synthesizer_jax.mixers.base import (
@@ -37,8 +36,8 @@ from synthesizer_jax.mixers.base import (
     dropout_options,
     is_cross,
     merge_heads,
+    query_ends,
 )
-from synthesizer_jax.mixers.decoding import query_ends
 from synthesizer_jax.mixers.taps import LOGITS
 from synthesizer_jax.primitives.initializers import FanIn, Initializer
 from synthesizer_jax.primitives.mesh import partition

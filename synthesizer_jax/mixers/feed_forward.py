@@ -15,8 +15,7 @@ from synthesizer_jax.attention.cache import advance_length, fill_invalid
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Length, Number
-from synthesizer_jax.mixers.base import Mixer, MixerInput, TokenCount, merge_heads
-from synthesizer_jax.mixers.decoding import query_ends
+from synthesizer_jax.mixers.base import Mixer, MixerInput, TokenCount, merge_heads, query_ends
 from synthesizer_jax.primitives.initializers import FanIn, Initializer, TorchUniform
 from synthesizer_jax.primitives.parameters import with_axes
 

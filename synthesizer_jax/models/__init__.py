@@ -1,5 +1,10 @@
 """Models: stacks of blocks, encoder-decoders, language models, encoders, and named sizes."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from synthesizer_jax.models.block import Block, LayerCache, Memory
 from synthesizer_jax.models.encoder import Encoded, Encoder
 from synthesizer_jax.models.encoder_decoder import EncoderDecoder
@@ -11,11 +16,20 @@ from synthesizer_jax.models.layers import (
     SinusoidalPositions,
 )
 from synthesizer_jax.models.stack import Run, Stack, stack_layers, unstack_layers
-from synthesizer_jax.models.text_to_text import DecodingCache, Rows, TextToText
-from synthesizer_jax.models.token_model import TokenModel, stacks_of, unroll, unroll_variables
+from synthesizer_jax.models.token_model import (
+    DecodingCache,
+    Rows,
+    TextToText,
+    TokenModel,
+    stacks_of,
+    unroll,
+    unroll_variables,
+)
 from synthesizer_jax.models.universal import LOSSES, UniversalStack
-from synthesizer_jax.models.zoo import VARIANTS, ZOO, Size, alignment, t5
 from synthesizer_jax.primitives.norms import LayerNorm, RMSNorm
+
+if TYPE_CHECKING:
+    from synthesizer_jax.models.zoo import VARIANTS, ZOO, Size, alignment, t5
 
 __all__ = [
     "LOSSES",
@@ -50,3 +64,10 @@ __all__ = [
     "unroll_variables",
     "unstack_layers",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Imports the named models when they are first used, which a saved model does not need."""
+    if name in ("VARIANTS", "ZOO", "Size", "alignment", "t5"):
+        return getattr(importlib.import_module("synthesizer_jax.models.zoo"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

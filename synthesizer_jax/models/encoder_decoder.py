@@ -13,8 +13,10 @@ from synthesizer_jax.mixers.taps import tap
 from synthesizer_jax.models.block import Memory
 from synthesizer_jax.models.layers import PositionEmbedding
 from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.text_to_text import DecodingCache, Rows, TextToText
 from synthesizer_jax.models.token_model import (
+    DecodingCache,
+    Rows,
+    TextToText,
     move_token_padding_last,
     num_real_tokens,
     real_targets_mask,

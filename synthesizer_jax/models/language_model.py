@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.text_to_text import DecodingCache, Rows, TextToText
 from synthesizer_jax.models.token_model import (
+    DecodingCache,
+    Rows,
+    TextToText,
     move_token_padding_last,
     num_real_tokens,
     real_targets_mask,

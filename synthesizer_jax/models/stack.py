@@ -18,7 +18,7 @@ from synthesizer_jax.attention.masks import segment_positions
 from synthesizer_jax.attention.relative import arange
 from synthesizer_jax.base.registry import check_fields, fields_of, register
 from synthesizer_jax.base.typing import Choices, NotEmpty, Range, Rate
-from synthesizer_jax.mixers.decoding import move_padding_last, resolve_position, take_positions
+from synthesizer_jax.mixers.base import move_padding_last, resolve_position, take_positions
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models.block import Block, LayerCache, Memory
 from synthesizer_jax.models.layers import Dropout, PositionEmbedding
