@@ -51,10 +51,7 @@ FUNCTIONS = {
     "fused": (by_route("fused", product_and_bias), SQUARE),
     "banded": (by_route("banded", lambda w, _: (banded(w, first=-1),)), (1, 1, HEADS, 3)),
     "reference": (by_route("reference", product_and_bias), SQUARE),
-    "dot_product_attention": (
-        lambda bias, x, mask: sj.dot_product_attention(x, x, x, bias, mask),
-        SQUARE,
-    ),
+    "dot_product_attention": (lambda bias, x, mask: sj.dot_product_attention(x, x, x, bias, mask), SQUARE),
 }
 """Functions ``(parameter, x, mask) -> y``, and the shape of the parameter."""
 

@@ -189,12 +189,7 @@ def test_alignments_equal_attention_and_steps_the_full_pass(name):
     variables = layer.init(jax.random.key(0), x)
     causal, lengths = nn.make_causal_mask(jnp.ones((B, Q))), jnp.array([Q, 3])
     padding = (jnp.arange(Q) < lengths[:, None])[:, None, None]
-    masks = [
-        causal,
-        causal * padding,
-        sj.Mask(causal=True),
-        sj.Mask(causal=True, key_lengths=lengths),
-    ]
+    masks = [causal, causal * padding, sj.Mask(causal=True), sj.Mask(causal=True, key_lengths=lengths)]
     run = functools.partial(jax.jit, compiler_options=FAST)
     whole, short, *others = run(lambda v: [layer.apply(v, x, mask=m) for m in masks])(variables)
     close(others, [whole, jnp.where((jnp.arange(Q) < lengths[:, None])[..., None], short, 0)])

@@ -407,11 +407,7 @@ def check_term(term: Term, mask: Mask, *, batch: int, heads: int, q_length: int,
     packed = mask.query_segments is not None
     shortest = mask.segment_lengths(q_length, k_length) if packed else (q_length, k_length)
     for own, length, least, positional in zip(
-        term.lengths,
-        (q_length, k_length),
-        shortest,
-        term.has_absolute_positions(mask),
-        strict=True,
+        term.lengths, (q_length, k_length), shortest, term.has_absolute_positions(mask), strict=True
     ):
         if own is not None and own != length and not (packed and positional and own >= least):
             q, k = term.lengths

@@ -96,12 +96,7 @@ def init_cache(
 
 
 def extend(
-    cache: Cache,
-    terms: Terms,
-    values: Values,
-    *,
-    at: _Length | None = None,
-    mask: Mask,
+    cache: Cache, terms: Terms, values: Values, *, at: _Length | None = None, mask: Mask
 ) -> tuple[Terms, Values, Mask, Cache]:
     """Writes new keys and values, and returns what a step attends to.
 

@@ -14,15 +14,7 @@ from synthesizer_jax.attention.fused import CHECKPOINT_NAME
 from synthesizer_jax.attention.masks import Mask, add_pattern
 from synthesizer_jax.attention.partition import Partition, partition_by_types, partition_of_query
 from synthesizer_jax.attention.relative import RelativeTable
-from synthesizer_jax.attention.terms import (
-    LowRank,
-    Static,
-    Term,
-    Terms,
-    add,
-    logits_dtype,
-    low_rank,
-)
+from synthesizer_jax.attention.terms import LowRank, Static, Term, Terms, add, logits_dtype, low_rank
 
 NAME = "dot_product_attention"
 
@@ -140,12 +132,7 @@ def attend_dot_product(
     if own:
         return _attend_examples(terms, own, value, mask, implementation=implementation, partition=partition)
     return attend(
-        terms,
-        value,
-        mask=mask,
-        q_length=sizes.queries,
-        implementation=implementation,
-        partition=partition,
+        terms, value, mask=mask, q_length=sizes.queries, implementation=implementation, partition=partition
     )
 
 
@@ -216,11 +203,7 @@ def _broadcast_rank(name: str, x: jax.Array, sizes: LogitsShape) -> jax.Array:
 
 
 def _biases(
-    bias: Bias | tuple[Bias, ...] | None,
-    sizes: LogitsShape,
-    dtype: jnp.dtype,
-    *,
-    offset: int | jax.Array,
+    bias: Bias | tuple[Bias, ...] | None, sizes: LogitsShape, dtype: jnp.dtype, *, offset: int | jax.Array
 ) -> tuple[Terms, tuple[jax.Array, ...]]:
     """Returns terms, and arrays ``[b, n or 1, q, k or 1]`` of biases that examples do not share."""
     if bias is None:

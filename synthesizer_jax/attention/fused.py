@@ -112,18 +112,13 @@ def attend_fused(call: Call) -> jax.Array:
     pallas_offset = None if _kernel_obstacle(call, inputs) else call.mask.query_offset
     options = call.soft_cap, pallas_offset
 
-    def forward(
-        args: tuple[FusedInputs, jax.Array | None],
-    ) -> tuple[jax.Array, SoftmaxStats]:
+    def forward(args: tuple[FusedInputs, jax.Array | None]) -> tuple[jax.Array, SoftmaxStats]:
         inputs, sinks = args
         out, stats = _attend_fused_fwd(call.q_length, *options, inputs)
         return (out, stats) if sinks is None else _add_sinks(out, stats, sinks)
 
     def backward(
-        args: tuple[FusedInputs, jax.Array | None],
-        out: jax.Array,
-        stats: SoftmaxStats,
-        dout: jax.Array,
+        args: tuple[FusedInputs, jax.Array | None], out: jax.Array, stats: SoftmaxStats, dout: jax.Array
     ) -> tuple[FusedInputs, jax.Array | None]:
         inputs, sinks = args
         # delta = Σ_e dO ∘ O
@@ -285,11 +280,7 @@ def _map_with_axis(
 
 
 def loop_forward(
-    q_length: int,
-    inputs: FusedInputs,
-    *,
-    soft_cap: float | None = None,
-    parallel: bool = False,
+    q_length: int, inputs: FusedInputs, *, soft_cap: float | None = None, parallel: bool = False
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the attention output ``[b, q, h, e]`` and the row statistics that `loop_backward` needs."""
     products, biases, values, _, positions = inputs
@@ -371,10 +362,7 @@ def loop_backward(
 
         def example(sums: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
             make_logits = functools.partial(
-                _logits,
-                lengths=(q_length, k_length),
-                positions=_select(positions, i),
-                soft_cap=soft_cap,
+                _logits, lengths=(q_length, k_length), positions=_select(positions, i), soft_cap=soft_cap
             )
             logits, logits_vjp = jax.vjp(make_logits, bias, _select(products, i))
             block_values, (row_max, inverse_row_sum), block_delta, block_dout = _select(rest, i)

@@ -277,12 +277,7 @@ def _reverse_columns(bias: Bias, length: int) -> Bias:
 
 
 def _call_backward(
-    blocks: _Operands,
-    residuals: _Residuals,
-    primals: _Cotangents,
-    tiles: _Tiles,
-    *,
-    interpret: bool,
+    blocks: _Operands, residuals: _Residuals, primals: _Cotangents, tiles: _Tiles, *, interpret: bool
 ) -> _Cotangents:
     """Returns the cotangents of those operands that are given as `primals`."""
     batch, heads, _, width = blocks.values.shape

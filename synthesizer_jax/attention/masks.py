@@ -464,11 +464,7 @@ _ARRAYS = tuple(f.name for f in dataclasses.fields(Mask) if f.name not in _STATI
 
 
 def _real(
-    length: int,
-    lengths: jax.Array | None,
-    valid: jax.Array | None,
-    *,
-    segments: jax.Array | None,
+    length: int, lengths: jax.Array | None, valid: jax.Array | None, *, segments: jax.Array | None
 ) -> jax.Array | None:
     return _all(
         None if lengths is None else _before(lengths, length),

@@ -14,15 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.masks import Mask, segment_positions
-from synthesizer_jax.attention.terms import (
-    Call,
-    LowRank,
-    Relative,
-    Term,
-    TermArray,
-    Terms,
-    map_arrays,
-)
+from synthesizer_jax.attention.terms import Call, LowRank, Relative, Term, TermArray, Terms, map_arrays
 
 MAX_UNPACKING_FACTOR = 3
 """Rows are unpacked if that makes at most this many times as many logits."""

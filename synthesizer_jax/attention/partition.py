@@ -14,14 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.terms import (
-    Call,
-    Relative,
-    Term,
-    TermArray,
-    cut_diagonals,
-    map_arrays,
-)
+from synthesizer_jax.attention.terms import Call, Relative, Term, TermArray, cut_diagonals, map_arrays
 from synthesizer_jax.base.messages import not_divisible
 from synthesizer_jax.base.typing import PyTree
 
@@ -266,8 +259,7 @@ def partition_of_query(query: ArrayLike, *_: PyTree, **__: PyTree) -> Partition:
 
 
 def partition_by_types(
-    partition_of: Callable[..., Partition],
-    specs: Callable[[Partition, PyTree], PyTree] = Partition.spec,
+    partition_of: Callable[..., Partition], specs: Callable[[Partition, PyTree], PyTree] = Partition.spec
 ) -> Callable[[Function], Function]:
     """Makes a function with a keyword `partition` usable with explicit mesh axes, JAX's default.
 

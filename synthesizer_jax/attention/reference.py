@@ -34,10 +34,7 @@ def attend_reference(call: Call) -> jax.Array:
     )
     weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))  # [b, h, q, k]
     out = jnp.einsum(
-        "bhqk,bkhe->bqhe",
-        weights.astype(values.dtype),
-        values,
-        preferred_element_type=weights.dtype,
+        "bhqk,bkhe->bqhe", weights.astype(values.dtype), values, preferred_element_type=weights.dtype
     )
     return out.astype(values.dtype)
 

@@ -35,14 +35,7 @@ from synthesizer_jax.attention.fused import (
 )
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.reference import softmax
-from synthesizer_jax.attention.terms import (
-    Call,
-    LowRank,
-    Relative,
-    Static,
-    logits_dtype,
-    materialize,
-)
+from synthesizer_jax.attention.terms import Call, LowRank, Relative, Static, logits_dtype, materialize
 from synthesizer_jax.base.typing import PyTree
 
 MIN_ROW_SUM = 2.0**-64
@@ -260,14 +253,7 @@ def _matmul_bwd(
         # delta = Σ_e dO ∘ O
         delta = softmax_vjp_delta(out, dout, inverse_row_sum.dtype)
         scaled_delta = delta[..., 0].transpose(2, 1, 0) * inverse_row_sum  # [h, q, b]
-        args = (
-            logits,
-            _shared_max(logits, values, mask),
-            values,
-            inverse_row_sum,
-            scaled_delta,
-            dout,
-        )
+        args = (logits, _shared_max(logits, values, mask), values, inverse_row_sum, scaled_delta, dout)
         head = functools.partial(_head_cotangents, _regions(mask, dout.shape[1], values))
         dlogits, dvalues = _map_heads(head, args, (0, 0, 2, 0, 0, 2), (0, 2))
     (dbiases,) = logits_vjp(dlogits)
@@ -334,9 +320,7 @@ def _map_heads(
         return map_heads(function, args[0].shape[0], args, axes, out_axes, parallel=parallel)
 
     return lax.platform_dependent(
-        *args,
-        cpu=functools.partial(run, parallel=False),
-        default=functools.partial(run, parallel=True),
+        *args, cpu=functools.partial(run, parallel=False), default=functools.partial(run, parallel=True)
     )
 
 

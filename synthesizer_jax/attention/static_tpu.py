@@ -168,12 +168,7 @@ class _Scratch(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("same_keys", "interpret"))
 def forward(
-    q_length: int,
-    query_offset: int,
-    inputs: FusedInputs,
-    *,
-    same_keys: bool,
-    interpret: bool = False,
+    q_length: int, query_offset: int, inputs: FusedInputs, *, same_keys: bool, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the attention output ``[b, q, h, e]``, and one over the denominators, ``[h, q, b]``.
 
@@ -376,12 +371,7 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-    tiling: _Tiling,
-    blocks: _Operands,
-    residuals: _Residuals,
-    dbias: Bias,
-    dvalues: Ref,
-    scratch: _Scratch,
+    tiling: _Tiling, blocks: _Operands, residuals: _Residuals, dbias: Bias, dvalues: Ref, scratch: _Scratch
 ) -> None:
     """Adds a program's examples to the bias' cotangent, and computes the values' cotangent."""
     _fill_scratch(tiling, blocks, scratch)

@@ -448,11 +448,7 @@ class Banded(_NoLogits):
 
 
 def banded(
-    weights: jax.Array,
-    *,
-    first: int = 0,
-    starts: jax.Array | None = None,
-    normalize: bool = False,
+    weights: jax.Array, *, first: int = 0, starts: jax.Array | None = None, normalize: bool = False
 ) -> Banded:
     """Returns a checked `Banded` of weights ``[b or 1, q or 1, h, w]``; see there for the others."""
     _check_rank("banded: weights", weights, "[batch or 1, q or 1, heads, window]", rank=4)

@@ -251,13 +251,7 @@ def _num_positions(mask: Mask, length: int) -> int:
 
 
 def _extend(
-    cache: Cache,
-    terms: Terms,
-    values: Values,
-    *,
-    n: int,
-    mask: Mask,
-    position: int | jax.Array,
+    cache: Cache, terms: Terms, values: Values, *, n: int, mask: Mask, position: int | jax.Array
 ) -> tuple[Terms, Values, Mask, Cache]:
     """`attention.extend` for n queries, which in cross-attention come without new keys."""
     if not is_cross(cache):

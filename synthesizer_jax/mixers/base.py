@@ -314,12 +314,7 @@ def is_cross(cache: MixerCache) -> bool:
 
 
 def merge_heads(
-    module: nn.Module,
-    heads: jax.Array,
-    d_model: int,
-    *,
-    kernel_init: Initializer,
-    use_bias: bool = False,
+    module: nn.Module, heads: jax.Array, d_model: int, *, kernel_init: Initializer, use_bias: bool = False
 ) -> jax.Array:
     """Projects ``[batch, q, heads, head_dim]`` to ``[batch, q, d_model]`` by the mixer's ``out/kernel``.
 

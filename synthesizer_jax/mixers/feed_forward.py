@@ -224,12 +224,7 @@ class SentenceFeedForward(Mixer):
         return SentenceCache(sums=_read_all(network, kv, mask), empty_memory=kv[:, :0])
 
     def _make_network(
-        self,
-        x: jax.Array,
-        kv: jax.Array | None,
-        mask: Mask,
-        *,
-        position: int | jax.Array = 0,
+        self, x: jax.Array, kv: jax.Array | None, mask: Mask, *, position: int | jax.Array = 0
     ) -> SentenceNetwork:
         """The network, or one per head, after checks of fields, mask and lengths."""
         cross = kv is not None
@@ -315,11 +310,7 @@ class TokenFeedForward(Mixer):
         if cache is None:
             return y, None
         _, length = advance_length(
-            inputs.position,
-            x.shape[1],
-            length=cache.length,
-            lengths=mask.key_lengths,
-            batch=x.shape[0],
+            inputs.position, x.shape[1], length=cache.length, lengths=mask.key_lengths, batch=x.shape[0]
         )
         return y, dataclasses.replace(cache, length=length)
 

@@ -67,13 +67,7 @@ class TalkingHeads(AttentionBase):
         return self._project_values(memory), *projections
 
     def _attend(
-        self,
-        x: jax.Array,
-        terms: Terms,
-        values: tuple[jax.Array, ...],
-        *,
-        bias: Terms,
-        mask: Mask,
+        self, x: jax.Array, terms: Terms, values: tuple[jax.Array, ...], *, bias: Terms, mask: Mask
     ) -> jax.Array:
         """Sums the values with weights P_w softmax(P_l logits)."""
         v, *dynamic = values
@@ -104,12 +98,7 @@ class TalkingHeads(AttentionBase):
         dropout = dropout_options(self, self.dropout_rate)
         v = drop_value_vectors(v, dropout["dropout_rate"], dropout["dropout_key"])
         weights = jnp.broadcast_to(weights, (v.shape[0], *weights.shape[1:]))
-        y = jnp.einsum(
-            "bhqk,bkhe->bqhe",
-            weights.astype(v.dtype),
-            v,
-            preferred_element_type=weights.dtype,
-        )
+        y = jnp.einsum("bhqk,bkhe->bqhe", weights.astype(v.dtype), v, preferred_element_type=weights.dtype)
         return y.astype(v.dtype)
 
     def _num_heads_between(self, target: str) -> tuple[int, int]:
@@ -127,12 +116,7 @@ class TalkingHeads(AttentionBase):
         source, target = self._num_heads_between(name[-1])
         init = FanIn(self.dynamic_scale / source)
         return project(
-            tokens,
-            heads=source,
-            width=target,
-            name=name,
-            axes=("heads", "talk_to"),
-            kernel_init=init,
+            tokens, heads=source, width=target, name=name, axes=("heads", "talk_to"), kernel_init=init
         )
 
     def _check_fields(self) -> None:
@@ -149,10 +133,7 @@ class TalkingHeads(AttentionBase):
 
 
 def _mix_heads(
-    heads: jax.Array,
-    matrix: jax.Array,
-    by_query: jax.Array | None,
-    by_key: jax.Array | None,
+    heads: jax.Array, matrix: jax.Array, by_query: jax.Array | None, by_key: jax.Array | None
 ) -> jax.Array:
     """``heads · (P + P_x + P_m)``, ``[b or 1, h, q, k]`` to ``[b or 1, g, q, k]``."""
     out = jnp.einsum("bhqk,hg->bgqk", heads, matrix.astype(heads.dtype))

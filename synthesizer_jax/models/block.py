@@ -108,11 +108,7 @@ class Block(nn.Module):
     self_residual: bool = True
 
     def __call__(
-        self,
-        x: jax.Array,
-        mask: Mask | None = None,
-        bias: Terms = (),
-        memory: Memory | None = None,
+        self, x: jax.Array, mask: Mask | None = None, bias: Terms = (), memory: Memory | None = None
     ) -> tuple[jax.Array, None]:
         """Applies the layer; it has the form of a scan's body.
 

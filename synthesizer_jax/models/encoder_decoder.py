@@ -63,22 +63,13 @@ class EncoderDecoder(TextToText, kw_only=True):
         return self._decode(tokens, memory, Mask(causal=True))
 
     def _decode(
-        self,
-        tokens: jax.Array,
-        memory: Memory,
-        mask: Mask,
-        *,
-        counted: jax.Array | None = None,
+        self, tokens: jax.Array, memory: Memory, mask: Mask, *, counted: jax.Array | None = None
     ) -> jax.Array:
         """`decode` with the self-attention's mask and `Rows.counted`."""
         if counted is None and mask.query_segments is None:
             counted = real_targets_mask(tokens)
         return self.decoder(
-            self.embed(tokens),
-            mask=mask,
-            memory=memory,
-            counted=counted,
-            shared_positions=self.positions,
+            self.embed(tokens), mask=mask, memory=memory, counted=counted, shared_positions=self.positions
         )
 
     @on_any_mesh
@@ -110,9 +101,6 @@ class EncoderDecoder(TextToText, kw_only=True):
     def extend(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
         """Decodes the next tokens; see `TextToText`."""
         x, layers = self.decoder.extend(
-            self.embed(tokens),
-            cache.layers,
-            memory_mask=cache.memory_mask,
-            shared_positions=self.positions,
+            self.embed(tokens), cache.layers, memory_mask=cache.memory_mask, shared_positions=self.positions
         )
         return x, dataclasses.replace(cache, layers=layers)

@@ -186,12 +186,7 @@ class Stack(nn.Module):
 
             def layer(x: jax.Array, index: int) -> jax.Array:
                 x, extended[index] = blocks[index].extend(
-                    x,
-                    caches[index],
-                    mask=mask,
-                    bias=bias,
-                    memory_mask=memory_mask,
-                    position=position,
+                    x, caches[index], mask=mask, bias=bias, memory_mask=memory_mask, position=position
                 )
                 return x
 

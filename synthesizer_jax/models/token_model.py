@@ -100,10 +100,7 @@ _Residuals: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def _embedding_lookup_fwd(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, _Residuals]:
-    return _embedding_lookup(table, tokens), (
-        jnp.zeros_like(table, shape=(0, *table.shape)),
-        tokens,
-    )
+    return _embedding_lookup(table, tokens), (jnp.zeros_like(table, shape=(0, *table.shape)), tokens)
 
 
 def _embedding_lookup_bwd(residuals: _Residuals, g: jax.Array) -> tuple[jax.Array, None]:

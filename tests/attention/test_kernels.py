@@ -7,15 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.attention import (
-    Mask,
-    Static,
-    attend,
-    fused,
-    fused_tpu,
-    static,
-    static_tpu,
-)
+from synthesizer_jax.attention import Mask, Static, attend, fused, fused_tpu, static, static_tpu
 from synthesizer_jax.attention.fused import softmax_vjp_delta
 from synthesizer_jax.attention.static import MIN_ROW_SUM, _is_separable, static_inputs
 from synthesizer_jax.attention.terms import Call
@@ -58,8 +50,7 @@ def check_fused(names, mask, q, k, bound=2e-5):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["padding", "holes", "window and offset", "causal and holes", "packed causal", "packed cross"],
+    "name", ["padding", "holes", "window and offset", "causal and holes", "packed causal", "packed cross"]
 )
 def test_fused_under_every_kind_of_mask(name):
     """In packed rows without terms that look positions up, which come unpacked."""

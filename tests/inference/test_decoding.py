@@ -121,11 +121,7 @@ def test_repetition_is_constrained_as_in_transformers(n):
     prompts = np.array([[0, 4, 5, 4], [0, 0, 0, 0], [2, 3, 4, 5], [7, 7, 2, 7], [0, 2, 2, 3], [0, 0, 9, 8]])
     table = Table(np.float32(logits))
     constraints = Constraints(
-        None,
-        jnp.full(6, 8),
-        repetition_penalty=1.5,
-        no_repeat_ngram_size=n,
-        prompt=jnp.asarray(prompts),
+        None, jnp.full(6, 8), repetition_penalty=1.5, no_repeat_ngram_size=n, prompt=jnp.asarray(prompts)
     )
     greedy = jax.jit(lambda: decode_rows(table, constraints))()
     beams = jax.jit(lambda: beam_search(table, constraints, beams=3, alpha=0.6, samples=3))()

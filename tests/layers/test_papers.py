@@ -183,11 +183,7 @@ REFUSED = [
     (sj.Gaussian(), {"bias": BIAS}, "no logits to add a position bias to"),
     (sj.Attention(2, 4, window=3), {"mask": sj.Mask(window=2)}, "exclude each other"),
     *(
-        (
-            sj.Attention(4, 3, alignment, num_kv_heads=3),
-            {},
-            "num_kv_heads=3 must divide num_heads=4",
-        )
+        (sj.Attention(4, 3, alignment, num_kv_heads=3), {}, "num_kv_heads=3 must divide num_heads=4")
         for alignment in (DOT, sj.Random(7))
     ),
     (ATTENTION.copy(alignment=sj.Random), {}, "alignment is .*Random.*, expected Alignment"),

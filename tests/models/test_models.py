@@ -160,14 +160,8 @@ def test_errors_are_one_sentence(batch):
         (model.copy(dtype="float16"), "dtype is 'float16'; allowed: 'float32', 'bfloat16'"),
         (model.copy(encoder=stack.copy(remat="some")), "Stack.remat is 'some'; allowed: 'full'"),
         (model.copy(encoder=sj.Stack((swish,))), "feed_forward.activations is .*allowed: .*'relu'"),
-        (
-            model.copy(encoder=sj.Stack((sj.Run(sj.Block(sj.FeedForward(4), None), 1),))),
-            "expected Mixer",
-        ),
-        (
-            model.copy(encoder=stack.copy(runs=tuple(sj.Run(b, 1) for b in blocks))),
-            "same number of heads",
-        ),
+        (model.copy(encoder=sj.Stack((sj.Run(sj.Block(sj.FeedForward(4), None), 1),))), "expected Mixer"),
+        (model.copy(encoder=stack.copy(runs=tuple(sj.Run(b, 1) for b in blocks))), "same number of heads"),
         (model.copy(decoder=sj.UniversalStack((sj.Run(blocks[0], 2),), scan=True)), "scan=False"),
         (model.copy(encoder=model.decoder), "needs the encoder's output as memory"),
     ):

@@ -62,10 +62,7 @@ def _load_reference(folder: pathlib.Path, model: TokenModel):
 
 
 def _reference_outputs(reference, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    arguments = {
-        "input_ids": torch.as_tensor(inputs),
-        "attention_mask": torch.as_tensor(inputs != 0),
-    }
+    arguments = {"input_ids": torch.as_tensor(inputs), "attention_mask": torch.as_tensor(inputs != 0)}
     with torch.no_grad():
         if type(reference).__name__.endswith("EncoderModel"):
             return reference(**arguments).last_hidden_state.numpy()
@@ -296,12 +293,7 @@ def test_a_tokenizer_survives_both_ways(tmp_path, real_data):
     (tmp_path / "b" / "spiece.model").unlink()
     again = load(tmp_path / "b").vocabulary
     assert vocabulary.vocab_size == again.vocab_size == len(tokenizer) == 32100
-    for text in (
-        "cola sentence: The dog sleep.",
-        "½ ﬁ ①  two",
-        "a <extra_id_0> b <extra_id_99>",
-        "",
-    ):
+    for text in ("cola sentence: The dog sleep.", "½ ﬁ ①  two", "a <extra_id_0> b <extra_id_99>", ""):
         ids = vocabulary.encode(text)
         assert again.encode(text) == ids == tokenizer(text).input_ids[:-1]
         assert again.decode(ids) == vocabulary.decode(ids)
