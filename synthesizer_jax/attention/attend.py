@@ -206,9 +206,9 @@ def _checked(
     """Returns checked terms, the mask with its full shapes, and the numbers of queries and keys."""
     check_terms(terms)
     terms, mask = tuple(map(_as_float, terms)), Mask.of(mask)
-    own = terms[0].num_heads
-    if heads is None or (heads and own % heads == 0):  # values' heads may be shared
-        heads = own
+    num_heads = terms[0].num_heads
+    if heads is None or (heads and num_heads % heads == 0):  # values' heads may be shared
+        heads = num_heads
     for q, k in (term.lengths for term in terms):
         q_length = q if q_length is None else q_length
         k_length = k if k_length is None else k_length
@@ -281,11 +281,11 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
     mask, packed = call.mask, call.mask.query_segments is not None
     positional = uses_segment_positions(call.terms, mask)
     lengths = unpacked_lengths(mask, call.q_length, call.k_length) if packed else None
-    found = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
+    reasons = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
     for name, needs_rows in (("banded", positional), ("static", packed)):
         if needs_rows and lengths is None:
-            found[name] = found[name] or FEW_SEGMENTS
-    obstacles = {name: why for name, why in found.items() if why}
+            reasons[name] = reasons[name] or FEW_SEGMENTS
+    obstacles = {name: why for name, why in reasons.items() if why}
     chosen = implementation
     if implementation == "auto":
         q, k = lengths if lengths and positional else (call.q_length, call.k_length)

@@ -249,9 +249,9 @@ def _window_size(terms: Terms) -> int | None:
 
 def _cached_arrays(terms: Terms) -> list[jax.Array]:
     """Returns the arrays ``[b, k, ...]`` that tokens attended to make."""
-    found: list[jax.Array] = []
-    map_arrays(lambda a: found.append(a.x) if a.is_cached else None, terms)
-    return found
+    arrays: list[jax.Array] = []
+    map_arrays(lambda a: arrays.append(a.x) if a.is_cached else None, terms)
+    return arrays
 
 
 def _write_at(old: jax.Array, new: jax.Array, at: _Length) -> jax.Array:

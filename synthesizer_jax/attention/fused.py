@@ -374,16 +374,16 @@ def loop_backward(
             dbias, dproducts = logits_vjp(dlogits)
             # dV = Pᵀ dO
             dvalues = _matmul_tn(weights.astype(dout.dtype), block_dout).astype(values.dtype)
-            shared, own = _split_by_flag(jax.tree.leaves(dproducts), is_shared)
+            shared, unshared = _split_by_flag(jax.tree.leaves(dproducts), is_shared)
             add = lambda total, d: total + d.astype(total.dtype)
-            return jax.tree.map(add, sums, (dbias, shared)), (own, dvalues)
+            return jax.tree.map(add, sums, (dbias, shared)), (unshared, dvalues)
 
         zeros = [jnp.zeros_like(x[0], dtype=logits_dtype(x)) for x in leaves]
         init = jax.tree.map(jnp.zeros_like, bias), _split_by_flag(zeros, is_shared)[0]
-        (dbias, shared), (own, dvalues) = lax.scan(example, init, jnp.arange(batch))
+        (dbias, shared), (unshared, dvalues) = lax.scan(example, init, jnp.arange(batch))
         dleaves = [
             d if total is None else total[None].astype(x.dtype)
-            for total, d, x in zip(shared, own, leaves, strict=True)
+            for total, d, x in zip(shared, unshared, leaves, strict=True)
         ]
         return jax.tree.unflatten(treedef, dleaves), bias_vjp(dbias)[0], dvalues
 

@@ -241,10 +241,10 @@ def backward(
     blocks = _operands(inputs, bias)
     residuals = _Residuals(_heads_first(dout), *(x.transpose(0, 2, 3, 1) for x in (*stats, delta)))
     tiles = _Tiles(inputs.mask, query_offset, q_length, k_length)
-    wanted = _Cotangents(_without(blocks.products, "keys"), None, bias)
+    primals = _Cotangents(_without(blocks.products, "keys"), None, bias)
     if tiles.size == q_length:
-        wanted = _Cotangents(blocks.products, blocks.values, bias)
-    cotangents = _call_backward(blocks, residuals, wanted, tiles, interpret=interpret)
+        primals = _Cotangents(blocks.products, blocks.values, bias)
+    cotangents = _call_backward(blocks, residuals, primals, tiles, interpret=interpret)
     products, values = cotangents.products, cotangents.values
     if values is None:
         tiles = dataclasses.replace(tiles, rows=k_length, columns=q_length, transposed=True)

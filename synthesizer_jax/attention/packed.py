@@ -130,9 +130,9 @@ def _segment_rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Arr
 def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
     """Rows ``[b·count, length, h, e]`` back to the tokens of ``[b, q]`` segments."""
     batch, length = segments.shape[0], out.shape[1]
-    place = segment_positions(segments)
-    kept = (segments > 0) & (segments <= count) & (place < length)
-    index = jnp.where(kept, (segments - 1) * length + place, 0)
+    position = segment_positions(segments)
+    kept = (segments > 0) & (segments <= count) & (position < length)
+    index = jnp.where(kept, (segments - 1) * length + position, 0)
     tokens = _gather_rows(out.reshape(batch, count * length, *out.shape[2:]), index[:, None])
     tokens = jnp.where(kept[..., None, None], tokens, 0)
     return jnp.where((kept | (segments <= 0))[..., None, None], tokens, jnp.nan)

@@ -212,7 +212,7 @@ class Partition:
         mask, count = call.mask, call.q_length // self._size(self.sequence)
         first = jax.lax.axis_index(self.sequence) * count
 
-        def own(term: Term) -> Term:
+        def cut(term: Term) -> Term:
             if not isinstance(term, Relative):
                 return term
             q, k = call.q_length, call.k_length
@@ -224,7 +224,7 @@ class Partition:
         ends = mask.query_lengths
         ends = None if ends is None else jnp.clip(ends - first, 0, count)
         mask = dataclasses.replace(mask, query_lengths=ends, query_offset=0, self_attention=False)
-        terms = tuple(map(own, call.terms))
+        terms = tuple(map(cut, call.terms))
         return dataclasses.replace(call, terms=terms, mask=mask, q_length=count)
 
     def _spec(self, x: jax.Array, length: Axes = None) -> PartitionSpec:

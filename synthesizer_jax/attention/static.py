@@ -33,7 +33,7 @@ from synthesizer_jax.attention.fused import (
     map_heads,
     softmax_vjp_delta,
 )
-from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.masks import Mask, zero_padding
 from synthesizer_jax.attention.reference import softmax
 from synthesizer_jax.attention.terms import Call, LowRank, Relative, Static, logits_dtype, materialize
 from synthesizer_jax.base.typing import PyTree
@@ -200,7 +200,7 @@ def _matmul_fwd(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, jax.Arra
     if _is_separable(mask):
         weights = softmax(logits, mask.band_pairs(*logits.shape[1:]))  # [h, q, k]
         out = jax.vmap(_weighted_sum, (0, 2), 2)(weights, values).astype(values.dtype)
-        return out if queries is None else jnp.where(queries[..., None, None], out, 0), None
+        return zero_padding(out, queries), None
     dtype = logits_dtype(logits, values)
     regions = _regions(mask, q_length, values)
     num_keys = sum(_contract_keys("qk,bk->qb", pairs.astype(dtype), keys, dtype) for pairs, keys in regions)
@@ -240,8 +240,7 @@ def _matmul_bwd(
     make_logits = functools.partial(_logits, dout.shape[1], values.shape[1])
     logits, logits_vjp = jax.vjp(make_logits, biases)
     if inverse_row_sum is None:
-        queries = mask.queries(dout.shape[1])
-        dout = dout if queries is None else jnp.where(queries[..., None, None], dout, 0)
+        dout = zero_padding(dout, mask.queries(dout.shape[1]))
         band = mask.band_pairs(*logits.shape[1:])
         weights, softmax_vjp = jax.vjp(lambda x: softmax(x, band), logits)
         # dP = Σ_b dO Vᵀ,  dV = Pᵀ dO

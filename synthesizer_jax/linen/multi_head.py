@@ -170,8 +170,8 @@ def check_fields(layer: MultiHeadAttention | NnxMultiHeadAttention) -> None:
         )
     name = f"MultiHeadAttention: alignment={type(alignment).__name__}"
     is_dot_product = isinstance(alignment, DotProduct)
-    own = {"scale": None, "rotary_base": None, "name": None, "parent": None}
-    if is_dot_product and alignment.copy(**own) != DotProduct(parent=None):
+    layer_independent = {"scale": None, "rotary_base": None, "name": None, "parent": None}
+    if is_dot_product and alignment.copy(**layer_independent) != DotProduct(parent=None):
         raise ValueError(
             f"{name}: the projections belong to the layer; set only scale and rotary_base on DotProduct, "
             "and qkv_features, kernel_init, use_bias and normalize_qk on the layer, or use Attention"

@@ -219,7 +219,7 @@ class Attention(AttentionBase):
     def _attend(
         self, x: jax.Array, terms: Terms, values: jax.Array, *, bias: Terms, mask: Mask
     ) -> jax.Array:
-        own, terms = terms, add(*terms, *bias)
+        alignment_terms, terms = terms, add(*terms, *bias)
         sinks = None
         if self.sinks:
             sinks = self.param("sinks", with_axes(nn.initializers.zeros_init(), "heads"), (self.num_heads,))
@@ -228,9 +228,9 @@ class Attention(AttentionBase):
             lengths: dict[str, Any] = {"q_length": x.shape[1], "k_length": values.shape[1]}
             weights = attention_weights(terms, **lengths, **options)
             self.sow("intermediates", "attention_weights", weights)
-            has_logits = not any(isinstance(term, Banded | Split) for term in own)
+            has_logits = not any(isinstance(term, Banded | Split) for term in alignment_terms)
             if has_logits and self.is_mutable_collection(LOGITS):
-                logits = materialize_logits(own, mask=mask, **lengths)
+                logits = materialize_logits(alignment_terms, mask=mask, **lengths)
                 self.sow(LOGITS, "attention_logits", logits)
         return attend(
             terms,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from synthesizer_jax.alignments.base import check_length
 from synthesizer_jax.attention import Mask, Span
 from synthesizer_jax.attention.cache import advance_length, fill_invalid
+from synthesizer_jax.attention.masks import zero_padding
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Length, Number
@@ -84,11 +85,11 @@ class SentenceNetwork(nn.Module):
         m, f, v = self.max_length if self.every_position else 1, self.hidden_dim, self.features
         ones, zeros = nn.initializers.ones_init(), nn.initializers.zeros_init()
         first, second = TorchUniform(fan_in=n * d), TorchUniform(fan_in=f)
-        place, hidden = (None, "key_length", "embed"), (None, "mlp")
+        position_axes, hidden = (None, "key_length", "embed"), (None, "mlp")
         param = lambda name, init, axes, *shape: self.param(name, with_axes(init, *axes), shape)
-        self.scale_0 = param("scale_0", ones, place, g, n, d)
-        self.shift_0 = param("shift_0", zeros, place, g, n, d)
-        self.kernel_0 = param("kernel_0", first, (*place, "mlp"), g, n, d, f)
+        self.scale_0 = param("scale_0", ones, position_axes, g, n, d)
+        self.shift_0 = param("shift_0", zeros, position_axes, g, n, d)
+        self.kernel_0 = param("kernel_0", first, (*position_axes, "mlp"), g, n, d, f)
         self.bias_0 = param("bias_0", first, hidden, g, f)
         self.scale_1 = param("scale_1", ones, hidden, g, f)
         self.shift_1 = param("shift_1", zeros, hidden, g, f)
@@ -98,9 +99,9 @@ class SentenceNetwork(nn.Module):
 
     def read(self, x: jax.Array, *, start: int | jax.Array = 0, which: int = 0) -> Sums:
         """What tokens ``[b, n, d]`` from a position of a sequence on add; padding is zero."""
-        place = which * self.max_length + start
+        first = which * self.max_length + start
         scale, kernel = (
-            jax.lax.dynamic_slice_in_dim(p, place, x.shape[1], axis=1)
+            jax.lax.dynamic_slice_in_dim(p, first, x.shape[1], axis=1)
             for p in (self.scale_0, self.kernel_0)
         )
         x = x.astype(logits_dtype(x))
@@ -181,19 +182,17 @@ class SentenceFeedForward(Mixer):
         network = self._make_network(x, kv, mask, position=position)
         real = mask.queries(n)
         if kv is not None:  # the memory, if it is not in the cache, and the queries so far
-            queries = x if real is None else jnp.where(real[..., None], x, 0)
-            sums = _prefixes(network.read(queries, start=position, which=1))
+            sums = _prefixes(network.read(zero_padding(x, real), start=position, which=1))
             if cache is None:
                 sums = jax.tree.map(jnp.add, sums, _read_all(network, kv, mask))
         elif self.causal:
-            sums = _prefixes(network.read(_zero_padding(x, mask, position), start=position))
+            sums = _prefixes(network.read(_real_tokens(x, mask, position), start=position))
         else:
             sums = _read_all(network, x, mask)
         if cache is not None:
             sums = jax.tree.map(jnp.add, sums, cache.sums)
         y = network.out(network.hidden(sums), start=position, length=n).astype(x.dtype)
-        if real is not None:
-            y = jnp.where(real[..., None, None], y, 0)
+        y = zero_padding(y, real)  # [b, n, nets, features]
         if self.num_heads is None:
             y = y[:, :, 0]
         else:
@@ -260,17 +259,16 @@ def _prefixes(sums: Sums) -> Sums:
 
 def _read_all(network: SentenceNetwork, x: jax.Array, mask: Mask) -> Sums:
     """The sums over the first tokens of a sentence, n = 1."""
-    sums = network.read(_zero_padding(x, mask, 0))
+    sums = network.read(_real_tokens(x, mask, 0))
     return jax.tree.map(lambda x: x.sum(axis=1, keepdims=True), sums)
 
 
-def _zero_padding(x: jax.Array, mask: Mask, start: int | jax.Array) -> jax.Array:
+def _real_tokens(x: jax.Array, mask: Mask, start: int | jax.Array) -> jax.Array:
     """Returns the tokens ``[b, n, d]`` from `start` on, with zeros where they are not real."""
     n = x.shape[1]
     if not n or (mask.key_lengths is None and mask.key_valid is None):
         return x
-    real = mask.slice_keys(start, n).keys(n)
-    return x if real is None else jnp.where(real[..., None], x, 0)
+    return zero_padding(x, mask.slice_keys(start, n).keys(n))
 
 
 @register
@@ -303,9 +301,7 @@ class TokenFeedForward(Mixer):
         tokens = x.reshape(-1, 1, x.shape[-1])
         y = network.out(network.hidden(network.read(tokens))).astype(x.dtype)
         y = y.reshape(*x.shape[:2], self.num_heads, self.head_dim)
-        real = mask.queries(x.shape[1])
-        if real is not None:
-            y = jnp.where(real[..., None, None], y, 0)
+        y = zero_padding(y, mask.queries(x.shape[1]))
         y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init)
         if cache is None:
             return y, None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import project
 from synthesizer_jax.attention import Mask, Terms, drop_value_vectors, materialize_logits
+from synthesizer_jax.attention.reference import softmax
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, NotNegative
 from synthesizer_jax.mixers.attention import AttentionBase
@@ -84,12 +85,7 @@ class TalkingHeads(AttentionBase):
             self.sow(LOGITS, "attention_logits", logits)
         if bias:
             logits = logits + logits_of(bias)
-        pairs = mask.pairs(q_length, k_length)
-        if pairs is None:
-            weights = jax.nn.softmax(logits)
-        else:  # with `where`, JAX has infinite numbers
-            weights = jax.nn.softmax(jnp.where(pairs, logits, jnp.finfo(logits.dtype).min))
-            weights = jnp.where(pairs, weights, 0)
+        weights = softmax(logits, mask.pairs(q_length, k_length))  # [b or 1, h, q, k]
         if self.project_weights:
             matrix = self._matrix("weights_projection")
             weights = _mix_heads(weights, matrix, by_query.get("x2w"), by_key.get("m2w"))

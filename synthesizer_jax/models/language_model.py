@@ -89,10 +89,13 @@ class LanguageModel(TextToText, kw_only=True):
         """Reads the inputs and returns the cache from which `extend` decodes; see `TextToText`."""
         inputs = num_real_tokens(encoder_tokens)
         tokens, _ = move_token_padding_last(encoder_tokens)
+        return self._read(tokens, self._mask(inputs, key_lengths=inputs), max_length=max_length)
+
+    def _read(self, tokens: jax.Array, mask: Mask, *, max_length: int) -> DecodingCache:
+        """Returns the cache after tokens ``[batch, k]``, with room for `max_length` more."""
         x = self.embed(tokens)
         layers = self.decoder.init_cache(x, max_length=tokens.shape[1] + max_length)
         if tokens.shape[1]:
-            mask = self._mask(inputs, key_lengths=inputs)
             _, layers = self.decoder.extend(x, layers, mask=mask)
         return DecodingCache(layers)
 
@@ -112,12 +115,8 @@ class LanguageModel(TextToText, kw_only=True):
         tokens, _ = move_token_padding_last(targets)
         tokens = jnp.pad(tokens, ((0, 0), (1, 0)))  # the decoder's first input, then the targets
         last = jnp.take_along_axis(tokens, count[:, None], axis=1)[:, 0]
-        x = self.embed(tokens[:, :-1])
-        layers = self.decoder.init_cache(x, max_length=x.shape[1] + max_length)
-        if x.shape[1]:
-            mask = Mask(causal=True, key_lengths=count)
-            _, layers = self.decoder.extend(x, layers, mask=mask)
-        return last, DecodingCache(layers)
+        mask = Mask(causal=True, key_lengths=count)
+        return last, self._read(tokens[:, :-1], mask, max_length=max_length)
 
     @on_any_mesh
     def extend(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:

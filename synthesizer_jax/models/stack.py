@@ -301,8 +301,8 @@ def _positions_of(mask: Mask | None, position: int | jax.Array, *, q: int) -> Po
 
 def _capacity(caches: tuple[LayerCache, ...]) -> int | None:
     """Returns the number of key positions in the self-attention's caches; None: any."""
-    own = [cache.self_attention for cache in caches]
-    return max((c.capacity for c in own if isinstance(c, Cache) and not c.window), default=None)
+    self_caches = [cache.self_attention for cache in caches]
+    return max((c.capacity for c in self_caches if isinstance(c, Cache) and not c.window), default=None)
 
 
 def unstack_layers(stack: Stack, variables: Variables) -> Variables:
