@@ -63,6 +63,8 @@ def test_scan_equals_loop_and_layouts_convert_back(batch):
         return model.apply(variables, *batch), unroll(model).apply(loop, *batch)
 
     close(*run(variables, loop), 1e-5)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(run, variables, loop)
     for collection, trees in variables.items():
         for name in {"encoder", "decoder"} & set(trees):
             back = stack_layers(getattr(model, name), loop[collection][name])
