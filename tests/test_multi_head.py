@@ -62,10 +62,12 @@ def make(library: str, *, flax: bool = False, heads: int = H, **fields):
 def applied(layer, *inputs, **options):
     """The output, and the attention weights if they are sown."""
     if isinstance(layer, nn.Module):
-        params = {"params": layer.init(jax.random.key(0), *inputs)["params"]}
-        y, state = layer.apply(params, *inputs, mutable=["intermediates"], **options)
+        params = {"params": jax.jit(layer.init)(jax.random.key(0), *inputs)["params"]}
+        apply = functools.partial(layer.apply, mutable=["intermediates"], **options)
+        y, state = jax.jit(apply, compiler_options=FAST)(params, *inputs)
         return y, state.get("intermediates")
-    y, state = nnx.capture(layer, nnx.Intermediate)(*inputs, **options)
+    call = nnx.jit(lambda layer: nnx.capture(layer, nnx.Intermediate)(*inputs, **options))
+    y, state = call(layer)
     return y, nnx.to_pure_dict(state)
 
 

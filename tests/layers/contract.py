@@ -343,6 +343,6 @@ CONTRACT = (
 
 FURTHER = (
     *(sharded_is_single, ragged_prompts_decode_as_each_alone, bfloat16_is_near),
-    *(eager_is_compiled_and_nothing_infinite, ranks_and_dtypes_are_not_promoted),
+    ranks_and_dtypes_are_not_promoted,
 )
 """Those of distinct structures: what they check does not depend on an alignment's options."""
