@@ -20,6 +20,7 @@ import synthesizer_jax as sj
 from synthesizer_jax.attention import attend, banded, low_rank, static
 from synthesizer_jax.attention.attend import ROUTES
 from synthesizer_jax.primitives.parameters import ACTIVATION_AXES, LOGICAL_AXES
+from tests.attention.cases import normal
 from tests.environment import FAST_COMPILE
 
 BATCH, LENGTH, HEADS, WIDTH = 4, 6, 2, 3
@@ -27,12 +28,6 @@ SQUARE = HEADS, LENGTH, LENGTH
 RULES = (("batch", "data"), ("heads", "model"))
 STEP = 1e-5
 """Of finite differences, in float64."""
-
-
-def normal(name: str, *shape: int) -> jax.Array:
-    """Numbers that depend on the name only."""
-    seed = int.from_bytes(name.encode()[:4].ljust(4), "big")
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def by_route(name: str, terms: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -249,6 +244,22 @@ def test_composes(name: str, transformation: Callable[[Subject], None]) -> None:
 @pytest.mark.parametrize("derivative", [jvp, hessian])
 def test_the_reference_has_all_derivatives(derivative: Callable[[Subject], None]) -> None:
     derivative(subject("reference"))
+
+
+@pytest.mark.parametrize("name", ["static", "fused", "banded", "own bias"])
+def test_other_derivatives_of_fast_routes_name_the_reference(name: str) -> None:
+    *at, lengths, target = subject("fused" if name == "own bias" else name).arguments
+
+    def loss(parameters: Any, x: jax.Array) -> Any:
+        if name != "own bias":
+            return subject(name).loss(parameters, x, lengths, target)
+        bias = jnp.stack([parameters] * BATCH)  # of each example
+        return sj.dot_product_attention(x, x, x, bias, implementation="fused").sum()
+
+    slope = lambda *at: jnp.sum(jax.grad(loss, 1)(*at) ** 2)
+    for other in (lambda: jax.jit(lambda *at: jax.jvp(loss, at, at))(*at), lambda: jax.grad(slope, 1)(*at)):
+        with pytest.raises(TypeError, match='use implementation="reference"'):
+            other()
 
 
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "MultiHeadAttention, alignment"])

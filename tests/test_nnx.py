@@ -58,11 +58,7 @@ CASES = {
     ),
     "Stack": (Stack((Run(CROSS, 2),)), (X,), {"memory": Memory(X, Mask())}),
     "UniversalStack": (UniversalStack((Run(BLOCK, 2),)), (X,), {}),
-    "TalkingHeads": (sj.TalkingHeads(2, 4, dropout_rate=0.5), (X,), {}),
     "DynamicConvolution": (sj.DynamicConvolution(3, dropout_rate=0.5), (X,), {}),
-    "LightweightConvolution": (sj.LightweightConvolution(3, dropout_rate=0.5), (X,), {}),
-    "Linformer": (sj.Linformer(2, 4, 8, dropout_rate=0.5), (X,), {}),
-    "TokenFeedForward": (sj.TokenFeedForward(5, 2, 4), (X,), {}),
     "Attention": (Attention(2, 4, Random(8, trainable=False)), (X,), {"mask": Mask(causal=True)}),
 }
 

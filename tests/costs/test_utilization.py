@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.costs import chips, host_memory, utilization
+from synthesizer_jax.costs.summary import summarize
 from synthesizer_jax.costs.utilization import step_flops, utilizations
 from synthesizer_jax.models import Size, t5
 from synthesizer_jax.runs import metrics
@@ -27,6 +28,9 @@ def test_a_step_is_six_times_the_multiply_adds(remat):
     model = t5(Size(D, 1, F, H, E), vocab_size=V, remat=remat)
     found = step_flops(model, batch_size=BATCH, inputs=K, targets=Q)
     assert found == pytest.approx(6 * BATCH * forward(), rel=1e-3)
+    summary = summarize(model, inputs_length=K, targets_length=Q)
+    assert summary.flops_per_token == pytest.approx(2 * forward() / (K + Q), abs=1)
+    assert summary.cache_bytes_per_token == 4 * 2 * H * E  # a key and a value of every head
 
 
 def test_rates_of_an_interval(monkeypatch):

@@ -155,16 +155,10 @@ def test_what_does_not_decode():
     ("options", "message"),
     [
         ({"max_length": 0}, "max_length is 0; allowed: 1 to 1,048,576"),
-        ({"min_length": 0}, "min_length is 0; allowed: 1 to"),
         ({"min_length": 9}, "min_length is 9; allowed: at most max_length, 8"),
-        ({"relative_length": 0.0}, "relative_length is 0.0; allowed: above 0"),
-        ({"beams": 10**9}, "beams is 1000000000; allowed: 1 to 1,024"),
         ({"beams": 1.5}, "beams is 1.5, expected int"),
-        ({"temperature": -1.0}, "temperature is -1.0; allowed: 0 or more"),
         ({"temperature": float("nan")}, "temperature is nan, expected float"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0; allowed: above 0, at most 1"),
-        ({"seed": -1}, "seed is -1; allowed: 0 to 4,294,967,295"),
-        ({"logits_dtype": "int8"}, "logits_dtype is 'int8'; allowed: 'float32', 'bfloat16'"),
         (
             {"beams": 2, "temperature": 1.0},
             "temperature is 1.0 with beams 2; beam search does not sample: give temperature 0",
