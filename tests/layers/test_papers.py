@@ -1,6 +1,5 @@
 """What the papers and their released code say beyond the contract's formulas; and what layers refuse."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import synthesizer_jax as sj
 from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.alignments.relative_bias import alibi_slopes
-from synthesizer_jax.attention import relative, static
+from synthesizer_jax.attention import relative
 from synthesizer_jax.attention.relative import relative_buckets
 from synthesizer_jax.costs.summary import num_elements
 from synthesizer_jax.primitives.parameters import apply_method
@@ -123,17 +122,6 @@ def test_sentences_of_tokens_that_hardly_differ():
     assert np.all(np.isfinite(y))
 
 
-class Returns(Alignment):
-    """An alignment that returns what it is told to."""
-
-    what: str
-
-    @nn.compact
-    def __call__(self, queries, keys, context):
-        logits = jnp.zeros((2, 7, 7))
-        return {"array": logits, "term": static(logits)}[self.what]
-
-
 CAUSAL, PACKED = sj.Mask(causal=True), sj.Mask(key_segments=jnp.ones((2, 7), int))
 BIAS, ATTENTION, DOT = (relative(jnp.ones((2, 13)), first=-6),), sj.Attention(2, 4), sj.DotProduct()
 REFUSED = [
@@ -171,8 +159,6 @@ REFUSED = [
     ),
     (ATTENTION, {"kv": X[0]}, r"tokens have shape \(7, 10\), expected \[batch,"),
     (ATTENTION, {"is_causal": True}, r"takes no is_causal; give mask=Mask\(causal=True\)"),
-    (Returns("array"), {}, "terms are of type"),
-    (Returns("term"), {}, r"terms are a bare Static; return a tuple of terms, such as \(static"),
     (ATTENTION, {"bias": BIAS[0]}, "bias is a bare Relative; give a tuple of terms"),
 ]
 

@@ -23,7 +23,6 @@ from synthesizer_jax.models import (
     unroll_variables,
 )
 from synthesizer_jax.models.layers import Dropout
-from synthesizer_jax.models.published import hard_coded
 from synthesizer_jax.primitives.parameters import apply_method
 from tests.layers.contract import general
 from tests.models.test_structures import close
@@ -86,17 +85,6 @@ def test_elementwise_dropout_keeps_the_mean():
     np.testing.assert_allclose(np.mean(dropped), 1, atol=0.005)
     # Two positions that share a draw of 32 bits are dropped independently.
     np.testing.assert_allclose(np.mean(dropped[:, :31] != dropped[:, 32:]), 2 * 3 / 16, atol=0.01)
-
-
-def test_elementwise_dropout_reaches_all_dropouts(monkeypatch):
-    drawn = []
-    bits = jax.random.bits
-    draw = lambda key, shape: drawn.append(shape) or bits(key, shape)
-    monkeypatch.setattr(jax.random, "bits", draw)
-    model, tokens = hard_coded("base", dropout_rate=0.1, layers=1), jnp.ones((2, 3), jnp.int32)
-    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    jax.eval_shape(model.init, keys, tokens, tokens)
-    assert set(drawn) == {(2, 2, model.d_model)}
 
 
 def test_t5_parameter_names(batch):
