@@ -304,7 +304,7 @@ def loop_forward(
                 positions=block_positions,
                 soft_cap=soft_cap,
             )
-            logits = _mask_logits(logits, block_mask)
+            logits = _mask_logits(logits, block_mask)  # [q, k]
             # c = max_k S
             row_max = jnp.max(logits, axis=-1, keepdims=True)
             row_max = jnp.where(row_max == -jnp.inf, 0, row_max)

@@ -140,5 +140,5 @@ def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
 
 def _gather_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns the rows ``[b, count, length]`` of ``[b, n, ...]``, as ``[b · count, length, ...]``."""
-    picked = jax.vmap(lambda x, i: x[i])(x, rows)
+    picked = jax.vmap(lambda x, i: x[i])(x, rows)  # [b, count, length, ...]
     return picked.reshape(-1, *picked.shape[2:])

@@ -279,7 +279,7 @@ def attend_with_alignment(
     weights = None
     if return_weights:
         weights = attention_weights(terms, mask=mask, q_length=q_length, k_length=values.shape[1])
-        weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))
+        weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))  # [b, h, q, k]
         weights = weights.reshape(*batch, *weights.shape[1:]).astype(values.dtype)
     out = attend(
         terms,

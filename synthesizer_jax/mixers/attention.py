@@ -160,7 +160,7 @@ class AttentionBase(Mixer):
         """Projects ``[batch, k, width]`` tokens to values ``[batch, k, heads, width]``."""
         if not self.project_values:
             shape = (*memory.shape[:2], self.num_value_heads, memory.shape[-1])
-            return jnp.broadcast_to(memory[:, :, None], shape)
+            return jnp.broadcast_to(memory[:, :, None], shape)  # [b, k, h, width], the same for every head
         return project(
             memory,
             heads=self.num_value_heads,

@@ -377,7 +377,7 @@ def move_padding_last(
             f"Mask.key_valid tells which of the new tokens are real; it has {mask.key_valid.shape[-1]} "
             f"entries for {n} tokens: leave it out where all are real"
         )
-    real = jnp.broadcast_to(jnp.asarray(mask.keys(n), bool), x.shape[:2])
+    real = jnp.broadcast_to(jnp.asarray(mask.keys(n), bool), x.shape[:2])  # [b, n]
     order = jnp.argsort(~real, axis=1, stable=True)
     mask = dataclasses.replace(
         mask,

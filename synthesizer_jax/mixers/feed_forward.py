@@ -108,7 +108,7 @@ class SentenceNetwork(nn.Module):
         return Sums(
             total=x.sum(-1, keepdims=True),
             squares=jnp.square(x).sum(-1, keepdims=True),
-            hidden=jnp.einsum("bnd,gndf->bngf", x, scale[..., None] * kernel),
+            hidden=jnp.einsum("bnd,gndf->bngf", x, scale[..., None] * kernel),  # [b, n, nets, hidden]
         )
 
     def hidden(self, sums: Sums) -> jax.Array:
@@ -117,6 +117,7 @@ class SentenceNetwork(nn.Module):
         mean = sums.total / size
         variance = jnp.maximum(sums.squares / size - mean**2, 0)  # where rounding made it negative
         inverse = jax.lax.rsqrt(variance + EPSILON)
+        # What the mean of the inputs is multiplied by, and what their shift adds, [nets, hidden] each.
         column = jnp.einsum("gnd,gndf->gf", self.scale_0, self.kernel_0)
         shift = jnp.einsum("gnd,gndf->gf", self.shift_0, self.kernel_0) + self.bias_0
         product = inverse[..., None] * (sums.hidden - mean[..., None] * column[None, None])
@@ -133,7 +134,7 @@ class SentenceNetwork(nn.Module):
         kernel, bias = (
             jax.lax.dynamic_slice_in_dim(p, start, length, axis=1) for p in (self.kernel_1, self.bias_1)
         )
-        bias = bias.swapaxes(0, 1)[None]
+        bias = bias.swapaxes(0, 1)[None]  # [nets, n, v] → [1, n, nets, v]
         if hidden.shape[1] == 1:
             return jnp.einsum("bgf,gnfv->bngv", hidden[:, 0], kernel) + bias
         return jnp.einsum("bngf,gnfv->bngv", hidden, kernel) + bias
@@ -196,7 +197,7 @@ class SentenceFeedForward(Mixer):
         if self.num_heads is None:
             y = y[:, :, 0]
         else:
-            y = y.reshape(*y.shape[:2], self.num_heads, self.head_dim)
+            y = y.reshape(*y.shape[:2], self.num_heads, self.head_dim)  # [b, n, h, e]
             y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init)
         if cache is None:
             return y, None
@@ -298,9 +299,9 @@ class TokenFeedForward(Mixer):
             name="network",
             parent=self,
         )
-        tokens = x.reshape(-1, 1, x.shape[-1])
+        tokens = x.reshape(-1, 1, x.shape[-1])  # [b · n, 1, d], sentences of one token
         y = network.out(network.hidden(network.read(tokens))).astype(x.dtype)
-        y = y.reshape(*x.shape[:2], self.num_heads, self.head_dim)
+        y = y.reshape(*x.shape[:2], self.num_heads, self.head_dim)  # [b, n, h, e]
         y = zero_padding(y, mask.queries(x.shape[1]))
         y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init)
         if cache is None:

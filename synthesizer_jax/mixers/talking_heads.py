@@ -93,7 +93,7 @@ class TalkingHeads(AttentionBase):
             self.sow("intermediates", "attention_weights", weights)
         dropout = dropout_options(self, self.dropout_rate)
         v = drop_value_vectors(v, dropout["dropout_rate"], dropout["dropout_key"])
-        weights = jnp.broadcast_to(weights, (v.shape[0], *weights.shape[1:]))
+        weights = jnp.broadcast_to(weights, (v.shape[0], *weights.shape[1:]))  # [b, h, q, k]
         y = jnp.einsum("bhqk,bkhe->bqhe", weights.astype(v.dtype), v, preferred_element_type=weights.dtype)
         return y.astype(v.dtype)
 

@@ -255,7 +255,7 @@ def _share_memory(
     if count == 1:
         return attend(mixer, x)
     lifted = nn.vmap(attend, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=(1, None))
-    y, cache = lifted(mixer, x.reshape(batch, count, *x.shape[1:]))
+    y, cache = lifted(mixer, x.reshape(batch, count, *x.shape[1:]))  # [batch, n, q, d]
     return y.reshape(x.shape), cache
 
 

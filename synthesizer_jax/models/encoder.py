@@ -134,7 +134,7 @@ class Encoder(TokenModel, kw_only=True):
             pooled = hidden[:, 0]
         else:
             real = (tokens != 0)[..., None]
-            total = jnp.where(real, hidden, 0).sum(axis=1)
+            total = jnp.where(real, hidden, 0).sum(axis=1)  # [b, d]
             pooled = total / jnp.maximum(real.sum(axis=1), 1).astype(hidden.dtype)
         return jnp.tanh(self.pooler_dense(pooled)) if self.pooler else pooled
 

@@ -68,7 +68,7 @@ class LanguageModel(TextToText, kw_only=True):
         counted = _concatenate_rows(jnp.ones_like(encoder_tokens), counted.astype(row.dtype), inputs) > 0
         x = self.decoder(self.embed(row), mask=self._mask(inputs), counted=counted)
         index = inputs[:, None] + jnp.arange(decoder_tokens.shape[1])[None]
-        return jnp.take_along_axis(x, index[..., None], axis=1)
+        return jnp.take_along_axis(x, index[..., None], axis=1)  # [b, q, d], from the last input on
 
     def _mask(self, inputs: jax.Array, *, key_lengths: jax.Array | None = None) -> Mask:
         """Returns the causal mask, with the inputs as its prefix if the model has one."""
@@ -114,7 +114,7 @@ class LanguageModel(TextToText, kw_only=True):
         count = num_real_tokens(targets)
         tokens, _ = move_token_padding_last(targets)
         tokens = jnp.pad(tokens, ((0, 0), (1, 0)))  # the decoder's first input, then the targets
-        last = jnp.take_along_axis(tokens, count[:, None], axis=1)[:, 0]
+        last = jnp.take_along_axis(tokens, count[:, None], axis=1)[:, 0]  # [b]
         mask = Mask(causal=True, key_lengths=count)
         return last, self._read(tokens[:, :-1], mask, max_length=max_length)
 
@@ -133,6 +133,7 @@ def _concatenate_rows(inputs: jax.Array, targets: jax.Array, count: jax.Array) -
     inputs, _ = move_token_padding_last(inputs)
     rows = jnp.concatenate([jnp.zeros_like(inputs), targets, jnp.zeros_like(inputs)], axis=1)
     position = jnp.arange(inputs.shape[1] + targets.shape[1])[None]
+    # [b, k + q], the targets `count` positions to the right of the row's beginning.
     shifted = jnp.take_along_axis(rows, position - count[:, None] + inputs.shape[1], axis=1)
     padded = jnp.pad(inputs, ((0, 0), (0, targets.shape[1])))
     return jnp.where(position < count[:, None], padded, shifted)

@@ -79,14 +79,14 @@ class UniversalStack(Stack):
                 x = layer(x, index)
                 continue
             probability = jax.nn.sigmoid(gate(x)[..., 0])
-            running = halted < 1.0
+            running = halted < 1.0  # [b, q], the positions that have not halted
             stops = running & (halted + probability > threshold)
             runs_on = running & ~stops
             halted = halted + jnp.where(runs_on, probability, 0.0)
             remainders = remainders + jnp.where(stops, 1.0 - halted, 0.0)
             halted = halted + jnp.where(stops, remainders, 0.0)
             updates = updates + running
-            weight = jnp.where(runs_on, probability, jnp.where(stops, remainders, 0.0))
+            weight = jnp.where(runs_on, probability, jnp.where(stops, remainders, 0.0))  # w_t
             weight = weight[..., None].astype(x.dtype)
             x = layer(x, index)
             average = x * weight + average * (1 - weight)
