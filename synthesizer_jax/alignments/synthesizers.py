@@ -119,9 +119,9 @@ def rotate(x: jax.Array, position: int | jax.Array, *, base: float) -> jax.Array
 class Bilinear(Alignment):
     """A full matrix between every pair of tokens, ``logits_h = (x W_h) yᵀ`` with W_h of d × d.
 
-    General bilinear multi-head attention (Shazeer et al. 2020, section 3.3) is this alignment in an
-    `Attention` with ``project_values=False``: the case of head size d_model, where key and value
-    projections can be multiplied into those of the queries and the output.
+    In an `Attention` with ``project_values=False`` it is general bilinear multi-head attention (Shazeer
+    et al. 2020, section 3.3). That is the case of head size d_model, where key and value projections can
+    be multiplied into those of the queries and the output.
 
     Attributes:
       query_init: initializer of the kernel, as ``[d_model, heads · d_model]``; None: standard deviation
@@ -248,10 +248,10 @@ def _hidden(
 class Random(Alignment):
     """Logits that are parameters, the same for every example, ``S = R[:q, :k]``.
 
-    Tay et al. 2021, section 3.2 (Random Synthesizer); with `trainable=False` Fixed Random, whose
-    table stays at its initial value: gradients and optimizers belong to the collection ``params``,
-    while ``constants`` is passed on, ``layer.apply({"params": params, **rest}, x)``. Shorter inputs
-    use the top-left corner of the table.
+    Tay et al. 2021, section 3.2 (Random Synthesizer). With `trainable=False` it is Fixed Random, whose
+    table stays at its initial value: gradients and optimizers belong to the collection ``params``, while
+    ``constants`` is passed on, ``layer.apply({"params": params, **rest}, x)``. Shorter inputs use the
+    top-left corner of the table.
 
     Attributes:
       max_length: number of query and key positions of the table.

@@ -40,10 +40,10 @@ def dot_product_attention(
     """Attention, ``softmax(scale · query keyᵀ + bias) · value``, with a bias that may be learned.
 
     It takes the arguments of `jax.nn.dot_product_attention`, except `return_residual`. Beyond 128 · 128
-    logits a head, no array ``[b, n, q, k]`` is made, forward or backward, and the gradient of a bias
-    that the examples share is summed over them in place, where `jax.nn` holds it for every example.
-    (Under `jax.vmap` the mapped axis is another batch axis, and a bias that it shares has a gradient for
-    each of its elements before they are summed: use the batch axis of `query` where memory counts.)
+    logits a head, no array ``[b, n, q, k]`` is made, forward or backward. The gradient of a bias that the
+    examples share is summed over them in place, where `jax.nn` holds it for every example. Under
+    `jax.vmap` a bias has a gradient for each element of the mapped axis before they are summed: use the
+    batch axis of `query` where memory counts.
 
     Two differences: a query that may attend to no key gets zeros and gives no gradient (`jax.nn`
     averages all values there), and `bias` and `mask` take the types of this library too.

@@ -1,12 +1,11 @@
 """The fused route on TPUs: Pallas kernels.
 
-A program holds the logits of a block of queries and all keys in vector memory. Examples are the
-innermost axis of the grid, so that a stripe of the bias is read once for all of them, and its gradient,
-like that of parameters that act as queries or keys, is summed over the batch in the place where it
-stays.
+A program holds the logits of a block of queries and all keys in vector memory. Examples are the innermost
+axis of the grid, so that a stripe of the bias is read once for all of them. Its gradient is summed over
+the batch in place, like that of parameters that act as queries or keys.
 
-The backward pass is a kernel over blocks of queries, which also makes the keys' and values' cotangents
-where one block holds all queries; otherwise the kernel runs over blocks of keys too, its tiles transposed.
+The backward pass is a kernel over blocks of queries. Where one block holds all queries, it also makes the
+cotangents of keys and values. Otherwise the kernel runs over blocks of keys too, its tiles transposed.
 """
 
 from __future__ import annotations

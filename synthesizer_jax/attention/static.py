@@ -1,10 +1,10 @@
 """The static route: logits that examples share are exponentiated once, not once per example.
 
 Let ``E = exp(S - c)``, where c is the row maximum over the keys that are not masked in all examples, and
-let m be 1 for an example's real keys and 0 for padding. Then ``O = E (m ∘ V) / E m``. E has no batch axis,
-and both products are matrix products over the whole batch. The division cancels any factor of E, but not
-an underflow: if the denominator of a real query is below `MIN_ROW_SUM`, the loop of the fused route
-computes the step instead, which is exact for logits of any range.
+let m be 1 for an example's real keys and 0 for padding. Then ``O = E (m ∘ V) / E m``. E has no batch
+axis, and both products are matrix products over the whole batch. The division cancels any factor of E,
+but not an underflow. If the denominator of a real query is below `MIN_ROW_SUM`, the loop of the fused
+route computes the step instead. It is exact for logits of any range.
 """
 
 from __future__ import annotations

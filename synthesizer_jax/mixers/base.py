@@ -194,10 +194,10 @@ class Mixer(nn.Module):
     ) -> tuple[jax.Array, MixerCache]:
         """Mixes new tokens with those in a cache, one decoding step or a whole prompt.
 
-        Self-attention is causal whatever the mask says, and only its `prefix_lengths` open later
-        tokens. Prompts of different lengths are given by the mask's `key_lengths` (padding at the end)
-        or its `key_valid` ``[batch, q]`` (padding anywhere): positions then count an example's real
-        tokens, and every example goes on at its own.
+        Self-attention is causal whatever the mask says, and only its `prefix_lengths` open later tokens.
+        The mask's `key_lengths` (padding at the end) or its `key_valid` ``[batch, q]`` (padding anywhere)
+        say how long each prompt is. Positions then count an example's real tokens, and every example goes
+        on at its own.
 
         Args:
           x: ``[batch, q, d_model]`` the tokens from `position` on.

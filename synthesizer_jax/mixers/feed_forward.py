@@ -144,12 +144,12 @@ class SentenceNetwork(nn.Module):
 class SentenceFeedForward(Mixer):
     """A feed-forward network over the whole sentence in the place of attention.
 
-    Bozic et al. 2023: ALR with the defaults (the network makes the concatenated heads, the output
-    projection stays), ALSR with `separate_heads`, ALRR and ELR without `num_heads` in a `Block` whose
-    `self_residual` is off (ELR: and which has no feed-forward layer). In decoders `causal`: position
-    i is what the network makes of the first i tokens. As a `cross_mixer` it reads the encoder's
-    output and the first i decoder states; the released code trained that one on all decoder states
-    and used it on prefixes, here both are prefixes, so that training and decoding agree.
+    Bozic et al. 2023. The defaults are ALR: the network makes the concatenated heads, the output
+    projection stays. With `separate_heads` it is ALSR. Without `num_heads`, in a `Block` whose
+    `self_residual` is off, it is ALRR, or ELR if the block has no feed-forward layer. In decoders
+    `causal`: position i is what the network makes of the first i tokens. As a `cross_mixer` it reads the
+    encoder's output and the first i decoder states. The released code trained that one on all decoder
+    states and used it on prefixes; here both are prefixes, so that training and decoding agree.
 
     Attributes:
       max_length: number of tokens that the network addresses, the paper's 50.

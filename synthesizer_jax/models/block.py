@@ -80,9 +80,9 @@ class Block(nn.Module):
     A field holds a sub-layer's configuration; the sub-layer made from it carries T5X's name
     (``self_attention``, ``encoder_decoder_attention``, ``mlp``; ``attention`` in encoders).
 
-    For distillation a block sows in the collection `TAPS` the inputs ``self_input`` and
-    ``cross_input``, the mixers' outputs ``self_mixed`` and ``cross_mixed``, ``self_output`` (after the
-    residual) and ``output``; given the collection ``overrides`` it takes those inputs from there.
+    For distillation a block sows in the collection `TAPS` the inputs ``self_input`` and ``cross_input``,
+    the mixers' outputs ``self_mixed`` and ``cross_mixed``, ``self_output`` (after the residual) and
+    ``output``. Where the collection ``overrides`` is given, it takes those inputs from there.
 
     Attributes:
       self_mixer: the token mixer, such as `Attention`.

@@ -25,9 +25,9 @@ from synthesizer_jax.primitives.mesh import on_any_mesh
 class LanguageModel(TextToText, kw_only=True):
     """One stack over one row of text; see `TokenModel` for more fields.
 
-    It answers to the same calls as `EncoderDecoder`, so that the same tasks train it and the same
-    decoding uses it: inputs and targets follow one another in a row, the targets directly after the
-    last real input token. Without inputs, ``[batch, 0]``, rows of targets may be packed.
+    It has the methods of `EncoderDecoder`, so that the same tasks train it and the same decoding uses it.
+    Inputs and targets follow one another in a row, the targets directly after the last real input token.
+    Without inputs, ``[batch, 0]``, rows of targets may be packed.
 
     Attributes:
       decoder: the stack; its blocks have no `cross_mixer`.

@@ -25,9 +25,9 @@ class UniversalStack(Stack):
 
     Before every step the signals of position and step are added. With a `halting_threshold` every
     position halts by itself (adaptive computation time, Graves 2016). As in Tensor2Tensor and
-    Mesh-TensorFlow the output is ``a_T`` of ``a_t = w_t s_t + (1 − w_t) a_{t−1}``, ``a_0 = 0``, with s
-    the states and w the halting probabilities (the last one the remainder, zero afterwards); Graves'
-    own average is ``Σ_t w_t s_t``. The mean number of steps costs `ponder_cost`.
+    Mesh-TensorFlow the output is ``a_T`` of ``a_t = w_t s_t + (1 − w_t) a_{t−1}``, ``a_0 = 0``; Graves'
+    own average is ``Σ_t w_t s_t``. Here s are the states and w the halting probabilities, the last one
+    the remainder, zero afterwards. The mean number of steps costs `ponder_cost`.
 
     Attributes:
       runs: one `Run`, its repeats are the steps.
