@@ -181,6 +181,7 @@ def _attend_fused_fwd(
 
     It is compiled separately, as the backward pass is, so that equal layers are traced once.
     """
+    # All branches are traced, on any machine: a program may be lowered for another platform.
     default = functools.partial(loop_forward, q_length, soft_cap=soft_cap)
     implementations = dict.fromkeys(_GPU_PLATFORMS, functools.partial(default, parallel=True))
     if pallas_offset is not None:
