@@ -1,4 +1,4 @@
-"""The algebra of terms, and masks read on their own."""
+"""The algebra of terms."""
 
 from __future__ import annotations
 

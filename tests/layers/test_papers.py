@@ -31,22 +31,16 @@ def test_alibi_slopes_are_the_released_codes():
     np.testing.assert_allclose(alibi_slopes(12), [2**-e for e in exponents])
 
 
-def test_caches_are_as_long_as_they_need_be():
-    for layer, room in (
-        (sj.Attention(2, 4, alignment=sj.Gaussian((-1, 0))), 7),
-        (sj.LightweightConvolution(width=9), 8),
-        (sj.Attention(2, 4, alignment=sj.Dense(max_length=500)), 500),
+def test_caches_hold_what_they_need():
+    for layer, shapes in (
+        (sj.Attention(2, 4, alignment=sj.Gaussian((-1, 0))), [(2, 7, 2, 4)]),
+        (sj.LightweightConvolution(width=9), [(2, 8, 10, 1)]),
+        (sj.Attention(2, 4, alignment=sj.Dense(max_length=500)), [(2, 500, 2, 4)]),
+        (sj.Attention(4, 3, num_kv_heads=2), [(2, 500, 2, 3)] * 2),  # each head of a group once
     ):
         init = lambda x, y=layer: apply_method(y.init_cache, y.init(KEY, x), x, max_length=500)
         arrays = jax.tree.leaves(jax.eval_shape(init, X[:, :1]))
-        assert [a.shape[1] for a in arrays if a.ndim] == [room]
-
-
-def test_the_cache_of_grouped_heads_holds_each_once():
-    layer = sj.Attention(4, 3, num_kv_heads=2)
-    init = lambda x: apply_method(layer.init_cache, layer.init(KEY, x), x, max_length=8)
-    arrays = jax.tree.leaves(jax.eval_shape(init, X[:, :1]))
-    assert [a.shape for a in arrays if a.ndim] == [(2, 8, 2, 3)] * 2
+        assert [a.shape for a in arrays if a.ndim] == shapes
 
 
 def test_heads_of_two_kinds_share_keys_that_are_values():
