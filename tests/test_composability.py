@@ -20,6 +20,7 @@ import synthesizer_jax as sj
 from synthesizer_jax.attention import attend, banded, low_rank, static
 from synthesizer_jax.attention.attend import ROUTES
 from synthesizer_jax.primitives.parameters import ACTIVATION_AXES, LOGICAL_AXES
+from tests.attention.cases import normal
 from tests.environment import FAST_COMPILE
 
 BATCH, LENGTH, HEADS, WIDTH = 4, 6, 2, 3
@@ -27,12 +28,6 @@ SQUARE = HEADS, LENGTH, LENGTH
 RULES = (("batch", "data"), ("heads", "model"))
 STEP = 1e-5
 """Of finite differences, in float64."""
-
-
-def normal(name: str, *shape: int) -> jax.Array:
-    """Numbers that depend on the name only."""
-    seed = int.from_bytes(name.encode()[:4].ljust(4), "big")
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def by_route(name: str, terms: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -51,10 +46,7 @@ FUNCTIONS = {
     "fused": (by_route("fused", product_and_bias), SQUARE),
     "banded": (by_route("banded", lambda w, _: (banded(w, first=-1),)), (1, 1, HEADS, 3)),
     "reference": (by_route("reference", product_and_bias), SQUARE),
-    "dot_product_attention": (
-        lambda bias, x, mask: sj.dot_product_attention(x, x, x, bias, mask),
-        SQUARE,
-    ),
+    "dot_product_attention": (lambda bias, x, mask: sj.dot_product_attention(x, x, x, bias, mask), SQUARE),
 }
 """Functions ``(parameter, x, mask) -> y``, and the shape of the parameter."""
 
@@ -141,10 +133,6 @@ def near(actual: Any, expected: Any, bound: float = 2e-5) -> None:
         assert x.shape == y.shape
         error = np.linalg.norm(x - y) / max(np.linalg.norm(y), 1.0)
         assert error < bound, error
-
-
-def jit(s: Subject) -> None:
-    near(s.compiled(*s.arguments)[0], s.loss(*s.arguments))
 
 
 def vmap(s: Subject) -> None:
@@ -242,18 +230,7 @@ def x64(s: Subject) -> None:
     near(actual, s.expected)
 
 
-def bfloat16(s: Subject) -> None:
-    """Of one example, within 5 %; the parameters of layers are float32."""
-    parameters, x, lengths, target = s.arguments
-    if s.layer is None:
-        parameters = jax.tree.map(lambda p: p.astype(jnp.bfloat16), parameters)
-    actual = s.compiled(parameters, x[:1].astype(jnp.bfloat16), lengths[:1], target[:1])
-    only_first = target * (np.arange(BATCH) == 0).reshape(-1, *(1,) * (target.ndim - 1))
-    value, (in_parameters, in_x) = s.in_float64(*s.arguments[:3], only_first)
-    near(actual, (value, (in_parameters, in_x[:1])), 0.05)
-
-
-TRANSFORMATIONS = (*(jit, vmap, grad, checkpoint, scan, pmap, shard_map, explicit_mesh, x64, bfloat16),)
+TRANSFORMATIONS = (vmap, grad, checkpoint, scan, pmap, shard_map, explicit_mesh, x64)
 subject = functools.cache(Subject)
 
 
@@ -267,6 +244,22 @@ def test_composes(name: str, transformation: Callable[[Subject], None]) -> None:
 @pytest.mark.parametrize("derivative", [jvp, hessian])
 def test_the_reference_has_all_derivatives(derivative: Callable[[Subject], None]) -> None:
     derivative(subject("reference"))
+
+
+@pytest.mark.parametrize("name", ["static", "fused", "banded", "own bias"])
+def test_other_derivatives_of_fast_routes_name_the_reference(name: str) -> None:
+    *at, lengths, target = subject("fused" if name == "own bias" else name).arguments
+
+    def loss(parameters: Any, x: jax.Array) -> Any:
+        if name != "own bias":
+            return subject(name).loss(parameters, x, lengths, target)
+        bias = jnp.stack([parameters] * BATCH)  # of each example
+        return sj.dot_product_attention(x, x, x, bias, implementation="fused").sum()
+
+    slope = lambda *at: jnp.sum(jax.grad(loss, 1)(*at) ** 2)
+    for other in (lambda: jax.jit(lambda *at: jax.jvp(loss, at, at))(*at), lambda: jax.grad(slope, 1)(*at)):
+        with pytest.raises(TypeError, match='use implementation="reference"'):
+            other()
 
 
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "MultiHeadAttention, alignment"])

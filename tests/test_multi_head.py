@@ -62,10 +62,12 @@ def make(library: str, *, flax: bool = False, heads: int = H, **fields):
 def applied(layer, *inputs, **options):
     """The output, and the attention weights if they are sown."""
     if isinstance(layer, nn.Module):
-        params = {"params": layer.init(jax.random.key(0), *inputs)["params"]}
-        y, state = layer.apply(params, *inputs, mutable=["intermediates"], **options)
+        params = {"params": jax.jit(layer.init)(jax.random.key(0), *inputs)["params"]}
+        apply = functools.partial(layer.apply, mutable=["intermediates"], **options)
+        y, state = jax.jit(apply, compiler_options=FAST)(params, *inputs)
         return y, state.get("intermediates")
-    y, state = nnx.capture(layer, nnx.Intermediate)(*inputs, **options)
+    call = nnx.jit(lambda layer: nnx.capture(layer, nnx.Intermediate)(*inputs, **options))
+    y, state = call(layer)
     return y, nnx.to_pure_dict(state)
 
 
@@ -159,15 +161,6 @@ def test_dropout_of_an_alignment_is_that_of_t5():
     y = module(x, deterministic=False)
     np.testing.assert_allclose(y, y[:, :1].repeat(Q, 1), atol=1e-6)
     assert np.any(np.abs(y - module(x, deterministic=True)) > 1e-3)
-    layer, key = sj.MultiHeadAttention(H, **fields), jax.random.key(2)
-    params = layer.init(jax.random.key(0), x, deterministic=True)
-    outputs = [
-        layer.apply(params, x, deterministic=False, **options)
-        for options in ({"dropout_rng": key}, {"dropout_rng": key}, {"rngs": {"dropout": key}})
-    ]
-    close(outputs[0], outputs[1], 0)
-    plain = layer.apply(params, x, deterministic=True)
-    assert all(np.any(y != plain) for y in outputs) and np.any(outputs[0] != outputs[2])
 
 
 ALIGNMENTS = {
@@ -189,12 +182,7 @@ def test_alignments_equal_attention_and_steps_the_full_pass(name):
     variables = layer.init(jax.random.key(0), x)
     causal, lengths = nn.make_causal_mask(jnp.ones((B, Q))), jnp.array([Q, 3])
     padding = (jnp.arange(Q) < lengths[:, None])[:, None, None]
-    masks = [
-        causal,
-        causal * padding,
-        sj.Mask(causal=True),
-        sj.Mask(causal=True, key_lengths=lengths),
-    ]
+    masks = [causal, causal * padding, sj.Mask(causal=True), sj.Mask(causal=True, key_lengths=lengths)]
     run = functools.partial(jax.jit, compiler_options=FAST)
     whole, short, *others = run(lambda v: [layer.apply(v, x, mask=m) for m in masks])(variables)
     close(others, [whole, jnp.where((jnp.arange(Q) < lengths[:, None])[..., None], short, 0)])
@@ -307,15 +295,6 @@ def test_packed_cross_attention_rotates_by_the_position_in_the_segment(library):
     close(together, np.concatenate(apart, axis=1))
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_alignments_support_any_batch_dimensions(library):
-    layer = make(library, alignment=sj.Mixture((sj.Dense(max_length=8), sj.DotProduct())))
-    x, y, mask = tokens(0, B, 3, Q, D), tokens(1, B, 3, K, D), pattern(2, B, 3, H, Q, K)
-    actual, _ = applied(layer, x, y, mask=mask)
-    close(actual[1], applied(layer, x[1], y[1], mask=mask[1])[0])
-    close(actual[1, 2], applied(layer, x[1, 2], y[1, 2], mask=mask[1, 2])[0])
-
-
 def test_grouped_queries_and_causal_masks_equal_flax():
     x, mask = tokens(0, B, Q, D), pattern(1, B, 1, 1, Q)
     flax_layer, layer = (make("nnx", flax=f, heads=4, num_kv_heads=2) for f in (True, False))
@@ -405,9 +384,7 @@ def test_a_bias_may_be_terms():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"dropout_rng": jax.random.key(0), "dropout_rate": 0.1}, {"precision": "highest"}],
-    ids=["plain", "dropout", "precision"],
+    "options", [{"dropout_rng": jax.random.key(0), "dropout_rate": 0.1}, {"precision": "highest"}]
 )
 def test_long_inputs_need_no_array_of_all_weights(options):
     """Neither the weights nor the gradients of a shared bias exist for every example at once."""

@@ -20,13 +20,7 @@ from tests.cli import commands
 from tests.training.tiny import experiment
 
 TRAINED = {"kind": "train", "loss": 2.0, "steps_per_second": 4.0, "tokens_per_second": 100.0}
-ODD = [
-    r"$\frac{$",
-    "nul\0 bell\a",
-    "over\u202eride\u2066",
-    "é 中 \U0001f600 שלום",
-    "<script>x</script>",
-]
+ODD = [r"$\frac{$", "nul\0 bell\a", "over\u202eride\u2066", "é 中 \U0001f600 שלום", "<script>x</script>"]
 SEEN = [r"$\frac{$", r"nul\x00 bell\x07", r"over\u202eride\u2066", *ODD[3:]]
 
 
@@ -79,10 +73,7 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
     shown = rows_of(page, "Scores on held-out examples")
     assert shown[0] == [("", "glue_rte", "accuracy"), ("", "61.0", ""), ("", "61.0", "")]
     assert shown[-1] == [("", "all tasks", "loss ↓"), ("", "1.500", ""), ("", "1.500", "")]
-    assert rows_of(page, "Size and speed")[0][4][1:] == (
-        "6.0",
-        "5.0 to 7.0",
-    )  # the median, quartiles
+    assert rows_of(page, "Size and speed")[0][4][1:] == ("6.0", "5.0 to 7.0")  # the median, quartiles
     assert "Answers" not in page and "Settings" not in page and "Confusion" not in page
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["page.html"]
     opened, links = [], []
@@ -186,7 +177,7 @@ def test_answers_that_differ_stand_first_and_any_text_is_shown_as_it_is(tmp_path
         *(("right", "✓ a", "2 of 2"), ("right", "✓ a", "2 of 2")),
     ]
     assert [text for _, text, _ in rows_of(page, "Who is right where")[0]] == [
-        *("glue_rte", "2", "1", "0", "0", "1"),  # no p: the systems have several runs
+        *("glue_rte", "2", "1", "0", "0", "1")  # no p: the systems have several runs
     ]
     pair = [tmp_path / name for name in ("A-1", "B-0")]
     of_question = {"question": 0, "answer": 1}
@@ -226,12 +217,7 @@ def test_intervals_are_those_of_the_metrics_over_resampled_examples():
     rng = np.random.default_rng(0)
     targets = rng.integers(0, 3, 300)
     predictions = np.where(rng.random(300) < 0.6, targets, rng.integers(-1, 3, 300))
-    for metric in (
-        metrics.mean_3class_f1,
-        metrics.matthews,
-        metrics.pearson,
-        metrics.f1_with_invalid,
-    ):
+    for metric in (metrics.mean_3class_f1, metrics.matthews, metrics.pearson, metrics.f1_with_invalid):
         t = targets % 2 if metric is metrics.f1_with_invalid else targets
         pairs = np.stack([t, predictions], axis=1)
         ((name, value),) = metric(*pairs.T.tolist()).items()

@@ -53,8 +53,8 @@ class Gaussian(Alignment):
         dtype = logits_dtype(queries)
         first, width = self.window(offsets)
         if self.ratio == 1.0:
-            place = np.arange(first, first + width) - offsets[:, None]  # [h, w]
-            weights = self.density(place, dtype)[None, None]  # [1, 1, h, w]
+            distance = np.arange(first, first + width) - offsets[:, None]  # [h, w]
+            weights = self.density(distance, dtype)[None, None]  # [1, 1, h, w]
             return (banded(weights, first=first, normalize=self.normalize),)
         start, length = context.query_span.start, context.query_span.length
         position = start + arange(0, length)
@@ -63,9 +63,9 @@ class Gaussian(Alignment):
         center = jnp.asarray(self.ratio * position, dtype)  # [q]
         starts = jnp.floor(center).astype(jnp.int32) + first
         keys_seen = starts[:, None] + jnp.arange(width + 1)[None]  # [q, w]
-        place = (keys_seen.astype(dtype) - center[:, None])[:, None, :]  # [q, 1, w]
+        distance = (keys_seen.astype(dtype) - center[:, None])[:, None, :]  # [q, 1, w]
         # [q, h, w]
-        weights = self.density(place - jnp.asarray(offsets, dtype)[None, :, None], dtype)
+        weights = self.density(distance - jnp.asarray(offsets, dtype)[None, :, None], dtype)
         return (banded(weights[None], starts=starts, normalize=self.normalize),)
 
     def window(self, offsets: np.ndarray) -> tuple[int, int]:
@@ -74,13 +74,13 @@ class Gaussian(Alignment):
         first = math.floor(offsets.min()) - half
         return first, math.ceil(offsets.max()) + half - first + 1
 
-    def density(self, place: jax.Array | np.ndarray, dtype: jnp.dtype) -> jax.Array:
+    def density(self, distance: jax.Array | np.ndarray, dtype: jnp.dtype) -> jax.Array:
         """The density at distances from the center."""
-        place = jnp.asarray(place, dtype)
+        distance = jnp.asarray(distance, dtype)
         if self.sigma == 0:
-            return jnp.where((place > -0.5) & (place <= 0.5), 1.0, 0.0).astype(dtype)
+            return jnp.where((distance > -0.5) & (distance <= 0.5), 1.0, 0.0).astype(dtype)
         scale = 1.0 / (self.sigma * math.sqrt(2.0 * math.pi))
-        value = scale * jnp.exp(-0.5 * (place / self.sigma) ** 2)
+        value = scale * jnp.exp(-0.5 * (distance / self.sigma) ** 2)
         return value if self.threshold is None else jnp.where(value < self.threshold, 0, value)
 
 
@@ -110,8 +110,8 @@ class GaussianBias(Alignment):
         dtype = logits_dtype(queries)
         if not self.trainable:
             # [h, distances]
-            place = (arange(first, last + 1)[None] - offsets[:, None]) / self.sigma
-            return (relative(jnp.asarray(-0.5 * place**2, dtype), first=first),)
+            z = (arange(first, last + 1)[None] - offsets[:, None]) / self.sigma
+            return (relative(jnp.asarray(-0.5 * z**2, dtype), first=first),)
         offset = self._learned("offset", offsets).astype(dtype)
         precision = self._learned("precision", np.full(context.num_heads, self.sigma**-2))
         # [h, distances]

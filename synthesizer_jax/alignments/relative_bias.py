@@ -62,7 +62,7 @@ class ALiBi(Alignment):
 
     Press et al. 2022, *Train Short, Test Long*, section 3; add it to a dot product,
     ``Mixture((DotProduct(), ALiBi()), weights="sum")``. The slopes are ``m_h = 2^(-8 h / heads)`` for
-    heads 1, 2, …; if their number is no power of two, those of the power below come first, and then
+    heads 1, 2, …. If their number is no power of two, the slopes of the power below come first, and then
     every second one of the power above, as in the released code.
     """
 

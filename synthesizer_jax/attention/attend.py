@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from synthesizer_jax.attention.banded import attend_banded
 from synthesizer_jax.attention.banded import obstacle as banded_obstacle
-from synthesizer_jax.attention.checks import check_term, check_terms
 from synthesizer_jax.attention.explanations import Explanation, explained_platform, log_call
 from synthesizer_jax.attention.fused import attend_fused
 from synthesizer_jax.attention.fused import kernel_obstacle as fused_kernel_obstacle
@@ -44,6 +43,7 @@ from synthesizer_jax.attention.terms import (
     Terms,
     map_arrays,
     repeat_heads,
+    stands_alone,
     uses_segment_positions,
 )
 from synthesizer_jax.base.typing import PyTree
@@ -206,9 +206,9 @@ def _checked(
     """Returns checked terms, the mask with its full shapes, and the numbers of queries and keys."""
     check_terms(terms)
     terms, mask = tuple(map(_as_float, terms)), Mask.of(mask)
-    own = terms[0].num_heads
-    if heads is None or (heads and own % heads == 0):  # values' heads may be shared
-        heads = own
+    num_heads = terms[0].num_heads
+    if heads is None or (heads and num_heads % heads == 0):  # values' heads may be shared
+        heads = num_heads
     for q, k in (term.lengths for term in terms):
         q_length = q if q_length is None else q_length
         k_length = k if k_length is None else k_length
@@ -223,7 +223,9 @@ def _checked(
     mask = mask.broadcast_to(**sizes)
     for term in terms:
         check_term(term, mask, **sizes)
-    return cover_distances(terms, mask, q_length, k_length), mask, q_length, k_length
+    if mask.query_segments is not None:
+        terms = cover_distances(terms, mask, q_length, k_length)
+    return terms, mask, q_length, k_length
 
 
 def _as_float(term: Term) -> Term:
@@ -279,11 +281,11 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
     mask, packed = call.mask, call.mask.query_segments is not None
     positional = uses_segment_positions(call.terms, mask)
     lengths = unpacked_lengths(mask, call.q_length, call.k_length) if packed else None
-    found = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
+    reasons = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
     for name, needs_rows in (("banded", positional), ("static", packed)):
         if needs_rows and lengths is None:
-            found[name] = found[name] or FEW_SEGMENTS
-    obstacles = {name: why for name, why in found.items() if why}
+            reasons[name] = reasons[name] or FEW_SEGMENTS
+    obstacles = {name: why for name, why in reasons.items() if why}
     chosen = implementation
     if implementation == "auto":
         q, k = lengths if lengths and positional else (call.q_length, call.k_length)
@@ -374,3 +376,53 @@ def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) ->
         return values
     keep = jax.random.bernoulli(key, 1.0 - rate, values.shape[:3])
     return jnp.where(keep[..., None], values / (1.0 - rate), 0)
+
+
+def check_terms(terms: object, *, of: str = "terms are", remedy: str = "return") -> None:
+    """Raises a `TypeError` or a `ValueError` unless an object, which a message is `of`, is terms."""
+    example = f"{remedy} a tuple of terms, such as (static(logits),)"
+    if isinstance(terms, Term):
+        raise TypeError(f"attend: {of} a bare {type(terms).__name__}; {example}")
+    if not isinstance(terms, tuple | list):
+        raise TypeError(f"attend: {of} of type {type(terms).__name__}; {example}")
+    for term in terms:
+        if isinstance(term, type):
+            raise TypeError(f"attend: a term is the class {term.__name__}, not an object; {example}")
+        if not isinstance(term, Term):
+            raise TypeError(f"attend: a term is of type {type(term).__name__}; {example}")
+    if not terms:
+        raise ValueError("attend: terms are empty; give at least one")
+    alone = [term for term in terms if stands_alone(term)]
+    if alone and len(terms) > 1:
+        raise ValueError(f"attend: a {type(alone[0]).__name__} term stands alone; see terms.add")
+
+
+def check_term(term: Term, mask: Mask, *, batch: int, heads: int, q_length: int, k_length: int) -> None:
+    """Raises a `ValueError` for a term that does not fit batch, heads, queries and keys."""
+    name = f"attend: a {type(term).__name__} term"
+    if term.num_heads != heads:
+        raise ValueError(f"{name} is for {term.num_heads} heads, but the values have {heads}")
+    if isinstance(term, Split):
+        return  # its groups are checked one by one
+    packed = mask.query_segments is not None
+    shortest = mask.segment_lengths(q_length, k_length) if packed else (q_length, k_length)
+    for own, length, least, positional in zip(
+        term.lengths, (q_length, k_length), shortest, term.has_absolute_positions(mask), strict=True
+    ):
+        if own is not None and own != length and not (packed and positional and own >= least):
+            q, k = term.lengths
+            raise ValueError(
+                f"{name} is for {q} queries and {k} keys, but there are {q_length} queries and "
+                f"{k_length} values"
+            )
+    reached = term.num_keys_reached
+    if reached is not None and reached < shortest[1]:
+        factors = " · ".join(str(a.x.shape[-1]) for a in term.arrays())
+        raise ValueError(
+            f"{name} reaches {factors} keys, but there are {k_length} values; make its factors longer"
+        )
+    for a in term.arrays():
+        if a.axes[0] == "b" and a.x.shape[0] not in (1, batch):
+            raise ValueError(
+                f"{name} holds an array of shape {a.x.shape}, but the values have batch {batch}"
+            )

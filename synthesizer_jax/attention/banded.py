@@ -180,10 +180,7 @@ def _sum_shifted_values_bwd(
         # and queries that share weights
         product = (dout * window[:, t : t + q_length].astype(dtype)).sum(axis=-1)
         dweights.append(product.sum(axis=shared_axes, keepdims=True))
-    return (
-        jnp.stack(dweights, axis=-1).astype(weights.dtype),
-        dwindow.astype(window.dtype),
-    )
+    return (jnp.stack(dweights, axis=-1).astype(weights.dtype), dwindow.astype(window.dtype))
 
 
 def _sum_gathered_values(weights: jax.Array, values: jax.Array, starts: jax.Array) -> jax.Array:

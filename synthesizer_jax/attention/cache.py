@@ -96,12 +96,7 @@ def init_cache(
 
 
 def extend(
-    cache: Cache,
-    terms: Terms,
-    values: Values,
-    *,
-    at: _Length | None = None,
-    mask: Mask,
+    cache: Cache, terms: Terms, values: Values, *, at: _Length | None = None, mask: Mask
 ) -> tuple[Terms, Values, Mask, Cache]:
     """Writes new keys and values, and returns what a step attends to.
 
@@ -254,9 +249,9 @@ def _window_size(terms: Terms) -> int | None:
 
 def _cached_arrays(terms: Terms) -> list[jax.Array]:
     """Returns the arrays ``[b, k, ...]`` that tokens attended to make."""
-    found: list[jax.Array] = []
-    map_arrays(lambda a: found.append(a.x) if a.is_cached else None, terms)
-    return found
+    arrays: list[jax.Array] = []
+    map_arrays(lambda a: arrays.append(a.x) if a.is_cached else None, terms)
+    return arrays
 
 
 def _write_at(old: jax.Array, new: jax.Array, at: _Length) -> jax.Array:

@@ -1,8 +1,8 @@
 """Functions with a hand-written gradient of first order.
 
-`with_gradient` is `jax.custom_vjp`, whose passes JAX neither differentiates nor looks into: partial
-evaluation would hoist the masks of a loop out of it and keep them for all examples, and a `jax.checkpoint`
-policy would save the logits of every block.
+`with_gradient` is `jax.custom_vjp` with passes that JAX neither differentiates nor looks into. Otherwise
+partial evaluation would hoist the masks of a loop out of it and keep them for all examples, and a
+`jax.checkpoint` policy would save the logits of every block.
 """
 
 from __future__ import annotations

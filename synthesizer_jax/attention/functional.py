@@ -14,15 +14,7 @@ from synthesizer_jax.attention.fused import CHECKPOINT_NAME
 from synthesizer_jax.attention.masks import Mask, add_pattern
 from synthesizer_jax.attention.partition import Partition, partition_by_types, partition_of_query
 from synthesizer_jax.attention.relative import RelativeTable
-from synthesizer_jax.attention.terms import (
-    LowRank,
-    Static,
-    Term,
-    Terms,
-    add,
-    logits_dtype,
-    low_rank,
-)
+from synthesizer_jax.attention.terms import LowRank, Static, Term, Terms, add, logits_dtype, low_rank
 
 NAME = "dot_product_attention"
 
@@ -48,10 +40,10 @@ def dot_product_attention(
     """Attention, ``softmax(scale · query keyᵀ + bias) · value``, with a bias that may be learned.
 
     It takes the arguments of `jax.nn.dot_product_attention`, except `return_residual`. Beyond 128 · 128
-    logits a head, no array ``[b, n, q, k]`` is made, forward or backward, and the gradient of a bias
-    that the examples share is summed over them in place, where `jax.nn` holds it for every example.
-    (Under `jax.vmap` the mapped axis is another batch axis, and a bias that it shares has a gradient for
-    each of its elements before they are summed: use the batch axis of `query` where memory counts.)
+    logits a head, no array ``[b, n, q, k]`` is made, forward or backward. The gradient of a bias that the
+    examples share is summed over them in place, where `jax.nn` holds it for every example. Under
+    `jax.vmap` a bias has a gradient for each element of the mapped axis before they are summed: use the
+    batch axis of `query` where memory counts.
 
     Two differences: a query that may attend to no key gets zeros and gives no gradient (`jax.nn`
     averages all values there), and `bias` and `mask` take the types of this library too.
@@ -135,18 +127,12 @@ def attend_dot_product(
 ) -> jax.Array:
     """`dot_product_attention` of arrays with a batch axis, under a `Mask`; not checked."""
     sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    terms, own = _biases(bias, sizes, query.dtype, offset=mask.query_offset)
+    terms, unshared = _biases(bias, sizes, query.dtype, offset=mask.query_offset)
     terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
-    if own:
-        return _attend_examples(terms, own, value, mask, implementation=implementation, partition=partition)
-    return attend(
-        terms,
-        value,
-        mask=mask,
-        q_length=sizes.queries,
-        implementation=implementation,
-        partition=partition,
-    )
+    options: dict[str, Any] = {"mask": mask, "implementation": implementation, "partition": partition}
+    if unshared:
+        return _attend_examples(terms, unshared, value, **options)
+    return attend(terms, value, q_length=sizes.queries, **options)
 
 
 class LogitsShape(NamedTuple):
@@ -216,11 +202,7 @@ def _broadcast_rank(name: str, x: jax.Array, sizes: LogitsShape) -> jax.Array:
 
 
 def _biases(
-    bias: Bias | tuple[Bias, ...] | None,
-    sizes: LogitsShape,
-    dtype: jnp.dtype,
-    *,
-    offset: int | jax.Array,
+    bias: Bias | tuple[Bias, ...] | None, sizes: LogitsShape, dtype: jnp.dtype, *, offset: int | jax.Array
 ) -> tuple[Terms, tuple[jax.Array, ...]]:
     """Returns terms, and arrays ``[b, n or 1, q, k or 1]`` of biases that examples do not share."""
     if bias is None:
@@ -312,26 +294,26 @@ def _attend_examples(
         )
     )
     pairs = list(zip(leaves, is_own, strict=True))
-    own, shared = [x[:, None] for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
+    unshared, shared = [x[:, None] for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
 
-    def attend_one(own: Sequence[jax.Array], shared: Sequence[jax.Array]) -> jax.Array:
-        parts = {True: iter(own), False: iter(shared)}
+    def attend_one(unshared: Sequence[jax.Array], shared: Sequence[jax.Array]) -> jax.Array:
+        parts = {True: iter(unshared), False: iter(shared)}
         merged = jax.tree.unflatten(treedef, [next(parts[flag]) for flag in is_own])
         terms, biases, values, mask = merged
         terms = add(*terms, *(_bias_term(x, (heads, q_length, k_length)) for x in biases))
         return attend(terms, values, mask=mask, q_length=q_length, implementation=implementation)[0]
 
-    def attend_all(shared: list[jax.Array], *own: jax.Array) -> jax.Array:
+    def attend_all(shared: list[jax.Array], *unshared: jax.Array) -> jax.Array:
         if q_length * k_length <= FEW_LOGITS or implementation == "reference":
-            return jax.vmap(attend_one, (0, None))(own, shared)
+            return jax.vmap(attend_one, (0, None))(unshared, shared)
         policy = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)
         rematerialized = jax.checkpoint(
-            lambda own: attend_one(own, shared), policy=policy, prevent_cse=False
+            lambda unshared: attend_one(unshared, shared), policy=policy, prevent_cse=False
         )
-        out: jax.Array = jax.lax.map(rematerialized, own)
+        out: jax.Array = jax.lax.map(rematerialized, unshared)
         return out
 
     if partition is None:
-        return attend_all(shared, *own)
-    out: jax.Array = partition.map_rows(attend_all, shared, *own)
+        return attend_all(shared, *unshared)
+    out: jax.Array = partition.map_rows(attend_all, shared, *unshared)
     return out

@@ -3,33 +3,106 @@
 Only the logits of one block exist at a time: of one head and example, or a tile of them in a kernel.
 The backward pass recomputes the weights from the saved maximum and sum of every row (Dao et al. 2022,
 FlashAttention, section 3.1). They are not recomputed from ``log Σ exp``, as its rounding to float32 loses
-digits if logits are in the hundreds. There is one implementation for each kind of device.
+digits if logits are in the hundreds.
+
+There is one implementation for each kind of device. TPUs run the Pallas kernels of `fused_tpu`. CPUs and
+GPUs run `loop_forward` and `loop_backward`: a loop over heads and, inside it, a loop over examples. The
+loop over heads is the outer one, so that a bias that the examples share is computed once per head, and
+its gradient is summed over the batch in place. GPUs process all heads of an example at once, as batched
+matrix products: one head is not enough work for them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from synthesizer_jax.attention import blocked, fused_tpu
-from synthesizer_jax.attention.blocked import (
-    Biases,
-    FusedInputs,
-    SoftmaxStats,
-    divide_terms,
-    softmax_vjp_delta,
-)
 from synthesizer_jax.attention.derivatives import with_gradient
+from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import with_segment_positions
-from synthesizer_jax.attention.terms import Call, Static, cut_diagonals, uses_segment_positions
+from synthesizer_jax.attention.partition import match_varying_axes
+from synthesizer_jax.attention.terms import (
+    Call,
+    LowRank,
+    Outer,
+    Relative,
+    Static,
+    Term,
+    Terms,
+    cap_logits,
+    cut_diagonals,
+    expand_diagonals,
+    logits_dtype,
+    uses_segment_positions,
+)
+from synthesizer_jax.base.typing import PyTree
 
 _GPU_PLATFORMS = ("cuda", "rocm")
 
 CHECKPOINT_NAME = "attention"
 """The name by which `jax.checkpoint` policies can save the residuals of attention."""
+
+
+_Term = TypeVar("_Term", bound=Term)
+_Tree = TypeVar("_Tree")
+
+
+class Products(NamedTuple):
+    """Terms whose logits are products of factors."""
+
+    low_rank: tuple[LowRank, ...] = ()
+    outer: tuple[Outer, ...] = ()
+
+
+class Biases(NamedTuple):
+    """Terms of parameters that all examples have in common, diagonals cut to the block of logits."""
+
+    tables: tuple[Static, ...] = ()
+    diagonals: tuple[Relative, ...] = ()
+
+
+class FusedInputs(NamedTuple):
+    """The inputs of the fused route.
+
+    Attributes:
+      products: terms made of factors.
+      biases: terms that are the same for all examples.
+      values: ``[b, k, h, e]``.
+      mask: which keys a query may see.
+      positions: ``[b, q]`` and ``[b, k]``, inside packed segments, by which biases and the keys
+        of `Outer` terms are looked up. None: the positions in the row.
+    """
+
+    products: Products
+    biases: Biases
+    values: jax.Array
+    mask: Mask
+    positions: tuple[jax.Array, jax.Array] | None = None
+
+    def cotangents(self, products: Products, biases: Biases, values: jax.Array) -> FusedInputs:
+        """Returns the inputs' cotangents from those of what may have a gradient."""
+        mask, positions = jax.tree.map(lambda _: None, (self.mask, self.positions))
+        return FusedInputs(products, biases, values, mask, positions)
+
+
+class SoftmaxStats(NamedTuple):
+    """The residuals of every row of logits.
+
+    Attributes:
+      row_max: the maximum, ``[b, q, h, 1]``; 0 for a row without keys.
+      inverse_row_sum: ``1 / Σ exp(logits - row_max)``, ``[b, q, h, 1]``; 0 for padding queries and
+        rows without keys, whose weights vanish by it.
+    """
+
+    row_max: jax.Array
+    inverse_row_sum: jax.Array
 
 
 def attend_fused(call: Call) -> jax.Array:
@@ -39,18 +112,13 @@ def attend_fused(call: Call) -> jax.Array:
     pallas_offset = None if _kernel_obstacle(call, inputs) else call.mask.query_offset
     options = call.soft_cap, pallas_offset
 
-    def forward(
-        args: tuple[FusedInputs, jax.Array | None],
-    ) -> tuple[jax.Array, SoftmaxStats]:
+    def forward(args: tuple[FusedInputs, jax.Array | None]) -> tuple[jax.Array, SoftmaxStats]:
         inputs, sinks = args
         out, stats = _attend_fused_fwd(call.q_length, *options, inputs)
         return (out, stats) if sinks is None else _add_sinks(out, stats, sinks)
 
     def backward(
-        args: tuple[FusedInputs, jax.Array | None],
-        out: jax.Array,
-        stats: SoftmaxStats,
-        dout: jax.Array,
+        args: tuple[FusedInputs, jax.Array | None], out: jax.Array, stats: SoftmaxStats, dout: jax.Array
     ) -> tuple[FusedInputs, jax.Array | None]:
         inputs, sinks = args
         # delta = Σ_e dO ∘ O
@@ -98,7 +166,11 @@ def kernel_obstacle(call: Call) -> str | None:
 
 
 def _kernel_obstacle(call: Call, inputs: FusedInputs) -> str | None:
-    return "they have no soft cap" if call.soft_cap is not None else fused_tpu.obstacle(inputs)
+    if call.soft_cap is not None:
+        return "they have no soft cap"
+    from synthesizer_jax.attention import fused_tpu  # imports Pallas, which short rows do not need
+
+    return fused_tpu.obstacle(inputs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -109,9 +181,12 @@ def _attend_fused_fwd(
 
     It is compiled separately, as the backward pass is, so that equal layers are traced once.
     """
-    default = functools.partial(blocked.forward, q_length, soft_cap=soft_cap)
+    # All branches are traced, on any machine: a program may be lowered for another platform.
+    default = functools.partial(loop_forward, q_length, soft_cap=soft_cap)
     implementations = dict.fromkeys(_GPU_PLATFORMS, functools.partial(default, parallel=True))
     if pallas_offset is not None:
+        from synthesizer_jax.attention import fused_tpu
+
         implementations["tpu"] = functools.partial(fused_tpu.forward, q_length, pallas_offset)
     results: tuple[jax.Array, SoftmaxStats] = lax.platform_dependent(
         inputs, default=default, **implementations
@@ -129,9 +204,11 @@ def _attend_fused_bwd(
     dout: jax.Array,
 ) -> FusedInputs:
     """Returns the cotangents of the inputs."""
-    default = functools.partial(blocked.backward, soft_cap=soft_cap)
+    default = functools.partial(loop_backward, soft_cap=soft_cap)
     implementations = dict.fromkeys(_GPU_PLATFORMS, functools.partial(default, parallel=True))
     if pallas_offset is not None:
+        from synthesizer_jax.attention import fused_tpu
+
         implementations["tpu"] = functools.partial(fused_tpu.backward, pallas_offset)
     cotangents: FusedInputs = lax.platform_dependent(
         inputs, stats, delta, dout, default=default, **implementations
@@ -152,3 +229,291 @@ def _sinks_gradient(stats: SoftmaxStats, delta: jax.Array, sinks: jax.Array) -> 
     """Returns ``-Σ P · delta`` over queries and examples: the value of the key is zero, and so dP is."""
     weights = jnp.exp(sinks[:, None] - stats.row_max + jnp.log(stats.inverse_row_sum))
     return -jnp.sum(weights * delta, axis=(0, 1, 3)).astype(sinks.dtype)
+
+
+def divide_terms(terms: Terms) -> tuple[Products, Biases] | None:
+    """Divides terms into products and biases; None if there is a term of another kind."""
+
+    def of_type(cls: type[_Term]) -> tuple[_Term, ...]:
+        return tuple(term for term in terms if isinstance(term, cls) and type(term) is cls)
+
+    products = Products(of_type(LowRank), of_type(Outer))
+    biases = Biases(of_type(Static), of_type(Relative))
+    num_divided = sum(map(len, (*products, *biases)))
+    return (products, biases) if num_divided == len(terms) else None
+
+
+def softmax_vjp_delta(out: jax.Array, g: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns ``δ = Σ_e out · g``, ``[b, q, h, 1]``, of the softmax's derivative ``dS = P ∘ (dP − δ)``."""
+    return jnp.sum(g.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
+
+
+def map_heads(
+    function: Callable[..., PyTree],
+    heads: int,
+    args: tuple[PyTree, ...],
+    axes: tuple[int, ...],
+    out_axes: tuple[int, ...],
+    *,
+    parallel: bool,
+) -> Any:
+    """Applies a function of one head to all heads: in a loop, or `parallel`, by `jax.vmap`.
+
+    `args` and what the function returns have heads along `axes` and `out_axes`; the function sees one head,
+    without that axis.
+    """
+    if parallel:
+        return jax.vmap(function, axes, out_axes)(*args)
+
+    def head(j: jax.Array) -> PyTree:
+        take = lambda axis, x: lax.dynamic_index_in_dim(x, j, axis, keepdims=False)
+        return function(*_map_with_axis(take, axes, args))
+
+    moved = lambda axis, x: jnp.moveaxis(x, 0, axis)
+    return _map_with_axis(moved, out_axes, lax.map(head, jnp.arange(heads)))
+
+
+def _map_with_axis(
+    function: Callable[[int, jax.Array], jax.Array], axes: tuple[int, ...], trees: PyTree
+) -> PyTree:
+    of_tree = lambda axis, tree: jax.tree.map(functools.partial(function, axis), tree)
+    return jax.tree.map(of_tree, axes, trees)
+
+
+def loop_forward(
+    q_length: int, inputs: FusedInputs, *, soft_cap: float | None = None, parallel: bool = False
+) -> tuple[jax.Array, SoftmaxStats]:
+    """Returns the attention output ``[b, q, h, e]`` and the row statistics that `loop_backward` needs."""
+    products, biases, values, _, positions = inputs
+    batch, k_length, heads, _ = values.shape
+    dtype = logits_dtype(values, *jax.tree.leaves((products, biases)))
+    mask, allowed = _mask_of_heads(q_length, inputs)
+
+    def head(
+        products: Products, biases: Biases, values: jax.Array, allowed: jax.Array | None
+    ) -> tuple[jax.Array, SoftmaxStats]:
+        bias = _sum_biases(biases, q_length=_num_bias_rows(inputs, q_length))
+
+        def example(i: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
+            block_products, block_values, block_positions = _select((products, values, positions), i)
+            block_mask = _select_mask(mask, allowed, i)
+            # S = Σ terms, and -inf where the mask forbids a key
+            logits = _logits(
+                bias,
+                block_products,
+                lengths=(q_length, k_length),
+                positions=block_positions,
+                soft_cap=soft_cap,
+            )
+            logits = _mask_logits(logits, block_mask)  # [q, k]
+            # c = max_k S
+            row_max = jnp.max(logits, axis=-1, keepdims=True)
+            row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
+            # E = exp(S - c), rounded to the dtype in which it multiplies V;  l = Σ_k E
+            weights = jnp.exp(logits - row_max).astype(values.dtype)
+            row_sum = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
+            is_nonzero = row_sum > 0
+            queries = block_mask.queries(q_length)
+            is_nonzero = is_nonzero if queries is None else is_nonzero & queries[:, None]
+            inverse_row_sum = jnp.where(is_nonzero, 1 / jnp.where(is_nonzero, row_sum, 1), 0)
+            # O = (E V) / l
+            out = jnp.matmul(weights, block_values, preferred_element_type=dtype) * inverse_row_sum
+            stats = SoftmaxStats(row_max.astype(dtype), inverse_row_sum.astype(dtype))
+            return out.astype(values.dtype), stats
+
+        results: tuple[jax.Array, SoftmaxStats] = lax.map(example, jnp.arange(batch))
+        return results
+
+    out, stats = map_heads(
+        head, heads, (products, biases, values, allowed), (2, 0, 2, 1), (2, 2), parallel=parallel
+    )
+    return out, stats
+
+
+def loop_backward(
+    inputs: FusedInputs,
+    stats: SoftmaxStats,
+    delta: jax.Array,
+    dout: jax.Array,
+    *,
+    soft_cap: float | None = None,
+    parallel: bool = False,
+) -> FusedInputs:
+    """Returns the cotangents of the inputs.
+
+    With the weights ``P = exp(S - c) / l``, recomputed from the statistics, and the output ``O = P V``::
+
+      dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP - delta),  delta = Σ_e dO ∘ O = Σ_k P ∘ dP
+
+    `stats` has c and 1 / l as `loop_forward` returned them, and `delta` is `softmax_vjp_delta`.
+    """
+    q_length = dout.shape[1]
+    products, biases, values, _, positions = inputs
+    batch, k_length, heads, _ = values.shape
+    mask, allowed = _mask_of_heads(q_length, inputs)
+    make_bias = functools.partial(_sum_biases, q_length=_num_bias_rows(inputs, q_length))
+    # Examples share these; their cotangents are summed, in the precision of the logits.
+    is_shared = [x.shape[0] == 1 for x in jax.tree.leaves(products)]
+
+    def head(
+        products: Products, biases: Biases, allowed: jax.Array | None, *rest: PyTree
+    ) -> tuple[Products, Biases, jax.Array]:
+        bias, bias_vjp = jax.vjp(make_bias, biases)  # which sums dlogits along diagonals
+        leaves, treedef = jax.tree.flatten(products)
+
+        def example(sums: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
+            make_logits = functools.partial(
+                _logits, lengths=(q_length, k_length), positions=_select(positions, i), soft_cap=soft_cap
+            )
+            logits, logits_vjp = jax.vjp(make_logits, bias, _select(products, i))
+            block_values, (row_max, inverse_row_sum), block_delta, block_dout = _select(rest, i)
+            # P = exp(S - c) / l
+            logits = _mask_logits(logits, _select_mask(mask, allowed, i))
+            weights = jnp.exp(logits - row_max) * inverse_row_sum
+            # dP = dO Vᵀ,  dS = P ∘ (dP - delta)
+            dlogits = weights * (_matmul_nt(block_dout, block_values) - block_delta)
+            dbias, dproducts = logits_vjp(dlogits)
+            # dV = Pᵀ dO
+            dvalues = _matmul_tn(weights.astype(dout.dtype), block_dout).astype(values.dtype)
+            shared, unshared = _split_by_flag(jax.tree.leaves(dproducts), is_shared)
+            add = lambda total, d: total + d.astype(total.dtype)
+            return jax.tree.map(add, sums, (dbias, shared)), (unshared, dvalues)
+
+        zeros = [jnp.zeros_like(x[0], dtype=logits_dtype(x)) for x in leaves]
+        init = jax.tree.map(jnp.zeros_like, bias), _split_by_flag(zeros, is_shared)[0]
+        (dbias, shared), (unshared, dvalues) = lax.scan(example, init, jnp.arange(batch))
+        dleaves = [
+            d if total is None else total[None].astype(x.dtype)
+            for total, d, x in zip(shared, unshared, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, dleaves), bias_vjp(dbias)[0], dvalues
+
+    args = products, biases, allowed, values, stats, delta, dout
+    cotangents = map_heads(head, heads, args, (2, 0, 1, 2, 2, 2, 2), (2, 0, 2), parallel=parallel)
+    return inputs.cotangents(*cotangents)
+
+
+def _split_by_flag(xs: list[jax.Array], flags: list[bool]) -> tuple[list[PyTree], list[PyTree]]:
+    """Returns the arrays that have the flag, with None for the others, and the reverse."""
+    pairs = list(zip(xs, flags, strict=True))
+    return [x if flag else None for x, flag in pairs], [None if flag else x for x, flag in pairs]
+
+
+def _select(tree: _Tree, i: jax.Array) -> _Tree:
+    """Returns example i of arrays ``[b or 1, ...]``."""
+    example: _Tree = jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, 0 if x.shape[0] == 1 else i, keepdims=False), tree
+    )
+    return example
+
+
+def _select_mask(mask: Mask, allowed: jax.Array | None, i: jax.Array) -> Mask:
+    """Returns the mask of example i, with the pattern of a head if heads have their own."""
+    if allowed is not None:
+        mask = dataclasses.replace(mask, allowed=allowed)
+    return mask.map_arrays(lambda _, x: _select(x, i))
+
+
+def _mask_of_heads(q_length: int, inputs: FusedInputs) -> tuple[Mask, jax.Array | None]:
+    """Returns the mask of all heads, and patterns ``[b or 1, h, q, k]`` if heads have their own.
+
+    Segments become a pattern of pairs: comparing the two vectors of segments inside the loop would keep
+    XLA's CPU backend from vectorizing the exponential.
+    """
+    mask = inputs.mask
+    if mask.query_segments is not None:
+        mask = Mask(allowed=mask.pairs(q_length, inputs.values.shape[1]))
+    if mask.allowed is None:
+        return mask, None
+    shared = mask.allowed.shape[1] == 1
+    rest = dataclasses.replace(mask, allowed=mask.allowed[:, 0] if shared else None)
+    return rest, None if shared else mask.allowed
+
+
+def _sum_biases(biases: Biases, *, q_length: int) -> jax.Array | None:
+    """Returns the sum of a head's biases, ``[q, k]`` float32 or wider; None if there are none."""
+    parts = [term.logits for term in biases.tables]
+    parts += [expand_diagonals(term.logits, q_length) for term in biases.diagonals]
+    if not parts:
+        return None
+    return functools.reduce(operator.add, [x.astype(logits_dtype(x)) for x in parts])
+
+
+def _num_bias_rows(inputs: FusedInputs, q_length: int) -> int:
+    """Returns the number of rows of the biases: queries, or positions in a segment if rows are packed."""
+    if inputs.positions is None:
+        return q_length
+    return inputs.mask.segment_lengths(q_length, inputs.values.shape[1])[0]
+
+
+def _logits(
+    bias: jax.Array | None,
+    products: Products,
+    *,
+    lengths: tuple[int, int],
+    positions: tuple[jax.Array, jax.Array] | None,
+    soft_cap: float | None,
+) -> jax.Array:
+    """Returns the logits ``[q, k]`` of one head and example."""
+    key = jnp.arange(lengths[1]) if positions is None else positions[1]
+    if bias is not None and positions is not None:
+        bias = jnp.take(jnp.take(bias, positions[0], axis=0), key, axis=1)
+    summands = [] if bias is None else [bias]
+    if products.low_rank:
+        queries = jnp.concatenate([term.queries for term in products.low_rank], axis=-1)
+        keys = jnp.concatenate([term.keys for term in products.low_rank], axis=-1)
+        summands.append(_matmul_nt(queries, keys))
+    for term in products.outer:
+        size = term.b.shape[-1]
+        # Products with zeros and ones are exact only if the hardware does not round the factors.
+        exact = lax.Precision.HIGHEST
+        a_one_hot = jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype)
+        b_one_hot = jax.nn.one_hot(key % size, size, dtype=term.b.dtype)
+        summands.append(_matmul_nt(term.a, a_one_hot, exact) * _matmul_nt(term.b, b_one_hot, exact))
+    return cap_logits(functools.reduce(operator.add, summands), soft_cap)
+
+
+def _mask_logits(logits: jax.Array, mask: Mask) -> jax.Array:
+    """Returns the logits ``[q, k]``, -inf where the mask of this block forbids a key.
+
+    Padding queries are not masked here: their weights vanish by ``SoftmaxStats.inverse_row_sum``.
+    """
+    pairs = dataclasses.replace(mask, query_lengths=None, query_valid=None).pairs(*logits.shape)
+    if pairs is None:
+        return logits
+    return jnp.where(pairs.reshape(pairs.shape[-2:]), logits, -jnp.inf)
+
+
+def _matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
+    """Returns ``x yᵀ`` of ``[q, r]`` and ``[k, r]``, ``[q, k]`` in float32 or wider."""
+    return _matmul(*match_varying_axes(x, y), precision)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike) -> jax.Array:
+    return jnp.matmul(x, y.T, precision=precision, preferred_element_type=logits_dtype(x, y))
+
+
+def _matmul_bwd(
+    precision: lax.PrecisionLike, inputs: tuple[jax.Array, jax.Array], dout: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, y = inputs
+    # dx = dO y
+    dx = jnp.matmul(dout.astype(y.dtype), y, precision=precision, preferred_element_type=dout.dtype)
+    # dy = dOᵀ x
+    dy = _matmul_tn(dout.astype(x.dtype), x, precision)
+    return dx.astype(x.dtype), dy.astype(y.dtype)
+
+
+_matmul.defvjp(lambda x, y, precision: (_matmul(x, y, precision), (x, y)), _matmul_bwd)
+
+
+def _matmul_tn(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
+    """Returns ``xᵀ y`` of ``[q, k]`` and a narrow ``[q, e]``, ``[k, e]`` in float32 or wider.
+
+    It is ``(yᵀ x)ᵀ``, kept so by the barrier: XLA's CPU backend takes two to three times as long if it has
+    to transpose a large left factor.
+    """
+    dims = (((0,), (0,)), ((), ()))
+    transposed = lax.dot_general(y, x, dims, precision=precision, preferred_element_type=logits_dtype(x, y))
+    return lax.optimization_barrier(transposed).T

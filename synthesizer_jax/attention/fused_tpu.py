@@ -1,12 +1,11 @@
 """The fused route on TPUs: Pallas kernels.
 
-A program holds the logits of a block of queries and all keys in vector memory. Examples are the
-innermost axis of the grid, so that a stripe of the bias is read once for all of them, and its gradient,
-like that of parameters that act as queries or keys, is summed over the batch in the place where it
-stays.
+A program holds the logits of a block of queries and all keys in vector memory. Examples are the innermost
+axis of the grid, so that a stripe of the bias is read once for all of them. Its gradient is summed over
+the batch in place, like that of parameters that act as queries or keys.
 
-The backward pass is a kernel over blocks of queries, which also makes the keys' and values' cotangents
-where one block holds all queries; otherwise the kernel runs over blocks of keys too, its tiles transposed.
+The backward pass is a kernel over blocks of queries. Where one block holds all queries, it also makes the
+cotangents of keys and values. Otherwise the kernel runs over blocks of keys too, its tiles transposed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from synthesizer_jax.attention import tpu
-from synthesizer_jax.attention.blocked import FusedInputs, Products, SoftmaxStats
+from synthesizer_jax.attention.fused import FusedInputs, Products, SoftmaxStats
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.terms import Outer, map_arrays
 from synthesizer_jax.attention.tpu import (
@@ -241,10 +240,10 @@ def backward(
     blocks = _operands(inputs, bias)
     residuals = _Residuals(_heads_first(dout), *(x.transpose(0, 2, 3, 1) for x in (*stats, delta)))
     tiles = _Tiles(inputs.mask, query_offset, q_length, k_length)
-    wanted = _Cotangents(_without(blocks.products, "keys"), None, bias)
+    primals = _Cotangents(_without(blocks.products, "keys"), None, bias)
     if tiles.size == q_length:
-        wanted = _Cotangents(blocks.products, blocks.values, bias)
-    cotangents = _call_backward(blocks, residuals, wanted, tiles, interpret=interpret)
+        primals = _Cotangents(blocks.products, blocks.values, bias)
+    cotangents = _call_backward(blocks, residuals, primals, tiles, interpret=interpret)
     products, values = cotangents.products, cotangents.values
     if values is None:
         tiles = dataclasses.replace(tiles, rows=k_length, columns=q_length, transposed=True)
@@ -277,12 +276,7 @@ def _reverse_columns(bias: Bias, length: int) -> Bias:
 
 
 def _call_backward(
-    blocks: _Operands,
-    residuals: _Residuals,
-    primals: _Cotangents,
-    tiles: _Tiles,
-    *,
-    interpret: bool,
+    blocks: _Operands, residuals: _Residuals, primals: _Cotangents, tiles: _Tiles, *, interpret: bool
 ) -> _Cotangents:
     """Returns the cotangents of those operands that are given as `primals`."""
     batch, heads, _, width = blocks.values.shape

@@ -395,14 +395,14 @@ def add_pattern(mask: Mask, pattern: jax.Array, *, batch: int, q_length: int, k_
 
     The mask has none of the fields `key_valid`, `query_valid` and `allowed`.
     """
-    own, heads, queries, keys = pattern.shape
+    num_examples, heads, queries, keys = pattern.shape
     if heads == queries == 1:
         valid = jnp.broadcast_to(pattern[:, 0, 0], (batch, k_length))
         return dataclasses.replace(mask, key_valid=valid)
     if heads == keys == 1:
         valid = jnp.broadcast_to(pattern[:, 0, :, 0], (batch, q_length))
         return dataclasses.replace(mask, query_valid=valid)
-    allowed = jnp.broadcast_to(pattern, (own, heads, q_length, k_length))
+    allowed = jnp.broadcast_to(pattern, (num_examples, heads, q_length, k_length))
     return dataclasses.replace(mask, allowed=allowed)
 
 
@@ -464,11 +464,7 @@ _ARRAYS = tuple(f.name for f in dataclasses.fields(Mask) if f.name not in _STATI
 
 
 def _real(
-    length: int,
-    lengths: jax.Array | None,
-    valid: jax.Array | None,
-    *,
-    segments: jax.Array | None,
+    length: int, lengths: jax.Array | None, valid: jax.Array | None, *, segments: jax.Array | None
 ) -> jax.Array | None:
     return _all(
         None if lengths is None else _before(lengths, length),

@@ -14,15 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.masks import Mask, segment_positions
-from synthesizer_jax.attention.terms import (
-    Call,
-    LowRank,
-    Relative,
-    Term,
-    TermArray,
-    Terms,
-    map_arrays,
-)
+from synthesizer_jax.attention.terms import Call, LowRank, Relative, Term, TermArray, Terms, map_arrays
 
 MAX_UNPACKING_FACTOR = 3
 """Rows are unpacked if that makes at most this many times as many logits."""
@@ -38,8 +30,6 @@ def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int
 
 def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> Terms:
     """Returns the terms of packed rows, extended to distances that no segment reaches."""
-    if mask.query_segments is None:
-        return terms
     q, k = mask.segment_lengths(q_length, k_length)
 
     def cover(term: Term) -> Term:
@@ -140,9 +130,9 @@ def _segment_rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Arr
 def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
     """Rows ``[b·count, length, h, e]`` back to the tokens of ``[b, q]`` segments."""
     batch, length = segments.shape[0], out.shape[1]
-    place = segment_positions(segments)
-    kept = (segments > 0) & (segments <= count) & (place < length)
-    index = jnp.where(kept, (segments - 1) * length + place, 0)
+    position = segment_positions(segments)
+    kept = (segments > 0) & (segments <= count) & (position < length)
+    index = jnp.where(kept, (segments - 1) * length + position, 0)
     tokens = _gather_rows(out.reshape(batch, count * length, *out.shape[2:]), index[:, None])
     tokens = jnp.where(kept[..., None, None], tokens, 0)
     return jnp.where((kept | (segments <= 0))[..., None, None], tokens, jnp.nan)
@@ -150,5 +140,5 @@ def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
 
 def _gather_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns the rows ``[b, count, length]`` of ``[b, n, ...]``, as ``[b · count, length, ...]``."""
-    picked = jax.vmap(lambda x, i: x[i])(x, rows)
+    picked = jax.vmap(lambda x, i: x[i])(x, rows)  # [b, count, length, ...]
     return picked.reshape(-1, *picked.shape[2:])

@@ -14,14 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.terms import (
-    Call,
-    Relative,
-    Term,
-    TermArray,
-    cut_diagonals,
-    map_arrays,
-)
+from synthesizer_jax.attention.terms import Call, Relative, Term, TermArray, cut_diagonals, map_arrays
 from synthesizer_jax.base.messages import not_divisible
 from synthesizer_jax.base.typing import PyTree
 
@@ -219,7 +212,7 @@ class Partition:
         mask, count = call.mask, call.q_length // self._size(self.sequence)
         first = jax.lax.axis_index(self.sequence) * count
 
-        def own(term: Term) -> Term:
+        def cut(term: Term) -> Term:
             if not isinstance(term, Relative):
                 return term
             q, k = call.q_length, call.k_length
@@ -231,7 +224,7 @@ class Partition:
         ends = mask.query_lengths
         ends = None if ends is None else jnp.clip(ends - first, 0, count)
         mask = dataclasses.replace(mask, query_lengths=ends, query_offset=0, self_attention=False)
-        terms = tuple(map(own, call.terms))
+        terms = tuple(map(cut, call.terms))
         return dataclasses.replace(call, terms=terms, mask=mask, q_length=count)
 
     def _spec(self, x: jax.Array, length: Axes = None) -> PartitionSpec:
@@ -266,8 +259,7 @@ def partition_of_query(query: ArrayLike, *_: PyTree, **__: PyTree) -> Partition:
 
 
 def partition_by_types(
-    partition_of: Callable[..., Partition],
-    specs: Callable[[Partition, PyTree], PyTree] = Partition.spec,
+    partition_of: Callable[..., Partition], specs: Callable[[Partition, PyTree], PyTree] = Partition.spec
 ) -> Callable[[Function], Function]:
     """Makes a function with a keyword `partition` usable with explicit mesh axes, JAX's default.
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.banded import materialize_banded
-from synthesizer_jax.attention.masks import Mask, segment_positions
+from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import cover_distances
 from synthesizer_jax.attention.terms import (
     Banded,
@@ -34,10 +34,7 @@ def attend_reference(call: Call) -> jax.Array:
     )
     weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))  # [b, h, q, k]
     out = jnp.einsum(
-        "bhqk,bkhe->bqhe",
-        weights.astype(values.dtype),
-        values,
-        preferred_element_type=weights.dtype,
+        "bhqk,bkhe->bqhe", weights.astype(values.dtype), values, preferred_element_type=weights.dtype
     )
     return out.astype(values.dtype)
 
@@ -115,16 +112,17 @@ def _group_weights(split: Split, sinks: jax.Array | None, *, mask: Mask, **optio
 
 def materialize_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
     """Returns the logits ``[b or 1, h, q, k]``; in packed rows, positions are those in the segments."""
+    q_positions, k_positions = mask.packed_positions or (None, None)
+    if q_positions is not None:
+        terms = cover_distances(terms, mask, q_length, k_length)
     total = None
-    for term in cover_distances(terms, mask, q_length, k_length):
+    for term in terms:
         logits = materialize((term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset)
         by_query, by_key = term.has_absolute_positions(mask)
-        if by_query and mask.query_segments is not None:
-            q_positions = segment_positions(mask.query_segments)[:, None, :, None]  # [b, 1, q, 1]
-            logits = jnp.take_along_axis(logits, q_positions, axis=2)
-        if by_key and mask.key_segments is not None:
-            k_positions = segment_positions(mask.key_segments)[:, None, None, :]  # [b, 1, 1, k]
-            logits = jnp.take_along_axis(logits, k_positions, axis=3)
+        if by_query and q_positions is not None:
+            logits = jnp.take_along_axis(logits, q_positions[:, None, :, None], axis=2)  # [b, h, q, k]
+        if by_key and k_positions is not None:
+            logits = jnp.take_along_axis(logits, k_positions[:, None, None, :], axis=3)
         total = logits if total is None else total + logits
     assert total is not None
     return total

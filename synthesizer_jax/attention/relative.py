@@ -58,11 +58,7 @@ def arange(start: int, end: int) -> np.ndarray | jax.Array:
 
 
 def relative_bias(
-    table: jax.typing.ArrayLike,
-    *,
-    bidirectional: bool = True,
-    max_distance: int = 128,
-    head_axis: int = 0,
+    table: jax.typing.ArrayLike, *, bidirectional: bool = True, max_distance: int = 128, head_axis: int = 0
 ) -> RelativeTable:
     """Returns T5's relative position bias, for the argument `bias` of `dot_product_attention`.
 
@@ -98,10 +94,7 @@ def buckets_between(
     runs.
     """
     buckets_of = functools.partial(
-        relative_buckets,
-        num_buckets=num_buckets,
-        max_distance=max_distance,
-        bidirectional=bidirectional,
+        relative_buckets, num_buckets=num_buckets, max_distance=max_distance, bidirectional=bidirectional
     )
     distances = arange(start, end)
     if isinstance(distances, np.ndarray):

@@ -1,10 +1,10 @@
 """The static route: logits that examples share are exponentiated once, not once per example.
 
 Let ``E = exp(S - c)``, where c is the row maximum over the keys that are not masked in all examples, and
-let m be 1 for an example's real keys and 0 for padding. Then ``O = E (m ∘ V) / E m``. E has no batch axis,
-and both products are matrix products over the whole batch. The division cancels any factor of E, but not
-an underflow: if the denominator of a real query is below `MIN_ROW_SUM`, the loop of the fused route
-computes the step instead, which is exact for logits of any range.
+let m be 1 for an example's real keys and 0 for padding. Then ``O = E (m ∘ V) / E m``. E has no batch
+axis, and both products are matrix products over the whole batch. The division cancels any factor of E,
+but not an underflow. If the denominator of a real query is below `MIN_ROW_SUM`, the loop of the fused
+route computes the step instead. It is exact for logits of any range.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from synthesizer_jax.attention import blocked, static_tpu
-from synthesizer_jax.attention.blocked import (
+from synthesizer_jax.attention.derivatives import with_gradient
+from synthesizer_jax.attention.fused import (
+    CHECKPOINT_NAME,
     Biases,
     FusedInputs,
     Products,
     SoftmaxStats,
+    fused_inputs,
+    loop_backward,
+    loop_forward,
     map_heads,
     softmax_vjp_delta,
 )
-from synthesizer_jax.attention.derivatives import with_gradient
-from synthesizer_jax.attention.fused import CHECKPOINT_NAME, fused_inputs
-from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.masks import Mask, zero_padding
 from synthesizer_jax.attention.reference import softmax
-from synthesizer_jax.attention.static_tpu import MIN_ROW_SUM
-from synthesizer_jax.attention.terms import (
-    Call,
-    LowRank,
-    Relative,
-    Static,
-    logits_dtype,
-    materialize,
-)
+from synthesizer_jax.attention.terms import Call, LowRank, Relative, Static, logits_dtype, materialize
 from synthesizer_jax.base.typing import PyTree
+
+MIN_ROW_SUM = 2.0**-64
+"""The smallest denominator that the static routes trust.
+
+Weights lost to underflow are then below 1e-15 of a row's sum for up to 4,096 keys, and the division
+of the cotangent cannot overflow.
+"""
 
 
 def attend_static(call: Call) -> jax.Array:
@@ -53,7 +54,7 @@ def attend_static(call: Call) -> jax.Array:
         call = dataclasses.replace(call, values=call.values.astype(jnp.float32))
     inputs = static_inputs(call)
     # Known while the passes are traced; None: the Pallas kernels cannot take the inputs.
-    query_offset = None if static_tpu.obstacle(q_length, inputs) else call.mask.query_offset
+    query_offset = None if _kernel_obstacle(q_length, inputs) else call.mask.query_offset
     attend = with_gradient(
         functools.partial(_attend_static_fwd, q_length, query_offset),
         functools.partial(_attend_static_bwd, query_offset),
@@ -95,7 +96,13 @@ def obstacle(call: Call) -> str | None:
 
 def kernel_obstacle(call: Call) -> str | None:
     """Returns why TPU kernels cannot take a call; None: they can."""
-    return static_tpu.obstacle(call.q_length, static_inputs(call))
+    return _kernel_obstacle(call.q_length, static_inputs(call))
+
+
+def _kernel_obstacle(q_length: int, inputs: FusedInputs) -> str | None:
+    from synthesizer_jax.attention import static_tpu  # imports Pallas, which short rows do not need
+
+    return static_tpu.obstacle(q_length, inputs)
 
 
 class _Residuals(NamedTuple):
@@ -130,6 +137,8 @@ def _attend_static_fwd(
         "default": functools.partial(_matmul_fwd, q_length)
     }
     if query_offset is not None:
+        from synthesizer_jax.attention import static_tpu
+
         implementations["tpu"] = functools.partial(
             static_tpu.forward, q_length, query_offset, same_keys=is_separable
         )
@@ -140,7 +149,7 @@ def _attend_static_fwd(
 
     def run_loop() -> tuple[jax.Array, jax.Array, jax.Array]:
         rows = lambda x: x[..., 0].transpose(2, 1, 0)  # [b, q, h, 1] → [h, q, b]
-        out, stats = blocked.forward(q_length, inputs)
+        out, stats = loop_forward(q_length, inputs)
         return out, rows(stats.inverse_row_sum), rows(stats.row_max)
 
     out, inverse_row_sum, row_max = lax.cond(
@@ -160,6 +169,8 @@ def _attend_static_bwd(
     """Returns the cotangents of the inputs."""
     implementations: dict[str, Callable[..., PyTree]] = {"default": _matmul_bwd}
     if query_offset is not None:
+        from synthesizer_jax.attention import static_tpu
+
         implementations["tpu"] = functools.partial(static_tpu.backward, query_offset)
 
     def run_matmuls(inverse_row_sum: jax.Array | None) -> FusedInputs:
@@ -174,7 +185,7 @@ def _attend_static_bwd(
     def run_loop() -> FusedInputs:
         rows = (x.transpose(2, 1, 0)[..., None] for x in (row_max, inverse_row_sum))  # [b, q, h, 1]
         delta = softmax_vjp_delta(out, dout, row_max.dtype)
-        return blocked.backward(inputs, SoftmaxStats(*rows), delta, dout)
+        return loop_backward(inputs, SoftmaxStats(*rows), delta, dout)
 
     cotangents: FusedInputs = lax.cond(
         _all_when_mapped(is_exact), lambda: run_matmuls(inverse_row_sum), run_loop
@@ -189,7 +200,7 @@ def _matmul_fwd(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, jax.Arra
     if _is_separable(mask):
         weights = softmax(logits, mask.band_pairs(*logits.shape[1:]))  # [h, q, k]
         out = jax.vmap(_weighted_sum, (0, 2), 2)(weights, values).astype(values.dtype)
-        return out if queries is None else jnp.where(queries[..., None, None], out, 0), None
+        return zero_padding(out, queries), None
     dtype = logits_dtype(logits, values)
     regions = _regions(mask, q_length, values)
     num_keys = sum(_contract_keys("qk,bk->qb", pairs.astype(dtype), keys, dtype) for pairs, keys in regions)
@@ -229,8 +240,7 @@ def _matmul_bwd(
     make_logits = functools.partial(_logits, dout.shape[1], values.shape[1])
     logits, logits_vjp = jax.vjp(make_logits, biases)
     if inverse_row_sum is None:
-        queries = mask.queries(dout.shape[1])
-        dout = dout if queries is None else jnp.where(queries[..., None, None], dout, 0)
+        dout = zero_padding(dout, mask.queries(dout.shape[1]))
         band = mask.band_pairs(*logits.shape[1:])
         weights, softmax_vjp = jax.vjp(lambda x: softmax(x, band), logits)
         # dP = Σ_b dO Vᵀ,  dV = Pᵀ dO
@@ -242,14 +252,7 @@ def _matmul_bwd(
         # delta = Σ_e dO ∘ O
         delta = softmax_vjp_delta(out, dout, inverse_row_sum.dtype)
         scaled_delta = delta[..., 0].transpose(2, 1, 0) * inverse_row_sum  # [h, q, b]
-        args = (
-            logits,
-            _shared_max(logits, values, mask),
-            values,
-            inverse_row_sum,
-            scaled_delta,
-            dout,
-        )
+        args = (logits, _shared_max(logits, values, mask), values, inverse_row_sum, scaled_delta, dout)
         head = functools.partial(_head_cotangents, _regions(mask, dout.shape[1], values))
         dlogits, dvalues = _map_heads(head, args, (0, 0, 2, 0, 0, 2), (0, 2))
     (dbiases,) = logits_vjp(dlogits)
@@ -316,9 +319,7 @@ def _map_heads(
         return map_heads(function, args[0].shape[0], args, axes, out_axes, parallel=parallel)
 
     return lax.platform_dependent(
-        *args,
-        cpu=functools.partial(run, parallel=False),
-        default=functools.partial(run, parallel=True),
+        *args, cpu=functools.partial(run, parallel=False), default=functools.partial(run, parallel=True)
     )
 
 

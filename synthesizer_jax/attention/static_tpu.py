@@ -25,8 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from synthesizer_jax.attention import tpu
-from synthesizer_jax.attention.blocked import FusedInputs, Products
+from synthesizer_jax.attention.fused import FusedInputs, Products
 from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.static import MIN_ROW_SUM
 from synthesizer_jax.attention.tpu import (
     BIAS_AXES,
     LANES,
@@ -41,13 +42,6 @@ from synthesizer_jax.attention.tpu import (
     roll_diagonals,
     sum_diagonals,
 )
-
-MIN_ROW_SUM = 2.0**-64
-"""The smallest denominator that the static routes trust.
-
-Weights lost to underflow are then below 1e-15 of a row's sum for up to 4,096 keys, and the division
-of the cotangent cannot overflow.
-"""
 
 MAX_HEADS = 8
 """Most heads of a program; their lanes fill whole registers together."""
@@ -174,12 +168,7 @@ class _Scratch(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("same_keys", "interpret"))
 def forward(
-    q_length: int,
-    query_offset: int,
-    inputs: FusedInputs,
-    *,
-    same_keys: bool,
-    interpret: bool = False,
+    q_length: int, query_offset: int, inputs: FusedInputs, *, same_keys: bool, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the attention output ``[b, q, h, e]``, and one over the denominators, ``[h, q, b]``.
 
@@ -382,12 +371,7 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-    tiling: _Tiling,
-    blocks: _Operands,
-    residuals: _Residuals,
-    dbias: Bias,
-    dvalues: Ref,
-    scratch: _Scratch,
+    tiling: _Tiling, blocks: _Operands, residuals: _Residuals, dbias: Bias, dvalues: Ref, scratch: _Scratch
 ) -> None:
     """Adds a program's examples to the bias' cotangent, and computes the values' cotangent."""
     _fill_scratch(tiling, blocks, scratch)

@@ -328,8 +328,8 @@ class LowRank(Term):
 
 def repeat_heads(x: jax.Array, heads: int) -> jax.Array:
     """Returns ``[b, k, heads, e]`` of an array with fewer heads; as it is if they do not divide `heads`."""
-    own = x.shape[2]
-    return x if own in (0, heads) or heads % own else jnp.repeat(x, heads // own, axis=2)
+    count = x.shape[2]
+    return x if count in (0, heads) or heads % count else jnp.repeat(x, heads // count, axis=2)
 
 
 def low_rank(
@@ -448,11 +448,7 @@ class Banded(_NoLogits):
 
 
 def banded(
-    weights: jax.Array,
-    *,
-    first: int = 0,
-    starts: jax.Array | None = None,
-    normalize: bool = False,
+    weights: jax.Array, *, first: int = 0, starts: jax.Array | None = None, normalize: bool = False
 ) -> Banded:
     """Returns a checked `Banded` of weights ``[b or 1, q or 1, h, w]``; see there for the others."""
     _check_rank("banded: weights", weights, "[batch or 1, q or 1, heads, window]", rank=4)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from synthesizer_jax.attention.blocked import Biases, FusedInputs
+from synthesizer_jax.attention.fused import Biases, FusedInputs
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.typing import PyTree
 

@@ -13,8 +13,7 @@ from jax.extend import core as jex_core
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
-from synthesizer_jax.models.token_model import TokenModel, stacks_of
+from synthesizer_jax.models.token_model import DecodingCache, TextToText, TokenModel, stacks_of
 from synthesizer_jax.primitives.parameters import Variables, abstract_variables, apply_method
 
 Model = TypeVar("Model", bound=TokenModel)

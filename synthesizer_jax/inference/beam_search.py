@@ -60,7 +60,7 @@ def beam_search(
         """Extends all beams by one token; also returns the beam that each live one continues."""
         if constraints.repetition_penalty is not None:  # of log-probabilities, as in transformers
             logits = jax.nn.log_softmax(logits)
-        scores = state.live - logsumexp(logits, axis=-1).reshape(b, n)
+        scores = state.live - logsumexp(logits, axis=-1).reshape(b, n)  # [b, n]
         allowed = constraints.apply(logits, state.tokens.reshape(b * n, m), state.at)
         # Of 2n continuations at most n end, so n remain.
         top, source, token = top_tokens(allowed.reshape(b, n, -1), scores, 2 * n)  # [b, 2n]
@@ -71,10 +71,10 @@ def beam_search(
         penalized = jnp.where(real, top / length_penalty(state.at + 1, alpha), NEVER)
         ended, order = jax.lax.top_k(jnp.concatenate([state.ended, penalized], axis=1), n)
         ended_tokens = jnp.concatenate([state.ended_tokens, tokens], axis=1)
-        ended_tokens = jnp.take_along_axis(ended_tokens, order[:, :, None], axis=1)
+        ended_tokens = jnp.take_along_axis(ended_tokens, order[:, :, None], axis=1)  # [b, n, m]
         live, order = jax.lax.top_k(jnp.where(ends, NEVER, top), n)  # [b, n]
-        tokens = jnp.take_along_axis(tokens, order[:, :, None], axis=1)
-        source = jnp.take_along_axis(source, order, axis=1)
+        tokens = jnp.take_along_axis(tokens, order[:, :, None], axis=1)  # [b, n, m]
+        source = jnp.take_along_axis(source, order, axis=1)  # [b, n]
         # An example at its maximum length keeps what it has.
         is_open = (state.at < constraints.longest)[:, None]
         new = _Beams(
@@ -103,7 +103,7 @@ def beam_search(
     # All beams are equal at the start, so only the first one may be extended.
     live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
     state = _Beams(jnp.asarray(0), live, empty, jnp.full((b, n), NEVER), empty, cache)
-    state, _ = advance(state, jnp.repeat(logits, n, axis=0))
+    state, _ = advance(state, jnp.repeat(logits, n, axis=0))  # [b, vocab] → [b · n, vocab]
     cache = cache.map_rows(lambda x: jnp.repeat(x, n, axis=0))
     state = jax.lax.while_loop(unfinished, body, state._replace(cache=cache))
     return _best_of(state, constraints, alpha, samples=samples)
@@ -147,9 +147,10 @@ def top_tokens(logits: jax.Array, scores: jax.Array, count: int) -> tuple[jax.Ar
     groups = -(-vocab // GROUP)
     logits = jnp.pad(logits, ((0, 0), (0, 0), (0, groups * GROUP - vocab)), constant_values=-jnp.inf)
     logits = logits.reshape(b, n, groups, GROUP)
-    peaks = (logits.max(axis=-1) + scores[:, :, None]).reshape(b, n * groups)
+    peaks = (logits.max(axis=-1) + scores[:, :, None]).reshape(b, n * groups)  # the best of each group
     _, chosen = jax.lax.top_k(peaks, min(count, n * groups))
     chosen = jnp.sort(chosen)  # as in top_k, the first of equal values comes first
+    # [b, count, GROUP]
     near = jnp.take_along_axis(logits.reshape(b, n * groups, GROUP), chosen[:, :, None], axis=1)
     near += jnp.take_along_axis(scores, chosen // groups, axis=1)[:, :, None]
     top, index = jax.lax.top_k(near.reshape(b, -1), count)

@@ -79,7 +79,7 @@ class Constraints(NamedTuple):
 def _repeats_ngram(past: jax.Array, length: jax.Array, n: int) -> jax.Array:
     """Returns which of the first `length` tokens come after the n - 1 last of them, ``[rows, k]``."""
     position = jnp.arange(past.shape[1])
-    repeats = jnp.broadcast_to((position >= n - 1) & (position < length), past.shape)
+    repeats = jnp.broadcast_to((position >= n - 1) & (position < length), past.shape)  # [rows, k]
     for i in range(1, min(n, past.shape[1])):
         last = jax.lax.dynamic_index_in_dim(past, length - i, axis=1)
         repeats &= jnp.roll(past, i, axis=1) == last

@@ -49,7 +49,7 @@ def keep_most_probable(
         reached = (sums[..., :-1] >= top_p) & (jnp.asarray(top_p) < 1)
         count = 1 + jnp.sum(~reached, axis=-1)
     last = count[..., None] - 1
-    least, last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, tokens))
+    least, last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, tokens))  # [rows, 1] each
     tied = (logits == least) & (jnp.arange(vocab)[None] <= last_token)
     return jnp.where((logits > least) | tied, logits, -jnp.inf)
 
@@ -96,7 +96,7 @@ def decode_rows(
             token = _first_maximum(allowed)
         else:
             token = _draw(sampling, allowed, state.at, samples=samples, top_k=top_k)
-        logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+        logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]  # [rows]
         logp -= logsumexp(logits, axis=-1)
         token = jnp.where(state.done, 0, token).astype(jnp.int32)
         return _State(
@@ -124,7 +124,7 @@ def decode_rows(
     )
     # The first token is decoded in the loop too, so that a step is compiled only once.
     state = jax.lax.while_loop(unfinished, body, state)
-    tokens = state.tokens.reshape(decoder.batch, samples, -1)
+    tokens = state.tokens.reshape(decoder.batch, samples, -1)  # [b, samples, m]
     scores = state.scores.reshape(decoder.batch, samples)
     return Sequences(tokens, scores, scores)
 

@@ -102,5 +102,5 @@ def _log_probability(
 def _sum_log_probabilities(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Returns ``[batch]`` sums of the log-probabilities of target tokens that are not 0."""
     logp = jax.nn.log_softmax(logits.astype(jnp.float32))
-    logp = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
+    logp = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]  # [b, t]
     return jnp.where(targets != 0, logp, 0.0).sum(axis=-1)

@@ -6,16 +6,7 @@ import dataclasses
 from typing import Annotated, TypeAlias
 
 from synthesizer_jax.base.registry import check_types, fields_of
-from synthesizer_jax.base.typing import (
-    Count,
-    Dtype,
-    Length,
-    NotNegative,
-    Number,
-    Positive,
-    Range,
-    Seed,
-)
+from synthesizer_jax.base.typing import Count, Dtype, Length, NotNegative, Number, Positive, Range, Seed
 
 Sequences: TypeAlias = Annotated[int, Range(1, 2**10)]
 

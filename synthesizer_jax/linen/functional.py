@@ -185,8 +185,8 @@ def _attend(
         out = attend_dot_product(query, key, value, bias=bias, mask=mask, partition=partition)
     if fills_empty_rows:  # Flax's output for a query without keys is the mean of the values
         empty = 0 if is_own_mask else value.mean(axis=1, keepdims=True)
-        out = jnp.where(attending.swapaxes(1, 2), out, empty)
-    out = out.reshape(*batch, *out.shape[1:])
+        out = jnp.where(attending.swapaxes(1, 2), out, empty)  # [b, q, h, width]
+    out = out.reshape(*batch, *out.shape[1:])  # [batch..., q, h, width]
     if not return_weights:
         return out, None
     weights = nn.dot_product_attention_weights(
@@ -235,7 +235,7 @@ def _flax_attention(
 
     rngs = None if rng is None else jax.random.split(rng, length)
     out = jax.lax.map(attend_one, (*by_query, rngs), batch_size=QUERY_BLOCK)
-    return jnp.moveaxis(out[:, :, 0], 0, 1)
+    return jnp.moveaxis(out[:, :, 0], 0, 1)  # [q, b, h, width] → [b, q, h, width]
 
 
 def merge_batch_axes(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:

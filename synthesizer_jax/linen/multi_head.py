@@ -23,7 +23,7 @@ from synthesizer_jax.attention import (
     init_cache,
 )
 from synthesizer_jax.linen.functional import AttentionFn, as_mask, attention_fn, merge_batch_axes
-from synthesizer_jax.mixers.decoding import decoding_mask
+from synthesizer_jax.mixers.base import decoding_mask
 from synthesizer_jax.primitives.mesh import on_any_mesh, partition
 
 if TYPE_CHECKING:
@@ -170,8 +170,8 @@ def check_fields(layer: MultiHeadAttention | NnxMultiHeadAttention) -> None:
         )
     name = f"MultiHeadAttention: alignment={type(alignment).__name__}"
     is_dot_product = isinstance(alignment, DotProduct)
-    own = {"scale": None, "rotary_base": None, "name": None, "parent": None}
-    if is_dot_product and alignment.copy(**own) != DotProduct(parent=None):
+    layer_independent = {"scale": None, "rotary_base": None, "name": None, "parent": None}
+    if is_dot_product and alignment.copy(**layer_independent) != DotProduct(parent=None):
         raise ValueError(
             f"{name}: the projections belong to the layer; set only scale and rotary_base on DotProduct, "
             "and qkv_features, kernel_init, use_bias and normalize_qk on the layer, or use Attention"
@@ -279,7 +279,7 @@ def attend_with_alignment(
     weights = None
     if return_weights:
         weights = attention_weights(terms, mask=mask, q_length=q_length, k_length=values.shape[1])
-        weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))
+        weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))  # [b, h, q, k]
         weights = weights.reshape(*batch, *weights.shape[1:]).astype(values.dtype)
     out = attend(
         terms,

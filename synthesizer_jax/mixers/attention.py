@@ -25,9 +25,8 @@ from synthesizer_jax.attention import (
     init_cache,
     materialize_logits,
 )
-from synthesizer_jax.attention.attend import ROUTES
+from synthesizer_jax.attention.attend import ROUTES, check_terms
 from synthesizer_jax.attention.cache import Values, advance_length
-from synthesizer_jax.attention.checks import check_terms
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, Positive, Rate
 from synthesizer_jax.mixers.base import (
@@ -37,8 +36,8 @@ from synthesizer_jax.mixers.base import (
     dropout_options,
     is_cross,
     merge_heads,
+    query_ends,
 )
-from synthesizer_jax.mixers.decoding import query_ends
 from synthesizer_jax.mixers.taps import LOGITS
 from synthesizer_jax.primitives.initializers import FanIn, Initializer
 from synthesizer_jax.primitives.mesh import partition
@@ -161,7 +160,7 @@ class AttentionBase(Mixer):
         """Projects ``[batch, k, width]`` tokens to values ``[batch, k, heads, width]``."""
         if not self.project_values:
             shape = (*memory.shape[:2], self.num_value_heads, memory.shape[-1])
-            return jnp.broadcast_to(memory[:, :, None], shape)
+            return jnp.broadcast_to(memory[:, :, None], shape)  # [b, k, h, width], the same for every head
         return project(
             memory,
             heads=self.num_value_heads,
@@ -220,7 +219,7 @@ class Attention(AttentionBase):
     def _attend(
         self, x: jax.Array, terms: Terms, values: jax.Array, *, bias: Terms, mask: Mask
     ) -> jax.Array:
-        own, terms = terms, add(*terms, *bias)
+        alignment_terms, terms = terms, add(*terms, *bias)
         sinks = None
         if self.sinks:
             sinks = self.param("sinks", with_axes(nn.initializers.zeros_init(), "heads"), (self.num_heads,))
@@ -229,9 +228,9 @@ class Attention(AttentionBase):
             lengths: dict[str, Any] = {"q_length": x.shape[1], "k_length": values.shape[1]}
             weights = attention_weights(terms, **lengths, **options)
             self.sow("intermediates", "attention_weights", weights)
-            has_logits = not any(isinstance(term, Banded | Split) for term in own)
+            has_logits = not any(isinstance(term, Banded | Split) for term in alignment_terms)
             if has_logits and self.is_mutable_collection(LOGITS):
-                logits = materialize_logits(own, mask=mask, **lengths)
+                logits = materialize_logits(alignment_terms, mask=mask, **lengths)
                 self.sow(LOGITS, "attention_logits", logits)
         return attend(
             terms,
@@ -252,13 +251,7 @@ def _num_positions(mask: Mask, length: int) -> int:
 
 
 def _extend(
-    cache: Cache,
-    terms: Terms,
-    values: Values,
-    *,
-    n: int,
-    mask: Mask,
-    position: int | jax.Array,
+    cache: Cache, terms: Terms, values: Values, *, n: int, mask: Mask, position: int | jax.Array
 ) -> tuple[Terms, Values, Mask, Cache]:
     """`attention.extend` for n queries, which in cross-attention come without new keys."""
     if not is_cross(cache):

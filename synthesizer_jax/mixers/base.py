@@ -13,16 +13,10 @@ import numpy as np
 
 from synthesizer_jax.alignments.base import dense_layer
 from synthesizer_jax.attention import Explanation, Mask, Terms, explain
-from synthesizer_jax.attention.checks import check_terms
-from synthesizer_jax.attention.masks import CROSS_ATTENTION
+from synthesizer_jax.attention.attend import check_terms
+from synthesizer_jax.attention.masks import CROSS_ATTENTION, is_concrete
 from synthesizer_jax.base.registry import check_fields
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.mixers.decoding import (
-    decoding_mask,
-    move_padding_last,
-    resolve_position,
-    take_positions,
-)
 from synthesizer_jax.mixers.taps import READ_ONLY, sow_tap
 from synthesizer_jax.primitives.initializers import Initializer
 from synthesizer_jax.primitives.mesh import on_any_mesh
@@ -200,10 +194,10 @@ class Mixer(nn.Module):
     ) -> tuple[jax.Array, MixerCache]:
         """Mixes new tokens with those in a cache, one decoding step or a whole prompt.
 
-        Self-attention is causal whatever the mask says, and only its `prefix_lengths` open later
-        tokens. Prompts of different lengths are given by the mask's `key_lengths` (padding at the end)
-        or its `key_valid` ``[batch, q]`` (padding anywhere): positions then count an example's real
-        tokens, and every example goes on at its own.
+        Self-attention is causal whatever the mask says, and only its `prefix_lengths` open later tokens.
+        The mask's `key_lengths` (padding at the end) or its `key_valid` ``[batch, q]`` (padding anywhere)
+        say how long each prompt is. Positions then count an example's real tokens, and every example goes
+        on at its own.
 
         Args:
           x: ``[batch, q, d_model]`` the tokens from `position` on.
@@ -320,12 +314,7 @@ def is_cross(cache: MixerCache) -> bool:
 
 
 def merge_heads(
-    module: nn.Module,
-    heads: jax.Array,
-    d_model: int,
-    *,
-    kernel_init: Initializer,
-    use_bias: bool = False,
+    module: nn.Module, heads: jax.Array, d_model: int, *, kernel_init: Initializer, use_bias: bool = False
 ) -> jax.Array:
     """Projects ``[batch, q, heads, head_dim]`` to ``[batch, q, d_model]`` by the mixer's ``out/kernel``.
 
@@ -343,3 +332,63 @@ def dropout_options(module: nn.Module, rate: float) -> dict[str, Any]:
     if rate == 0.0 or not module.has_rng("dropout"):
         return {"dropout_rate": 0.0, "dropout_key": None}
     return {"dropout_rate": rate, "dropout_key": module.make_rng("dropout")}
+
+
+def decoding_mask(mask: Mask, position: int | jax.Array, n: int) -> Mask:
+    """Returns the mask of n new tokens in self-attention: causal, whatever else it says.
+
+    A prefix stays open as far as its tokens are there.
+    """
+    prefix = mask.prefix_lengths
+    if prefix is not None:
+        prefix = jnp.minimum(prefix, position + n)
+    return dataclasses.replace(mask, causal=True, prefix_lengths=prefix, query_offset=position)
+
+
+def resolve_position(position: int | jax.Array | None, length: int | jax.Array) -> int | jax.Array:
+    """Returns a step's position: where the cache ends if it is None, and 0 if it is known to be 0."""
+    position = length if position is None else position
+    is_start = is_concrete(position) and np.ndim(position) == 0 and int(position) == 0
+    return 0 if is_start else position
+
+
+def query_ends(mask: Mask, position: int | jax.Array) -> jax.Array | None:
+    """Returns where the real queries that start at `position` end, ``[b]``; None: all are real."""
+    return None if mask.query_lengths is None else mask.query_lengths + position
+
+
+def move_padding_last(
+    x: jax.Array, mask: Mask, *, position: int | jax.Array = 0
+) -> tuple[jax.Array, Mask, jax.Array]:
+    """Moves the padding of new tokens ``[b, n, ...]`` to the end, so that positions count real tokens.
+
+    The mask's `key_valid` ``[b or 1, n]`` tells which are real. Returns the tokens, the mask with
+    `key_lengths` in its place, and the index ``[b, n]`` of the tokens that were taken.
+    """
+    if mask.allowed is not None or mask.key_segments is not None:
+        raise ValueError(
+            "Mask.key_valid of new tokens does not go with Mask.allowed or segments: the tokens move; "
+            "pad at the end and give key_lengths"
+        )
+    n = x.shape[1]
+    assert mask.key_valid is not None
+    if mask.key_valid.shape[-1] != n:
+        raise ValueError(
+            f"Mask.key_valid tells which of the new tokens are real; it has {mask.key_valid.shape[-1]} "
+            f"entries for {n} tokens: leave it out where all are real"
+        )
+    real = jnp.broadcast_to(jnp.asarray(mask.keys(n), bool), x.shape[:2])  # [b, n]
+    order = jnp.argsort(~real, axis=1, stable=True)
+    mask = dataclasses.replace(
+        mask,
+        key_lengths=real.sum(axis=1, dtype=jnp.int32) + position,
+        key_valid=None,
+        query_lengths=None,
+        query_valid=None,
+    )
+    return take_positions(x, order), mask, order
+
+
+def take_positions(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns ``[b, n, ...]`` at the index ``[b, m]`` of every example."""
+    return jnp.take_along_axis(x, jnp.reshape(index, (*index.shape, *(1,) * (x.ndim - 2))), axis=1)

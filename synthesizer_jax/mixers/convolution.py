@@ -58,7 +58,7 @@ class ConvolutionBase(Mixer):
             **dropout_options(self, self.dropout_rate),
             partition=partition(batch=x.shape[0], heads=values.shape[2]),
         )
-        y = y.reshape(x.shape)
+        y = y.reshape(x.shape)  # [b, q, groups, channels] → [b, q, d]
         y = self._dense(y, "pointwise", use_bias=True) if self.pointwise else y
         y = merge_heads(self, y[:, :, None], x.shape[-1], kernel_init=self.kernel_init)
         return y, cache
@@ -81,7 +81,7 @@ class ConvolutionBase(Mixer):
         logits = self._tap_logits(u, groups)
         weights = jax.nn.softmax(logits.astype(logits_dtype(logits)), axis=-1)
         first = 1 - self.width if mask.causal else -(self.width // 2)
-        values = u.reshape(*u.shape[:2], groups, d_model // groups)
+        values = u.reshape(*u.shape[:2], groups, d_model // groups)  # [b, n, groups, channels]
         return (banded(weights, first=first),), values
 
     def _tap_logits(self, u: jax.Array, groups: int) -> jax.Array:

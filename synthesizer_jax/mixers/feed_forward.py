@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from synthesizer_jax.alignments.base import check_length
 from synthesizer_jax.attention import Mask, Span
 from synthesizer_jax.attention.cache import advance_length, fill_invalid
+from synthesizer_jax.attention.masks import zero_padding
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Length, Number
-from synthesizer_jax.mixers.base import Mixer, MixerInput, TokenCount, merge_heads
-from synthesizer_jax.mixers.decoding import query_ends
+from synthesizer_jax.mixers.base import Mixer, MixerInput, TokenCount, merge_heads, query_ends
 from synthesizer_jax.primitives.initializers import FanIn, Initializer, TorchUniform
 from synthesizer_jax.primitives.parameters import with_axes
 
@@ -85,11 +85,11 @@ class SentenceNetwork(nn.Module):
         m, f, v = self.max_length if self.every_position else 1, self.hidden_dim, self.features
         ones, zeros = nn.initializers.ones_init(), nn.initializers.zeros_init()
         first, second = TorchUniform(fan_in=n * d), TorchUniform(fan_in=f)
-        place, hidden = (None, "key_length", "embed"), (None, "mlp")
+        position_axes, hidden = (None, "key_length", "embed"), (None, "mlp")
         param = lambda name, init, axes, *shape: self.param(name, with_axes(init, *axes), shape)
-        self.scale_0 = param("scale_0", ones, place, g, n, d)
-        self.shift_0 = param("shift_0", zeros, place, g, n, d)
-        self.kernel_0 = param("kernel_0", first, (*place, "mlp"), g, n, d, f)
+        self.scale_0 = param("scale_0", ones, position_axes, g, n, d)
+        self.shift_0 = param("shift_0", zeros, position_axes, g, n, d)
+        self.kernel_0 = param("kernel_0", first, (*position_axes, "mlp"), g, n, d, f)
         self.bias_0 = param("bias_0", first, hidden, g, f)
         self.scale_1 = param("scale_1", ones, hidden, g, f)
         self.shift_1 = param("shift_1", zeros, hidden, g, f)
@@ -99,16 +99,16 @@ class SentenceNetwork(nn.Module):
 
     def read(self, x: jax.Array, *, start: int | jax.Array = 0, which: int = 0) -> Sums:
         """What tokens ``[b, n, d]`` from a position of a sequence on add; padding is zero."""
-        place = which * self.max_length + start
+        first = which * self.max_length + start
         scale, kernel = (
-            jax.lax.dynamic_slice_in_dim(p, place, x.shape[1], axis=1)
+            jax.lax.dynamic_slice_in_dim(p, first, x.shape[1], axis=1)
             for p in (self.scale_0, self.kernel_0)
         )
         x = x.astype(logits_dtype(x))
         return Sums(
             total=x.sum(-1, keepdims=True),
             squares=jnp.square(x).sum(-1, keepdims=True),
-            hidden=jnp.einsum("bnd,gndf->bngf", x, scale[..., None] * kernel),
+            hidden=jnp.einsum("bnd,gndf->bngf", x, scale[..., None] * kernel),  # [b, n, nets, hidden]
         )
 
     def hidden(self, sums: Sums) -> jax.Array:
@@ -117,6 +117,7 @@ class SentenceNetwork(nn.Module):
         mean = sums.total / size
         variance = jnp.maximum(sums.squares / size - mean**2, 0)  # where rounding made it negative
         inverse = jax.lax.rsqrt(variance + EPSILON)
+        # What the mean of the inputs is multiplied by, and what their shift adds, [nets, hidden] each.
         column = jnp.einsum("gnd,gndf->gf", self.scale_0, self.kernel_0)
         shift = jnp.einsum("gnd,gndf->gf", self.shift_0, self.kernel_0) + self.bias_0
         product = inverse[..., None] * (sums.hidden - mean[..., None] * column[None, None])
@@ -133,7 +134,7 @@ class SentenceNetwork(nn.Module):
         kernel, bias = (
             jax.lax.dynamic_slice_in_dim(p, start, length, axis=1) for p in (self.kernel_1, self.bias_1)
         )
-        bias = bias.swapaxes(0, 1)[None]
+        bias = bias.swapaxes(0, 1)[None]  # [nets, n, v] → [1, n, nets, v]
         if hidden.shape[1] == 1:
             return jnp.einsum("bgf,gnfv->bngv", hidden[:, 0], kernel) + bias
         return jnp.einsum("bngf,gnfv->bngv", hidden, kernel) + bias
@@ -143,12 +144,12 @@ class SentenceNetwork(nn.Module):
 class SentenceFeedForward(Mixer):
     """A feed-forward network over the whole sentence in the place of attention.
 
-    Bozic et al. 2023: ALR with the defaults (the network makes the concatenated heads, the output
-    projection stays), ALSR with `separate_heads`, ALRR and ELR without `num_heads` in a `Block` whose
-    `self_residual` is off (ELR: and which has no feed-forward layer). In decoders `causal`: position
-    i is what the network makes of the first i tokens. As a `cross_mixer` it reads the encoder's
-    output and the first i decoder states; the released code trained that one on all decoder states
-    and used it on prefixes, here both are prefixes, so that training and decoding agree.
+    Bozic et al. 2023. The defaults are ALR: the network makes the concatenated heads, the output
+    projection stays. With `separate_heads` it is ALSR. Without `num_heads`, in a `Block` whose
+    `self_residual` is off, it is ALRR, or ELR if the block has no feed-forward layer. In decoders
+    `causal`: position i is what the network makes of the first i tokens. As a `cross_mixer` it reads the
+    encoder's output and the first i decoder states. The released code trained that one on all decoder
+    states and used it on prefixes; here both are prefixes, so that training and decoding agree.
 
     Attributes:
       max_length: number of tokens that the network addresses, the paper's 50.
@@ -182,23 +183,21 @@ class SentenceFeedForward(Mixer):
         network = self._make_network(x, kv, mask, position=position)
         real = mask.queries(n)
         if kv is not None:  # the memory, if it is not in the cache, and the queries so far
-            queries = x if real is None else jnp.where(real[..., None], x, 0)
-            sums = _prefixes(network.read(queries, start=position, which=1))
+            sums = _prefixes(network.read(zero_padding(x, real), start=position, which=1))
             if cache is None:
                 sums = jax.tree.map(jnp.add, sums, _read_all(network, kv, mask))
         elif self.causal:
-            sums = _prefixes(network.read(_zero_padding(x, mask, position), start=position))
+            sums = _prefixes(network.read(_real_tokens(x, mask, position), start=position))
         else:
             sums = _read_all(network, x, mask)
         if cache is not None:
             sums = jax.tree.map(jnp.add, sums, cache.sums)
         y = network.out(network.hidden(sums), start=position, length=n).astype(x.dtype)
-        if real is not None:
-            y = jnp.where(real[..., None, None], y, 0)
+        y = zero_padding(y, real)  # [b, n, nets, features]
         if self.num_heads is None:
             y = y[:, :, 0]
         else:
-            y = y.reshape(*y.shape[:2], self.num_heads, self.head_dim)
+            y = y.reshape(*y.shape[:2], self.num_heads, self.head_dim)  # [b, n, h, e]
             y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init)
         if cache is None:
             return y, None
@@ -225,12 +224,7 @@ class SentenceFeedForward(Mixer):
         return SentenceCache(sums=_read_all(network, kv, mask), empty_memory=kv[:, :0])
 
     def _make_network(
-        self,
-        x: jax.Array,
-        kv: jax.Array | None,
-        mask: Mask,
-        *,
-        position: int | jax.Array = 0,
+        self, x: jax.Array, kv: jax.Array | None, mask: Mask, *, position: int | jax.Array = 0
     ) -> SentenceNetwork:
         """The network, or one per head, after checks of fields, mask and lengths."""
         cross = kv is not None
@@ -266,17 +260,16 @@ def _prefixes(sums: Sums) -> Sums:
 
 def _read_all(network: SentenceNetwork, x: jax.Array, mask: Mask) -> Sums:
     """The sums over the first tokens of a sentence, n = 1."""
-    sums = network.read(_zero_padding(x, mask, 0))
+    sums = network.read(_real_tokens(x, mask, 0))
     return jax.tree.map(lambda x: x.sum(axis=1, keepdims=True), sums)
 
 
-def _zero_padding(x: jax.Array, mask: Mask, start: int | jax.Array) -> jax.Array:
+def _real_tokens(x: jax.Array, mask: Mask, start: int | jax.Array) -> jax.Array:
     """Returns the tokens ``[b, n, d]`` from `start` on, with zeros where they are not real."""
     n = x.shape[1]
     if not n or (mask.key_lengths is None and mask.key_valid is None):
         return x
-    real = mask.slice_keys(start, n).keys(n)
-    return x if real is None else jnp.where(real[..., None], x, 0)
+    return zero_padding(x, mask.slice_keys(start, n).keys(n))
 
 
 @register
@@ -306,21 +299,15 @@ class TokenFeedForward(Mixer):
             name="network",
             parent=self,
         )
-        tokens = x.reshape(-1, 1, x.shape[-1])
+        tokens = x.reshape(-1, 1, x.shape[-1])  # [b · n, 1, d], sentences of one token
         y = network.out(network.hidden(network.read(tokens))).astype(x.dtype)
-        y = y.reshape(*x.shape[:2], self.num_heads, self.head_dim)
-        real = mask.queries(x.shape[1])
-        if real is not None:
-            y = jnp.where(real[..., None, None], y, 0)
+        y = y.reshape(*x.shape[:2], self.num_heads, self.head_dim)  # [b, n, h, e]
+        y = zero_padding(y, mask.queries(x.shape[1]))
         y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init)
         if cache is None:
             return y, None
         _, length = advance_length(
-            inputs.position,
-            x.shape[1],
-            length=cache.length,
-            lengths=mask.key_lengths,
-            batch=x.shape[0],
+            inputs.position, x.shape[1], length=cache.length, lengths=mask.key_lengths, batch=x.shape[0]
         )
         return y, dataclasses.replace(cache, length=length)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import check_length, project
 from synthesizer_jax.attention import Mask, Span, attend, attention_weights, low_rank
+from synthesizer_jax.attention.masks import zero_padding
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Length, Rate
 from synthesizer_jax.mixers.base import Mixer, MixerInput, dropout_options, merge_heads
@@ -62,9 +63,7 @@ class Linformer(Mixer):
             )
             for name in ("query", "key", "value")
         )
-        real = mask.keys(x.shape[1])
-        if real is not None:
-            key, value = (jnp.where(real[..., None, None], y, 0) for y in (key, value))
+        key, value = (zero_padding(y, mask.keys(x.shape[1])) for y in (key, value))
         init = with_axes(self.length_init or Normal(self.projected_length**-0.5), "rank", "key_length")
         shape = (self.projected_length, self.max_length)
         project_keys = self.param("key_length_projection", init, shape)
@@ -72,6 +71,7 @@ class Linformer(Mixer):
         if not self.shared:
             project_values = self.param("value_length_projection", init, shape)
         keys, values = (
+            # [b, p, h, e]
             jnp.einsum("pn,bnhe->bphe", matrix[:, : x.shape[1]].astype(y.dtype), y)
             for matrix, y in ((project_keys, key), (project_values, value))
         )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import project
 from synthesizer_jax.attention import Mask, Terms, drop_value_vectors, materialize_logits
+from synthesizer_jax.attention.reference import softmax
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, NotNegative
 from synthesizer_jax.mixers.attention import AttentionBase
@@ -67,13 +68,7 @@ class TalkingHeads(AttentionBase):
         return self._project_values(memory), *projections
 
     def _attend(
-        self,
-        x: jax.Array,
-        terms: Terms,
-        values: tuple[jax.Array, ...],
-        *,
-        bias: Terms,
-        mask: Mask,
+        self, x: jax.Array, terms: Terms, values: tuple[jax.Array, ...], *, bias: Terms, mask: Mask
     ) -> jax.Array:
         """Sums the values with weights P_w softmax(P_l logits)."""
         v, *dynamic = values
@@ -90,12 +85,7 @@ class TalkingHeads(AttentionBase):
             self.sow(LOGITS, "attention_logits", logits)
         if bias:
             logits = logits + logits_of(bias)
-        pairs = mask.pairs(q_length, k_length)
-        if pairs is None:
-            weights = jax.nn.softmax(logits)
-        else:  # with `where`, JAX has infinite numbers
-            weights = jax.nn.softmax(jnp.where(pairs, logits, jnp.finfo(logits.dtype).min))
-            weights = jnp.where(pairs, weights, 0)
+        weights = softmax(logits, mask.pairs(q_length, k_length))  # [b or 1, h, q, k]
         if self.project_weights:
             matrix = self._matrix("weights_projection")
             weights = _mix_heads(weights, matrix, by_query.get("x2w"), by_key.get("m2w"))
@@ -103,13 +93,8 @@ class TalkingHeads(AttentionBase):
             self.sow("intermediates", "attention_weights", weights)
         dropout = dropout_options(self, self.dropout_rate)
         v = drop_value_vectors(v, dropout["dropout_rate"], dropout["dropout_key"])
-        weights = jnp.broadcast_to(weights, (v.shape[0], *weights.shape[1:]))
-        y = jnp.einsum(
-            "bhqk,bkhe->bqhe",
-            weights.astype(v.dtype),
-            v,
-            preferred_element_type=weights.dtype,
-        )
+        weights = jnp.broadcast_to(weights, (v.shape[0], *weights.shape[1:]))  # [b, h, q, k]
+        y = jnp.einsum("bhqk,bkhe->bqhe", weights.astype(v.dtype), v, preferred_element_type=weights.dtype)
         return y.astype(v.dtype)
 
     def _num_heads_between(self, target: str) -> tuple[int, int]:
@@ -127,12 +112,7 @@ class TalkingHeads(AttentionBase):
         source, target = self._num_heads_between(name[-1])
         init = FanIn(self.dynamic_scale / source)
         return project(
-            tokens,
-            heads=source,
-            width=target,
-            name=name,
-            axes=("heads", "talk_to"),
-            kernel_init=init,
+            tokens, heads=source, width=target, name=name, axes=("heads", "talk_to"), kernel_init=init
         )
 
     def _check_fields(self) -> None:
@@ -149,10 +129,7 @@ class TalkingHeads(AttentionBase):
 
 
 def _mix_heads(
-    heads: jax.Array,
-    matrix: jax.Array,
-    by_query: jax.Array | None,
-    by_key: jax.Array | None,
+    heads: jax.Array, matrix: jax.Array, by_query: jax.Array | None, by_key: jax.Array | None
 ) -> jax.Array:
     """``heads · (P + P_x + P_m)``, ``[b or 1, h, q, k]`` to ``[b or 1, g, q, k]``."""
     out = jnp.einsum("bhqk,hg->bgqk", heads, matrix.astype(heads.dtype))

@@ -80,9 +80,9 @@ class Block(nn.Module):
     A field holds a sub-layer's configuration; the sub-layer made from it carries T5X's name
     (``self_attention``, ``encoder_decoder_attention``, ``mlp``; ``attention`` in encoders).
 
-    For distillation a block sows in the collection `TAPS` the inputs ``self_input`` and
-    ``cross_input``, the mixers' outputs ``self_mixed`` and ``cross_mixed``, ``self_output`` (after the
-    residual) and ``output``; given the collection ``overrides`` it takes those inputs from there.
+    For distillation a block sows in the collection `TAPS` the inputs ``self_input`` and ``cross_input``,
+    the mixers' outputs ``self_mixed`` and ``cross_mixed``, ``self_output`` (after the residual) and
+    ``output``. Where the collection ``overrides`` is given, it takes those inputs from there.
 
     Attributes:
       self_mixer: the token mixer, such as `Attention`.
@@ -108,11 +108,7 @@ class Block(nn.Module):
     self_residual: bool = True
 
     def __call__(
-        self,
-        x: jax.Array,
-        mask: Mask | None = None,
-        bias: Terms = (),
-        memory: Memory | None = None,
+        self, x: jax.Array, mask: Mask | None = None, bias: Terms = (), memory: Memory | None = None
     ) -> tuple[jax.Array, None]:
         """Applies the layer; it has the form of a scan's body.
 
@@ -140,13 +136,13 @@ class Block(nn.Module):
     def init_cache(self, x: jax.Array, memory: Memory | None = None, *, max_length: int) -> LayerCache:
         """Returns the layer's cache, empty but for the memory's keys; see `Stack.init_cache`."""
         in_decoder = memory is not None
-        own = self._self_mixer(in_decoder).init_cache(x, max_length=max_length)
+        self_cache = self._self_mixer(in_decoder).init_cache(x, max_length=max_length)
         if self.cross_mixer is None:
-            return LayerCache(own, in_decoder=in_decoder)
+            return LayerCache(self_cache, in_decoder=in_decoder)
         mixer = self._cross_mixer(in_decoder)
         assert memory is not None
         cross = mixer.init_cache(x, memory.encoded, max_length=max_length, mask=memory.mask)
-        return LayerCache(own, cross, in_decoder, shares_cross=mixer.shares_cross_cache)
+        return LayerCache(self_cache, cross, in_decoder, shares_cross=mixer.shares_cross_cache)
 
     def extend(
         self,
@@ -159,13 +155,13 @@ class Block(nn.Module):
         position: int | jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """Applies the layer to new tokens; see `Stack.extend`, and `__call__` for the bias."""
-        own: MixerCache = cache.self_attention
+        self_cache: MixerCache = cache.self_attention
         cross: MixerCache = cache.cross_attention
 
         def attend_to_self(mixer: Mixer, x: jax.Array) -> jax.Array:
-            nonlocal own
+            nonlocal self_cache
             terms = bias if mixer.bias_heads else ()
-            y, own = mixer.extend(x, own, mask=mask, bias=terms, position=position)
+            y, self_cache = mixer.extend(x, self_cache, mask=mask, bias=terms, position=position)
             return y
 
         def attend_to_memory(mixer: Mixer, x: jax.Array) -> jax.Array:
@@ -185,7 +181,7 @@ class Block(nn.Module):
             return y
 
         x = self._run(x, attend_to_self, attend_to_memory, in_decoder=cache.in_decoder)
-        return x, dataclasses.replace(cache, self_attention=own, cross_attention=cross)
+        return x, dataclasses.replace(cache, self_attention=self_cache, cross_attention=cross)
 
     @nn.compact
     def _run(
@@ -259,7 +255,7 @@ def _share_memory(
     if count == 1:
         return attend(mixer, x)
     lifted = nn.vmap(attend, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=(1, None))
-    y, cache = lifted(mixer, x.reshape(batch, count, *x.shape[1:]))
+    y, cache = lifted(mixer, x.reshape(batch, count, *x.shape[1:]))  # [batch, n, q, d]
     return y.reshape(x.shape), cache
 
 

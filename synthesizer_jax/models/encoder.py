@@ -13,7 +13,7 @@ from synthesizer_jax.alignments.base import dense_layer
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, Number
-from synthesizer_jax.mixers.decoding import take_positions
+from synthesizer_jax.mixers.base import take_positions
 from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.models.token_model import TokenModel, move_token_padding_last, num_real_tokens
 from synthesizer_jax.primitives.initializers import Initializer, Normal
@@ -134,7 +134,7 @@ class Encoder(TokenModel, kw_only=True):
             pooled = hidden[:, 0]
         else:
             real = (tokens != 0)[..., None]
-            total = jnp.where(real, hidden, 0).sum(axis=1)
+            total = jnp.where(real, hidden, 0).sum(axis=1)  # [b, d]
             pooled = total / jnp.maximum(real.sum(axis=1), 1).astype(hidden.dtype)
         return jnp.tanh(self.pooler_dense(pooled)) if self.pooler else pooled
 

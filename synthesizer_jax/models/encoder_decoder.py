@@ -13,8 +13,10 @@ from synthesizer_jax.mixers.taps import tap
 from synthesizer_jax.models.block import Memory
 from synthesizer_jax.models.layers import PositionEmbedding
 from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.text_to_text import DecodingCache, Rows, TextToText
 from synthesizer_jax.models.token_model import (
+    DecodingCache,
+    Rows,
+    TextToText,
     move_token_padding_last,
     num_real_tokens,
     real_targets_mask,
@@ -61,22 +63,13 @@ class EncoderDecoder(TextToText, kw_only=True):
         return self._decode(tokens, memory, Mask(causal=True))
 
     def _decode(
-        self,
-        tokens: jax.Array,
-        memory: Memory,
-        mask: Mask,
-        *,
-        counted: jax.Array | None = None,
+        self, tokens: jax.Array, memory: Memory, mask: Mask, *, counted: jax.Array | None = None
     ) -> jax.Array:
         """`decode` with the self-attention's mask and `Rows.counted`."""
         if counted is None and mask.query_segments is None:
             counted = real_targets_mask(tokens)
         return self.decoder(
-            self.embed(tokens),
-            mask=mask,
-            memory=memory,
-            counted=counted,
-            shared_positions=self.positions,
+            self.embed(tokens), mask=mask, memory=memory, counted=counted, shared_positions=self.positions
         )
 
     @on_any_mesh
@@ -108,9 +101,6 @@ class EncoderDecoder(TextToText, kw_only=True):
     def extend(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
         """Decodes the next tokens; see `TextToText`."""
         x, layers = self.decoder.extend(
-            self.embed(tokens),
-            cache.layers,
-            memory_mask=cache.memory_mask,
-            shared_positions=self.positions,
+            self.embed(tokens), cache.layers, memory_mask=cache.memory_mask, shared_positions=self.positions
         )
         return x, dataclasses.replace(cache, layers=layers)

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.text_to_text import DecodingCache, Rows, TextToText
 from synthesizer_jax.models.token_model import (
+    DecodingCache,
+    Rows,
+    TextToText,
     move_token_padding_last,
     num_real_tokens,
     real_targets_mask,
@@ -23,9 +25,9 @@ from synthesizer_jax.primitives.mesh import on_any_mesh
 class LanguageModel(TextToText, kw_only=True):
     """One stack over one row of text; see `TokenModel` for more fields.
 
-    It answers to the same calls as `EncoderDecoder`, so that the same tasks train it and the same
-    decoding uses it: inputs and targets follow one another in a row, the targets directly after the
-    last real input token. Without inputs, ``[batch, 0]``, rows of targets may be packed.
+    It has the methods of `EncoderDecoder`, so that the same tasks train it and the same decoding uses it.
+    Inputs and targets follow one another in a row, the targets directly after the last real input token.
+    Without inputs, ``[batch, 0]``, rows of targets may be packed.
 
     Attributes:
       decoder: the stack; its blocks have no `cross_mixer`.
@@ -66,7 +68,7 @@ class LanguageModel(TextToText, kw_only=True):
         counted = _concatenate_rows(jnp.ones_like(encoder_tokens), counted.astype(row.dtype), inputs) > 0
         x = self.decoder(self.embed(row), mask=self._mask(inputs), counted=counted)
         index = inputs[:, None] + jnp.arange(decoder_tokens.shape[1])[None]
-        return jnp.take_along_axis(x, index[..., None], axis=1)
+        return jnp.take_along_axis(x, index[..., None], axis=1)  # [b, q, d], from the last input on
 
     def _mask(self, inputs: jax.Array, *, key_lengths: jax.Array | None = None) -> Mask:
         """Returns the causal mask, with the inputs as its prefix if the model has one."""
@@ -87,10 +89,13 @@ class LanguageModel(TextToText, kw_only=True):
         """Reads the inputs and returns the cache from which `extend` decodes; see `TextToText`."""
         inputs = num_real_tokens(encoder_tokens)
         tokens, _ = move_token_padding_last(encoder_tokens)
+        return self._read(tokens, self._mask(inputs, key_lengths=inputs), max_length=max_length)
+
+    def _read(self, tokens: jax.Array, mask: Mask, *, max_length: int) -> DecodingCache:
+        """Returns the cache after tokens ``[batch, k]``, with room for `max_length` more."""
         x = self.embed(tokens)
         layers = self.decoder.init_cache(x, max_length=tokens.shape[1] + max_length)
         if tokens.shape[1]:
-            mask = self._mask(inputs, key_lengths=inputs)
             _, layers = self.decoder.extend(x, layers, mask=mask)
         return DecodingCache(layers)
 
@@ -109,13 +114,9 @@ class LanguageModel(TextToText, kw_only=True):
         count = num_real_tokens(targets)
         tokens, _ = move_token_padding_last(targets)
         tokens = jnp.pad(tokens, ((0, 0), (1, 0)))  # the decoder's first input, then the targets
-        last = jnp.take_along_axis(tokens, count[:, None], axis=1)[:, 0]
-        x = self.embed(tokens[:, :-1])
-        layers = self.decoder.init_cache(x, max_length=x.shape[1] + max_length)
-        if x.shape[1]:
-            mask = Mask(causal=True, key_lengths=count)
-            _, layers = self.decoder.extend(x, layers, mask=mask)
-        return last, DecodingCache(layers)
+        last = jnp.take_along_axis(tokens, count[:, None], axis=1)[:, 0]  # [b]
+        mask = Mask(causal=True, key_lengths=count)
+        return last, self._read(tokens[:, :-1], mask, max_length=max_length)
 
     @on_any_mesh
     def extend(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
@@ -132,6 +133,7 @@ def _concatenate_rows(inputs: jax.Array, targets: jax.Array, count: jax.Array) -
     inputs, _ = move_token_padding_last(inputs)
     rows = jnp.concatenate([jnp.zeros_like(inputs), targets, jnp.zeros_like(inputs)], axis=1)
     position = jnp.arange(inputs.shape[1] + targets.shape[1])[None]
+    # [b, k + q], the targets `count` positions to the right of the row's beginning.
     shifted = jnp.take_along_axis(rows, position - count[:, None] + inputs.shape[1], axis=1)
     padded = jnp.pad(inputs, ((0, 0), (0, targets.shape[1])))
     return jnp.where(position < count[:, None], padded, shifted)

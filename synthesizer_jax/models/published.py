@@ -169,10 +169,7 @@ def attention_replaced(kind: str, hidden_dim: int) -> EncoderDecoder:
     heads, width = (8, 16) if projected else (None, 0)
     network = SentenceFeedForward(50, hidden_dim, heads, width, separate_heads=kind == "alsr")
     block = Block(
-        network,
-        None if kind == "elr" else feed_forward,
-        norm=LayerNorm(),
-        self_residual=projected,
+        network, None if kind == "elr" else feed_forward, norm=LayerNorm(), self_residual=projected
     )
     attention = Attention(8, 16)
     decoder = Block(attention, feed_forward, cross_mixer=attention, norm=LayerNorm())
@@ -194,13 +191,7 @@ def linformer_base() -> Encoder:
 
 
 _WIDTHS = {"xs": 25, "s": 50, "m": 800, "l": 3200, "xl": 12_800}
-_SMALL: dict[str, Any] = {
-    "d_model": 288,
-    "layers": 5,
-    "heads": 4,
-    "d_ff": 507,
-    "ratio": RATIO_IWSLT,
-}
+_SMALL: dict[str, Any] = {"d_model": 288, "layers": 5, "heads": 4, "d_ff": 507, "ratio": RATIO_IWSLT}
 FIXED_HEADS = (
     *((512, heads, 128) for heads in (8, 12, 16, 32)),
     *((512, 8, width) for width in (32, 64, 256)),

@@ -18,7 +18,7 @@ from synthesizer_jax.attention.masks import segment_positions
 from synthesizer_jax.attention.relative import arange
 from synthesizer_jax.base.registry import check_fields, fields_of, register
 from synthesizer_jax.base.typing import Choices, NotEmpty, Range, Rate
-from synthesizer_jax.mixers.decoding import move_padding_last, resolve_position, take_positions
+from synthesizer_jax.mixers.base import move_padding_last, resolve_position, take_positions
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models.block import Block, LayerCache, Memory
 from synthesizer_jax.models.layers import Dropout, PositionEmbedding
@@ -186,12 +186,7 @@ class Stack(nn.Module):
 
             def layer(x: jax.Array, index: int) -> jax.Array:
                 x, extended[index] = blocks[index].extend(
-                    x,
-                    caches[index],
-                    mask=mask,
-                    bias=bias,
-                    memory_mask=memory_mask,
-                    position=position,
+                    x, caches[index], mask=mask, bias=bias, memory_mask=memory_mask, position=position
                 )
                 return x
 
@@ -306,8 +301,8 @@ def _positions_of(mask: Mask | None, position: int | jax.Array, *, q: int) -> Po
 
 def _capacity(caches: tuple[LayerCache, ...]) -> int | None:
     """Returns the number of key positions in the self-attention's caches; None: any."""
-    own = [cache.self_attention for cache in caches]
-    return max((c.capacity for c in own if isinstance(c, Cache) and not c.window), default=None)
+    self_caches = [cache.self_attention for cache in caches]
+    return max((c.capacity for c in self_caches if isinstance(c, Cache) and not c.window), default=None)
 
 
 def unstack_layers(stack: Stack, variables: Variables) -> Variables:

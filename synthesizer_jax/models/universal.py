@@ -25,9 +25,9 @@ class UniversalStack(Stack):
 
     Before every step the signals of position and step are added. With a `halting_threshold` every
     position halts by itself (adaptive computation time, Graves 2016). As in Tensor2Tensor and
-    Mesh-TensorFlow the output is ``a_T`` of ``a_t = w_t s_t + (1 − w_t) a_{t−1}``, ``a_0 = 0``, with s
-    the states and w the halting probabilities (the last one the remainder, zero afterwards); Graves'
-    own average is ``Σ_t w_t s_t``. The mean number of steps costs `ponder_cost`.
+    Mesh-TensorFlow the output is ``a_T`` of ``a_t = w_t s_t + (1 − w_t) a_{t−1}``, ``a_0 = 0``; Graves'
+    own average is ``Σ_t w_t s_t``. Here s are the states and w the halting probabilities, the last one
+    the remainder, zero afterwards. The mean number of steps costs `ponder_cost`.
 
     Attributes:
       runs: one `Run`, its repeats are the steps.
@@ -79,14 +79,14 @@ class UniversalStack(Stack):
                 x = layer(x, index)
                 continue
             probability = jax.nn.sigmoid(gate(x)[..., 0])
-            running = halted < 1.0
+            running = halted < 1.0  # [b, q], the positions that have not halted
             stops = running & (halted + probability > threshold)
             runs_on = running & ~stops
             halted = halted + jnp.where(runs_on, probability, 0.0)
             remainders = remainders + jnp.where(stops, 1.0 - halted, 0.0)
             halted = halted + jnp.where(stops, remainders, 0.0)
             updates = updates + running
-            weight = jnp.where(runs_on, probability, jnp.where(stops, remainders, 0.0))
+            weight = jnp.where(runs_on, probability, jnp.where(stops, remainders, 0.0))  # w_t
             weight = weight[..., None].astype(x.dtype)
             x = layer(x, index)
             average = x * weight + average * (1 - weight)

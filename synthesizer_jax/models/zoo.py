@@ -138,10 +138,7 @@ def t5(
       scan: scan over layers.
       remat: rematerialization policy, see `Stack`.
     """
-    dropout: dict[str, Any] = {
-        "dropout_rate": dropout_rate,
-        "elementwise_dropout": elementwise_dropout,
-    }
+    dropout: dict[str, Any] = {"dropout_rate": dropout_rate, "elementwise_dropout": elementwise_dropout}
     vanilla = dot_product(size.head_dim)
     encoder = vanilla if encoder is None else encoder
     decoder = encoder if decoder is None else decoder
@@ -158,12 +155,7 @@ def t5(
         has_bias = relative_bias and block.self_mixer.bias_heads is not None
         bias = RelativeBias(bidirectional=cross is None) if has_bias else None
         return Stack(
-            (Run(block, size.layers),),
-            bias=bias,
-            positions=positions,
-            **dropout,
-            scan=scan,
-            remat=remat,
+            (Run(block, size.layers),), bias=bias, positions=positions, **dropout, scan=scan, remat=remat
         )
 
     return EncoderDecoder(
@@ -210,11 +202,11 @@ MESH: dict[str, Callable[[], Alignment | None]] = {
 def _mesh(variant: str, *, learned_positions: bool) -> EncoderDecoder:
     """A T5-base of the Synthesizer paper's C4 runs, as the released Mesh-TensorFlow code built it.
 
-    Eight heads of 128 in the Synthesizers' self-attention (its constructor's defaults), one matrix
-    of the dense alignment for all heads, Glorot tables of 512 positions, rank 16 in `factorized`
-    (here with the paper's formula), 12 × 64 in cross-attention. Narang et al. 2021, whose table 2 has
-    the paper's numbers, give the same whole millions of parameters for both kinds of positions: T5's
-    relative bias, and a vector for each of 512 positions that both stacks share.
+    Eight heads of 128 in the Synthesizers' self-attention (its constructor's defaults), one matrix of the
+    dense alignment for all heads, Glorot tables of 512 positions, rank 16 in `factorized` (here with the
+    paper's formula), 12 × 64 in cross-attention. Table 2 of Narang et al. 2021 has the paper's numbers.
+    It gives the same whole millions of parameters for both kinds of positions: T5's relative bias, and a
+    vector for each of 512 positions that both stacks share.
     """
     kind = MESH[variant]()
     mixer = None if kind is None else Attention(8, 128, alignment=kind)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import flax.linen as nn
 import jax
@@ -18,10 +18,8 @@ from flax.linen.transforms import lift_direct_transform
 from jax.sharding import AxisType, PartitionSpec
 
 from synthesizer_jax.attention import Partition
-from synthesizer_jax.attention.partition import axes_along, axes_of_type, in_auto_mode
+from synthesizer_jax.attention.partition import Function, axes_along, axes_of_type, in_auto_mode
 from synthesizer_jax.base.typing import PyTree
-
-Function = TypeVar("Function", bound=Callable[..., PyTree])
 
 _Rules: TypeAlias = list[tuple[str, str | tuple[str, ...] | None]]
 _SpecOf: TypeAlias = Callable[[jax.Array], PartitionSpec]

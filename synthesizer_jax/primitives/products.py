@@ -44,10 +44,7 @@ def dense_product(
       ``[..., ...]``.
     """
     num_contracted = len(dimension_numbers[0][1])
-    types: dict[str, Any] = {
-        "precision": precision,
-        "preferred_element_type": preferred_element_type,
-    }
+    types: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     lead, features = x.shape[: x.ndim - num_contracted], kernel.shape[num_contracted:]
     if not axes_of_type(AxisType.Explicit):
         contracted_size = math.prod(kernel.shape[:num_contracted])

@@ -9,15 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.attention import (
-    Mask,
-    attend,
-    attention_weights,
-    banded,
-    low_rank,
-    relative,
-    static,
-)
+from synthesizer_jax.attention import Mask, attend, attention_weights, banded, low_rank, relative, static
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, WIDTH
 

@@ -7,18 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.attention import (
-    Mask,
-    Static,
-    attend,
-    blocked,
-    fused,
-    fused_tpu,
-    static,
-    static_tpu,
-)
-from synthesizer_jax.attention.blocked import softmax_vjp_delta
-from synthesizer_jax.attention.static import _is_separable, static_inputs
+from synthesizer_jax.attention import Mask, Static, attend, fused, fused_tpu, static, static_tpu
+from synthesizer_jax.attention.fused import softmax_vjp_delta
+from synthesizer_jax.attention.static import MIN_ROW_SUM, _is_separable, static_inputs
 from synthesizer_jax.attention.terms import Call
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES, WIDTH
@@ -45,7 +36,9 @@ def both_ways(names, mask, q, k, dtype=jnp.float32):
         lambda x: fused_tpu.forward(q, offset, x, interpret=True),
         lambda *x: fused_tpu.backward(offset, *x, interpret=True),
     )
-    return run(kernels, inputs), run((functools.partial(blocked.forward, q), blocked.backward), inputs)
+    return run(kernels, inputs), run(
+        (functools.partial(fused.loop_forward, q), fused.loop_backward), inputs
+    )
 
 
 def check_fused(names, mask, q, k, bound=2e-5):
@@ -57,8 +50,7 @@ def check_fused(names, mask, q, k, bound=2e-5):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["padding", "holes", "window and offset", "causal and holes", "packed causal", "packed cross"],
+    "name", ["padding", "holes", "window and offset", "causal and holes", "packed causal", "packed cross"]
 )
 def test_fused_under_every_kind_of_mask(name):
     """In packed rows without terms that look positions up, which come unpacked."""
@@ -160,7 +152,7 @@ def test_logits_far_under_the_maximum_are_noticed(gap):
     logits = cases.normal("far", HEADS, q, KEYS) + gap * (jnp.arange(KEYS) >= 6)
     terms, (values, g) = (static(logits),), problem(q)
     found, largest = run_static(0, terms, values, mask, g)
-    assert (largest < 1 / static_tpu.MIN_ROW_SUM) == (gap < 44)
+    assert (largest < 1 / MIN_ROW_SUM) == (gap < 44)
     if gap < 44:
         cases.compare(found, oracle.attention(terms, values, mask, g), 2e-6)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.attention import Mask, attend, attention_weights, blocked, fused, static
+from synthesizer_jax.attention import Mask, attend, attention_weights, fused, static
 from synthesizer_jax.attention.terms import Call
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, QUERIES
@@ -39,9 +39,9 @@ def test_all_heads_at_once_as_on_gpus(name: str) -> None:
 
     @functools.partial(jax.jit, static_argnums=1, compiler_options=cases.FAST_COMPILE)
     def run(inputs, parallel):
-        out, stats = blocked.forward(q, inputs, parallel=parallel)
-        delta = blocked.softmax_vjp_delta(out, g, jnp.float32)
-        return out, stats, blocked.backward(inputs, stats, delta, g, parallel=parallel)
+        out, stats = fused.loop_forward(q, inputs, parallel=parallel)
+        delta = fused.softmax_vjp_delta(out, g, jnp.float32)
+        return out, stats, fused.loop_backward(inputs, stats, delta, g, parallel=parallel)
 
     inputs = fused.fused_inputs(Call(terms, values, mask, q))
     for x, y in zip(*map(jax.tree.leaves, (run(inputs, True), run(inputs, False))), strict=True):

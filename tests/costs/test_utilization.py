@@ -1,12 +1,12 @@
 """Utilization counts what the model needs over what the chip can; and what the host has left."""
 
-import pathlib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from synthesizer_jax.costs import chips, host_memory, utilization
+from synthesizer_jax.costs.summary import summarize
 from synthesizer_jax.costs.utilization import step_flops, utilizations
 from synthesizer_jax.models import Size, t5
 from synthesizer_jax.runs import metrics
@@ -28,6 +28,9 @@ def test_a_step_is_six_times_the_multiply_adds(remat):
     model = t5(Size(D, 1, F, H, E), vocab_size=V, remat=remat)
     found = step_flops(model, batch_size=BATCH, inputs=K, targets=Q)
     assert found == pytest.approx(6 * BATCH * forward(), rel=1e-3)
+    summary = summarize(model, inputs_length=K, targets_length=Q)
+    assert summary.flops_per_token == pytest.approx(2 * forward() / (K + Q), abs=1)
+    assert summary.cache_bytes_per_token == 4 * 2 * H * E  # a key and a value of every head
 
 
 def test_rates_of_an_interval(monkeypatch):
@@ -77,34 +80,12 @@ def test_peaks_are_found_by_the_names_that_jax_gives(kind, bfloat16, float32):
     assert chips.peak_flops(kind, "int8") is None
 
 
-def group(name, limit, used, kept):
-    return {
-        f"groups{name}/memory.max": f"{limit}\n",
-        f"groups{name}/memory.current": f"{used}\n",
-        f"groups{name}/memory.stat": f"anon 5\ninactive_file {kept}\nactive_file 9\n",
-    }
-
-
-HOST = {"meminfo": "MemTotal: 900 kB\nMemAvailable:  300 kB\n\nSwapFree: 20 kB\n"}
-POD = HOST | {"cgroup": "0::/pod/container\n"} | group("/pod", "100000", 70000, 4000)
-
-
-@pytest.mark.parametrize(
-    ("files", "free"),
-    [
-        ({}, None),
-        (HOST, 320 * 1024),
-        ({"meminfo": "MemTotal:  900 kB\nMemFree:  300 kB\n"}, None),
-        (POD | group("/pod/container", "max", 10, 1), 34_000),  # the narrowest limit counts
-        (POD | group("/pod/container", "50000", 49000, 0), 1000),
-        ({"cgroup": "0::/not/seen/here\n"} | group("", "4000", 1000, 0), 3000),  # in a container
-    ],
-)
-def test_what_the_host_and_the_limits_of_containers_leave(tmp_path: pathlib.Path, monkeypatch, files, free):
-    places = {"MEMORY": "meminfo", "OWN_GROUPS": "cgroup", "GROUPS": "groups"}
-    for name, place in places.items():
-        monkeypatch.setattr(host_memory, name, tmp_path / place)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert host_memory.free_memory() == free
+def test_memory_and_swap_that_the_host_leaves(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_memory, "MEMORY", tmp_path / "meminfo")
+    assert host_memory.free_memory() is None
+    for text, free in (
+        ("MemTotal: 900 kB\nMemAvailable:  300 kB\n\nSwapFree: 20 kB\n", 320 * 1024),
+        ("MemTotal:  900 kB\nMemFree:  300 kB\n", None),
+    ):
+        host_memory.MEMORY.write_text(text)
+        assert host_memory.free_memory() == free

@@ -1,7 +1,6 @@
 """Greedy decoding and beam search against full passes, exhaustive search and T5X's own in Python."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +38,6 @@ def full_pass(model, variables, source, shifted):
     return jax.nn.log_softmax(model.apply(variables, source, shifted).astype(jnp.float32))
 
 
-def log_probability(model, variables, source, sequence):
-    """Of one sequence after each source, by a full pass; EOS ends it."""
-    shifted = np.zeros((len(source), LENGTH), np.int32)
-    shifted[:, 1 : len(sequence)] = sequence[:-1]
-    logp = np.asarray(full_pass(model, variables, source, shifted))
-    return sum(logp[:, i, t] for i, t in enumerate(sequence))
-
-
 def test_greedy_is_the_argmax_of_full_passes(trained):
     model, variables, source = trained
     tokens = np.zeros((4, LENGTH), np.int32)
@@ -66,21 +57,6 @@ def test_greedy_is_the_argmax_of_full_passes(trained):
     narrow = decode(variables, source, model=model, max_length=LENGTH, logits_dtype="bfloat16")
     np.testing.assert_allclose(narrow.scores, score, atol=0.05 * np.abs(score).max())
     assert not np.array_equal(narrow.scores, found.scores)
-
-
-def test_wide_beam_is_exhaustive_search(trained):
-    model, variables, source = trained
-    found = decode(variables, source, model=model, max_length=LENGTH, beams=80, alpha=0.6)
-    words = [2, 3, 4, 0]
-    sequences = [(*s, 1) for n in range(LENGTH) for s in itertools.product(words, repeat=n)]
-    penalized = [
-        log_probability(model, variables, source, s) / ((5 + len(s)) / 6) ** 0.6 for s in sequences
-    ]
-    scores = np.stack(penalized, axis=1)
-    for row, (tokens, score) in enumerate(zip(*map(np.asarray, found), strict=True)):
-        best = sequences[scores[row].argmax()]
-        assert tuple(tokens[: len(best)]) == best and not tokens[len(best) :].any()
-        np.testing.assert_allclose(score, scores[row].max(), atol=1e-4)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -121,11 +97,7 @@ def test_repetition_is_constrained_as_in_transformers(n):
     prompts = np.array([[0, 4, 5, 4], [0, 0, 0, 0], [2, 3, 4, 5], [7, 7, 2, 7], [0, 2, 2, 3], [0, 0, 9, 8]])
     table = Table(np.float32(logits))
     constraints = Constraints(
-        None,
-        jnp.full(6, 8),
-        repetition_penalty=1.5,
-        no_repeat_ngram_size=n,
-        prompt=jnp.asarray(prompts),
+        None, jnp.full(6, 8), repetition_penalty=1.5, no_repeat_ngram_size=n, prompt=jnp.asarray(prompts)
     )
     greedy = jax.jit(lambda: decode_rows(table, constraints))()
     beams = jax.jit(lambda: beam_search(table, constraints, beams=3, alpha=0.6, samples=3))()
@@ -183,16 +155,10 @@ def test_what_does_not_decode():
     ("options", "message"),
     [
         ({"max_length": 0}, "max_length is 0; allowed: 1 to 1,048,576"),
-        ({"min_length": 0}, "min_length is 0; allowed: 1 to"),
         ({"min_length": 9}, "min_length is 9; allowed: at most max_length, 8"),
-        ({"relative_length": 0.0}, "relative_length is 0.0; allowed: above 0"),
-        ({"beams": 10**9}, "beams is 1000000000; allowed: 1 to 1,024"),
         ({"beams": 1.5}, "beams is 1.5, expected int"),
-        ({"temperature": -1.0}, "temperature is -1.0; allowed: 0 or more"),
         ({"temperature": float("nan")}, "temperature is nan, expected float"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0; allowed: above 0, at most 1"),
-        ({"seed": -1}, "seed is -1; allowed: 0 to 4,294,967,295"),
-        ({"logits_dtype": "int8"}, "logits_dtype is 'int8'; allowed: 'float32', 'bfloat16'"),
         (
             {"beams": 2, "temperature": 1.0},
             "temperature is 1.0 with beams 2; beam search does not sample: give temperature 0",

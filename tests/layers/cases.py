@@ -14,11 +14,7 @@ ALIGNMENT_CASES = {
     "DotProduct, biases": Case.of(sj.DotProduct(use_bias=True), use_bias=True),
     "DotProduct, rotary": Case.of(sj.DotProduct(4, normalize_qk=True, rotary_base=100.0), window=4),
     "DotProduct, grouped": Case.of(
-        sj.Mixture((sj.DotProduct(5), RANDOM)),
-        num_kv_heads=2,
-        use_bias=True,
-        soft_cap=1.5,
-        sinks=True,
+        sj.Mixture((sj.DotProduct(5), RANDOM)), num_kv_heads=2, use_bias=True, soft_cap=1.5, sinks=True
     ),
     "DotProduct, keys are values": Case.of(DOT, shared_key_value=True),
     "Dense": Case.of(DENSE),
@@ -76,13 +72,11 @@ MIXER_CASES = {
     "DynamicConvolution": Case(sj.DynamicConvolution(width=3, groups=2), oracles.convolution),
     "Linformer": Case(sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5), oracles.linformer),
     "Linformer, two projections": Case(
-        sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5, shared=False),
-        oracles.linformer,
+        sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5, shared=False), oracles.linformer
     ),
     "ALR": Case(sj.SentenceFeedForward(ROOM, 7, HEADS, WIDTH), oracles.sentence_feed_forward),
     "ALSR": Case(
-        sj.SentenceFeedForward(ROOM, 7, HEADS, WIDTH, separate_heads=True),
-        oracles.sentence_feed_forward,
+        sj.SentenceFeedForward(ROOM, 7, HEADS, WIDTH, separate_heads=True), oracles.sentence_feed_forward
     ),
     "ALRR and ELR": Case(sj.SentenceFeedForward(ROOM, 7), oracles.sentence_feed_forward),
     "ALR of a decoder": Case(

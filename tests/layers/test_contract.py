@@ -7,23 +7,20 @@ import pytest
 from synthesizer_jax import ALIGNMENTS, MIXERS
 from synthesizer_jax.base.registry import from_json, to_json
 from tests.layers.cases import ALIGNMENT_CASES, CASES
-from tests.layers.contract import CONTRACT, FURTHER, Subject
+from tests.layers.contract import CONTRACT, FURTHER, Subject, eager_is_compiled_and_nothing_infinite
 
-DISTINCT = {  # structures that shard, decode, scan and round differently
-    *(
-        "Dense",
-        "DotProduct",
-        "DotProduct, rotary",
-        "DotProduct, grouped",
-        "DynamicConvolution",
-        "FactorizedDense",
-        "FactorizedRandom",
-        "Gaussian",
-    ),
+DISTINCT = {  # structures that shard, decode and round differently
+    *("Dense", "DotProduct", "DotProduct, rotary", "DotProduct, grouped", "DynamicConvolution"),
+    *("FactorizedDense", "FactorizedRandom", "Gaussian"),
     *("Linformer", "Mixture of everything", "PerHead of mixtures", "Random", "ALR of a decoder"),
     *("TalkingHeads", "TokenFeedForward"),
 }
+EAGER = {  # which is slow: these have every operation of the others
+    *("DotProduct, grouped", "DynamicConvolution", "Gaussian", "Linformer", "Mixture of everything"),
+    *("ALR of a decoder", "TalkingHeads"),
+}
 CHECKS = [(n, check) for n in CASES for check in CONTRACT + (FURTHER if n in DISTINCT else ())]
+CHECKS += [(n, eager_is_compiled_and_nothing_infinite) for n in EAGER]
 IDS = [f"{name}-{check.__name__}" for name, check in CHECKS]
 
 

@@ -81,10 +81,7 @@ def test_examples_of_different_lengths_end_where_they_end(made):
     np.testing.assert_allclose(y[1], made.whole[1, 3:7], atol=1e-5)
     assert np.all(np.isnan(y[0])) != made.endless
     # A second turn, whose first example has nothing more to say.
-    for mask in (
-        sj.Mask(key_lengths=jnp.array([5, 4])),
-        sj.Mask(key_valid=jnp.array([[False], [True]])),
-    ):
+    for mask in (sj.Mask(key_lengths=jnp.array([5, 4])), sj.Mask(key_valid=jnp.array([[False], [True]]))):
         y, after = made.step(new[:, :1], cache, mask=mask)
         np.testing.assert_allclose(y[1, 0], made.whole[1, 3], atol=1e-5)
         np.testing.assert_array_equal(after.length, [5, 4])

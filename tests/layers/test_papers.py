@@ -1,15 +1,14 @@
 """What the papers and their released code say beyond the contract's formulas; and what layers refuse."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import synthesizer_jax as sj
-from synthesizer_jax.alignments import Alignment, AttentionContext
+from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.alignments.relative_bias import alibi_slopes
-from synthesizer_jax.attention import Span, attention_weights, relative, static
+from synthesizer_jax.attention import relative
 from synthesizer_jax.attention.relative import relative_buckets
 from synthesizer_jax.costs.summary import num_elements
 from synthesizer_jax.primitives.parameters import apply_method
@@ -17,30 +16,6 @@ from tests.layers import oracles
 from tests.layers.contract import general
 
 KEY, X = jax.random.key(0), jnp.ones((2, 7, 10))
-
-
-def gaussian_weights(offset, *, causal, n=40):
-    """``[n, n]`` of one head."""
-    x = jnp.zeros((1, n, 1))
-    terms = sj.Gaussian((offset,)).apply({}, x, x, AttentionContext(1, 1, Span(0, n), Span(0, n)))
-    mask = sj.Mask(causal=causal)
-    return np.asarray(attention_weights(terms, mask=mask, q_length=n, k_length=n)[0, 0])
-
-
-def test_gaussian_row_sums_are_the_released_codes():
-    """You et al. 2020; the numbers follow from the density (σ = 1)."""
-    w = gaussian_weights(0, causal=False)
-    expected = [0.398942, 0.241971, 0.053991, 0.004432, 0.000134]
-    np.testing.assert_allclose(w[20, 20:25], expected, atol=5e-7)
-    for offset, causal, inside, first in (
-        (-1, False, 1.0, 0.300529),
-        (1, False, 1.0, 0.941442),
-        (-1, True, 0.941442, 0.241971),
-        (0, True, 0.699471, 0.398942),
-        (1, True, 0.300529, 0.241971),
-    ):
-        w = gaussian_weights(offset, causal=causal)
-        np.testing.assert_allclose([w[20].sum(), w[0].sum()], [inside, first], atol=5e-7)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
@@ -56,22 +31,16 @@ def test_alibi_slopes_are_the_released_codes():
     np.testing.assert_allclose(alibi_slopes(12), [2**-e for e in exponents])
 
 
-def test_caches_are_as_long_as_they_need_be():
-    for layer, room in (
-        (sj.Attention(2, 4, alignment=sj.Gaussian((-1, 0))), 7),
-        (sj.LightweightConvolution(width=9), 8),
-        (sj.Attention(2, 4, alignment=sj.Dense(max_length=500)), 500),
+def test_caches_hold_what_they_need():
+    for layer, shapes in (
+        (sj.Attention(2, 4, alignment=sj.Gaussian((-1, 0))), [(2, 7, 2, 4)]),
+        (sj.LightweightConvolution(width=9), [(2, 8, 10, 1)]),
+        (sj.Attention(2, 4, alignment=sj.Dense(max_length=500)), [(2, 500, 2, 4)]),
+        (sj.Attention(4, 3, num_kv_heads=2), [(2, 500, 2, 3)] * 2),  # each head of a group once
     ):
         init = lambda x, y=layer: apply_method(y.init_cache, y.init(KEY, x), x, max_length=500)
         arrays = jax.tree.leaves(jax.eval_shape(init, X[:, :1]))
-        assert [a.shape[1] for a in arrays if a.ndim] == [room]
-
-
-def test_the_cache_of_grouped_heads_holds_each_once():
-    layer = sj.Attention(4, 3, num_kv_heads=2)
-    init = lambda x: apply_method(layer.init_cache, layer.init(KEY, x), x, max_length=8)
-    arrays = jax.tree.leaves(jax.eval_shape(init, X[:, :1]))
-    assert [a.shape for a in arrays if a.ndim] == [(2, 8, 2, 3)] * 2
+        assert [a.shape for a in arrays if a.ndim] == shapes
 
 
 def test_heads_of_two_kinds_share_keys_that_are_values():
@@ -147,17 +116,6 @@ def test_sentences_of_tokens_that_hardly_differ():
     assert np.all(np.isfinite(y))
 
 
-class Returns(Alignment):
-    """An alignment that returns what it is told to."""
-
-    what: str
-
-    @nn.compact
-    def __call__(self, queries, keys, context):
-        logits = jnp.zeros((2, 7, 7))
-        return {"array": logits, "term": static(logits)}[self.what]
-
-
 CAUSAL, PACKED = sj.Mask(causal=True), sj.Mask(key_segments=jnp.ones((2, 7), int))
 BIAS, ATTENTION, DOT = (relative(jnp.ones((2, 13)), first=-6),), sj.Attention(2, 4), sj.DotProduct()
 REFUSED = [
@@ -183,11 +141,7 @@ REFUSED = [
     (sj.Gaussian(), {"bias": BIAS}, "no logits to add a position bias to"),
     (sj.Attention(2, 4, window=3), {"mask": sj.Mask(window=2)}, "exclude each other"),
     *(
-        (
-            sj.Attention(4, 3, alignment, num_kv_heads=3),
-            {},
-            "num_kv_heads=3 must divide num_heads=4",
-        )
+        (sj.Attention(4, 3, alignment, num_kv_heads=3), {}, "num_kv_heads=3 must divide num_heads=4")
         for alignment in (DOT, sj.Random(7))
     ),
     (ATTENTION.copy(alignment=sj.Random), {}, "alignment is .*Random.*, expected Alignment"),
@@ -199,8 +153,6 @@ REFUSED = [
     ),
     (ATTENTION, {"kv": X[0]}, r"tokens have shape \(7, 10\), expected \[batch,"),
     (ATTENTION, {"is_causal": True}, r"takes no is_causal; give mask=Mask\(causal=True\)"),
-    (Returns("array"), {}, "terms are of type"),
-    (Returns("term"), {}, r"terms are a bare Static; return a tuple of terms, such as \(static"),
     (ATTENTION, {"bias": BIAS[0]}, "bias is a bare Relative; give a tuple of terms"),
 ]
 

@@ -62,10 +62,7 @@ def _load_reference(folder: pathlib.Path, model: TokenModel):
 
 
 def _reference_outputs(reference, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    arguments = {
-        "input_ids": torch.as_tensor(inputs),
-        "attention_mask": torch.as_tensor(inputs != 0),
-    }
+    arguments = {"input_ids": torch.as_tensor(inputs), "attention_mask": torch.as_tensor(inputs != 0)}
     with torch.no_grad():
         if type(reference).__name__.endswith("EncoderModel"):
             return reference(**arguments).last_hidden_state.numpy()
@@ -278,30 +275,3 @@ def test_after_training_predictions_are_equal(tmp_path, family):
         inputs = tokenizer(text, return_tensors="pt")
         ids = exported.generate(**inputs, max_new_tokens=LENGTH, use_cache=False)[0, 1:].tolist()
         assert vocabulary.decode(itertools.takewhile(lambda i: i > 1, ids)) == answer
-
-
-def test_a_tokenizer_survives_both_ways(tmp_path, real_data):
-    spiece = real_data / "sentencepiece" / "t5_spiece.model"
-    if not spiece.is_file():
-        pytest.skip("T5's vocabulary is not on this machine")
-    config = TINY | {"vocab_size": 32128}
-    folder = make_folder(tmp_path / "a", config, make_tensors(config))
-    (folder / "tokenizer_config.json").unlink()
-    (folder / "spiece.model").write_bytes(spiece.read_bytes())
-    model, variables, vocabulary = load(folder)
-    (tmp_path / "b").mkdir()
-    write_folder(tmp_path / "b", model, variables, vocabulary)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
-    tokenizer.save_pretrained(tmp_path / "b")
-    (tmp_path / "b" / "spiece.model").unlink()
-    again = load(tmp_path / "b").vocabulary
-    assert vocabulary.vocab_size == again.vocab_size == len(tokenizer) == 32100
-    for text in (
-        "cola sentence: The dog sleep.",
-        "½ ﬁ ①  two",
-        "a <extra_id_0> b <extra_id_99>",
-        "",
-    ):
-        ids = vocabulary.encode(text)
-        assert again.encode(text) == ids == tokenizer(text).input_ids[:-1]
-        assert again.decode(ids) == vocabulary.decode(ids)

@@ -24,10 +24,7 @@ pytest.importorskip("libtpu", reason="libtpu is not installed; make test-tpu doe
 pytestmark = pytest.mark.tpu
 
 INPUTS, TARGETS, ROWS = 512, 114, 4
-PLACES = {
-    "v5e:2x4": MeshShape(data=1, fsdp=4, tensor=2),
-    "v5p:4x4x4": MeshShape(data=2, fsdp=16, tensor=2),
-}
+PLACES = {"v5e:2x4": MeshShape(data=1, fsdp=4, tensor=2), "v5p:4x4x4": MeshShape(data=2, fsdp=16, tensor=2)}
 VARIANTS = ("v", "r", "rv", "gaussian")
 
 
@@ -38,11 +35,7 @@ def recipe(variant, name):
     common = {"dropout_rate": 0.1, "dtype": "bfloat16", "scan": True, "remat": "dots"}
     if variant == "gaussian":
         model = t5(
-            shape,
-            encoder=Gaussian((-1, 1)),
-            decoder=Gaussian((-1, 0)),
-            relative_bias=False,
-            **common,
+            shape, encoder=Gaussian((-1, 1)), decoder=Gaussian((-1, 0)), relative_bias=False, **common
         )
     else:
         model = t5(shape, encoder=alignment(variant, head_dim=shape.head_dim), **common)
@@ -118,10 +111,7 @@ def test_static_kernels_fit_every_generation(name, rows):
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     n = 720 if rows == 2 else 700
     values = jax.ShapeDtypeStruct((rows, n, 2, 128), jnp.bfloat16)
-    tables = (
-        jax.ShapeDtypeStruct((2, n, n), jnp.float32),
-        jax.ShapeDtypeStruct((2, 2 * n), jnp.float32),
-    )
+    tables = (jax.ShapeDtypeStruct((2, n, n), jnp.float32), jax.ShapeDtypeStruct((2, 2 * n), jnp.float32))
 
     def loss(tables, values, lengths):
         terms = static(tables[0]), relative(tables[1], first=1 - n)
