@@ -60,7 +60,7 @@ def prepare_missing(
     """
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.tasks import imported, task_registry
-    from synthesizer_jax.training.run_data import missing_preparation
+    from synthesizer_jax.training.run import missing_preparation
 
     directory = data_dir or task_registry.default_data_dir()
     imported.add_imported(directory)

@@ -146,7 +146,7 @@ def _open(
     from synthesizer_jax.base.registry import replace
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.tasks.task_registry import default_data_dir
-    from synthesizer_jax.training.run_data import open_evaluator
+    from synthesizer_jax.training.run import open_evaluator
     from synthesizer_jax.training.run_directory import with_vocabulary_path
 
     processes.start_group()

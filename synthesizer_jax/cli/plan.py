@@ -177,7 +177,7 @@ def _print_plan(plan: MemoryPlan) -> None:
 
 def _print_compiled(experiment: Experiment, plan: MemoryPlan) -> None:
     """Compiles the step, and prints its memory."""
-    from synthesizer_jax.training.aot import TooLargeError, compile_step
+    from synthesizer_jax.training.plan import TooLargeError, compile_step
 
     try:
         memory = compile_step(experiment, plan.topology).memory_analysis()

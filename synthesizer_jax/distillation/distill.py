@@ -51,8 +51,7 @@ from synthesizer_jax.tasks.task_registry import default_data_dir
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
-from synthesizer_jax.training.state import TrainState, apply_gradients
-from synthesizer_jax.training.step import Batch, Metrics, teacher_forced
+from synthesizer_jax.training.step import Batch, Metrics, TrainState, apply_gradients, teacher_forced
 from synthesizer_jax.training.trainer import Trainer
 
 DISTILLATION_FILE = "distillation.json"

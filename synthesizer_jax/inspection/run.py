@@ -43,10 +43,9 @@ from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import to_text
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import initializer_of
-from synthesizer_jax.training.run_data import open_evaluator
+from synthesizer_jax.training.run import open_evaluator
 from synthesizer_jax.training.run_directory import load_experiment
-from synthesizer_jax.training.state import TrainState
-from synthesizer_jax.training.step import Batch, teacher_forced
+from synthesizer_jax.training.step import Batch, TrainState, teacher_forced
 
 CROSS = "encoder_decoder_attention"
 

@@ -37,7 +37,7 @@ class Training:
       optimizer: `AdamW`, `Adafactor` or one of your own, with its schedule.
       rules: learning rates and freezing by paths of parameters; the first rule that matches decides.
       ema: decay of an exponential moving average of the parameters, which is evaluated and used later;
-        None: no average. See `state.apply_gradients`.
+        None: no average. See `step.apply_gradients`.
       z_loss: coefficient of log² Z.
       label_smoothing: T5's label smoothing.
       loss_normalizer: what the summed loss is divided by, see `losses.loss_denominator`.

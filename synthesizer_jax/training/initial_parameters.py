@@ -23,7 +23,7 @@ from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.runs.saved import find_checkpoint
 from synthesizer_jax.training.experiment import Experiment, InitRule
 from synthesizer_jax.training.run_directory import load_experiment
-from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.step import TrainState
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -1,4 +1,4 @@
-"""The memory that a training step needs on every chip, from shapes alone, without devices."""
+"""What a training step needs on chips that are not here: planned from shapes, or compiled by libtpu."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import functools
 import itertools
 import math
 import operator
+import os
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import topologies
 from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, AxisType
 
@@ -31,9 +34,8 @@ from synthesizer_jax.sharding import (
     check_batch,
 )
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.state import Layout, make_layout
 from synthesizer_jax.training.step import loss_sums
-from synthesizer_jax.training.trainer import abstract_batch
+from synthesizer_jax.training.trainer import Layout, Trainer, abstract_batch, make_layout
 
 REMATS: tuple[str | None, ...] = (None, "dots", "dots_with_no_batch_dims", "full")
 """Values of `Stack.remat`, from the most memory and the least recomputation to the opposite."""
@@ -128,14 +130,7 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     check_batch(data.batch_size, mesh, micro_batches=training.micro_batches)
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     rows = data.batch_size // ways // training.micro_batches
-    optimizer, layout = make_layout(
-        experiment.model,
-        training.optimizer,
-        tokens=experiment.example,
-        mesh=mesh,
-        rules=training.rules,
-        ema=training.ema is not None,
-    )
+    optimizer, layout = make_layout(experiment, mesh, rules=training.rules)
     state = layout.abstract
     gradients = _shard_bytes(optimizer.trained(state.params))
     # The result is cached: meshes with the same number of rows per device share a trace.
@@ -307,3 +302,48 @@ def with_remat(experiment: Experiment, remat: str | None) -> Experiment:
     model = experiment.model
     changed = {name: replace(stack, remat=remat) for name, stack in stacks_of(model).items()}
     return replace(experiment, model=replace(model, **changed))
+
+
+class TooLargeError(ValueError):
+    """A step does not fit into a device's memory, according to the compiler."""
+
+
+def compile_step(experiment: Experiment, topology: Topology) -> jax.stages.Compiled:
+    """Compiles the training step for a topology without its devices.
+
+    Raises:
+      TooLargeError: the step does not fit into memory.
+      ValueError: libtpu is not installed, or does not support the topology or the mesh on it.
+    """
+    lowered = Trainer(experiment, devices=devices_of(topology)).trace().lower()
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        refused = re.search(r"RESOURCE_EXHAUSTED: ([^\n]*)", str(error))
+        # A kernel that exhausts on-chip memory, which is not HBM, is another kind of error.
+        if refused is None or "hbm" not in refused[1].lower():
+            raise
+        raise TooLargeError(f"the compiler rejects the step: {refused[1]}") from error
+
+
+def devices_of(topology: Topology) -> list[jax.Device]:
+    """Returns the devices of a topology, for compilation only.
+
+    Raises:
+      ValueError: libtpu is not installed or does not support the topology.
+    """
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server without a TPU
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    options: dict[str, int | str] = {}
+    if topology.slices > 1:
+        options["num_slices"] = topology.slices
+    if topology.chip.config is not None:
+        options["chip_config_name"] = topology.chip.config
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{topology.name} cannot be compiled for ({' '.join(str(error).split())[:200]}); "
+            "pip install 'jax[tpu]', and choose a topology that exists"
+        ) from error
+    return list(found.devices)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from synthesizer_jax.checkpoints import checksums
 from synthesizer_jax.checkpoints.contents import CONTENTS
 from synthesizer_jax.checkpoints.manager import Checkpoints, Retention, finished_steps
-from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.step import TrainState
 from tests.training.tiny import damage
 
 

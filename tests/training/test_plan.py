@@ -13,7 +13,7 @@ from synthesizer_jax.costs import chips
 from synthesizer_jax.models import Size, alignment, t5, unroll
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.training import aot, plan
+from synthesizer_jax.training import plan
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import VOCAB, encoder
 from tests.training.tiny import experiment as make
@@ -184,7 +184,7 @@ def test_names_of_topologies():
 @pytest.mark.parametrize(
     ("message", "kind"),
     [
-        ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, 16G exceed 15G", aot.TooLargeError),
+        ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, 16G exceed 15G", plan.TooLargeError),
         (
             "RESOURCE_EXHAUSTED: Allocation would exceed memory, space=vmem",
             jax.errors.JaxRuntimeError,
@@ -195,7 +195,7 @@ def test_only_a_step_without_room_is_too_large(monkeypatch, message, kind):
     def refuse(_):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(aot, "devices_of", lambda _: jax.devices())
+    monkeypatch.setattr(plan, "devices_of", lambda _: jax.devices())
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
-    with pytest.raises(kind, match="HBM, 16G" if kind is aot.TooLargeError else "."):
-        aot.compile_step(experiment(encoder()), PLACE)
+    with pytest.raises(kind, match="HBM, 16G" if kind is plan.TooLargeError else "."):
+        plan.compile_step(experiment(encoder()), PLACE)
