@@ -94,6 +94,7 @@ def distill(
     directory: pathlib.Path,
     *,
     data_dir: pathlib.Path | None = None,
+    prepare: Callable[[Experiment, pathlib.Path], None] | None = None,
     visible: bool = True,
     user_code: code.Code = code.NOTHING,
 ) -> Experiment:
@@ -104,6 +105,7 @@ def distill(
       teacher: directory of a finished training run.
       directory: directory of the student's run, which does not depend on the teacher afterwards.
       data_dir: directory of the data sets.
+      prepare: see `run`.
       visible: whether to show a progress bar.
       user_code: code that is needed to load the student, besides that of the teacher's run.
 
@@ -124,6 +126,7 @@ def distill(
     experiment = trainer.experiment
     options: dict[str, Any] = {
         "data_dir": data_dir,
+        "prepare": prepare,
         "visible": visible,
         "user_code": code.recorded_code(teacher) + user_code,
     }

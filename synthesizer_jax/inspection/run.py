@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.distillation.distill import DISTILLATION_FILE
 from synthesizer_jax.distillation.replacement import blocks_of
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, evenly_spaced
-from synthesizer_jax.inspection.measures import MOMENTS, Measures, Rows, attention_sums, measure
+from synthesizer_jax.inspection.measures import Measures, Rows, attention_sums, measure
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
 from synthesizer_jax.mixers import Linformer, Mixer
 from synthesizer_jax.mixers.taps import LOGITS
@@ -44,7 +44,7 @@ from synthesizer_jax.tasks.postprocessors import to_text
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import initializer_of
 from synthesizer_jax.training.run import open_evaluator
-from synthesizer_jax.training.run_directory import load_experiment
+from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
 from synthesizer_jax.training.step import Batch, TrainState, teacher_forced
 
 CROSS = "encoder_decoder_attention"
@@ -52,7 +52,7 @@ CROSS = "encoder_decoder_attention"
 OF_DISTANCES = ("near", "near_of_equal", "profile")
 """Measures that need queries and keys of one sequence."""
 
-OF_KEYS_SEEN = ("keys", "spread", "static", "near_of_equal", "histogram", *MOMENTS)
+OF_KEYS_SEEN = ("keys", "spread", "static", "near_of_equal", "histogram")
 """Measures that need queries that see the first keys, which they do not in a window."""
 
 
@@ -71,6 +71,7 @@ def inspect_run(
     run: pathlib.Path,
     *,
     data_dir: pathlib.Path | None = None,
+    prepare: Callable[[Experiment, pathlib.Path], None] | None = None,
     mixture: str | None = None,
     examples: int = 128,
     batch_size: int = 16,
@@ -79,8 +80,9 @@ def inspect_run(
 ) -> dict[str, Any]:
     """Inspects the model of ``RUN`` or ``RUN/checkpoints/STEP``.
 
-    So many examples of the evaluation sets are read, of the run's mixture or another one. `fits` tells
-    whether static forms are fitted to the heads, see `measure_static_attention`.
+    So many examples of the evaluation sets are read, of the run's mixture or another one. Once all else is
+    checked, `prepare` prepares what is missing of them. `fits` tells whether static forms are fitted to the
+    heads, see `measure_static_attention`.
 
     Returns:
       ``step``; ``start``, what the parameters at the start are; ``examples``, how many were read, and
@@ -101,7 +103,10 @@ def inspect_run(
     mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
     restore = functools.partial(restore_variables, directory / "checkpoints", layout=layout)
     step, variables = restore(step=step)
-    sets = open_evaluator(experiment, directory, data_dir or task_registry.default_data_dir()).sets
+    data_dir = data_dir or task_registry.default_data_dir()
+    if prepare is not None:
+        prepare(with_vocabulary_path(experiment, directory), data_dir)
+    sets = open_evaluator(experiment, directory, data_dir).sets
     count, example, batches = _batches(experiment, sets, examples, batch_size, mesh)
     saved = [n for n in finished_steps(directory / "checkpoints") if n <= step]
     start, before = "not known", None

@@ -14,7 +14,6 @@ from markupsafe import Markup
 
 from synthesizer_jax.evaluation.scoring import LOWER_IS_BETTER
 from synthesizer_jax.reports.figures import Cell, Line, heat_maps, line_chart, write_page
-from synthesizer_jax.reports.intervals import are_grouped, interval, mcnemar
 from synthesizer_jax.reports.logged import Record, System, differences
 
 Shared: TypeAlias = Mapping[str, list[list[list[Record]]]]
@@ -30,7 +29,6 @@ def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cel
     tasks = dict.fromkeys(task for run in runs for task in run.answers)
     shared = {task: _shared_answers(systems, task) for task in tasks}
     scores = _scores(systems)
-    paired = [len(system.runs) for system in systems] == [1, 1]
     write_page(
         path,
         template="compare.html.jinja",
@@ -41,8 +39,6 @@ def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cel
         steps=sorted({max(run.evaluations) for run in runs if run.evaluations}),
         scores=scores,
         curves=_curves(systems),
-        paired=paired,
-        agreement=list(_agreement(shared, len(systems), paired=paired)),
         answers=list(_answers(shared)),
         confusion=list(_confusion(systems, shared)),
         speed=list(map(_speed, systems)),
@@ -76,12 +72,22 @@ def _scores(systems: Sequence[System]) -> list[list[Cell]]:
             text = f"{mean:,.{digits}f}" if values else "–"
             if len(values) > 1:
                 text += f" ± {np.std(values, ddof=1) / math.sqrt(len(values)):,.{digits}f}"
-            ends = (interval(metric, run.newest[name], run.answers.get(task, {})) for run in logged)
-            intervals = list(filter(None, ends))
-            note = "{:.1f} to {:.1f}".format(*np.mean(intervals, axis=0)) if intervals else ""
+            answers = [run.answers[task] for run in logged if task in run.answers]
+            intervals = [_interval(list(records.values())) for records in answers if metric == "accuracy"]
+            low, high = np.mean(intervals, axis=0) if intervals else (math.nan, math.nan)
+            note = "" if math.isnan(low) else f"{low:.1f} to {high:.1f}"
             cells.append(Cell(text, "best" if mean == best else "", note))
         rows.append(cells)
     return rows
+
+
+def _interval(answers: Sequence[Record]) -> tuple[float, float]:
+    """Returns Wilson's 95 % interval (1927) of an accuracy in percent; NaN without labels."""
+    n, z, share = len(answers), 1.96, _share_right(answers)
+    center = share + z**2 / (2 * n)
+    half = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    low, high = (100 * (center + end) / (1 + z**2 / n) for end in (-half, half))
+    return low, high
 
 
 def _curves(systems: Sequence[System]) -> tuple[list[Markup], list[Markup]]:
@@ -124,26 +130,6 @@ def _share_right(records: Sequence[Record]) -> float:
     """Returns the share of runs that answer right; NaN where metrics compare no labels."""
     right = [r["label"] == r["target_label"] for r in records if "label" in r]
     return sum(right) / len(right) if right else math.nan
-
-
-def _agreement(shared: Shared, systems: int, *, paired: bool) -> Iterator[list[str]]:
-    """Yields, of each task, by which systems how many examples are answered right.
-
-    An example that half of a system's runs answer right counts for none. The probability of McNemar's test
-    is that of a pair of runs.
-    """
-    for task, examples in shared.items():
-        shares = np.array([list(map(_share_right, example)) for example in examples])
-        if systems > 1 and shares.size and not np.isnan(shares).any():
-            right = shares[(shares != 0.5).all(1)] > 0.5
-            count = right.sum(1)
-            alone = right[count == 1].sum(0).tolist()
-            numbers = [len(shares), (count == systems).sum(), (count == 0).sum(), *alone]
-            row = [task, *(f"{number:,}" for number in numbers)]
-            if paired:
-                grouped = are_grouped(example[0][0] for example in examples)
-                row.append("–" if grouped else f"{mcnemar(*alone):.2g}")
-            yield row
 
 
 def _answers(shared: Shared) -> Iterator[list[str | Cell | list[Cell]]]:

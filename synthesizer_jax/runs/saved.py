@@ -37,8 +37,8 @@ def load_model(directory: pathlib.Path) -> SavedModel:
     return SavedModel(model, found)
 
 
-def read_experiment(directory: pathlib.Path) -> Any:
-    """Returns the JSON data of a run's experiment.
+def read_experiment(directory: pathlib.Path, *, as_data: bool = False) -> Any:
+    """Returns the JSON data of a run's experiment, which need not be rebuilt if it is read `as_data`.
 
     Raises:
       FileNotFoundError: the directory holds no run.
@@ -50,7 +50,8 @@ def read_experiment(directory: pathlib.Path) -> Any:
         raise FileNotFoundError(
             f"{directory} holds no {EXPERIMENT_FILE}; give the directory of a training run of this package"
         )
-    code.require_code(directory)
+    if not as_data:
+        code.require_code(directory)
     with describing(path, REMEDY):
         return json.loads(path.read_text(encoding="utf-8"))
 

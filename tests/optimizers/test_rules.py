@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from synthesizer_jax.base.registry import from_json, replace, to_json
-from synthesizer_jax.cli.settings import override
+from synthesizer_jax.cli.recipes import override
 from synthesizer_jax.models import Size, alignment, stack_layers, stacks_of, t5, unroll_variables
 from synthesizer_jax.optimizers import (
     Adafactor,

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from synthesizer_jax.base.registry import from_json, register, replace, to_json
-from synthesizer_jax.cli.recipes import load_recipe
-from synthesizer_jax.cli.settings import override, settings
+from synthesizer_jax.cli.recipes import load_recipe, override, settings
 from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.evaluation.evaluator import check_masked_tasks

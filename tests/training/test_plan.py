@@ -8,7 +8,7 @@ import pytest
 
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.cli.plan import changed_settings
-from synthesizer_jax.cli.settings import override
+from synthesizer_jax.cli.recipes import override
 from synthesizer_jax.costs import chips
 from synthesizer_jax.models import Size, alignment, t5, unroll
 from synthesizer_jax.optimizers import OptimizerRule
