@@ -325,13 +325,13 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
     )
     options = union_members(kind) or (kind,)
     value = from_json(parse_text(text), path)
-    for base, noun, known, remedy in named:
+    for base, noun, table, remedy in named:
         is_base = any(isinstance(option, type) and issubclass(option, base) for option in options)
         if isinstance(value, str) and is_base:
-            if value not in known:
-                hint = did_you_mean(value, known)
+            if value not in table:
+                hint = did_you_mean(value, table)
                 raise ValueError(f"--set {path}={value}: there is no {noun} {value!r}{hint}; {remedy}")
-            value = known[value]() if base is TokenModel else known[value]
+            value = table[value]() if base is TokenModel else table[value]
     for option in options:
         if matches_type(value, option):
             return float(value) if option is float else value

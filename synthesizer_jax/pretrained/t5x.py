@@ -89,8 +89,8 @@ def open_checkpoint(path: pathlib.Path) -> Pretrained:
         tensors = _open_msgpack(path)
     tensors = _looped(tensors, path)
     model = _architecture(tensors, path).build()
-    wanted = correspondences(model, t5x_name)
-    return Pretrained(model, match_tensors(tensors, wanted, source=path), None)
+    parameters = correspondences(model, t5x_name)
+    return Pretrained(model, match_tensors(tensors, parameters, source=path), None)
 
 
 def write_checkpoint(
@@ -110,8 +110,8 @@ def write_checkpoint(
         raise ValueError("T5X has no encoder alone; export an EncoderDecoder")
     model, params = with_output_of_t5(model, variables["params"])
     fields = dataclasses.asdict(Architecture.of(model))
-    for name, known in _ASSUMED.items():
-        if fields[name] not in known:
+    for name, assumed in _ASSUMED.items():
+        if fields[name] not in assumed:
             raise ValueError(
                 f"T5X's files do not say {name} {fields[name]}, so they would be read as another model; "
                 "export to huggingface"

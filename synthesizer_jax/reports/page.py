@@ -13,7 +13,7 @@ import numpy as np
 from markupsafe import Markup
 
 from synthesizer_jax.evaluation.scoring import LOWER_IS_BETTER
-from synthesizer_jax.reports.figures import Cell, Line, heat_maps, line_chart, write_page
+from synthesizer_jax.reports.figures import Cell, Line, line_chart, write_page
 from synthesizer_jax.reports.logged import Record, System, differences
 
 Shared: TypeAlias = Mapping[str, list[list[list[Record]]]]
@@ -40,7 +40,6 @@ def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cel
         scores=scores,
         curves=_curves(systems),
         answers=list(_answers(shared)),
-        confusion=list(_confusion(systems, shared)),
         speed=list(map(_speed, systems)),
         settings=[
             [Cell(path, "code"), *(Cell(value, "code") for value in values)]
@@ -64,9 +63,9 @@ def _scores(systems: Sequence[System]) -> list[list[Cell]]:
         runs = [[run for run in system.runs if name in run.newest] for system in systems]
         scores = [[run.newest[name] for run in logged] for logged in runs]
         means = [round(sum(logged) / len(logged), digits) if logged else math.nan for logged in scores]
-        known = [mean for mean in means if not math.isnan(mean)]
-        differ = len(set(known)) > 1 and (task or same_tasks)
-        best = (min if lower else max)(known) if differ else None
+        numbers = [mean for mean in means if not math.isnan(mean)]
+        differ = len(set(numbers)) > 1 and (task or same_tasks)
+        best = (min if lower else max)(numbers) if differ else None
         cells = [Cell(task or "all tasks", note=f"{metric} ↓" if lower else metric)]
         for mean, logged, values in zip(means, runs, scores, strict=True):
             text = f"{mean:,.{digits}f}" if values else "–"
@@ -123,7 +122,7 @@ def _shared_answers(systems: Sequence[System], task: str) -> list[list[list[Reco
     runs = [[run.answers[task] for run in s.runs if task in run.answers] for s in systems]
     every = list(itertools.chain(*runs))
     keys = [key for key in every[0] if all(key in answers for answers in every)]
-    return [[[answers[key] for answers in own] for own in runs] for key in keys]
+    return [[[answers[key] for answers in of_system] for of_system in runs] for key in keys]
 
 
 def _share_right(records: Sequence[Record]) -> float:
@@ -138,13 +137,13 @@ def _answers(shared: Shared) -> Iterator[list[str | Cell | list[Cell]]]:
     def order(example: list[list[Record]]) -> tuple[float, float]:
         shares = list(map(_share_right, filter(None, example)))
         if math.isnan(shares[0]):
-            return -len({record["prediction"] for own in example for record in own}), 0
+            return -len({record["prediction"] for of_system in example for record in of_system}), 0
         return min(shares) - max(shares), sum(shares)
 
     for task, examples in shared.items():
         for example in sorted(examples, key=order)[:4]:
             record = next(filter(None, example))[0]
-            cells = [_judge(own) or "–" for own in example]
+            cells = [_judge(of_system) or "–" for of_system in example]
             yield [Cell(record["input"], note=task), record["target"], *cells]
 
 
@@ -154,33 +153,6 @@ def _judge(records: Sequence[Record]) -> list[Cell]:
     texts = ((r["prediction"] or "(empty)", kinds.get(_share_right([r]), "")) for r in records)
     counts, of = collections.Counter(texts), len(records)
     return [Cell(*both, f"{n} of {of}" if of > 1 else "") for both, n in counts.most_common()]
-
-
-def _confusion(systems: Sequence[System], shared: Shared) -> Iterator[Markup]:
-    """Yields the matrices of tasks with label words, in percent of the examples of a row."""
-    for task, examples in shared.items():
-        every = [[r for example in examples for r in example[i]] for i in range(len(systems))]
-        records = [[r for r in labeled if isinstance(r.get("target_label"), int)] for labeled in every]
-        pairs = {(r["target_label"], r["target"]) for r in itertools.chain(*records)}
-        words = dict(sorted(pairs))
-        if not 1 < len(words) == len(pairs) <= 12:
-            continue  # there are no labels, or WSC's, which stand for words of the input
-        rows, panels = {label: i for i, label in enumerate(words)}, {}
-        for system, labeled in zip(systems, records, strict=True):
-            counts = np.zeros((len(rows), len(rows) + 1))
-            for r in labeled:
-                counts[rows[r["target_label"]], rows.get(r["label"], -1)] += 1
-            if labeled:
-                panels[system.name] = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
-        others = any(panel[:, -1].any() for panel in panels.values())
-        yield heat_maps(
-            {name: panel[:, : len(words) + others] for name, panel in panels.items()},
-            x_label="answer",
-            y_label="target",
-            names=([*words.values(), *["other"] * others], [*words.values()]),
-            number="{:.0f} %",
-            title=task,
-        )
 
 
 def _speed(system: System) -> list[str | Cell]:

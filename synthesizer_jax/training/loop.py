@@ -95,7 +95,7 @@ def train(
                 state = trainer.init() if initial is None else restart_ema(initial(trainer.init()))
             start = int(state.step)
             scores = {step: score for step, score in scores.items() if step <= start}
-            if start < training.steps and not has_no_patience_left(evaluation, scores, start):
+            if start < training.steps and not has_stopped(evaluation, scores, start):
                 log.say(start, f"compiling: {trainer.description}")
                 began = time.perf_counter()
                 trainer.compile()
@@ -139,8 +139,8 @@ def train(
             if last:
                 break
             if evaluation.patience is not None and step in scores:
-                own = has_no_patience_left(evaluation, scores, step)
-                if processes.all_gather("stopped", own)[0]:
+                stopped = has_stopped(evaluation, scores, step)
+                if processes.all_gather("stopped", stopped)[0]:
                     text = f"stopped: no better score in {evaluation.patience} evaluations"
                     log.say(step, text, event="stopped")
                     break
@@ -174,7 +174,7 @@ def train(
     return state
 
 
-def has_no_patience_left(evaluation: Evaluation, scores: Mapping[int, float], step: int) -> bool:
+def has_stopped(evaluation: Evaluation, scores: Mapping[int, float], step: int) -> bool:
     """Returns whether a run that has finished `step` steps has used up the patience of its evaluation.
 
     That is, whether so many evaluations in a row, up to the last, were not better than the best before

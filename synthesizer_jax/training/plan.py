@@ -177,7 +177,7 @@ def _gathered_bytes(layout: Layout, model: TokenModel) -> int:
     computation. The gradients of embedding and output projection are float32.
     """
     size, layered = jnp.dtype(model.dtype).itemsize, stacks_of(model)
-    found = collections.Counter[tuple[object, ...]]()
+    gathered = collections.Counter[tuple[object, ...]]()
     axes = jax.tree.leaves(layout.axes, is_leaf=is_axes)
     leaves = jax.tree.leaves_with_path(layout.abstract.params)
     for (path, x), names in zip(leaves, axes, strict=True):
@@ -186,10 +186,10 @@ def _gathered_bytes(layout: Layout, model: TokenModel) -> int:
         whole = math.prod(x.sharding.shard_shape(x.shape)) * x.sharding.mesh.shape["fsdp"]
         if path[0].key in layered:
             layers = x.shape[0] if names[0] == "layers" else 1
-            found[path[:2]] += 2 * (4 if TABLE & set(names) else size) * whole // layers
+            gathered[path[:2]] += 2 * (4 if TABLE & set(names) else size) * whole // layers
         else:
-            found[path[:1]] += (size + 4) * whole
-    return max(found.values(), default=0)
+            gathered[path[:1]] += (size + 4) * whole
+    return max(gathered.values(), default=0)
 
 
 @functools.lru_cache(maxsize=32)
@@ -204,8 +204,8 @@ def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
     variables, axes = abstract_variables(model, *experiment.example)
     names = jax.tree.leaves(axes["params"], is_leaf=is_axes)
     params = zip(jax.tree.leaves_with_path(variables["params"]), names, strict=True)
-    own = stacks_of(model)
-    kernels = [x for (path, x), n in params if path[0].key in own and not TABLE & set(n)]
+    stacks = stacks_of(model)
+    kernels = [x for (path, x), n in params if path[0].key in stacks and not TABLE & set(n)]
 
     def is_copy(shape: tuple[int, ...], dtype: np.dtype) -> bool:
         """Whether an array is a layer's kernel, possibly with adjacent axes merged."""
@@ -214,10 +214,10 @@ def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
             math.prod(shape) == x.size and products(shape) <= products(x.shape) for x in kernels
         )
 
-    found, more = (_residuals(experiment, variables, n) for n in (rows, rows + 1))
-    fixed = found & more  # an activation may have a kernel's shape, but grows with the rows
+    residuals, more = (_residuals(experiment, variables, n) for n in (rows, rows + 1))
+    fixed = residuals & more  # an activation may have a kernel's shape, but grows with the rows
     copies = _num_bytes(collections.Counter({k: n for k, n in fixed.items() if is_copy(*k)}))
-    return copies, _num_bytes(found) - copies
+    return copies, _num_bytes(residuals) - copies
 
 
 def _residuals(experiment: Experiment, variables: Variables, rows: int) -> ArrayCounts:
@@ -270,7 +270,7 @@ def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment,
     Returns:
       For every mesh the first variant that fits, and its plan.
     """
-    found = []
+    variants = []
     for mesh in candidate_meshes(topology, experiment.model.d_model):
         for remat in REMATS:
             changed = replace(with_remat(experiment, remat), mesh=mesh)
@@ -279,22 +279,22 @@ def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment,
             except ValueError:  # the batch or a parameter cannot be divided
                 break
             if plan.fits:
-                found.append((changed, plan))
+                variants.append((changed, plan))
                 break
-    return found
+    return variants
 
 
 def candidate_meshes(topology: Topology, width: int) -> list[MeshShape]:
     """Returns the meshes to try for a model of some width, the cheapest in communication first."""
-    found = [MeshShape()]
+    meshes = [MeshShape()]
     devices = topology.devices // topology.slices
     for tensor in (1, 2, 4, 8):
         left = devices // tensor
         fsdp = math.gcd(left, width)
         if devices % tensor == 0 and fsdp * tensor > 1:
             shape = (1, -1) if fsdp == left else (-1, fsdp)
-            found.append(MeshShape(*shape, tensor=tensor))
-    return found
+            meshes.append(MeshShape(*shape, tensor=tensor))
+    return meshes
 
 
 def with_remat(experiment: Experiment, remat: str | None) -> Experiment:
@@ -340,10 +340,10 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     if topology.chip.config is not None:
         options["chip_config_name"] = topology.chip.config
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
+        description = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
             f"{topology.name} cannot be compiled for ({' '.join(str(error).split())[:200]}); "
             "pip install 'jax[tpu]', and choose a topology that exists"
         ) from error
-    return list(found.devices)
+    return list(description.devices)

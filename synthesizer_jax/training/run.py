@@ -173,10 +173,10 @@ def missing_preparation(
     assert vocabulary is not None
     name = vocabulary.path if isinstance(vocabulary, SentencePiece) else "bytes"
     options = ["--vocabulary", name, "--extra-ids", str(vocabulary.extra_ids)]
-    own = synthetic.vocabulary(data_dir).file
-    if isinstance(vocabulary, SentencePiece) and vocabulary.file == own:
+    generated = synthetic.vocabulary(data_dir).file
+    if isinstance(vocabulary, SentencePiece) and vocabulary.file == generated:
         options = []  # it is generated with the data
-    if options or own.is_file():
+    if options or generated.is_file():
         built = open_vocabulary(vocabulary, data_dir, model=experiment.model)
         prepared = PreparedTasks(data_dir, built)
         if _is_prepared(experiment, prepared, trains=trains, only=only):

@@ -244,8 +244,8 @@ def make_train_step(
 
         def add_part(total: PyTree, indexed_part: tuple[jax.Array, Batch]) -> tuple[PyTree, None]:
             index, part = indexed_part
-            found = gradients_of_part(part, jax.random.fold_in(key, index))
-            return jax.tree.map(jnp.add, total, found), None
+            gradients = gradients_of_part(part, jax.random.fold_in(key, index))
+            return jax.tree.map(jnp.add, total, gradients), None
 
         if parts == 1:
             gradients, sums = gradients_of_part(batch, key)

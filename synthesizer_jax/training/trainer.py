@@ -239,8 +239,8 @@ class Trainer:
     def max_over_processes(self, number: int, *, after: jax.Array) -> jax.Array:
         """The largest of the processes' int32 numbers, compared when a step has made the array `after`."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        own = np.full(self.mesh.size, number, np.int32)
-        numbers = jax.make_array_from_callback(own.shape, sharding, lambda where: own[where])
+        repeated = np.full(self.mesh.size, number, np.int32)
+        numbers = jax.make_array_from_callback(repeated.shape, sharding, lambda where: repeated[where])
         return self._largest(numbers, after)
 
     def trace(self, lengths: tuple[int, int] | None = None) -> jax.stages.Traced:

@@ -19,7 +19,7 @@ from synthesizer_jax.distillation.transplant import with_variants
 from synthesizer_jax.inference import Decoding
 from synthesizer_jax.models import UniversalStack, alignment
 from synthesizer_jax.pretrained import encode, generate, generate_with_scores, load
-from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
+from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface import export as exporting
 from synthesizer_jax.pretrained.opening import open_pretrained, read_params
@@ -188,16 +188,16 @@ def test_a_folder_or_a_run_becomes_a_synthesizer_that_computes_the_same(tmp_path
     convert_checkpoint(folder, tmp_path / "run")
     with pytest.raises(FileExistsError, match="give a new directory"):
         convert_checkpoint(folder, tmp_path / "run")
-    variants = Variants(encoder="rv", decoder="fdv", max_length=16)
+    variants = {"encoder": "rv", "decoder": "fdv", "max_length": 16}
     for source in (folder, tmp_path / "run"):
         directory = tmp_path / f"synthesizer_{source.name}"
-        convert_checkpoint(source, directory, variants=variants)
+        convert_checkpoint(source, directory, **variants)
         model, variables, vocabulary = load(directory)
         assert isinstance(model.encoder.runs[0].block.self_mixer.alignment, Mixture)
         assert deviation(model, variables, config, make_tensors(config)) < 1e-5
         assert vocabulary.encode("a") == [100] and vocabulary.vocab_size == 384
     with pytest.raises(ValueError, match="Random does not contain"):
-        convert_checkpoint(folder, tmp_path / "random", variants=Variants(encoder="r"))
+        convert_checkpoint(folder, tmp_path / "random", encoder="r")
     with pytest.raises(ValueError, match=r"alignment.* which no published T5 has"):
         export_run(directory, tmp_path / "exported")
     assert not (tmp_path / "random").exists() and not (tmp_path / "exported").exists()
@@ -267,7 +267,7 @@ def test_constants_and_shared_layers_are_not_converted(tmp_path):
     checkpoints.save(state, None)
     checkpoints.close()
     with pytest.raises(ValueError, match="has tables that are not trained"):
-        convert_checkpoint(tmp_path, tmp_path / "run", variants=Variants(encoder="rv"))
+        convert_checkpoint(tmp_path, tmp_path / "run", encoder="rv")
     universal = UniversalStack(recipe.model.encoder.runs)
     with pytest.raises(ValueError, match="the encoder is a UniversalStack"):
         with_variants(model.copy(encoder=universal), encoder="rv", decoder=None, max_length=8)

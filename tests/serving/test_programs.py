@@ -30,7 +30,7 @@ from synthesizer_jax.models import (
     unroll_variables,
 )
 from synthesizer_jax.pretrained import load
-from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
+from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.serving.load import Model
 from synthesizer_jax.serving.programs import (
@@ -241,7 +241,7 @@ def test_a_run_is_exported_whole_or_not_at_all(tmp_path):
     convert_checkpoint(
         make_folder(tmp_path / "a", config, make_tensors(config)),
         tmp_path / "run",
-        variants=Variants(encoder="rv"),
+        encoder="rv",
     )
     with pytest.raises(ValueError, match="--inputs-length"):
         export_run(tmp_path / "run", tmp_path / "long", to="stablehlo", inputs_length=4096)

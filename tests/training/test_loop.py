@@ -23,7 +23,7 @@ from synthesizer_jax.runs import metrics
 from synthesizer_jax.runs.events import add_event, read_events
 from synthesizer_jax.runs.events import has_stopped as has_ended_early
 from synthesizer_jax.training import run_log
-from synthesizer_jax.training.loop import has_no_patience_left
+from synthesizer_jax.training.loop import has_stopped
 from synthesizer_jax.training.run_log import NonFiniteLossError
 from synthesizer_jax.training.step import restart_ema
 from synthesizer_jax.training.trainer import Trainer
@@ -180,7 +180,7 @@ def test_a_run_stops_and_goes_on_with_more_patience(tmp_path, capsys):
 def test_evaluations_without_improvement_are_counted(scores, margin, count):
     for patience in (1, 2, 3):
         evaluation = Evaluation(patience=patience, min_improvement=margin)
-        assert has_no_patience_left(evaluation, scores, step=12) == (count >= patience)
+        assert has_stopped(evaluation, scores, step=12) == (count >= patience)
 
 
 STILL = AdamW(learning_rate=Constant(0.0))
