@@ -16,9 +16,9 @@ RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliabili
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory, synthetic_data: pathlib.Path):
+def store(synthetic_data: pathlib.Path):
     """Buckets with the synthetic data sets."""
-    with buckets.serve(tmp_path_factory.mktemp("certificate")) as store:
+    with buckets.serve() as store:
         store.upload(synthetic_data, "bucket/data")
         yield store
 
@@ -26,7 +26,8 @@ def store(tmp_path_factory: pytest.TempPathFactory, synthetic_data: pathlib.Path
 def train(workdir: str | pathlib.Path, steps: int) -> str:
     return (
         f"train {RECIPE} --workdir {workdir} --data-dir gs://bucket/data --set training.steps={steps} "
-        "--set mesh.fsdp=1 --set evaluation.every=4"
+        "--set mesh.fsdp=1 --set evaluation.every=4 --set model.encoder.runs.0.repeats=1 "
+        "--set model.decoder.runs.0.repeats=1"
     )
 
 

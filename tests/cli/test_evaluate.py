@@ -13,7 +13,7 @@ import pytest
 
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints import manager
-from synthesizer_jax.cli import evaluate, generate
+from synthesizer_jax.cli import generate
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import leaderboards
@@ -239,19 +239,6 @@ def test_a_diverged_model_is_evaluated_and_written_as_json(place, tmp_path):
     for text in texts:
         assert "NaN" not in text and "Infinity" not in text
     assert json.loads(texts[0])["loss"] is None
-
-
-def test_following_waits_for_checkpoints_until_the_last_step_or_an_early_stop(place, run, monkeypatch):
-    hidden, real = [], manager.finished_steps
-    monkeypatch.setattr(manager, "finished_steps", lambda x: real(x) if hidden else real(x)[:1])
-    monkeypatch.setattr(evaluate.time, "sleep", hidden.append)
-    shown = call(place, f"{RTE} --follow")
-    assert hidden == [evaluate.POLL_SECONDS]
-    assert shown.index("step 2") < shown.index("step 4")
-    shutil.rmtree(run / "checkpoints" / "4")  # step 4 is not its last, and no more will come
-    events = [{"time": 1.0, "event": name, "step": 2} for name in ("stopped", "end")]
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert "step 2" in call(place, f"{RTE} --follow", workdir=run)
 
 
 TEXTS = ["a\u2028b", "the dog sleeps"]

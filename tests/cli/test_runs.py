@@ -179,6 +179,22 @@ def test_a_vocabulary_that_is_another_or_was_changed_is_noticed(
         run(again, copied, data_dir=tmp_path, prepare=lambda *_: pytest.fail("data was prepared"))
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("distill papers.replacement:alr --teacher {run} --workdir {run}", "run holds another run: "),
+        ("distill papers.replacement:alr --teacher {run}/.. --workdir new", "holds no experiment"),
+        ("inspect {run}/checkpoints/99", "has no checkpoint 99; give --step with one of 4"),
+    ],
+)
+def test_what_is_wrong_is_said_before_data_is_prepared(copied, monkeypatch, command, message) -> None:
+    prepare = lambda *_, **__: pytest.fail("data was prepared")
+    for module in ("data", "train"):
+        monkeypatch.setattr(f"synthesizer_jax.cli.{module}.prepare_missing", prepare)
+    with pytest.raises((ValueError, OSError), match=message):
+        call(command.format(run=copied))
+
+
 def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, synthetic_data) -> None:
     log = copied / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)

@@ -130,46 +130,6 @@ def test_an_output_projection_of_its_own_contradicts_a_tied_model(tmp_path):
         load(make_folder(tmp_path, TINY, tensors))
 
 
-def truncate(folder):
-    path = folder / "model-00002-of-00003.safetensors"
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def climb_out(folder):
-    (folder.parent / "outside.safetensors").write_bytes(b"")
-    path = folder / "model.safetensors.index.json"
-    path.write_text(json.dumps({"weight_map": {"shared.weight": "../outside.safetensors"}}))
-
-
-def remove_a_shard(folder):
-    (folder / "model-00003-of-00003.safetensors").unlink()
-
-
-def leave_a_pickle(folder):
-    for path in folder.glob("model*"):
-        path.unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (truncate, "cannot be read"),
-        (climb_out, "not a file of the folder"),
-        (remove_a_shard, "is missing"),
-        (leave_a_pickle, "needs PyTorch|nothing in it was executed"),
-    ],
-)
-def test_damage_is_one_sentence_and_leaves_nothing(tmp_path, damage, message, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = make_folder(tmp_path / "source", TINY, make_tensors(TINY), shards=3)
-    damage(folder)
-    before = sorted(p.name for p in tmp_path.iterdir())
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        convert_checkpoint(folder, tmp_path / "run")
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
-
-
 def test_three_lines_generate_and_encode(tmp_path):
     config = TINY | FAMILIES["ByT5"]
     loaded = load(make_folder(tmp_path, config, make_tensors(config)))
