@@ -27,12 +27,7 @@ from synthesizer_jax.checkpoints.contents import (
     position_files,
     read_contents,
 )
-from synthesizer_jax.checkpoints.placement import (
-    AVERAGE,
-    OtherModelError,
-    read_arrays,
-    read_variables,
-)
+from synthesizer_jax.checkpoints.placement import AVERAGE, OtherModelError, read_arrays, read_variables
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.primitives.parameters import Variables
 

@@ -22,12 +22,7 @@ from synthesizer_jax.base.files import storage_path, write_atomic
 from synthesizer_jax.base.registry import check_fields, register, replace, to_json
 from synthesizer_jax.base.typing import KeyPath, NotEmpty, Number, PyTree
 from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.distillation.fit import (
-    collect_statistics,
-    fit_layers,
-    is_softmax_of_logits,
-    is_static,
-)
+from synthesizer_jax.distillation.fit import collect_statistics, fit_layers, is_softmax_of_logits, is_static
 from synthesizer_jax.distillation.replacement import (
     STACKS,
     Layer,

@@ -13,13 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from synthesizer_jax.distillation.fit import (
-    PRIOR,
-    Statistics,
-    divergence,
-    sums_by_distance,
-    times_seen,
-)
+from synthesizer_jax.distillation.fit import PRIOR, Statistics, divergence, sums_by_distance, times_seen
 
 LOWEST, PER_DECADE = -6, 8
 EDGES = np.logspace(LOWEST, 0, -LOWEST * PER_DECADE + 1)

@@ -20,12 +20,7 @@ from flax import serialization, traverse_util
 
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.pretrained.architecture import (
-    MOST_LAYERS,
-    Architecture,
-    Pretrained,
-    with_output_of_t5,
-)
+from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture, Pretrained, with_output_of_t5
 from synthesizer_jax.pretrained.tensors import (
     SAME,
     Layout,

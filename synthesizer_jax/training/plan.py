@@ -28,11 +28,7 @@ from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.optimizers.adafactor import TABLE
 from synthesizer_jax.optimizers.rules import merge_entries, resolve_rules, trained_entries
 from synthesizer_jax.primitives.parameters import Variables, abstract_variables, is_axes
-from synthesizer_jax.sharding import (
-    BATCH_AXES,
-    MeshShape,
-    check_batch,
-)
+from synthesizer_jax.sharding import BATCH_AXES, MeshShape, check_batch
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import Layout, Trainer, abstract_batch, make_layout

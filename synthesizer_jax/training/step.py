@@ -16,12 +16,7 @@ from synthesizer_jax.primitives.mesh import map_over_batch, mesh_axes
 from synthesizer_jax.primitives.parameters import Variables, apply_method
 from synthesizer_jax.primitives.products import output_product
 from synthesizer_jax.training.experiment import Training
-from synthesizer_jax.training.losses import (
-    LossSums,
-    chunked_cross_entropy,
-    cross_entropy,
-    loss_denominator,
-)
+from synthesizer_jax.training.losses import LossSums, chunked_cross_entropy, cross_entropy, loss_denominator
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]

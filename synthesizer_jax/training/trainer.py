@@ -19,14 +19,7 @@ from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.optimizers.adafactor import state_axes
 from synthesizer_jax.optimizers.rules import RuledOptimizer, build_optimizer
 from synthesizer_jax.primitives.parameters import abstract_variables
-from synthesizer_jax.sharding import (
-    batch_sharding,
-    check_batch,
-    make_mesh,
-    replicated,
-    shardings,
-    use_mesh,
-)
+from synthesizer_jax.sharding import batch_sharding, check_batch, make_mesh, replicated, shardings, use_mesh
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.step import Batch, Metrics, TrainState, make_train_step
 

@@ -33,13 +33,7 @@ from synthesizer_jax.pretrained import load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.serving.load import Model
-from synthesizer_jax.serving.programs import (
-    LOADER,
-    PLATFORMS,
-    Limits,
-    export_programs,
-    write_directory,
-)
+from synthesizer_jax.serving.programs import LOADER, PLATFORMS, Limits, export_programs, write_directory
 from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
 
 VOCAB, LIMITS = 384, Limits(inputs_length=12, targets_length=5)

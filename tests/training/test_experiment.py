@@ -10,13 +10,7 @@ from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.evaluation.evaluator import check_masked_tasks
 from synthesizer_jax.models import ZOO
-from synthesizer_jax.optimizers import (
-    Adafactor,
-    AdamW,
-    Constant,
-    OptimizerRule,
-    optax_optimizer,
-)
+from synthesizer_jax.optimizers import Adafactor, AdamW, Constant, OptimizerRule, optax_optimizer
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.run import run

@@ -26,14 +26,7 @@ from synthesizer_jax.training.run_log import NonFiniteLossError
 from synthesizer_jax.training.step import restart_ema
 from synthesizer_jax.training.trainer import Trainer
 from tests.environment import without_devices
-from tests.training.tiny import (
-    VOCAB,
-    CopyStream,
-    experiment,
-    logged,
-    run,
-    stepped,
-)
+from tests.training.tiny import VOCAB, CopyStream, experiment, logged, run, stepped
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -17,16 +17,7 @@ from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import step
 from synthesizer_jax.training.step import _split_micro_batches, loss_sums
 from synthesizer_jax.training.trainer import Trainer
-from tests.training.tiny import (
-    HEADS,
-    STREAMS,
-    VOCAB,
-    ClassStream,
-    CopyStream,
-    encoder,
-    experiment,
-    stepped,
-)
+from tests.training.tiny import HEADS, STREAMS, VOCAB, ClassStream, CopyStream, encoder, experiment, stepped
 
 Z, SMOOTHING = 0.01, 0.1
 TINY = Size(8, 1, 16, 2, 4)

@@ -14,12 +14,7 @@ from safetensors.numpy import save_file
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
-from synthesizer_jax.pretrained.huggingface.config import (
-    CONFIG,
-    GENERATION_CONFIG,
-    IDS,
-    write_config,
-)
+from synthesizer_jax.pretrained.huggingface.config import CONFIG, GENERATION_CONFIG, IDS, write_config
 from synthesizer_jax.pretrained.huggingface.names import torch_name
 from synthesizer_jax.pretrained.huggingface.tokenizer import SENTENCEPIECE, TOKENIZER_CONFIG
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
