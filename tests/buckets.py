@@ -37,6 +37,8 @@ class Buckets:
             "STORAGE_EMULATOR_HOST": address,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
             "NO_GCE_CHECK": "true",
+            "FSSPEC_GCS_TOKEN": "anon",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         }
 
     def put(self, name: str, data: bytes) -> None:

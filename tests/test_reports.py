@@ -185,7 +185,7 @@ def test_answers_that_differ_stand_first_and_any_text_is_shown_as_it_is(tmp_path
     ]
     low, high = scipy.stats.binomtest(1, 2).proportion_ci(method="wilson")
     shown = rows_of(page, "Scores on held-out examples")[0]
-    assert shown[1][2] == f"{50 * (1 + low):.1f} to {50 * (1 + high):.1f}"
+    assert shown[1][2] == f"{100 * low:.1f} to {100 * high:.1f}"
     # Any text.
     odd = {"input": " ".join(ODD), "target": "b", "prediction": " ".join(ODD)}
     run = logged(tmp_path / "odd", answers=[odd], **{"rte/accuracy": 61.0})

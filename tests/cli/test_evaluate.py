@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from synthesizer_jax.base.registry import replace
-from synthesizer_jax.checkpoints import manager
 from synthesizer_jax.cli import generate
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
@@ -208,26 +207,6 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplo
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(FileNotFoundError, match=r"checkpoints has no checkpoint yet; train first"):
         call(place, RTE, workdir=run)
-
-
-def test_checkpoints_that_training_deletes_meanwhile(place, run, monkeypatch, caplog):
-    """A newer one takes the place of one that is gone; of all checkpoints it is passed over."""
-    directory = run / "checkpoints"
-    (directory / "4").rename(run / "newer")
-    read, found, first = manager.read_variables, manager.finished_steps, iter([[1, 2, 4]])
-
-    def read_while_training(checkpoint, layout, **options):
-        if checkpoint.name == "2" and not (directory / "4").exists():
-            (run / "newer").rename(directory / "4")
-            shutil.rmtree(checkpoint)
-        return read(checkpoint, layout, **options)
-
-    monkeypatch.setattr(manager, "read_variables", read_while_training)
-    assert "step 4" in call(place, RTE, workdir=run)
-    assert "cannot be read" not in caplog.text
-    monkeypatch.setattr(manager, "finished_steps", lambda path: next(first, None) or found(path))
-    shown = call(place, f"--all {RTE}", workdir=run)
-    assert "step 1 is skipped" in shown and "step 2 is skipped" in shown and "step 4" in shown
 
 
 def test_a_diverged_model_is_evaluated_and_written_as_json(place, tmp_path):
