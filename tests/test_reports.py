@@ -18,13 +18,7 @@ from tests.cli import commands
 from tests.training.tiny import experiment
 
 TRAINED = {"kind": "train", "loss": 2.0, "steps_per_second": 4.0, "tokens_per_second": 100.0}
-ODD = [
-    r"$\frac{$",
-    "nul\0 bell\a",
-    "over\u202eride\u2066",
-    "é 中 \U0001f600 שלום",
-    "<script>x</script>",
-]
+ODD = [r"$\frac{$", "nul\0 bell\a", "over\u202eride\u2066", "é 中 \U0001f600 שלום", "<script>x</script>"]
 SEEN = [r"$\frac{$", r"nul\x00 bell\x07", r"over\u202eride\u2066", *ODD[3:]]
 
 
@@ -77,10 +71,7 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
     shown = rows_of(page, "Scores on held-out examples")
     assert shown[0] == [("", "glue_rte", "accuracy"), ("", "61.0", ""), ("", "61.0", "")]
     assert shown[-1] == [("", "all tasks", "loss ↓"), ("", "1.500", ""), ("", "1.500", "")]
-    assert rows_of(page, "Size and speed")[0][4][1:] == (
-        "6.0",
-        "5.0 to 7.0",
-    )  # the median, quartiles
+    assert rows_of(page, "Size and speed")[0][4][1:] == ("6.0", "5.0 to 7.0")  # the median, quartiles
     assert "Answers" not in page and "Settings" not in page
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["page.html"]
     opened, links = [], []

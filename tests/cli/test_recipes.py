@@ -127,10 +127,7 @@ def test_without_the_data_extra_one_sentence_says_what_to_install(tmp_path, tmp_
     absent = tmp_path_factory.mktemp("absent")
     error = "raise ModuleNotFoundError('not here', name='tensorflow')\n"
     (absent / "tensorflow.py").write_text(error)
-    commands = [
-        "train quickstart --workdir w --data-dir d",
-        "data import glue --from . --data-dir d",
-    ]
+    commands = ["train quickstart --workdir w --data-dir d", "data import glue --from . --data-dir d"]
     said = run_all(tmp_path, commands, PYTHONPATH=f"{absent}{os.pathsep}{ROOT}")
     (code, prepared), other = said
     remedy = "tensorflow is not installed; run pip install 'synthesizer_jax[data]'"

@@ -87,11 +87,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
     [
         # What the model is comes before its ids and sizes.
         *(
-            (
-                CONFIG,
-                {"model_type": name, **fields},
-                f"model_type is '{name}'; allowed: 't5', 'mt5'",
-            )
+            (CONFIG, {"model_type": name, **fields}, f"model_type is '{name}'; allowed: 't5', 'mt5'")
             for name, fields in (("llama", {"pad_token_id": None}), ("t5gemma", {"d_model": None}))
         ),
         (
@@ -108,11 +104,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
         (CONFIG, {"num_layers": 3}, "encoder.block.2.layer.0.SelfAttention.q.weight is missing"),
         (CONFIG, {"vocab_size": 400}, r"shared.weight is \(384, 20\), not \(400, 20\)"),
         (CONFIG, {"model_type": "umt5"}, "encoder.block.1.*relative_attention_bias"),
-        (
-            GENERATION,
-            {"eos_token_id": [1, 2]},
-            r"generation_config.json .*eos_token_id is \[1, 2\]",
-        ),
+        (GENERATION, {"eos_token_id": [1, 2]}, r"generation_config.json .*eos_token_id is \[1, 2\]"),
         (GENERATION, {"eos_token_id": [1], "forced_eos_token_id": None}, None),
     ],
 )

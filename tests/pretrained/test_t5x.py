@@ -34,14 +34,8 @@ NAMES = (
     (r"(\w+)\.block\.(\d+)\.layer\.1\.EncDecAttention", f"{BLOCK}/encoder_decoder_attention"),
     (r"(\w+)\.block\.(\d+)\.layer\.\d\.DenseReluDense", f"{BLOCK}/mlp"),
     (r"(encoder)\.block\.(\d+)\.layer\.0\.layer_norm", f"{BLOCK}/pre_attention_layer_norm/scale"),
-    (
-        r"(decoder)\.block\.(\d+)\.layer\.0\.layer_norm",
-        f"{BLOCK}/pre_self_attention_layer_norm/scale",
-    ),
-    (
-        r"(decoder)\.block\.(\d+)\.layer\.1\.layer_norm",
-        f"{BLOCK}/pre_cross_attention_layer_norm/scale",
-    ),
+    (r"(decoder)\.block\.(\d+)\.layer\.0\.layer_norm", f"{BLOCK}/pre_self_attention_layer_norm/scale"),
+    (r"(decoder)\.block\.(\d+)\.layer\.1\.layer_norm", f"{BLOCK}/pre_cross_attention_layer_norm/scale"),
     (r"(\w+)\.block\.(\d+)\.layer\.\d\.layer_norm", f"{BLOCK}/pre_mlp_layer_norm/scale"),
 )
 PARTS = {"q": "query", "k": "key", "v": "value", "o": "out"}
@@ -145,8 +139,7 @@ def split_heads(config, layers):
 
 
 @pytest.mark.parametrize(
-    ("names", "own_bias"),
-    [(("encoder", "decoder"), None), (("layers", "layers"), "relative_posemb")],
+    ("names", "own_bias"), [(("encoder", "decoder"), None), (("layers", "layers"), "relative_posemb")]
 )
 def test_scanned_layers_with_an_axis_of_heads(tmp_path, names, own_bias):
     config, tensors, target = made()

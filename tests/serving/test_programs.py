@@ -233,9 +233,7 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
 def test_a_run_is_exported_whole_or_not_at_all(tmp_path):
     config = TINY | FAMILIES["ByT5"]
     convert_checkpoint(
-        make_folder(tmp_path / "a", config, make_tensors(config)),
-        tmp_path / "run",
-        encoder="rv",
+        make_folder(tmp_path / "a", config, make_tensors(config)), tmp_path / "run", encoder="rv"
     )
     with pytest.raises(ValueError, match="--inputs-length"):
         export_run(tmp_path / "run", tmp_path / "long", to="stablehlo", inputs_length=4096)

@@ -54,15 +54,9 @@ def test_a_dry_run_prints_the_commands(name):
         (["create", *POD, "--type", "v6e-17"], "v6e"),
         (["create", *POD, "--type", "tpu7x:2x2x4"], "GKE alone"),
         (["setup", "--name", "pod", "--zone", "us-east5"], "us-east5-b"),
-        (
-            ["train", *POD, "--", "quickstart", "--workdir", "runs/rv"],
-            "--workdir runs/rv goes away",
-        ),
+        (["train", *POD, "--", "quickstart", "--workdir", "runs/rv"], "--workdir runs/rv goes away"),
         (["run", *POD, "--", "eval", "--data-dir=data"], "--data-dir data goes away"),
-        (
-            ["train", *POD, "--", "x", "--set=vocabulary.path=v.model"],
-            "vocabulary.path v.model goes",
-        ),
+        (["train", *POD, "--", "x", "--set=vocabulary.path=v.model"], "vocabulary.path v.model goes"),
         (["train", *POD, "--", "quickstart", *RUN[:2]], "give --data-dir with prepared data"),
         (["run", *POD, "--", "quickstart", *RUN[:2]], "--extras train,gcs,tpu,data"),
         (["create", *POD, "--spot", "--reserved"], "--reserved: not allowed with argument --spot"),

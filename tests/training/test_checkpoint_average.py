@@ -32,9 +32,7 @@ def test_it_is_the_mean_and_loads_like_a_run(source, tmp_path):
     step, found = restore_variables(tmp_path / "mean" / "checkpoints")
     assert step == 6
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
-        found["params"],
-        expected,
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found["params"], expected
     )
     assert {x.dtype for x in jax.tree.leaves(found["params"])} == {np.dtype(np.float32)}
     loaded = load(tmp_path / "mean")

@@ -102,9 +102,7 @@ def test_an_average_equals_numpy_and_goes_on(tmp_path):
         params = read_arrays(checkpoint, {"params": state.params}, ("params",))["params"]
         average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, params)
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
-            saved(step),
-            average,
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), saved(step), average
         )
     assert state.averaged_variables["params"] is state.ema
     moved = jax.tree.map(lambda a, p: bool(np.any(a != p)), state.ema, state.params)

@@ -178,10 +178,7 @@ def test_names_of_topologies():
     ("message", "kind"),
     [
         ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, 16G exceed 15G", plan.TooLargeError),
-        (
-            "RESOURCE_EXHAUSTED: Allocation would exceed memory, space=vmem",
-            jax.errors.JaxRuntimeError,
-        ),
+        ("RESOURCE_EXHAUSTED: Allocation would exceed memory, space=vmem", jax.errors.JaxRuntimeError),
     ],
 )
 def test_only_a_step_without_room_is_too_large(monkeypatch, message, kind):
