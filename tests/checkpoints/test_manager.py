@@ -149,12 +149,6 @@ def test_nothing_is_renamed_where_that_would_not_help(saved: pathlib.Path, monke
     assert finished_steps(saved) == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["²", "007", "-1", "4.tmp", "x"])
-def test_other_names_are_no_checkpoints(tmp_path: pathlib.Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    assert finished_steps(tmp_path) == []
-
-
 def test_the_latest_and_the_best_are_kept_when_the_score_falls(tmp_path: pathlib.Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_latest=2, keep_best=1)
     for step, score in enumerate((0.1, 0.9, 0.5, math.nan, None, 0.2, 0.95), start=1):

@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
 from tests import buckets
 from tests.cli.commands import run_all
@@ -17,7 +20,8 @@ RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliabili
 
 @pytest.fixture(scope="module")
 def store(synthetic_data: pathlib.Path):
-    """Buckets with the synthetic data sets."""
+    """Buckets with the synthetic data sets, prepared as the recipe reads them."""
+    prepare("synthetic_sst2", PreparedTasks(synthetic_data, Bytes().build()))
     with buckets.serve() as store:
         store.upload(synthetic_data, "bucket/data")
         yield store

@@ -154,23 +154,6 @@ def test_leaderboard_files(place, tmp_path):
     assert {a["label"] for q in questions for a in q["answers"]} <= {0, 1}
 
 
-def test_what_is_no_leaderboard_file(place):
-    """The files of the recipe's own split lie where its evaluation does; labels are scored."""
-    cases = (
-        ("--task multi30k_en_de --split test", "test", 4, "no leaderboard of GLUE or SuperGLUE"),
-        ("--task multi30k_en_de --split validation", ".", 7, "bleu"),
-        (f"{RTE} --max-examples 2", "test/part", 2, "unlabeled"),
-    )
-    for options, name, rows, said in cases:
-        shown = call(place, options, command="predict")
-        folder = (place / "run" / "evaluation" / "4" / name).resolve()
-        (path,) = folder.glob("*_v002.jsonl" if RTE in options else "multi30k_en_de.jsonl")
-        assert f"predictions: {folder}/TASK.jsonl" in shown and said in shown
-        assert ("leaderboard" in shown) == (name == "test")
-        assert ("overall:" in shown) == ("unlabeled" not in shown)  # nothing is over no score
-        assert len(path.read_text().splitlines()) == rows and not (folder / "glue").exists()
-
-
 VALUES = {-1: True, 0: False, 1: False, float("nan"): True, -0.5: True, 7.0: False, "x": False}
 
 

@@ -9,7 +9,7 @@ from synthesizer_jax.base import files
 from synthesizer_jax.runs import metrics
 from synthesizer_jax.runs.events import EVENTS_FILE, add_event, read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, MetricsWriter, read_metrics
-from synthesizer_jax.runs.progress import Progress, summary_lines
+from synthesizer_jax.runs.progress import summary_lines
 
 
 @pytest.mark.parametrize("bucket", [False, True])
@@ -49,14 +49,6 @@ def test_logs_are_cut_back_to_the_restored_step_and_to_what_can_be_read(tmp_path
     events.write_bytes(damage)
     add_event(tmp_path, "end", step=3)
     assert [e["event"] for e in read_events(tmp_path)] == ["end"]
-
-
-def test_an_optimizer_without_a_schedule_has_no_rate_to_show(capsys) -> None:
-    values = {"loss": 2.0, "padding": 0.25, "steps_per_second": 4.0, "tokens_per_second": 1000.0}
-    Progress(total=12).log_training(4, values)
-    assert capsys.readouterr().out == (
-        "step  4/12  loss 2  padding 25%  4 steps/s  1,000 tokens/s  2.0 s left\n"
-    )
 
 
 @pytest.mark.parametrize(("prompt", "commands"), [("X", ["eval", "generate"]), ("", ["eval"])])
