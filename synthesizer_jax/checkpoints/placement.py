@@ -26,9 +26,9 @@ def place_variables(
 ) -> tuple[Mesh, Variables]:
     """Returns a mesh over all devices and the layout of a model's variables on it.
 
-    The shape of the mesh is the first that fits: the given one, of the training; the same sharding of the
-    model with another number of replicas; or ``fsdp`` over as many devices as the sizes of the parameters
-    allow. The tokens are abstract arguments of the model, and `devices` None is all of them.
+    The shape of the mesh is the first that fits. The given one, of the training, comes first; then the same
+    sharding of the model with another number of replicas; then ``fsdp`` over as many devices as the sizes
+    of the parameters allow. The tokens are abstract arguments of the model. `devices` None is all of them.
 
     Returns:
       The mesh, and ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings.

@@ -98,5 +98,5 @@ class _Handler(ocp.type_handlers.NumpyHandler):
             array = np.ascontiguousarray(value.read()).reshape(value.shape)
             (self.checksums[info.name.replace(".", "/")],) = checksums.checksums(array).values()
             (written,) = await super().serialize([array], [info], [arg])
-            written.result()
+            written.result()  # before the next is read: one array is in memory
         return []

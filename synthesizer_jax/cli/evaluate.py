@@ -40,9 +40,9 @@ def evaluate(
 
     The model is restored from the run's directory and sharded over all devices of all processes, as in
     training. Results and predictions are written to evaluation/STEP in that directory, and those of a
-    split that is not the recipe's to evaluation/STEP/SPLIT; with --task or --max-examples to the folder
-    part in it, so that the results of the whole stay. Examples without a label, as in most test splits,
-    are predicted and not scored.
+    split that is not the recipe's to evaluation/STEP/SPLIT. With --task or --max-examples they go to the
+    folder part in it, so that the results of the whole stay. Examples without a label, as in most test
+    splits, are predicted and not scored.
 
     Args:
       workdir: directory of the run.

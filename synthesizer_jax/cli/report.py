@@ -54,8 +54,8 @@ def inspect(
     """Show what the layers of a model have learned: where heads look, how sharp, local and static they are.
 
     A page, and a JSON file beside it, hold attention maps, histograms of the weights before and after
-    training, distances, ranks, mixture weights, projections and likeness of heads, and
-    what static forms of attention, which depend on positions alone, miss of every head.
+    training, distances, ranks, mixture weights, projections and likeness of heads. They say what static
+    forms of attention, which depend on positions alone, miss of every head.
 
     Example: synthesizer-jax inspect runs/rv --data-dir DATA --output rv.html
 

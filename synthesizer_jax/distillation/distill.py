@@ -116,6 +116,8 @@ def distill(
             f"{teacher} contains a {type(taught.model).__name__}; only EncoderDecoder models can be "
             "distilled"
         )
+    # Before `run`, which prepares data: a teacher without a checkpoint, or a replacement that does not fit it,
+    # is said first.
     _, variables = restore_variables(teacher / "checkpoints")
     trainer = DistillationTrainer(taught, unroll_variables(taught.model, variables), recipe)
     experiment = trainer.experiment

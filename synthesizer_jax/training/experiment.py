@@ -102,9 +102,9 @@ class Experiment:
       init_from: a checkpoint directory (``RUN`` or ``RUN/checkpoints/STEP``) whose parameters a
         fresh run starts from.
       init_rules: which parameters start otherwise than from those of the same path and shape.
-      init_optimizer: whether to go on with the optimizer's state of that checkpoint too, and so with the
-        schedule of its learning rate at the number of updates in that state, while the run's own steps
-        count from 0.
+      init_optimizer: whether to go on with the optimizer's state of that checkpoint too. The schedule of
+        its learning rate then goes on at the number of updates in that state; the run's own steps count
+        from 0.
     """
 
     model: TextToText | Encoder

@@ -259,9 +259,9 @@ def _num_bytes(counts: ArrayCounts) -> int:
 def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment, MemoryPlan]]:
     """Returns variants of an experiment that fit into a topology's memory, the cheapest first.
 
-    Tries data parallelism alone, parameters sharded over all devices of a slice (or over as many as
-    divide the model's width), and tensor parallelism over 2, 4 and 8 devices in addition, with each of
-    the `REMATS`.
+    Tries data parallelism alone, and parameters sharded over all devices of a slice, or over as many as
+    divide the model's width. Then it adds tensor parallelism over 2, 4 and 8 devices. With each mesh it
+    tries the `REMATS`.
 
     Returns:
       For every mesh the first variant that fits, and its plan.

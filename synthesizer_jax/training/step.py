@@ -200,9 +200,9 @@ def make_train_step(
 
     Returns:
       Metrics are float32 scalars: ``loss`` (nats per real target, without z-loss), ``z_loss``,
-      ``accuracy`` (of the targets), ``tokens`` (real input and target tokens),
-      ``gradient_norm`` (of the parameters that are trained), ``learning_rate`` where it is known; and
-      ``data_checksum``, by which two runs tell that they read the same.
+      ``accuracy`` (of the targets), ``tokens`` (real input and target tokens), ``gradient_norm`` (of the
+      parameters that are trained), and ``learning_rate`` where it is known. Two runs have the same
+      ``data_checksum`` in a step if they read the same batch.
     """
     parts = training.micro_batches
 
@@ -276,8 +276,8 @@ def apply_gradients(
 
     The average follows the parameters by ``average + (1 − d) · (params − average)`` with
     ``d = min(ema, (1 + step) / (10 + step))``, as in TensorFlow's ``ExponentialMovingAverage`` with
-    ``num_updates``: it starts as the initial parameters, and the smaller decay of the first steps forgets
-    them. A bias correction is not needed.
+    ``num_updates``. It starts as the initial parameters. The smaller decay of the first steps forgets them,
+    so a bias correction is not needed.
 
     Args:
       state: the state before it.
