@@ -116,8 +116,7 @@ def distill(
             f"{teacher} contains a {type(taught.model).__name__}; only EncoderDecoder models can be "
             "distilled"
         )
-    # Before `run`, which prepares data: a teacher without a checkpoint, or a replacement that does not fit it,
-    # is said first.
+    # What a user can have got wrong comes before `run`, which prepares data.
     _, variables = restore_variables(teacher / "checkpoints")
     trainer = DistillationTrainer(taught, unroll_variables(taught.model, variables), recipe)
     experiment = trainer.experiment

@@ -104,7 +104,8 @@ def measure(first: Measures, second: Measures | None) -> Measures:
       largest possible (a head of width e has at most e; Bhojanapalli et al. 2020). ``static`` is the share
       of the divergence from equal weights that positions explain: smoothed mean weights of one half
       describe the other. It is 1 where weights are equal, below 0 where equal weights are better, and NaN
-      without a second half. Numbers: ``keys``, the mean seen by a query, and ``near_of_equal``, of equal weights.
+      without a second half. Numbers: ``keys``, the mean seen by a query, and ``near_of_equal``, of equal
+      weights.
     """
     total = first if second is None else jax.tree.map(np.add, first, second)
     mass, negentropy, queries = total["statistics"]

@@ -85,6 +85,7 @@ def run(
             imported.add_imported(data_path)
             experiment = run_directory.find_vocabulary(experiment, data_path)
             run_directory.check_same_run(experiment, directory)
+            # What a user can have got wrong is said by now; preparing may take hours.
             if prepare is not None:
                 prepare(experiment, data_path)
             prepared = find_prepared(experiment, data_path)
