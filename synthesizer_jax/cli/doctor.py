@@ -65,7 +65,12 @@ def doctor(
         probe = directory / f".doctor_{os.getpid()}_{socket.gethostname()}"
         if not in_bucket(directory):  # where TensorFlow would never end if there is no such bucket
             directory.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
+        try:
+            probe.write_bytes(b"x")
+        except FileNotFoundError as error:  # gcsfs names its request alone
+            raise FileNotFoundError(
+                f"{directory} is in no bucket that is there ({error}); make it"
+            ) from None
         probe.unlink()
         free = None if in_bucket(directory) else shutil.disk_usage(directory).free / 2**30
         lines.append(f"{directory} is writable" + ("" if free is None else f", {free:.0f} GiB free"))
