@@ -36,7 +36,7 @@ from synthesizer_jax.models import alignment, stacks_of, t5  # noqa: E402
 from synthesizer_jax.models.zoo import T5_1_1  # noqa: E402
 from synthesizer_jax.optimizers import Adafactor  # noqa: E402
 from synthesizer_jax.sharding import MeshShape  # noqa: E402
-from synthesizer_jax.training import aot  # noqa: E402
+from synthesizer_jax.training import plan  # noqa: E402
 from synthesizer_jax.training.experiment import Experiment, Training  # noqa: E402
 from synthesizer_jax.training.plan import REMATS, make_plan, with_remat  # noqa: E402
 
@@ -66,9 +66,9 @@ def main() -> None:
                 print(key, flush=True)
                 results[key] = compile_step(experiment, topology)
                 report.write_file(args.json, json.dumps({"rows": results}, indent=1) + "\n")
-            plan = make_plan(experiment, topology)
+            planned = make_plan(experiment, topology)
             labels = {"topology": name, "variant": variant, "remat": remat or "none"}
-            memory = {"planned": plan.needs.total / GIB, "memory": plan.capacity / GIB}
+            memory = {"planned": planned.needs.total / GIB, "memory": planned.capacity / GIB}
             group.append({**labels, **memory, **results[key]})
         rows += [{**r, "against": r["roofline_ms"] / group[0]["roofline_ms"]} for r in group]
     columns = {
@@ -99,7 +99,7 @@ def main() -> None:
 def compile_step(experiment: Experiment, topology: chips.Topology) -> dict[str, Any]:
     """Compiles a step and returns its memory and costs."""
     began = time.perf_counter()
-    memory = aot.compile_step(experiment, topology).memory_analysis()
+    memory = plan.compile_step(experiment, topology).memory_analysis()
     seconds = time.perf_counter() - began
     costs, chip = step_costs(experiment, topology), topology.chip
     kinds = {kind: costs[kind] for kind in COLLECTIVES if costs[kind]}
@@ -126,7 +126,7 @@ def step_costs(experiment: Experiment, topology: chips.Topology) -> collections.
             runs = tuple(replace(r, repeats=1 + (r.repeats == repeats)) for r in stack.runs)
             changed[name] = replace(stack, runs=runs, scan=False)
         small = replace(experiment, model=replace(experiment.model, **changed))
-        return program_costs(aot.compile_step(small, topology))
+        return program_costs(plan.compile_step(small, topology))
 
     total = first = costs()
     runs = [run for stack in stacks_of(experiment.model).values() for run in stack.runs]

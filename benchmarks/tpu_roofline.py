@@ -25,7 +25,7 @@ from synthesizer_jax import Attention, DotProduct, FactorizedRandom, Mask, Rando
 from synthesizer_jax.attention.fused_tpu import block_size
 from synthesizer_jax.costs import chips
 from synthesizer_jax.costs.summary import flops
-from synthesizer_jax.training.aot import devices_of
+from synthesizer_jax.training.plan import devices_of
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 """A small topology for every chip."""

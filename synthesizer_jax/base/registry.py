@@ -178,9 +178,9 @@ def check_types(cls: Any, values: Mapping[str, object], path: str = "") -> None:
 def format_limits(annotation: Annotation) -> str:
     """Formats what an annotation allows besides its types, such as ``1 to 256``; empty if that is all."""
     parts = typing.get_args(annotation)
-    own = [str(part) for part in parts if isinstance(part, Limit)]
+    limits = [str(part) for part in parts if isinstance(part, Limit)]
     nested = " or ".join(filter(None, map(format_limits, parts)))
-    return " of ".join([*own, nested] if nested else own)
+    return " of ".join([*limits, nested] if nested else limits)
 
 
 def matches_type(value: object, annotation: Annotation) -> bool:

@@ -27,12 +27,7 @@ from synthesizer_jax.checkpoints.contents import (
     position_files,
     read_contents,
 )
-from synthesizer_jax.checkpoints.placement import (
-    AVERAGE,
-    OtherModelError,
-    read_arrays,
-    read_variables,
-)
+from synthesizer_jax.checkpoints.placement import AVERAGE, OtherModelError, read_arrays, read_variables
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.primitives.parameters import Variables
 
@@ -164,13 +159,13 @@ class Checkpoints:
           ValueError: no checkpoint can be read, or they belong to another model or other data.
           OSError: the storage failed; the checkpoints are unchanged.
         """
-        wanted = _state_dict(abstract)
+        entries = _state_dict(abstract)
         names = tuple(field.name for field in dataclasses.fields(abstract))
 
         def read(checkpoint: pathlib.Path) -> dict[str, PyTree]:
             if stream is not None and read_contents(checkpoint) is None:
                 raise ValueError(f"{checkpoint} holds no position in the data")
-            tree: dict[str, PyTree] = read_arrays(checkpoint, wanted, names)
+            tree: dict[str, PyTree] = read_arrays(checkpoint, entries, names)
             if int(tree["step"]) != int(checkpoint.name):
                 raise ValueError(f"{checkpoint} holds step {int(tree['step'])}")
             return tree
@@ -239,16 +234,16 @@ def restore_variables(
     """
     read = lambda checkpoint: read_variables(checkpoint, layout)
     number, variables, damaged = read_newest(directory, read, step=step, divided=layout is not None)
-    there = finished_steps(directory)
+    saved = finished_steps(directory)
     if number is None:
         raise FileNotFoundError(
             f"{directory} has no checkpoint yet; train first"
-            if step is None or not there
-            else f"{directory} has no checkpoint {step}; give --step with one of {str(there)[1:-1]}"
+            if step is None or not saved
+            else f"{directory} has no checkpoint {step}; give --step with one of {str(saved)[1:-1]}"
         )
-    for one in sorted(set(damaged) & set(there)):
+    for newer in sorted(set(damaged) & set(saved)):
         message = "%s cannot be read (%s); step %d is used"
-        _log.warning(message, directory / str(one), damaged[one], number)
+        _log.warning(message, directory / str(newer), damaged[newer], number)
     if AVERAGE in variables:
         variables["params"] = variables.pop(AVERAGE)
     return number, variables
@@ -273,14 +268,14 @@ def read_newest(
     """
     problems: dict[int, str] = {}
     while True:
-        there = finished_steps(directory)
-        steps = [s for s in there if s not in problems and step in (None, s)]
+        saved = finished_steps(directory)
+        steps = [s for s in saved if s not in problems and step in (None, s)]
         newest: int | None = processes.all_gather("newest", max(steps, default=None))[0]
         if newest is None:
-            if not any(s in there for s in problems):  # or all were deleted in the meantime
+            if not any(s in saved for s in problems):  # or all were deleted in the meantime
                 return None, {}, problems
             worst = max(problems)
-            others = ", ".join(str(s) for s in there if s not in problems)
+            others = ", ".join(str(s) for s in saved if s not in problems)
             remedy = (
                 f"choose another with --step, of {others}" if others else "put a good copy in its place"
             )

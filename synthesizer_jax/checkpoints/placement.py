@@ -26,9 +26,9 @@ def place_variables(
 ) -> tuple[Mesh, Variables]:
     """Returns a mesh over all devices and the layout of a model's variables on it.
 
-    The shape of the mesh is the first that fits: the given one, of the training; the same sharding of the
-    model with another number of replicas; or ``fsdp`` over as many devices as the sizes of the parameters
-    allow. The tokens are abstract arguments of the model, and `devices` None is all of them.
+    The shape of the mesh is the first that fits. The given one, of the training, comes first; then the same
+    sharding of the model with another number of replicas; then ``fsdp`` over as many devices as the sizes
+    of the parameters allow. The tokens are abstract arguments of the model. `devices` None is all of them.
 
     Returns:
       The mesh, and ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings.
@@ -88,22 +88,22 @@ def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variab
     names = (AVERAGE if saved.get(AVERAGE) else "params"), "constants"
     if layout is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        wanted = jax.tree.map(
+        entries = jax.tree.map(
             lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device),
             {name: saved[name] for name in names if saved.get(name)},
         )
     else:
-        wanted = {names[0] if k == "params" else k: v for k, v in layout.items() if v}
-    return read_arrays(checkpoint, wanted, names)
+        entries = {names[0] if k == "params" else k: v for k, v in layout.items() if v}
+    return read_arrays(checkpoint, entries, names)
 
 
-def read_arrays(checkpoint: pathlib.Path, wanted: PyTree, names: tuple[str, ...]) -> PyTree:
+def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...]) -> PyTree:
     """Reads entries of a checkpoint, the directory of a step, without synchronization of the processes.
 
     Args:
       checkpoint: the directory.
-      wanted: the entries, with arrays or `jax.ShapeDtypeStruct` for shapes and shardings.
-      names: entries whose saved arrays must all be wanted.
+      entries: the entries, with arrays or `jax.ShapeDtypeStruct` for shapes and shardings.
+      names: entries whose saved arrays must all be among them.
 
     Raises:
       OtherModelError: the checkpoint has other arrays.
@@ -111,14 +111,14 @@ def read_arrays(checkpoint: pathlib.Path, wanted: PyTree, names: tuple[str, ...]
     """
     metadata = _metadata(checkpoint)
     saved = _shapes({name: metadata.get(name, {}) for name in names})
-    expected = _shapes(wanted)
+    expected = _shapes(entries)
     if different := sorted(name for name, _ in saved.items() ^ expected.items()):
         name = different[0]
         raise OtherModelError(
             f"{checkpoint} belongs to another model: {name} is {saved.get(name, 'absent')} there and "
             f"{expected.get(name, 'absent')} in this run"
         )
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), wanted)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), entries)
     arguments = ocp.args.PyTreeRestore(
         item=abstract,
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import json
 import math
@@ -20,9 +18,6 @@ from synthesizer_jax.base.files import absolute
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints import checksums
 from synthesizer_jax.checkpoints.contents import CONTENTS, CONTENTS_FILE, Contents
-
-AHEAD = 256 * 2**20
-"""Bytes of arrays that are written at the same time; one array is, whatever its size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +55,7 @@ class Unread:
 
 
 def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
-    """Saves a state, nested dictionaries of `Unread`, with as few arrays in memory as `AHEAD` allows.
+    """Saves a state, nested dictionaries of `Unread`, with one array in memory.
 
     The checkpoint is that of `Checkpoints.save`, in the ``checkpoints`` directory of a run. Writing it is
     not atomic: give a directory that nobody reads yet.
@@ -76,13 +71,7 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
         item_handlers={"state": handler},
         options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
     ) as manager:
-        try:
-            manager.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
-        except BaseException:
-            for future in arrays.writing:  # nobody may write to the directory when it is removed
-                with contextlib.suppress(Exception):
-                    future.result()
-            raise
+        manager.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
     contents = absolute(directory) / str(step) / CONTENTS
     contents.mkdir()
     text = json.dumps(Contents(step, arrays.checksums, {}).to_json())
@@ -90,12 +79,11 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-    """Reads arrays while those before are written, and has their checksums by path."""
+    """Reads an array when the one before is written, and has their checksums by path."""
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
         self.checksums: dict[str, int] = {}
-        self.writing: list[ocp.future.Future] = []
 
     async def serialize(
         self,
@@ -103,18 +91,12 @@ class _Handler(ocp.type_handlers.NumpyHandler):
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
     ) -> Sequence[ocp.future.Future]:
-        """Reads all arrays and writes all but the last, for which the caller waits."""
+        """Reads and writes all arrays; nothing is left to wait for."""
         args = args or [ocp.type_handlers.SaveArgs()] * len(values)
-        sizes = collections.deque[int]()
         for value, info, arg in zip(values, infos, args, strict=True):
             # ascontiguousarray makes scalars vectors, so the shape comes last.
             array = np.ascontiguousarray(value.read()).reshape(value.shape)
             (self.checksums[info.name.replace(".", "/")],) = checksums.checksums(array).values()
-            # Several at once, because storage confirms each of them on its own.
-            while sizes and sum(sizes) + array.nbytes > AHEAD:
-                self.writing.pop(0).result()
-                sizes.popleft()
-            (future,) = await super().serialize([array], [info], [arg])
-            self.writing.append(future)
-            sizes.append(array.nbytes)
-        return self.writing
+            (written,) = await super().serialize([array], [info], [arg])
+            written.result()  # before the next is read: one array is in memory
+        return []

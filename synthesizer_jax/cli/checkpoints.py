@@ -41,7 +41,7 @@ def convert(
       max_length: positions of the mixtures' tables; by default 512.
     """
     from synthesizer_jax.costs.summary import num_elements
-    from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
+    from synthesizer_jax.pretrained.convert import convert_checkpoint
     from synthesizer_jax.pretrained.huggingface.tokenizer import named_vocabulary
     from synthesizer_jax.runs import code
 
@@ -51,8 +51,14 @@ def convert(
         raise ValueError("--max-length belongs to --encoder and --decoder; give one, or leave it out")
     code.load_user_code(imports or ())
     named = None if vocabulary is None else named_vocabulary(vocabulary, extra_ids)
-    variants = Variants(encoder, decoder, max_length or 512) if encoder or decoder else None
-    params = convert_checkpoint(source, directory, vocabulary=named, variants=variants)
+    params = convert_checkpoint(
+        source,
+        directory,
+        vocabulary=named,
+        encoder=encoder,
+        decoder=decoder,
+        max_length=max_length or 512,
+    )
     typer.echo(f"{directory} holds {num_elements(params):,} parameters of {source}")
     typer.echo(f'next: synthesizer-jax generate --workdir {directory} "INPUT"')
 

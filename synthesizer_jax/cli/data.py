@@ -60,7 +60,7 @@ def prepare_missing(
     """
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.tasks import imported, task_registry
-    from synthesizer_jax.training.run_data import missing_preparation
+    from synthesizer_jax.training.run import missing_preparation
 
     directory = data_dir or task_registry.default_data_dir()
     imported.add_imported(directory)
@@ -141,8 +141,8 @@ def import_files(
         )
         files = splits()
         import_tensorflow()
-        found = file_tasks.import_files(task, files, directory, renew=renew)
-        lines = [line for summary in found for line in summary.lines()]
+        summaries = file_tasks.import_files(task, files, directory, renew=renew)
+        lines = [line for summary in summaries for line in summary.lines()]
         lines.append(f"train with --set data.mixture={name}")
     elif any(x is not None for x in (name, inputs, target, metrics)):
         raise ValueError(
@@ -155,10 +155,10 @@ def import_files(
         reports = importers.import_dataset(benchmark, files, directory, labels=words, renew=renew)
         lines = list(importers.report_lines(reports))
     elif benchmark not in importers.CORPORA:
-        known = (MINE, *importers.CORPORA, *importers.DATASETS)
+        importable = (MINE, *importers.CORPORA, *importers.DATASETS)
         raise ValueError(
-            f"{benchmark!r} cannot be imported{did_you_mean(benchmark, known)}; choose one of "
-            f"{', '.join(known)}"
+            f"{benchmark!r} cannot be imported{did_you_mean(benchmark, importable)}; choose one of "
+            f"{', '.join(importable)}"
         )
     elif len(source) > 1 or labels or columns:
         raise ValueError(
@@ -288,8 +288,8 @@ def show_task(
     directory = _open_directory(data_dir, imports)
     built = _vocabulary(vocabulary).build()
     read = inspection.read_rows(task, split, built, data_dir=directory, count=max(rows, examples))
-    found = list(read)
-    for row, side in ((row, side) for row in found[:rows] for side in SIDES if side in row):
+    measured = list(read)
+    for row, side in ((row, side) for row in measured[:rows] for side in SIDES if side in row):
         ids = [int(i) for i in row[side]]
         shown, more = ids[:SHOWN_TOKENS], "…" if len(ids) > SHOWN_TOKENS else ""
         pieces = "·".join(built.decode([i]) for i in shown if i != EOS)
@@ -298,9 +298,9 @@ def show_task(
             f"  {len(ids):,} tokens: {pieces}{more}\n  ids: {' '.join(map(str, shown))}{more}"
         )
     unit = "bytes" if isinstance(built, Bytes) else "tokens"
-    typer.echo(f"{task}, {split}: lengths of {len(found[:examples]):,} rows in {unit}")
+    typer.echo(f"{task}, {split}: lengths of {len(measured[:examples]):,} rows in {unit}")
     for side in SIDES:
-        lengths = [len(row[side]) for row in found[:examples] if side in row]
+        lengths = [len(row[side]) for row in measured[:examples] if side in row]
         if lengths:
             middle, most = np.percentile(lengths, [50, 99])
             typer.echo(f"{side}: median {middle:.0f}, 99th percentile {most:.0f}, longest {max(lengths):,}")
@@ -375,10 +375,10 @@ def _members(mixture: str, directory: pathlib.Path, split: str | None = None) ->
 
     names = task_registry.member_names(mixture)
     stored = {name: task_registry.find_task(name).stored_splits(directory) for name in names}
-    found = [name for name, splits in stored.items() if splits and split in (None, *splits)]
-    if not found:
+    members = [name for name, splits in stored.items() if splits and split in (None, *splits)]
+    if not members:
         data = "data" if split is None else f"a split {split!r}"
         raise FileNotFoundError(
             f"no task of {mixture!r} has {data} in {directory}; {import_remedy(names, directory)}"
         )
-    return found
+    return members

@@ -43,34 +43,39 @@ def doctor(
     from synthesizer_jax.hosts import processes
 
     processes.join_group(timeout=timeout)
-    own = {"Python": platform.python_version()}
+    versions = {"Python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            own[package] = importlib.metadata.version(package)
-    own |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
-    everyone = processes.all_gather("doctor", own)
+            versions[package] = importlib.metadata.version(package)
+    versions |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
+    everyone = processes.all_gather("doctor", versions)
     if different := [i for i, one in enumerate(everyone) if one != everyone[0]]:
         raise ValueError(
             f"versions or settings differ: {everyone[0]} on process 0, {everyone[different[0]]} on "
             f"{', '.join(map(str, different))}; set up every host from the same commit and "
             "constraints file, and restart all"
         )
-    kind, here = jax.devices()[0].device_kind, jax.local_device_count()
-    found = [
-        ", ".join(f"{name} {version}" for name, version in own.items()),
-        f"{jax.device_count()} × {kind}, {here} of them on this host",
+    kind, local_devices = jax.devices()[0].device_kind, jax.local_device_count()
+    lines = [
+        ", ".join(f"{name} {version}" for name, version in versions.items()),
+        f"{jax.device_count()} × {kind}, {local_devices} of them on this host",
         f"{(free_memory() or 0) / 2**30:.1f} GiB of memory free",
     ]
-    for directory in (place for place in (workdir, data_dir) if place is not None):
+    for directory in filter(None, (workdir, data_dir)):
         probe = directory / f".doctor_{os.getpid()}_{socket.gethostname()}"
         if not in_bucket(directory):  # where TensorFlow would never end if there is no such bucket
             directory.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
+        try:
+            probe.write_bytes(b"x")
+        except FileNotFoundError as error:  # gcsfs names its request alone
+            raise FileNotFoundError(
+                f"{directory} is in no bucket that is there ({error}); make it"
+            ) from None
         probe.unlink()
         free = None if in_bucket(directory) else shutil.disk_usage(directory).free / 2**30
-        found.append(f"{directory} is writable" + ("" if free is None else f", {free:.0f} GiB free"))
+        lines.append(f"{directory} is writable" + ("" if free is None else f", {free:.0f} GiB free"))
     prefix = f"[{jax.process_index()}] " if len(everyone) > 1 else ""
-    typer.echo("\n".join(f"{prefix}{line}" for line in found))
+    typer.echo("\n".join(f"{prefix}{line}" for line in lines))
 
 
 def local(command: list[str], *, processes: Count = 2, devices: Count | None = None) -> None:

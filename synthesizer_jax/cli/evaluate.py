@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from synthesizer_jax.evaluation.evaluator import Evaluator
     from synthesizer_jax.evaluation.scoring import TaskResult
 
-POLL_SECONDS = 10.0
 TEST = "test"
 LABEL_LOSSES = "label_loss", "label_prior_entropy", "joint_label_prior_entropy"
 
@@ -30,7 +28,6 @@ def evaluate(
     data_dir: DataDir = None,
     step: int | None = None,
     every: Annotated[bool, "--all"] = False,
-    follow: bool = False,
     method: str | None = None,
     split: str | None = None,
     task: list[str] | None = None,
@@ -43,15 +40,14 @@ def evaluate(
 
     The model is restored from the run's directory and sharded over all devices of all processes, as in
     training. Results and predictions are written to evaluation/STEP in that directory, and those of a
-    split that is not the recipe's to evaluation/STEP/SPLIT; with --task or --max-examples to the folder
-    part in it, so that the results of the whole stay. Examples without a label, as in most test splits,
-    are predicted and not scored.
+    split that is not the recipe's to evaluation/STEP/SPLIT. With --task or --max-examples they go to the
+    folder part in it, so that the results of the whole stay. Examples without a label, as in most test
+    splits, are predicted and not scored.
 
     Args:
       workdir: directory of the run.
       step: step of the checkpoint; by default the newest one.
       every: evaluate all checkpoints; show the best of each task.
-      follow: evaluate checkpoints as a running training saves them.
       method: greedy, beam or rank; by default the recipe's.
       split: split; by default the recipe's.
       task: only this task. Repeatable.
@@ -66,7 +62,7 @@ def evaluate(
     changes = _given(method=method, split=split, max_examples=max_examples, batch_size=batch_size)
     run, evaluator = _open(workdir, imports, data_dir, task, changes)
     metrics = {}
-    for number, variables in _restore_checkpoints(run, step, every=every, follow=follow):
+    for number, variables in _restore_checkpoints(run, step, every=every):
         part = bool(task) or max_examples is not None
         folder, results, overall = _measure(
             run, evaluator, number, variables, part=part, writes=save_predictions
@@ -146,7 +142,7 @@ def _open(
     from synthesizer_jax.base.registry import replace
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.tasks.task_registry import default_data_dir
-    from synthesizer_jax.training.run_data import open_evaluator
+    from synthesizer_jax.training.run import open_evaluator
     from synthesizer_jax.training.run_directory import with_vocabulary_path
 
     processes.start_group()
@@ -196,46 +192,32 @@ def _measure(
     return folder, results, overall
 
 
-def _restore_checkpoints(
-    run: OpenRun, step: int | None, *, every: bool, follow: bool
-) -> Iterator[tuple[int, PyTree]]:
-    """Yields the steps and variables of the selected checkpoints.
+def _restore_checkpoints(run: OpenRun, step: int | None, *, every: bool) -> Iterator[tuple[int, PyTree]]:
+    """Yields the step and the variables of one checkpoint, or of all.
 
-    If several are selected, those that cannot be read, or that a running training has deleted meanwhile,
-    are skipped with a message. With `follow`, waits for further ones until that of the run's last step, or
-    until it has stopped early.
+    Of all, those that cannot be read, or that a running training has deleted meanwhile, are skipped with a
+    message.
     """
     from synthesizer_jax.checkpoints import manager
     from synthesizer_jax.hosts import processes
-    from synthesizer_jax.runs.events import has_stopped
 
-    if not every and not follow:
+    if not every:
         yield run.restore(step)
         return
-    tried: list[int] = []
-    any_restored, done = False, False
-    while not done:
-        # Before the checkpoints are listed: none is added to a run that has stopped.
-        stopped = has_stopped(run.directory)
-        finished = manager.finished_steps(run.directory / "checkpoints")
-        # All processes must evaluate the same steps, so they use the list of process zero.
-        shared, stopped = processes.all_gather("steps", (finished, stopped))[0]
-        new = [step for step in shared if step not in tried]
-        for number in new:
-            tried.append(number)
-            try:
-                restored = run.restore(number)
-            except (FileNotFoundError, ValueError) as error:
-                if processes.is_process_zero():
-                    typer.echo(f"step {number} is skipped: {error}", err=True)
-                continue
-            any_restored = True
-            yield restored
-        done = not follow or stopped or run.experiment.training.steps in tried
-        if not new and not done:
-            time.sleep(POLL_SECONDS)
+    finished = manager.finished_steps(run.directory / "checkpoints")
+    # All processes must evaluate the same steps, so they use the list of process zero.
+    steps, any_restored = processes.all_gather("steps", finished)[0], False
+    for number in steps:
+        try:
+            restored = run.restore(number)
+        except (FileNotFoundError, ValueError) as error:
+            if processes.is_process_zero():
+                typer.echo(f"step {number} is skipped: {error}", err=True)
+            continue
+        any_restored = True
+        yield restored
     if not any_restored:
-        detail = f" (tried {', '.join(map(str, tried))})" if tried else "; train first"
+        detail = f" (tried {', '.join(map(str, steps))})" if steps else "; train first"
         raise FileNotFoundError(
             f"{run.directory / 'checkpoints'} has no checkpoint that can be read{detail}"
         )

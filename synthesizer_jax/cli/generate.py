@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import pathlib
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,16 +22,16 @@ def generate(
     input_file: Annotated[pathlib.Path | None, "--input"] = None,
     output_file: Annotated[pathlib.Path | None, "--output"] = None,
     step: int | None = None,
-    beams: int = 1,
+    beams: int | None = None,
     alpha: float | None = None,
-    temperature: float = 0.0,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     repetition_penalty: float | None = None,
     no_repeat_ngram_size: int | None = None,
-    samples: int = 1,
-    seed: int = 0,
-    min_length: int = 1,
+    samples: int | None = None,
+    seed: int | None = None,
+    min_length: int | None = None,
     max_length: Count | None = None,
     relative_length: float | None = None,
     extra_length: Number | None = None,
@@ -54,17 +54,17 @@ def generate(
       input_file: a file with one input per line.
       output_file: the file to write; by default stdout.
       step: step of the checkpoint; by default the newest one.
-      beams: number of beams; 1 is greedy, or samples.
+      beams: number of beams; by default 1, which is greedy, or samples.
       alpha: exponent of beam search's length penalty ((5 + n) / 6)^alpha; by default the recipe's.
-      temperature: sample from softmax(logits / temperature); 0 does not sample.
+      temperature: sample from softmax(logits / temperature); by default 0, which does not sample.
       top_k: sample from this number of most probable tokens.
       top_p: sample from the fewest most probable tokens of at least this probability.
       repetition_penalty: divide the logits of tokens that a text holds already by this number, negative
         ones multiply; by default the recipe's.
       no_repeat_ngram_size: forbid that this many tokens in a row occur twice; by default the recipe's.
-      samples: lines per input: samples, or the best of the beams.
-      seed: seed of the samples.
-      min_length: minimum number of tokens to decode, end of sequence included.
+      samples: lines per input: samples, or the best of the beams; by default 1.
+      seed: seed of the samples; by default 0.
+      min_length: minimum number of tokens to decode, end of sequence included; by default 1.
       max_length: maximum number of tokens to decode; by default that of the training's targets, less the
         longest text to continue.
       relative_length: maximum number of tokens to decode, per token of the input; by default the recipe's.
@@ -89,25 +89,23 @@ def generate(
             f"{workdir} holds an Encoder, which generates no text; 'synthesizer-jax predict' predicts the "
             "classes of a classifier"
         )
-    instead = {
+    options = {
+        "beams": beams,
         "alpha": alpha,
-        "relative_length": relative_length,
-        "extra_length": extra_length,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
         "repetition_penalty": repetition_penalty,
         "no_repeat_ngram_size": no_repeat_ngram_size,
+        "samples": samples,
+        "seed": seed,
+        "min_length": min_length,
+        "relative_length": relative_length,
+        "extra_length": extra_length,
+        "logits_dtype": logits_dtype,
     }
-    decoding = run.experiment.evaluation.decoding(
-        max_length or data.targets_length,
-        min_length=min_length,
-        beams=beams,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        samples=samples,
-        seed=seed,
-        logits_dtype=logits_dtype,
-        **{name: value for name, value in instead.items() if value is not None},
-    )
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    decoding = run.experiment.evaluation.decoding(max_length or data.targets_length, **given)
     predictor = Predictor(
         model,
         run.restore(step)[1],

@@ -134,10 +134,10 @@ def run() -> None:
         sys.exit(code)
 
 
-def _report_unraisable(found: sys.UnraisableHookArgs) -> None:
+def _report_unraisable(raised: sys.UnraisableHookArgs) -> None:
     """Reports what threads of libraries raise, but not that a write still was under way after an error."""
-    if str(found.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(found)
+    if str(raised.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(raised)
 
 
 def _is_user_error(error: Exception) -> bool:
@@ -168,6 +168,6 @@ def _extra_of(module: str) -> str | None:
     package = {"sklearn": "scikit-learn"}.get(name, name.replace("_", "[-_]"))
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout, not installed
         for requirement in importlib.metadata.requires("synthesizer-jax") or ():
-            if found := re.match(rf"{package}\b(?!-).*extra == ['\"](\w+)", requirement):
-                return found[1]
+            if match := re.match(rf"{package}\b(?!-).*extra == ['\"](\w+)", requirement):
+                return match[1]
     return None

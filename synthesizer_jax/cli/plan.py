@@ -18,6 +18,8 @@ from synthesizer_jax.cli.recipes import (
     list_recipes,
     load_recipe,
     load_with_code,
+    override,
+    settings,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +49,6 @@ def recipes(
         print_table(("recipe", "returns", "summary"), [[*x.values()] for x in list_recipes()], left=3)
         typer.echo("\n'synthesizer-jax recipes NAME' shows the fields of a recipe")
         return
-    from synthesizer_jax.cli.settings import settings
     from synthesizer_jax.distillation.distill import Distillation
     from synthesizer_jax.training.experiment import Experiment
 
@@ -124,11 +125,10 @@ def plan(
     """
     import jax
 
-    from synthesizer_jax.cli.settings import override
     from synthesizer_jax.costs import chips
     from synthesizer_jax.training.plan import UTILIZATION, advise, make_plan
 
-    place = chips.parse_topology(topology, slices)
+    chosen = chips.parse_topology(topology, slices)
     jax.config.update("jax_platforms", "cpu")  # an installed libtpu would search for a TPU
     # Without a TPU, programs compiled for TPUs cannot be read from the cache.
     jax.config.update("jax_enable_compilation_cache", False)
@@ -138,7 +138,7 @@ def plan(
         experiment = override(experiment_of(pathlib.Path(recipe)), *(overrides or ()))
     else:
         experiment = load_recipe(recipe, overrides or (), imports=imports or ())
-    memory_plan = make_plan(experiment, place)
+    memory_plan = make_plan(experiment, chosen)
     _print_plan(memory_plan)
     steps = experiment.training.steps
     typer.echo(
@@ -147,7 +147,7 @@ def plan(
     )
     if compiled:
         _print_compiled(experiment, memory_plan)
-    options = advise(experiment, place)
+    options = advise(experiment, chosen)
     if not options:
         typer.echo("\nnothing fits: use more chips, a smaller batch or training.micro_batches")
         return
@@ -177,7 +177,7 @@ def _print_plan(plan: MemoryPlan) -> None:
 
 def _print_compiled(experiment: Experiment, plan: MemoryPlan) -> None:
     """Compiles the step, and prints its memory."""
-    from synthesizer_jax.training.aot import TooLargeError, compile_step
+    from synthesizer_jax.training.plan import TooLargeError, compile_step
 
     try:
         memory = compile_step(experiment, plan.topology).memory_analysis()
@@ -194,8 +194,6 @@ def _print_compiled(experiment: Experiment, plan: MemoryPlan) -> None:
 
 def changed_settings(experiment: Experiment, changed: Experiment) -> list[str]:
     """Returns the assignments for ``--set`` that change an experiment's plain fields into another's."""
-    from synthesizer_jax.cli.settings import settings
-
     before = {row.path: row.value for row in settings(experiment)}
     return [
         f"{row.path}={row.value}" for row in settings(changed) if row.leaf and row.value != before[row.path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 
 import typer
@@ -53,8 +54,8 @@ def inspect(
     """Show what the layers of a model have learned: where heads look, how sharp, local and static they are.
 
     A page, and a JSON file beside it, hold attention maps, histograms of the weights before and after
-    training, distances, ranks, mixture weights, projections and likeness of heads, and
-    what static forms of attention, which depend on positions alone, miss of every head.
+    training, distances, ranks, mixture weights, projections and likeness of heads. They say what static
+    forms of attention, which depend on positions alone, miss of every head.
 
     Example: synthesizer-jax inspect runs/rv --data-dir DATA --output rv.html
 
@@ -66,30 +67,24 @@ def inspect(
       batch_size: examples per batch.
       static_forms: fit static forms to the heads, and measure the loss with tables in their places.
     """
-    from synthesizer_jax.base.registry import replace
     from synthesizer_jax.cli.data import prepare_missing
     from synthesizer_jax.inspection.run import inspect_run
     from synthesizer_jax.reports.inspection import summary, write_inspection
     from synthesizer_jax.runs import code
     from synthesizer_jax.runs.progress import show_phases
-    from synthesizer_jax.runs.saved import find_checkpoint
-    from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
 
     code.load_user_code(imports or ())
-    directory, _ = find_checkpoint(run)
-    experiment = with_vocabulary_path(load_experiment(directory), directory)
-    data = replace(experiment.data, mixture=mixture or experiment.data.mixture)
-    prepare_missing(replace(experiment, data=data), data_dir, trains=False)
     with show_phases() as phase:
-        found = inspect_run(
+        inspection = inspect_run(
             run,
             data_dir=data_dir,
+            prepare=functools.partial(prepare_missing, trains=False),
             mixture=mixture,
             phase=phase,
             examples=examples,
             batch_size=batch_size,
             fits=static_forms,
         )
-    numbers = write_inspection(output, found, title=f"What {run} has learned")
+    numbers = write_inspection(output, inspection, title=f"What {run} has learned")
     pages = f"page: {absolute(output)}", f"numbers: {absolute(numbers)}"
-    typer.echo("\n".join([*summary(found), *pages]))
+    typer.echo("\n".join([*summary(inspection), *pages]))

@@ -91,19 +91,21 @@ def distill(
       teacher: directory of a finished training run.
       workdir: directory of the run, for checkpoints and logs; also gs://BUCKET/….
     """
-    from synthesizer_jax.base.registry import replace
     from synthesizer_jax.distillation.distill import Distillation
     from synthesizer_jax.distillation.distill import distill as distill_run
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.runs import code
-    from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
 
     processes.start_group()
     user_code = code.load_user_code(imports or ())
     code.require_code(teacher)  # before the recipe, which may define newer versions of its classes
     distillation, recipe_code = load_with_code(recipe, overrides or (), kinds=(Distillation,))
-    user_code += recipe_code
-    taught = with_vocabulary_path(load_experiment(teacher), teacher)
-    evaluation = distillation.evaluation or taught.evaluation
-    prepare_missing(replace(taught, evaluation=evaluation), data_dir)
-    distill_run(distillation, teacher, workdir, data_dir=data_dir, visible=not quiet, user_code=user_code)
+    distill_run(
+        distillation,
+        teacher,
+        workdir,
+        data_dir=data_dir,
+        prepare=prepare_missing,
+        visible=not quiet,
+        user_code=user_code + recipe_code,
+    )

@@ -22,12 +22,7 @@ from synthesizer_jax.base.files import storage_path, write_atomic
 from synthesizer_jax.base.registry import check_fields, register, replace, to_json
 from synthesizer_jax.base.typing import KeyPath, NotEmpty, Number, PyTree
 from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.distillation.fit import (
-    collect_statistics,
-    fit_layers,
-    is_softmax_of_logits,
-    is_static,
-)
+from synthesizer_jax.distillation.fit import collect_statistics, fit_layers, is_softmax_of_logits, is_static
 from synthesizer_jax.distillation.replacement import (
     STACKS,
     Layer,
@@ -51,8 +46,7 @@ from synthesizer_jax.tasks.task_registry import default_data_dir
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
-from synthesizer_jax.training.state import TrainState, apply_gradients
-from synthesizer_jax.training.step import Batch, Metrics, teacher_forced
+from synthesizer_jax.training.step import Batch, Metrics, TrainState, apply_gradients, teacher_forced
 from synthesizer_jax.training.trainer import Trainer
 
 DISTILLATION_FILE = "distillation.json"
@@ -95,6 +89,7 @@ def distill(
     directory: pathlib.Path,
     *,
     data_dir: pathlib.Path | None = None,
+    prepare: Callable[[Experiment, pathlib.Path], None] | None = None,
     visible: bool = True,
     user_code: code.Code = code.NOTHING,
 ) -> Experiment:
@@ -105,6 +100,7 @@ def distill(
       teacher: directory of a finished training run.
       directory: directory of the student's run, which does not depend on the teacher afterwards.
       data_dir: directory of the data sets.
+      prepare: see `run`.
       visible: whether to show a progress bar.
       user_code: code that is needed to load the student, besides that of the teacher's run.
 
@@ -120,11 +116,13 @@ def distill(
             f"{teacher} contains a {type(taught.model).__name__}; only EncoderDecoder models can be "
             "distilled"
         )
+    # What a user can have got wrong comes before `run`, which prepares data.
     _, variables = restore_variables(teacher / "checkpoints")
     trainer = DistillationTrainer(taught, unroll_variables(taught.model, variables), recipe)
     experiment = trainer.experiment
     options: dict[str, Any] = {
         "data_dir": data_dir,
+        "prepare": prepare,
         "visible": visible,
         "user_code": code.recorded_code(teacher) + user_code,
     }

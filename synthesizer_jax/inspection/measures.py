@@ -13,13 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from synthesizer_jax.distillation.fit import (
-    PRIOR,
-    Statistics,
-    divergence,
-    sums_by_distance,
-    times_seen,
-)
+from synthesizer_jax.distillation.fit import PRIOR, Statistics, divergence, sums_by_distance, times_seen
 
 LOWEST, PER_DECADE = -6, 8
 EDGES = np.logspace(LOWEST, 0, -LOWEST * PER_DECADE + 1)
@@ -30,8 +24,6 @@ NEAR, REACH = 2, 16
 
 MOST_CELLS = 48
 """Most rows and columns of a map; those of longer sequences are joined."""
-
-MOMENTS = ("mean", "deviation", "skewness", "kurtosis")
 
 UNIFORM = 1e-3
 """Divergence from equal weights, in nats, below which there is nothing to explain."""
@@ -62,10 +54,10 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> 
       rows: which queries count.
 
     Returns:
-      ``statistics``, see `Statistics`; by head, of queries that see several keys, ``spread``,
-      exp(entropy) / keys seen, and over pairs ``powers``, the first four of weights · keys seen − 1, and
-      ``histogram`` of weights; ``off_diagonal``, the distance of the largest weight from the diagonal;
-      ``cosines`` of the weights of two heads, ``[heads, heads]``; ``rank`` of the first row; ``ranked``: 1.
+      ``statistics``, see `Statistics`. By head, of queries that see several keys: ``spread``,
+      exp(entropy) / keys seen, and the ``histogram`` of weights over pairs. ``off_diagonal``, the distance
+      of the largest weight from the diagonal; ``cosines`` of the weights of two heads, ``[heads, heads]``;
+      ``rank`` of the first row; ``ranked``: 1.
     """
     real, seen, diagonal = rows
     heads, keys = weights.shape[1], weights.shape[3]
@@ -80,7 +72,6 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> 
     log = jnp.log10(jnp.maximum(jnp.abs(weights), 1e-30))
     bins = jnp.clip((PER_DECADE * (log - LOWEST)).astype(jnp.int32), 0, len(EDGES) - 2)
     histogram = jnp.zeros((heads, len(EDGES) - 1), jnp.int32)  # float32 stops at 2^24
-    off = jnp.where(several, weights * seen[:, None, :, None] - 1.0, 0.0)
     unit = weights / jnp.maximum(jnp.linalg.norm(weights, axis=-1, keepdims=True), 1e-30)
     queries = (jax.nn.one_hot(seen, keys + 1) * real[..., None]).sum(0)
     rank = jnp.full((heads,), jnp.nan)
@@ -94,7 +85,6 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> 
         "statistics": Statistics(p.sum(0), -entropy.sum((0, 2)), queries),
         "spread": of_queries(jnp.exp(entropy) / jnp.maximum(seen, 1)[:, None], real & (seen > 1)),
         "off_diagonal": of_queries(jnp.abs(p.argmax(-1) - diagonal[:, None]), real),
-        "powers": jnp.stack([(off**n).sum((0, 2, 3)) for n in range(1, 5)], axis=1),
         "histogram": histogram.at[jnp.arange(heads)[:, None, None], bins].add(several),
         "cosines": jnp.einsum("bhqk,bgqk->hg", unit, unit),
         "rank": rank,
@@ -108,14 +98,14 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     Returns:
       By head: ``entropy``, mean over queries in nats; ``spread``, 1 is equal weights; ``near``, the share
       of weights at a distance of up to `NEAR`; ``off_diagonal``, in positions (after You et al. 2020);
-      ``mean``, ``deviation``, ``skewness`` and excess ``kurtosis`` of weights · keys seen, which are 1
-      where they are equal; ``histogram`` of weights, shares between `EDGES`; ``profile``, shares at the
+      ``histogram`` of weights, shares between `EDGES`; ``profile``, shares at the
       distances −`REACH` to `REACH`, the ends with all beyond; ``similarity``, mean cosines; ``map``, mean
       weights by position, see `join_cells`; ``rank``, the numerical rank of the logits as a share of the
       largest possible (a head of width e has at most e; Bhojanapalli et al. 2020). ``static`` is the share
-      of the divergence from equal weights that positions explain: mean weights of one half, smoothed,
-      describe the other; 1 where weights are equal, below 0 where equal weights are better, NaN without a
-      second half. Numbers: ``keys``, the mean seen by a query, and ``near_of_equal``, of equal weights.
+      of the divergence from equal weights that positions explain: smoothed mean weights of one half
+      describe the other. It is 1 where weights are equal, below 0 where equal weights are better, and NaN
+      without a second half. Numbers: ``keys``, the mean seen by a query, and ``near_of_equal``, of equal
+      weights.
     """
     total = first if second is None else jax.tree.map(np.add, first, second)
     mass, negentropy, queries = total["statistics"]
@@ -126,9 +116,6 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     distance = np.arange(mass.shape[2]) - np.arange(mass.shape[1])[:, None]
     near = np.abs(distance) <= NEAR
     offset = (np.clip(distance, -REACH, REACH) + REACH).ravel()
-    m, p2, p3, p4 = (total["powers"] / pairs).T
-    deviation = np.sqrt(np.maximum(p2 - m**2, 0.0))
-    safe = np.maximum(deviation, 1e-30)
     shown = np.s_[
         :,
         : np.flatnonzero(queries.sum(1)).max(initial=0) + 1,
@@ -139,11 +126,7 @@ def measure(first: Measures, second: Measures | None) -> Measures:
         "spread": total["spread"] / max(queries[:, 2:].sum(), 1),
         "near": (mass * near).sum((1, 2)) / counts,
         "off_diagonal": total["off_diagonal"] / counts,
-        "static": m * np.nan if second is None else _explained(first, second),
-        "mean": 1.0 + m,
-        "deviation": deviation,
-        "skewness": (p3 - 3 * m * p2 + 2 * m**3) / safe**3,
-        "kurtosis": (p4 - 4 * m * p3 + 6 * m**2 * p2 - 3 * m**4) / safe**4 - 3.0,
+        "static": np.nan * negentropy if second is None else _explained(first, second),
         "histogram": total["histogram"] / pairs,
         "profile": np.stack([np.bincount(offset, x.ravel(), 2 * REACH + 1) for x in mass]) / counts,
         "similarity": total["cosines"] / counts,

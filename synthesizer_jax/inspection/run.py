@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from synthesizer_jax.alignments import Alignment, Mixture
-from synthesizer_jax.base.messages import Phase, one_line_error, silent_phase
+from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
@@ -21,7 +21,7 @@ from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.distillation.distill import DISTILLATION_FILE
 from synthesizer_jax.distillation.replacement import blocks_of
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, evenly_spaced
-from synthesizer_jax.inspection.measures import MOMENTS, Measures, Rows, attention_sums, measure
+from synthesizer_jax.inspection.measures import Measures, Rows, attention_sums, measure
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
 from synthesizer_jax.mixers import Linformer, Mixer
 from synthesizer_jax.mixers.taps import LOGITS
@@ -42,10 +42,8 @@ from synthesizer_jax.sharding import batch_sharding, gather_to_host, use_mesh
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import to_text
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.initial_parameters import initializer_of
-from synthesizer_jax.training.run_data import open_evaluator
-from synthesizer_jax.training.run_directory import load_experiment
-from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.run import open_evaluator
+from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
 from synthesizer_jax.training.step import Batch, teacher_forced
 
 CROSS = "encoder_decoder_attention"
@@ -53,7 +51,7 @@ CROSS = "encoder_decoder_attention"
 OF_DISTANCES = ("near", "near_of_equal", "profile")
 """Measures that need queries and keys of one sequence."""
 
-OF_KEYS_SEEN = ("keys", "spread", "static", "near_of_equal", "histogram", *MOMENTS)
+OF_KEYS_SEEN = ("keys", "spread", "static", "near_of_equal", "histogram")
 """Measures that need queries that see the first keys, which they do not in a window."""
 
 
@@ -72,6 +70,7 @@ def inspect_run(
     run: pathlib.Path,
     *,
     data_dir: pathlib.Path | None = None,
+    prepare: Callable[[Experiment, pathlib.Path], None] | None = None,
     mixture: str | None = None,
     examples: int = 128,
     batch_size: int = 16,
@@ -80,8 +79,9 @@ def inspect_run(
 ) -> dict[str, Any]:
     """Inspects the model of ``RUN`` or ``RUN/checkpoints/STEP``.
 
-    So many examples of the evaluation sets are read, of the run's mixture or another one. `fits` tells
-    whether static forms are fitted to the heads, see `measure_static_attention`.
+    So many examples of the evaluation sets are read, of the run's mixture or another one. Once all else is
+    checked, `prepare` prepares what is missing of them. `fits` tells whether static forms are fitted to the
+    heads, see `measure_static_attention`.
 
     Returns:
       ``step``; ``start``, what the parameters at the start are; ``examples``, how many were read, and
@@ -102,15 +102,20 @@ def inspect_run(
     mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
     restore = functools.partial(restore_variables, directory / "checkpoints", layout=layout)
     step, variables = restore(step=step)
-    sets = open_evaluator(experiment, directory, data_dir or task_registry.default_data_dir()).sets
+    data_dir = data_dir or task_registry.default_data_dir()
+    if prepare is not None:
+        prepare(with_vocabulary_path(experiment, directory), data_dir)
+    sets = open_evaluator(experiment, directory, data_dir).sets
     count, example, batches = _batches(experiment, sets, examples, batch_size, mesh)
     saved = [n for n in finished_steps(directory / "checkpoints") if n <= step]
+    is_trained = (directory / METRICS_FILE).is_file() and not (directory / DISTILLATION_FILE).is_file()
     start, before = "not known", None
     if 0 in saved:  # a converted model's; training saves no step 0
         if step:
             start, before = "those saved at step 0", restore(step=0)[1]
-    elif (directory / METRICS_FILE).is_file() and not (directory / DISTILLATION_FILE).is_file():
-        start, before = _start(experiment, layout, mesh)
+    elif is_trained and experiment.init_from is None:
+        start = f"those that the experiment’s seed {experiment.training.seed} makes"
+        before = _fresh_variables(experiment, layout, mesh)
     model, looped = unroll(experiment.model), functools.partial(unroll_variables, experiment.model)
     mixers, end = mixers_of(model), looped(variables)
     advance = phase(f"weights of {count} examples at the end and at the start", 2)
@@ -292,22 +297,15 @@ def _batches(
     return len(rows), texts, [jax.device_put(batch, batch_sharding(mesh)) for batch in batches]
 
 
-def _start(experiment: Experiment, layout: Variables, mesh: Mesh) -> tuple[str, Variables | None]:
-    """Returns what the parameters before training are, and themselves if they can be made again."""
+def _fresh_variables(experiment: Experiment, layout: Variables, mesh: Mesh) -> Variables:
+    """Returns the variables that a training begins with, which its seed makes."""
     shardings = jax.tree.map(lambda x: x.sharding, layout)
-    seed, tokens = experiment.training.seed, experiment.example
-    make = lambda key: experiment.model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in tokens))
+    make = lambda key: experiment.model.init(
+        key, *(jnp.zeros(t.shape, t.dtype) for t in experiment.example)
+    )
     with use_mesh(mesh):
-        fresh = jax.jit(make, out_shardings=shardings)(jax.random.key(seed))
-    if experiment.init_from is None:
-        return f"those that the experiment’s seed {seed} makes", fresh
-    state = TrainState(jnp.zeros((), jnp.int32), fresh["params"], fresh.get("constants", {}), {})
-    try:
-        initialize = initializer_of(replace(experiment, init_optimizer=False), report=lambda _: None)
-        assert initialize is not None
-        return f"those of {experiment.init_from}", initialize(state).variables
-    except (OSError, ValueError) as error:
-        return f"not known ({one_line_error(error)})", None
+        fresh: Variables = jax.jit(make, out_shardings=shardings)(jax.random.key(experiment.training.seed))
+    return fresh
 
 
 def _mixtures(model: TokenModel, variables: Variables) -> dict[str, tuple[list[str], np.ndarray]]:

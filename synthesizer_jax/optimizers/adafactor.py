@@ -62,10 +62,10 @@ class FactoredDims:
 def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) -> FactoredDims:
     """Returns the roles of a parameter's dimensions.
 
-    As in T5X, every layer of a scanned stack is a block, and stacks of T5's own matrices are factored
-    regardless of their size, while the matrices of unrolled layers are factored only if they are large
-    enough. Both layouts therefore have the same updates if rows and columns are at least `min_size`,
-    as in all published models; smaller unrolled models keep full second moments.
+    As in T5X, every layer of a scanned stack is a block. Stacks of T5's own matrices are factored
+    regardless of their size; the matrices of unrolled layers only if they are large enough. Both layouts
+    therefore have the same updates if rows and columns are at least `min_size`, as in all published models.
+    Smaller unrolled models keep full second moments.
     """
     is_table = bool(TABLE & set(axes)) and len(axes) > 2
     batch = tuple(i for i, axis in enumerate(axes) if axis in BATCH or (axis == "heads" and is_table))

@@ -61,23 +61,23 @@ def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRul
       ValueError: a rule decides nothing, or every parameter is frozen.
     """
     every = (*rules, OptimizerRule(".*"))
-    used, known, factors = set[OptimizerRule](), list[str](), {}
+    used, all_paths, factors = set[OptimizerRule](), list[str](), {}
     for keys, x in traverse_util.flatten_dict(params).items():
         paths = _looped_paths(model, keys)
         chosen = [next(r for r in every if re.fullmatch(r.pattern, path)) for path in paths]
         used.update(chosen)
-        known += paths
+        all_paths += paths
         rates = np.asarray([rule.rate for rule in chosen], np.float32)
         same = len(set(chosen)) == 1
         factors[keys] = rates[0] if same else rates.reshape(len(rates), *[1] * (x.ndim - 1))
     for rule in rules:
         if rule not in used:
-            if any(re.fullmatch(rule.pattern, path) for path in known):
+            if any(re.fullmatch(rule.pattern, path) for path in all_paths):
                 raise ValueError(
                     f"training.rules: earlier rules decide for all that {rule.pattern!r} matches; put it "
                     "before them, or leave it out"
                 )
-            example = did_you_mean(rule.pattern, known) or f", such as {min(known)!r}"
+            example = did_you_mean(rule.pattern, all_paths) or f", such as {min(all_paths)!r}"
             raise ValueError(
                 f"training.rules: {rule.pattern!r} matches no parameter{example}; a pattern matches whole "
                 "paths"

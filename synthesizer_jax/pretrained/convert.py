@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 
 import jax
@@ -25,24 +24,14 @@ from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run_directory import load_experiment, save_run
 
 
-@dataclasses.dataclass(frozen=True)
-class Variants:
-    """Alignments, keys of `zoo.VARIANTS`, and positions of new tables of a converted model.
-
-    None keeps the alignment of the model; see `with_variants`.
-    """
-
-    encoder: str | None = None
-    decoder: str | None = None
-    max_length: int = 512
-
-
 def convert_checkpoint(
     source: pathlib.Path,
     directory: pathlib.Path,
     *,
     vocabulary: Bytes | SentencePiece | None = None,
-    variants: Variants | None = None,
+    encoder: str | None = None,
+    decoder: str | None = None,
+    max_length: int = 512,
 ) -> PyTree:
     """Writes a run's directory with the parameters of another library's checkpoint, at step 0.
 
@@ -54,7 +43,9 @@ def convert_checkpoint(
       source: see `open_pretrained`; a run keeps its experiment, but for the model.
       directory: the new directory.
       vocabulary: in the place of the checkpoint's; checkpoints of T5X have none.
-      variants: other alignments of the self-attention, which start as the model, see `start_as`.
+      encoder, decoder: other alignments of their self-attention, which start as the model; see
+        `with_variants` and `start_as`. None keeps those of the model.
+      max_length: positions of the new tables.
 
     Returns:
       The parameters as nested dictionaries of `Unread`, for their shapes.
@@ -62,10 +53,10 @@ def convert_checkpoint(
     with new_directory(directory) as staging, open_pretrained(source) as pretrained:
         experiment = _experiment(pretrained, source, vocabulary)
         params = pretrained.params
-        if variants is not None:
+        if encoder or decoder:
             teacher = pretrained.model
             assert isinstance(teacher, EncoderDecoder)
-            model = with_variants(teacher, **dataclasses.asdict(variants))
+            model = with_variants(teacher, encoder=encoder, decoder=decoder, max_length=max_length)
             params = start_as(teacher, model, params)
             experiment = replace(experiment, model=model)
             params = jax.tree.map(lambda x: x if isinstance(x, Unread) else Unread.of(x), params)

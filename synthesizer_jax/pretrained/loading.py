@@ -19,13 +19,7 @@ from synthesizer_jax.inference import Decoding
 from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.primitives.parameters import Variables
-from synthesizer_jax.runs.saved import (
-    SavedModel,
-    find_checkpoint,
-    is_run,
-    load_model,
-    open_vocabulary,
-)
+from synthesizer_jax.runs.saved import SavedModel, find_checkpoint, is_run, load_model, open_vocabulary
 
 
 class Loaded(NamedTuple):

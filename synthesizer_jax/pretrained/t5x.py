@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gzip
-import json
 import pathlib
 import re
 from typing import Any
@@ -19,15 +18,9 @@ import numpy as np
 import tensorstore
 from flax import serialization, traverse_util
 
-from synthesizer_jax.base.registry import format_value
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.pretrained.architecture import (
-    MOST_LAYERS,
-    Architecture,
-    Pretrained,
-    with_output_of_t5,
-)
+from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture, Pretrained, with_output_of_t5
 from synthesizer_jax.pretrained.tensors import (
     SAME,
     Layout,
@@ -91,8 +84,8 @@ def open_checkpoint(path: pathlib.Path) -> Pretrained:
         tensors = _open_msgpack(path)
     tensors = _looped(tensors, path)
     model = _architecture(tensors, path).build()
-    wanted = correspondences(model, t5x_name)
-    return Pretrained(model, match_tensors(tensors, wanted, source=path), None)
+    parameters = correspondences(model, t5x_name)
+    return Pretrained(model, match_tensors(tensors, parameters, source=path), None)
 
 
 def write_checkpoint(
@@ -112,8 +105,8 @@ def write_checkpoint(
         raise ValueError("T5X has no encoder alone; export an EncoderDecoder")
     model, params = with_output_of_t5(model, variables["params"])
     fields = dataclasses.asdict(Architecture.of(model))
-    for name, known in _ASSUMED.items():
-        if fields[name] not in known:
+    for name, assumed in _ASSUMED.items():
+        if fields[name] not in assumed:
             raise ValueError(
                 f"T5X's files do not say {name} {fields[name]}, so they would be read as another model; "
                 "export to huggingface"
@@ -157,11 +150,7 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
         store = {"driver": "ocdbt", "base": f"file://{path}"}
     arrays = {}
     with reading(directory):
-        for entry in directory.rglob("*"):
-            if not entry.is_file() and not entry.is_dir():
-                raise ValueError(f"{entry} is neither a file nor a directory")
-        files = tensorstore.KvStore.open(store).result()
-        keys = files.list().result()
+        keys = tensorstore.KvStore.open(store).result().list().result()
         for match in map(_ARRAY.fullmatch, sorted(key.decode() for key in keys)):
             if match:
                 spec = {
@@ -170,16 +159,7 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
                     "fill_missing_data_reads": False,  # a block that is not there was lost
                 }
                 with reading(directory / match["name"]):
-                    # TensorStore takes structures for numbers, and what follows the JSON for nothing.
-                    about = json.loads(files.read(match[0]).result().value)
-                    dtype = about.get("dtype", about.get("data_type"))
-                    if not isinstance(dtype, str):
-                        raise ValueError(f"its dtype is {format_value(dtype)}, which is no number")
                     array: Any = tensorstore.open(spec, open=True, read=True).result()
-                    blocks = array.chunk_layout.write_chunk.shape
-                    if any(b > max(n, 1) for b, n in zip(blocks, array.shape, strict=True)):
-                        # A block is allocated whole; without the memory the process would end.
-                        raise ValueError(f"it has the shape {array.shape} in blocks of {blocks}")
                 name = match["path"].replace(".", "/")
                 arrays[name] = _in_store(array, directory / match["name"])
     return arrays

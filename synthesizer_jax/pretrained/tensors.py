@@ -107,7 +107,7 @@ FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF1
 
 def match_tensors(
     tensors: Tensors,
-    wanted: Sequence[Correspondence],
+    parameters: Sequence[Correspondence],
     *,
     source: pathlib.Path,
     ignored: Collection[str] = (),
@@ -120,7 +120,7 @@ def match_tensors(
       ValueError: tensors are missing, superfluous, or of another shape or dtype; all are listed.
     """
     problems = []
-    for c in wanted:
+    for c in parameters:
         name, shape, tensor = c.name, c.layout.shape(c.shape), tensors.get(c.name)
         if tensor is None:
             problems.append(f"{name} is missing")
@@ -128,11 +128,11 @@ def match_tensors(
             problems.append(f"{name} is {tensor.shape}, not {shape}")
         elif tensor.dtype not in FLOATS:
             problems.append(f"{name} is {tensor.dtype}, not a floating-point number")
-    superfluous = tensors.keys() - {c.name for c in wanted} - set(ignored)
+    superfluous = tensors.keys() - {c.name for c in parameters} - set(ignored)
     problems += [f"{name} is not part of the model" for name in sorted(superfluous)]
     if problems:
         raise ValueError(f"{source}: the tensors do not fit: {'; '.join(problems)}; nothing was read")
-    unread = {c.path: Unread(c.shape, functools.partial(_read, tensors[c.name], c)) for c in wanted}
+    unread = {c.path: Unread(c.shape, functools.partial(_read, tensors[c.name], c)) for c in parameters}
     params: dict[str, PyTree] = traverse_util.unflatten_dict(unread)
     return params
 
@@ -142,8 +142,8 @@ def _read(tensor: Tensor, c: Correspondence) -> np.ndarray:
     return c.layout.to_ours(tensor.read(None).astype(np.float32, copy=False), c.shape)
 
 
-def named_tensors(params: PyTree, wanted: Sequence[Correspondence]) -> Iterator[tuple[str, np.ndarray]]:
+def named_tensors(params: PyTree, parameters: Sequence[Correspondence]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the names and values that parameters, with looped layers, have in another library."""
     ours = traverse_util.flatten_dict(params)
-    for c in wanted:
+    for c in parameters:
         yield c.name, c.layout.from_ours(np.asarray(ours[c.path]))

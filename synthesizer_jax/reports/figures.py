@@ -154,7 +154,7 @@ def heat_maps(
 ) -> Markup:
     """Shows matrices of the same shape as tables whose cells are shaded from 0; NaN is an empty cell.
 
-    Negative numbers have another color. Cells whose row and column have the same name are framed.
+    Negative numbers have another color.
     `names` are those of the columns and of the rows; None counts both from 1.
     """
     height, width = next(iter(panels.values())).shape

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from synthesizer_jax.base.files import write_atomic
 from synthesizer_jax.base.registry import JSON
-from synthesizer_jax.inspection.measures import EDGES, MOMENTS, NEAR, REACH, Measures
+from synthesizer_jax.inspection.measures import EDGES, NEAR, REACH, Measures
 from synthesizer_jax.inspection.static_attention import TABLE
 from synthesizer_jax.reports.figures import (
     Line,
@@ -27,7 +27,7 @@ from synthesizer_jax.reports.figures import (
     write_page,
 )
 
-Found: TypeAlias = Mapping[str, Any]
+Inspected: TypeAlias = Mapping[str, Any]
 """What `inspect_run` returns, or a layer of it."""
 
 MORE_LOCAL = 1.25
@@ -60,12 +60,12 @@ GLANCE = (
 NUMBERS = ("entropy", "spread", "near", "off_diagonal", "static", "rank")
 
 
-def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib.Path:
-    """Writes the page of what `inspect_run` found; returns the path of its numbers beside it, ``.json``."""
+def write_inspection(path: pathlib.Path, inspected: Inspected, *, title: str) -> pathlib.Path:
+    """Writes the page of what `inspect_run` returns, and its numbers beside it, whose path is returned."""
     axes = {"histogram_edges": EDGES, "profile_distances": DISTANCES}
-    text = json.dumps(_plain({"title": title, **axes, **found}), allow_nan=False)
+    text = json.dumps(_plain({"title": title, **axes, **inspected}), allow_nan=False)
     numbers = write_atomic(path.with_suffix(".json"), text + "\n")
-    layers, example = found["layers"], [x for x in found["example"] if x]
+    layers, example = inspected["layers"], [x for x in inspected["example"] if x]
     cut = (f"“{x[:MOST_LETTERS]}{'…' * (len(x) > MOST_LETTERS)}”" for x in example)
     parts: list[tuple[str, str, Iterator[Markup]]] = [
         ("Heads at a glance", GLANCE, _overview(layers)),
@@ -78,7 +78,7 @@ def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib
         (
             "Mixtures",
             "The weight α of each part, and its mean over heads in the saved checkpoints.",
-            _mixtures(found["mixtures"]),
+            _mixtures(inspected["mixtures"]),
         ),
         (
             "Where heads look",
@@ -99,7 +99,7 @@ def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib
         (
             "Talking heads",
             "P_l mixes logits, P_w weights, from the heads down to those across.",
-            _grids(found["projections"], "to head", 1.0),
+            _grids(inspected["projections"], "to head", 1.0),
         ),
     ]
     sections = [
@@ -111,25 +111,24 @@ def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib
             numbers=False,
         ),
         *(Section(name, text, _tiles(charts)) for name, text, charts in parts),
-        *([] if found["static"] is None else [_static(found["static"])]),
+        *([] if inspected["static"] is None else [_static(inspected["static"])]),
         Section(
             "All numbers by head",
-            "Entropy in nats, distances in positions; moments of weights · keys seen, in brackets before "
-            "training. – is not defined: numbers of keys in a window, distances in cross-attention. The "
-            "JSON file beside this page holds these and all that is drawn here.",
-            headings=("layer, head", *(x.replace("_", " ") for x in NUMBERS + MOMENTS)),
+            "Entropy in nats, distances in positions. – is not defined: numbers of keys in a window, "
+            "distances in cross-attention. The JSON file beside this page holds all that is drawn here.",
+            headings=("layer, head", *(x.replace("_", " ") for x in NUMBERS)),
             rows=list(_rows(layers)),
             folded=True,
         ),
     ]
     shown = [section for section in sections if section.charts or section.rows]
-    write_page(path, title=title, sentences=list(summary(found)), sections=shown)
+    write_page(path, title=title, sentences=list(summary(inspected)), sections=shown)
     return numbers
 
 
-def summary(found: Found) -> Iterator[str]:
+def summary(inspected: Inspected) -> Iterator[str]:
     """Yields sentences: how many heads are sharp, local and static, and what has no attention."""
-    end = {name: layer["end"] for name, layer in found["layers"].items()}
+    end = {name: layer["end"] for name, layer in inspected["layers"].items()}
     if end:
         spread, static = (np.concatenate([m[x] for m in end.values()]) for x in ("spread", "static"))
         local = sum(_is_local(m, near) for m in end.values() for near in m["near"])
@@ -146,18 +145,18 @@ def summary(found: Found) -> Iterator[str]:
         if np.isnan(spread).any():
             yield "Heads with a window are not counted as any of these."
     kinds: dict[str, list[str]] = {}
-    for name, mixer in found["without"].items():
+    for name, mixer in inspected["without"].items():
         kinds.setdefault(mixer, []).append(name)
     if kinds:
         which = "; ".join(f"{', '.join(names)} ({mixer})" for mixer, names in kinds.items())
         yield f"{'These layers have' if end else 'This model has'} no attention weights: {which}."
     yield (
-        f"Step {found['step']:,}, over {found['examples']:,} examples of the evaluation sets. The "
-        f"parameters at the start are {found['start']}."
+        f"Step {inspected['step']:,}, over {inspected['examples']:,} examples of the evaluation sets. The "
+        f"parameters at the start are {inspected['start']}."
     )
 
 
-def sentence(layer: Found) -> str:
+def sentence(layer: Inspected) -> str:
     """Returns how sharp, local and static a layer is."""
     m, said = layer["end"], []
     spread, near, off, static = (
@@ -191,7 +190,7 @@ def _share(values: np.ndarray) -> str:
     return f"{mean}%" + (f" ({low} to {high})" if low != high else "")
 
 
-def _overview(layers: Mapping[str, Found]) -> Iterator[Markup]:
+def _overview(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
     for group in dict.fromkeys(map(_stack, layers)):
         measures = [layer["end"] for name, layer in layers.items() if _stack(name) == group]
         for title, field in OVERVIEW.items():
@@ -207,7 +206,7 @@ def _stack(name: str) -> str:
     return " ".join(word for word in name.split() if not word.isdecimal())
 
 
-def _histograms(layers: Mapping[str, Found]) -> Iterator[Markup]:
+def _histograms(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
     centers = np.sqrt(EDGES[1:] * EDGES[:-1])
     for name, layer in layers.items():
         both = {which: layer[which] for which in ("start", "end") if layer[which]}
@@ -223,7 +222,7 @@ def _histograms(layers: Mapping[str, Found]) -> Iterator[Markup]:
             )
 
 
-def _mixtures(mixtures: Mapping[str, Found]) -> Iterator[Markup]:
+def _mixtures(mixtures: Mapping[str, Inspected]) -> Iterator[Markup]:
     for name, (parts, steps, alpha) in ((n, m.values()) for n, m in mixtures.items()):
         title = f"{name}: α, %"
         yield _grid(title, alpha[-1], columns=parts, x_label="part", y_label="head")
@@ -231,26 +230,26 @@ def _mixtures(mixtures: Mapping[str, Found]) -> Iterator[Markup]:
         yield _lines(f"{name}: α over time", lines, "step", "mean α")
 
 
-def _grids(matrices: Mapping[str, Found], x_label: str, scale: float) -> Iterator[Markup]:
+def _grids(matrices: Mapping[str, Inspected], x_label: str, scale: float) -> Iterator[Markup]:
     for name, of_layer in matrices.items():
         for title, x in of_layer.items():
             yield _grid(f"{name} {title}", x, scale=scale, x_label=x_label, y_label="head")
 
 
-def _maps(layers: Mapping[str, Found]) -> Iterator[Markup]:
+def _maps(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
     for name, layer in layers.items():
         yield _weight_maps(f"{name}, mean", layer["end"]["map"])
         yield _weight_maps(f"{name}, one example", layer["example"])
 
 
-def _distances(layers: Mapping[str, Found]) -> Iterator[Markup]:
+def _distances(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
     for name, layer in layers.items():
         lines = {f"head {i + 1}": (DISTANCES, y) for i, y in enumerate(layer["end"]["profile"])}
         if np.isfinite(layer["end"]["profile"]).all():
             yield _lines(name, lines, "distance, tokens", "share of weight")
 
 
-def _static(static: Found) -> Section:
+def _static(static: Inspected) -> Section:
     """Returns what static forms miss, and the loss with tables in the place of heads."""
     heads, charts, said = static["divergences"], [], ""
     if numbers := static.get("replaced"):
@@ -333,14 +332,12 @@ def _weight_maps(title: str, maps: np.ndarray) -> Markup:
         return to_svg(figure)
 
 
-def _rows(layers: Mapping[str, Found]) -> Iterator[list[str]]:
+def _rows(layers: Mapping[str, Inspected]) -> Iterator[list[str]]:
     text = lambda x: "–" if math.isnan(x) else f"{x:.3g}"
     for name, layer in layers.items():
-        m, start = layer["end"], layer["start"]
+        m = layer["end"]
         for i in range(len(m["spread"])):
-            old = [f" ({text(start[x][i])})" if start else "" for x in MOMENTS]
-            moments = [text(m[x][i]) + y for x, y in zip(MOMENTS, old, strict=True)]
-            yield [f"{name}.{i + 1}", *(text(m[x][i]) for x in NUMBERS), *moments]
+            yield [f"{name}.{i + 1}", *(text(m[x][i]) for x in NUMBERS)]
 
 
 def _plain(value: Any) -> JSON:

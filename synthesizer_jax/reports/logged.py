@@ -20,7 +20,7 @@ from synthesizer_jax.checkpoints.placement import count_parameters
 from synthesizer_jax.evaluation.files import RESULTS_FILE, evaluation_folder
 from synthesizer_jax.reports.figures import Line
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
-from synthesizer_jax.runs.saved import EXPERIMENT_FILE
+from synthesizer_jax.runs.saved import read_experiment
 from synthesizer_jax.training.run_directory import WATCHING
 
 Record: TypeAlias = Mapping[str, Any]
@@ -102,13 +102,7 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
 
 def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
     """Reads a run; see `read_systems`."""
-    path, log = directory / EXPERIMENT_FILE, directory / METRICS_FILE
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{directory} holds no {EXPERIMENT_FILE}; give the directory of a training run of this package"
-        )
-    with describing(path, "put a good copy in its place"):
-        experiment = dict(json.loads(path.read_text(encoding="utf-8")))
+    experiment, log = read_experiment(directory, as_data=True), directory / METRICS_FILE
     records = read_metrics(log) if log.exists() else []
     training, evaluations = (
         {int(r["step"]): r for r in records if r["kind"] == kind} for kind in ("train", "eval")

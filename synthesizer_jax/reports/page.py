@@ -13,8 +13,7 @@ import numpy as np
 from markupsafe import Markup
 
 from synthesizer_jax.evaluation.scoring import LOWER_IS_BETTER
-from synthesizer_jax.reports.figures import Cell, Line, heat_maps, line_chart, write_page
-from synthesizer_jax.reports.intervals import are_grouped, interval, mcnemar
+from synthesizer_jax.reports.figures import Cell, Line, line_chart, write_page
 from synthesizer_jax.reports.logged import Record, System, differences
 
 Shared: TypeAlias = Mapping[str, list[list[list[Record]]]]
@@ -30,7 +29,6 @@ def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cel
     tasks = dict.fromkeys(task for run in runs for task in run.answers)
     shared = {task: _shared_answers(systems, task) for task in tasks}
     scores = _scores(systems)
-    paired = [len(system.runs) for system in systems] == [1, 1]
     write_page(
         path,
         template="compare.html.jinja",
@@ -41,10 +39,7 @@ def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cel
         steps=sorted({max(run.evaluations) for run in runs if run.evaluations}),
         scores=scores,
         curves=_curves(systems),
-        paired=paired,
-        agreement=list(_agreement(shared, len(systems), paired=paired)),
         answers=list(_answers(shared)),
-        confusion=list(_confusion(systems, shared)),
         speed=list(map(_speed, systems)),
         settings=[
             [Cell(path, "code"), *(Cell(value, "code") for value in values)]
@@ -68,20 +63,30 @@ def _scores(systems: Sequence[System]) -> list[list[Cell]]:
         runs = [[run for run in system.runs if name in run.newest] for system in systems]
         scores = [[run.newest[name] for run in logged] for logged in runs]
         means = [round(sum(logged) / len(logged), digits) if logged else math.nan for logged in scores]
-        known = [mean for mean in means if not math.isnan(mean)]
-        differ = len(set(known)) > 1 and (task or same_tasks)
-        best = (min if lower else max)(known) if differ else None
+        numbers = [mean for mean in means if not math.isnan(mean)]
+        differ = len(set(numbers)) > 1 and (task or same_tasks)
+        best = (min if lower else max)(numbers) if differ else None
         cells = [Cell(task or "all tasks", note=f"{metric} ↓" if lower else metric)]
         for mean, logged, values in zip(means, runs, scores, strict=True):
             text = f"{mean:,.{digits}f}" if values else "–"
             if len(values) > 1:
                 text += f" ± {np.std(values, ddof=1) / math.sqrt(len(values)):,.{digits}f}"
-            ends = (interval(metric, run.newest[name], run.answers.get(task, {})) for run in logged)
-            intervals = list(filter(None, ends))
-            note = "{:.1f} to {:.1f}".format(*np.mean(intervals, axis=0)) if intervals else ""
+            answers = [run.answers[task] for run in logged if task in run.answers]
+            intervals = [_interval(list(records.values())) for records in answers if metric == "accuracy"]
+            low, high = np.mean(intervals, axis=0) if intervals else (math.nan, math.nan)
+            note = "" if math.isnan(low) else f"{low:.1f} to {high:.1f}"
             cells.append(Cell(text, "best" if mean == best else "", note))
         rows.append(cells)
     return rows
+
+
+def _interval(answers: Sequence[Record]) -> tuple[float, float]:
+    """Returns Wilson's 95 % interval (1927) of an accuracy in percent; NaN without labels."""
+    n, z, share = len(answers), 1.96, _share_right(answers)
+    center = share + z**2 / (2 * n)
+    half = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    low, high = (100 * (center + end) / (1 + z**2 / n) for end in (-half, half))
+    return low, high
 
 
 def _curves(systems: Sequence[System]) -> tuple[list[Markup], list[Markup]]:
@@ -117,7 +122,7 @@ def _shared_answers(systems: Sequence[System], task: str) -> list[list[list[Reco
     runs = [[run.answers[task] for run in s.runs if task in run.answers] for s in systems]
     every = list(itertools.chain(*runs))
     keys = [key for key in every[0] if all(key in answers for answers in every)]
-    return [[[answers[key] for answers in own] for own in runs] for key in keys]
+    return [[[answers[key] for answers in of_system] for of_system in runs] for key in keys]
 
 
 def _share_right(records: Sequence[Record]) -> float:
@@ -126,39 +131,19 @@ def _share_right(records: Sequence[Record]) -> float:
     return sum(right) / len(right) if right else math.nan
 
 
-def _agreement(shared: Shared, systems: int, *, paired: bool) -> Iterator[list[str]]:
-    """Yields, of each task, by which systems how many examples are answered right.
-
-    An example that half of a system's runs answer right counts for none. The probability of McNemar's test
-    is that of a pair of runs.
-    """
-    for task, examples in shared.items():
-        shares = np.array([list(map(_share_right, example)) for example in examples])
-        if systems > 1 and shares.size and not np.isnan(shares).any():
-            right = shares[(shares != 0.5).all(1)] > 0.5
-            count = right.sum(1)
-            alone = right[count == 1].sum(0).tolist()
-            numbers = [len(shares), (count == systems).sum(), (count == 0).sum(), *alone]
-            row = [task, *(f"{number:,}" for number in numbers)]
-            if paired:
-                grouped = are_grouped(example[0][0] for example in examples)
-                row.append("–" if grouped else f"{mcnemar(*alone):.2g}")
-            yield row
-
-
 def _answers(shared: Shared) -> Iterator[list[str | Cell | list[Cell]]]:
     """Yields input, target and each system's answers of four examples in which systems differ most."""
 
     def order(example: list[list[Record]]) -> tuple[float, float]:
         shares = list(map(_share_right, filter(None, example)))
         if math.isnan(shares[0]):
-            return -len({record["prediction"] for own in example for record in own}), 0
+            return -len({record["prediction"] for of_system in example for record in of_system}), 0
         return min(shares) - max(shares), sum(shares)
 
     for task, examples in shared.items():
         for example in sorted(examples, key=order)[:4]:
             record = next(filter(None, example))[0]
-            cells = [_judge(own) or "–" for own in example]
+            cells = [_judge(of_system) or "–" for of_system in example]
             yield [Cell(record["input"], note=task), record["target"], *cells]
 
 
@@ -168,33 +153,6 @@ def _judge(records: Sequence[Record]) -> list[Cell]:
     texts = ((r["prediction"] or "(empty)", kinds.get(_share_right([r]), "")) for r in records)
     counts, of = collections.Counter(texts), len(records)
     return [Cell(*both, f"{n} of {of}" if of > 1 else "") for both, n in counts.most_common()]
-
-
-def _confusion(systems: Sequence[System], shared: Shared) -> Iterator[Markup]:
-    """Yields the matrices of tasks with label words, in percent of the examples of a row."""
-    for task, examples in shared.items():
-        every = [[r for example in examples for r in example[i]] for i in range(len(systems))]
-        records = [[r for r in labeled if isinstance(r.get("target_label"), int)] for labeled in every]
-        pairs = {(r["target_label"], r["target"]) for r in itertools.chain(*records)}
-        words = dict(sorted(pairs))
-        if not 1 < len(words) == len(pairs) <= 12:
-            continue  # there are no labels, or WSC's, which stand for words of the input
-        rows, panels = {label: i for i, label in enumerate(words)}, {}
-        for system, labeled in zip(systems, records, strict=True):
-            counts = np.zeros((len(rows), len(rows) + 1))
-            for r in labeled:
-                counts[rows[r["target_label"]], rows.get(r["label"], -1)] += 1
-            if labeled:
-                panels[system.name] = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
-        others = any(panel[:, -1].any() for panel in panels.values())
-        yield heat_maps(
-            {name: panel[:, : len(words) + others] for name, panel in panels.items()},
-            x_label="answer",
-            y_label="target",
-            names=([*words.values(), *["other"] * others], [*words.values()]),
-            number="{:.0f} %",
-            title=task,
-        )
 
 
 def _speed(system: System) -> list[str | Cell]:

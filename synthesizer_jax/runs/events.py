@@ -45,9 +45,3 @@ def read_events(directory: pathlib.Path) -> Iterator[Event]:
             step, text = int(values["step"]), str(values.get("text", ""))
             moment, event = float(values["time"]), str(values["event"])
             yield Event(time=moment, event=event, step=step, text=text)
-
-
-def has_stopped(directory: pathlib.Path) -> bool:
-    """Returns whether a run has stopped early, and was not continued since."""
-    events = [event["event"] for event in read_events(directory)]
-    return [e for e in events if e in ("start", "stopped", "end")][-2:] == ["stopped", "end"]

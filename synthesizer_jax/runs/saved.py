@@ -32,13 +32,13 @@ def load_model(directory: pathlib.Path) -> SavedModel:
         for value, kind in ((model, TokenModel), (vocabulary, Vocabulary)):
             if not isinstance(value, kind):
                 raise ValueError(f"it holds {format_value(value)}, expected a {kind.__name__}")
-    found = with_absolute_path(vocabulary, directory)
-    assert found is not None
-    return SavedModel(model, found)
+    absolute_vocabulary = with_absolute_path(vocabulary, directory)
+    assert absolute_vocabulary is not None
+    return SavedModel(model, absolute_vocabulary)
 
 
-def read_experiment(directory: pathlib.Path) -> Any:
-    """Returns the JSON data of a run's experiment.
+def read_experiment(directory: pathlib.Path, *, as_data: bool = False) -> Any:
+    """Returns the JSON data of a run's experiment, which need not be rebuilt if it is read `as_data`.
 
     Raises:
       FileNotFoundError: the directory holds no run.
@@ -50,7 +50,8 @@ def read_experiment(directory: pathlib.Path) -> Any:
         raise FileNotFoundError(
             f"{directory} holds no {EXPERIMENT_FILE}; give the directory of a training run of this package"
         )
-    code.require_code(directory)
+    if not as_data:
+        code.require_code(directory)
     with describing(path, REMEDY):
         return json.loads(path.read_text(encoding="utf-8"))
 
@@ -104,9 +105,9 @@ def open_vocabulary(
     Raises:
       ValueError: the model's embedding has fewer rows than the vocabulary has ids.
     """
-    found = with_absolute_path(vocabulary, directory)
-    assert found is not None
-    built = found.build()
+    config = with_absolute_path(vocabulary, directory)
+    assert config is not None
+    built = config.build()
     if built.vocab_size > model.vocab_size:
         raise ValueError(
             f"the vocabulary has {built.vocab_size} ids but model.vocab_size={model.vocab_size}; set "

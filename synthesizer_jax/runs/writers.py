@@ -45,17 +45,17 @@ def find_writers(names: Iterable[str]) -> dict[str, OpenWriter]:
     Raises:
       ValueError: there is none of a name, or its library is not installed.
     """
-    known = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
     openers = {}
     for name in names:
-        if name not in known:
+        if name not in entries:
             raise ValueError(
-                f"training.writers: there is no {name!r}{did_you_mean(name, known)}; installed packages "
-                f"have {', '.join(sorted(known))}"
+                f"training.writers: there is no {name!r}{did_you_mean(name, entries)}; installed packages "
+                f"have {', '.join(sorted(entries))}"
             )
-        if known[name].module == __name__ and not is_installed(name):  # named after their libraries
+        if entries[name].module == __name__ and not is_installed(name):  # named after their libraries
             raise ValueError(f"training.writers: {name} is not installed: pip install {name}")
-        openers[name] = known[name].load()
+        openers[name] = entries[name].load()
     return openers
 
 

@@ -1,10 +1,9 @@
 """Device meshes, and the rules that map logical axes to mesh axes."""
 
-from synthesizer_jax.sharding.batch_shards import BatchShards as BatchShards
-from synthesizer_jax.sharding.batch_shards import gather_to_host as gather_to_host
-from synthesizer_jax.sharding.batch_shards import replicate_to_devices as replicate_to_devices
 from synthesizer_jax.sharding.mesh import MeshShape as MeshShape
+from synthesizer_jax.sharding.mesh import gather_to_host as gather_to_host
 from synthesizer_jax.sharding.mesh import make_mesh as make_mesh
+from synthesizer_jax.sharding.mesh import replicate_to_devices as replicate_to_devices
 from synthesizer_jax.sharding.rules import BATCH_AXES as BATCH_AXES
 from synthesizer_jax.sharding.rules import MESH_AXES as MESH_AXES
 from synthesizer_jax.sharding.rules import RULES as RULES

@@ -1,4 +1,4 @@
-"""Device meshes over one or several slices of chips."""
+"""Device meshes over one or several slices of chips, and arrays moved to and from their devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import math
 from typing import Annotated, TypeAlias
 
 import jax
-from jax.experimental import mesh_utils
+import numpy as np
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from synthesizer_jax.base.registry import register
@@ -115,3 +116,18 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
         arranged = make(devices, allow_split_physical_axes=True)
     # Since JAX 0.10 axes are Explicit by default; Linen's sharding constraints need Auto.
     return Mesh(arranged, shape.axis_names, axis_types=(AxisType.Auto,) * len(shape.axis_names))
+
+
+def replicate_to_devices(x: jax.typing.ArrayLike, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Makes a global array of an array that is the same on every process."""
+    if jax.process_count() == 1:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def gather_to_host(x: jax.Array) -> np.ndarray:
+    """Gathers a global array to the host of every process."""
+    if jax.process_count() == 1:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -9,10 +9,10 @@ import numpy as np
 
 from synthesizer_jax.base.files import new_directory
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
-from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
+from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps, restore_variables
 from synthesizer_jax.runs import code
 from synthesizer_jax.training.run_directory import load_experiment, save_run, with_vocabulary_path
+from synthesizer_jax.training.step import TrainState
 
 
 def average_checkpoints(
@@ -41,36 +41,24 @@ def average_checkpoints(
       ValueError: the run has fewer checkpoints, or one cannot be read.
     """
     experiment = with_vocabulary_path(load_experiment(source), source)
-    there = finished_steps(source / "checkpoints")
-    wanted = 2 if last is None else last
-    if len(there) < wanted:
+    saved, needed = finished_steps(source / "checkpoints"), last or 2
+    if len(saved) < needed:
         raise ValueError(
-            f"{source} holds {len(there)} of the {wanted} checkpoints that a mean needs "
-            f"({str(there)[1:-1]}); give a smaller --last, or train with training.keep_latest={wanted}"
+            f"{source} holds {len(saved)} of the {needed} checkpoints that a mean needs "
+            f"({str(saved)[1:-1]}); give a smaller --last, or train with training.keep_latest={needed}"
         )
-    steps = there if last is None else there[-last:]
+    steps = saved if last is None else saved[-last:]
     with new_directory(directory) as staging:
-        step, *others = steps
-        variables = _read(source, step)
-        mean = jax.tree.map(np.float32, variables["params"])
-        for count, other in enumerate(others, 2):
+        mean: PyTree = None
+        for count, step in enumerate(steps, 1):
+            variables = jax.device_get(restore_variables(source / "checkpoints", step=step)[1])
+            params = jax.tree.map(np.float32, variables["params"])
             # A running mean: equal checkpoints have a mean equal to them.
-            variables = _read(source, other)
-            mean = jax.tree.map(
-                lambda m, p, n=count: m + (np.float32(p) - m) / n, mean, variables["params"]
-            )
+            update = lambda m, p, n=count: m + (p - m) / n
+            mean = params if mean is None else jax.tree.map(update, mean, params)
         save_run(experiment.starting_from(None), staging)
         code.record_code(staging, code.recorded_code(source))
-        state = {
-            "step": np.asarray(steps[-1], np.int32),
-            "params": mean,
-            "constants": variables.get("constants", {}),
-            "opt_state": {},
-        }
-        save_streamed(staging / "checkpoints", steps[-1], jax.tree.map(Unread.of, state))
+        checkpoints = Checkpoints(staging / "checkpoints")
+        checkpoints.save(TrainState(np.int32(steps[-1]), mean, variables.get("constants", {}), {}), None)
+        checkpoints.close()
     return steps
-
-
-def _read(run: pathlib.Path, step: int) -> PyTree:
-    """Returns the variables of a checkpoint as NumPy arrays."""
-    return jax.device_get(restore_variables(run / "checkpoints", step=step)[1])

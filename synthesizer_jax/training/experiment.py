@@ -8,16 +8,7 @@ from typing import Annotated, Literal
 import jax
 
 from synthesizer_jax.base.registry import check_fields, register, replace
-from synthesizer_jax.base.typing import (
-    Choices,
-    Count,
-    NotNegative,
-    Number,
-    Positive,
-    Rate,
-    Seed,
-    Share,
-)
+from synthesizer_jax.base.typing import Choices, Count, NotNegative, Number, Positive, Rate, Seed, Share
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.config import RANK, Evaluation
@@ -37,7 +28,7 @@ class Training:
       optimizer: `AdamW`, `Adafactor` or one of your own, with its schedule.
       rules: learning rates and freezing by paths of parameters; the first rule that matches decides.
       ema: decay of an exponential moving average of the parameters, which is evaluated and used later;
-        None: no average. See `state.apply_gradients`.
+        None: no average. See `step.apply_gradients`.
       z_loss: coefficient of log² Z.
       label_smoothing: T5's label smoothing.
       loss_normalizer: what the summed loss is divided by, see `losses.loss_denominator`.
@@ -111,9 +102,9 @@ class Experiment:
       init_from: a checkpoint directory (``RUN`` or ``RUN/checkpoints/STEP``) whose parameters a
         fresh run starts from.
       init_rules: which parameters start otherwise than from those of the same path and shape.
-      init_optimizer: whether to go on with the optimizer's state of that checkpoint too, and so with the
-        schedule of its learning rate at the number of updates in that state, while the run's own steps
-        count from 0.
+      init_optimizer: whether to go on with the optimizer's state of that checkpoint too. The schedule of
+        its learning rate then goes on at the number of updates in that state; the run's own steps count
+        from 0.
     """
 
     model: TextToText | Encoder

@@ -23,7 +23,7 @@ from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.runs.saved import find_checkpoint
 from synthesizer_jax.training.experiment import Experiment, InitRule
 from synthesizer_jax.training.run_directory import load_experiment
-from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.step import TrainState
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -112,24 +112,24 @@ def initialize_from_checkpoint(
         for name, origin in origins.items():
             if origin.status != INITIALIZED:
                 ours[name] = resize(theirs[origin.source], ours[name], origin.rule.fill)
-        found: Variables = traverse_util.unflatten_dict(ours, sep="/")
+        initialized: Variables = traverse_util.unflatten_dict(ours, sep="/")
         for name, stack in stacks_of(experiment.model).items():
-            for collection in found.values():
+            for collection in initialized.values():
                 if stack.scan and name in collection:
                     collection[name] = stack_layers(stack, collection[name])
-        return found
+        return initialized
 
     # The fresh arrays become the result, so that there is no third copy of the parameters.
-    found = jax.jit(initialize, out_shardings=shardings, donate_argnums=1)(variables, fresh)
+    arrays = jax.jit(initialize, out_shardings=shardings, donate_argnums=1)(variables, fresh)
     opt_state = state.opt_state
     if experiment.init_optimizer:
-        read = functools.partial(read_arrays, wanted={"opt_state": opt_state}, names=("opt_state",))
+        read = functools.partial(read_arrays, entries={"opt_state": opt_state}, names=("opt_state",))
         _, entries, _ = read_newest(directory / "checkpoints", read, step=step)
         opt_state = entries["opt_state"]
     return dataclasses.replace(
         state,
-        params=found["params"],
-        constants=found.get("constants", state.constants),
+        params=arrays["params"],
+        constants=arrays.get("constants", state.constants),
         opt_state=opt_state,
     )
 

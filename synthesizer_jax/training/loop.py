@@ -9,20 +9,20 @@ import contextlib
 import math
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 
 from synthesizer_jax.checkpoints.contents import BatchStream
 from synthesizer_jax.checkpoints.manager import Checkpoints
+from synthesizer_jax.evaluation.config import Evaluation
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.hosts.preemption import Preempted, StopSignal
 from synthesizer_jax.runs.events import read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 from synthesizer_jax.runs.progress import format_duration
-from synthesizer_jax.training.early_stopping import has_stopped
 from synthesizer_jax.training.run_log import STOP, RunLog
-from synthesizer_jax.training.state import TrainState, restart_ema
+from synthesizer_jax.training.step import TrainState, restart_ema
 from synthesizer_jax.training.trainer import Trainer
 
 Evaluate = Callable[[TrainState], dict[str, float]]
@@ -139,8 +139,8 @@ def train(
             if last:
                 break
             if evaluation.patience is not None and step in scores:
-                own = has_stopped(evaluation, scores, step)
-                if processes.all_gather("stopped", own)[0]:
+                stopped = has_stopped(evaluation, scores, step)
+                if processes.all_gather("stopped", stopped)[0]:
                     text = f"stopped: no better score in {evaluation.patience} evaluations"
                     log.say(step, text, event="stopped")
                     break
@@ -172,3 +172,25 @@ def train(
         checkpoints.prune()
         log.add_event(int(state.step), "end")
     return state
+
+
+def has_stopped(evaluation: Evaluation, scores: Mapping[int, float], step: int) -> bool:
+    """Returns whether a run that has finished `step` steps has used up the patience of its evaluation.
+
+    That is, whether so many evaluations in a row, up to the last, were not better than the best before
+    them. The best is the last score that was better, not the maximum: smaller gains than
+    `Evaluation.min_improvement` add up until together they exceed it. Evaluations without a score (NaN) do
+    not count.
+
+    Args:
+      evaluation: with its `patience`; None: it never stops.
+      scores: the score by step; those of later steps, which were lost with their checkpoints, do not count.
+      step: number of finished steps.
+    """
+    best, count = -math.inf, 0
+    for measured in sorted(s for s in scores if s <= step):
+        if scores[measured] > best + evaluation.min_improvement:
+            best, count = scores[measured], 0
+        elif math.isfinite(scores[measured]):
+            count += 1
+    return evaluation.patience is not None and count >= evaluation.patience

@@ -74,9 +74,9 @@ def cross_entropy(
 ) -> LossSums:
     """T5's loss of given logits.
 
-    ``Σ_t w_t (H(y_t, softmax(l_t)) − H(y_t))`` with ``y`` the smoothed target (1 − ε on the target,
-    ε / (v − 1) elsewhere; its own entropy is subtracted, as in T5X, so that the optimum is 0), and
-    ``z_loss · Σ_t w_t log² Z_t``.
+    ``Σ_t w_t (H(y_t, softmax(l_t)) − H(y_t))``, and ``z_loss · Σ_t w_t log² Z_t``. ``y`` is the smoothed
+    target: 1 − ε on the target, ε / (v − 1) elsewhere. Its own entropy is subtracted, as in T5X, so that
+    the optimum is 0.
 
     Args:
       logits: ``[b, t, v]``, any float dtype; the loss is computed in float32. The backward pass

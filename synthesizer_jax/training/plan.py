@@ -1,4 +1,4 @@
-"""The memory that a training step needs on every chip, from shapes alone, without devices."""
+"""What a training step needs on chips that are not here: planned from shapes, or compiled by libtpu."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import functools
 import itertools
 import math
 import operator
+import os
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import topologies
 from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, AxisType
 
@@ -25,15 +28,10 @@ from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.optimizers.adafactor import TABLE
 from synthesizer_jax.optimizers.rules import merge_entries, resolve_rules, trained_entries
 from synthesizer_jax.primitives.parameters import Variables, abstract_variables, is_axes
-from synthesizer_jax.sharding import (
-    BATCH_AXES,
-    MeshShape,
-    check_batch,
-)
+from synthesizer_jax.sharding import BATCH_AXES, MeshShape, check_batch
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.state import Layout, make_layout
 from synthesizer_jax.training.step import loss_sums
-from synthesizer_jax.training.trainer import abstract_batch
+from synthesizer_jax.training.trainer import Layout, Trainer, abstract_batch, make_layout
 
 REMATS: tuple[str | None, ...] = (None, "dots", "dots_with_no_batch_dims", "full")
 """Values of `Stack.remat`, from the most memory and the least recomputation to the opposite."""
@@ -128,14 +126,7 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     check_batch(data.batch_size, mesh, micro_batches=training.micro_batches)
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     rows = data.batch_size // ways // training.micro_batches
-    optimizer, layout = make_layout(
-        experiment.model,
-        training.optimizer,
-        tokens=experiment.example,
-        mesh=mesh,
-        rules=training.rules,
-        ema=training.ema is not None,
-    )
+    optimizer, layout = make_layout(experiment, mesh, rules=training.rules)
     state = layout.abstract
     gradients = _shard_bytes(optimizer.trained(state.params))
     # The result is cached: meshes with the same number of rows per device share a trace.
@@ -182,7 +173,7 @@ def _gathered_bytes(layout: Layout, model: TokenModel) -> int:
     computation. The gradients of embedding and output projection are float32.
     """
     size, layered = jnp.dtype(model.dtype).itemsize, stacks_of(model)
-    found = collections.Counter[tuple[object, ...]]()
+    gathered = collections.Counter[tuple[object, ...]]()
     axes = jax.tree.leaves(layout.axes, is_leaf=is_axes)
     leaves = jax.tree.leaves_with_path(layout.abstract.params)
     for (path, x), names in zip(leaves, axes, strict=True):
@@ -191,10 +182,10 @@ def _gathered_bytes(layout: Layout, model: TokenModel) -> int:
         whole = math.prod(x.sharding.shard_shape(x.shape)) * x.sharding.mesh.shape["fsdp"]
         if path[0].key in layered:
             layers = x.shape[0] if names[0] == "layers" else 1
-            found[path[:2]] += 2 * (4 if TABLE & set(names) else size) * whole // layers
+            gathered[path[:2]] += 2 * (4 if TABLE & set(names) else size) * whole // layers
         else:
-            found[path[:1]] += (size + 4) * whole
-    return max(found.values(), default=0)
+            gathered[path[:1]] += (size + 4) * whole
+    return max(gathered.values(), default=0)
 
 
 @functools.lru_cache(maxsize=32)
@@ -209,8 +200,8 @@ def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
     variables, axes = abstract_variables(model, *experiment.example)
     names = jax.tree.leaves(axes["params"], is_leaf=is_axes)
     params = zip(jax.tree.leaves_with_path(variables["params"]), names, strict=True)
-    own = stacks_of(model)
-    kernels = [x for (path, x), n in params if path[0].key in own and not TABLE & set(n)]
+    stacks = stacks_of(model)
+    kernels = [x for (path, x), n in params if path[0].key in stacks and not TABLE & set(n)]
 
     def is_copy(shape: tuple[int, ...], dtype: np.dtype) -> bool:
         """Whether an array is a layer's kernel, possibly with adjacent axes merged."""
@@ -219,10 +210,10 @@ def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
             math.prod(shape) == x.size and products(shape) <= products(x.shape) for x in kernels
         )
 
-    found, more = (_residuals(experiment, variables, n) for n in (rows, rows + 1))
-    fixed = found & more  # an activation may have a kernel's shape, but grows with the rows
+    residuals, more = (_residuals(experiment, variables, n) for n in (rows, rows + 1))
+    fixed = residuals & more  # an activation may have a kernel's shape, but grows with the rows
     copies = _num_bytes(collections.Counter({k: n for k, n in fixed.items() if is_copy(*k)}))
-    return copies, _num_bytes(found) - copies
+    return copies, _num_bytes(residuals) - copies
 
 
 def _residuals(experiment: Experiment, variables: Variables, rows: int) -> ArrayCounts:
@@ -268,14 +259,14 @@ def _num_bytes(counts: ArrayCounts) -> int:
 def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment, MemoryPlan]]:
     """Returns variants of an experiment that fit into a topology's memory, the cheapest first.
 
-    Tries data parallelism alone, parameters sharded over all devices of a slice (or over as many as
-    divide the model's width), and tensor parallelism over 2, 4 and 8 devices in addition, with each of
-    the `REMATS`.
+    Tries data parallelism alone, and parameters sharded over all devices of a slice, or over as many as
+    divide the model's width. Then it adds tensor parallelism over 2, 4 and 8 devices. With each mesh it
+    tries the `REMATS`.
 
     Returns:
       For every mesh the first variant that fits, and its plan.
     """
-    found = []
+    variants = []
     for mesh in candidate_meshes(topology, experiment.model.d_model):
         for remat in REMATS:
             changed = replace(with_remat(experiment, remat), mesh=mesh)
@@ -284,22 +275,22 @@ def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment,
             except ValueError:  # the batch or a parameter cannot be divided
                 break
             if plan.fits:
-                found.append((changed, plan))
+                variants.append((changed, plan))
                 break
-    return found
+    return variants
 
 
 def candidate_meshes(topology: Topology, width: int) -> list[MeshShape]:
     """Returns the meshes to try for a model of some width, the cheapest in communication first."""
-    found = [MeshShape()]
+    meshes = [MeshShape()]
     devices = topology.devices // topology.slices
     for tensor in (1, 2, 4, 8):
         left = devices // tensor
         fsdp = math.gcd(left, width)
         if devices % tensor == 0 and fsdp * tensor > 1:
             shape = (1, -1) if fsdp == left else (-1, fsdp)
-            found.append(MeshShape(*shape, tensor=tensor))
-    return found
+            meshes.append(MeshShape(*shape, tensor=tensor))
+    return meshes
 
 
 def with_remat(experiment: Experiment, remat: str | None) -> Experiment:
@@ -307,3 +298,48 @@ def with_remat(experiment: Experiment, remat: str | None) -> Experiment:
     model = experiment.model
     changed = {name: replace(stack, remat=remat) for name, stack in stacks_of(model).items()}
     return replace(experiment, model=replace(model, **changed))
+
+
+class TooLargeError(ValueError):
+    """A step does not fit into a device's memory, according to the compiler."""
+
+
+def compile_step(experiment: Experiment, topology: Topology) -> jax.stages.Compiled:
+    """Compiles the training step for a topology without its devices.
+
+    Raises:
+      TooLargeError: the step does not fit into memory.
+      ValueError: libtpu is not installed, or does not support the topology or the mesh on it.
+    """
+    lowered = Trainer(experiment, devices=devices_of(topology)).trace().lower()
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        refused = re.search(r"RESOURCE_EXHAUSTED: ([^\n]*)", str(error))
+        # A kernel that exhausts on-chip memory, which is not HBM, is another kind of error.
+        if refused is None or "hbm" not in refused[1].lower():
+            raise
+        raise TooLargeError(f"the compiler rejects the step: {refused[1]}") from error
+
+
+def devices_of(topology: Topology) -> list[jax.Device]:
+    """Returns the devices of a topology, for compilation only.
+
+    Raises:
+      ValueError: libtpu is not installed or does not support the topology.
+    """
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server without a TPU
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    options: dict[str, int | str] = {}
+    if topology.slices > 1:
+        options["num_slices"] = topology.slices
+    if topology.chip.config is not None:
+        options["chip_config_name"] = topology.chip.config
+    try:
+        description = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{topology.name} cannot be compiled for ({' '.join(str(error).split())[:200]}); "
+            "pip install 'jax[tpu]', and choose a topology that exists"
+        ) from error
+    return list(description.devices)

@@ -1,31 +1,39 @@
-"""From an experiment to a finished run in a directory: data, loop, evaluation."""
+"""A run in a directory: its data, the loop, its evaluation."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import pathlib
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
+
+import jax
 
 from synthesizer_jax.base.files import name_write_errors, storage_path
 from synthesizer_jax.base.messages import escape_controls
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.prefetching import PrefetchedStream
+from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluator
+from synthesizer_jax.evaluation.files import evaluation_folder, write_predictions, write_results
+from synthesizer_jax.evaluation.scoring import flatten_results
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.hosts.preemption import StopSignal
 from synthesizer_jax.models import TextToText
 from synthesizer_jax.runs import code
 from synthesizer_jax.runs.lock import lock_directory
 from synthesizer_jax.runs.progress import summary_lines
-from synthesizer_jax.tasks import imported, task_registry
+from synthesizer_jax.runs.saved import open_vocabulary
+from synthesizer_jax.tasks import imported, synthetic, task_registry
+from synthesizer_jax.tasks.splits import is_current, requested_splits
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.training import run_directory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import initializer_of
 from synthesizer_jax.training.loop import train
-from synthesizer_jax.training.run_data import evaluate_state, find_prepared
-from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.step import TrainState
 from synthesizer_jax.training.trainer import Trainer
 
 
@@ -77,6 +85,7 @@ def run(
             imported.add_imported(data_path)
             experiment = run_directory.find_vocabulary(experiment, data_path)
             run_directory.check_same_run(experiment, directory)
+            # What a user can have got wrong is said by now; preparing may take hours.
             if prepare is not None:
                 prepare(experiment, data_path)
             prepared = find_prepared(experiment, data_path)
@@ -117,3 +126,123 @@ def run(
         text = summary_lines(directory, steps, saved, data_dir=data_dir, prompt=prompt)
         print(text, flush=True)
     return state
+
+
+def find_prepared(
+    experiment: Experiment,
+    data_dir: pathlib.Path,
+    *,
+    trains: bool = True,
+    only: Sequence[str] = (),
+) -> PreparedTasks:
+    """Returns the prepared data of a run, which is current.
+
+    Args:
+      experiment: with the absolute path of its vocabulary.
+      data_dir: where data sets lie.
+      trains: whether it is trained on, and not only evaluated on.
+      only: names of the tasks to evaluate; empty: all.
+
+    Raises:
+      FileNotFoundError: some is missing or outdated; the message has the command that prepares it.
+    """
+    if missing := missing_preparation(experiment, data_dir, trains=trains, only=only):
+        raise FileNotFoundError(
+            f"{experiment.data.mixture} is not prepared in {data_dir} as the run reads it, or has changed; "
+            f"run '{shlex.join(['synthesizer-jax', *missing])}', or from Python "
+            "preparation.experiment.prepare_data(experiment, data_dir)"
+        )
+    vocabulary = open_vocabulary(experiment.vocabulary, data_dir, model=experiment.model)
+    return PreparedTasks(data_dir, vocabulary)
+
+
+def missing_preparation(
+    experiment: Experiment,
+    data_dir: pathlib.Path,
+    *,
+    trains: bool = True,
+    only: Sequence[str] = (),
+) -> list[str]:
+    """Returns the arguments of ``synthesizer-jax`` that prepare what is missing of a run's data.
+
+    They are empty where all is prepared. Where no data sets are, what is prepared has to suffice.
+
+    Raises:
+      FileNotFoundError: nothing is prepared, and there are no data sets.
+    """
+    data, vocabulary = experiment.data, experiment.vocabulary
+    assert vocabulary is not None
+    name = vocabulary.path if isinstance(vocabulary, SentencePiece) else "bytes"
+    options = ["--vocabulary", name, "--extra-ids", str(vocabulary.extra_ids)]
+    generated = synthetic.vocabulary(data_dir).file
+    if isinstance(vocabulary, SentencePiece) and vocabulary.file == generated:
+        options = []  # it is generated with the data
+    if options or generated.is_file():
+        built = open_vocabulary(vocabulary, data_dir, model=experiment.model)
+        prepared = PreparedTasks(data_dir, built)
+        if _is_prepared(experiment, prepared, trains=trains, only=only):
+            return []
+    return [
+        *("data", "prepare", data.mixture, "--data-dir", str(data_dir), *options),
+        f"--inputs-length={data.lengths['inputs']}",
+        f"--targets-length={data.lengths['targets']}",
+        f"--split={data.split if trains else ''}",
+        f"--evaluation-split={experiment.evaluation.split}",
+        *(f"--task={name}" for name in only),
+        *(f"--import={name}" for name in code.imported_names()),
+    ]
+
+
+def _is_prepared(
+    experiment: Experiment, prepared: PreparedTasks, *, trains: bool, only: Sequence[str]
+) -> bool:
+    data = experiment.data
+    requested = functools.partial(requested_splits, data.mixture, prepared.data_dir, only=only)
+    try:
+        requests = requested(training_splits=(), evaluation_splits=[experiment.evaluation.split])
+        if trains:
+            requests += requested(training_splits=[data.split], evaluation_splits=())
+    except FileNotFoundError:
+        if prepared.rates(data.mixture) is not None:
+            return True
+        if data.mixture in synthetic.MIXTURES:  # it is generated
+            return False
+        raise
+    rates = task_registry.mixture_rates(data.mixture, prepared.data_dir)
+    return prepared.rates(data.mixture) == rates and all(
+        is_current(request, prepared, lengths=data.lengths) for request in requests
+    )
+
+
+def open_evaluator(
+    experiment: Experiment,
+    directory: pathlib.Path,
+    data_dir: pathlib.Path,
+    *,
+    only: list[str] | None = None,
+) -> Evaluator:
+    """Returns what a run with its vocabulary in `directory` is evaluated on; `only` names tasks.
+
+    Raises:
+      FileNotFoundError: its data is not prepared; see `find_prepared`.
+    """
+    imported.add_imported(data_dir)
+    experiment = run_directory.with_vocabulary_path(experiment, directory)
+    prepared = find_prepared(experiment, data_dir, trains=False, only=only or ())
+    model, data, evaluation = experiment.model, experiment.data, experiment.evaluation
+    return Evaluator(model, data, evaluation, prepared=prepared, only=only)
+
+
+def evaluate_state(
+    evaluator: Evaluator, directory: pathlib.Path, state: TrainState, *, mesh: jax.sharding.Mesh
+) -> dict[str, float]:
+    """Evaluates a state, writes results and predictions into the run's directory; returns the results."""
+    results, overall = evaluator.measure(state.averaged_variables, mesh=mesh)
+    if processes.is_process_zero():
+        step = int(state.step)
+        folder = evaluation_folder(directory, step)
+        for examples, result in zip(evaluator.sets, results, strict=True):
+            if evaluator.evaluation.save_predictions and not examples.task.is_text:
+                write_predictions(folder, result, examples=examples)
+        write_results(folder, step, results, overall=overall)
+    return {**overall, **flatten_results(results)}

@@ -21,15 +21,6 @@ from synthesizer_jax.training.step import Batch, Metrics
 STOP = "stop"
 """Among a step's metrics in several processes: the signal that one of them got, or 0."""
 
-SPARSE_STEPS = 100
-"""After so many steps in a row with more padding than tokens a line says what helps, once."""
-
-_SPARSE = (
-    "more than half of the tokens are padding: data.pack=true fills rows with several examples; for models "
-    "that refuse that, data.buckets=[[64,16]] shortens batches; or lower data.inputs_length and "
-    "data.targets_length"
-)
-
 
 class NonFiniteLossError(RuntimeError):
     """The loss or a gradient became infinite or not a number."""
@@ -68,7 +59,6 @@ class RunLog:
         visible = visible and processes.is_process_zero()
         self._progress = Progress(training.steps, title=directory.name, visible=visible)
         self._unread: tuple[int, Metrics, int] | None = None
-        self._sparse_steps = 0
         self.throughput = Throughput()
         self.agreed_signal = 0
 
@@ -124,10 +114,6 @@ class RunLog:
         self._check_finite(values, step)
         self.throughput.add(values["tokens"], capacity=capacity)
         self._progress.advance(step)
-        if self._sparse_steps < SPARSE_STEPS:
-            self._sparse_steps = self._sparse_steps + 1 if 2 * values["tokens"] < capacity else 0
-            if self._sparse_steps == SPARSE_STEPS:
-                self.say(step, _SPARSE)
         self.report_saved()
         if step % self._log_every == 0:
             values |= self.throughput.read()

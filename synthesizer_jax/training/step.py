@@ -1,4 +1,4 @@
-"""One training step: loss, gradients over micro-batches, update."""
+"""What training changes, and one step of it: loss, gradients over micro-batches, update."""
 
 from __future__ import annotations
 
@@ -16,19 +16,43 @@ from synthesizer_jax.primitives.mesh import map_over_batch, mesh_axes
 from synthesizer_jax.primitives.parameters import Variables, apply_method
 from synthesizer_jax.primitives.products import output_product
 from synthesizer_jax.training.experiment import Training
-from synthesizer_jax.training.losses import (
-    LossSums,
-    chunked_cross_entropy,
-    cross_entropy,
-    loss_denominator,
-)
-from synthesizer_jax.training.state import TrainState, apply_gradients
+from synthesizer_jax.training.losses import LossSums, chunked_cross_entropy, cross_entropy, loss_denominator
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 DENSE_LOGITS = 2**22
 """Up to this many logits a batch's loss is computed at once; beyond it in chunks of tokens."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The state of a run; a pytree.
+
+    Attributes:
+      step: number of finished steps, an int32 array.
+      params: trainable parameters, float32.
+      constants: saved, never optimized (Fixed Random tables).
+      opt_state: the optimizer's state.
+      ema: the exponential moving average of the parameters; empty if the run has none.
+    """
+
+    step: PyTree
+    params: PyTree
+    constants: PyTree
+    opt_state: PyTree
+    ema: PyTree = dataclasses.field(default_factory=dict)
+
+    @property
+    def variables(self) -> Variables:
+        """What the model's `apply` takes in training."""
+        return {"params": self.params, **({"constants": self.constants} if self.constants else {})}
+
+    @property
+    def averaged_variables(self) -> Variables:
+        """What is evaluated and used later: the variables with the average of the parameters, if any."""
+        return {**self.variables, **({"params": self.ema} if self.ema else {})}
 
 
 def loss_sums(
@@ -176,9 +200,9 @@ def make_train_step(
 
     Returns:
       Metrics are float32 scalars: ``loss`` (nats per real target, without z-loss), ``z_loss``,
-      ``accuracy`` (of the targets), ``tokens`` (real input and target tokens),
-      ``gradient_norm`` (of the parameters that are trained), ``learning_rate`` where it is known; and
-      ``data_checksum``, by which two runs tell that they read the same.
+      ``accuracy`` (of the targets), ``tokens`` (real input and target tokens), ``gradient_norm`` (of the
+      parameters that are trained), and ``learning_rate`` where it is known. Two runs have the same
+      ``data_checksum`` in a step if they read the same batch.
     """
     parts = training.micro_batches
 
@@ -215,8 +239,8 @@ def make_train_step(
 
         def add_part(total: PyTree, indexed_part: tuple[jax.Array, Batch]) -> tuple[PyTree, None]:
             index, part = indexed_part
-            found = gradients_of_part(part, jax.random.fold_in(key, index))
-            return jax.tree.map(jnp.add, total, found), None
+            gradients = gradients_of_part(part, jax.random.fold_in(key, index))
+            return jax.tree.map(jnp.add, total, gradients), None
 
         if parts == 1:
             gradients, sums = gradients_of_part(batch, key)
@@ -242,6 +266,37 @@ def make_train_step(
         return apply_gradients(state, gradients, optimizer, ema=training.ema), metrics
 
     return step
+
+
+@jax.named_scope("optimizer")
+def apply_gradients(
+    state: TrainState, gradients: PyTree, optimizer: RuledOptimizer, *, ema: float | None = None
+) -> TrainState:
+    """Returns the state after a step.
+
+    The average follows the parameters by ``average + (1 − d) · (params − average)`` with
+    ``d = min(ema, (1 + step) / (10 + step))``, as in TensorFlow's ``ExponentialMovingAverage`` with
+    ``num_updates``. It starts as the initial parameters. The smaller decay of the first steps forgets them,
+    so a bias correction is not needed.
+
+    Args:
+      state: the state before it.
+      gradients: from `RuledOptimizer.mask_gradients`.
+      optimizer: the optimizer.
+      ema: decay of the average of the parameters; None: the state has none.
+    """
+    params, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    average = state.ema
+    if ema is not None:
+        weight = 1.0 - jnp.minimum(ema, (1.0 + state.step) / (10.0 + state.step))
+        average = jax.tree.map(lambda a, p: a + (weight * (p - a)).astype(a.dtype), average, params)
+    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, ema=average)
+
+
+def restart_ema(state: TrainState) -> TrainState:
+    """Returns a fresh state whose average, if it has one, starts as a copy of its parameters."""
+    copied = jax.tree.map(jnp.copy, state.params) if state.ema else {}  # a step donates both
+    return dataclasses.replace(state, ema=copied)
 
 
 def _data_checksum(batch: Batch) -> jax.Array:

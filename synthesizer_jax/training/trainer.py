@@ -2,28 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.costs.utilization import step_flops, utilizations
 from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.optimizers import OptimizerRule
-from synthesizer_jax.sharding import (
-    BatchShards,
-    batch_sharding,
-    check_batch,
-    make_mesh,
-    replicated,
-    use_mesh,
-)
+from synthesizer_jax.optimizers.adafactor import state_axes
+from synthesizer_jax.optimizers.rules import RuledOptimizer, build_optimizer
+from synthesizer_jax.primitives.parameters import abstract_variables
+from synthesizer_jax.sharding import batch_sharding, check_batch, make_mesh, replicated, shardings, use_mesh
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.state import TrainState, init_state, make_layout
-from synthesizer_jax.training.step import Batch, Metrics, make_train_step
+from synthesizer_jax.training.step import Batch, Metrics, TrainState, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Shapes, logical axes and shardings of a run's state, known before anything is allocated.
+
+    Attributes:
+      abstract: a `TrainState` of `jax.ShapeDtypeStruct` leaves with shardings.
+      axes: logical axes of the parameters.
+    """
+
+    abstract: TrainState
+    axes: PyTree
+
+    @property
+    def shardings(self) -> TrainState:
+        """A `TrainState` of `NamedSharding` leaves."""
+        return jax.tree.map(lambda x: x.sharding, self.abstract)
+
+
+def make_layout(
+    experiment: Experiment, mesh: Mesh | AbstractMesh, *, rules: Sequence[OptimizerRule]
+) -> tuple[RuledOptimizer, Layout]:
+    """Builds the optimizer, which is told the logical axes, and plans the state; see `build_optimizer`."""
+    model, ema = experiment.model, experiment.training.ema is not None
+    shapes, axes = abstract_variables(model, *experiment.example)
+    optimizer = build_optimizer(
+        experiment.training.optimizer, rules, model=model, params=shapes["params"], axes=axes["params"]
+    )
+    constants = shapes.get("constants", {})
+    state = TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32),
+        params=shapes["params"],
+        constants=constants,
+        opt_state=jax.eval_shape(optimizer.init, shapes["params"]),
+        ema=shapes["params"] if ema else {},
+    )
+    opt_axes = state_axes(state.opt_state, axes["params"], shapes["params"])
+    of_params = shardings(axes["params"], shapes["params"], mesh)
+    state_shardings = TrainState(
+        step=replicated(mesh),
+        params=of_params,
+        constants=shardings(axes.get("constants", {}), constants, mesh),
+        opt_state=shardings(opt_axes, state.opt_state, mesh),
+        ema=of_params if ema else {},
+    )
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, state_shardings
+    )
+    return optimizer, Layout(abstract=abstract, axes=axes["params"])
+
+
+class BatchShards:
+    """Assigns the virtual shards of a batch to the processes whose devices hold their examples.
+
+    Of B examples, shard s of V has those from s · B/V to (s + 1) · B/V − 1. A process loads all shards of
+    which its devices hold an example, so several processes may load the same shard. V divides B.
+    """
+
+    def __init__(self, batch_size: int, shards: int, sharding: jax.sharding.Sharding):
+        self._batch_size, self._sharding = batch_size, sharding
+        self._shard_size = batch_size // shards
+        self._shards_of_process = collections.defaultdict[int, set[int]](set)
+        indices: Mapping[jax.Device, PyTree] = sharding.devices_indices_map((batch_size,))
+        for device, (rows,) in indices.items():
+            shard_of_rows = {row // self._shard_size for row in range(batch_size)[rows]}
+            self._shards_of_process[device.process_index] |= shard_of_rows
+
+    def shards_of(self, process: int) -> list[int]:
+        """Returns the shards that a process loads, in ascending order."""
+        return sorted(self._shards_of_process[process])
+
+    def saved_by(self, process: int) -> list[int]:
+        """Returns the shards whose position in the data a process saves.
+
+        A shard that several processes load is saved by the one with the lowest index.
+        """
+        saved_by_lower = {s for p, shards in self._shards_of_process.items() if p < process for s in shards}
+        return sorted(self._shards_of_process[process] - saved_by_lower)
+
+    def to_global_array(self, local: np.ndarray) -> jax.Array:
+        """Makes the global batch of the examples ``[n, ...]`` of this process' shards."""
+        slot_of_shard = {s: i for i, s in enumerate(self.shards_of(jax.process_index()))}
+
+        def examples_at(index: PyTree) -> np.ndarray:
+            shards, offsets = np.divmod(np.arange(self._batch_size)[index[0]], self._shard_size)
+            slots = np.array([slot_of_shard[s] for s in shards.tolist()])
+            return local[slots * self._shard_size + offsets]
+
+        shape = (self._batch_size, *local.shape[1:])
+        return jax.make_array_from_callback(shape, self._sharding, examples_at)
 
 
 class Trainer:
@@ -41,14 +130,7 @@ class Trainer:
         check_batch(data.batch_size, self.mesh, micro_batches=training.micro_batches)
         self.model = experiment.model
         self.example = experiment.example
-        self.optimizer, self.layout = make_layout(
-            experiment.model,
-            training.optimizer,
-            tokens=self.example,
-            mesh=self.mesh,
-            rules=self.rules,
-            ema=training.ema is not None,
-        )
+        self.optimizer, self.layout = make_layout(experiment, self.mesh, rules=self.rules)
         # XLA's default order on CPUs favors parallelism and keeps weight gradients alive for long; the
         # order that saves memory needs far less for temporaries and is no slower.
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
@@ -107,9 +189,22 @@ class Trainer:
         return utilizations(flops, self.mesh, self.experiment.model.dtype)
 
     def init(self) -> TrainState:
-        """Fresh parameters."""
-        seed = self.experiment.training.seed
-        return init_state(self.model, self.optimizer, self.layout, seed=seed, tokens=self.example)
+        """Fresh parameters, made directly in their places on the mesh.
+
+        The values depend on the seed alone, not on the mesh (partitionable random bits).
+        """
+
+        def make(key: jax.Array) -> TrainState:
+            variables = self.model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in self.example))
+            return TrainState(
+                step=jnp.zeros((), jnp.int32),
+                params=variables["params"],
+                constants=variables.get("constants", {}),
+                opt_state=self.optimizer.init(variables["params"]),
+                ema=variables["params"] if self.layout.abstract.ema else {},
+            )
+
+        return jax.jit(make, out_shardings=self.layout.shardings)(self._key)
 
     @property
     def description(self) -> str:
@@ -137,8 +232,8 @@ class Trainer:
     def max_over_processes(self, number: int, *, after: jax.Array) -> jax.Array:
         """The largest of the processes' int32 numbers, compared when a step has made the array `after`."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        own = np.full(self.mesh.size, number, np.int32)
-        numbers = jax.make_array_from_callback(own.shape, sharding, lambda where: own[where])
+        repeated = np.full(self.mesh.size, number, np.int32)
+        numbers = jax.make_array_from_callback(repeated.shape, sharding, lambda where: repeated[where])
         return self._largest(numbers, after)
 
     def trace(self, lengths: tuple[int, int] | None = None) -> jax.stages.Traced:

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from synthesizer_jax.checkpoints import streamed
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
 
@@ -15,9 +14,7 @@ def make_arrays():
     return {f"p{i}": np.float32(rng.standard_normal(shape)) for i, shape in enumerate(SHAPES)}
 
 
-@pytest.mark.parametrize("ahead", [1, 500])
-def test_all_arrays_come_back_however_few_are_written_at_a_time(tmp_path, monkeypatch, ahead):
-    monkeypatch.setattr(streamed, "AHEAD", ahead)
+def test_all_arrays_come_back(tmp_path):
     arrays = make_arrays()
     save_streamed(tmp_path, 3, {"params": {name: Unread.of(x) for name, x in arrays.items()}})
     step, variables = restore_variables(tmp_path)

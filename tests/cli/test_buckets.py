@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
 from tests import buckets
 from tests.cli.commands import run_all
@@ -16,9 +19,10 @@ RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliabili
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory, synthetic_data: pathlib.Path):
-    """Buckets with the synthetic data sets."""
-    with buckets.serve(tmp_path_factory.mktemp("certificate")) as store:
+def store(synthetic_data: pathlib.Path):
+    """Buckets with the synthetic data sets, prepared as the recipe reads them."""
+    prepare("synthetic_sst2", PreparedTasks(synthetic_data, Bytes().build()))
+    with buckets.serve() as store:
         store.upload(synthetic_data, "bucket/data")
         yield store
 
@@ -26,7 +30,8 @@ def store(tmp_path_factory: pytest.TempPathFactory, synthetic_data: pathlib.Path
 def train(workdir: str | pathlib.Path, steps: int) -> str:
     return (
         f"train {RECIPE} --workdir {workdir} --data-dir gs://bucket/data --set training.steps={steps} "
-        "--set mesh.fsdp=1 --set evaluation.every=4"
+        "--set mesh.fsdp=1 --set evaluation.every=4 --set model.encoder.runs.0.repeats=1 "
+        "--set model.decoder.runs.0.repeats=1"
     )
 
 

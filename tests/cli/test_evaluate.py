@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from synthesizer_jax.base.registry import replace
-from synthesizer_jax.checkpoints import manager
-from synthesizer_jax.cli import evaluate, generate
+from synthesizer_jax.cli import generate
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import leaderboards
@@ -155,23 +154,6 @@ def test_leaderboard_files(place, tmp_path):
     assert {a["label"] for q in questions for a in q["answers"]} <= {0, 1}
 
 
-def test_what_is_no_leaderboard_file(place):
-    """The files of the recipe's own split lie where its evaluation does; labels are scored."""
-    cases = (
-        ("--task multi30k_en_de --split test", "test", 4, "no leaderboard of GLUE or SuperGLUE"),
-        ("--task multi30k_en_de --split validation", ".", 7, "bleu"),
-        (f"{RTE} --max-examples 2", "test/part", 2, "unlabeled"),
-    )
-    for options, name, rows, said in cases:
-        shown = call(place, options, command="predict")
-        folder = (place / "run" / "evaluation" / "4" / name).resolve()
-        (path,) = folder.glob("*_v002.jsonl" if RTE in options else "multi30k_en_de.jsonl")
-        assert f"predictions: {folder}/TASK.jsonl" in shown and said in shown
-        assert ("leaderboard" in shown) == (name == "test")
-        assert ("overall:" in shown) == ("unlabeled" not in shown)  # nothing is over no score
-        assert len(path.read_text().splitlines()) == rows and not (folder / "glue").exists()
-
-
 VALUES = {-1: True, 0: False, 1: False, float("nan"): True, -0.5: True, 7.0: False, "x": False}
 
 
@@ -210,26 +192,6 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplo
         call(place, RTE, workdir=run)
 
 
-def test_checkpoints_that_training_deletes_meanwhile(place, run, monkeypatch, caplog):
-    """A newer one takes the place of one that is gone; of all checkpoints it is passed over."""
-    directory = run / "checkpoints"
-    (directory / "4").rename(run / "newer")
-    read, found, first = manager.read_variables, manager.finished_steps, iter([[1, 2, 4]])
-
-    def read_while_training(checkpoint, layout, **options):
-        if checkpoint.name == "2" and not (directory / "4").exists():
-            (run / "newer").rename(directory / "4")
-            shutil.rmtree(checkpoint)
-        return read(checkpoint, layout, **options)
-
-    monkeypatch.setattr(manager, "read_variables", read_while_training)
-    assert "step 4" in call(place, RTE, workdir=run)
-    assert "cannot be read" not in caplog.text
-    monkeypatch.setattr(manager, "finished_steps", lambda path: next(first, None) or found(path))
-    shown = call(place, f"--all {RTE}", workdir=run)
-    assert "step 1 is skipped" in shown and "step 2 is skipped" in shown and "step 4" in shown
-
-
 def test_a_diverged_model_is_evaluated_and_written_as_json(place, tmp_path):
     runs.write_run(tmp_path / "run", runs.experiment(), steps=(4,), value=float("nan"))
     call(place, f"{RTE} --task multi30k_en_de", workdir=tmp_path / "run")
@@ -239,19 +201,6 @@ def test_a_diverged_model_is_evaluated_and_written_as_json(place, tmp_path):
     for text in texts:
         assert "NaN" not in text and "Infinity" not in text
     assert json.loads(texts[0])["loss"] is None
-
-
-def test_following_waits_for_checkpoints_until_the_last_step_or_an_early_stop(place, run, monkeypatch):
-    hidden, real = [], manager.finished_steps
-    monkeypatch.setattr(manager, "finished_steps", lambda x: real(x) if hidden else real(x)[:1])
-    monkeypatch.setattr(evaluate.time, "sleep", hidden.append)
-    shown = call(place, f"{RTE} --follow")
-    assert hidden == [evaluate.POLL_SECONDS]
-    assert shown.index("step 2") < shown.index("step 4")
-    shutil.rmtree(run / "checkpoints" / "4")  # step 4 is not its last, and no more will come
-    events = [{"time": 1.0, "event": name, "step": 2} for name in ("stopped", "end")]
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert "step 2" in call(place, f"{RTE} --follow", workdir=run)
 
 
 TEXTS = ["a\u2028b", "the dog sleeps"]

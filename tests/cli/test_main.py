@@ -33,10 +33,7 @@ def test_a_stuck_thread_does_not_keep_the_program() -> None:
     ("message", "line"),
     [
         ("no\x1b]0;title\x07 run\u202e\n", r"no\x1b]0;title\x07 run\u202e"),
-        (
-            "runs/x: " + "name, " * 10**5 + "remedy",
-            f"runs/x: {'name, ' * 248}name … {'name, ' * 49}remedy",
-        ),
+        ("runs/x: " + "name, " * 10**5 + "remedy", f"runs/x: {'name, ' * 248}name … {'name, ' * 49}remedy"),
     ],
     ids=["escapes", "long"],
 )

@@ -145,24 +145,6 @@ def test_a_run_is_continued_with_its_recipe_edited(place):
     assert (place / "run/code/mine.py").read_text().endswith("# a remark\n")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        "{",
-        "[]",
-        '{"packages": [], "files": ["../mine.py"]}',
-        '{"packages": [], "files": [3]}',
-        '{"packages": [".a"], "files": []}',
-    ],
-)
-def test_a_damaged_record_is_one_sentence(tmp_path, names):
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code/imports.json").write_text(names)
-    with pytest.raises(ValueError, match=r"code/imports\.json cannot be read: ") as error:
-        code.require_code(tmp_path)
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.usefixtures("afresh")
 def test_a_package_is_recorded_by_its_name(place, monkeypatch, tmp_path):
     (tmp_path / "own_package.py").write_text((place / "mine.py").read_text())

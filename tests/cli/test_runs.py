@@ -1,7 +1,6 @@
 """Training as a user types it: with and without a terminal, interrupted, refused and continued."""
 
 import fcntl
-import functools
 import json
 import os
 import pathlib
@@ -13,17 +12,20 @@ import signal
 import subprocess
 import sys
 import termios
+from unittest import mock
 
 import pytest
 
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.hosts.preemption import Preempted
 from synthesizer_jax.runs.lock import InUseError
 from synthesizer_jax.runs.metrics import read_metrics
 from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import check_same_run, load_experiment, save_run
+from synthesizer_jax.training.trainer import Trainer
 from tests.cli.commands import call
 from tests.environment import without_devices
 
@@ -44,27 +46,21 @@ def start(command: str, **options) -> subprocess.Popen:
     return subprocess.Popen(own, env=without_devices(), **options)
 
 
-def test_stopped_before_the_first_step_nothing_is_left(tmp_path, synthetic_data) -> None:
-    workdir = tmp_path / "run"
-    with start(train(workdir, synthetic_data, "training.steps=4", "mesh.fsdp=1"), **PIPES) as process:
-        while "compiling" not in (line := process.stdout.readline()):
-            assert line, process.stderr.read()
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate()
-    assert process.returncode == -signal.SIGTERM, errors
-    assert [path.name for path in workdir.iterdir()] == ["train.lock"]
+def test_stopped_before_the_first_step_nothing_is_left(tmp_path, synthetic_data, monkeypatch) -> None:
+    monkeypatch.setattr(Trainer, "compile", mock.Mock(side_effect=Preempted(signal.SIGTERM)))
+    with pytest.raises(Preempted):
+        call(train(tmp_path / "run", synthetic_data, "training.steps=4"))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["train.lock"]
 
 
-@pytest.mark.usefixtures("finished")  # after which the data is prepared
-def test_a_full_disk_is_one_line_with_the_path(tmp_path, synthetic_data) -> None:
-    workdir = tmp_path / "run"
-    command = train(workdir, synthetic_data, "training.steps=2", "mesh.fsdp=1")
-    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (30_000, 30_000))
-    with start(command, **PIPES, preexec_fn=limit) as process:
-        said, errors = process.communicate()
-    assert process.returncode == 2 and "compiled in" in said
-    line = f"error: [Errno 27] File too large; what was finished is kept: '{workdir}'"
-    assert line in errors.splitlines()
+def test_a_full_disk_is_named(tmp_path, synthetic_data) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large; what was finished is kept: '.*/run'"):
+            call(train(tmp_path / "run", synthetic_data, "training.steps=2"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def read_terminal(descriptor: int, until: str | None = None) -> str:
@@ -177,6 +173,22 @@ def test_a_vocabulary_that_is_another_or_was_changed_is_noticed(
     again = replace(mine, training=replace(mine.training, seed=7))
     with pytest.raises(ValueError, match="holds another run"):  # before anything is prepared
         run(again, copied, data_dir=tmp_path, prepare=lambda *_: pytest.fail("data was prepared"))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("distill papers.replacement:alr --teacher {run} --workdir {run}", "run holds another run: "),
+        ("distill papers.replacement:alr --teacher {run}/.. --workdir new", "holds no experiment"),
+        ("inspect {run}/checkpoints/99", "has no checkpoint 99; give --step with one of 4"),
+    ],
+)
+def test_what_is_wrong_is_said_before_data_is_prepared(copied, monkeypatch, command, message) -> None:
+    prepare = lambda *_, **__: pytest.fail("data was prepared")
+    for module in ("data", "train"):
+        monkeypatch.setattr(f"synthesizer_jax.cli.{module}.prepare_missing", prepare)
+    with pytest.raises((ValueError, OSError), match=message):
+        call(command.format(run=copied))
 
 
 def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, synthetic_data) -> None:

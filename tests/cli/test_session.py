@@ -108,7 +108,7 @@ SESSION = [
     (GENERATE.format(f"random/{FINE_TUNED}"), 0, ""),
     ("distill quickstart --teacher runs/mine --workdir runs/x", 2, "expected Distillation"),
     (
-        "inspect runs/mine --data-dir DATA --mixture others --examples 4 --output heads.html",
+        "inspect runs/mine --data-dir DATA --mixture others --no-static-forms --output heads.html",
         *(0, "page: "),
     ),
 ]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.base.registry import from_json, to_json
-from synthesizer_jax.cli.settings import override
+from synthesizer_jax.cli.recipes import override
 from synthesizer_jax.data import prepared as prepared_files
 from synthesizer_jax.data.classes import Classes
 from synthesizer_jax.data.objectives import OBJECTIVES, FullLM

@@ -110,9 +110,7 @@ def test_teacher_activations_are_those_of_its_own_pass(teacher):
     layer = sown[TAPS]["encoder"]["layers_0"]
     kernel = variables["params"]["encoder"]["layers_0"]["attention"]["out"]["kernel"]
     np.testing.assert_allclose(
-        jnp.einsum("bnhe,hed->bnd", layer["attention"]["heads"], kernel),
-        layer["self_mixed"],
-        atol=1e-5,
+        jnp.einsum("bnhe,hed->bnd", layer["attention"]["heads"], kernel), layer["self_mixed"], atol=1e-5
     )
     np.testing.assert_allclose(layer["self_input"] + layer["self_mixed"], layer["self_output"], atol=1e-6)
 

@@ -16,10 +16,10 @@ from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.preparation.writing import write_dataset
 from synthesizer_jax.primitives.initializers import Normal
-from synthesizer_jax.sharding import MeshShape, make_mesh
+from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run_directory import save_experiment
-from synthesizer_jax.training.state import init_state, make_layout
+from synthesizer_jax.training.trainer import Trainer
 
 MIXTURE = "small_evaluation"
 RATES = {
@@ -108,12 +108,11 @@ def write_run(
 ) -> None:
     """A run's directory; every step holds other fresh parameters, or all of that value."""
     save_experiment(experiment, directory)
-    model, tokens = experiment.model, experiment.example
-    mesh = make_mesh(MeshShape(), jax.devices()[:1])
-    optimizer, layout = make_layout(model, experiment.training.optimizer, tokens=tokens, mesh=mesh)
     checkpoints = Checkpoints(directory / "checkpoints", keep_latest=len(steps))
     for step in steps:
-        state = init_state(model, optimizer, layout, seed=step, tokens=tokens)
+        training = replace(experiment.training, seed=step)
+        single = replace(experiment, mesh=MeshShape(), training=training)
+        state = Trainer(single, jax.devices()[:1]).init()
         params = state.params
         if value is not None:
             params = jax.tree.map(lambda x: jnp.full_like(x, value), params)

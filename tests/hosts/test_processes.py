@@ -66,11 +66,7 @@ except RuntimeError as error:
 def test_a_process_that_waits_for_others_says_so_and_heeds_signals(timeout, code):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    place = {
-        processes.ADDRESS: f"127.0.0.1:{port}",
-        processes.PROCESSES: "2",
-        processes.PROCESS: "0",
-    }
+    place = {processes.ADDRESS: f"127.0.0.1:{port}", processes.PROCESSES: "2", processes.PROCESS: "0"}
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(timeout)],
         env={**os.environ, **place},

@@ -14,7 +14,6 @@ from scipy import stats
 from synthesizer_jax.alignments import DotProduct, GaussianBias, Mixture, PerHead, Random
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
-from synthesizer_jax.distillation.distill import DISTILLATION_FILE
 from synthesizer_jax.distillation.fit import Statistics
 from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
@@ -32,9 +31,9 @@ from synthesizer_jax.training.run_directory import save_run
 from synthesizer_jax.training.step import loss_sums
 from tests.training.tiny import VOCAB, CopyStream, experiment
 
-MODEL = t5(Size(9, 2, 16, 3, 4), vocab_size=VOCAB)
+MODEL = t5(Size(9, 1, 16, 3, 4), vocab_size=VOCAB)
 MIXED = student_model(MODEL, (Replacement(Random(8), layers=(0,)),))
-"""Its first encoder layer has tables."""
+"""Its encoder layer has tables."""
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +71,11 @@ def test_measures_equal_numpy():
         each = [weights[b, head, i, : i + 1].astype(np.float64) for b, i in queries]
         several = [w for w in each if len(w) > 1]
         pairs = np.concatenate(several)
-        relative = np.concatenate([w * len(w) for w in several])
         expected = {
             "entropy": np.mean([stats.entropy(w) for w in each]),
             "spread": np.mean([np.exp(stats.entropy(w)) / len(w) for w in several]),
             "near": np.mean([w[-3:].sum() for w in each]),
             "off_diagonal": np.mean([len(w) - 1 - w.argmax() for w in each]),
-            "mean": relative.mean(),
-            "deviation": relative.std(),
-            "skewness": stats.skew(relative),
-            "kurtosis": stats.kurtosis(relative),
             "rank": (6, 1)[head] / 6,
         }
         for name, value in expected.items():
@@ -100,12 +94,12 @@ def test_a_layer_of_tables_is_static_and_others_are_not(batches, variables):
     even, odd = sums_of(MIXED, variables, batches)
     found = {place: measure(even[place], odd[place]) for place in even}
     tables = Place("encoder", False, 0)
-    assert len(found) == 6 and found[tables]["static"].min() > 0.95
+    assert len(found) == 3 and found[tables]["static"].min() > 0.95
     assert max(m["static"].min() for place, m in found.items() if place != tables) < 0.9
     assert "static: positions explain" in sentence({"mixer": "Attention: Random", "end": found[tables]})
 
     layers = [p for p, mixer in mixers_of(MIXED).items() if not p.cross and can_be_static(mixer)]
-    assert len(layers) == 4
+    assert len(layers) == 2
     fit_to, measure_on = (
         {(p.stack, p.layer): half[p]["statistics"] for p in layers} for half in (even, odd)
     )
@@ -113,7 +107,7 @@ def test_a_layer_of_tables_is_static_and_others_are_not(batches, variables):
         MIXED, variables, fit_to=fit_to, measure_on=measure_on, batches=batches[1::2]
     )
     places = list(static["divergences"])
-    assert {place[:2] for place in places[:3]} == {("encoder", 0)} and len(places) == 12
+    assert {place[:2] for place in places[:3]} == {("encoder", 0)} and len(places) == 6
     sums = [loss_sums(MIXED, variables, b, z_loss=0.0, label_smoothing=0.0) for b in batches[1::2]]
     loss = sum(float(s.loss) for s in sums) / sum(float(s.weight) for s in sums)
     assert static["loss"][0] == pytest.approx(loss, rel=1e-5)
@@ -132,9 +126,9 @@ def test_a_layer_of_tables_is_static_and_others_are_not(batches, variables):
     ids=lambda alignment: type(alignment).__name__,
 )
 def test_only_layers_that_tables_can_replace_head_by_head_are_fitted(alignment):
-    changed = student_model(MODEL, (Replacement(alignment, layers=(1,)),))
+    changed = student_model(MODEL, (Replacement(alignment),))
     static = [p for p, mixer in mixers_of(changed).items() if not p.cross and can_be_static(mixer)]
-    assert [(p.stack, p.layer) for p in static] == [("encoder", 0), ("decoder", 0), ("decoder", 1)]
+    assert [(p.stack, p.layer) for p in static] == [("decoder", 0)]
     assert can_be_static(Attention(2, 4))
     for options in ({"sinks": True}, {"soft_cap": 5.0}, {"window": 3}):  # no softmax of all logits
         assert not can_be_static(Attention(2, 4, **options))
@@ -153,18 +147,10 @@ def test_forms_of_a_prefix_language_model_read_later_keys():
     assert found["divergences"]["decoder", 0, 0]["Relative bias"] < 0.01
 
 
-def rows_of(task, lengths, **fields):
-    """An evaluation set with inputs of these lengths, and of every field a list."""
-    rows = [
-        {
-            "inputs_pretokenized": f"i {n}",
-            "inputs": np.full(n, 3, np.int32),
-            "targets_pretokenized": "True",
-        }
-        for n in lengths
-    ]
-    for name, values in fields.items():
-        rows = [row | {name: value} for row, value in zip(rows, values, strict=True)]
+def rows_of(task, lengths):
+    """An evaluation set with inputs of these lengths."""
+    texts = {"inputs_pretokenized": "i", "targets_pretokenized": "True", "targets": [1]}
+    rows = [{**texts, "inputs": np.full(n, 3, np.int32)} for n in lengths]
     return EvaluationSet(task_registry.find_task(task), "validation", rows)
 
 
@@ -183,7 +169,7 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
     for step in (0, 2, 4):
         saved = jax.tree.map(Unread.of, {"step": np.int32(step), **state})
         save_streamed(tmp_path / "checkpoints", step, saved)
-    sets = [rows_of("glue_rte_v002", range(1, 1 + n), targets=[[1]] * n) for n in (3, 20)]
+    sets = [rows_of("glue_rte_v002", range(1, 1 + n)) for n in (3, 20)]
     monkeypatch.setattr(run, "open_evaluator", lambda *_: SimpleNamespace(sets=sets))
     inspect = lambda step: inspect_run(tmp_path / "checkpoints" / str(step), examples=8, batch_size=4)
     (tmp_path / METRICS_FILE).touch()
@@ -193,11 +179,6 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
     assert found["mixtures"]["encoder 1"]["steps"] == [0, 2]
     shutil.rmtree(tmp_path / "checkpoints" / "0")
     assert inspect(2)["start"] == "those that the experiment’s seed 0 makes"
-    (tmp_path / DISTILLATION_FILE).touch()
-    assert inspect(2)["start"] == "not known"
-    (tmp_path / DISTILLATION_FILE).unlink()
-    (tmp_path / METRICS_FILE).unlink()  # nothing was trained here, as in a mean of checkpoints
-    assert inspect(2)["start"] == "not known"
 
     numbers = json.loads(write_inspection(tmp_path / "page.html", found, title="x").read_text())
     window, own, cross = (
@@ -206,7 +187,7 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
     assert (
         None not in own["near"] + own["spread"] + cross["spread"] + window["near"] + cross["off_diagonal"]
     )
-    assert set(cross["near"] + cross["profile"][0] + window["spread"] + window["skewness"]) == {None}
+    assert set(cross["near"] + cross["profile"][0] + window["spread"]) == {None}
     said = {name: sentence(layer) for name, layer in found["layers"].items()}
     assert "local" not in said["decoder 1 cross"] and "off the diagonal" in said["decoder 1 cross"]
     # One token says nothing of where a head looks; of long sequences near_of_equal is small.

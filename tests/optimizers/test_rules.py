@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from synthesizer_jax.base.registry import from_json, replace, to_json
-from synthesizer_jax.cli.settings import override
+from synthesizer_jax.cli.recipes import override
 from synthesizer_jax.models import Size, alignment, stack_layers, stacks_of, t5, unroll_variables
 from synthesizer_jax.optimizers import (
     Adafactor,
@@ -168,10 +168,7 @@ def test_a_pattern_that_matches_nothing_is_told_a_path_that_is_there():
 def tiny(*, scan=False, **changes):
     """A trainer of two looped or scanned layers, without dropout."""
     model = t5(
-        Size(8, 2, 16, 2, 4),
-        encoder=alignment("rv", head_dim=4, max_length=8),
-        vocab_size=16,
-        scan=scan,
+        Size(8, 2, 16, 2, 4), encoder=alignment("rv", head_dim=4, max_length=8), vocab_size=16, scan=scan
     )
     return Trainer(replace(experiment(**changes), model=model), jax.devices()[:1])
 
@@ -262,10 +259,7 @@ BY_NAME = {
     ),
     "sgdr_schedule": ({"cosine_kwargs": [WARM, WARM]}, optax.sgdr_schedule([WARM, WARM])),
     "join_schedules": (
-        {
-            "schedules": [Constant(0.2), optax_schedule("constant_schedule", value=1)],
-            "boundaries": [4],
-        },
+        {"schedules": [Constant(0.2), optax_schedule("constant_schedule", value=1)], "boundaries": [4]},
         optax.join_schedules([optax.constant_schedule(0.2), optax.constant_schedule(1)], [4]),
     ),
 }

@@ -33,8 +33,7 @@ from synthesizer_jax.tasks.postprocessors import UNKNOWN
 from synthesizer_jax.tasks.splits import SplitRequest, is_current
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.tasks.task import Task
-from synthesizer_jax.training.run import run
-from synthesizer_jax.training.run_data import find_prepared
+from synthesizer_jax.training.run import find_prepared, run
 from tests.evaluation import runs
 from tests.tasks.loading import BYTES, load, quiet
 

@@ -19,7 +19,7 @@ from synthesizer_jax.distillation.transplant import with_variants
 from synthesizer_jax.inference import Decoding
 from synthesizer_jax.models import UniversalStack, alignment
 from synthesizer_jax.pretrained import encode, generate, generate_with_scores, load
-from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
+from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface import export as exporting
 from synthesizer_jax.pretrained.opening import open_pretrained, read_params
@@ -87,11 +87,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
     [
         # What the model is comes before its ids and sizes.
         *(
-            (
-                CONFIG,
-                {"model_type": name, **fields},
-                f"model_type is '{name}'; allowed: 't5', 'mt5'",
-            )
+            (CONFIG, {"model_type": name, **fields}, f"model_type is '{name}'; allowed: 't5', 'mt5'")
             for name, fields in (("llama", {"pad_token_id": None}), ("t5gemma", {"d_model": None}))
         ),
         (
@@ -108,11 +104,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
         (CONFIG, {"num_layers": 3}, "encoder.block.2.layer.0.SelfAttention.q.weight is missing"),
         (CONFIG, {"vocab_size": 400}, r"shared.weight is \(384, 20\), not \(400, 20\)"),
         (CONFIG, {"model_type": "umt5"}, "encoder.block.1.*relative_attention_bias"),
-        (
-            GENERATION,
-            {"eos_token_id": [1, 2]},
-            r"generation_config.json .*eos_token_id is \[1, 2\]",
-        ),
+        (GENERATION, {"eos_token_id": [1, 2]}, r"generation_config.json .*eos_token_id is \[1, 2\]"),
         (GENERATION, {"eos_token_id": [1], "forced_eos_token_id": None}, None),
     ],
 )
@@ -121,53 +113,6 @@ def test_a_configuration_that_does_not_fit_is_an_error(tmp_path, file, fields, m
     (folder / file).write_text(json.dumps(fields if file == GENERATION else TINY | fields))
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         load(folder)
-
-
-def test_an_output_projection_of_its_own_contradicts_a_tied_model(tmp_path):
-    tensors = make_tensors(TINY)
-    tensors["lm_head.weight"] = 2 * tensors["shared.weight"]
-    with pytest.raises(ValueError, match="correct tie_word_embeddings"):
-        load(make_folder(tmp_path, TINY, tensors))
-
-
-def truncate(folder):
-    path = folder / "model-00002-of-00003.safetensors"
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def climb_out(folder):
-    (folder.parent / "outside.safetensors").write_bytes(b"")
-    path = folder / "model.safetensors.index.json"
-    path.write_text(json.dumps({"weight_map": {"shared.weight": "../outside.safetensors"}}))
-
-
-def remove_a_shard(folder):
-    (folder / "model-00003-of-00003.safetensors").unlink()
-
-
-def leave_a_pickle(folder):
-    for path in folder.glob("model*"):
-        path.unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (truncate, "cannot be read"),
-        (climb_out, "not a file of the folder"),
-        (remove_a_shard, "is missing"),
-        (leave_a_pickle, "needs PyTorch|nothing in it was executed"),
-    ],
-)
-def test_damage_is_one_sentence_and_leaves_nothing(tmp_path, damage, message, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = make_folder(tmp_path / "source", TINY, make_tensors(TINY), shards=3)
-    damage(folder)
-    before = sorted(p.name for p in tmp_path.iterdir())
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        convert_checkpoint(folder, tmp_path / "run")
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
 def test_three_lines_generate_and_encode(tmp_path):
@@ -188,22 +133,22 @@ def test_a_folder_or_a_run_becomes_a_synthesizer_that_computes_the_same(tmp_path
     convert_checkpoint(folder, tmp_path / "run")
     with pytest.raises(FileExistsError, match="give a new directory"):
         convert_checkpoint(folder, tmp_path / "run")
-    variants = Variants(encoder="rv", decoder="fdv", max_length=16)
+    variants = {"encoder": "rv", "decoder": "fdv", "max_length": 16}
     for source in (folder, tmp_path / "run"):
         directory = tmp_path / f"synthesizer_{source.name}"
-        convert_checkpoint(source, directory, variants=variants)
+        convert_checkpoint(source, directory, **variants)
         model, variables, vocabulary = load(directory)
         assert isinstance(model.encoder.runs[0].block.self_mixer.alignment, Mixture)
         assert deviation(model, variables, config, make_tensors(config)) < 1e-5
         assert vocabulary.encode("a") == [100] and vocabulary.vocab_size == 384
     with pytest.raises(ValueError, match="Random does not contain"):
-        convert_checkpoint(folder, tmp_path / "random", variants=Variants(encoder="r"))
+        convert_checkpoint(folder, tmp_path / "random", encoder="r")
     with pytest.raises(ValueError, match=r"alignment.* which no published T5 has"):
         export_run(directory, tmp_path / "exported")
     assert not (tmp_path / "random").exists() and not (tmp_path / "exported").exists()
 
 
-def test_the_command_line_converts_generates_plans_and_exports(tmp_path, monkeypatch):
+def test_the_command_line_converts_generates_plans_and_exports(tmp_path):
     config = TINY | FAMILIES["T5 1.1, FLAN-T5"]
     tensors = make_tensors(config)
     folder, run = make_folder(tmp_path / "source", config, tensors, shards=2), tmp_path / "run"
@@ -213,12 +158,10 @@ def test_the_command_line_converts_generates_plans_and_exports(tmp_path, monkeyp
     where = "--topology", "v5e:2x2", "--set", "data.batch_size=64"
     planned = call("plan", folder, *where)
     assert planned == call("plan", run, *where) and "16 rows per device" in planned
-    monkeypatch.setattr(exporting, "LARGEST_SHARD", 10_000)
     call("export", run, tmp_path / "back", "--dtype", "bfloat16")
-    files = sorted((tmp_path / "back").glob("model-*.safetensors"))
-    assert len(files) > 1
-    assert {f.stat().st_mode for f in files} == {(tmp_path / "back" / CONFIG).stat().st_mode}
-    back = {name: x for file in files for name, x in load_file(file).items()}
+    file = tmp_path / "back" / "model.safetensors"
+    assert file.stat().st_mode == (tmp_path / "back" / CONFIG).stat().st_mode
+    back = load_file(file)
     assert back.keys() == tensors.keys()
     embedding = load(tmp_path / "back").variables["params"]["embedding"]
     np.testing.assert_array_equal(embedding, back["shared.weight"])
@@ -267,7 +210,7 @@ def test_constants_and_shared_layers_are_not_converted(tmp_path):
     checkpoints.save(state, None)
     checkpoints.close()
     with pytest.raises(ValueError, match="has tables that are not trained"):
-        convert_checkpoint(tmp_path, tmp_path / "run", variants=Variants(encoder="rv"))
+        convert_checkpoint(tmp_path, tmp_path / "run", encoder="rv")
     universal = UniversalStack(recipe.model.encoder.runs)
     with pytest.raises(ValueError, match="the encoder is a UniversalStack"):
         with_variants(model.copy(encoder=universal), encoder="rv", decoder=None, max_length=8)

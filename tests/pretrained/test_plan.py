@@ -18,7 +18,6 @@ from synthesizer_jax.pretrained.opening import open_pretrained
 from synthesizer_jax.pretrained.tensors import correspondences
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.plan import make_plan
-from tests.pretrained.folders import TINY, make_folder, make_tensors
 
 XXL = Architecture(
     vocab_size=32128,
@@ -69,11 +68,3 @@ def test_large_parameters_are_laid_over_256_devices_unread(xxl, monkeypatch):
         )
     assert total > 1e9
     assert sum(jax.tree.leaves(kept)) < 1.02 * total / 256  # only norms and biases are replicated
-
-
-def test_a_copy_of_the_embedding_is_not_taken_for_a_projection(tmp_path):
-    tensors = make_tensors(TINY)
-    tensors["lm_head.weight"] = tensors["shared.weight"]
-    experiment = experiment_of(make_folder(tmp_path, TINY, tensors))
-    assert experiment.model.tied
-    assert experiment.data.pack and experiment.evaluation.method == "rank"

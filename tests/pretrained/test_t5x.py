@@ -1,7 +1,6 @@
 """T5X's msgpack files come in, made ones and a real one."""
 
 import gzip
-import os
 import re
 import shutil
 
@@ -35,14 +34,8 @@ NAMES = (
     (r"(\w+)\.block\.(\d+)\.layer\.1\.EncDecAttention", f"{BLOCK}/encoder_decoder_attention"),
     (r"(\w+)\.block\.(\d+)\.layer\.\d\.DenseReluDense", f"{BLOCK}/mlp"),
     (r"(encoder)\.block\.(\d+)\.layer\.0\.layer_norm", f"{BLOCK}/pre_attention_layer_norm/scale"),
-    (
-        r"(decoder)\.block\.(\d+)\.layer\.0\.layer_norm",
-        f"{BLOCK}/pre_self_attention_layer_norm/scale",
-    ),
-    (
-        r"(decoder)\.block\.(\d+)\.layer\.1\.layer_norm",
-        f"{BLOCK}/pre_cross_attention_layer_norm/scale",
-    ),
+    (r"(decoder)\.block\.(\d+)\.layer\.0\.layer_norm", f"{BLOCK}/pre_self_attention_layer_norm/scale"),
+    (r"(decoder)\.block\.(\d+)\.layer\.1\.layer_norm", f"{BLOCK}/pre_cross_attention_layer_norm/scale"),
     (r"(\w+)\.block\.(\d+)\.layer\.\d\.layer_norm", f"{BLOCK}/pre_mlp_layer_norm/scale"),
 )
 PARTS = {"q": "query", "k": "key", "v": "value", "o": "out"}
@@ -146,8 +139,7 @@ def split_heads(config, layers):
 
 
 @pytest.mark.parametrize(
-    ("names", "own_bias"),
-    [(("encoder", "decoder"), None), (("layers", "layers"), "relative_posemb")],
+    ("names", "own_bias"), [(("encoder", "decoder"), None), (("layers", "layers"), "relative_posemb")]
 )
 def test_scanned_layers_with_an_axis_of_heads(tmp_path, names, own_bias):
     config, tensors, target = made()
@@ -205,10 +197,10 @@ def test_what_the_file_cannot_say_is_not_exported(tmp_path):
         assert not (folder / "checkpoint_0").exists()
 
 
-def write_zarr(directory, name, x, **spec):
+def write_zarr(directory, name, x):
     """Writes an array as TensorStore does, with bfloat16 as 16-bit integers in T5X's version 2."""
     place = {"driver": "file", "path": f"{directory}/target.{name.replace('/', '.')}/"}
-    spec = {"driver": "zarr", "kvstore": place} | spec
+    spec = {"driver": "zarr", "kvstore": place}
     kind = np.uint16 if x.dtype == ml_dtypes.bfloat16 else x.dtype
     store = tensorstore.open(spec, create=True, dtype=kind, shape=x.shape).result()
     store.write(x.view(kind)).result()
@@ -232,51 +224,6 @@ def test_arrays_of_tensorstore_are_read_and_paths_not_followed(tmp_path):
     assert has_its_logits(directory, config, rounded(tensors))
 
 
-@pytest.mark.parametrize(
-    ("metadata", "block"), [({"driver": "zarr"}, "0.0"), ({"driver": "zarr3"}, "c/0/0")]
-)
-def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(tmp_path, metadata, block):
-    _, _, target = made()
-    directory = tmp_path / "checkpoint_5"
-    directory.mkdir()
-    for path, x in jax.tree.leaves_with_path(target):
-        write_zarr(directory, "/".join(key.key for key in path), x, **metadata)
-    data = serialization.msgpack_serialize({"optimizer": {"target": {}}})
-    (directory / "checkpoint").write_bytes(data)
-    (directory / "target.token_embedder.embedding" / block).unlink()
-    message = r"token_embedder\.embedding cannot be read: "
-    with pytest.raises(ValueError, match=message):
-        convert_checkpoint(directory, tmp_path / "run", vocabulary=Bytes())
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_5"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda text: text.replace("[384,20]", "[1099511627776,1048576]", 1), "in blocks of"),
-        (lambda text: text.replace('"<f4"', '[["a","<f4",[]]]'), "its dtype is"),
-        (lambda text: f"{text}\0", "Extra data"),
-        (None, "is neither a file nor a directory"),
-    ],
-)
-def test_metadata_and_files_that_tensorstore_would_not_survive_are_refused(tmp_path, change, message):
-    _, _, target = made()
-    directory = tmp_path / "checkpoint_5"
-    directory.mkdir()
-    write_zarr(directory, "token_embedder/embedding", target["token_embedder"]["embedding"])
-    data = serialization.msgpack_serialize({"optimizer": {"target": target}})
-    (directory / "checkpoint").write_bytes(data)
-    array = directory / "target.token_embedder.embedding"
-    if change is None:
-        (array / "0.0").unlink()
-        os.mkfifo(array / "0.0")
-    else:
-        text = (array / ".zarray").read_text().replace(" ", "").replace("\n", "")
-        (array / ".zarray").write_text(change(text))
-    with pytest.raises(ValueError, match=message):
-        read(directory)
-
-
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}], ids=repr)
 def test_a_directory_of_orbax_is_read(tmp_path, options):
     """By its arrays alone: what its metadata say does not matter, nor a name as those of runs have."""
@@ -287,45 +234,6 @@ def test_a_directory_of_orbax_is_read(tmp_path, options):
         checkpointer.save(directory, tree)
     (directory / "_METADATA").write_text("{}")
     assert has_its_logits(directory, config, tensors)
-
-
-def without(*keys):
-    """Removes an entry of the parameters."""
-
-    def damage(data):
-        tree = serialization.msgpack_restore(data)
-        branch = tree["optimizer"]["target"]
-        for key in keys[:-1]:
-            branch = branch[key]
-        del branch[keys[-1]]
-        return serialization.msgpack_serialize(tree)
-
-    return damage
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda data: data[:-50], "checkpoint_1 cannot be read"),
-        (lambda data: b"\x1f\x8b" + data, "checkpoint_1 cannot be read"),
-        (
-            lambda data: serialization.msgpack_serialize({"a": 1}),
-            "it has no parameters under optimizer/target",
-        ),
-        (
-            lambda data: serialization.msgpack_serialize({"target": {5: np.ones(2, np.float32)}}),
-            "has no array encoder/layers_0/attention/query/kernel",
-        ),
-        (without("decoder", "relpos_bias"), "decoder/relpos_bias/rel_embedding is missing"),
-        (without("token_embedder"), "has no array token_embedder/embedding of 2 axes"),
-    ],
-)
-def test_damage_is_one_sentence(tmp_path, damage, message):
-    data = serialization.msgpack_serialize(as_t5x(make_tensors(TINY)))
-    (tmp_path / "checkpoint_1").write_bytes(damage(data))
-    with pytest.raises(ValueError, match=message):
-        convert_checkpoint(tmp_path / "checkpoint_1", tmp_path / "run", vocabulary=Bytes())
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_vocabulary_is_needed_and_has_to_fit(tmp_path):

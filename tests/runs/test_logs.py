@@ -1,7 +1,4 @@
-"""Logs of runs, on disks and where nothing can be appended to a file; what is shown."""
-
-import pathlib
-import re
+"""Logs of runs, on disks and where nothing can be appended to a file."""
 
 import pytest
 
@@ -9,7 +6,6 @@ from synthesizer_jax.base import files
 from synthesizer_jax.runs import metrics
 from synthesizer_jax.runs.events import EVENTS_FILE, add_event, read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, MetricsWriter, read_metrics
-from synthesizer_jax.runs.progress import Progress, summary_lines
 
 
 @pytest.mark.parametrize("bucket", [False, True])
@@ -49,19 +45,3 @@ def test_logs_are_cut_back_to_the_restored_step_and_to_what_can_be_read(tmp_path
     events.write_bytes(damage)
     add_event(tmp_path, "end", step=3)
     assert [e["event"] for e in read_events(tmp_path)] == ["end"]
-
-
-def test_an_optimizer_without_a_schedule_has_no_rate_to_show(capsys) -> None:
-    values = {"loss": 2.0, "padding": 0.25, "steps_per_second": 4.0, "tokens_per_second": 1000.0}
-    Progress(total=12).log_training(4, values)
-    assert capsys.readouterr().out == (
-        "step  4/12  loss 2  padding 25%  4 steps/s  1,000 tokens/s  2.0 s left\n"
-    )
-
-
-@pytest.mark.parametrize(("prompt", "commands"), [("X", ["eval", "generate"]), ("", ["eval"])])
-def test_the_next_commands_are_possible(prompt, commands, tmp_path: pathlib.Path) -> None:
-    (tmp_path / METRICS_FILE).touch()
-    text = summary_lines(tmp_path, steps=4, saved=[4], data_dir=None, prompt=prompt)
-    assert text.endswith(' "X"') == bool(prompt)
-    assert re.findall("synthesizer-jax ([a-z]+)", text) == commands

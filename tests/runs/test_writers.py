@@ -109,17 +109,6 @@ class Noted(list):
 NOTED: list[Noted] = []
 
 
-def test_a_package_adds_a_writer_by_an_entry_point(tmp_path, monkeypatch):
-    own = importlib.metadata.EntryPoint("mine", f"{__name__}:Noted", writers.GROUP)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [own])
-    recipe = experiment(steps=2, save_every=1, writers=("mine",))
-    run(tmp_path, recipe, evaluate=lambda state: {"score": 1.0})
-    (noted,) = NOTED
-    steps = [entry[:2] if isinstance(entry, tuple) else entry for entry in noted]
-    assert steps[:5] == [(1, "train"), "flush", (2, "train"), "flush", (2, "eval")]
-    assert steps[5:] == ["close, failed=False"]
-
-
 class Away(Noted):
     """A service that cannot be reached."""
 

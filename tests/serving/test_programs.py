@@ -30,16 +30,10 @@ from synthesizer_jax.models import (
     unroll_variables,
 )
 from synthesizer_jax.pretrained import load
-from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
+from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.serving.load import Model
-from synthesizer_jax.serving.programs import (
-    LOADER,
-    PLATFORMS,
-    Limits,
-    export_programs,
-    write_directory,
-)
+from synthesizer_jax.serving.programs import LOADER, PLATFORMS, Limits, export_programs, write_directory
 from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
 
 VOCAB, LIMITS = 384, Limits(inputs_length=12, targets_length=5)
@@ -239,9 +233,7 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
 def test_a_run_is_exported_whole_or_not_at_all(tmp_path):
     config = TINY | FAMILIES["ByT5"]
     convert_checkpoint(
-        make_folder(tmp_path / "a", config, make_tensors(config)),
-        tmp_path / "run",
-        variants=Variants(encoder="rv"),
+        make_folder(tmp_path / "a", config, make_tensors(config)), tmp_path / "run", encoder="rv"
     )
     with pytest.raises(ValueError, match="--inputs-length"):
         export_run(tmp_path / "run", tmp_path / "long", to="stablehlo", inputs_length=4096)

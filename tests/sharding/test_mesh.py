@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.primitives.parameters import with_axes
-from synthesizer_jax.sharding import BatchShards, MeshShape, check_batch, make_mesh, partition_spec
+from synthesizer_jax.sharding import MeshShape, check_batch, make_mesh, partition_spec
+from synthesizer_jax.training.trainer import BatchShards
 
 
 def test_parameters_have_known_logical_axes():

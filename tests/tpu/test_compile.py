@@ -17,7 +17,7 @@ from synthesizer_jax.models import Size, alignment, t5
 from synthesizer_jax.models.zoo import T5_1_1
 from synthesizer_jax.optimizers import Adafactor
 from synthesizer_jax.sharding import MeshShape, make_mesh
-from synthesizer_jax.training import aot, plan
+from synthesizer_jax.training import plan
 from synthesizer_jax.training.experiment import Experiment, Training
 
 pytest.importorskip("libtpu", reason="libtpu is not installed; make test-tpu does that")
@@ -50,7 +50,7 @@ def recipe(variant, name):
 @functools.cache
 def compiled(variant, name):
     """One compilation serves all tests of a step."""
-    return aot.compile_step(recipe(variant, name), chips.parse_topology(name))
+    return plan.compile_step(recipe(variant, name), chips.parse_topology(name))
 
 
 every = pytest.mark.parametrize(("variant", "name"), [(v, n) for n in PLACES for v in VARIANTS], ids=str)
@@ -58,7 +58,7 @@ every = pytest.mark.parametrize(("variant", "name"), [(v, n) for n in PLACES for
 
 def test_a_mesh_that_splits_a_dimension_is_made_with_a_warning(caplog):
     place = chips.parse_topology("v6e:4x4")
-    mesh = make_mesh(MeshShape(data=1, fsdp=8, tensor=2), aot.devices_of(place))
+    mesh = make_mesh(MeshShape(data=1, fsdp=8, tensor=2), plan.devices_of(place))
     assert dict(mesh.shape) == {"data": 1, "fsdp": 8, "tensor": 2, "sequence": 1}
     assert "splits dimensions of the slice" in caplog.text
 
@@ -99,7 +99,7 @@ def test_kernels_compile_for_other_generations(variant, name):
     model = t5(Size(256, 1, 512, 4, 64), encoder=kind, dtype="bfloat16", scan=True)
     data = DataConfig("none", INPUTS, TARGETS, ROWS * place.devices)
     small = replace(recipe(variant, "v5e:2x4"), model=model, data=data, mesh=MeshShape())
-    text = aot.compile_step(small, place).as_text()
+    text = plan.compile_step(small, place).as_text()
     assert text.count('"tpu_custom_call"') == KERNELS[variant]
 
 
@@ -107,7 +107,7 @@ def test_kernels_compile_for_other_generations(variant, name):
 @pytest.mark.parametrize("rows", [2, 3])
 def test_static_kernels_fit_every_generation(name, rows):
     """The longest rows of all generations, heads of 128, and a length that no register divides."""
-    mesh = jax.sharding.Mesh(aot.devices_of(chips.parse_topology(name))[:1], ("data",))
+    mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology(name))[:1], ("data",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     n = 720 if rows == 2 else 700
     values = jax.ShapeDtypeStruct((rows, n, 2, 128), jnp.bfloat16)

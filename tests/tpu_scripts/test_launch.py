@@ -2,17 +2,13 @@
 
 import os
 import pathlib
-import re
-import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import pytest
-import yaml
 
-from synthesizer_jax.cli.recipes import load_recipe
 from tpu_scripts import launch
 
 HERE = pathlib.Path(__file__).parent
@@ -54,15 +50,9 @@ def test_a_dry_run_prints_the_commands(name):
         (["create", *POD, "--type", "v6e-17"], "v6e"),
         (["create", *POD, "--type", "tpu7x:2x2x4"], "GKE alone"),
         (["setup", "--name", "pod", "--zone", "us-east5"], "us-east5-b"),
-        (
-            ["train", *POD, "--", "quickstart", "--workdir", "runs/rv"],
-            "--workdir runs/rv goes away",
-        ),
+        (["train", *POD, "--", "quickstart", "--workdir", "runs/rv"], "--workdir runs/rv goes away"),
         (["run", *POD, "--", "eval", "--data-dir=data"], "--data-dir data goes away"),
-        (
-            ["train", *POD, "--", "x", "--set=vocabulary.path=v.model"],
-            "vocabulary.path v.model goes",
-        ),
+        (["train", *POD, "--", "x", "--set=vocabulary.path=v.model"], "vocabulary.path v.model goes"),
         (["train", *POD, "--", "quickstart", *RUN[:2]], "give --data-dir with prepared data"),
         (["run", *POD, "--", "quickstart", *RUN[:2]], "--extras train,gcs,tpu,data"),
         (["create", *POD, "--spot", "--reserved"], "--reserved: not allowed with argument --spot"),
@@ -74,36 +64,6 @@ def test_what_would_fail_on_the_machines_is_said_before(arguments, message):
     done = run(arguments)
     assert done.returncode == 2 or done.stderr.startswith("error: ")
     assert message in done.stderr
-
-
-def shown_commands() -> list[tuple[list[str], str, int]]:
-    """The commands that the launcher, the files for clusters and the page show, with extras and devices."""
-    page = (launch.CHECKOUT / "docs" / "pods.md").read_text().replace("\\\n", " ")
-    extras, found = launch.make_parser().get_default("extras"), []
-    for line in re.findall(r"launch\.py .* -- .*", f"{launch.__doc__}\n{page}"):
-        command = shlex.split(line.partition(" -- ")[2].replace("$RUN", " ".join(RUN)))
-        found.append((command if " run " in line else ["train", *command], extras, 16))
-    header = (launch.CHECKOUT / "tpu_scripts" / "slurm.sbatch").read_text()
-    (extras,) = re.findall(r"pip install .*\.\[(.*)\]", page.partition("## SLURM")[2])
-    for nodes, line in re.findall(r"sbatch .*--nodes=(\d+) \S+slurm.sbatch (.*)", header + page):
-        found.append((shlex.split(line), extras, 8 * int(nodes)))
-    (slice_,) = yaml.safe_load((launch.CHECKOUT / "tpu_scripts" / "jobset.yaml").read_text())["spec"][
-        "replicatedJobs"
-    ]
-    hosts = slice_["template"]["spec"]
-    (container,) = hosts["template"]["spec"]["containers"]
-    extras = re.findall("ARG EXTRAS=(.*)", (launch.CHECKOUT / "Dockerfile").read_text())[0]
-    devices = hosts["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
-    return [*found, (container["args"], extras, devices)]
-
-
-def test_the_commands_that_are_shown_can_run_where_they_run():
-    shown = shown_commands()
-    assert len(shown) == 8
-    for command, extras, devices in shown:
-        launch.check_data(command, extras)
-        if command[0] == "train":
-            assert load_recipe(command[1]).data.batch_size % devices == 0, (command, devices)
 
 
 PROGRAM = """#!{python}

@@ -5,14 +5,13 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.cli.main import app
 from synthesizer_jax.pretrained.loading import load
 from synthesizer_jax.training.checkpoint_average import average_checkpoints
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import load_experiment
+from tests.cli.commands import call
 from tests.evaluation.runs import experiment, write_run
 from tests.training.tiny import damage
 
@@ -25,24 +24,15 @@ def source(tmp_path_factory):
     return directory
 
 
-def call(*arguments):
-    result = CliRunner().invoke(app, ["average", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.output
-
-
 def test_it_is_the_mean_and_loads_like_a_run(source, tmp_path):
-    said = call(source, tmp_path / "mean", "--last", 2)
+    said = call("average", source, tmp_path / "mean", "--last", 2)
     assert said == f"{tmp_path / 'mean'} holds the mean of the steps 4, 6 of {source}\n"
     params = [restore_variables(source / "checkpoints", step=step)[1]["params"] for step in (4, 6)]
     expected = jax.tree.map(lambda *x: np.mean([np.asarray(a, np.float64) for a in x], axis=0), *params)
     step, found = restore_variables(tmp_path / "mean" / "checkpoints")
     assert step == 6
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
-        found["params"],
-        expected,
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found["params"], expected
     )
     assert {x.dtype for x in jax.tree.leaves(found["params"])} == {np.dtype(np.float32)}
     loaded = load(tmp_path / "mean")
@@ -51,7 +41,7 @@ def test_it_is_the_mean_and_loads_like_a_run(source, tmp_path):
 
 def test_training_does_not_go_on_in_its_directory(source, tmp_path):
     """As in that of a converted model: both hold parameters alone."""
-    call(source, tmp_path / "mean")
+    call("average", source, tmp_path / "mean")
     before = {path.name for path in (tmp_path / "mean").iterdir()}
     recipe = load_experiment(tmp_path / "mean")
     with pytest.raises(ValueError, match=r"holds parameters alone.*train .*/mean --workdir NEW"):
@@ -60,7 +50,7 @@ def test_training_does_not_go_on_in_its_directory(source, tmp_path):
 
 
 def test_by_default_all_that_a_run_keeps_are_averaged(source, tmp_path):
-    said = call(source, tmp_path / "mean")
+    said = call("average", source, tmp_path / "mean")
     assert said == f"{tmp_path / 'mean'} holds the mean of the steps 2, 4, 6 of {source}\n"
     write_run(tmp_path / "equal", experiment(), steps=(1, 2), value=0.1)
     average_checkpoints(tmp_path / "equal", tmp_path / "same")
@@ -70,13 +60,13 @@ def test_by_default_all_that_a_run_keeps_are_averaged(source, tmp_path):
 
 def test_what_is_wrong_is_one_sentence_and_writes_nothing(source, tmp_path):
     with pytest.raises(ValueError, match=r"holds 3 of the 5 checkpoints .* \(2, 4, 6\); .*keep_latest=5"):
-        call(source, tmp_path / "mean", "--last", 5)
+        call("average", source, tmp_path / "mean", "--last", 5)
     with pytest.raises(FileNotFoundError, match="holds no experiment"):
-        call(tmp_path, tmp_path / "mean")
+        call("average", tmp_path, tmp_path / "mean")
     damaged = shutil.copytree(source, tmp_path / "damaged")
     damage(damaged / "checkpoints" / "2")
     with pytest.raises(ValueError, match=r"checkpoints/2 cannot be read"):
         average_checkpoints(damaged, tmp_path / "mean")
     with pytest.raises(FileExistsError, match="exists; give a new directory"):
-        call(source, damaged, "--last", 2)
+        call("average", source, damaged, "--last", 2)
     assert [p.name for p in tmp_path.iterdir()] == ["damaged"]

@@ -97,7 +97,7 @@ def test_a_source_that_does_not_fit_its_pattern_is_an_error():
 def source(tmp_path_factory):
     """The directory of a run, its experiment and its state, as if an optimizer had worked."""
     directory = tmp_path_factory.mktemp("source")
-    recipe = experiment(seed=3)
+    recipe = experiment(seed=3, layers=2)
     state = Trainer(recipe).init()
     state = dataclasses.replace(state, opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
     save_run(recipe, directory)

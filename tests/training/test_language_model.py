@@ -13,8 +13,7 @@ from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.files import write_predictions
 from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.models.zoo import language_model
-from synthesizer_jax.training.run import run
-from synthesizer_jax.training.run_data import open_evaluator
+from synthesizer_jax.training.run import open_evaluator, run
 from tests.data import small
 from tests.training.tiny import experiment, logged
 

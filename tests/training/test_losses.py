@@ -202,10 +202,7 @@ def test_under_shard_map(losses):
         return jax.lax.psum(total(factor, *arrays), "data")
 
     spread = jax.shard_map(
-        divided,
-        mesh=mesh,
-        in_specs=(None, rows, rows, rows),
-        out_specs=jax.sharding.PartitionSpec(),
+        divided, mesh=mesh, in_specs=(None, rows, rows, rows), out_specs=jax.sharding.PartitionSpec()
     )
     arguments = jnp.float32(1.5), jnp.float32(logits), jnp.asarray(targets), jnp.asarray(weights)
     found, expected = (jax.jit(jax.value_and_grad(f, (0, 1)))(*arguments) for f in (spread, total))

@@ -149,12 +149,3 @@ def test_a_packaged_recipe_is_built_and_takes_a_step(recipe):
             take_step(trainer, trainer.init())
         elif isinstance(small, Experiment):
             lay_out(json.dumps(to_json(small)))
-
-
-def test_a_system_that_a_recipe_does_not_have_is_refused():
-    """Rather than another one in its place."""
-    for recipe in ("cotraining:synthetic:hc_all", "pretraining:small:sh_x"):
-        with pytest.raises(ValueError, match="there is no system"):
-            load_recipe(f"papers.{recipe}")
-    models = (load_recipe(f"papers.translation:large:{task}:hc_all").model for task in VALUES["TASK"])
-    assert len({repr(model) for model in models}) == 2  # each has its ratio of lengths

@@ -15,18 +15,9 @@ from synthesizer_jax.models import Run, Size, UniversalStack, alignment, stacks_
 from synthesizer_jax.optimizers import Adafactor, Constant
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import step
-from synthesizer_jax.training.step import _split_micro_batches, loss_sums
+from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import Trainer
-from tests.training.tiny import (
-    HEADS,
-    STREAMS,
-    VOCAB,
-    ClassStream,
-    CopyStream,
-    encoder,
-    experiment,
-    stepped,
-)
+from tests.training.tiny import HEADS, STREAMS, VOCAB, ClassStream, CopyStream, encoder, experiment, stepped
 
 Z, SMOOTHING = 0.01, 0.1
 TINY = Size(8, 1, 16, 2, 4)
@@ -144,11 +135,6 @@ def test_eight_micro_batches_need_less_than_a_third_of_the_temporaries():
         compiled = Trainer(recipe, jax.devices()[:1]).compile()
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
     assert temporaries[1] <= 0.3 * temporaries[0], temporaries
-
-
-def test_every_micro_batch_has_rows_of_every_device():
-    x = _split_micro_batches(jnp.arange(12), 3)
-    assert x.tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
 SCANNED = t5(

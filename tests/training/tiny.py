@@ -23,7 +23,7 @@ VOCAB, LENGTH, ROWS = 16, 8, 8
 CLASSES = ("low", "middle", "high")
 
 
-def experiment(model=None, *, data=None, evaluation=None, **changes) -> Experiment:
+def experiment(model=None, *, layers=1, data=None, evaluation=None, **changes) -> Experiment:
     """Copies eight tokens; an encoder classifies rows of `ClassStream` or predicts `MaskedStream`."""
     training = {
         "steps": 12,
@@ -34,7 +34,7 @@ def experiment(model=None, *, data=None, evaluation=None, **changes) -> Experime
     }
     if model is None:
         kind = alignment("rv", head_dim=4, max_length=LENGTH)
-        model = t5(Size(8, 2, 16, 2, 4), encoder=kind, vocab_size=VOCAB, dropout_rate=0.1)
+        model = t5(Size(8, layers, 16, 2, 4), encoder=kind, vocab_size=VOCAB, dropout_rate=0.1)
     classes = CLASSES if getattr(model, "outputs", None) else ()
     config = {"inputs_length": LENGTH, "targets_length": 1 if classes else LENGTH, **(data or {})}
     return Experiment(

@@ -69,9 +69,9 @@ def read_config(folder: pathlib.Path, *, output: bool | None) -> Architecture:
 
     Up to version 4, transformers has an output projection of its own if ``tie_word_embeddings`` is
     false, and otherwise uses the embedding and scales the decoder's outputs. From version 5 on the
-    projection is the model's own if the folder has one; a T5 scales if ``scale_decoder_outputs`` is
-    true, by default the value of ``tie_word_embeddings``, and an mT5 does not.
-    (Version 5 scales also a umT5 with its own projection, in error: they were trained without.)
+    projection is the model's own if the folder has one. A T5 scales if ``scale_decoder_outputs`` is true,
+    by default the value of ``tie_word_embeddings``. An mT5 does not scale. (Version 5 scales also a umT5
+    with its own projection, in error: they were trained without.)
 
     `output` tells whether the folder holds an output projection that is not a copy of the embedding; None:
     that is not known.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 from collections.abc import Mapping
 
@@ -12,25 +11,17 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
-from synthesizer_jax.pretrained.huggingface.config import (
-    CONFIG,
-    GENERATION_CONFIG,
-    IDS,
-    write_config,
-)
+from synthesizer_jax.pretrained.huggingface.config import CONFIG, GENERATION_CONFIG, IDS, write_config
 from synthesizer_jax.pretrained.huggingface.names import torch_name
 from synthesizer_jax.pretrained.huggingface.tokenizer import SENTENCEPIECE, TOKENIZER_CONFIG
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
-from synthesizer_jax.pretrained.tensors import Correspondence, correspondences, named_tensors
+from synthesizer_jax.pretrained.tensors import correspondences, named_tensors
 from synthesizer_jax.primitives.parameters import Variables
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-LARGEST_SHARD = 5 * 10**9
-"""Bytes of one safetensors file, as save_pretrained has it."""
 
 CARD = "README.md"
 
@@ -56,41 +47,18 @@ def write_folder(
     config = write_config(Architecture.of(model), dtype)
     _write_json(folder / CONFIG, config)
     _write_json(folder / GENERATION_CONFIG, IDS)
-    _write_tensors(folder, params, correspondences(model, torch_name), DTYPES[dtype])
+    tensors = named_tensors(params, correspondences(model, torch_name))
+    arrays = {name: np.ascontiguousarray(x.astype(DTYPES[dtype])) for name, x in tensors}
+    path = folder / SAFETENSORS
+    try:
+        save_file(arrays, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written ({error}); nothing was exported") from None
+    path.chmod(0o644)  # safetensors writes it for the owner alone
     if vocabulary is not None:
         _write_tokenizer(folder, vocabulary)
     if card:
         (folder / CARD).write_text(card, encoding="utf-8")
-
-
-def _write_tensors(
-    folder: pathlib.Path, params: PyTree, wanted: list[Correspondence], dtype: np.dtype[np.generic]
-) -> None:
-    """Writes tensors to as few files as their size allows, with one file's tensors in memory."""
-    shards: list[list[Correspondence]] = [[]]
-    total = filled = 0
-    for c in wanted:
-        size = math.prod(c.shape) * dtype.itemsize
-        if shards[-1] and filled + size > LARGEST_SHARD:
-            shards.append([])
-            filled = 0
-        shards[-1].append(c)
-        filled, total = filled + size, total + size
-    weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SAFETENSORS
-        tensors = named_tensors(params, shard)
-        arrays = {name: np.ascontiguousarray(x.astype(dtype)) for name, x in tensors}
-        path = folder / file
-        try:
-            save_file(arrays, path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{path} cannot be written ({error}); nothing was exported") from None
-        path.chmod(0o644)  # safetensors writes it for the owner alone
-        weight_map |= dict.fromkeys(arrays, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / f"{SAFETENSORS}.index.json", index)
 
 
 def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary) -> None:

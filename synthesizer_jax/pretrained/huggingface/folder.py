@@ -42,14 +42,14 @@ def open_folder(folder: pathlib.Path, scratch: pathlib.Path, *, compare: bool = 
             f"not equal to {shared}; correct tie_word_embeddings"
         )
     model = architecture.build()
-    wanted = [
+    parameters = [
         c._replace(name=shared) if c.path == ("embedding",) else c
         for c in correspondences(model, torch_name)
     ]
     ignored = {*EMBEDDINGS, UNUSED}
     if model.tied:
         ignored.add(OUTPUT)
-    params = match_tensors(tensors, wanted, source=folder, ignored=ignored)
+    params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
     return Pretrained(model, params, read_vocabulary(folder, scratch))
 
 
