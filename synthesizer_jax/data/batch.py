@@ -32,10 +32,7 @@ def batch_fields(config: DataConfig, *, lengths: tuple[int, int] | None = None) 
 
 
 def assemble_batch(
-    rows: Sequence[Sequence[DrawnExample]],
-    config: DataConfig,
-    *,
-    lengths: tuple[int, int] | None = None,
+    rows: Sequence[Sequence[DrawnExample]], config: DataConfig, *, lengths: tuple[int, int] | None = None
 ) -> dict[str, np.ndarray]:
     """Returns the arrays of rows of examples, which are put one after another; see `batch_fields`.
 

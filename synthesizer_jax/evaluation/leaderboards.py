@@ -123,9 +123,6 @@ def _json_lines(
         answers = passages.setdefault(index["paragraph"], {}).setdefault(index["question"], [])
         answers.append({"idx": index["answer"], "label": label})
     return [
-        {
-            "idx": passage,
-            "passage": {"questions": [{"idx": q, "answers": a} for q, a in questions.items()]},
-        }
+        {"idx": passage, "passage": {"questions": [{"idx": q, "answers": a} for q, a in questions.items()]}}
         for passage, questions in passages.items()
     ]

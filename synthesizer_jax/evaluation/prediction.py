@@ -175,9 +175,7 @@ class Predictor:
           TypeError: the model has no encoder.
         """
         found = self._map(
-            inputs,
-            "rank",
-            lambda _, tokens: encode_tokens(self.variables, tokens, model=self.model),
+            inputs, "rank", lambda _, tokens: encode_tokens(self.variables, tokens, model=self.model)
         )
         return [states[: len(ids)] for (states,), ids in zip(found, inputs, strict=True)]
 

@@ -19,13 +19,7 @@ from synthesizer_jax.base.files import write_atomic
 from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.preparation.importers.files import SplitFiles
-from synthesizer_jax.preparation.importers.reading import (
-    Cursor,
-    ReadError,
-    Row,
-    find_field,
-    value_text,
-)
+from synthesizer_jax.preparation.importers.reading import Cursor, ReadError, Row, find_field, value_text
 from synthesizer_jax.preparation.writing import staging, write_dataset
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.imported import DEFINITION, FOLDER, METRICS, VERSION, read_definition
@@ -161,11 +155,7 @@ class SplitSummary:
 
 
 def import_files(
-    task: FileTask,
-    splits: Mapping[str, SplitFiles],
-    data_dir: pathlib.Path,
-    *,
-    renew: bool = False,
+    task: FileTask, splits: Mapping[str, SplitFiles], data_dir: pathlib.Path, *, renew: bool = False
 ) -> list[SplitSummary]:
     """Writes a task's data set, all of it or nothing, and its definition.
 

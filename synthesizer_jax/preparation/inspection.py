@@ -16,12 +16,7 @@ from synthesizer_jax.tasks.postprocessors import Example, to_text
 
 
 def read_rows(
-    name: str,
-    split: str,
-    vocabulary: Vocabulary,
-    *,
-    data_dir: pathlib.Path,
-    count: int | None = None,
+    name: str, split: str, vocabulary: Vocabulary, *, data_dir: pathlib.Path, count: int | None = None
 ) -> Iterator[Example]:
     """Yields a task's preprocessed rows in stored order, not truncated; at most `count` if it is given.
 

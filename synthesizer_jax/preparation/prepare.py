@@ -22,13 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 from etils import epy
 
-from synthesizer_jax.base.files import (
-    describing,
-    in_bucket,
-    open_atomic,
-    temporary_directory,
-    write_atomic,
-)
+from synthesizer_jax.base.files import describing, in_bucket, open_atomic, temporary_directory, write_atomic
 from synthesizer_jax.data.classes import index_by_tokens
 from synthesizer_jax.data.prepared import FORMAT, HIDDEN, PreparedInfo, PreparedTasks, rows_file
 from synthesizer_jax.data.records import Chunk, RaggedTokens
@@ -104,13 +98,7 @@ def prepare(
             log(f"{title}: is prepared")
             continue
         info = _prepare_split(
-            request,
-            prepared,
-            lengths=lengths,
-            epochs=epochs,
-            workers=workers,
-            renew=renew,
-            setup=setup,
+            request, prepared, lengths=lengths, epochs=epochs, workers=workers, renew=renew, setup=setup
         )
         log(f"{title}: {info.examples:,} examples, {sum(info.tokens.values()):,} tokens")
         if said := ", ".join(f"{count:,} {what}" for what, count in info.targets.items()):

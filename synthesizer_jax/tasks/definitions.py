@@ -131,12 +131,7 @@ SUPER_GLUE = (
         metrics=(metrics.matthews,),  # T5 computes none of AX-b and AX-g, whose rows have labels
     ),
     _super(
-        "axg",
-        PAIR,
-        RTE,
-        prefix="rte",
-        splits=("test",),
-        metrics=(metrics.accuracy, metrics.gender_parity),
+        "axg", PAIR, RTE, prefix="rte", splits=("test",), metrics=(metrics.accuracy, metrics.gender_parity)
     ),
     _wsc("train", ("train",), metrics=()),
     _wsc("eval", HELD_OUT),
@@ -271,19 +266,11 @@ PRE_TRAINING = (
     ),
     *(
         _texts(
-            f"c4{config.replace('.', '_')}_v020_unsupervised",
-            f"c4/en{config}",
-            UNLABELED,
-            "span_3_15_u_u",
+            f"c4{config.replace('.', '_')}_v020_unsupervised", f"c4/en{config}", UNLABELED, "span_3_15_u_u"
         )
         for config in ("", ".noclean", ".realnewslike", ".webtextlike")
     ),
-    _texts(
-        "wikipedia_20190301.en_v003_unsupervised",
-        "wikipedia/20190301.en",
-        ("train",),
-        "span_3_15_u_u",
-    ),
+    _texts("wikipedia_20190301.en_v003_unsupervised", "wikipedia/20190301.en", ("train",), "span_3_15_u_u"),
 )
 """Texts with the objective that makes examples of them; T5 leaves that of ``unsupervised`` to its
 configuration, whose choice for the published models it is here."""

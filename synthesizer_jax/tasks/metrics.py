@@ -112,9 +112,7 @@ def _f1(targets: Sequence[int], predictions: Sequence[int], label: int) -> float
 
 
 def _correlation(
-    measure: Callable[[np.ndarray, np.ndarray], Any],
-    targets: Sequence[float],
-    predictions: Sequence[float],
+    measure: Callable[[np.ndarray, np.ndarray], Any], targets: Sequence[float], predictions: Sequence[float]
 ) -> float:
     x, y = np.asarray(zip_equal(targets, predictions), float).T
     if x.min() == x.max() or y.min() == y.max():

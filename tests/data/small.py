@@ -84,10 +84,7 @@ def write(data_dir: pathlib.Path) -> None:
 
 
 def _write_split(prepared: PreparedTasks, name: str, split: str, count: int) -> None:
-    directory, file = (
-        prepared.directory(f"small_{name}", split),
-        "tokens-00000-of-00001.arrayrecord",
-    )
+    directory, file = (prepared.directory(f"small_{name}", split), "tokens-00000-of-00001.arrayrecord")
     examples = [example(name, row) for row in range(count)]
     chunks = (
         Chunk(*(RaggedTokens.of(list(map(np.array, side))) for side in zip(*part, strict=True)))
@@ -122,8 +119,7 @@ def multi30k(sizes: dict[str, int]) -> tuple[Layout, ...]:
     """The layouts of a smaller Multi30k."""
     return tuple(
         dataclasses.replace(
-            layout,
-            splits=tuple(dataclasses.replace(s, rows=sizes[s.name]) for s in layout.splits),
+            layout, splits=tuple(dataclasses.replace(s, rows=sizes[s.name]) for s in layout.splits)
         )
         for layout in CORPORA["multi30k"]
     )

@@ -27,12 +27,7 @@ from tests.data import small
 PACKED = {"inputs_length": 64, "pack": True, "max_segments": 3}
 SPANS = OBJECTIVES["span_3_15_u_u"]
 SPANNED = {"mixture": "small_both", "inputs_length": 48, "targets_length": 48}
-BUCKETED = {
-    "shards": 4,
-    "batch_size": 12,
-    "targets_length": 8,
-    "buckets": ((12, 8), (18, 8)),
-}
+BUCKETED = {"shards": 4, "batch_size": 12, "targets_length": 8, "buckets": ((12, 8), (18, 8))}
 WORDS = tuple(map(str, range(39, -1, -1)))
 """The targets of `small_few`, of which many share their first byte."""
 CLASSES = {"mixture": "small_few", "targets_length": 1, "batch_size": 8, "classes": WORDS}

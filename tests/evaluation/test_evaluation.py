@@ -85,10 +85,7 @@ def test_rows_without_a_label_are_told_apart(task):
     hidden, labeled = {
         postprocessors.number: (row("-1.0", label=-1.0), row("0.0", label=0.0)),
         postprocessors.record: (row("<unk>", answers=[]), row("Ann", answers=[b"Ann"])),
-        postprocessors.referent: (
-            row("Ann", label=-1),
-            row("Ann", label=0),
-        ),  # a candidate is named
+        postprocessors.referent: (row("Ann", label=-1), row("Ann", label=0)),  # a candidate is named
     }.get(task.postprocess_fn, (row("<unk>"), row((task.label_words or ("Ann",))[0])))
     assert is_labeled(labeled)
     assert not is_labeled(hidden)
@@ -147,8 +144,7 @@ def test_damaged_files_are_one_sentence(load, data_dir, tmp_path):
 
 def evaluator_of(experiment, data_dir):
     return Evaluator(
-        *(experiment.model, experiment.data, experiment.evaluation),
-        prepared=PreparedTasks(data_dir, BYTES),
+        *(experiment.model, experiment.data, experiment.evaluation), prepared=PreparedTasks(data_dir, BYTES)
     )
 
 

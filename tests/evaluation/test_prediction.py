@@ -12,12 +12,7 @@ from synthesizer_jax import Attention, Block, FeedForward, LanguageModel, Relati
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import prediction
-from synthesizer_jax.evaluation.prediction import (
-    Predictor,
-    _length_batches,
-    _pad_tokens,
-    _until_end,
-)
+from synthesizer_jax.evaluation.prediction import Predictor, _length_batches, _pad_tokens, _until_end
 from synthesizer_jax.evaluation.scoring import TaskResult, mean_score, text_metrics, text_nats
 from synthesizer_jax.inference import Decoding, Sequences, decode_sequences, score_targets
 from synthesizer_jax.models import Size, t5

@@ -245,13 +245,7 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
     assert examples.score(["good", "bad", "bad"]) == expected
     path = tmp_path / "data" / FOLDER / "my_reviews" / VERSION / "task.json"
     good = json.loads(path.read_text())
-    for data in (
-        "{",
-        "[]",
-        "{}",
-        json.dumps(good | {"name": "x"}),
-        json.dumps(good | {"metrics": ["x"]}),
-    ):
+    for data in ("{", "[]", "{}", json.dumps(good | {"name": "x"}), json.dumps(good | {"metrics": ["x"]})):
         path.write_text(data)
         with pytest.raises(ValueError, match=r"task\.json cannot be read: .*import the task again"):
             add_imported(tmp_path / "data")
@@ -278,9 +272,7 @@ def test_an_empty_target_belongs_to_a_split_that_is_only_predicted(tmp_path):
             said = r"a\.csv, line 4: the target is empty or '<unk>'.* --from test=FILE; nothing was"
             with pytest.raises(ValueError, match=said):
                 import_files(
-                    describe(**options),
-                    find_splits([f"{split}={tmp_path}/a.csv"]),
-                    tmp_path / "data",
+                    describe(**options), find_splits([f"{split}={tmp_path}/a.csv"]), tmp_path / "data"
                 )
         splits = find_splits([f"test={tmp_path}/a.csv"])
         import_files(describe(**options), splits, tmp_path / "data", renew=True)
@@ -380,11 +372,7 @@ def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
         ('{"x": 1e400}', {}, "a.jsonl, line 2: the field 'x' is Infinity, which is no text"),
         ('{"y": 1}', {}, "a.jsonl, line 2: there is no field 'x'; there are y; nothing was"),
         ('{"x": "b"}', {}, "a.jsonl, line 2: the target 'b' is none of the labels a"),
-        (
-            '{"x": "good"}',
-            numbers,
-            "a.jsonl, line 2: the target 'good' is no number, which the met",
-        ),
+        ('{"x": "good"}', numbers, "a.jsonl, line 2: the target 'good' is no number, which the met"),
         ('{"x": 1' + 400 * "0" + "}", numbers, "is no number, which the metric pearson"),
         ('{"x": "\\ud800"}', {"labels": {}}, "a.jsonl, line 2: .*UnicodeEncodeError"),
     ):
@@ -405,10 +393,7 @@ def test_a_description_that_cannot_be_is_refused(tmp_path):
         ({"metrics": ("acuracy",)}, r"no metric 'acuracy', did you mean 'accuracy'\?"),
         ({"metrics": ("f1",), "labels": {}}, "'f1' compares two labels; with 0 labels"),
         ({"metrics": ("f1",), "labels": {"a": "a", "b": "b", "c": "c"}}, "with 3 labels"),
-        (
-            {"metrics": ("rouge",)},
-            "'rouge' compares texts; with 1 labels and .* answers are labels",
-        ),
+        ({"metrics": ("rouge",)}, "'rouge' compares texts; with 1 labels and .* answers are labels"),
         ({"metrics": ("pearson", "bleu")}, "'bleu' compares texts; .* answers are numbers"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -13,12 +13,7 @@ import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.preparation import inspection
-from synthesizer_jax.preparation.importers import (
-    CORPORA,
-    import_corpus,
-    import_dataset,
-    report_lines,
-)
+from synthesizer_jax.preparation.importers import CORPORA, import_corpus, import_dataset, report_lines
 from synthesizer_jax.preparation.importers.corpora import archive_reports
 from synthesizer_jax.preparation.importers.files import find_splits
 from synthesizer_jax.preparation.importers.layouts import find_importer
@@ -211,9 +206,7 @@ def test_glue_of_the_archive_in_either_case_and_of_parquet_files_is_the_same(tmp
                 place(tmp_path / case, {f"{name.replace('**', 'AX')}/subset_{stem}.tsv": text})
             kind = pa.int64() if HUB[config] else pa.float32()
             write_parquet(
-                tmp_path / f"hub/{config}/subset_{split.name}-00000-of-00001.parquet",
-                hub,
-                label=kind,
+                tmp_path / f"hub/{config}/subset_{split.name}-00000-of-00001.parquet", hub, label=kind
             )
     published = rows_of("glue", tmp_path / "upper")
     assert len(published) == sum(len(layout.splits) for layout in CORPORA["glue"])
@@ -234,30 +227,12 @@ def test_super_glue_of_parquet_files_is_the_same(tmp_path):
 
 
 BROKEN = {
-    "RTE/train.tsv": (
-        "sentence1\tsentence2\tlabel\na\tb\tmaybe\n",
-        "line 2: the label 'maybe' is nei",
-    ),
-    "CoLA/train.tsv": (
-        "x\t1\t\tfine\nx\t1\tshort\n",
-        "1 of 8,551 published rows, without 1 .* left",
-    ),
-    "CoLA/dev.tsv": (
-        "x\t1\t\tfine\n",
-        "1 of 1,043 published rows in .*or name them subset_dev.tsv",
-    ),
-    "CB/train.jsonl": (
-        [CB, CB | {"idx": 1, "label": "no"}],
-        "train.jsonl, line 2: the label 'no' is",
-    ),
-    "CB/val.jsonl": (
-        '{"x": 1}\n{',
-        "CB/val.jsonl, line 1: there is no field 'premise'; there are x",
-    ),
-    "COPA/val.jsonl": (
-        [COPA | {"premise": None}],
-        "COPA/val.jsonl, line 1: the field 'premise' is nu",
-    ),
+    "RTE/train.tsv": ("sentence1\tsentence2\tlabel\na\tb\tmaybe\n", "line 2: the label 'maybe' is nei"),
+    "CoLA/train.tsv": ("x\t1\t\tfine\nx\t1\tshort\n", "1 of 8,551 published rows, without 1 .* left"),
+    "CoLA/dev.tsv": ("x\t1\t\tfine\n", "1 of 1,043 published rows in .*or name them subset_dev.tsv"),
+    "CB/train.jsonl": ([CB, CB | {"idx": 1, "label": "no"}], "train.jsonl, line 2: the label 'no' is"),
+    "CB/val.jsonl": ('{"x": 1}\n{', "CB/val.jsonl, line 1: there is no field 'premise'; there are x"),
+    "COPA/val.jsonl": ([COPA | {"premise": None}], "COPA/val.jsonl, line 1: the field 'premise' is nu"),
     "COPA/train.jsonl": ([UNLABELED], "COPA/train.jsonl, line 1: there is no field 'label'"),
     "WiC/train.jsonl.gz": (b"", "WiC/train.jsonl.gz, after line 0"),
     "val.de": ("a\n", "val.de, line 2: the file ends here, the others go on"),
@@ -284,11 +259,7 @@ def test_a_broken_file_is_named_and_leaves_nothing(tmp_path, name):
     assert not list((tmp_path / "out").glob("*"))
 
 
-PAIR, ARTICLE, ANSWERED = (
-    "wmt14_translate/de-en",
-    {"article": "A", "highlights": "B"},
-    {"text": ["Ann"]},
-)
+PAIR, ARTICLE, ANSWERED = ("wmt14_translate/de-en", {"article": "A", "highlights": "B"}, {"text": ["Ann"]})
 CHAT = {"persona": ["i ski."], "history": ["hello .", "hi .", "you ?"], "reply": "i ski ."}
 RACE = {
     "question": " Who won?",
@@ -342,21 +313,11 @@ def test_files_that_do_not_fit_a_data_set_are_one_sentence(tmp_path):
     labeled = {"columns": ["label", "text"]}
     for dataset, argument, options, said in (
         (PAIR, "dev={}a.json", {}, f"{PAIR} has no split 'dev'; it has train, validation, test"),
-        (
-            PAIR,
-            "train={}a.json",
-            {},
-            "a.json, line 1: there is no field '..'; there are article, hi",
-        ),
+        (PAIR, "train={}a.json", {}, "a.json, line 1: there is no field '..'; there are article, hi"),
         (PAIR, "train={}a.x+{}a.y", {}, "a.x, line 1: there is no field '..'; there are x, y"),
         (PAIR, "train={}a.x+{}a.y", {"columns": ["en"]}, "2 aligned files have 1 columns"),
         ("convai2/none_original", "train={}a.json", {}, "no field 'persona'"),
-        (
-            "imdb_reviews/plain_text",
-            "train={}a.csv",
-            labeled,
-            "the label '9' is neither a number be",
-        ),
+        ("imdb_reviews/plain_text", "train={}a.csv", labeled, "the label '9' is neither a number be"),
     ):
         with pytest.raises(ValueError, match=said):
             splits = find_splits([argument.format(f"{tmp_path}/", f"{tmp_path}/")], **options)

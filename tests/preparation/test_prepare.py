@@ -98,12 +98,7 @@ def register(folder: pathlib.Path) -> None:
         seqio.TaskRegistry.add(
             name,
             source=seqio.TextLineDataSource(files, num_input_examples=LINES),
-            preprocessors=[
-                first,
-                seqio.preprocessors.tokenize,
-                seqio.CacheDatasetPlaceholder(),
-                *rest,
-            ],
+            preprocessors=[first, seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder(), *rest],
             output_features=dict.fromkeys(sides, feature),
         )
 
@@ -144,12 +139,7 @@ def prepared_in(folder: pathlib.Path, name: str, **options: object) -> PreparedT
 
 
 def seqio_rows(
-    folder: pathlib.Path,
-    name: str,
-    split: str = "train",
-    *,
-    lengths: object = LENGTHS,
-    seed: int = 0,
+    folder: pathlib.Path, name: str, split: str = "train", *, lengths: object = LENGTHS, seed: int = 0
 ) -> list[dict]:
     """The rows of SeqIO's own pipeline."""
     task = to_seqio(task_registry.find_task(name), BYTES, folder)

@@ -63,10 +63,7 @@ def confidence(targets, scores):
 
 def both(targets, predictions, aux_values):
     del targets, predictions
-    return {
-        "mean_score": float(np.mean(aux_values["scores"])),
-        "shown": seqio.metrics.Text("not a number"),
-    }
+    return {"mean_score": float(np.mean(aux_values["scores"])), "shown": seqio.metrics.Text("not a number")}
 
 
 @flax.struct.dataclass

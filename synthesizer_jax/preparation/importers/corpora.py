@@ -20,13 +20,7 @@ from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.preparation.importers import readers
 from synthesizer_jax.preparation.importers.files import SplitFiles
 from synthesizer_jax.preparation.importers.layouts import CORPORA, SAMPLE, find_files
-from synthesizer_jax.preparation.importers.reading import (
-    Cursor,
-    ReadError,
-    Row,
-    find_field,
-    value_text,
-)
+from synthesizer_jax.preparation.importers.reading import Cursor, ReadError, Row, find_field, value_text
 from synthesizer_jax.preparation.writing import FeatureType, staging, write_dataset
 from synthesizer_jax.tasks import coreference, preprocessors
 from synthesizer_jax.tasks.definitions import DEFINITIONS

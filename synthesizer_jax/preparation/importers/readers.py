@@ -101,11 +101,7 @@ def _multirc(row: Row) -> Iterator[Row]:
     """Yields MultiRC's row of every answer."""
     for question in row["passage"]["questions"]:
         for answer in question["answers"]:
-            indices = {
-                "paragraph": row["idx"],
-                "question": question["idx"],
-                "answer": answer["idx"],
-            }
+            indices = {"paragraph": row["idx"], "question": question["idx"], "answer": answer["idx"]}
             yield {
                 "paragraph": row["passage"]["text"],
                 "question": question["question"],
