@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.imported import FOLDER
 
 MNLI = "glue_mnli_v002"
 
@@ -101,8 +100,8 @@ def import_remedy(names: Sequence[str], data_dir: pathlib.Path) -> str:
     if registered := [name for name in names if name not in task_registry.TASKS]:
         return f"give the source of {registered[0]}, a task of SeqIO's registry, that split"
     datasets = [task_registry.find_task(name).dataset for name in names]
-    if own := [name for name in datasets if name.startswith(f"{FOLDER}/")]:
-        name = own[0].removeprefix(f"{FOLDER}/")
+    if own := [name for name in datasets if name.startswith(f"{task_registry.IMPORTED}/")]:
+        name = own[0].removeprefix(f"{task_registry.IMPORTED}/")
         return f"add it with 'synthesizer-jax data import mine --name {name} --from SPLIT=FILE …'"
     return (
         f"import {datasets[0]} with 'synthesizer-jax data import … --data-dir {data_dir}' or write it with "

@@ -18,7 +18,7 @@ from synthesizer_jax.models import TextToText
 from synthesizer_jax.runs import code
 from synthesizer_jax.runs.lock import lock_directory
 from synthesizer_jax.runs.progress import summary_lines
-from synthesizer_jax.tasks import imported, task_registry
+from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.training import run_directory
 from synthesizer_jax.training.experiment import Experiment
@@ -74,7 +74,7 @@ def run(
         stack.enter_context(name_write_errors(directory))
         stop = stack.enter_context(StopSignal())
         with stop.region():
-            imported.add_imported(data_path)
+            task_registry.add_imported(data_path)
             experiment = run_directory.find_vocabulary(experiment, data_path)
             run_directory.check_same_run(experiment, directory)
             if prepare is not None:

@@ -17,7 +17,7 @@ from synthesizer_jax.evaluation.scoring import flatten_results
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.runs import code
 from synthesizer_jax.runs.saved import open_vocabulary
-from synthesizer_jax.tasks import imported, synthetic, task_registry
+from synthesizer_jax.tasks import synthetic, task_registry
 from synthesizer_jax.tasks.splits import is_current, requested_splits
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.run_directory import with_vocabulary_path
@@ -122,7 +122,7 @@ def open_evaluator(
     Raises:
       FileNotFoundError: its data is not prepared; see `find_prepared`.
     """
-    imported.add_imported(data_dir)
+    task_registry.add_imported(data_dir)
     experiment = with_vocabulary_path(experiment, directory)
     prepared = find_prepared(experiment, data_dir, trains=False, only=only or ())
     model, data, evaluation = experiment.model, experiment.data, experiment.evaluation

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from synthesizer_jax.preparation.importers.reading import (
     ReadError,
+    Row,
     Rows,
     file_kind,
     read_lines,
@@ -51,6 +52,12 @@ class SplitFiles:
         for path in () if self.aligned else self.files:
             yield from read_rows(path, self.columns)
 
+    def whole_rows(self) -> Iterator[tuple[str, Row | None]]:
+        """Yields the rows, None where a line of aligned files is blank."""
+        for where, row in self.rows():
+            is_whole = not self.aligned or all(str(text).strip() for text in row.values())
+            yield where, row if is_whole else None
+
     @property
     def fields(self) -> list[str]:
         """The fields of aligned files: `columns`, or the ends of their names, or else the beginnings."""
@@ -91,20 +98,20 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
     if len(parts) == 1 and "=" not in parts[0]:
         named = _splits_of_folder(pathlib.Path(parts[0]))
         return {s: _checked(SplitFiles(tuple(p), columns=tuple(columns))) for s, p in named.items()}
-    found: dict[str, SplitFiles] = {}
+    splits: dict[str, SplitFiles] = {}
     for part in parts:
         split, equals, names = part.partition("=")
         if not (equals and split.isidentifier() and names):
             raise ValueError(f"--from {part!r}: write SPLIT=FILE, such as train=a.jsonl")
         if split == "all":
             raise ValueError(f"--from {part!r}: 'all' stands for all splits; choose another name")
-        aligned, before = "+" in names, found.get(split, SplitFiles(()))
+        aligned, before = "+" in names, splits.get(split, SplitFiles(()))
         if before.aligned or (aligned and before.files):
             raise ValueError(f"--from: the aligned files of {split!r} cannot be joined with other files")
         new = map(pathlib.Path, names.split("+")) if aligned else _named_files(names)
         files = (*before.files, *new)
-        found[split] = _checked(SplitFiles(files, aligned, tuple(columns)))
-    return found
+        splits[split] = _checked(SplitFiles(files, aligned, tuple(columns)))
+    return splits
 
 
 def _checked(split: SplitFiles) -> SplitFiles:

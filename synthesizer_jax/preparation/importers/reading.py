@@ -196,7 +196,7 @@ def _read_column(path: pathlib.Path, name: str, column: pa.Array) -> list[JSON]:
 _READERS: Mapping[str, Callable[..., Rows]] = {
     **dict.fromkeys((".jsonl", ".json"), _json_rows),
     **dict.fromkeys(TABLES, _table_rows),
-    ".txt": _text_rows,
+    **dict.fromkeys((".txt", ".tokens", ".raw"), _text_rows),  # the others are WikiText's
     ".parquet": _parquet_rows,
 }
 """The readers by the suffix of the uncompressed file."""
