@@ -8,9 +8,9 @@ from typing import Annotated
 from synthesizer_jax.base.messages import not_divisible
 from synthesizer_jax.base.registry import check_types, fields_of, register
 from synthesizer_jax.base.typing import Length, Range, Seed
-from synthesizer_jax.data.classes import LONGEST_TARGET
 from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.task_streams import CHUNK
+from synthesizer_jax.data.vocabularies import LONGEST_TARGET
 
 
 @register
@@ -27,7 +27,7 @@ class DataConfig:
       shards: V, the number of virtual shards, which must divide the batch size. It is fixed for a
         run.
       pack: whether to pack several examples into a row, kept apart by segment ids (see
-        `packing.Packer`).
+        `batch.Packer`).
       seed: of shuffling and mixing.
       split: the split to read.
       shuffle: False reads every task in its stored order.

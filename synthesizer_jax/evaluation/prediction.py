@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from synthesizer_jax.data.classes import Classes, index_by_tokens
-from synthesizer_jax.data.vocabularies import EOS, PAD, Vocabulary
+from synthesizer_jax.data.vocabularies import EOS, PAD, Classes, Vocabulary, index_by_tokens
 from synthesizer_jax.inference import (
     Decoding,
     Sequences,

@@ -23,11 +23,17 @@ import numpy as np
 from etils import epy
 
 from synthesizer_jax.base.files import describing, in_bucket, open_atomic, temporary_directory, write_atomic
-from synthesizer_jax.data.classes import index_by_tokens
-from synthesizer_jax.data.prepared import FORMAT, HIDDEN, PreparedInfo, PreparedTasks, rows_file
-from synthesizer_jax.data.records import Chunk, RaggedTokens
+from synthesizer_jax.data.prepared import (
+    FORMAT,
+    HIDDEN,
+    Chunk,
+    PreparedInfo,
+    PreparedTasks,
+    RaggedTokens,
+    rows_file,
+)
 from synthesizer_jax.data.task_streams import CHUNK, SIDES
-from synthesizer_jax.data.vocabularies import EOS
+from synthesizer_jax.data.vocabularies import EOS, index_by_tokens
 from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.preparation.rows import read_task, reading_errors, to_seqio
 from synthesizer_jax.tasks import preprocessors, task_registry

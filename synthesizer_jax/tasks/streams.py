@@ -6,12 +6,11 @@ import logging
 import pathlib
 from collections.abc import Sequence
 
-from synthesizer_jax.data.classes import index_by_tokens
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.pipeline import Member, Stream
 from synthesizer_jax.data.prepared import HIDDEN, PreparedTasks
-from synthesizer_jax.data.vocabularies import Vocabulary
+from synthesizer_jax.data.vocabularies import Vocabulary, index_by_tokens
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.mixtures import MIXTURES
 from synthesizer_jax.tasks.task import Task

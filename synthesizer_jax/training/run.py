@@ -10,7 +10,7 @@ from collections.abc import Callable
 from synthesizer_jax.base.files import name_write_errors, storage_path
 from synthesizer_jax.base.messages import escape_controls
 from synthesizer_jax.checkpoints.manager import finished_steps
-from synthesizer_jax.data.prefetching import PrefetchedStream
+from synthesizer_jax.data.pipeline import PrefetchedStream
 from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.hosts.preemption import StopSignal

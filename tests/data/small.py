@@ -12,11 +12,16 @@ import numpy as np
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import FullLM
 from synthesizer_jax.data.pipeline import Stream
-from synthesizer_jax.data.prepared import FORMAT, PreparedInfo, PreparedTasks, rows_file
-from synthesizer_jax.data.records import Chunk, RaggedTokens
+from synthesizer_jax.data.prepared import (
+    FORMAT,
+    Chunk,
+    PreparedInfo,
+    PreparedTasks,
+    RaggedTokens,
+    rows_file,
+)
 from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.preparation.importers.layouts import CORPORA, Layout
 from synthesizer_jax.preparation.prepare import write_chunks
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.streams import open_stream
@@ -113,16 +118,6 @@ def _write_split(prepared: PreparedTasks, name: str, split: str, count: int) -> 
         files={file: count},
         checksum=shard.checksum,
     ).save(directory)
-
-
-def multi30k(sizes: dict[str, int]) -> tuple[Layout, ...]:
-    """The layouts of a smaller Multi30k."""
-    return tuple(
-        dataclasses.replace(
-            layout, splits=tuple(dataclasses.replace(s, rows=sizes[s.name]) for s in layout.splits)
-        )
-        for layout in CORPORA["multi30k"]
-    )
 
 
 def stream(data_dir: pathlib.Path, config: DataConfig = CONFIG, **changes: object) -> Stream:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synthesizer_jax.data.packing import GROUP, WINDOW, LengthSorter, Packer, smallest_bucket
+from synthesizer_jax.data.batch import GROUP, WINDOW, LengthSorter, Packer, smallest_bucket
 from synthesizer_jax.data.task_streams import DrawnExample
 
 LENGTHS = (20, 9)

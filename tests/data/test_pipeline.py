@@ -15,12 +15,11 @@ import pytest
 from synthesizer_jax.base.registry import from_json, to_json
 from synthesizer_jax.cli.settings import override
 from synthesizer_jax.data import prepared as prepared_files
-from synthesizer_jax.data.classes import Classes
+from synthesizer_jax.data.batch import GROUP
 from synthesizer_jax.data.objectives import OBJECTIVES, FullLM
-from synthesizer_jax.data.packing import GROUP
-from synthesizer_jax.data.pipeline import Stream
-from synthesizer_jax.data.prefetching import DEPTH, PrefetchedStream
+from synthesizer_jax.data.pipeline import DEPTH, PrefetchedStream, Stream
 from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.data.vocabularies import Classes
 from synthesizer_jax.training import experiment  # noqa: F401 - it registers DataConfig
 from tests.data import small
 
@@ -384,7 +383,7 @@ def test_a_thread_makes_batches_ahead_of_the_position(
 
 def test_what_training_reads_imports_neither_jax_nor_tensorflow() -> None:
     code = (
-        "import sys; import synthesizer_jax.data.prefetching, synthesizer_jax.tasks.streams; "
+        "import sys; import synthesizer_jax.data.pipeline, synthesizer_jax.tasks.streams; "
         "print({'jax', 'flax', 'tensorflow', 'tensorflow_datasets', 'seqio'} & sys.modules.keys())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

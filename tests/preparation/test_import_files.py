@@ -24,11 +24,11 @@ from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 from synthesizer_jax.evaluation.config import Evaluation
 from synthesizer_jax.preparation.experiment import prepare_data
 from synthesizer_jax.preparation.file_tasks import FileTask, Template, import_files
-from synthesizer_jax.preparation.importers import CORPORA, DATASETS
+from synthesizer_jax.preparation.importers.archives import ARCHIVES, DATASETS
+from synthesizer_jax.preparation.importers.corpora import report_lines
 from synthesizer_jax.preparation.importers.files import find_splits
 from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.imported import FOLDER, VERSION, add_imported
 from synthesizer_jax.tasks.postprocessors import UNKNOWN
 from synthesizer_jax.tasks.splits import SplitRequest, is_current
 from synthesizer_jax.tasks.streams import open_stream
@@ -227,28 +227,25 @@ def describe(**options):
 def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
     write(tmp_path, {"a.jsonl": JSON_LINES * 2, "b.csv": CSV + b"broken \xff byte,1\r\n"})
     splits = find_splits([f"train={tmp_path}/a.jsonl,validation={tmp_path}/b.csv"])
-    found = import_files(describe(metrics=("accuracy", "f1")), splits, tmp_path / "data")
-    assert [line for summary in found for line in summary.lines()] == [
-        "train: 4 rows",
-        "  targets: good 2, bad 2",
-        "validation: 3 rows",
-        "  targets: good 2, bad 1",
-        "  rows with U+FFFD in the place of bytes: 1",
-    ]
+    reports = import_files(describe(metrics=("accuracy", "f1")), splits, tmp_path / "data")
+    train, its_labels, validation, labels, _ = (" ".join(x.split()) for x in report_lines(reports))
+    assert train == f"imported/my_reviews:train 4 rows {tmp_path}/a.jsonl"
+    assert "my_reviews:validation 3 rows, 1 with U+FFFD in the place of bytes " in validation
+    assert [its_labels, labels] == ["targets: good 2, bad 2", "targets: good 2, bad 1"]
     monkeypatch.delitem(task_registry.TASKS, "my_reviews")  # as in another process
-    assert add_imported(tmp_path / "data") == ["my_reviews"]
+    assert task_registry.add_imported(tmp_path / "data") == ["my_reviews"]
     examples = load("my_reviews", "validation", tmp_path / "data")
     assert examples.label_words == ("bad", "good")
     assert examples.target_words == ["good", "bad", "good"]
     assert examples.record(2, "bad")["input"] == "review: broken � byte"
     expected = {"accuracy": pytest.approx(200 / 3), "f1": pytest.approx(200 / 3)}
     assert examples.score(["good", "bad", "bad"]) == expected
-    path = tmp_path / "data" / FOLDER / "my_reviews" / VERSION / "task.json"
+    path = tmp_path / "data" / "imported" / "my_reviews" / "1.0.0" / "task.json"
     good = json.loads(path.read_text())
     for data in ("{", "[]", "{}", json.dumps(good | {"name": "x"}), json.dumps(good | {"metrics": ["x"]})):
         path.write_text(data)
         with pytest.raises(ValueError, match=r"task\.json cannot be read: .*import the task again"):
-            add_imported(tmp_path / "data")
+            task_registry.add_imported(tmp_path / "data")
 
 
 def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
@@ -382,7 +379,7 @@ def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
         with pytest.raises(ValueError, match=said):
             import_files(changed, find_splits([f"train={tmp_path}/a.jsonl"]), data_dir, renew=True)
     write(tmp_path, {"a.jsonl": "\n"})
-    with pytest.raises(ValueError, match=r"a\.jsonl: the split 'train' has no rows; nothing was"):
+    with pytest.raises(ValueError, match=r"imported/my_rows:train has no rows in .*a\.jsonl; nothing was"):
         import_files(task, find_splits([f"train={tmp_path}/a.jsonl"]), data_dir, renew=True)
     assert {p: p.read_bytes() for p in data_dir.rglob("*") if p.is_file()} == before
 
@@ -440,7 +437,7 @@ def test_the_command_names_all_that_can_be_imported(tmp_path):
     result = CliRunner().invoke(app, ["data", "import", "gleu", "--from", str(tmp_path)])
     said = str(result.exception)
     assert said.startswith("'gleu' cannot be imported, did you mean 'glue'?; choose one of ")
-    assert all(name in said for name in (*CORPORA, *DATASETS))
+    assert all(name in said for name in (*ARCHIVES, *DATASETS))
 
 
 def test_a_split_that_is_missing_is_said_before_anything_is_prepared(tmp_path):

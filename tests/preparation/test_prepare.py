@@ -15,8 +15,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.base.files import write_atomic
-from synthesizer_jax.data.prepared import PreparedExamples, PreparedTasks
-from synthesizer_jax.data.records import Chunk, RaggedTokens
+from synthesizer_jax.data.prepared import Chunk, PreparedExamples, PreparedTasks, RaggedTokens
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.preparation import prepare as preparing
 from synthesizer_jax.preparation import synthetic

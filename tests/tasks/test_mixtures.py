@@ -7,7 +7,7 @@ import pytest
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.evaluation import evaluation_sets
-from synthesizer_jax.preparation.importers import import_corpus
+from synthesizer_jax.preparation.importers.corpora import import_archive
 from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate
@@ -30,8 +30,8 @@ def data_dir(tmp_path_factory):
             for i in range(rows)
         ]  # fmt: skip
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        (source / f"BoolQ/subset_{name}.jsonl").write_text(text)
-    import_corpus("super_glue", source, target)
+        (source / f"BoolQ/{name}.jsonl").write_text(text)
+    import_archive("super_glue", source, target)
     prepare(SUPER_GLUE, PreparedTasks(target, BYTES), log=quiet)
     return target
 

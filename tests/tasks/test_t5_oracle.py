@@ -20,7 +20,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
-from synthesizer_jax.preparation.importers import import_corpus
+from synthesizer_jax.preparation.importers.corpora import import_archive
 from synthesizer_jax.preparation.rows import seqio_preprocessors
 from synthesizer_jax.tasks import metrics, task_registry
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate
@@ -258,8 +258,8 @@ def test_real_rows_become_what_t5_makes_of_them(t5, vocabulary, real_data, tmp_p
     for folder in ("glue/WNLI", "glue/MRPC", "super_glue/WSC", "super_glue/MultiRC"):
         shutil.copytree(real_data / folder, tmp_path / folder)
     for benchmark, splits in (("glue", 6), ("super_glue", 6)):
-        reports = import_corpus(benchmark, tmp_path, tmp_path)
-        assert sum(report.status == "complete" for report in reports) == splits
+        reports = import_archive(benchmark, tmp_path, tmp_path)
+        assert sum(report.rows > 0 and report.rows == report.published for report in reports) == splits
     for dataset, names, count in (
         ("glue/wnli", ["glue_wnli_v002_simple_eval"], 852),
         ("super_glue/wsc.fixed", [n for n in OURS if "wsc" in n and "sentinel" not in n], 804),
