@@ -24,10 +24,8 @@ class DataConfig:
         for language models on tasks without inputs.
       targets_length: decoder tokens per row.
       batch_size: number of rows of the global batch.
-      shards: V, the number of virtual shards, which must divide the batch size. It is fixed for a
-        run.
-      pack: whether to pack several examples into a row, kept apart by segment ids (see
-        `batch.Packer`).
+      shards: V, the number of virtual shards, which must divide the batch size. It is fixed for a run.
+      pack: whether to pack several examples into a row, kept apart by segment ids (see `batch.Packer`).
       seed: of shuffling and mixing.
       split: the split to read.
       shuffle: False reads every task in its stored order.

@@ -58,11 +58,6 @@ class EvaluationSet:
         """The target string of every example."""
         return [to_text(row["targets_pretokenized"]) for row in self.examples]
 
-    @property
-    def label_words(self) -> tuple[str, ...] | None:
-        """The allowed answers; None for free text."""
-        return self.task.label_words
-
     @functools.cached_property
     def labeled(self) -> tuple[int, ...]:
         """Indices of the examples with a label; a test split may have none."""
@@ -78,7 +73,7 @@ class EvaluationSet:
           ValueError: the number of answers differs from that of examples.
         """
         if not isinstance(answers, Answers):
-            answers = Answers(answers)
+            answers = Answers(list(answers))
         if len(answers.texts) != len(self.examples):
             raise ValueError(
                 f"{self.task.name}: {len(answers.texts)} predictions for {len(self.examples)} examples"
@@ -122,12 +117,12 @@ class EvaluationSet:
         label = self.predicted_value(index, prediction)
         if isinstance(label, str):
             return result
-        wanted: Value | None = None
+        target_label: Value | None = None
         if target is not None:
-            wanted = self.task.postprocess(target, example=example, is_target=True)
-        if isinstance(wanted, Mapping):  # MultiRC's, with its question
-            wanted = wanted["value"]
-        return result | {"label": label, "target_label": wanted}
+            target_label = self.task.postprocess(target, example=example, is_target=True)
+        if isinstance(target_label, Mapping):  # MultiRC's, with its question
+            target_label = target_label["value"]
+        return result | {"label": label, "target_label": target_label}
 
     def labeled_part(self, count: int) -> EvaluationSet:
         """Returns at most `count` of the labeled examples, evenly spaced."""

@@ -12,7 +12,7 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import MaskedLM
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.evaluation import evaluation_sets
-from synthesizer_jax.evaluation.averages import averages
+from synthesizer_jax.evaluation.benchmarks import averages
 from synthesizer_jax.evaluation.config import RANK, Evaluation
 from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.evaluation.scoring import TaskResult, evaluate_tasks, mean_score
@@ -146,7 +146,7 @@ class Evaluator:
             return {}
         nats = sum(w * loss.nats for _, w, loss in chosen)
         losses = {"loss": nats / sum(w * loss.tokens for _, w, loss in chosen)}
-        labeled = [(s, w, loss) for s, w, loss in chosen if s.label_words]
+        labeled = [(s, w, loss) for s, w, loss in chosen if s.task.label_words]
         if labeled:
             total = sum(w for _, w, _ in labeled)
             prior = evaluation_sets.label_prior_entropy([(s, w) for s, w, _ in labeled])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -34,6 +33,7 @@ from synthesizer_jax.sharding import (
     replicate_to_devices,
     use_mesh,
 )
+from synthesizer_jax.tasks.task import Answers
 
 CHOICES, CHOICE_LENGTH = 4, 8
 """The numbers of label words, and of their tokens, are padded to multiples of these."""
@@ -51,25 +51,6 @@ class Generated(NamedTuple):
     score: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Predictions:
-    """The answers of a model to n inputs.
-
-    Attributes:
-      texts: the answers.
-      scores: ``[n]`` their log-probabilities in nats, end of sequence included.
-      ranked: ``[n, words]`` the log-probabilities of all label words, where they were ranked.
-      words: the label words that were ranked.
-      tokens: the token ids of the answers before the end of the sequence, where they were decoded.
-    """
-
-    texts: list[str]
-    scores: np.ndarray
-    ranked: np.ndarray | None = None
-    words: tuple[str, ...] = ()
-    tokens: list[np.ndarray] | None = None
-
-
 class Predictor:
     """Predicts texts with a model, its variables and a vocabulary.
 
@@ -85,9 +66,8 @@ class Predictor:
       classes: the label words of the outputs of an `Encoder`, which has no other answers; see
         `DataConfig.classes`.
       batch_size: number of rows of a compiled batch.
-      mesh: the mesh that shards the variables, and is to shard the inputs; batches are padded to a
-        multiple of its devices. Of several processes each gives all inputs and gets all answers. None:
-        one device.
+      mesh: the mesh that shards the variables, and is to shard the inputs; batches are padded to a multiple
+        of its devices. Of several processes each gives all inputs and gets all answers. None: one device.
 
     Attributes:
       advance: is told the number of inputs after every batch of them.
@@ -125,9 +105,7 @@ class Predictor:
             ids = [*ids[: self.inputs_length - 1], EOS]
         return np.asarray(ids, np.int32)
 
-    def predict(
-        self, inputs: Sequence[np.ndarray], label_words: Sequence[str] | None = None
-    ) -> Predictions:
+    def predict(self, inputs: Sequence[np.ndarray], label_words: Sequence[str] | None = None) -> Answers:
         """Predicts a text per input, in their order.
 
         A model with classes ranks all of them where the task names no label words.
@@ -141,12 +119,12 @@ class Predictor:
             ranked = self.rank(inputs, words)
             best = ranked.argmax(axis=-1)
             scores = np.take_along_axis(ranked, best[:, None], axis=-1)[:, 0]
-            return Predictions([words[i] for i in best], scores, ranked, words)
+            return Answers([words[i] for i in best], scores=scores, ranked=ranked, words=words)
         answers = self._map(inputs, "decode", self._generate)
         tokens = [np.asarray(_until_end(rows[0]), np.int32) for rows, _, _ in answers]
         scores = np.array([score[0] for _, _, score in answers], np.float32)
         texts = [self.vocabulary.decode(row.tolist()) for row in tokens]
-        return Predictions(texts, scores, tokens=tokens)
+        return Answers(texts, tokens, scores)
 
     def generate_texts(self, inputs: Sequence[np.ndarray]) -> list[list[Generated]]:
         """Returns `Decoding.samples` texts per input, the best of the beams first.
@@ -293,8 +271,8 @@ class Predictor:
         fetch = np.asarray if self.mesh is None else gather_to_host
         with contextlib.nullcontext() if self.mesh is None else use_mesh(self.mesh):
             for rows, batch in _length_batches(inputs, batch_size or self.batch_size, allowed):
-                found = jax.tree.leaves(answer(rows, self._to_devices(batch)))
-                for row, *values in zip(rows, *map(fetch, found), strict=False):
+                outputs = jax.tree.leaves(answer(rows, self._to_devices(batch)))
+                for row, *values in zip(rows, *map(fetch, outputs), strict=False):
                     answers[row] = tuple(values)
                 self.advance(len(rows))
         return answers

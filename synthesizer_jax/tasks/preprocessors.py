@@ -155,9 +155,8 @@ def append_sentinel(
 
     Args:
       dataset: tokenized rows, without EOS.
-      sequence_length: the maximum lengths including EOS. Longer sequences are truncated before
-        their last token, as in SeqIO's sentinel tasks: the inputs keep the sentinel, and the
-        targets their last token.
+      sequence_length: the maximum lengths including EOS. Longer sequences are truncated before their last
+        token, as in SeqIO's sentinel tasks: the inputs keep the sentinel, and the targets their last token.
       sentinel: id of the sentinel.
     """
     limits = sequence_length or {}

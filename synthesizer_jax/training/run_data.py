@@ -12,8 +12,12 @@ import jax
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluator
-from synthesizer_jax.evaluation.files import evaluation_folder, write_predictions, write_results
-from synthesizer_jax.evaluation.scoring import flatten_results
+from synthesizer_jax.evaluation.scoring import (
+    evaluation_folder,
+    flatten_results,
+    write_predictions,
+    write_results,
+)
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.runs import code
 from synthesizer_jax.runs.saved import open_vocabulary

@@ -16,9 +16,13 @@ from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, metric_groups
 from synthesizer_jax.evaluation.evaluator import Evaluator
-from synthesizer_jax.evaluation.files import write_predictions, write_results
 from synthesizer_jax.evaluation.prediction import Predictor, _pad_tokens
-from synthesizer_jax.evaluation.scoring import evaluate_tasks, flatten_results
+from synthesizer_jax.evaluation.scoring import (
+    evaluate_tasks,
+    flatten_results,
+    write_predictions,
+    write_results,
+)
 from synthesizer_jax.inference import Decoding, score_targets
 from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.sharding import MeshShape, make_mesh

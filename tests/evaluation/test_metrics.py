@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from synthesizer_jax.evaluation.averages import (
+from synthesizer_jax.evaluation.benchmarks import (
     BENCHMARKS,
-    GLUE_GROUPS,
-    SUPER_GLUE_GROUPS,
     averages,
     best_average,
     best_by_task,
@@ -118,18 +116,18 @@ def results(groups, value):
 
 
 def test_averages_count_groups_and_only_when_complete():
-    glue = results(GLUE_GROUPS, 50)
+    glue = results(BENCHMARKS["GLUE"], 50)
     assert averages(glue) == {"GLUE": pytest.approx(51)}
     glue["glue_mnli_matched_v002"] = {"accuracy": 91}  # its group's mean is then 71
     assert averages(glue)["GLUE"] == pytest.approx((7 * 51 + 71) / 8)
     del glue["glue_qqp_v002"]
     assert averages(glue) == {}
-    both = results(GLUE_GROUPS, 50) | results(SUPER_GLUE_GROUPS, 60)
+    both = results(BENCHMARKS["GLUE"], 50) | results(BENCHMARKS["SuperGLUE"], 60)
     assert set(averages(both)) == set(BENCHMARKS)
 
 
 def test_best_steps_per_task_per_group_and_for_all():
-    first, second = results(SUPER_GLUE_GROUPS, 50), results(SUPER_GLUE_GROUPS, 40)
+    first, second = results(BENCHMARKS["SuperGLUE"], 50), results(BENCHMARKS["SuperGLUE"], 40)
     second["super_glue_copa_v102"] = {"accuracy": 99}
     by_step = {100: first, 200: second, 300: {"super_glue_copa_v102": {"accuracy": 100}}}
     # The other groups are best at 100, COPA at 200; 300 lacks the other groups.

@@ -235,7 +235,7 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
     monkeypatch.delitem(task_registry.TASKS, "my_reviews")  # as in another process
     assert task_registry.add_imported(tmp_path / "data") == ["my_reviews"]
     examples = load("my_reviews", "validation", tmp_path / "data")
-    assert examples.label_words == ("bad", "good")
+    assert examples.task.label_words == ("bad", "good")
     assert examples.target_words == ["good", "bad", "good"]
     assert examples.record(2, "bad")["input"] == "review: broken � byte"
     expected = {"accuracy": pytest.approx(200 / 3), "f1": pytest.approx(200 / 3)}

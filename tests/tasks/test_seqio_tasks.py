@@ -167,7 +167,7 @@ def test_what_is_not_there_is_one_sentence(tmp_path):
 def test_metrics_are_computed_by_their_own_rules(tmp_path):
     vocabulary = Bytes().build()
     examples = load("outside_double", "validation", tmp_path, lengths=LENGTHS)
-    assert examples.task.scores_targets and examples.label_words is None
+    assert examples.task.scores_targets and examples.task.label_words is None
     assert examples.target_words == ["0", "2", "4", "6", "8"]
     texts = ["0", "3", "4", "no", "8"]
     answers = Answers(
