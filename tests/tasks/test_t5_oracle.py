@@ -295,9 +295,6 @@ def test_other_metrics_are_t5s(t5):
     answers = [[target, other] for target, other in zip(TARGETS, TARGETS[::-1], strict=True)]
     expected = t5.metrics.squad(answers, PREDICTIONS)
     assert metrics.squad(answers, PREDICTIONS) == pytest.approx(expected)
-    trivia = t5.metrics.trivia_qa(answers, PREDICTIONS)
-    assert metrics.trivia_qa(answers, PREDICTIONS) == pytest.approx(trivia)
-    assert expected != trivia
     targets = [{"answers": a, "context": CONTEXT} for a in (["Ann"], ["Ann Lee", "1912"])]
     for spans in itertools.product(("start: 2 end: 3", "start: 1", "start: x end: 2", ""), repeat=2):
         expected = t5.metrics.span_squad(targets, spans)
