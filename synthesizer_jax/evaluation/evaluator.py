@@ -19,8 +19,7 @@ from synthesizer_jax.evaluation.scoring import TaskResult, evaluate_tasks, mean_
 from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.splits import import_remedy, names_of_split
-from synthesizer_jax.tasks.streams import task_objective
+from synthesizer_jax.tasks.splits import import_remedy, names_of_split, task_objective
 
 
 class Evaluator:

@@ -19,7 +19,7 @@ from synthesizer_jax.runs import code
 from synthesizer_jax.runs.lock import lock_directory
 from synthesizer_jax.runs.progress import summary_lines
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.splits import open_stream
 from synthesizer_jax.training import run_directory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import initializer_of

@@ -24,7 +24,7 @@ from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.preparation.prepare import write_chunks
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.splits import open_stream
 from synthesizer_jax.tasks.task import Task
 
 VOCABULARY = Bytes().build()

@@ -30,8 +30,7 @@ from synthesizer_jax.preparation.importers.files import find_splits
 from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import UNKNOWN
-from synthesizer_jax.tasks.splits import SplitRequest, is_current
-from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.splits import SplitRequest, is_current, open_stream
 from synthesizer_jax.tasks.task import Task
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_data import find_prepared

@@ -11,7 +11,7 @@ from synthesizer_jax.preparation.importers.corpora import import_archive
 from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate
-from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.splits import open_stream
 from tests.tasks.loading import BYTES, load, quiet
 
 LENGTHS = {"inputs": 64, "targets": 8}

@@ -16,8 +16,7 @@ from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.preparation.rows import to_seqio
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary
-from synthesizer_jax.tasks.splits import SplitRequest, is_current
-from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.splits import SplitRequest, is_current, open_stream
 from synthesizer_jax.tasks.task import Answers
 from tests.tasks.loading import load, quiet
 

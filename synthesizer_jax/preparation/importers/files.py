@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from synthesizer_jax.preparation.importers.reading import (
     ReadError,
@@ -46,8 +45,7 @@ class SplitFiles:
           ReadError: a row cannot be read.
         """
         if self.aligned:
-            lines = aligned_lines(self.files, functools.partial(read_lines, errors="replace"))
-            for number, texts in lines:
+            for number, texts in _aligned_lines(self.files):
                 yield f"{self.files[0]}, line {number}", dict(zip(self.fields, texts, strict=True))
         for path in () if self.aligned else self.files:
             yield from read_rows(path, self.columns)
@@ -68,11 +66,10 @@ class SplitFiles:
         return ends if len(set(ends)) == len(ends) else [name.stem for name in names]
 
 
-def aligned_lines(
-    files: Sequence[pathlib.Path], lines: Callable[[pathlib.Path], Iterator[tuple[int, str]]]
-) -> Iterator[tuple[int, list[str]]]:
+def _aligned_lines(files: Sequence[pathlib.Path]) -> Iterator[tuple[int, list[str]]]:
     """Yields the number and the texts of every line of files that belong together line by line."""
-    for rows in itertools.zip_longest(*map(lines, files)):
+    lines = (read_lines(path, errors="replace") for path in files)
+    for rows in itertools.zip_longest(*lines):
         number = next(row[0] for row in rows if row is not None)
         if None in rows:
             short = files[rows.index(None)]

@@ -69,28 +69,19 @@ class Cursor:
             raise ReadError(f"{self.where}: {reason}; nothing was imported") from error
 
 
-def open_file(path: pathlib.Path) -> io.BufferedReader:
-    """Opens a plain or compressed file to be read.
-
-    Raises:
-      ReadError: it is no regular file; reading from a pipe would block.
-    """
-    if not path.is_file():
-        raise ReadError(f"{path} is no regular file; nothing was imported")
-    return io.BufferedReader(pa.input_stream(str(path), compression="detect"))
-
-
 def read_lines(path: pathlib.Path, *, errors: str = "strict") -> Iterator[tuple[int, str]]:
     """Yields the number (from 1) and the text of every line, see `decode_lines`.
 
     With ``errors="replace"`` bytes that are not UTF-8 become U+FFFD.
 
     Raises:
-      ReadError: the compression is damaged, or the file is not UTF-8.
+      ReadError: the compression is damaged, the file is not UTF-8, or it is no regular file.
     """
+    if not path.is_file():  # reading from a pipe would block
+        raise ReadError(f"{path} is no regular file; nothing was imported")
     number = 0
     try:
-        file = open_file(path)
+        file = io.BufferedReader(pa.input_stream(str(path), compression="detect"))
         if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             raise ReadError(f"{path} is UTF-16; convert it to UTF-8; nothing was imported")
         for number, line in enumerate(decode_lines(file, errors), 1):
