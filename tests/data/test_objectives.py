@@ -18,7 +18,6 @@ from synthesizer_jax.data.objectives import (
     ObjectiveMixture,
     PrefixLM,
     SegmentObjective,
-    noise_mask,
     replace_spans,
     ul2,
 )
@@ -68,20 +67,6 @@ class Given:
     def fork(self, part: int) -> "Given":
         del part
         return self
-
-
-def spelled(mask: np.ndarray) -> str:
-    return "".join("x" if noise else "." for noise in mask)
-
-
-def test_masks_by_hand() -> None:
-    # 4 noise tokens in 2 spans, parted after the 3rd; 6 others, parted after the 2nd
-    draws = Given([1, 2, 0], [1, 0, 2, 3, 4])
-    assert spelled(noise_mask(10, 0.4, 2.0, draws)) == "..xxx....x"
-    assert spelled(noise_mask(10, 0.25, None, counted())) == "........xx"
-    for length in (1, 2):
-        assert spelled(noise_mask(length, 0.15, 3.0, counted())) == ".x"[:length]
-        assert spelled(noise_mask(length, 0.25, None, counted())) == ".x"[:length]
 
 
 def test_draws_depend_on_seed_place_and_call_alone() -> None:
@@ -213,17 +198,6 @@ def test_every_example_fits(name: str, length: int, seed: int) -> None:
     if name == "prefix_lm":
         np.testing.assert_array_equal(np.concatenate([inputs[:-1], targets[:-1]]), text)
         assert len(targets) > 1
-
-
-def test_ul2_is_seven_denoisers() -> None:
-    mixture = ul2(regular_mode=(40,), sequential_mode=(41, 42), extreme_mode=(43,))
-    assert [o.mode for o in mixture.objectives] == [(40,), (40,), (41, 42), *[(43,)] * 4]
-    sequential = mixture.objectives[2]
-    text = np.arange(100, 100 + sequential.segment_length(FORM), dtype=np.int32)
-    inputs, targets = sequential.example(text, counted(), FORM)
-    assert len(inputs) == 512 and inputs[:2].tolist() == [41, 42]
-    assert inputs[-2:].tolist() == [FIRST_SENTINEL, 1]
-    assert targets[0] == FIRST_SENTINEL and len(targets) - 2 == round(0.25 * len(text))
 
 
 def test_errors_name_field_and_remedy() -> None:

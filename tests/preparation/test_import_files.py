@@ -24,7 +24,6 @@ from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 from synthesizer_jax.evaluation.config import Evaluation
 from synthesizer_jax.preparation.experiment import prepare_data
 from synthesizer_jax.preparation.file_tasks import FileTask, Template, import_files
-from synthesizer_jax.preparation.importers.archives import ARCHIVES, DATASETS
 from synthesizer_jax.preparation.importers.corpora import report_lines
 from synthesizer_jax.preparation.importers.files import find_splits
 from synthesizer_jax.preparation.prepare import prepare
@@ -239,12 +238,6 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
     assert examples.record(2, "bad")["input"] == "review: broken � byte"
     expected = {"accuracy": pytest.approx(200 / 3), "f1": pytest.approx(200 / 3)}
     assert examples.score(["good", "bad", "bad"]) == expected
-    path = tmp_path / "data" / "imported" / "my_reviews" / "1.0.0" / "task.json"
-    good = json.loads(path.read_text())
-    for data in ("{", "[]", "{}", json.dumps(good | {"name": "x"}), json.dumps(good | {"metrics": ["x"]})):
-        path.write_text(data)
-        with pytest.raises(ValueError, match=r"task\.json cannot be read: .*import the task again"):
-            task_registry.add_imported(tmp_path / "data")
 
 
 def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
@@ -430,13 +423,6 @@ def test_sigterm_leaves_nothing(tmp_path):
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ended.returncode == 143, ended.stderr
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_the_command_names_all_that_can_be_imported(tmp_path):
-    result = CliRunner().invoke(app, ["data", "import", "gleu", "--from", str(tmp_path)])
-    said = str(result.exception)
-    assert said.startswith("'gleu' cannot be imported, did you mean 'glue'?; choose one of ")
-    assert all(name in said for name in (*ARCHIVES, *DATASETS))
 
 
 def test_a_split_that_is_missing_is_said_before_anything_is_prepared(tmp_path):

@@ -231,7 +231,6 @@ BROKEN = {
     "CB/val.jsonl": ('{"x": 1}\n{', "CB/val.jsonl, line 1: there is no field 'premise'; there are x"),
     "COPA/val.jsonl": ([COPA | {"premise": None}], "COPA/val.jsonl, line 1: the field 'premise' is nu"),
     "COPA/train.jsonl": ([UNLABELED], "COPA/train.jsonl, line 1: there is no field 'label'"),
-    "WiC/train.jsonl.gz": (b"", "WiC/train.jsonl.gz, after line 0"),
     "readme.txt": ("", "lacks CoLA/train.tsv, .*; nothing was imported"),
 }
 
@@ -240,8 +239,6 @@ BROKEN = {
 def test_a_broken_file_is_named_and_leaves_nothing(tmp_path, name):
     content, said = BROKEN[name]
     source = place(tmp_path / "from", {name: content})
-    if name.endswith(".gz"):
-        (source / name).write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
     with pytest.raises(ValueError, match=said) as error:
         import_archive("super_glue" if "json" in name else "glue", source, tmp_path / "out")
     assert str(error.value).endswith("nothing was imported")

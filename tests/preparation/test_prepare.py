@@ -1,6 +1,5 @@
 """What is prepared against what SeqIO reads, what becomes of interruptions and changes, and damage."""
 
-import json
 import os
 import pathlib
 import shutil
@@ -296,60 +295,6 @@ def test_what_changes_a_prepared_set_makes_it_outdated(own_dir: pathlib.Path) ->
     assert not current()
     prepared_in(own_dir, BOOLQ)
     assert current()
-
-
-def test_damage_is_one_sentence_with_its_path_and_remedy(own_dir: pathlib.Path) -> None:
-    prepared = prepared_in(own_dir, BOOLQ)
-    folder = prepared.directory(BOOLQ, "validation")
-    (tokens,), (rows,), info = (
-        folder.glob("*.arrayrecord"),
-        folder.glob("*.msgpack"),
-        folder / "info.json",
-    )
-    remedy = f"run 'synthesizer-jax data prepare {BOOLQ} --data-dir {own_dir} --renew'"
-
-    def damaged(path: pathlib.Path, content: bytes) -> str:
-        kept = path.read_bytes()
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"info\.json|synthesizer-jax") as error:
-            examples = prepared.open(BOOLQ, "validation", LENGTHS)
-            assert len(list(examples.rows())) == len(read(examples))
-        path.write_bytes(kept)
-        assert str(path) in str(error.value) and "\n" not in str(error.value)
-        return str(error.value)
-
-    whole = tokens.read_bytes()
-    flipped = whole[:100] + bytes([whole[100] ^ 1]) + whole[101:]
-    for content in (flipped, whole[: len(whole) // 2], b""):
-        assert remedy in damaged(tokens, content)
-    whole = rows.read_bytes()
-    other = whole.replace(b"is 1 even", b"is 3 even")  # that of another example
-    for content in (whole[:-3], b"\xc1" * 50, other):
-        assert remedy in damaged(rows, content)
-    text = info.read_text()
-    for broken in (
-        text[:50],
-        "[]",
-        text.replace('"examples": 9', '"examples": 8'),
-        json.dumps(json.loads(text) | {"keep_last": {"inputs": 1}}),
-        json.dumps(json.loads(text) | {"tokens": {"inputs": 9, "targets": "9"}}),
-    ):
-        damaged(info, broken.encode())
-    info.write_text(json.dumps({k: v for k, v in json.loads(text).items() if k != "rows_digests"}))
-    rows_of_earlier_versions = prepared.open(BOOLQ, "validation", LENGTHS).rows()
-    assert len(list(rows_of_earlier_versions)) == 9
-    info.write_text(json.dumps(json.loads(text) | {"checksum": 5}))
-    with pytest.raises(ValueError, match=r"checksum.*run 'synthesizer-jax data prepare"):
-        prepared.open(BOOLQ, "validation", LENGTHS)[0]
-    info.write_text(text)
-    tokens.unlink()
-    with pytest.raises((ValueError, OSError), match=tokens.name):
-        prepared.open(BOOLQ, "validation", LENGTHS)[0]
-    info.write_text(text.replace('"format": 3', '"format": 2'))  # files of another version
-    with pytest.raises(FileNotFoundError, match=r"is not prepared in .*; run 'synthesizer-jax data"):
-        prepared.open(BOOLQ, "validation", LENGTHS)
-    prepared_in(own_dir, BOOLQ)
-    assert len(prepared.open(BOOLQ, "validation", LENGTHS)) == 9
 
 
 def test_records_are_data() -> None:

@@ -72,20 +72,10 @@ def test_evaluation_sets_are_in_order_and_scored(data_dir):
     assert examples.target_words == ["True", "False"] * 4
     assert examples.score(["True"] * 8) == {"accuracy": 50.0}
     assert examples.score(["true"] * 8) == {"accuracy": 0.0}
-    with pytest.raises(ValueError, match="3 predictions for 8 examples"):
-        examples.score(["True"] * 3)
 
 
-def test_rates_are_t5s_and_evaluated_twins_stand_for_the_trained_task():
+def test_evaluated_twins_stand_for_the_trained_task():
     joint = MIXTURES["glue_super_glue_proportional"]
-    totals = {
-        "glue_v002_proportional": 949_101,
-        "super_glue_v102_proportional": 185_673,
-        "super_glue_v102_proportional_sentinel": 185_673,
-        "wsc_dpr_simple_proportional": 1_581,
-        "glue_super_glue_proportional": 949_101 + 185_673 - 2_490,
-    }
-    assert {name: sum(MIXTURES[name].values()) for name in totals} == totals
     assert {name for rates in MIXTURES.values() for name in rates} <= set(task_registry.TASKS)
     weight = evaluation_sets.loss_weight
     assert weight(joint, "glue_mnli_matched_v002") == 392_702 / 2
