@@ -123,7 +123,7 @@ class LengthSorter:
     short examples of all shards meet. Every example is used once, within its group.
 
     Args:
-      take: returns the next examples, as many as it is asked for.
+      take: see `Packer`.
       rows: number of rows of a batch.
       seed: of the order of batches; equal for all shards.
     """
@@ -185,13 +185,7 @@ def batch_fields(config: DataConfig, *, lengths: tuple[int, int] | None = None) 
 def assemble_batch(
     rows: Sequence[Sequence[DrawnExample]], config: DataConfig, *, lengths: tuple[int, int] | None = None
 ) -> dict[str, np.ndarray]:
-    """Returns the arrays of rows of examples, which are put one after another; see `batch_fields`.
-
-    Args:
-      rows: the examples of every row; a row without examples is padding.
-      config: lengths and packing.
-      lengths: numbers of input and target tokens of a row; None: the full lengths.
-    """
+    """Returns the `batch_fields` of rows of examples, which are put one after another; none is padding."""
     inputs, targets = lengths or (config.inputs_length, config.targets_length)
     encoder_tokens, encoder_segments = _lay_out([[e.inputs for e in row] for row in rows], inputs)
     target_tokens, target_segments = _lay_out([[e.targets for e in row] for row in rows], targets)

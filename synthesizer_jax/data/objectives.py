@@ -134,7 +134,6 @@ class Denoising(SegmentObjective):
       density: share of the tokens that are noise.
       mean_span: mean length of the spans of noise; None: one span, at the end, as in UL2's sequential
         denoising.
-      documents: number of documents that are concatenated.
       mode: ids before the inputs, such as those of UL2's mode token.
     """
 
@@ -227,7 +226,6 @@ class FullLM(SegmentObjective):
     """Targets only: the model predicts every token (Raffel et al. 2020, section 3.2.3).
 
     Attributes:
-      documents: number of documents that are concatenated.
       document_eos: whether documents end with EOS and segments do not, as in T5's `full_lm`; False
         is the reverse, as in its ``objectives/lm.gin``.
     """
@@ -256,9 +254,6 @@ class PrefixLM(SegmentObjective):
 
     Prefix and rest have at least one token, and every length of the prefix has the same probability, as by
     T5's `random_prefix_noise_mask`.
-
-    Attributes:
-      documents: number of documents that are concatenated.
     """
 
     documents: Count = 1
@@ -293,7 +288,6 @@ class MaskedLM(SegmentObjective):
         most 1.
       random_share: probability that it becomes a random token of the vocabulary.
       mask_id: id of the mask token; None is the last one of the vocabulary, ``<extra_id_0>``.
-      documents: number of documents that are concatenated.
     """
 
     density: Share = 0.15

@@ -57,17 +57,10 @@ class Member:
 
 
 class VirtualShard:
-    """One of a fixed number of slices of the data order: draws its next task, and makes rows of examples.
-
-    Args:
-      streams: one per task.
-      rates: their relative rates.
-      config: lengths, packing and buckets.
-      seed: of the draws.
-      classes: what the targets are; None: texts.
+    """One of a fixed number of slices of the data order: draws a task by its rate, then its next example.
 
     Attributes:
-      rows: yields the examples of row after row.
+      rows: gives the examples of one row after another.
     """
 
     def __init__(

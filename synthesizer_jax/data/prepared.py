@@ -105,12 +105,7 @@ class PreparedInfo:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedTasks:
-    """The prepared tasks of a data directory for one vocabulary.
-
-    Attributes:
-      data_dir: the directory of the data sets.
-      vocabulary: the vocabulary.
-    """
+    """The prepared tasks of a data directory for one vocabulary."""
 
     data_dir: pathlib.Path
     vocabulary: Vocabulary
@@ -330,16 +325,12 @@ class PreparedExamples:
         return (self._read(number) if chunk is None else chunk)[index - self._starts[number]]
 
     def rows(self, count: int | None = None) -> Iterator[dict[str, Any]]:
-        """Yields what evaluation needs of the first rows, as SeqIO gives it.
-
-        Args:
-          count: their number; None: all.
-        """
+        """Yields what evaluation needs of the first `count` rows, or of all, as SeqIO gives it."""
         import msgpack
 
         left = self.info.examples if count is None else count
         for name, size in self.info.files.items():
-            wanted = min(size, left)
+            num_rows = min(size, left)
             path = _on_disk(self._directory / rows_file(name))
             with describing(path, remedy=self._remedy), path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -347,12 +338,12 @@ class PreparedExamples:
                     raise ValueError("its checksum is another")
                 file.seek(0)
                 unpacker = msgpack.Unpacker(file, max_buffer_size=2**31 - 1)
-                for number in range(wanted):
+                for number in range(num_rows):
                     row = next(unpacker, None)
                     if row is None:
                         raise ValueError(f"it holds {number} rows instead of {size}")
                     yield {k: np.asarray(v) if _is_numeric(v) else v for k, v in row.items()}
-            left -= wanted
+            left -= num_rows
 
     def _read(self, number: int) -> Chunk:
         name, record_number = self._places[number]

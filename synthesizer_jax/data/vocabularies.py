@@ -38,7 +38,6 @@ class Vocabulary(abc.ABC):
     """Conversion between text and ids (Raffel et al. 2020, section 2.1).
 
     Attributes:
-      vocab_size: number of ids, including sentinels.
       unk_id: id of text that no piece covers.
     """
 
@@ -267,11 +266,7 @@ def index_by_tokens(
 
 
 class Classes:
-    """The classes of an encoder, by their label words and the token ids of these.
-
-    Args:
-      words: the label words in the order of the encoder's outputs.
-      vocabulary: encodes them.
+    """The classes of an encoder, by their label words, which are in the order of its outputs.
 
     Raises:
       ValueError: see `index_by_tokens`.
@@ -282,23 +277,19 @@ class Classes:
         self._indices = index_by_tokens(words, vocabulary, owner="data.classes")
 
     def index(self, target: np.ndarray, *, owner: str) -> int:
-        """Returns the class of a target.
-
-        Args:
-          target: token ids with EOS.
-          owner: what has the target, such as its task, for the error.
+        """Returns the class of a target, token ids with EOS; `owner` is what has it, for the error.
 
         Raises:
           ValueError: it is none of the classes, such as that of an example whose label is hidden.
         """
-        found = self._indices.get(tuple(target.tolist()))
-        if found is None:
+        index = self._indices.get(tuple(target.tolist()))
+        if index is None:
             text = self._vocabulary.decode(target.tolist())
             raise ValueError(
                 f"{owner} has the target {text!r}, which is none of data.classes "
                 f"({', '.join(self.words)}); add it, or choose a data.split whose labels are known"
             )
-        return found
+        return index
 
     def columns(self, words: Sequence[str]) -> list[int]:
         """Returns the classes of label words; raises a `ValueError` if one of them is no class."""

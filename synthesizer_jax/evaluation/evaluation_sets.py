@@ -145,7 +145,7 @@ def load_evaluation_set(
     it makes of the split, once, with the same noise at every call; otherwise they are whole texts.
 
     Args:
-      name: name of the task.
+      name: of the task.
       split: its split.
       prepared: data directory and vocabulary.
       lengths: maximum lengths of ``inputs`` and ``targets``, including EOS; texts without inputs are
@@ -254,12 +254,8 @@ def loss_weight(rates: Mapping[str, float], task: str) -> float:
 def label_prior_entropy(sets: Sequence[tuple[EvaluationSet, float]]) -> dict[str, float]:
     """Returns the entropies of the targets in nats per example: the best loss without reading the inputs.
 
-    Args:
-      sets: evaluation sets of tasks with label words, and their weights.
-
-    Returns:
-      ``per_task``, the weighted mean of the entropies of the targets given the task, and ``joint``, the
-      entropy of the weighted mixture of all targets.
+    Of sets of tasks with label words and their weights these are ``per_task``, the weighted mean of the
+    entropies of the targets given the task, and ``joint``, the entropy of the weighted mixture of all.
     """
     total = sum(weight for _, weight in sets)
     per_task = 0.0

@@ -45,11 +45,7 @@ def examples(config: str, split: str, *, seed: int = 0) -> Iterator[grammar.Row]
     Training and held-out rows differ in their combinations of words, so no row is in both. No two rows of a
     split have the same text, and all labels are equally frequent; in training WSC has only the label 1, as
     T5's.
-
-    Args:
-      config: a key of `tasks.synthetic.DEFINITIONS`; its grammar is the function of that name.
-      split: ``train`` or ``validation``.
-      seed: of the grammar.
+    The grammar is the function with the name of the configuration.
     """
     draw_row, size, num_labels = getattr(grammar, config), SIZES[split], NUM_LABELS[config]
     only_positive = config == "wsc" and split == "train"

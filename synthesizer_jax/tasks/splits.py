@@ -151,14 +151,7 @@ def open_stream(
     shards: Sequence[int] | None = None,
     saved: Sequence[int] | None = None,
 ) -> Stream:
-    """Returns the stream of a mixture whose tasks are prepared; those that are not are left out.
-
-    Args:
-      config: what to read.
-      vocabulary: whose tokens they are.
-      data_dir: the directory of the data sets.
-      shards: see `Stream`.
-      saved: see `Stream`.
+    """Returns the `Stream` of a mixture whose tasks are prepared; those that are not are left out.
 
     Raises:
       FileNotFoundError: no task has the split.
