@@ -348,30 +348,8 @@ class ObjectiveMixture(Objective):
         return any(objective.makes_inputs for objective in self.objectives)
 
 
-def ul2(
-    *,
-    regular_mode: tuple[int, ...] = (),
-    sequential_mode: tuple[int, ...] = (),
-    extreme_mode: tuple[int, ...] = (),
-) -> ObjectiveMixture:
-    """Returns UL2's mixture of seven denoisers (Tay et al. 2022, table 1).
-
-    Args:
-      regular_mode: ids before the inputs of regular denoisers, those of ``[NLU]``.
-      sequential_mode: of the sequential one, ``[S2S]``.
-      extreme_mode: of extreme ones, ``[NLG]``.
-    """
-    table = (
-        (0.15, 3.0, regular_mode),
-        (0.15, 8.0, regular_mode),
-        (0.25, None, sequential_mode),
-        (0.5, 3.0, extreme_mode),
-        (0.5, 8.0, extreme_mode),
-        (0.5, 64.0, extreme_mode),
-        (0.15, 64.0, extreme_mode),
-    )
-    return ObjectiveMixture(tuple(Denoising(d, mean, mode=mode) for d, mean, mode in table))
-
+_UL2 = ((0.15, 3.0), (0.15, 8.0), (0.25, None), (0.5, 3.0), (0.5, 8.0), (0.5, 64.0), (0.15, 64.0))
+"""Density and mean span of UL2's seven denoisers (Tay et al. 2022, table 1), here without mode tokens."""
 
 OBJECTIVES: dict[str, Objective] = {
     **{f"span_{n}_15_u_u": Denoising(mean_span=float(n)) for n in (2, 3, 5, 10)},  # T5's choice: 3
@@ -379,7 +357,7 @@ OBJECTIVES: dict[str, Objective] = {
     "lm": FullLM(document_eos=False),
     "full_lm": FullLM(),
     "masked_lm": MaskedLM(),
-    "ul2": ul2(),
+    "ul2": ObjectiveMixture(tuple(Denoising(*denoiser) for denoiser in _UL2)),
 }
 """T5's objectives with the names of its ``objectives/*.gin``, BERT's and UL2's.
 

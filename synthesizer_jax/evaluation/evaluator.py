@@ -62,22 +62,22 @@ class Evaluator:
             pair: names_of_split(*pair)
             for pair in evaluation_sets.evaluation_tasks(mixture, prepared, split)
         }
-        known, wanted = {*members, *itertools.chain(*measures.values())}, set(only or members)
-        for name in wanted - known:
+        names, asked = {*members, *itertools.chain(*measures.values())}, set(only or members)
+        for name in asked - names:
             raise ValueError(
-                f"the run's mixture {mixture!r} has no task {name!r}{did_you_mean(name, known)}; "
-                f"its tasks: {', '.join(sorted(known))}"
+                f"the run's mixture {mixture!r} has no task {name!r}{did_you_mean(name, names)}; "
+                f"its tasks: {', '.join(sorted(names))}"
             )
-        pairs = [pair for pair, names in measures.items() if names & wanted]
+        pairs = [pair for pair, measured in measures.items() if measured & asked]
         if not pairs:
-            stored = (task_registry.find_task(t).stored_splits(prepared.data_dir) for t in wanted)
+            stored = (task_registry.find_task(t).stored_splits(prepared.data_dir) for t in asked)
             splits = dict.fromkeys(itertools.chain(*stored))
             choice = f"choose {' or '.join(splits)} by --split or evaluation.split, or " if splits else ""
             raise FileNotFoundError(
                 f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
                 f"{prepared.root}; {choice}{import_remedy(members, prepared.data_dir)}"
             )
-        self.lacking = sorted(wanted.difference(*(measures[pair] for pair in pairs)))
+        self.lacking = sorted(asked.difference(*(measures[pair] for pair in pairs)))
         self.sets = [
             evaluation_sets.load_evaluation_set(
                 task,

@@ -151,10 +151,10 @@ class Predictor:
         Raises:
           TypeError: the model has no encoder.
         """
-        found = self._map(
+        batches = self._map(
             inputs, "rank", lambda _, tokens: encode_tokens(self.variables, tokens, model=self.model)
         )
-        return [states[: len(ids)] for (states,), ids in zip(found, inputs, strict=True)]
+        return [states[: len(ids)] for (states,), ids in zip(batches, inputs, strict=True)]
 
     def rank(self, inputs: Sequence[np.ndarray], label_words: Sequence[str]) -> np.ndarray:
         """Returns the log-probabilities in nats of label words as answers, ``[n, words]`` float32.

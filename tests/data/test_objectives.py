@@ -19,7 +19,6 @@ from synthesizer_jax.data.objectives import (
     PrefixLM,
     SegmentObjective,
     replace_spans,
-    ul2,
 )
 
 VOCAB_SIZE = 32_100
@@ -208,7 +207,7 @@ def test_errors_name_field_and_remedy() -> None:
         (lambda: ObjectiveMixture(()), r"objectives is \(\); allowed: one or more"),
         (lambda: ObjectiveMixture((FullLM(), Denoising())), r"objectives differ in documents or d"),
         (lambda: ObjectiveMixture((FullLM(),), (1, 2)), r"rates is \(1, 2\); allowed: none, or 1 n"),
-        (lambda: ObjectiveMixture((ul2(),)), "objectives is .*, expected"),
+        (lambda: ObjectiveMixture((OBJECTIVES["ul2"],)), "objectives is .*, expected"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -136,24 +136,24 @@ def _named_files(name: str) -> list[pathlib.Path]:
     path = pathlib.Path(name)
     if "*" not in path.name:
         return [path]
-    found = sorted(path.parent.glob(path.name))
-    if not found:
+    files = sorted(path.parent.glob(path.name))
+    if not files:
         raise FileNotFoundError(f"there is no file {name}")
-    return found
+    return files
 
 
 def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     """Returns the files of every split in a folder."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; write --from SPLIT=FILE, such as train={folder}")
-    found: dict[str, list[pathlib.Path]] = {}
+    files: dict[str, list[pathlib.Path]] = {}
     for path in sorted(folder.iterdir()):
         beginning = "".join(itertools.takewhile(str.isalpha, path.name.lower()))
         if beginning in SPLIT_NAMES and path.is_file():
-            found.setdefault(SPLIT_NAMES[beginning], []).append(path)
-    if not found:
+            files.setdefault(SPLIT_NAMES[beginning], []).append(path)
+    if not files:
         raise ValueError(
             f"{folder} has no file whose name begins with train, validation or test; name the files "
             "with --from SPLIT=FILE"
         )
-    return found
+    return files
