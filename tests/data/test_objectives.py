@@ -77,9 +77,7 @@ def test_draws_depend_on_seed_place_and_call_alone() -> None:
     np.testing.assert_array_equal(Draws(np.random.SeedSequence(5), 1).uniform(4), first)
     assert (counted(6).fork(1).uniform(4) != first).all()
     assert (counted(5).fork(2).uniform(4) != first).all()
-    integers = counted().integers(10_000, low=-2, high=5)
-    assert set(integers) == set(range(-2, 5))
-    np.testing.assert_allclose(np.bincount(integers + 2) / 10_000, 1 / 7, atol=0.02)
+    assert set(counted().integers(1000, low=-2, high=5)) == set(range(-2, 5))
     assert sorted(counted().permutation(100)) == list(range(100))
 
 

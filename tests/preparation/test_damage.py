@@ -45,7 +45,16 @@ def read(folder: pathlib.Path, *, prepares: bool = False) -> PreparedTasks:
 
 
 def flip(data: bytes) -> bytes:
-    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :]
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :]
+
+
+def cut(data: bytes) -> bytes:
+    return data[:-9]
+
+
+def other(text: str) -> Callable[[bytes], bytes]:
+    return lambda data: text.encode("latin-1")
 
 
 def replace(*changes: tuple[str, str]) -> Callable[[bytes], bytes]:
@@ -58,44 +67,19 @@ def replace(*changes: tuple[str, str]) -> Callable[[bytes], bytes]:
     return edit
 
 
-def cut(data: bytes) -> bytes:
-    return data[:-9]
-
-
-def empty(data: bytes) -> bytes:
-    return b""
-
-
-def other(text: str) -> Callable[[bytes], bytes]:
-    return lambda data: text.encode("latin-1")
-
-
 STORED, PREPARED = f"imported/{TASK}/1.0.0", f"prepared/*/{TASK}/validation"
 IMPORT, RENEW, MODEL = "import it again with", "run 'synthesizer-jax data prepare .* --renew'", "--set voc"
 DAMAGE = {
-    f"{STORED}/*.tfrecord*": (IMPORT, [flip, cut, None]),
-    f"{STORED}/dataset_info.json": (IMPORT, [empty, other("[]"), other("\xff")]),
-    f"{STORED}/features.json": (
-        IMPORT,
-        [empty, other('{"splits": ['), replace(("tensorflow_datasets.core", "mine"))],
-    ),
-    f"{STORED}/task.json": (
-        "import the task again",
-        [
-            *(other("{"), other("[]"), other("{}")),
-            *(replace((TASK, "x")), replace(("accuracy", "x"))),
-        ],
-    ),
-    f"{PREPARED}/*.arrayrecord": (RENEW, [flip, cut, empty]),
-    f"{PREPARED}/*.msgpack": (RENEW, [cut, other("\xc1" * 50), replace(("is 1 even", "is 3 even"))]),
-    f"{PREPARED}/info.json": (
-        "info.json",
-        [
-            *(cut, other("[]"), replace(('"examples": 30', '"examples": 29'))),
-            replace(('"inputs": 1,\n', ""), ('"targets": 1', '"targets": "1"')),
-        ],
-    ),
-    "v.model": (MODEL, [empty, cut, other("root:x:0:0\n")]),
+    f"{STORED}/*.tfrecord*": (IMPORT, flip, cut, None),
+    f"{STORED}/dataset_info.json": (IMPORT, other(""), other("[]"), other("\xff")),
+    f"{STORED}/features.json": (IMPORT, other(""), other("{"), replace(("tensorflow_datasets.core", "x"))),
+    f"{STORED}/task.json": ("import the task again", other("{"), other("[]"), other("{}"),
+                            replace((TASK, "x")), replace(("accuracy", "x"))),
+    f"{PREPARED}/*.arrayrecord": (RENEW, flip, cut, other("")),
+    f"{PREPARED}/*.msgpack": (RENEW, cut, other("\xc1" * 50), replace(("is 1 even", "is 3 even"))),
+    f"{PREPARED}/info.json": ("info.json", cut, other("[]"), replace(('"examples": 30', '"examples": 29')),
+                              replace(('"inputs": 1,\n', ""), ('"targets": 1', '"targets": "1"'))),
+    "v.model": (MODEL, other(""), cut, other("root:x:0:0\n")),
 }  # fmt: skip
 
 
@@ -104,7 +88,7 @@ def test_damage_is_one_sentence_with_its_path_and_remedy(whole, tmp_path, monkey
     monkeypatch.setattr(task_registry, "TASKS", dict(task_registry.TASKS))
     folder = pathlib.Path(shutil.copytree(whole, tmp_path / "data"))
     (path,) = folder.glob(name)
-    remedy, edits = DAMAGE[name]
+    remedy, *edits = DAMAGE[name]
     data = path.read_bytes()
     for edit in edits:
         path.unlink() if edit is None else path.write_bytes(edit(data))

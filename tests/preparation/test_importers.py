@@ -14,13 +14,12 @@ import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.preparation import inspection
-from synthesizer_jax.preparation.importers.archives import ARCHIVES
+from synthesizer_jax.preparation.importers.archives import ARCHIVES, read_split
 from synthesizer_jax.preparation.importers.corpora import (
     archive_reports,
     feature_values,
     import_archive,
     import_dataset,
-    read_archive,
     report_lines,
 )
 from synthesizer_jax.preparation.importers.files import find_splits
@@ -175,7 +174,7 @@ def rows_of(benchmark, source):
         if report.files:
             features = tfds.builder(report.dataset, data_dir=source).info.features
             values = functools.partial(feature_values, features=dict(features.items()), labels={})
-            converted = report.convert(read_archive(report), Cursor(), values)
+            converted = report.convert(read_split(report.dataset, report.files), Cursor(), values)
             rows = list(map(features.encode_example, converted))
             plain = jax.tree.map(lambda value: np.asarray(value).tolist(), rows)
             found[report.dataset, report.split] = plain

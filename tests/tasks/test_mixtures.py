@@ -65,15 +65,6 @@ def test_missing_data_is_one_sentence_with_the_remedy(data_dir):
         evaluation_sets.load_evaluation_set(BOOLQ, "test", prepared, lengths=LENGTHS)
 
 
-def test_evaluation_sets_are_in_order_and_scored(data_dir):
-    prepared = PreparedTasks(data_dir, BYTES)
-    assert evaluation_sets.evaluation_tasks(SUPER_GLUE, prepared) == [(BOOLQ, "validation")]
-    examples = load(BOOLQ, "validation", data_dir, lengths=LENGTHS, max_examples=8)
-    assert examples.target_words == ["True", "False"] * 4
-    assert examples.score(["True"] * 8) == {"accuracy": 50.0}
-    assert examples.score(["true"] * 8) == {"accuracy": 0.0}
-
-
 def test_evaluated_twins_stand_for_the_trained_task():
     joint = MIXTURES["glue_super_glue_proportional"]
     assert {name for rates in MIXTURES.values() for name in rates} <= set(task_registry.TASKS)

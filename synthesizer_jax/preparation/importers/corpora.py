@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from etils import epy
 
-from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.preparation.importers.archives import ARCHIVES, read_split
 from synthesizer_jax.preparation.importers.files import SplitFiles
@@ -156,7 +155,7 @@ def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON
 
 
 def import_archive(
-    name: str, source: pathlib.Path | str, data_dir: pathlib.Path | str, *, renew: bool = False
+    name: str, source: pathlib.Path, data_dir: pathlib.Path, *, renew: bool = False
 ) -> list[SplitReport]:
     """Writes the TFDS data sets of an archive from its files; none if a row cannot be read.
 
@@ -172,15 +171,14 @@ def import_archive(
     Raises:
       ValueError: no file was found, or a row is invalid; the message has file, place and reason.
     """
-    source = storage_path(str(source))
     source = source / name if (source / name).is_dir() else source
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder; give the one that holds the files of {name}")
     reports = archive_reports(name, source)
     if not any(report.files for report in reports):
-        lacking = ", ".join(dict.fromkeys(report.pattern for report in reports))
+        lacking = ", ".join(next(iter(s.values())).patterns[0] for s in ARCHIVES[name].values())
         raise ValueError(f"{source} lacks {lacking}; nothing was imported")
-    return _write(reports, read_archive, storage_path(str(data_dir)), {}, renew=renew)
+    return _write(reports, lambda r: read_split(r.dataset, r.files), data_dir, {}, renew=renew)
 
 
 def archive_reports(name: str, source: pathlib.Path) -> list[SplitReport]:
@@ -190,11 +188,6 @@ def archive_reports(name: str, source: pathlib.Path) -> list[SplitReport]:
         for dataset, splits in ARCHIVES[name].items()
         for split, layout in splits.items()
     ]
-
-
-def read_archive(report: SplitReport) -> Iterator[tuple[str, Row | None]]:
-    """Yields the rows of a split of an archive; see `read_split`."""
-    return read_split(report.dataset, report.files)
 
 
 def import_dataset(

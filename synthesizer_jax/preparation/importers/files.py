@@ -68,8 +68,7 @@ class SplitFiles:
 
 def _aligned_lines(files: Sequence[pathlib.Path]) -> Iterator[tuple[int, list[str]]]:
     """Yields the number and the texts of every line of files that belong together line by line."""
-    lines = (read_lines(path, errors="replace") for path in files)
-    for rows in itertools.zip_longest(*lines):
+    for rows in itertools.zip_longest(*map(read_lines, files)):
         number = next(row[0] for row in rows if row is not None)
         if None in rows:
             short = files[rows.index(None)]
