@@ -33,7 +33,6 @@ from synthesizer_jax.sharding import (
     replicate_to_devices,
     use_mesh,
 )
-from synthesizer_jax.tasks.task import Answers
 
 CHOICES, CHOICE_LENGTH = 4, 8
 """The numbers of label words, and of their tokens, are padded to multiples of these."""
@@ -49,6 +48,24 @@ class Generated(NamedTuple):
 
     text: str
     score: float
+
+
+class Predictions(NamedTuple):
+    """The answers of a model to n inputs.
+
+    Attributes:
+      texts: the answers.
+      scores: ``[n]`` their log-probabilities in nats, end of sequence included.
+      ranked: ``[n, words]`` the log-probabilities of all label words, where they were ranked.
+      words: the label words that were ranked.
+      tokens: the token ids of the answers before the end of the sequence, where they were decoded.
+    """
+
+    texts: list[str]
+    scores: np.ndarray
+    ranked: np.ndarray | None = None
+    words: tuple[str, ...] = ()
+    tokens: list[np.ndarray] | None = None
 
 
 class Predictor:
@@ -105,7 +122,9 @@ class Predictor:
             ids = [*ids[: self.inputs_length - 1], EOS]
         return np.asarray(ids, np.int32)
 
-    def predict(self, inputs: Sequence[np.ndarray], label_words: Sequence[str] | None = None) -> Answers:
+    def predict(
+        self, inputs: Sequence[np.ndarray], label_words: Sequence[str] | None = None
+    ) -> Predictions:
         """Predicts a text per input, in their order.
 
         A model with classes ranks all of them where the task names no label words.
@@ -119,12 +138,12 @@ class Predictor:
             ranked = self.rank(inputs, words)
             best = ranked.argmax(axis=-1)
             scores = np.take_along_axis(ranked, best[:, None], axis=-1)[:, 0]
-            return Answers([words[i] for i in best], scores=scores, ranked=ranked, words=words)
+            return Predictions([words[i] for i in best], scores, ranked, words)
         answers = self._map(inputs, "decode", self._generate)
         tokens = [np.asarray(_until_end(rows[0]), np.int32) for rows, _, _ in answers]
         scores = np.array([score[0] for _, _, score in answers], np.float32)
         texts = [self.vocabulary.decode(row.tolist()) for row in tokens]
-        return Answers(texts, tokens, scores)
+        return Predictions(texts, scores, tokens=tokens)
 
     def generate_texts(self, inputs: Sequence[np.ndarray]) -> list[list[Generated]]:
         """Returns `Decoding.samples` texts per input, the best of the beams first.

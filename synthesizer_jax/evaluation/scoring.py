@@ -14,6 +14,7 @@ from synthesizer_jax.base.files import refuse_links, write_atomic
 from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.prediction import Predictor
+from synthesizer_jax.tasks.task import Answers
 
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "bits_per_byte")
 """The measures of texts, and the loss of every task; all others are metrics, in percent."""
@@ -103,7 +104,8 @@ def evaluate_tasks(
         if task.is_text:
             results.append(_evaluate_texts(predictor, examples))
             continue
-        answers = predictor.predict(examples.inputs, task.label_words)
+        predictions = predictor.predict(examples.inputs, task.label_words)
+        answers = Answers(predictions.texts, predictions.tokens, predictions.scores)
         if task.scores_targets:
             logp = predictor.log_probabilities(examples.inputs, examples.targets)
             answers = answers._replace(target_scores=logp)
@@ -114,10 +116,10 @@ def evaluate_tasks(
                 n=size,
                 labeled=len(examples.labeled),
                 metrics=examples.score(answers),
-                predictions=tuple(answers.texts),
-                scores=np.asarray(answers.scores),
-                ranked=answers.ranked,
-                words=answers.words,
+                predictions=tuple(predictions.texts),
+                scores=predictions.scores,
+                ranked=predictions.ranked,
+                words=predictions.words,
                 loss=_target_loss(predictor, loss_set) if loss_set else None,
             )
         )

@@ -24,26 +24,22 @@ Preprocessor: TypeAlias = "Callable[..., tf.data.Dataset]"
 
 
 class Answers(NamedTuple):
-    """What a model made of n examples.
+    """What a model made of some examples; every field has one entry per example.
 
     Attributes:
       texts: the decoded answers.
       tokens: their token ids before EOS; None where label words were ranked instead of decoded.
       scores: ``[n]`` the log-probabilities of the answers in nats, EOS included; None: not known.
       target_scores: ``[n]`` the log-probabilities of the targets in nats; None: not computed.
-      ranked: ``[n, words]`` the log-probabilities of all label words, where they were ranked.
-      words: the label words that were ranked.
     """
 
     texts: list[str]
     tokens: Sequence[np.ndarray] | None = None
     scores: np.ndarray | None = None
     target_scores: np.ndarray | None = None
-    ranked: np.ndarray | None = None
-    words: tuple[str, ...] = ()
 
     def select(self, indices: Sequence[int]) -> Answers:
-        """Returns the answers to some of the examples, without what was ranked."""
+        """Returns the answers to some of the examples."""
         chosen = list(indices)
         return Answers(
             [self.texts[i] for i in chosen],
