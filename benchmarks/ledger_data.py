@@ -77,14 +77,21 @@ def main() -> None:
     if (path := files / "sentencepiece" / "t5_spiece.model").exists():
         shutil.copyfile(path, args.workdir / "spiece.model")
     text = ("--input", "{input}", "--target", "{target}")
-    for folder in ("multi30k", "wikitext-2", "glue", "super_glue"):
-        if (files / folder).is_dir():
-            command("data", "import", folder.removesuffix("-2"), "--from", files / folder, *data)
+    for archive in ("glue", "super_glue"):
+        if (files / archive).is_dir():
+            command("data", "import", archive, "--from", files / archive, *data)
     if (files / "glue" / "SST-2").is_dir():
         vocabulary("glue_sst2_v002", "sst.model", 8000)
-    if (files / "multi30k").is_dir():
+    if (folder := files / "multi30k").is_dir():
+        words = [
+            f"{split}={folder / stem}.en.gz+{folder / stem}.de.gz"
+            for split, stem in (("train", "train"), ("validation", "val"), ("test", "test_2016_flickr"))
+        ]
+        command("data", "import", "multi30k/en_de", "--from", ",".join(words), *data)
         vocabulary("multi30k_en_de", "multi30k.model", 4000)
     if (valid := files / "wikitext-2" / "valid.txt.gz").exists():
+        articles = f"validation={valid},test={valid.with_name('test.txt.gz')}"
+        command("data", "import", "wikitext/wikitext-2-v1", "--from", articles, *data)
         mine("wikitext_lines", {"train": ({"target": x} for x in lines(valid))}, *text[2:])
         vocabulary("wikitext_lines", "wikitext.model", 7000)
     if (folder := files / "ag_news").is_dir():

@@ -16,7 +16,7 @@ from synthesizer_jax.data.config import DataConfig  # noqa: E402
 from synthesizer_jax.data.vocabularies import SentencePiece  # noqa: E402
 from synthesizer_jax.preparation.rows import to_seqio  # noqa: E402
 from synthesizer_jax.tasks import task_registry  # noqa: E402
-from synthesizer_jax.tasks.streams import open_stream  # noqa: E402
+from synthesizer_jax.tasks.splits import open_stream  # noqa: E402
 
 Batch = dict[str, np.ndarray]
 mixture, pack = options["mixture"], options["pack"]

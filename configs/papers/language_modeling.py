@@ -1,6 +1,7 @@
 """Language models of one stack: Tay et al. 2021, table of LM1B; Bhojanapalli et al. 2020, figures of LM1B.
 
-    synthesizer-jax data import wikitext --from WIKITEXT_FILES --data-dir DATA
+    synthesizer-jax data import wikitext/wikitext-2-raw-v1 --data-dir DATA \\
+        --from train=wiki.train.raw,validation=wiki.valid.raw,test=wiki.test.raw
     synthesizer-jax train papers.language_modeling:wikitext:rv --workdir runs/rv --data-dir DATA \\
         --set vocabulary.path=spiece.model
 

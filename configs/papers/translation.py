@@ -1,6 +1,7 @@
 """Translation: Tay et al. 2021, table of WMT 2014; You et al. 2020, tables of HC-SA, HC-ALL and SH-X.
 
-    synthesizer-jax data import multi30k --from MULTI30K_FILES --data-dir DATA
+    synthesizer-jax data import multi30k/en_de --data-dir DATA \\
+        --from train=train.en+train.de,validation=val.en+val.de,test=test_2016_flickr.en+test_2016_flickr.de
     synthesizer-jax data vocabulary multi30k_en_de --output spm.model --size 4000 --data-dir DATA
     synthesizer-jax train papers.translation:multi30k:rv --workdir runs/rv --data-dir DATA \\
         --set vocabulary.path=spm.model

@@ -33,13 +33,13 @@ def _open_directory(
     """Makes all tasks known, the user's and those of imported files too; returns the data directory."""
     from synthesizer_jax.preparation.rows import import_tensorflow
     from synthesizer_jax.runs import code
-    from synthesizer_jax.tasks import imported, task_registry
+    from synthesizer_jax.tasks import task_registry
 
     if libraries:
         import_tensorflow()
     directory = data_dir or task_registry.default_data_dir()
     code.load_user_code(imports or ())
-    imported.add_imported(directory)
+    task_registry.add_imported(directory)
     return directory
 
 
@@ -59,11 +59,11 @@ def prepare_missing(
     For the arguments see `missing_preparation`; raises a `ValueError` if the process fails.
     """
     from synthesizer_jax.hosts import processes
-    from synthesizer_jax.tasks import imported, task_registry
+    from synthesizer_jax.tasks import task_registry
     from synthesizer_jax.training.run import missing_preparation
 
     directory = data_dir or task_registry.default_data_dir()
-    imported.add_imported(directory)
+    task_registry.add_imported(directory)
     with processes.process_zero_first("data"):
         missing = missing_preparation(experiment, directory, trains=trains, only=only)
         if not missing:
@@ -105,7 +105,7 @@ def import_files(
     'review: {text}' --target '{label}' --labels bad,good
 
     Args:
-      benchmark: an archive (glue, super_glue, multi30k, wikitext), a data set that a task reads, such as
+      benchmark: an archive (glue, super_glue), a data set that a task reads, such as
         cnn_dailymail, or mine; an unknown name lists all.
       source: directory of an archive. Of files, SPLIT=FILE, several with commas or by repeating the
         option, or a directory; in the name of a file, * stands for anything.
@@ -119,7 +119,9 @@ def import_files(
       columns: the columns of CSV and TSV files that have no header, or of aligned files, such as 'a,b'.
       renew: replace what was imported before, with all of its splits.
     """
-    from synthesizer_jax.preparation import file_tasks, importers
+    from synthesizer_jax.preparation import file_tasks
+    from synthesizer_jax.preparation.importers import corpora
+    from synthesizer_jax.preparation.importers.archives import ARCHIVES, DATASETS
     from synthesizer_jax.preparation.importers.files import find_splits
     from synthesizer_jax.preparation.rows import import_tensorflow
     from synthesizer_jax.tasks.task_registry import default_data_dir
@@ -128,6 +130,7 @@ def import_files(
     pairs = [label.partition("=") for label in (labels.split(",") if labels else ())]
     words = {value: word if equals else value for value, equals, word in pairs}
     splits = functools.partial(find_splits, source, columns=columns.split(",") if columns else ())
+    hint: list[str] = []
     if benchmark == MINE:
         if name is None or target is None:
             missing = "--name" if name is None else "--target"
@@ -141,21 +144,19 @@ def import_files(
         )
         files = splits()
         import_tensorflow()
-        summaries = file_tasks.import_files(task, files, directory, renew=renew)
-        lines = [line for summary in summaries for line in summary.lines()]
-        lines.append(f"train with --set data.mixture={name}")
+        reports = file_tasks.import_files(task, files, directory, renew=renew)
+        hint.append(f"train with --set data.mixture={name}")
     elif any(x is not None for x in (name, inputs, target, metrics)):
         raise ValueError(
             f"{benchmark} has its own format; --name, --input, --target and --metric belong to "
             f"'data import {MINE}'"
         )
-    elif benchmark in importers.DATASETS:
+    elif benchmark in DATASETS:
         files = splits()
         import_tensorflow()
-        reports = importers.import_dataset(benchmark, files, directory, labels=words, renew=renew)
-        lines = list(importers.report_lines(reports))
-    elif benchmark not in importers.CORPORA:
-        importable = (MINE, *importers.CORPORA, *importers.DATASETS)
+        reports = corpora.import_dataset(benchmark, files, directory, labels=words, renew=renew)
+    elif benchmark not in ARCHIVES:
+        importable = (MINE, *ARCHIVES, *DATASETS)
         raise ValueError(
             f"{benchmark!r} cannot be imported{did_you_mean(benchmark, importable)}; choose one of "
             f"{', '.join(importable)}"
@@ -166,9 +167,8 @@ def import_files(
         )
     else:
         import_tensorflow()
-        reports = importers.import_corpus(benchmark, storage_path(source[0]), directory, renew=renew)
-        lines = list(importers.report_lines(reports))
-    typer.echo("\n".join([*lines, f"data sets are in {directory}"]))
+        reports = corpora.import_archive(benchmark, storage_path(source[0]), directory, renew=renew)
+    typer.echo("\n".join([*corpora.report_lines(reports), *hint, f"data sets are in {directory}"]))
 
 
 def prepare_tasks(
@@ -322,7 +322,7 @@ def check_tasks(mixture: str, *, data_dir: DataDir = None, imports: Imports = No
     ]
     rows = []
     for check in checks:
-        published = " or ".join(f"{n:,}" for n in check.published) or "not known"
+        published = "not known" if check.published is None else f"{check.published:,}"
         shared = ", ".join(f"{other} {n:,}" for other, n in check.shared.items()) or "–"
         number = "?" if check.rows is None else f"{check.rows:,}"
         number += " ✗" if check.is_complete is False else ""

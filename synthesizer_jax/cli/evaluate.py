@@ -14,7 +14,7 @@ from synthesizer_jax.cli.options import DataDir, Imports, OpenRun, open_run, pri
 
 if TYPE_CHECKING:
     from synthesizer_jax.base.typing import PyTree
-    from synthesizer_jax.evaluation.averages import Results
+    from synthesizer_jax.evaluation.benchmarks import Results
     from synthesizer_jax.evaluation.evaluator import Evaluator
     from synthesizer_jax.evaluation.scoring import TaskResult
 
@@ -56,7 +56,7 @@ def evaluate(
       save_predictions: write input, target, prediction and score of every example to TASK.jsonl, beside
         the results.
     """
-    from synthesizer_jax.evaluation import files
+    from synthesizer_jax.evaluation import scoring
     from synthesizer_jax.hosts import processes
 
     changes = _given(method=method, split=split, max_examples=max_examples, batch_size=batch_size)
@@ -69,7 +69,7 @@ def evaluate(
         )
         metrics[number] = {result.task: result.metrics for result in results}
         if processes.is_process_zero():
-            files.write_results(folder, number, results, overall=overall)
+            scoring.write_results(folder, number, results, overall=overall)
     if len(metrics) > 1 and processes.is_process_zero():
         _print_best_steps(metrics)
 
@@ -107,7 +107,7 @@ def predict(
       max_examples: maximum number of examples per task, in whole groups.
       batch_size: examples per batch.
     """
-    from synthesizer_jax.evaluation.leaderboards import write_submission
+    from synthesizer_jax.evaluation.benchmarks import write_submission
     from synthesizer_jax.hosts import processes
 
     changes = _given(method=method, batch_size=batch_size, split=split, loss_batches=0)
@@ -174,20 +174,20 @@ def _measure(
     Returns:
       The folder of its files, and the results; see `Evaluator.measure`.
     """
-    from synthesizer_jax.evaluation import files
+    from synthesizer_jax.evaluation import scoring
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.runs.progress import show_phases
 
     split = evaluator.evaluation.split
     other = None if split == run.experiment.evaluation.split else split
-    folder = output or files.evaluation_folder(run.directory, step, other, part=part)
+    folder = output or scoring.evaluation_folder(run.directory, step, other, part=part)
     with show_phases(visible=processes.is_process_zero()) as phase:
         results, overall = evaluator.measure(variables, mesh=run.mesh, phase=phase)
     if processes.is_process_zero():
         _print_results(step, results, overall)
         if writes:
             for examples, result in zip(evaluator.sets, results, strict=True):
-                files.write_predictions(folder, result, examples=examples)
+                scoring.write_predictions(folder, result, examples=examples)
             typer.echo(f"predictions: {folder}/TASK.jsonl")
     return folder, results, overall
 
@@ -253,15 +253,15 @@ def _print_best_steps(results: Mapping[int, Results]) -> None:
 
     The first average takes each task at its best step, as T5 does; the second is that of the best step.
     """
-    from synthesizer_jax.evaluation import averages
+    from synthesizer_jax.evaluation import benchmarks
 
-    best = averages.best_by_task(results)
+    best = benchmarks.best_by_task(results)
     rows = [(task, f"{step:,}", _format(results[step][task])) for task, step in best.items()]
     if rows:
         print_table(("task", "step", "metrics"), rows, title="best steps")
-    for benchmark in averages.BENCHMARKS:
-        if single := averages.best_single_step(results, benchmark):
+    for benchmark in benchmarks.BENCHMARKS:
+        if single := benchmarks.best_single_step(results, benchmark):
             typer.echo(
-                f"{benchmark}: {averages.best_average(results, benchmark):.2f} with each task at its best "
-                f"step, {single[1]:.2f} at the single step {single[0]}"
+                f"{benchmark}: {benchmarks.best_average(results, benchmark):.2f} with each task at its "
+                f"best step, {single[1]:.2f} at the single step {single[0]}"
             )

@@ -8,9 +8,9 @@ from typing import Annotated
 from synthesizer_jax.base.messages import not_divisible
 from synthesizer_jax.base.registry import check_types, fields_of, register
 from synthesizer_jax.base.typing import Length, Range, Seed
-from synthesizer_jax.data.classes import LONGEST_TARGET
 from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.task_streams import CHUNK
+from synthesizer_jax.data.vocabularies import LONGEST_TARGET
 
 
 @register
@@ -24,10 +24,8 @@ class DataConfig:
         for language models on tasks without inputs.
       targets_length: decoder tokens per row.
       batch_size: number of rows of the global batch.
-      shards: V, the number of virtual shards, which must divide the batch size. It is fixed for a
-        run.
-      pack: whether to pack several examples into a row, kept apart by segment ids (see
-        `packing.Packer`).
+      shards: V, the number of virtual shards, which must divide the batch size. It is fixed for a run.
+      pack: whether to pack several examples into a row, kept apart by segment ids (see `batch.Packer`).
       seed: of shuffling and mixing.
       split: the split to read.
       shuffle: False reads every task in its stored order.

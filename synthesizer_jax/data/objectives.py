@@ -134,7 +134,6 @@ class Denoising(SegmentObjective):
       density: share of the tokens that are noise.
       mean_span: mean length of the spans of noise; None: one span, at the end, as in UL2's sequential
         denoising.
-      documents: number of documents that are concatenated.
       mode: ids before the inputs, such as those of UL2's mode token.
     """
 
@@ -227,7 +226,6 @@ class FullLM(SegmentObjective):
     """Targets only: the model predicts every token (Raffel et al. 2020, section 3.2.3).
 
     Attributes:
-      documents: number of documents that are concatenated.
       document_eos: whether documents end with EOS and segments do not, as in T5's `full_lm`; False
         is the reverse, as in its ``objectives/lm.gin``.
     """
@@ -256,9 +254,6 @@ class PrefixLM(SegmentObjective):
 
     Prefix and rest have at least one token, and every length of the prefix has the same probability, as by
     T5's `random_prefix_noise_mask`.
-
-    Attributes:
-      documents: number of documents that are concatenated.
     """
 
     documents: Count = 1
@@ -293,7 +288,6 @@ class MaskedLM(SegmentObjective):
         most 1.
       random_share: probability that it becomes a random token of the vocabulary.
       mask_id: id of the mask token; None is the last one of the vocabulary, ``<extra_id_0>``.
-      documents: number of documents that are concatenated.
     """
 
     density: Share = 0.15
@@ -354,30 +348,8 @@ class ObjectiveMixture(Objective):
         return any(objective.makes_inputs for objective in self.objectives)
 
 
-def ul2(
-    *,
-    regular_mode: tuple[int, ...] = (),
-    sequential_mode: tuple[int, ...] = (),
-    extreme_mode: tuple[int, ...] = (),
-) -> ObjectiveMixture:
-    """Returns UL2's mixture of seven denoisers (Tay et al. 2022, table 1).
-
-    Args:
-      regular_mode: ids before the inputs of regular denoisers, those of ``[NLU]``.
-      sequential_mode: of the sequential one, ``[S2S]``.
-      extreme_mode: of extreme ones, ``[NLG]``.
-    """
-    table = (
-        (0.15, 3.0, regular_mode),
-        (0.15, 8.0, regular_mode),
-        (0.25, None, sequential_mode),
-        (0.5, 3.0, extreme_mode),
-        (0.5, 8.0, extreme_mode),
-        (0.5, 64.0, extreme_mode),
-        (0.15, 64.0, extreme_mode),
-    )
-    return ObjectiveMixture(tuple(Denoising(d, mean, mode=mode) for d, mean, mode in table))
-
+_UL2 = ((0.15, 3.0), (0.15, 8.0), (0.25, None), (0.5, 3.0), (0.5, 8.0), (0.5, 64.0), (0.15, 64.0))
+"""Density and mean span of UL2's seven denoisers (Tay et al. 2022, table 1), here without mode tokens."""
 
 OBJECTIVES: dict[str, Objective] = {
     **{f"span_{n}_15_u_u": Denoising(mean_span=float(n)) for n in (2, 3, 5, 10)},  # T5's choice: 3
@@ -385,7 +357,7 @@ OBJECTIVES: dict[str, Objective] = {
     "lm": FullLM(document_eos=False),
     "full_lm": FullLM(),
     "masked_lm": MaskedLM(),
-    "ul2": ul2(),
+    "ul2": ObjectiveMixture(tuple(Denoising(*denoiser) for denoiser in _UL2)),
 }
 """T5's objectives with the names of its ``objectives/*.gin``, BERT's and UL2's.
 

@@ -8,6 +8,9 @@ so that a position is a few exact numbers and the examples that wait for a row.
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -17,17 +20,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from synthesizer_jax.data.batch import assemble_batch
-from synthesizer_jax.data.classes import Classes
+from synthesizer_jax.data.batch import GROUP, WINDOW, LengthSorter, Packer, assemble_batch, smallest_bucket
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import ExampleFormat, Objective
-from synthesizer_jax.data.packing import GROUP, WINDOW, LengthSorter, Packer, smallest_bucket
 from synthesizer_jax.data.prepared import PreparedExamples
 from synthesizer_jax.data.segments import SegmentStream
 from synthesizer_jax.data.task_streams import CHUNK, DrawnExample, ExampleStream, random_bits
-from synthesizer_jax.data.vocabularies import Vocabulary
+from synthesizer_jax.data.vocabularies import Classes, Vocabulary
 
 STREAM_FILE = "stream.json"
+
+DEPTH = 2
+"""Number of batches that are made ahead."""
 
 TaskStream: TypeAlias = ExampleStream | SegmentStream
 
@@ -53,14 +57,10 @@ class Member:
 
 
 class VirtualShard:
-    """One of a fixed number of slices of the data order: draws its next task, and makes rows of examples.
+    """One of a fixed number of slices of the data order: draws a task by its rate, then its next example.
 
-    Args:
-      streams: one per task.
-      rates: their relative rates.
-      config: lengths, packing and buckets.
-      seed: of the draws.
-      classes: what the targets are; None: texts.
+    Attributes:
+      rows: gives the examples of one row after another.
     """
 
     def __init__(
@@ -76,26 +76,22 @@ class VirtualShard:
         cumulative_rates = np.cumsum(rates, dtype=np.float64)
         self._boundaries = cumulative_rates[:-1] / cumulative_rates[-1]
         self._num_draws, self._block = 0, -1
-        self._rows: Packer | LengthSorter
+        self.rows: Packer | LengthSorter
         if config.buckets:
             rows = config.batch_size // config.shards
-            self._rows = LengthSorter(self._take, rows=rows, seed=config.seed)
+            self.rows = LengthSorter(self._take, rows=rows, seed=config.seed)
         else:
-            self._rows = Packer(
+            self.rows = Packer(
                 self._take,
                 (config.inputs_length, config.targets_length),
                 max_segments=config.segments_per_row,
                 window=WINDOW if config.pack else 1,  # 1: a row is an example
             )
 
-    def next_row(self) -> list[DrawnExample]:
-        """Returns the examples of the next row."""
-        return self._rows.next_row()
-
     def position(self) -> dict[str, Any]:
         """Returns the position after the last row: draws, that of every task, and waiting examples."""
         members = [stream.position() for stream in self._streams]
-        return {"draws": self._num_draws, "members": members, "pending": self._rows.pending}
+        return {"draws": self._num_draws, "members": members, "pending": self.rows.pending}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         """Continues after a position, whose token ids may be lists."""
@@ -106,7 +102,7 @@ class VirtualShard:
             DrawnExample(np.asarray(inputs, np.int32), np.asarray(targets, np.int32), *drawn)
             for inputs, targets, *drawn in position["pending"]
         ]
-        self._rows.restore(pending, draws=self._num_draws)
+        self.rows.restore(pending, draws=self._num_draws)
 
     def _take(self, count: int) -> list[DrawnExample]:
         """Draws the next examples."""
@@ -132,7 +128,7 @@ class Stream:
     """An endless iterator over batches whose position is that of the last batch taken.
 
     A batch is a dictionary of NumPy arrays ``[batch, length]``, see `batch_fields`.
-    `tasks.streams.open_stream` makes a stream from a data directory.
+    `tasks.splits.open_stream` makes a stream from a data directory.
 
     Args:
       config: what to read.
@@ -165,11 +161,11 @@ class Stream:
                 f"data.objective makes examples of texts without inputs, and {config.mixture!r} has no "
                 "task of that kind; leave it out, or name another mixture"
             )
-        self._own = list(range(config.shards) if shards is None else shards)
+        self._read = list(range(config.shards) if shards is None else shards)
         # The shape of a batch with buckets depends on the rows of all shards.
-        indices = range(config.shards) if config.buckets else self._own
+        indices = range(config.shards) if config.buckets else self._read
         self._shards = {index: self._make_shard(index) for index in indices}
-        self._saved = self._own if saved is None else list(saved)
+        self._saved = self._read if saved is None else list(saved)
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return self
@@ -177,15 +173,15 @@ class Stream:
     def __next__(self) -> dict[str, np.ndarray]:
         rows_per_shard = self.config.batch_size // self.config.shards
         rows = {
-            index: [shard.next_row() for _ in range(rows_per_shard)]
+            index: [shard.rows.next_row() for _ in range(rows_per_shard)]
             for index, shard in self._shards.items()
         }
         lengths = None
         if self.config.buckets:
             every_row = itertools.chain.from_iterable(rows.values())
             lengths = smallest_bucket(every_row, self.config.shapes)
-        own = [row for index in self._own for row in rows[index]]
-        return assemble_batch(own, self.config, lengths=lengths)
+        of_batch = [row for index in self._read for row in rows[index]]
+        return assemble_batch(of_batch, self.config, lengths=lengths)
 
     def position(self) -> Position:
         """Returns the position after the last batch, for `save`."""
@@ -220,10 +216,10 @@ class Stream:
         # Earlier versions did not save the numbers of examples.
         omitted = _DEFAULTS | {k: v for k, v in current.items() if k.startswith("examples of ")}
         for key in sorted(saved.keys() | current.keys()):
-            was, found = (x.get(key, omitted.get(key)) for x in (saved, current))
-            if was != found:
+            was, now = (x.get(key, omitted.get(key)) for x in (saved, current))
+            if was != now:
                 raise ValueError(
-                    f"the saved data position belongs to another stream: {key} was {was} and is {found}; "
+                    f"the saved data position belongs to another stream: {key} was {was} and is {now}; "
                     "restore what it was, or start a new run with this one's parameters: "
                     "'synthesizer-jax train RUN --workdir NEW'"
                 )
@@ -287,3 +283,42 @@ class Stream:
             seed=np.random.SeedSequence(config.seed, spawn_key=(index, 0)),
             classes=self._classes,
         )
+
+
+class PrefetchedStream(contextlib.AbstractContextManager["PrefetchedStream"]):
+    """The batches of a stream, made ahead by a thread; the position is that of the last batch taken.
+
+    As a context manager it ends the thread.
+
+    Args:
+      stream: from now on used by this object alone.
+    """
+
+    def __init__(self, stream: Stream):
+        self._stream = stream
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "batches")
+        self._ahead: collections.deque[
+            concurrent.futures.Future[tuple[dict[str, np.ndarray], Position]]
+        ] = collections.deque()
+        self._position = stream.position()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        while len(self._ahead) <= DEPTH:
+            self._ahead.append(self._thread.submit(self._make_batch))
+        batch, self._position = self._ahead.popleft().result()
+        return batch
+
+    def save(self, directory: pathlib.Path) -> None:
+        """Writes the position after the last batch that was taken; see `Stream.save`."""
+        self._stream.save(directory, self._position)
+
+    def restore(self, directory: pathlib.Path) -> None:
+        """Continues after a saved position, before a batch is taken; see `Stream.restore`."""
+        self._stream.restore(directory)
+        self._position = self._stream.position()
+
+    def _make_batch(self) -> tuple[dict[str, np.ndarray], Position]:
+        return next(self._stream), self._stream.position()

@@ -1,4 +1,4 @@
-"""Vocabularies, which are configurations too: bytes, or a SentencePiece file.
+"""Vocabularies, which are configurations too: bytes, or a SentencePiece file; label words as classes.
 
 They encode and decode like SeqIO's, without SeqIO or TensorFlow.
 """
@@ -10,9 +10,11 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Self
+
+import numpy as np
 
 from synthesizer_jax.base.files import absolute, open_atomic, storage_path
 from synthesizer_jax.base.registry import register
@@ -28,11 +30,14 @@ PAD, EOS, UNKNOWN = 0, 1, 2
 """T5's ids of padding, of the end of a text, and of unknown text."""
 
 
+LONGEST_TARGET = 1024
+"""Targets are read up to this many tokens, EOS included, before they become classes of one number each."""
+
+
 class Vocabulary(abc.ABC):
     """Conversion between text and ids (Raffel et al. 2020, section 2.1).
 
     Attributes:
-      vocab_size: number of ids, including sentinels.
       unk_id: id of text that no piece covers.
     """
 
@@ -237,3 +242,61 @@ def train_sentencepiece(
             )
         except RuntimeError as error:
             raise ValueError(f"vocab_size={vocab_size} cannot be trained: {error}") from None
+
+
+def index_by_tokens(
+    words: Sequence[str], vocabulary: Vocabulary, *, owner: str, length: int | None = None
+) -> dict[tuple[int, ...], int]:
+    """Returns the indices of label words by their token ids with EOS, which `length` cuts if it is given.
+
+    Raises:
+      ValueError: two of the words, which `owner` has, have the same token ids.
+    """
+    indices: dict[tuple[int, ...], int] = {}
+    for index, word in enumerate(words):
+        ids = vocabulary.encode(word)[: None if length is None else length - 1]
+        first = indices.setdefault((*ids, EOS), index)
+        if first != index:
+            cut = "" if length is None else f" in {length} tokens"
+            raise ValueError(
+                f"{owner} has {words[first]!r} and {word!r}, which are the same to the vocabulary{cut}; "
+                "take other label words, longer targets, or a vocabulary that knows them"
+            )
+    return indices
+
+
+class Classes:
+    """The classes of an encoder, by their label words, which are in the order of its outputs.
+
+    Raises:
+      ValueError: see `index_by_tokens`.
+    """
+
+    def __init__(self, words: Sequence[str], vocabulary: Vocabulary):
+        self.words, self._vocabulary = tuple(words), vocabulary
+        self._indices = index_by_tokens(words, vocabulary, owner="data.classes")
+
+    def index(self, target: np.ndarray, *, owner: str) -> int:
+        """Returns the class of a target, token ids with EOS; `owner` is what has it, for the error.
+
+        Raises:
+          ValueError: it is none of the classes, such as that of an example whose label is hidden.
+        """
+        index = self._indices.get(tuple(target.tolist()))
+        if index is None:
+            text = self._vocabulary.decode(target.tolist())
+            raise ValueError(
+                f"{owner} has the target {text!r}, which is none of data.classes "
+                f"({', '.join(self.words)}); add it, or choose a data.split whose labels are known"
+            )
+        return index
+
+    def columns(self, words: Sequence[str]) -> list[int]:
+        """Returns the classes of label words; raises a `ValueError` if one of them is no class."""
+        unknown = [word for word in words if word not in self.words]
+        if unknown:
+            raise ValueError(
+                f"the label word {unknown[0]!r} is none of data.classes ({', '.join(self.words)}); "
+                "evaluate other tasks with --task"
+            )
+        return [self.words.index(word) for word in words]

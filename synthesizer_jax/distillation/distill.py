@@ -41,7 +41,7 @@ from synthesizer_jax.optimizers.rules import merge_entries
 from synthesizer_jax.primitives.parameters import abstract_variables
 from synthesizer_jax.runs import code
 from synthesizer_jax.sharding import gather_to_host, replicate_to_devices, shardings
-from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.splits import open_stream
 from synthesizer_jax.tasks.task_registry import default_data_dir
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run import run

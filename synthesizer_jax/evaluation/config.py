@@ -60,12 +60,6 @@ class Evaluation:
     save_predictions: bool = True
 
     def decoding(self, max_length: int, **given: Any) -> Decoding:
-        """Returns settings of decoding: those that are given, else its own, except beams and dtype."""
-        own = (
-            "alpha",
-            "relative_length",
-            "extra_length",
-            "repetition_penalty",
-            "no_repeat_ngram_size",
-        )
-        return Decoding(max_length=max_length, **{name: getattr(self, name) for name in own} | given)
+        """Returns settings of decoding: those that are given, else these, except beams and dtype."""
+        names = ("alpha", "relative_length", "extra_length", "repetition_penalty", "no_repeat_ngram_size")
+        return Decoding(max_length=max_length, **{name: getattr(self, name) for name in names} | given)

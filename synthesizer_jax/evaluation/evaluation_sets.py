@@ -58,11 +58,6 @@ class EvaluationSet:
         """The target string of every example."""
         return [to_text(row["targets_pretokenized"]) for row in self.examples]
 
-    @property
-    def label_words(self) -> tuple[str, ...] | None:
-        """The allowed answers; None for free text."""
-        return self.task.label_words
-
     @functools.cached_property
     def labeled(self) -> tuple[int, ...]:
         """Indices of the examples with a label; a test split may have none."""
@@ -78,7 +73,7 @@ class EvaluationSet:
           ValueError: the number of answers differs from that of examples.
         """
         if not isinstance(answers, Answers):
-            answers = Answers(answers)
+            answers = Answers(list(answers))
         if len(answers.texts) != len(self.examples):
             raise ValueError(
                 f"{self.task.name}: {len(answers.texts)} predictions for {len(self.examples)} examples"
@@ -122,12 +117,12 @@ class EvaluationSet:
         label = self.predicted_value(index, prediction)
         if isinstance(label, str):
             return result
-        wanted: Value | None = None
+        target_label: Value | None = None
         if target is not None:
-            wanted = self.task.postprocess(target, example=example, is_target=True)
-        if isinstance(wanted, Mapping):  # MultiRC's, with its question
-            wanted = wanted["value"]
-        return result | {"label": label, "target_label": wanted}
+            target_label = self.task.postprocess(target, example=example, is_target=True)
+        if isinstance(target_label, Mapping):  # MultiRC's, with its question
+            target_label = target_label["value"]
+        return result | {"label": label, "target_label": target_label}
 
     def labeled_part(self, count: int) -> EvaluationSet:
         """Returns at most `count` of the labeled examples, evenly spaced."""
@@ -150,7 +145,7 @@ def load_evaluation_set(
     it makes of the split, once, with the same noise at every call; otherwise they are whole texts.
 
     Args:
-      name: name of the task.
+      name: of the task.
       split: its split.
       prepared: data directory and vocabulary.
       lengths: maximum lengths of ``inputs`` and ``targets``, including EOS; texts without inputs are
@@ -259,12 +254,8 @@ def loss_weight(rates: Mapping[str, float], task: str) -> float:
 def label_prior_entropy(sets: Sequence[tuple[EvaluationSet, float]]) -> dict[str, float]:
     """Returns the entropies of the targets in nats per example: the best loss without reading the inputs.
 
-    Args:
-      sets: evaluation sets of tasks with label words, and their weights.
-
-    Returns:
-      ``per_task``, the weighted mean of the entropies of the targets given the task, and ``joint``, the
-      entropy of the weighted mixture of all targets.
+    Of sets of tasks with label words and their weights these are ``per_task``, the weighted mean of the
+    entropies of the targets given the task, and ``joint``, the entropy of the weighted mixture of all.
     """
     total = sum(weight for _, weight in sets)
     per_task = 0.0

@@ -12,15 +12,14 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import MaskedLM
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.evaluation import evaluation_sets
-from synthesizer_jax.evaluation.averages import averages
+from synthesizer_jax.evaluation.benchmarks import averages
 from synthesizer_jax.evaluation.config import RANK, Evaluation
 from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.evaluation.scoring import TaskResult, evaluate_tasks, mean_score
 from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.splits import import_remedy, names_of_split
-from synthesizer_jax.tasks.streams import task_objective
+from synthesizer_jax.tasks.splits import import_remedy, names_of_split, task_objective
 
 
 class Evaluator:
@@ -63,22 +62,22 @@ class Evaluator:
             pair: names_of_split(*pair)
             for pair in evaluation_sets.evaluation_tasks(mixture, prepared, split)
         }
-        known, wanted = {*members, *itertools.chain(*measures.values())}, set(only or members)
-        for name in wanted - known:
+        names, asked = {*members, *itertools.chain(*measures.values())}, set(only or members)
+        for name in asked - names:
             raise ValueError(
-                f"the run's mixture {mixture!r} has no task {name!r}{did_you_mean(name, known)}; "
-                f"its tasks: {', '.join(sorted(known))}"
+                f"the run's mixture {mixture!r} has no task {name!r}{did_you_mean(name, names)}; "
+                f"its tasks: {', '.join(sorted(names))}"
             )
-        pairs = [pair for pair, names in measures.items() if names & wanted]
+        pairs = [pair for pair, measured in measures.items() if measured & asked]
         if not pairs:
-            stored = (task_registry.find_task(t).stored_splits(prepared.data_dir) for t in wanted)
+            stored = (task_registry.find_task(t).stored_splits(prepared.data_dir) for t in asked)
             splits = dict.fromkeys(itertools.chain(*stored))
             choice = f"choose {' or '.join(splits)} by --split or evaluation.split, or " if splits else ""
             raise FileNotFoundError(
                 f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
                 f"{prepared.root}; {choice}{import_remedy(members, prepared.data_dir)}"
             )
-        self.lacking = sorted(wanted.difference(*(measures[pair] for pair in pairs)))
+        self.lacking = sorted(asked.difference(*(measures[pair] for pair in pairs)))
         self.sets = [
             evaluation_sets.load_evaluation_set(
                 task,
@@ -146,7 +145,7 @@ class Evaluator:
             return {}
         nats = sum(w * loss.nats for _, w, loss in chosen)
         losses = {"loss": nats / sum(w * loss.tokens for _, w, loss in chosen)}
-        labeled = [(s, w, loss) for s, w, loss in chosen if s.label_words]
+        labeled = [(s, w, loss) for s, w, loss in chosen if s.task.label_words]
         if labeled:
             total = sum(w for _, w, _ in labeled)
             prior = evaluation_sets.label_prior_entropy([(s, w) for s, w, _ in labeled])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -13,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from synthesizer_jax.data.classes import Classes, index_by_tokens
-from synthesizer_jax.data.vocabularies import EOS, PAD, Vocabulary
+from synthesizer_jax.data.vocabularies import EOS, PAD, Classes, Vocabulary, index_by_tokens
 from synthesizer_jax.inference import (
     Decoding,
     Sequences,
@@ -52,8 +50,7 @@ class Generated(NamedTuple):
     score: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Predictions:
+class Predictions(NamedTuple):
     """The answers of a model to n inputs.
 
     Attributes:
@@ -86,9 +83,8 @@ class Predictor:
       classes: the label words of the outputs of an `Encoder`, which has no other answers; see
         `DataConfig.classes`.
       batch_size: number of rows of a compiled batch.
-      mesh: the mesh that shards the variables, and is to shard the inputs; batches are padded to a
-        multiple of its devices. Of several processes each gives all inputs and gets all answers. None:
-        one device.
+      mesh: the mesh that shards the variables, and is to shard the inputs; batches are padded to a multiple
+        of its devices. Of several processes each gives all inputs and gets all answers. None: one device.
 
     Attributes:
       advance: is told the number of inputs after every batch of them.
@@ -174,12 +170,10 @@ class Predictor:
         Raises:
           TypeError: the model has no encoder.
         """
-        found = self._map(
-            inputs,
-            "rank",
-            lambda _, tokens: encode_tokens(self.variables, tokens, model=self.model),
+        batches = self._map(
+            inputs, "rank", lambda _, tokens: encode_tokens(self.variables, tokens, model=self.model)
         )
-        return [states[: len(ids)] for (states,), ids in zip(found, inputs, strict=True)]
+        return [states[: len(ids)] for (states,), ids in zip(batches, inputs, strict=True)]
 
     def rank(self, inputs: Sequence[np.ndarray], label_words: Sequence[str]) -> np.ndarray:
         """Returns the log-probabilities in nats of label words as answers, ``[n, words]`` float32.
@@ -296,8 +290,8 @@ class Predictor:
         fetch = np.asarray if self.mesh is None else gather_to_host
         with contextlib.nullcontext() if self.mesh is None else use_mesh(self.mesh):
             for rows, batch in _length_batches(inputs, batch_size or self.batch_size, allowed):
-                found = jax.tree.leaves(answer(rows, self._to_devices(batch)))
-                for row, *values in zip(rows, *map(fetch, found), strict=False):
+                outputs = jax.tree.leaves(answer(rows, self._to_devices(batch)))
+                for row, *values in zip(rows, *map(fetch, outputs), strict=False):
                     answers[row] = tuple(values)
                 self.advance(len(rows))
         return answers

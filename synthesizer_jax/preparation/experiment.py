@@ -9,9 +9,8 @@ from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.preparation.rows import import_tensorflow
-from synthesizer_jax.tasks.imported import add_imported
 from synthesizer_jax.tasks.synthetic import MIXTURES
-from synthesizer_jax.tasks.task_registry import default_data_dir
+from synthesizer_jax.tasks.task_registry import add_imported, default_data_dir
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.run_directory import find_vocabulary
 

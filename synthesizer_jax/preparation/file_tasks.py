@@ -1,8 +1,7 @@
-"""Import of users' files as tasks; `tasks.imported` says what is written."""
+"""Import of users' files as tasks; `tasks.task_registry` says what is written."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -18,18 +17,13 @@ from etils import epy
 from synthesizer_jax.base.files import write_atomic
 from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.registry import JSON
+from synthesizer_jax.preparation.importers.corpora import SplitReport
 from synthesizer_jax.preparation.importers.files import SplitFiles
-from synthesizer_jax.preparation.importers.reading import (
-    Cursor,
-    ReadError,
-    Row,
-    find_field,
-    value_text,
-)
+from synthesizer_jax.preparation.importers.reading import Cursor, Row, find_field, value_text
 from synthesizer_jax.preparation.writing import staging, write_dataset
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.imported import DEFINITION, FOLDER, METRICS, VERSION, read_definition
 from synthesizer_jax.tasks.postprocessors import UNKNOWN, parse_number
+from synthesizer_jax.tasks.task_registry import DEFINITION_FILE, IMPORTED, IMPORTED_VERSION, METRICS
 
 with epy.lazy_imports():
     import tensorflow_datasets as tfds
@@ -134,39 +128,9 @@ class FileTask:
         return ("", target) if self.inputs is None else (self.inputs(row), target or UNKNOWN)
 
 
-@dataclasses.dataclass
-class SplitSummary:
-    """What an import found in a split.
-
-    Attributes:
-      split: the split.
-      rows: number of rows.
-      undecodable: number of rows with U+FFFD, which stands for bytes that are not UTF-8.
-      targets: how often each label occurs; empty for free text.
-    """
-
-    split: str
-    rows: int = 0
-    undecodable: int = 0
-    targets: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-
-    def lines(self) -> Iterator[str]:
-        """Yields the summary as text."""
-        yield f"{self.split}: {self.rows:,} rows"
-        if self.targets:
-            counts = (f"{word} {n:,}" for word, n in self.targets.most_common())
-            yield f"  targets: {', '.join(counts)}"
-        if self.undecodable:
-            yield f"  rows with U+FFFD in the place of bytes: {self.undecodable:,}"
-
-
 def import_files(
-    task: FileTask,
-    splits: Mapping[str, SplitFiles],
-    data_dir: pathlib.Path,
-    *,
-    renew: bool = False,
-) -> list[SplitSummary]:
+    task: FileTask, splits: Mapping[str, SplitFiles], data_dir: pathlib.Path, *, renew: bool = False
+) -> list[SplitReport]:
     """Writes a task's data set, all of it or nothing, and its definition.
 
     Args:
@@ -179,20 +143,25 @@ def import_files(
       ValueError: a row is broken, a split is empty or there already, or the name is that of a task of
         the package.
     """
-    known = task_registry.TASKS.get(task.name)
-    if known is not None and not known.dataset.startswith(f"{FOLDER}/"):
+    same_name = task_registry.TASKS.get(task.name)
+    if same_name is not None and not same_name.dataset.startswith(f"{IMPORTED}/"):
         raise ValueError(f"the name {task.name!r} is that of a task of this package; choose another")
-    dataset = f"{FOLDER}/{task.name}"
-    found = [SplitSummary(split) for split in splits]
+    dataset = f"{IMPORTED}/{task.name}"
+    reports = [SplitReport(dataset, split, files.files) for split, files in splits.items()]
     cursor = Cursor()
+
+    def rows(report: SplitReport) -> Iterator[Row]:
+        convert = functools.partial(_format_row, task, report)
+        return report.convert(splits[report.split].rows(), cursor, convert)
+
     with staging(data_dir, renew=renew) as folder:
         text = tfds.features.Text()
         with cursor.named():
             directory = write_dataset(
                 dataset,
-                VERSION,
+                IMPORTED_VERSION,
                 {"inputs": text, "targets": text, "idx": np.int64},
-                {s.split: functools.partial(_read, task, splits[s.split], s, cursor) for s in found},
+                {report.split: functools.partial(rows, report) for report in reports},
                 folder,
             )
         definition = {
@@ -201,27 +170,22 @@ def import_files(
             "words": list(dict.fromkeys(task.labels.values())),
             "has_inputs": task.inputs is not None,
         }
-        write_atomic(directory / DEFINITION, json.dumps(definition, indent=1) + "\n")
-    task_registry.add([read_definition(data_dir / dataset / VERSION / DEFINITION)])
-    return found
+        write_atomic(directory / DEFINITION_FILE, json.dumps(definition, indent=1) + "\n")
+    task_registry.add(
+        [task_registry.read_definition(data_dir / dataset / IMPORTED_VERSION / DEFINITION_FILE)]
+    )
+    return reports
 
 
-def _read(
-    task: FileTask, files: SplitFiles, summary: SplitSummary, cursor: Cursor
-) -> Iterator[Mapping[str, object]]:
-    """Yields the formatted rows of a split, and counts them."""
-    may_hide = None in (task.inputs, task.targets) or summary.split.startswith("test")
-    for index, row in enumerate(cursor.follow(files.rows())):
-        texts = task.texts(row)
-        if texts[1] == UNKNOWN and not may_hide:
-            raise ValueError(
-                "the target is empty or '<unk>', as of a row whose answer is not known; add it, or import "
-                "such rows as --from test=FILE"
-            )
-        summary.rows += 1
-        summary.undecodable += "\ufffd" in "".join(texts)
-        summary.targets.update(texts[1:] if task.labels else ())
-        yield {"inputs": texts[0], "targets": texts[1], "idx": index}
-    if not summary.rows:
-        names = ", ".join(map(str, files.files))
-        raise ReadError(f"{names}: the split {summary.split!r} has no rows; nothing was imported")
+def _format_row(task: FileTask, report: SplitReport, row: Row) -> Row:
+    """Returns a row of a task, and counts its label."""
+    inputs, target = task.texts(row)
+    may_hide = None in (task.inputs, task.targets) or report.split.startswith("test")
+    if target == UNKNOWN and not may_hide:
+        raise ValueError(
+            "the target is empty or '<unk>', as of a row whose answer is not known; add it, or import "
+            "such rows as --from test=FILE"
+        )
+    if task.labels:
+        report.targets[target] += 1
+    return {"inputs": inputs, "targets": target, "idx": report.rows}

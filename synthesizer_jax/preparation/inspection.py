@@ -9,19 +9,14 @@ from collections.abc import Iterator, Mapping
 
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
-from synthesizer_jax.preparation.importers.layouts import published_rows
+from synthesizer_jax.preparation.importers.archives import published_rows
 from synthesizer_jax.preparation.rows import read_task, reading_errors, to_seqio
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import Example, to_text
 
 
 def read_rows(
-    name: str,
-    split: str,
-    vocabulary: Vocabulary,
-    *,
-    data_dir: pathlib.Path,
-    count: int | None = None,
+    name: str, split: str, vocabulary: Vocabulary, *, data_dir: pathlib.Path, count: int | None = None
 ) -> Iterator[Example]:
     """Yields a task's preprocessed rows in stored order, not truncated; at most `count` if it is given.
 
@@ -29,10 +24,10 @@ def read_rows(
       FileNotFoundError: the split is not in `data_dir`.
     """
     task = task_registry.find_task(name)
-    here = task.stored_splits(data_dir)
-    if split not in here:
+    splits = task.stored_splits(data_dir)
+    if split not in splits:
         raise FileNotFoundError(
-            f"{name} has no split {split!r} in {data_dir} (found: {', '.join(here) or 'none'})"
+            f"{name} has no split {split!r} in {data_dir} (found: {', '.join(splits) or 'none'})"
         )
     with reading_errors(f"{name}'s split {split!r}"):
         rows = read_task(to_seqio(task, vocabulary, data_dir), split).as_numpy_iterator()
@@ -46,14 +41,14 @@ class SplitCheck:
     task: str
     split: str
     rows: int | None  # stored; None: not known
-    published: tuple[int, ...]  # the published number of rows; empty: not known
+    published: int | None  # the published number of rows; None: not known
     repeated: int  # preprocessed rows whose input and target an earlier row of the split has
     shared: Mapping[str, int]  # numbers of inputs that earlier splits have too
 
     @property
     def is_complete(self) -> bool | None:
         """Whether the number of rows is the published one; None where either is not known."""
-        return self.rows in self.published if self.published and self.rows is not None else None
+        return None if None in (self.rows, self.published) else self.rows == self.published
 
 
 def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
@@ -73,8 +68,7 @@ def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
         shared = {other: len(inputs & earlier) for other, earlier in seen.items()}
         seen[split] = inputs
         shared = {other: n for other, n in shared.items() if n}
-        size = (published[split],) if split in published else ()
-        checks.append(SplitCheck(name, split, count, size, repeated, shared))
+        checks.append(SplitCheck(name, split, count, published.get(split), repeated, shared))
     return checks
 
 

@@ -22,18 +22,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 from etils import epy
 
-from synthesizer_jax.base.files import (
-    describing,
-    in_bucket,
-    open_atomic,
-    temporary_directory,
-    write_atomic,
+from synthesizer_jax.base.files import describing, in_bucket, open_atomic, temporary_directory, write_atomic
+from synthesizer_jax.data.prepared import (
+    FORMAT,
+    HIDDEN,
+    Chunk,
+    PreparedInfo,
+    PreparedTasks,
+    RaggedTokens,
+    rows_file,
 )
-from synthesizer_jax.data.classes import index_by_tokens
-from synthesizer_jax.data.prepared import FORMAT, HIDDEN, PreparedInfo, PreparedTasks, rows_file
-from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.task_streams import CHUNK, SIDES
-from synthesizer_jax.data.vocabularies import EOS
+from synthesizer_jax.data.vocabularies import EOS, index_by_tokens
 from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.preparation.rows import read_task, reading_errors, to_seqio
 from synthesizer_jax.tasks import preprocessors, task_registry
@@ -104,13 +104,7 @@ def prepare(
             log(f"{title}: is prepared")
             continue
         info = _prepare_split(
-            request,
-            prepared,
-            lengths=lengths,
-            epochs=epochs,
-            workers=workers,
-            renew=renew,
-            setup=setup,
+            request, prepared, lengths=lengths, epochs=epochs, workers=workers, renew=renew, setup=setup
         )
         log(f"{title}: {info.examples:,} examples, {sum(info.tokens.values()):,} tokens")
         if said := ", ".join(f"{count:,} {what}" for what, count in info.targets.items()):
@@ -154,8 +148,8 @@ def _prepare_split(
     setup: Callable[[], object] | None,
 ) -> PreparedInfo:
     """Writes all shards of a split beside those that are there, then ``info.json``, and removes the old."""
-    there = prepared.find(request.task, request.split)
-    epochs, old = epochs or (there.epochs if there else 1), set(there.files if there else ())
+    before = prepared.find(request.task, request.split)
+    epochs, old = epochs or (before.epochs if before else 1), set(before.files if before else ())
     task = task_registry.find_task(request.task)
     seqio_task = to_seqio(task, prepared.vocabulary, prepared.data_dir)
     fixed = dict(lengths or {}) if _needs_lengths(seqio_task) else None
@@ -238,10 +232,9 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
         rows, counts = job.request.rows, collections.Counter[str]()
         chunks = _chunks_and_rows(dataset, job, path) if rows else _ragged_chunks(dataset)
         shard = write_chunks(_count_targets(chunks, job, task, counts), path, key=job.key)
-        shard = dataclasses.replace(shard, targets=dict(counts))
-        if rows:
-            written = path.with_name(rows_file(path.name)).read_bytes()
-            shard = dataclasses.replace(shard, rows_digest=hashlib.sha256(written).hexdigest())
+        written = path.with_name(rows_file(path.name)).read_bytes() if rows else b""
+        digest = hashlib.sha256(written).hexdigest() if rows else None
+        shard = dataclasses.replace(shard, targets=dict(counts), rows_digest=digest)
     write_atomic(done, json.dumps(dataclasses.asdict(shard)) + "\n")
     return shard
 
@@ -253,9 +246,9 @@ def _ragged_chunks(dataset: tf.data.Dataset) -> Iterator[Chunk]:
     options.autotune.enabled = False
     options.experimental_optimization.apply_default_optimizations = False
     for batch in sides.ragged_batch(CHUNK).prefetch(1).with_options(options):
-        found = [RaggedTokens(side.values.numpy(), side.row_splits.numpy()) for side in batch]
-        empty = RaggedTokens(np.zeros(0, np.int32), np.zeros_like(found[-1].ends))
-        yield Chunk(*([empty, *found][-2:]))
+        tokens = [RaggedTokens(side.values.numpy(), side.row_splits.numpy()) for side in batch]
+        empty = RaggedTokens(np.zeros(0, np.int32), np.zeros_like(tokens[-1].ends))
+        yield Chunk(*([empty, *tokens][-2:]))  # with inputs there are two sides already
 
 
 def _chunks_and_rows(dataset: tf.data.Dataset, job: _ShardJob, path: pathlib.Path) -> Iterator[Chunk]:

@@ -142,11 +142,11 @@ def import_tensorflow() -> None:
 def _silent_stderr() -> Iterator[None]:
     """Discards what C++ code prints while it is imported, before the level of messages can be set."""
     sys.stderr.flush()
-    own = os.dup(2)
+    stderr = os.dup(2)
     try:
         with open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), 2)
         yield
     finally:
-        os.dup2(own, 2)
-        os.close(own)
+        os.dup2(stderr, 2)
+        os.close(stderr)

@@ -8,8 +8,7 @@ import itertools
 import pathlib
 import shutil
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping
 
 from etils import epy
 
@@ -17,14 +16,7 @@ from synthesizer_jax.data.vocabularies import train_sentencepiece
 from synthesizer_jax.preparation import synthetic_grammar as grammar
 from synthesizer_jax.preparation.writing import write_dataset
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.synthetic import (
-    DEFINITIONS,
-    IMITATED,
-    MIXTURE,
-    MIXTURES,
-    VOCAB_SIZE,
-    vocabulary,
-)
+from synthesizer_jax.tasks.synthetic import DEFINITIONS, IMITATED, MIXTURE, MIXTURES, VOCAB_SIZE, vocabulary
 from synthesizer_jax.tasks.task import Task
 
 with epy.lazy_imports():
@@ -43,56 +35,30 @@ HELD_OUT = 8
 VOCABULARY_TEXTS = 2000
 """Training rows per task that the vocabulary is trained on."""
 
-
-class Source(NamedTuple):
-    """Where a task's rows come from."""
-
-    grammar: Callable[[grammar.Draw], grammar.Example]
-    labels: int = 2  # drawn equally often; 0 where the label is a number
+NUM_LABELS = {**dict.fromkeys(DEFINITIONS, 2), "mnli": 3, "stsb": 0}
+"""Numbers of labels, which are equally frequent, by configuration; 0 where the label is a number."""
 
 
-SOURCES: Mapping[str, Source] = {
-    "cola": Source(grammar.cola),
-    "sst2": Source(grammar.sst2),
-    "stsb": Source(grammar.stsb, labels=0),
-    "mnli": Source(grammar.mnli, labels=3),
-    "boolq": Source(grammar.boolq),
-    "copa": Source(grammar.copa),
-    "wic": Source(grammar.wic),
-    "wsc": Source(grammar.wsc),
-}
-"""By configuration, see `tasks.synthetic.DEFINITIONS`."""
-
-
-def examples(config: str, split: str, *, seed: int = 0) -> list[grammar.Row]:
-    """Returns all rows of one split, the same for the same seed on every machine.
+def examples(config: str, split: str, *, seed: int = 0) -> Iterator[grammar.Row]:
+    """Yields all rows of one split, the same for the same seed on every machine.
 
     Training and held-out rows differ in their combinations of words, so no row is in both. No two rows of a
     split have the same text, and all labels are equally frequent; in training WSC has only the label 1, as
     T5's.
-
-    Args:
-      config: a key of `SOURCES`.
-      split: ``train`` or ``validation``.
-      seed: of the grammar.
+    The grammar is the function with the name of the configuration.
     """
-    return list(_draw_rows(config, split, seed))
-
-
-def _draw_rows(config: str, split: str, seed: int = 0) -> Iterator[grammar.Row]:
-    """Yields what `examples` returns."""
-    source, size = SOURCES[config], SIZES[split]
+    draw_row, size, num_labels = getattr(grammar, config), SIZES[split], NUM_LABELS[config]
     only_positive = config == "wsc" and split == "train"
-    limit = size if only_positive or not source.labels else -(-size // source.labels)
+    limit = size if only_positive or not num_labels else -(-size // num_labels)
     draw = grammar.Draw(f"{seed} {config} {split}", noise=NOISE)
     seen: set[tuple[object, ...]] = set()
     counts: collections.Counter[object] = collections.Counter()
     while len(seen) < size:
-        row, combination = source.grammar(draw)
+        row, combination = draw_row(draw)
         label = row["label"]
         text = tuple(value for name, value in row.items() if name != "label")
         is_held_out = zlib.crc32(" ".join(combination).encode()) % HELD_OUT == 0
-        unwanted = (only_positive and not label) or (source.labels and counts[label] >= limit)
+        unwanted = (only_positive and not label) or (num_labels and counts[label] >= limit)
         if is_held_out != (split == "validation") or unwanted or text in seen:
             continue
         yield {**row, "idx": len(seen)}
@@ -110,7 +76,7 @@ def train_vocabulary(data_dir: pathlib.Path) -> None:
 def training_texts() -> Iterator[str]:
     """Yields the training inputs and targets that the vocabulary is made of."""
     for config, task in DEFINITIONS.items():
-        for row in itertools.islice(_draw_rows(config, "train"), VOCABULARY_TEXTS):
+        for row in itertools.islice(examples(config, "train"), VOCABULARY_TEXTS):
             yield from as_text(task, row)
 
 

@@ -319,10 +319,7 @@ def _happening(draw: Draw, question: int, outcome: int) -> str:
     return f"the {draw.one(ASPECTS)} was {draw.one((PRAISE, BLAME)[outcome])}"
 
 
-PERSONS = (
-    (*MEN, "the king", "the uncle", "the waiter"),
-    (*WOMEN, "the queen", "the aunt", "the waitress"),
-)
+PERSONS = ((*MEN, "the king", "the uncle", "the waiter"), (*WOMEN, "the queen", "the aunt", "the waitress"))
 REASONS = (
     ("needed help", "wanted advice", "felt alone", "was grateful"),
     ("had helped", "worked hard", "gave advice", "was brave"),

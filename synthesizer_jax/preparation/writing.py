@@ -115,19 +115,19 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
     data_dir.mkdir(parents=True, exist_ok=True)
     with temporary_directory(data_dir, ".import") as folder:
         yield folder
-        places = {path.parent: data_dir / path.parent.relative_to(folder) for path in folder.rglob(INFO)}
-        for new, place in places.items():
-            _keep_splits(place, new, renew=renew)
-        for number, (new, place) in enumerate(places.items()):
-            place.parent.mkdir(parents=True, exist_ok=True)
+        targets = {path.parent: data_dir / path.parent.relative_to(folder) for path in folder.rglob(INFO)}
+        for written, target in targets.items():
+            _keep_splits(target, written, renew=renew)
+        for number, (written, target) in enumerate(targets.items()):
+            target.parent.mkdir(parents=True, exist_ok=True)
             replaced = folder / f"replaced-{number}"
-            if place.exists():
-                place.rename(replaced)
+            if target.exists():
+                target.rename(replaced)
             try:
-                new.rename(place)
+                written.rename(target)
             except OSError:
-                if replaced.exists():
-                    replaced.rename(place)
+                if replaced.exists():  # what was there stays
+                    replaced.rename(target)
                 raise
 
 

@@ -10,7 +10,7 @@ import jax
 from synthesizer_jax.base.files import new_directory
 from synthesizer_jax.base.registry import JSON, to_json
 from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.evaluation.files import RESULTS_FILE, evaluation_folder
+from synthesizer_jax.evaluation.scoring import RESULTS_FILE, evaluation_folder
 from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.huggingface.config import read_json

@@ -17,7 +17,7 @@ from synthesizer_jax.base.files import absolute, describing
 from synthesizer_jax.base.registry import JSON, child_path
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.checkpoints.placement import count_parameters
-from synthesizer_jax.evaluation.files import RESULTS_FILE, evaluation_folder
+from synthesizer_jax.evaluation.scoring import RESULTS_FILE, evaluation_folder
 from synthesizer_jax.reports.figures import Line
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
 from synthesizer_jax.runs.saved import read_experiment

@@ -112,9 +112,7 @@ def _f1(targets: Sequence[int], predictions: Sequence[int], label: int) -> float
 
 
 def _correlation(
-    measure: Callable[[np.ndarray, np.ndarray], Any],
-    targets: Sequence[float],
-    predictions: Sequence[float],
+    measure: Callable[[np.ndarray, np.ndarray], Any], targets: Sequence[float], predictions: Sequence[float]
 ) -> float:
     x, y = np.asarray(zip_equal(targets, predictions), float).T
     if x.min() == x.max() or y.min() == y.max():
@@ -123,18 +121,19 @@ def _correlation(
     return float(measure(x / np.abs(x).max(), y / np.abs(y).max()).statistic)
 
 
-# Answers to questions: the best over all answers, normalized as by the scripts of SQuAD (Rajpurkar et al.
-# 2016) and TriviaQA (Joshi et al. 2017). --------------------------------------------------------------
+# Answers to questions: the best over all answers, normalized as by the script of SQuAD (Rajpurkar et al.
+# 2016). ------------------------------------------------------------------------------------------------
 
 
 def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, float]:
     """Returns SQuAD's exact match ``em`` and ``f1`` of words; a target is a list of one answer or more."""
-    return _best_over_answers(targets, predictions, normalize_squad)
-
-
-def trivia_qa(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns exact match ``em`` and ``f1`` with TriviaQA's normalization; see `squad`."""
-    return _best_over_answers(targets, predictions, normalize_trivia_qa)
+    scores = []
+    for answers, prediction in zip_equal(targets, predictions):
+        predicted = normalize_squad(prediction)
+        expected = [normalize_squad(answer) for answer in answers]
+        scores.append((predicted in expected, max(_token_f1(a, predicted) for a in expected)))
+    em, f1 = np.mean(scores, axis=0)
+    return {"em": 100 * float(em), "f1": 100 * float(f1)}
 
 
 def span_squad(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]) -> dict[str, float]:
@@ -158,29 +157,8 @@ def record_squad(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str
 
 def normalize_squad(text: str) -> str:
     """Returns the text in lower case, without ASCII punctuation and articles, with single spaces."""
-    return _without_articles("".join(c for c in text.lower() if c not in string.punctuation))
-
-
-def normalize_trivia_qa(text: str) -> str:
-    """Returns the text normalized as for SQuAD, but with spaces for punctuation, curly quotes included."""
-    marks = string.punctuation + "‘’´`_"
-    return _without_articles("".join(" " if c in marks else c for c in text.lower()))
-
-
-def _without_articles(text: str) -> str:
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
-
-
-def _best_over_answers(
-    targets: Sequence[Sequence[str]], predictions: Sequence[str], normalize: Callable[[str], str]
-) -> dict[str, float]:
-    scores = []
-    for answers, prediction in zip_equal(targets, predictions):
-        predicted = normalize(prediction)
-        expected = [normalize(answer) for answer in answers]
-        scores.append((predicted in expected, max(_token_f1(a, predicted) for a in expected)))
-    em, f1 = np.mean(scores, axis=0)
-    return {"em": 100 * float(em), "f1": 100 * float(f1)}
+    words = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", words).split())
 
 
 def _token_f1(answer: str, prediction: str) -> float:

@@ -66,20 +66,16 @@ def number(answer: str, *, example: Example | None, is_target: bool) -> float:
 
 
 def referent(answer: str, *, example: Example, is_target: bool) -> int:
-    """Returns a row's label, and for a prediction whether it names the row's candidate (WSC, WNLI)."""
+    """Returns a row's label, and of a prediction 1 if it names the candidate, else 0; −1 if it is empty.
+
+    This is T5's rule for WSC: determiners are removed and words lower-cased; then one set of words must
+    contain the other, and an apostrophe in only one of the two means another referent. Consequently nothing
+    matches a referent that consists of determiners only.
+    """
     if is_target:
         return int(example["label"])
-    return matches_referent(answer, to_text(example["targets_pretokenized"]))
-
-
-def matches_referent(prediction: str, candidate: str) -> int:
-    """Returns 1 if the prediction names the candidate, 0 if it does not, −1 if it is empty.
-
-    This is T5's rule for WSC: determiners are removed and words lower-cased; then one set of words
-    must contain the other, and an apostrophe in only one of the two means another referent.
-    Consequently nothing matches a referent that consists of determiners only.
-    """
-    predicted, expected = _without_determiners(prediction), _without_determiners(candidate)
+    candidate = to_text(example["targets_pretokenized"])
+    predicted, expected = _without_determiners(answer), _without_determiners(candidate)
     if not predicted:
         return -1
     if ("'" in predicted) != ("'" in expected):

@@ -92,10 +92,7 @@ def dialogue(dataset: tf.data.Dataset, *, turns: int = 8) -> tf.data.Dataset:
         history = tf.strings.reduce_join(row["history"][-turns:], separator=" | ")
         persona = tf.strings.reduce_join(row["persona"], separator=" ")
         part = tf.where(tf.size(row["persona"]) > 0, tf.strings.join([" persona: ", persona]), "")
-        return {
-            "inputs": tf.strings.join(["dialogue history: ", history, part]),
-            "targets": row["reply"],
-        }
+        return {"inputs": tf.strings.join(["dialogue history: ", history, part]), "targets": row["reply"]}
 
     return dataset.map(convert)
 
@@ -152,18 +149,14 @@ def record(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def append_sentinel(
-    dataset: tf.data.Dataset,
-    *,
-    sequence_length: dict[str, int] | None = None,
-    sentinel: int,
+    dataset: tf.data.Dataset, *, sequence_length: dict[str, int] | None = None, sentinel: int
 ) -> tf.data.Dataset:
     """Appends the first sentinel to the inputs and prepends it to the targets.
 
     Args:
       dataset: tokenized rows, without EOS.
-      sequence_length: the maximum lengths including EOS. Longer sequences are truncated before
-        their last token, as in SeqIO's sentinel tasks: the inputs keep the sentinel, and the
-        targets their last token.
+      sequence_length: the maximum lengths including EOS. Longer sequences are truncated before their last
+        token, as in SeqIO's sentinel tasks: the inputs keep the sentinel, and the targets their last token.
       sentinel: id of the sentinel.
     """
     limits = sequence_length or {}
@@ -237,10 +230,7 @@ def trivia_qa(dataset: tf.data.Dataset) -> tf.data.Dataset:
         found = tf.map_fn(lambda pair: _occurs(*pair), (answers, passages), fn_output_signature=tf.bool)
         question = tf.fill(tf.shape(passages), _pad_punctuation(row["question"]))
         inputs = _join([tf.constant("question:"), question, tf.constant("context:"), passages])
-        return {
-            "inputs": tf.boolean_mask(inputs, found),
-            "targets": tf.boolean_mask(answers, found),
-        }
+        return {"inputs": tf.boolean_mask(inputs, found), "targets": tf.boolean_mask(answers, found)}
 
     return dataset.map(convert).unbatch()
 

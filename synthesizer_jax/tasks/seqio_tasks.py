@@ -56,9 +56,9 @@ class RegisteredTask(Task):
         directory = _stored_directory(source, data_dir)
         if directory is None:
             return {}
-        found, located = stored.stored_splits(directory), _located(source, data_dir)
+        rows, located = stored.stored_splits(directory), _located(source, data_dir)
         return {
-            split: located.num_input_examples(split) if split in found else None for split in located.splits
+            split: located.num_input_examples(split) if split in rows else None for split in located.splits
         }
 
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
@@ -105,11 +105,11 @@ class RegisteredTask(Task):
             tokens = [np.asarray(vocabulary.encode(text), np.int32) for text in answers.texts]
             answers = answers._replace(tokens=tokens)
         features = _features(self.original, vocabulary)
-        found: dict[str, float] = {}
+        scores: dict[str, float] = {}
         for metric in self.original.metric_objs:
             outputs = _outputs_for(metric.model_output_type, answers, self.name)
-            found |= _compute_metric(metric, examples, outputs, features)
-        return found
+            scores |= _compute_metric(metric, examples, outputs, features)
+        return scores
 
 
 def find_registered(name: str) -> RegisteredTask:
@@ -203,10 +203,10 @@ def _stored_directory(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> p
     if loader.tfds_splits or loader.name is None:
         return None
     dataset, _, version = loader.name.partition(":")
-    place = storage_path(str(loader.data_dir or data_dir))
+    root = storage_path(str(loader.data_dir or data_dir))
     if not version:
-        return stored.newest_version(dataset, place)
-    directory = place / dataset / version
+        return stored.newest_version(dataset, root)
+    directory = root / dataset / version
     return directory if (directory / stored.INFO).is_file() else None
 
 
@@ -252,10 +252,10 @@ def _compute_metric(
         values, _ = instance.actual_compute(examples, features)
     else:
         values = instance.compute()
-    found = {}
+    scores = {}
     for name, value in values.items():
         if isinstance(value, seqio.metrics.Scalar):
             value = value.value
         if not isinstance(value, seqio.metrics.MetricValue) and np.ndim(value) == 0:
-            found[name] = float(value)
-    return found
+            scores[name] = float(value)
+    return scores

@@ -1,14 +1,22 @@
-"""Which splits of a mixture's tasks are trained on and evaluated, and whether they are prepared."""
+"""What a run reads of a mixture: splits of its tasks, whether they are prepared, and their stream."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
 
-from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.objectives import Objective
+from synthesizer_jax.data.pipeline import Member, Stream
+from synthesizer_jax.data.prepared import HIDDEN, PreparedTasks
+from synthesizer_jax.data.vocabularies import Vocabulary, index_by_tokens
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.imported import FOLDER
+from synthesizer_jax.tasks.mixtures import MIXTURES
+from synthesizer_jax.tasks.task import Task
+
+_log = logging.getLogger(__name__)
 
 MNLI = "glue_mnli_v002"
 
@@ -31,13 +39,12 @@ def task_splits(
     parts. Where these have no data, its splits ``validation_matched`` and ``validation_mismatched`` are
     used. `splits` are those that each of the tasks has.
     """
-    found = [(name, split) for name in names if split in splits.get(name, ())]
-    there = {name for name, _ in found}
-    for part in (f"{split}_matched", f"{split}_mismatched"):
-        measured = measured_task(MNLI, part)
-        if MNLI in names and part in splits.get(MNLI, ()) and measured not in there:
-            found.append((MNLI, part))
-    return found
+    pairs = [(name, split) for name in names if split in splits.get(name, ())]
+    parts = (f"{split}_matched", f"{split}_mismatched") if MNLI in names else ()
+    for part in parts:
+        if part in splits.get(MNLI, ()) and (measured_task(MNLI, part), split) not in pairs:
+            pairs.append((MNLI, part))
+    return pairs
 
 
 def measured_task(name: str, split: str) -> str:
@@ -85,15 +92,14 @@ def requested_splits(
         for name, part in task_splits(names, splits, split):
             requests[name, part] = SplitRequest(name, part, rows=True)
     if not requests:
-        wanted = ", ".join(dict.fromkeys([*training_splits, *evaluation_splits]))
-        known = sorted({split for found in splits.values() for split in found})
-        choice = f"it has {', '.join(known)}: choose one by evaluation.split or data.split"
-        has = choice if known else import_remedy(names, data_dir)
+        asked = ", ".join(dict.fromkeys([*training_splits, *evaluation_splits]))
+        stored = sorted({split for parts in splits.values() for split in parts})
+        choice = f"it has {', '.join(stored)}: choose one by evaluation.split or data.split"
+        remedy = choice if stored else import_remedy(names, data_dir)
         raise FileNotFoundError(
-            f"no task of {mixture!r} has data for the split {wanted} in {data_dir}; {has}"
+            f"no task of {mixture!r} has data for the split {asked} in {data_dir}; {remedy}"
         )
-    asked = [r for r in requests.values() if names_of_split(r.task, r.split) & set(only)]
-    return asked if only else list(requests.values())
+    return [r for r in requests.values() if not only or names_of_split(r.task, r.split) & set(only)]
 
 
 def import_remedy(names: Sequence[str], data_dir: pathlib.Path) -> str:
@@ -101,8 +107,8 @@ def import_remedy(names: Sequence[str], data_dir: pathlib.Path) -> str:
     if registered := [name for name in names if name not in task_registry.TASKS]:
         return f"give the source of {registered[0]}, a task of SeqIO's registry, that split"
     datasets = [task_registry.find_task(name).dataset for name in names]
-    if own := [name for name in datasets if name.startswith(f"{FOLDER}/")]:
-        name = own[0].removeprefix(f"{FOLDER}/")
+    if imported := [name for name in datasets if name.startswith(f"{task_registry.IMPORTED}/")]:
+        name = imported[0].removeprefix(f"{task_registry.IMPORTED}/")
         return f"add it with 'synthesizer-jax data import mine --name {name} --from SPLIT=FILE …'"
     return (
         f"import {datasets[0]} with 'synthesizer-jax data import … --data-dir {data_dir}' or write it with "
@@ -128,3 +134,55 @@ def is_current(
         and epochs in (None, info.epochs)
         and info.source == task.source_version(request.split, prepared.data_dir)
     )
+
+
+def task_objective(config: DataConfig, task: Task) -> Objective | None:
+    """Returns the objective by which a task's texts are trained; None: they are targets."""
+    if task.objective is not None or task.has_inputs:
+        return task.objective
+    return config.objective
+
+
+def open_stream(
+    config: DataConfig,
+    vocabulary: Vocabulary,
+    *,
+    data_dir: pathlib.Path,
+    shards: Sequence[int] | None = None,
+    saved: Sequence[int] | None = None,
+) -> Stream:
+    """Returns the `Stream` of a mixture whose tasks are prepared; those that are not are left out.
+
+    Raises:
+      FileNotFoundError: no task has the split.
+      ValueError: label words are the same to the vocabulary, or targets are hidden; see also
+        `PreparedExamples` and `Stream`.
+    """
+    prepared = PreparedTasks(data_dir, vocabulary)
+    rates = prepared.rates(config.mixture) or {}
+    sampled = [n for n, rate in rates.items() if rate and prepared.find(n, config.split)]
+    if not sampled:
+        raise FileNotFoundError(
+            f"no task of {config.mixture!r} is prepared for the split {config.split!r} in "
+            f"{prepared.root}; {prepared.remedy(config.mixture)}"
+        )
+    tasks = {n: task_registry.TASKS.get(n) for n, r in MIXTURES.get(config.mixture, {}).items() if r}
+    missing = [n for n, t in tasks.items() if t and n not in sampled and config.split in t.splits]
+    if missing:
+        names = ", ".join(missing)
+        _log.warning("%s goes without %s: no data in %s", config.mixture, names, data_dir)
+    members = {}
+    for name in sorted(sampled):  # SeqIO's order, on which the order of examples depends
+        task = task_registry.find_task(name)
+        words, length = task.label_words or (), config.lengths["targets"]
+        index_by_tokens(words, vocabulary, owner=f"the task {name!r}", length=length)
+        objective = task_objective(config, task)
+        examples = prepared.open(name, config.split, config.lengths, documents=objective is not None)
+        hidden = examples.info.targets.get(HIDDEN, 0)
+        if hidden and (words or hidden == len(examples)):
+            raise ValueError(
+                f"{examples.name} has {hidden:,} targets that {HIDDEN}; choose a data.split whose answers "
+                "are known, or leave such rows out"
+            )
+        members[name] = Member(rates[name], examples, objective)
+    return Stream(config, members, vocabulary=vocabulary, shards=shards, saved=saved)

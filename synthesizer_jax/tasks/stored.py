@@ -21,9 +21,9 @@ def newest_version(dataset: str, data_dir: pathlib.Path) -> pathlib.Path | None:
 
     Directories whose name does not have the form ``1.0.0`` are ignored.
     """
-    found = [path.parent for path in (data_dir / dataset).glob(f"*/{INFO}")]
-    found = [path for path in found if re.fullmatch(r"[0-9]+\.[0-9]+\.[0-9]+", path.name)]
-    return max(found, key=lambda path: [int(n) for n in path.name.split(".")], default=None)
+    versions = [path.parent for path in (data_dir / dataset).glob(f"*/{INFO}")]
+    versions = [path for path in versions if re.fullmatch(r"[0-9]+\.[0-9]+\.[0-9]+", path.name)]
+    return max(versions, key=lambda path: [int(n) for n in path.name.split(".")], default=None)
 
 
 def stored_splits(directory: pathlib.Path) -> dict[str, int]:

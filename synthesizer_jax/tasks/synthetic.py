@@ -35,10 +35,7 @@ _T5 = {task.name: task for task in OF_T5}
 
 DEFINITIONS: Mapping[str, Task] = {
     config: dataclasses.replace(
-        _T5[name],
-        name=f"synthetic_{config}",
-        dataset=f"{MIXTURE}/{config}",
-        splits=UNLABELED,
+        _T5[name], name=f"synthetic_{config}", dataset=f"{MIXTURE}/{config}", splits=UNLABELED
     )
     for config, (name, _) in IMITATED.items()
 }
@@ -46,10 +43,7 @@ DEFINITIONS: Mapping[str, Task] = {
 
 MIXTURES: Mapping[str, Mapping[str, float]] = {
     mixture: {DEFINITIONS[config].name: IMITATED[config][1] for config in configs}
-    for mixture, configs in (
-        (MIXTURE, tuple(IMITATED)),
-        (QUICKSTART, ("cola", "boolq", "wic")),
-    )
+    for mixture, configs in ((MIXTURE, tuple(IMITATED)), (QUICKSTART, ("cola", "boolq", "wic")))
 }
 """All tasks, and three that are learned soon."""
 

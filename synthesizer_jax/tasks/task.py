@@ -28,12 +28,12 @@ class Answers(NamedTuple):
 
     Attributes:
       texts: the decoded answers.
-      tokens: their token ids; None where label words were ranked instead of decoded.
-      scores: ``[n]`` the log-probabilities of the answers in nats; None: not known.
+      tokens: their token ids before EOS; None where label words were ranked instead of decoded.
+      scores: ``[n]`` the log-probabilities of the answers in nats, EOS included; None: not known.
       target_scores: ``[n]`` the log-probabilities of the targets in nats; None: not computed.
     """
 
-    texts: Sequence[str]
+    texts: list[str]
     tokens: Sequence[np.ndarray] | None = None
     scores: np.ndarray | None = None
     target_scores: np.ndarray | None = None
@@ -41,9 +41,12 @@ class Answers(NamedTuple):
     def select(self, indices: Sequence[int]) -> Answers:
         """Returns the answers to some of the examples."""
         chosen = list(indices)
-        tokens = None if self.tokens is None else [self.tokens[i] for i in chosen]
-        scores = (None if s is None else s[chosen] for s in (self.scores, self.target_scores))
-        return Answers([self.texts[i] for i in chosen], tokens, *scores)
+        return Answers(
+            [self.texts[i] for i in chosen],
+            tokens=None if self.tokens is None else [self.tokens[i] for i in chosen],
+            scores=None if self.scores is None else self.scores[chosen],
+            target_scores=None if self.target_scores is None else self.target_scores[chosen],
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +98,8 @@ class Task:
     def stored_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
         """Returns the numbers of rows of the splits whose data set is in `data_dir`; None: not known."""
         directory = stored.newest_version(self.dataset, data_dir)
-        found = {} if directory is None else stored.stored_splits(directory)
-        return {split: found[split] for split in self.splits if split in found}
+        rows = {} if directory is None else stored.stored_splits(directory)
+        return {split: rows[split] for split in self.splits if split in rows}
 
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
         """Returns what changes when the rows of a split are written again; None: nothing tells."""

@@ -1,20 +1,43 @@
-"""All tasks and mixtures by name: the package's, added ones, and those of SeqIO's registries."""
+"""All tasks and mixtures by name: the package's, added and imported ones, those of SeqIO's registries.
+
+Imported tasks are made of users' files: TFDS data sets with their definitions beside them.
+``DATA_DIR/imported/NAME/1.0.0`` has the strings ``inputs`` and ``targets``; its ``task.json`` says which
+metrics and label words the task has, which is known by its name wherever the directory is used.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
 
-from synthesizer_jax.base.files import storage_path
+from synthesizer_jax.base.files import describing, storage_path
 from synthesizer_jax.base.messages import did_you_mean
-from synthesizer_jax.tasks import seqio_tasks, synthetic
+from synthesizer_jax.tasks import metrics, postprocessors, preprocessors, seqio_tasks, synthetic
 from synthesizer_jax.tasks.definitions import DEFINITIONS
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate, Rates
+from synthesizer_jax.tasks.stored import stored_splits
 from synthesizer_jax.tasks.task import Task
 
 TASKS: dict[str, Task] = {task.name: task for task in (*DEFINITIONS, *synthetic.DEFINITIONS.values())}
 """All tasks that are not in SeqIO's registry alone; `add` adds others."""
+
+IMPORTED, DEFINITION_FILE, IMPORTED_VERSION = "imported", "task.json", "1.0.0"
+
+METRICS: Mapping[str, tuple[metrics.Metric, str]] = {
+    "accuracy": (metrics.accuracy, "anything"),
+    "bleu": (metrics.bleu, "texts"),
+    "bleu_13a": (metrics.bleu_13a, "texts"),
+    "chrf": (metrics.chrf, "texts"),
+    "f1": (metrics.f1_with_invalid, "two labels"),
+    "matthews": (metrics.matthews, "labels"),
+    "pearson": (metrics.pearson, "numbers"),
+    "rouge": (metrics.rouge_all, "texts"),
+    "spearman": (metrics.spearman, "numbers"),
+}
+"""Metrics by the names that ``--metric`` takes, and what they compare."""
 
 _REMEDY = (
     "tasks of a package of yours are found with --import PACKAGE, in Python after "
@@ -26,6 +49,44 @@ def add(tasks: Iterable[Task], mixtures: Mapping[str, Rates] = {}) -> None:
     """Adds tasks and mixtures, which recipes then name."""
     TASKS.update({task.name: task for task in tasks})
     MIXTURES.update(mixtures)
+
+
+def add_imported(data_dir: pathlib.Path) -> list[str]:
+    """Makes the imported tasks of a data directory known, and returns their names.
+
+    Raises:
+      ValueError: a definition is damaged.
+    """
+    paths = sorted((data_dir / IMPORTED).glob(f"*/{IMPORTED_VERSION}/{DEFINITION_FILE}"))
+    definitions = [read_definition(path) for path in paths]
+    add(definitions)
+    return [definition.name for definition in definitions]
+
+
+def read_definition(path: pathlib.Path) -> Task:
+    """Reads the definition of an imported task.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    name = path.parent.parent.name
+    with describing(path, "import the task again, or delete its directory"):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["name"] != name:
+            raise ValueError(f"it describes {data['name']!r}")
+        is_numeric = any(METRICS[metric][1] == "numbers" for metric in data["metrics"])
+        has_inputs = bool(data["has_inputs"])
+        texts = functools.partial(preprocessors.language_modeling, feature="targets")
+        return Task(
+            name,
+            f"{IMPORTED}/{name}",
+            None if has_inputs else texts,
+            metrics=tuple(METRICS[metric][0] for metric in data["metrics"]),
+            splits=tuple(stored_splits(path.parent)),
+            label_words=tuple(data["words"]) or None,
+            postprocess_fn=postprocessors.number if is_numeric else None,
+            has_inputs=has_inputs,
+        )
 
 
 def find_task(name: str) -> Task:

@@ -13,12 +13,16 @@ import jax
 from synthesizer_jax.base.files import name_write_errors, storage_path
 from synthesizer_jax.base.messages import escape_controls
 from synthesizer_jax.checkpoints.manager import finished_steps
-from synthesizer_jax.data.prefetching import PrefetchedStream
+from synthesizer_jax.data.pipeline import PrefetchedStream
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluator
-from synthesizer_jax.evaluation.files import evaluation_folder, write_predictions, write_results
-from synthesizer_jax.evaluation.scoring import flatten_results
+from synthesizer_jax.evaluation.scoring import (
+    evaluation_folder,
+    flatten_results,
+    write_predictions,
+    write_results,
+)
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.hosts.preemption import StopSignal
 from synthesizer_jax.models import TextToText
@@ -26,9 +30,8 @@ from synthesizer_jax.runs import code
 from synthesizer_jax.runs.lock import lock_directory
 from synthesizer_jax.runs.progress import summary_lines
 from synthesizer_jax.runs.saved import open_vocabulary
-from synthesizer_jax.tasks import imported, synthetic, task_registry
-from synthesizer_jax.tasks.splits import is_current, requested_splits
-from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks import synthetic, task_registry
+from synthesizer_jax.tasks.splits import is_current, open_stream, requested_splits
 from synthesizer_jax.training import run_directory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import initializer_of
@@ -82,7 +85,7 @@ def run(
         stack.enter_context(name_write_errors(directory))
         stop = stack.enter_context(StopSignal())
         with stop.region():
-            imported.add_imported(data_path)
+            task_registry.add_imported(data_path)
             experiment = run_directory.find_vocabulary(experiment, data_path)
             run_directory.check_same_run(experiment, directory)
             # What a user can have got wrong is said by now; preparing may take hours.
@@ -226,7 +229,7 @@ def open_evaluator(
     Raises:
       FileNotFoundError: its data is not prepared; see `find_prepared`.
     """
-    imported.add_imported(data_dir)
+    task_registry.add_imported(data_dir)
     experiment = run_directory.with_vocabulary_path(experiment, directory)
     prepared = find_prepared(experiment, data_dir, trains=False, only=only or ())
     model, data, evaluation = experiment.model, experiment.data, experiment.evaluation

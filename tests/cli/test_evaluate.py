@@ -15,7 +15,7 @@ from synthesizer_jax.base.registry import replace
 from synthesizer_jax.cli import generate
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.evaluation import leaderboards
+from synthesizer_jax.evaluation import benchmarks
 from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
 from synthesizer_jax.preparation import prepare
 from synthesizer_jax.sharding import MeshShape
@@ -158,13 +158,13 @@ VALUES = {-1: True, 0: False, 1: False, float("nan"): True, -0.5: True, 7.0: Fal
 
 
 def test_values_that_are_no_answers(place, tmp_path):
-    assert {value: leaderboards._is_invalid(value) for value in VALUES} == VALUES
+    assert {value: benchmarks._is_invalid(value) for value in VALUES} == VALUES
     prepared = PreparedTasks(place / "data", Bytes().build())
     lengths = {"inputs": 32, "targets": 8}
     examples = load_evaluation_set("glue_rte_v002", "test", prepared, lengths=lengths)
     answers = [(examples, ["entailment"] * len(examples.examples))] * 2
     with pytest.raises(ValueError, match=r"the same leaderboard file as another task, .*RTE\.tsv"):
-        leaderboards.write_submission(tmp_path / "files", answers)
+        benchmarks.write_submission(tmp_path / "files", answers)
     assert not (tmp_path / "files").exists()
 
 

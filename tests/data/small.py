@@ -12,14 +12,19 @@ import numpy as np
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import FullLM
 from synthesizer_jax.data.pipeline import Stream
-from synthesizer_jax.data.prepared import FORMAT, PreparedInfo, PreparedTasks, rows_file
-from synthesizer_jax.data.records import Chunk, RaggedTokens
+from synthesizer_jax.data.prepared import (
+    FORMAT,
+    Chunk,
+    PreparedInfo,
+    PreparedTasks,
+    RaggedTokens,
+    rows_file,
+)
 from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.preparation.importers.layouts import CORPORA, Layout
 from synthesizer_jax.preparation.prepare import write_chunks
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.splits import open_stream
 from synthesizer_jax.tasks.task import Task
 
 VOCABULARY = Bytes().build()
@@ -84,10 +89,7 @@ def write(data_dir: pathlib.Path) -> None:
 
 
 def _write_split(prepared: PreparedTasks, name: str, split: str, count: int) -> None:
-    directory, file = (
-        prepared.directory(f"small_{name}", split),
-        "tokens-00000-of-00001.arrayrecord",
-    )
+    directory, file = (prepared.directory(f"small_{name}", split), "tokens-00000-of-00001.arrayrecord")
     examples = [example(name, row) for row in range(count)]
     chunks = (
         Chunk(*(RaggedTokens.of(list(map(np.array, side))) for side in zip(*part, strict=True)))
@@ -116,17 +118,6 @@ def _write_split(prepared: PreparedTasks, name: str, split: str, count: int) -> 
         files={file: count},
         checksum=shard.checksum,
     ).save(directory)
-
-
-def multi30k(sizes: dict[str, int]) -> tuple[Layout, ...]:
-    """The layouts of a smaller Multi30k."""
-    return tuple(
-        dataclasses.replace(
-            layout,
-            splits=tuple(dataclasses.replace(s, rows=sizes[s.name]) for s in layout.splits),
-        )
-        for layout in CORPORA["multi30k"]
-    )
 
 
 def stream(data_dir: pathlib.Path, config: DataConfig = CONFIG, **changes: object) -> Stream:

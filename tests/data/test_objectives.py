@@ -18,9 +18,7 @@ from synthesizer_jax.data.objectives import (
     ObjectiveMixture,
     PrefixLM,
     SegmentObjective,
-    noise_mask,
     replace_spans,
-    ul2,
 )
 
 VOCAB_SIZE = 32_100
@@ -70,20 +68,6 @@ class Given:
         return self
 
 
-def spelled(mask: np.ndarray) -> str:
-    return "".join("x" if noise else "." for noise in mask)
-
-
-def test_masks_by_hand() -> None:
-    # 4 noise tokens in 2 spans, parted after the 3rd; 6 others, parted after the 2nd
-    draws = Given([1, 2, 0], [1, 0, 2, 3, 4])
-    assert spelled(noise_mask(10, 0.4, 2.0, draws)) == "..xxx....x"
-    assert spelled(noise_mask(10, 0.25, None, counted())) == "........xx"
-    for length in (1, 2):
-        assert spelled(noise_mask(length, 0.15, 3.0, counted())) == ".x"[:length]
-        assert spelled(noise_mask(length, 0.25, None, counted())) == ".x"[:length]
-
-
 def test_draws_depend_on_seed_place_and_call_alone() -> None:
     draws = counted(5).fork(1)
     first, second = draws.uniform(4), draws.uniform(4)
@@ -93,9 +77,7 @@ def test_draws_depend_on_seed_place_and_call_alone() -> None:
     np.testing.assert_array_equal(Draws(np.random.SeedSequence(5), 1).uniform(4), first)
     assert (counted(6).fork(1).uniform(4) != first).all()
     assert (counted(5).fork(2).uniform(4) != first).all()
-    integers = counted().integers(10_000, low=-2, high=5)
-    assert set(integers) == set(range(-2, 5))
-    np.testing.assert_allclose(np.bincount(integers + 2) / 10_000, 1 / 7, atol=0.02)
+    assert set(counted().integers(1000, low=-2, high=5)) == set(range(-2, 5))
     assert sorted(counted().permutation(100)) == list(range(100))
 
 
@@ -215,17 +197,6 @@ def test_every_example_fits(name: str, length: int, seed: int) -> None:
         assert len(targets) > 1
 
 
-def test_ul2_is_seven_denoisers() -> None:
-    mixture = ul2(regular_mode=(40,), sequential_mode=(41, 42), extreme_mode=(43,))
-    assert [o.mode for o in mixture.objectives] == [(40,), (40,), (41, 42), *[(43,)] * 4]
-    sequential = mixture.objectives[2]
-    text = np.arange(100, 100 + sequential.segment_length(FORM), dtype=np.int32)
-    inputs, targets = sequential.example(text, counted(), FORM)
-    assert len(inputs) == 512 and inputs[:2].tolist() == [41, 42]
-    assert inputs[-2:].tolist() == [FIRST_SENTINEL, 1]
-    assert targets[0] == FIRST_SENTINEL and len(targets) - 2 == round(0.25 * len(text))
-
-
 def test_errors_name_field_and_remedy() -> None:
     for make, message in (
         (lambda: FullLM(documents=0), r"documents is 0; allowed: 1 to"),
@@ -233,20 +204,13 @@ def test_errors_name_field_and_remedy() -> None:
         (lambda: Denoising(0.15, 0.5), r"mean_span is 0.5; allowed: 1 or more"),
         (lambda: ObjectiveMixture(()), r"objectives is \(\); allowed: one or more"),
         (lambda: ObjectiveMixture((FullLM(), Denoising())), r"objectives differ in documents or d"),
-        (
-            lambda: ObjectiveMixture((FullLM(),), (1, 2)),
-            r"rates is \(1, 2\); allowed: none, or 1 n",
-        ),
-        (lambda: ObjectiveMixture((ul2(),)), "objectives is .*, expected"),
+        (lambda: ObjectiveMixture((FullLM(),), (1, 2)), r"rates is \(1, 2\); allowed: none, or 1 n"),
+        (lambda: ObjectiveMixture((OBJECTIVES["ul2"],)), "objectives is .*, expected"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
     for objective, changes, message in (
-        (
-            Denoising(),
-            {"targets_length": 113},
-            r"targets_length is 113; noise of inputs_length=512",
-        ),
+        (Denoising(), {"targets_length": 113}, r"targets_length is 113; noise of inputs_length=512"),
         (MaskedLM(), {"targets_length": 64}, r"MaskedLM with inputs_length=512 needs 512 or more"),
         (Denoising(mode=(5, 6)), {"inputs_length": 3}, r"a mode, a token and EOS needs 4 or more"),
     ):

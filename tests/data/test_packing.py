@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synthesizer_jax.data.packing import GROUP, WINDOW, LengthSorter, Packer, smallest_bucket
+from synthesizer_jax.data.batch import GROUP, LengthSorter, Packer, smallest_bucket
 from synthesizer_jax.data.task_streams import DrawnExample
 
 LENGTHS = (20, 9)
@@ -62,48 +62,11 @@ def test_rows_hold_every_example_once_and_none_waits(
         assert all(place - drawn_before[number] < window for number in numbers(row))
 
 
-@given(SIZES, st.integers(0, 25))
-@settings(max_examples=40, deadline=None)
-def test_pending_examples_are_the_position(sizes: list[tuple[int, int]], place: int) -> None:
-    source = Source(sizes)
-    packing = packer(source)
-    for _ in range(place):
-        packing.next_row()
-    later = Source(sizes)
-    later.take(source.taken)
-    again = packer(later)
-    again.restore(packing.pending)
-    for _ in range(20):
-        assert numbers(again.next_row()) == numbers(packing.next_row())
-
-
 def test_the_longest_that_fits_follows_the_oldest() -> None:
     sizes = [(9, 1), (12, 1), (11, 9), (11, 2), (2, 1), (11, 3), (20, 1), (1, 1)]
     packing = packer(Source(sizes))
     assert numbers(packing.next_row()) == [0, 3]  # of equal length the oldest; 2 has 9 targets
     assert numbers(packing.next_row()) == [1, 4, 7]
-
-
-def test_a_window_of_one_packs_nothing() -> None:
-    source = Source([(1, 1)])
-    packing = packer(source, window=1)
-    assert [numbers(packing.next_row()) for _ in range(3)] == [[0], [1], [2]]
-    assert not packing.pending
-
-
-def test_short_examples_fill_rows() -> None:
-    """Lengths such as those of GLUE and SuperGLUE, with T5's vocabulary, in rows of 512/84."""
-    rng = np.random.default_rng(0)
-    short = np.clip(rng.lognormal(3.7, 0.5, 4000).astype(int), 8, 512)
-    long = np.clip(rng.normal(330, 90, 600).astype(int), 100, 512)
-    inputs = rng.permutation(np.concatenate([short, long]))
-    source = Source(
-        [(int(n), int(t)) for n, t in zip(inputs, rng.integers(2, 6, len(inputs)), strict=True)]
-    )
-    packing = Packer(source.take, (512, 84), max_segments=32, window=WINDOW)
-    rows = [packing.next_row() for _ in range(1000)]
-    fill = np.mean([sum(len(e.inputs) for e in row) for row in rows]) / 512
-    assert fill > 0.98
 
 
 def test_a_group_is_sorted_before_its_batches_are_mixed() -> None:

@@ -142,23 +142,6 @@ def test_segments_are_of_the_objectives_of_a_mixture_by_their_rates() -> None:
         assert abs(np.mean(chosen) - share) < 0.04
 
 
-@pytest.mark.parametrize("name", ["span_3_15_u_u", "prefix_lm", "full_lm", "masked_lm", "ul2"])
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_a_restored_stream_goes_on_at_any_step(name: str, shuffle: bool) -> None:
-    documents = Numbered([*DOCUMENTS.lengths[:40], 3 * LONG])
-    source = make(name, documents=documents, shuffle=shuffle)
-    positions, examples = [], []
-    for _ in range(60):  # several epochs
-        positions.append(source.position())
-        examples += take(source, 1)
-    assert len({tuple(position) for position in positions}) == len(positions)
-    for step in range(60):
-        restored = make(name, documents=documents, shuffle=shuffle)
-        restored.restore(positions[step])
-        assert restored.position() == positions[step]
-        assert take(restored, min(3, 60 - step)) == examples[step : step + 3]
-
-
 def test_the_order_of_documents_has_numbers_of_its_own() -> None:
     """The counters of noise never coincide with those of `ExampleStream`."""
     seed = np.random.SeedSequence(0)
@@ -179,10 +162,3 @@ def test_documents_without_tokens_and_with_padding() -> None:
 
     example = next(make("full_lm", documents=Padded([5])))
     assert example[1].tolist() == [5, 6, 1] and example[1].dtype == np.int32
-
-
-def test_settings_that_do_not_fit_are_refused_at_once() -> None:
-    with pytest.raises(ValueError, match=r"targets_length is 3; .* needs 8 or more"):
-        make(form=FORM._replace(targets_length=3))
-    with pytest.raises(ValueError, match="the numbers has 2 examples, fewer than shards=3"):
-        make(documents=Numbered([5, 5]), shard=(2, 3))

@@ -58,13 +58,8 @@ def test_the_same_on_t5s_own_model(real_data):
     assert [ours.encode(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
 
 
-def test_a_damaged_or_foreign_file_is_one_sentence(model, tmp_path):
-    path, whole = tmp_path / "vocabulary.model", model.read_bytes()
-    for content in (b"", b"root:x:0:0\n", whole[: len(whole) // 2]):
-        path.write_bytes(content)
-        message = f"{path} is damaged or no SentencePiece model.*--set vocabulary.path=FILE"
-        with pytest.raises(ValueError, match=message):
-            SentencePiece(str(path)).build()
+def test_a_foreign_file_is_one_sentence(tmp_path):
+    path = tmp_path / "vocabulary.model"
     with path.open("wb") as file:  # SentencePiece's defaults: unknown 0, BOS 1, EOS 2, no padding
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(["a b c d"] * 9), model_writer=file, vocab_size=9, minloglevel=2

@@ -24,14 +24,12 @@ from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 from synthesizer_jax.evaluation.config import Evaluation
 from synthesizer_jax.preparation.experiment import prepare_data
 from synthesizer_jax.preparation.file_tasks import FileTask, Template, import_files
-from synthesizer_jax.preparation.importers import CORPORA, DATASETS
+from synthesizer_jax.preparation.importers.corpora import report_lines
 from synthesizer_jax.preparation.importers.files import find_splits
 from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.imported import FOLDER, VERSION, add_imported
 from synthesizer_jax.tasks.postprocessors import UNKNOWN
-from synthesizer_jax.tasks.splits import SplitRequest, is_current
-from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.splits import SplitRequest, is_current, open_stream
 from synthesizer_jax.tasks.task import Task
 from synthesizer_jax.training.run import find_prepared, run
 from tests.evaluation import runs
@@ -226,34 +224,19 @@ def describe(**options):
 def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
     write(tmp_path, {"a.jsonl": JSON_LINES * 2, "b.csv": CSV + b"broken \xff byte,1\r\n"})
     splits = find_splits([f"train={tmp_path}/a.jsonl,validation={tmp_path}/b.csv"])
-    found = import_files(describe(metrics=("accuracy", "f1")), splits, tmp_path / "data")
-    assert [line for summary in found for line in summary.lines()] == [
-        "train: 4 rows",
-        "  targets: good 2, bad 2",
-        "validation: 3 rows",
-        "  targets: good 2, bad 1",
-        "  rows with U+FFFD in the place of bytes: 1",
-    ]
+    reports = import_files(describe(metrics=("accuracy", "f1")), splits, tmp_path / "data")
+    train, its_labels, validation, labels, _ = (" ".join(x.split()) for x in report_lines(reports))
+    assert train == f"imported/my_reviews:train 4 rows {tmp_path}/a.jsonl"
+    assert "my_reviews:validation 3 rows, 1 with U+FFFD in the place of bytes " in validation
+    assert [its_labels, labels] == ["targets: good 2, bad 2", "targets: good 2, bad 1"]
     monkeypatch.delitem(task_registry.TASKS, "my_reviews")  # as in another process
-    assert add_imported(tmp_path / "data") == ["my_reviews"]
+    assert task_registry.add_imported(tmp_path / "data") == ["my_reviews"]
     examples = load("my_reviews", "validation", tmp_path / "data")
-    assert examples.label_words == ("bad", "good")
+    assert examples.task.label_words == ("bad", "good")
     assert examples.target_words == ["good", "bad", "good"]
     assert examples.record(2, "bad")["input"] == "review: broken � byte"
     expected = {"accuracy": pytest.approx(200 / 3), "f1": pytest.approx(200 / 3)}
     assert examples.score(["good", "bad", "bad"]) == expected
-    path = tmp_path / "data" / FOLDER / "my_reviews" / VERSION / "task.json"
-    good = json.loads(path.read_text())
-    for data in (
-        "{",
-        "[]",
-        "{}",
-        json.dumps(good | {"name": "x"}),
-        json.dumps(good | {"metrics": ["x"]}),
-    ):
-        path.write_text(data)
-        with pytest.raises(ValueError, match=r"task\.json cannot be read: .*import the task again"):
-            add_imported(tmp_path / "data")
 
 
 def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
@@ -277,9 +260,7 @@ def test_an_empty_target_belongs_to_a_split_that_is_only_predicted(tmp_path):
             said = r"a\.csv, line 4: the target is empty or '<unk>'.* --from test=FILE; nothing was"
             with pytest.raises(ValueError, match=said):
                 import_files(
-                    describe(**options),
-                    find_splits([f"{split}={tmp_path}/a.csv"]),
-                    tmp_path / "data",
+                    describe(**options), find_splits([f"{split}={tmp_path}/a.csv"]), tmp_path / "data"
                 )
         splits = find_splits([f"test={tmp_path}/a.csv"])
         import_files(describe(**options), splits, tmp_path / "data", renew=True)
@@ -379,11 +360,7 @@ def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
         ('{"x": 1e400}', {}, "a.jsonl, line 2: the field 'x' is Infinity, which is no text"),
         ('{"y": 1}', {}, "a.jsonl, line 2: there is no field 'x'; there are y; nothing was"),
         ('{"x": "b"}', {}, "a.jsonl, line 2: the target 'b' is none of the labels a"),
-        (
-            '{"x": "good"}',
-            numbers,
-            "a.jsonl, line 2: the target 'good' is no number, which the met",
-        ),
+        ('{"x": "good"}', numbers, "a.jsonl, line 2: the target 'good' is no number, which the met"),
         ('{"x": 1' + 400 * "0" + "}", numbers, "is no number, which the metric pearson"),
         ('{"x": "\\ud800"}', {"labels": {}}, "a.jsonl, line 2: .*UnicodeEncodeError"),
     ):
@@ -393,7 +370,7 @@ def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
         with pytest.raises(ValueError, match=said):
             import_files(changed, find_splits([f"train={tmp_path}/a.jsonl"]), data_dir, renew=True)
     write(tmp_path, {"a.jsonl": "\n"})
-    with pytest.raises(ValueError, match=r"a\.jsonl: the split 'train' has no rows; nothing was"):
+    with pytest.raises(ValueError, match=r"imported/my_rows:train has no rows in .*a\.jsonl; nothing was"):
         import_files(task, find_splits([f"train={tmp_path}/a.jsonl"]), data_dir, renew=True)
     assert {p: p.read_bytes() for p in data_dir.rglob("*") if p.is_file()} == before
 
@@ -404,10 +381,7 @@ def test_a_description_that_cannot_be_is_refused(tmp_path):
         ({"metrics": ("acuracy",)}, r"no metric 'acuracy', did you mean 'accuracy'\?"),
         ({"metrics": ("f1",), "labels": {}}, "'f1' compares two labels; with 0 labels"),
         ({"metrics": ("f1",), "labels": {"a": "a", "b": "b", "c": "c"}}, "with 3 labels"),
-        (
-            {"metrics": ("rouge",)},
-            "'rouge' compares texts; with 1 labels and .* answers are labels",
-        ),
+        ({"metrics": ("rouge",)}, "'rouge' compares texts; with 1 labels and .* answers are labels"),
         ({"metrics": ("pearson", "bleu")}, "'bleu' compares texts; .* answers are numbers"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -448,13 +422,6 @@ def test_sigterm_leaves_nothing(tmp_path):
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ended.returncode == 143, ended.stderr
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_the_command_names_all_that_can_be_imported(tmp_path):
-    result = CliRunner().invoke(app, ["data", "import", "gleu", "--from", str(tmp_path)])
-    said = str(result.exception)
-    assert said.startswith("'gleu' cannot be imported, did you mean 'glue'?; choose one of ")
-    assert all(name in said for name in (*CORPORA, *DATASETS))
 
 
 def test_a_split_that_is_missing_is_said_before_anything_is_prepared(tmp_path):

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from synthesizer_jax.preparation import synthetic
-from synthesizer_jax.preparation.synthetic import SIZES, SOURCES, VERSION, as_text
+from synthesizer_jax.preparation.synthetic import NUM_LABELS, SIZES, VERSION, as_text
 from synthesizer_jax.tasks.postprocessors import to_text
 from synthesizer_jax.tasks.synthetic import DEFINITIONS, MIXTURE, VOCAB_SIZE, vocabulary
 from tests.tasks.loading import load
@@ -16,27 +16,27 @@ from tests.tasks.loading import load
 
 @pytest.fixture(scope="module")
 def rows():
-    return {(c, split): synthetic.examples(c, split) for c in SOURCES for split in SIZES}
+    return {(c, split): list(synthetic.examples(c, split)) for c in DEFINITIONS for split in SIZES}
 
 
 def test_other_rows_need_another_version(rows):
     """What is written is recognised by `VERSION`; a change of the rows raises it."""
-    text = "".join(json.dumps(rows[c, "validation"], sort_keys=True) for c in sorted(SOURCES))
+    text = "".join(json.dumps(rows[c, "validation"], sort_keys=True) for c in sorted(DEFINITIONS))
     found = hashlib.sha256(text.encode()).hexdigest()[:16]
     assert (VERSION, found) == ("1.0.0", "0143ca47d95c4f38")
-    assert synthetic.examples("wsc", "validation", seed=1) != rows["wsc", "validation"]
+    assert list(synthetic.examples("wsc", "validation", seed=1)) != rows["wsc", "validation"]
 
 
 def test_splits_are_disjoint_and_labels_balanced(rows):
-    for config, source in SOURCES.items():
+    for config, num_labels in NUM_LABELS.items():
         texts = {}
         for split, size in SIZES.items():
             found = [{k: v for k, v in r.items() if k != "idx"} for r in rows[config, split]]
             labels = collections.Counter(row.pop("label") for row in found)
             texts[split] = {json.dumps(row) for row in found}
             assert len(found) == len(texts[split]) == size
-            if source.labels and (config, split) != ("wsc", "train"):
-                assert all(n == size / source.labels for n in labels.values())
+            if num_labels and (config, split) != ("wsc", "train"):
+                assert all(n == size / num_labels for n in labels.values())
         assert not texts["train"] & texts["validation"]
 
 
@@ -52,7 +52,7 @@ def test_what_is_written_is_what_tasks_read(synthetic_data, tmp_path, monkeypatc
             (to_text(e["inputs_pretokenized"]), target)
             for e, target in zip(examples.examples, examples.target_words, strict=True)
         ]
-        written = synthetic.examples(config, "validation")
+        written = list(synthetic.examples(config, "validation"))
         assert shown == [as_text(task, row) for row in written] and len(shown) == 60
         assert max(len(x) for x in examples.inputs) <= 32  # nothing is cut in the quickstart
         right = next(iter(examples.score(examples.target_words).values()))

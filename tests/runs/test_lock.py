@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from synthesizer_jax.evaluation.files import evaluation_folder
+from synthesizer_jax.evaluation.scoring import evaluation_folder
 from synthesizer_jax.runs import lock
 
 HOLD = (

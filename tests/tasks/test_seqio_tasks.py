@@ -16,8 +16,7 @@ from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.preparation.rows import to_seqio
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary
-from synthesizer_jax.tasks.splits import SplitRequest, is_current
-from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.splits import SplitRequest, is_current, open_stream
 from synthesizer_jax.tasks.task import Answers
 from tests.tasks.loading import load, quiet
 
@@ -63,10 +62,7 @@ def confidence(targets, scores):
 
 def both(targets, predictions, aux_values):
     del targets, predictions
-    return {
-        "mean_score": float(np.mean(aux_values["scores"])),
-        "shown": seqio.metrics.Text("not a number"),
-    }
+    return {"mean_score": float(np.mean(aux_values["scores"])), "shown": seqio.metrics.Text("not a number")}
 
 
 @flax.struct.dataclass
@@ -170,7 +166,7 @@ def test_what_is_not_there_is_one_sentence(tmp_path):
 def test_metrics_are_computed_by_their_own_rules(tmp_path):
     vocabulary = Bytes().build()
     examples = load("outside_double", "validation", tmp_path, lengths=LENGTHS)
-    assert examples.task.scores_targets and examples.label_words is None
+    assert examples.task.scores_targets and examples.task.label_words is None
     assert examples.target_words == ["0", "2", "4", "6", "8"]
     texts = ["0", "3", "4", "no", "8"]
     answers = Answers(

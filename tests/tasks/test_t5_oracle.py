@@ -20,7 +20,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
-from synthesizer_jax.preparation.importers import import_corpus
+from synthesizer_jax.preparation.importers.corpora import import_archive
 from synthesizer_jax.preparation.rows import seqio_preprocessors
 from synthesizer_jax.tasks import metrics, task_registry
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate
@@ -258,13 +258,13 @@ def test_real_rows_become_what_t5_makes_of_them(t5, vocabulary, real_data, tmp_p
     for folder in ("glue/WNLI", "glue/MRPC", "super_glue/WSC", "super_glue/MultiRC"):
         shutil.copytree(real_data / folder, tmp_path / folder)
     for benchmark, splits in (("glue", 6), ("super_glue", 6)):
-        reports = import_corpus(benchmark, tmp_path, tmp_path)
-        assert sum(report.status == "complete" for report in reports) == splits
+        reports = import_archive(benchmark, tmp_path, tmp_path)
+        assert sum(report.rows > 0 and report.rows == report.published for report in reports) == splits
     for dataset, names, count in (
         ("glue/wnli", ["glue_wnli_v002_simple_eval"], 852),
         ("super_glue/wsc.fixed", [n for n in OURS if "wsc" in n and "sentinel" not in n], 804),
-        ("super_glue/multirc", ["super_glue_multirc_v102"], 300),
-        ("glue/mrpc", ["glue_mrpc_v002"], 500),
+        ("super_glue/multirc", ["super_glue_multirc_v102"], 60),
+        ("glue/mrpc", ["glue_mrpc_v002"], 60),
     ):
         builder = tfds.builder(dataset, data_dir=tmp_path)
         first, *others = (builder.as_dataset(split) for split in sorted(builder.info.splits)[::-1])
@@ -295,9 +295,6 @@ def test_other_metrics_are_t5s(t5):
     answers = [[target, other] for target, other in zip(TARGETS, TARGETS[::-1], strict=True)]
     expected = t5.metrics.squad(answers, PREDICTIONS)
     assert metrics.squad(answers, PREDICTIONS) == pytest.approx(expected)
-    trivia = t5.metrics.trivia_qa(answers, PREDICTIONS)
-    assert metrics.trivia_qa(answers, PREDICTIONS) == pytest.approx(trivia)
-    assert expected != trivia
     targets = [{"answers": a, "context": CONTEXT} for a in (["Ann"], ["Ann Lee", "1912"])]
     for spans in itertools.product(("start: 2 end: 3", "start: 1", "start: x end: 2", ""), repeat=2):
         expected = t5.metrics.span_squad(targets, spans)

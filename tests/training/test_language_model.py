@@ -10,7 +10,7 @@ from synthesizer_jax.base.registry import replace
 from synthesizer_jax.costs.utilization import step_flops
 from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.evaluation.files import write_predictions
+from synthesizer_jax.evaluation.scoring import write_predictions
 from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.models.zoo import language_model
 from synthesizer_jax.training.run import open_evaluator, run

@@ -6,25 +6,26 @@ their place.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from etils import epy
 
-from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.registry import JSON
-from synthesizer_jax.preparation.importers import readers
+from synthesizer_jax.preparation.importers.archives import ARCHIVES, read_split
 from synthesizer_jax.preparation.importers.files import SplitFiles
-from synthesizer_jax.preparation.importers.layouts import CORPORA, SAMPLE, find_files
 from synthesizer_jax.preparation.importers.reading import (
     Cursor,
     ReadError,
     Row,
     find_field,
+    read_lines,
     value_text,
 )
 from synthesizer_jax.preparation.writing import FeatureType, staging, write_dataset
@@ -38,6 +39,9 @@ with epy.lazy_imports():
 VERSION = "1.0.0"
 
 
+_TITLE = re.compile(r" = [^=].* = ?")
+
+
 @dataclasses.dataclass
 class SplitReport:
     """The import of one split.
@@ -46,61 +50,75 @@ class SplitReport:
       dataset: the TFDS data set.
       split: the split.
       files: the files that are there.
-      read: yields the rows of the files and where they are, None for one that is left out.
-      published: number of rows that files as published have; None: not known, or any.
+      published: number of rows that were published; None: not known, or any.
       pattern: names the files of an archive; empty for files of a user's.
       rows: number of examples written.
       dropped: number of rows that are left out because they lack something.
       undecodable: number of rows with U+FFFD, which stands for bytes that are not UTF-8.
+      targets: how often each label of a user's task occurs.
     """
 
     dataset: str
     split: str
     files: Sequence[pathlib.Path]
-    read: Callable[[], Iterator[tuple[str, Row | None]]]
     published: int | None = None
     pattern: str = ""
     rows: int = 0
     dropped: int = 0
     undecodable: int = 0
+    targets: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     @property
     def name(self) -> str:
         """The TFDS data set and the split, such as `glue/mnli:validation_matched`."""
         return f"{self.dataset}:{self.split}"
 
-    @property
-    def status(self) -> str:
-        """`complete` (the published size), `present` (none to compare with), `subset` or `missing`."""
-        if not self.files:
-            return "missing"
-        return "subset" if self._is_sample else "complete" if self.published else "present"
-
-    @property
-    def _is_sample(self) -> bool:
-        return bool(self.pattern) and any(path.name.startswith(SAMPLE) for path in self.files)
-
-    def encode(
-        self, cursor: Cursor, features: Mapping[str, FeatureType], labels: Mapping[str, str]
+    def convert(
+        self, rows: Iterable[tuple[str, Row | None]], cursor: Cursor, convert: Callable[[Row], Row]
     ) -> Iterator[Row]:
-        """Yields the values of the features; it ends with an error where a published size is missed."""
-        for row in cursor.follow(self.read()):
+        """Yields what a function makes of the rows, and counts them; None is a row that is left out."""
+        for row in cursor.follow(rows):
             if row is None:
                 self.dropped += 1
                 continue
-            values = {name: _value(row, name, kind, labels) for name, kind in features.items()}
+            values = convert(row)
             self.rows += 1
             self.undecodable += any("\ufffd" in v for v in values.values() if isinstance(v, str))
             yield values
-        expected = None if self._is_sample else self.published
-        if self.rows == 0 or expected not in (None, self.rows):
-            size = f"{self.rows:,} of {expected:,} published rows" if expected else "no rows"
+        if not self.rows:
             left_out = f", without {self.dropped:,} that are left out," if self.dropped else ""
-            remedy = f"or name them {SAMPLE}{self.files[0].name} and so on if they are a sample"
-            raise ReadError(
-                f"{self.name} has {size}{left_out} in {', '.join(map(str, self.files))}; get whole "
-                f"files{', ' + remedy if self.pattern else ''}; nothing was imported"
-            )
+            files = ", ".join(map(str, self.files))
+            raise ReadError(f"{self.name} has no rows{left_out} in {files}; nothing was imported")
+
+
+def report_lines(reports: Sequence[SplitReport]) -> Iterator[str]:
+    """Yields the reports as aligned plain text: a line per split, its labels, and a summary."""
+    width = max(len(report.name) for report in reports)
+    for report in reports:
+        if not report.files:
+            yield f"{report.name:{width}}  missing ({report.pattern})"
+            continue
+        rows = f"{report.rows:>7,} rows"
+        if report.published not in (None, report.rows):
+            rows += f" of {report.published:,} published"
+        if report.dropped:
+            rows += f", {report.dropped:,} left out"
+        if report.undecodable:
+            rows += f", {report.undecodable:,} with U+FFFD in the place of bytes"
+        yield f"{report.name:{width}}  {rows}  {report.files[-1]}"
+        if report.targets:
+            yield "  targets: " + ", ".join(f"{word} {n:,}" for word, n in report.targets.most_common())
+    present = [report.rows for report in reports if report.files]
+    yield f"{len(present)} of {len(reports)} splits, {sum(present):,} rows"
+
+
+def feature_values(row: Row, features: Mapping[str, FeatureType], labels: Mapping[str, str]) -> Row:
+    """Returns the values of features by name, of which a row has a field each.
+
+    Raises:
+      ValueError: it lacks one, or its value is of another kind.
+    """
+    return {name: _value(row, name, kind, labels) for name, kind in features.items()}
 
 
 def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str]) -> JSON:
@@ -136,64 +154,39 @@ def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON
     return int(value)
 
 
-def report_lines(reports: Sequence[SplitReport]) -> Iterator[str]:
-    """Yields the reports as aligned plain text: one line per split, then a summary."""
-    width = max(len(report.name) for report in reports)
-    for report in reports:
-        found = f"missing ({report.pattern})"
-        if report.files:
-            dropped = f", {report.dropped:,} left out" if report.dropped else ""
-            if report.undecodable:
-                dropped += f", {report.undecodable:,} with U+FFFD"
-            found = f"{report.status:8}  {report.rows:>7,} rows{dropped}  {report.files[-1]}"
-        yield f"{report.name:{width}}  {found}"
-    present = [report.rows for report in reports if report.files]
-    yield f"{len(present)} of {len(reports)} splits, {sum(present):,} rows"
-
-
-def import_corpus(
-    name: str, source: pathlib.Path | str, data_dir: pathlib.Path | str, *, renew: bool = False
+def import_archive(
+    name: str, source: pathlib.Path, data_dir: pathlib.Path, *, renew: bool = False
 ) -> list[SplitReport]:
     """Writes the TFDS data sets of an archive from its files; none if a row cannot be read.
 
-    Splits whose files are not there are reported as missing, those of a sample as a subset.
+    Splits whose files are not there are reported as missing.
 
     Args:
-      name: a key of `CORPORA`.
+      name: a key of `ARCHIVES`.
       source: the directory of the files, or its parent if the directory is called `name`; files may be
         plain or gzip.
       data_dir: a TFDS data directory; created if it does not exist.
       renew: whether data sets that exist are replaced; otherwise their splits are kept.
 
     Raises:
-      ValueError: no file was found, or a row is invalid, or a file does not have the published number
-        of rows; the message has file, place and reason.
+      ValueError: no file was found, or a row is invalid; the message has file, place and reason.
     """
-    source = storage_path(str(source))
     source = source / name if (source / name).is_dir() else source
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder; give the one that holds the files of {name}")
     reports = archive_reports(name, source)
     if not any(report.files for report in reports):
-        lacking = ", ".join(layout.splits[0].files[0][0] for layout in CORPORA[name])
+        lacking = ", ".join(next(iter(s.values())).patterns[0] for s in ARCHIVES[name].values())
         raise ValueError(f"{source} lacks {lacking}; nothing was imported")
-    return _write(reports, storage_path(str(data_dir)), {}, renew=renew)
+    return _write(reports, lambda r: read_split(r.dataset, r.files), data_dir, {}, renew=renew)
 
 
 def archive_reports(name: str, source: pathlib.Path) -> list[SplitReport]:
     """Returns the splits of all data sets of an archive, before they are read."""
     return [
-        SplitReport(
-            layout.dataset,
-            split.name,
-            files,
-            functools.partial(layout.read, files),
-            split.rows,
-            split.files[0][0],
-        )
-        for layout in CORPORA[name]
-        for split in layout.splits
-        for files in [find_files(split, source)]
+        SplitReport(dataset, split, layout.find(source), layout.rows, layout.patterns[0])
+        for dataset, splits in ARCHIVES[name].items()
+        for split, layout in splits.items()
     ]
 
 
@@ -207,10 +200,10 @@ def import_dataset(
 ) -> list[SplitReport]:
     """Writes a TFDS data set from files whose fields are its features; all of it or nothing.
 
-    Rows of aligned files of which a line is blank are left out.
+    Rows of aligned files of which a line is blank are left out. The rows of WikiText are articles.
 
     Args:
-      dataset: one of `layouts.DATASETS`.
+      dataset: one of `archives.DATASETS`.
       splits: the files of its splits.
       data_dir: a TFDS data directory.
       labels: label words by the values that stand for them in the files.
@@ -223,27 +216,53 @@ def import_dataset(
     known = dict.fromkeys(s for task in DEFINITIONS if task.dataset == dataset for s in task.splits)
     if unknown := [split for split in splits if split not in known]:
         raise ValueError(f"{dataset} has no split {unknown[0]!r}; it has {', '.join(known)}")
-    if (found := newest_version(dataset, data_dir)) is not None and found.name != VERSION:
-        raise ValueError(f"{found} would be read instead; delete it, or use another --data-dir")
-    reports = [
-        SplitReport(dataset, split, files.files, functools.partial(readers.named, files))
-        for split, files in splits.items()
-    ]
-    return _write(reports, data_dir, labels, renew=renew)
+    newest = newest_version(dataset, data_dir)
+    if newest is not None and newest.name != VERSION:
+        raise ValueError(f"{newest} would be read instead; delete it, or use another --data-dir")
+    reports = [SplitReport(dataset, split, files.files) for split, files in splits.items()]
+
+    def read(report: SplitReport) -> Iterator[tuple[str, Row | None]]:
+        if dataset.startswith("wikitext/"):
+            return _articles(report.files)
+        return splits[report.split].whole_rows()
+
+    return _write(reports, read, data_dir, labels, renew=renew)
+
+
+def _articles(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row | None]]:
+    """Yields WikiText's articles, without blank lines at both ends, which start with `` = Title = ``."""
+    for path in paths:
+        text, previous = list[str](), ""
+        for number, line in read_lines(path):
+            if _TITLE.fullmatch(line) and not previous.strip() and text:
+                yield f"{path}, before line {number}", {"text": "\n".join(text).rstrip()}
+                text = []
+            if text or line.strip():
+                text.append(line)
+            previous = line
+        if text:
+            yield f"{path}, the end", {"text": "\n".join(text).rstrip()}
 
 
 def _write(
-    reports: list[SplitReport], data_dir: pathlib.Path, labels: Mapping[str, str], *, renew: bool
+    reports: list[SplitReport],
+    read: Callable[[SplitReport], Iterator[tuple[str, Row | None]]],
+    data_dir: pathlib.Path,
+    labels: Mapping[str, str],
+    *,
+    renew: bool,
 ) -> list[SplitReport]:
-    """Writes the data sets of splits, and returns the reports."""
+    """Writes the data sets of splits, whose rows a function reads, and returns the reports."""
     cursor = Cursor()
+
+    def rows(report: SplitReport, features: Mapping[str, FeatureType]) -> Iterator[Row]:
+        return report.convert(read(report), cursor, lambda row: feature_values(row, features, labels))
+
     with staging(data_dir, renew=renew) as folder, cursor.named():
-        here = (report for report in reports if report.files)
-        for dataset, group in itertools.groupby(here, key=lambda report: report.dataset):
+        present = (report for report in reports if report.files)
+        for dataset, group in itertools.groupby(present, key=lambda report: report.dataset):
             version, features = dataset_features(dataset, folder)
-            splits = {
-                report.split: functools.partial(report.encode, cursor, features, labels) for report in group
-            }
+            splits = {report.split: functools.partial(rows, report, features) for report in group}
             write_dataset(dataset, version, features, splits, folder)
     return reports
 

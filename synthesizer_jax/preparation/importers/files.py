@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from synthesizer_jax.preparation.importers.reading import (
     ReadError,
+    Row,
     Rows,
     file_kind,
     read_lines,
@@ -45,11 +45,16 @@ class SplitFiles:
           ReadError: a row cannot be read.
         """
         if self.aligned:
-            lines = aligned_lines(self.files, functools.partial(read_lines, errors="replace"))
-            for number, texts in lines:
+            for number, texts in _aligned_lines(self.files):
                 yield f"{self.files[0]}, line {number}", dict(zip(self.fields, texts, strict=True))
         for path in () if self.aligned else self.files:
             yield from read_rows(path, self.columns)
+
+    def whole_rows(self) -> Iterator[tuple[str, Row | None]]:
+        """Yields the rows, None where a line of aligned files is blank."""
+        for where, row in self.rows():
+            is_whole = not self.aligned or all(str(text).strip() for text in row.values())
+            yield where, row if is_whole else None
 
     @property
     def fields(self) -> list[str]:
@@ -61,11 +66,9 @@ class SplitFiles:
         return ends if len(set(ends)) == len(ends) else [name.stem for name in names]
 
 
-def aligned_lines(
-    files: Sequence[pathlib.Path], lines: Callable[[pathlib.Path], Iterator[tuple[int, str]]]
-) -> Iterator[tuple[int, list[str]]]:
+def _aligned_lines(files: Sequence[pathlib.Path]) -> Iterator[tuple[int, list[str]]]:
     """Yields the number and the texts of every line of files that belong together line by line."""
-    for rows in itertools.zip_longest(*map(lines, files)):
+    for rows in itertools.zip_longest(*map(read_lines, files)):
         number = next(row[0] for row in rows if row is not None)
         if None in rows:
             short = files[rows.index(None)]
@@ -91,20 +94,20 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
     if len(parts) == 1 and "=" not in parts[0]:
         named = _splits_of_folder(pathlib.Path(parts[0]))
         return {s: _checked(SplitFiles(tuple(p), columns=tuple(columns))) for s, p in named.items()}
-    found: dict[str, SplitFiles] = {}
+    splits: dict[str, SplitFiles] = {}
     for part in parts:
         split, equals, names = part.partition("=")
         if not (equals and split.isidentifier() and names):
             raise ValueError(f"--from {part!r}: write SPLIT=FILE, such as train=a.jsonl")
         if split == "all":
             raise ValueError(f"--from {part!r}: 'all' stands for all splits; choose another name")
-        aligned, before = "+" in names, found.get(split, SplitFiles(()))
+        aligned, before = "+" in names, splits.get(split, SplitFiles(()))
         if before.aligned or (aligned and before.files):
             raise ValueError(f"--from: the aligned files of {split!r} cannot be joined with other files")
         new = map(pathlib.Path, names.split("+")) if aligned else _named_files(names)
         files = (*before.files, *new)
-        found[split] = _checked(SplitFiles(files, aligned, tuple(columns)))
-    return found
+        splits[split] = _checked(SplitFiles(files, aligned, tuple(columns)))
+    return splits
 
 
 def _checked(split: SplitFiles) -> SplitFiles:
@@ -132,24 +135,24 @@ def _named_files(name: str) -> list[pathlib.Path]:
     path = pathlib.Path(name)
     if "*" not in path.name:
         return [path]
-    found = sorted(path.parent.glob(path.name))
-    if not found:
+    files = sorted(path.parent.glob(path.name))
+    if not files:
         raise FileNotFoundError(f"there is no file {name}")
-    return found
+    return files
 
 
 def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     """Returns the files of every split in a folder."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; write --from SPLIT=FILE, such as train={folder}")
-    found: dict[str, list[pathlib.Path]] = {}
+    files: dict[str, list[pathlib.Path]] = {}
     for path in sorted(folder.iterdir()):
         beginning = "".join(itertools.takewhile(str.isalpha, path.name.lower()))
         if beginning in SPLIT_NAMES and path.is_file():
-            found.setdefault(SPLIT_NAMES[beginning], []).append(path)
-    if not found:
+            files.setdefault(SPLIT_NAMES[beginning], []).append(path)
+    if not files:
         raise ValueError(
             f"{folder} has no file whose name begins with train, validation or test; name the files "
             "with --from SPLIT=FILE"
         )
-    return found
+    return files

@@ -69,33 +69,22 @@ class Cursor:
             raise ReadError(f"{self.where}: {reason}; nothing was imported") from error
 
 
-def open_file(path: pathlib.Path) -> io.BufferedReader:
-    """Opens a plain or compressed file to be read.
+def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
+    """Yields the number (from 1) and the text of every line; bytes that are not UTF-8 become U+FFFD.
 
     Raises:
-      ReadError: it is no regular file; reading from a pipe would block.
+      ReadError: the compression is damaged, the file is UTF-16, or it is no regular file.
     """
-    if not path.is_file():
+    if not path.is_file():  # reading from a pipe would block
         raise ReadError(f"{path} is no regular file; nothing was imported")
-    return io.BufferedReader(pa.input_stream(str(path), compression="detect"))
-
-
-def read_lines(path: pathlib.Path, *, errors: str = "strict") -> Iterator[tuple[int, str]]:
-    """Yields the number (from 1) and the text of every line, see `decode_lines`.
-
-    With ``errors="replace"`` bytes that are not UTF-8 become U+FFFD.
-
-    Raises:
-      ReadError: the compression is damaged, or the file is not UTF-8.
-    """
     number = 0
     try:
-        file = open_file(path)
+        file = io.BufferedReader(pa.input_stream(str(path), compression="detect"))
         if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             raise ReadError(f"{path} is UTF-16; convert it to UTF-8; nothing was imported")
-        for number, line in enumerate(decode_lines(file, errors), 1):
+        for number, line in enumerate(decode_lines(file, "replace"), 1):
             yield number, line
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ReadError(f"{path}, after line {number}: {error}; nothing was imported") from error
 
 
@@ -119,7 +108,7 @@ def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> Rows:
 
 
 def _json_rows(path: pathlib.Path) -> Rows:
-    for number, line in read_lines(path, errors="replace"):
+    for number, line in read_lines(path):
         if line.strip():
             with Cursor(f"{path}, line {number}").named():
                 if line.lstrip().startswith("["):
@@ -146,7 +135,7 @@ def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
 
 def _cells(path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
     """Yields the number of the (last) line and the cells of every row that is not blank."""
-    lines = read_lines(path, errors="replace")
+    lines = read_lines(path)
     if uncompressed(path).suffix == ".tsv":
         yield from ((number, line.split("\t")) for number, line in lines if line)
         return
@@ -164,7 +153,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _text_rows(path: pathlib.Path) -> Rows:
-    for number, line in read_lines(path, errors="replace"):
+    for number, line in read_lines(path):
         if line.strip():
             yield f"line {number}", {"text": line}
 
@@ -196,7 +185,7 @@ def _read_column(path: pathlib.Path, name: str, column: pa.Array) -> list[JSON]:
 _READERS: Mapping[str, Callable[..., Rows]] = {
     **dict.fromkeys((".jsonl", ".json"), _json_rows),
     **dict.fromkeys(TABLES, _table_rows),
-    ".txt": _text_rows,
+    **dict.fromkeys((".txt", ".tokens", ".raw"), _text_rows),  # the others are WikiText's
     ".parquet": _parquet_rows,
 }
 """The readers by the suffix of the uncompressed file."""

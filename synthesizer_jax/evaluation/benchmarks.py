@@ -1,16 +1,36 @@
-"""Files for the leaderboards of GLUE and SuperGLUE, from predictions for the test splits."""
+"""GLUE and SuperGLUE: averages, and files for the leaderboards from predictions for the test splits.
+
+Every group of tasks has the same weight in an average.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from synthesizer_jax.base.files import write_atomic
 from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, original_index
 from synthesizer_jax.tasks.metrics import Value
 from synthesizer_jax.tasks.task import Task
+
+Results = Mapping[str, Mapping[str, float]]
+"""Metrics by task name."""
+
+BENCHMARKS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "GLUE": (
+        *((f"glue_{name}_v002",) for name in ("cola", "sst2", "mrpc", "stsb", "qqp")),
+        ("glue_mnli_matched_v002", "glue_mnli_mismatched_v002"),
+        *((f"glue_{name}_v002",) for name in ("qnli", "rte")),
+    ),
+    "SuperGLUE": (
+        *((f"super_glue_{x}_v102",) for x in ("boolq", "cb", "copa", "multirc", "record", "rte", "wic")),
+        ("super_glue_wsc_v102_simple_eval",),
+    ),
+}
+"""The tasks of every group; GLUE's average does not include WNLI and AX."""
 
 FILES = {
     "glue/cola": "glue/CoLA.tsv",
@@ -41,6 +61,54 @@ WORDS = frozenset(["MNLI-m", "MNLI-mm", "QNLI", "RTE", "AX", "BoolQ", "CB", "WiC
 """Files that contain label words; the others contain integers, numbers or text."""
 
 LOWER = frozenset(["BoolQ", "WiC"])
+
+
+def averages(results: Results) -> dict[str, float]:
+    """Returns the averages of the benchmarks of which all tasks have results."""
+    by_benchmark = {name: _group_means(results, name) for name in BENCHMARKS}
+    return {name: _mean(means) for name, means in by_benchmark.items() if means}
+
+
+def best_average(by_step: Mapping[int, Results], benchmark: str) -> float | None:
+    """Returns the average of all groups, each at its own best step; None if no step has all tasks."""
+    by_group = [_group_means(results, benchmark) for _, results in sorted(by_step.items())]
+    groups = zip(*filter(None, by_group), strict=True)
+    best = [means[_best(dict(enumerate(means)))] for means in groups]
+    return _mean(best) if best else None
+
+
+def best_single_step(by_step: Mapping[int, Results], benchmark: str) -> tuple[int, float] | None:
+    """Returns the step with the highest average, and that average; None if no step has all tasks."""
+    means = {step: averages(results).get(benchmark) for step, results in sorted(by_step.items())}
+    whole = {step: mean for step, mean in means.items() if mean is not None}
+    return (step := _best(whole), whole[step]) if whole else None
+
+
+def best_by_task(by_step: Mapping[int, Results]) -> dict[str, int]:
+    """Returns the step with the highest mean of its metrics for every task, the first of equal ones."""
+    means: dict[str, dict[int, float]] = {}
+    for step, results in sorted(by_step.items()):
+        for task, metrics in results.items():
+            if metrics:
+                means.setdefault(task, {})[step] = _mean(list(metrics.values()))
+    return {task: _best(values) for task, values in means.items()}
+
+
+def _group_means(results: Results, benchmark: str) -> list[float]:
+    """Returns the mean of every group over its tasks of the mean of their metrics; empty: a task lacks."""
+    groups = BENCHMARKS[benchmark]
+    if not all(results.get(task) for group in groups for task in group):
+        return []
+    return [_mean([_mean(list(results[task].values())) for task in group]) for group in groups]
+
+
+def _best(values: Mapping[int, float]) -> int:
+    """Returns the step with the highest value, the first of equal ones; NaN is less than any number."""
+    return max(values, key=lambda step: (not math.isnan(values[step]), values[step]))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def write_submission(
@@ -123,9 +191,6 @@ def _json_lines(
         answers = passages.setdefault(index["paragraph"], {}).setdefault(index["question"], [])
         answers.append({"idx": index["answer"], "label": label})
     return [
-        {
-            "idx": passage,
-            "passage": {"questions": [{"idx": q, "answers": a} for q, a in questions.items()]},
-        }
+        {"idx": passage, "passage": {"questions": [{"idx": q, "answers": a} for q, a in questions.items()]}}
         for passage, questions in passages.items()
     ]
