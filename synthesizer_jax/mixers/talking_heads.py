@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import project
 from synthesizer_jax.attention import Mask, Terms, drop_value_vectors, materialize_logits
-from synthesizer_jax.attention.reference import softmax
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, NotNegative
 from synthesizer_jax.mixers.attention import AttentionBase
@@ -85,7 +84,12 @@ class TalkingHeads(AttentionBase):
             self.sow(LOGITS, "attention_logits", logits)
         if bias:
             logits = logits + logits_of(bias)
-        weights = softmax(logits, mask.pairs(q_length, k_length))  # [b or 1, h, q, k]
+        pairs = mask.pairs(q_length, k_length)
+        if pairs is not None:  # finite: with `where`, JAX's softmax has infinite numbers
+            logits = jnp.where(pairs, logits, jnp.finfo(logits.dtype).min)
+        weights = jax.nn.softmax(logits)  # [b or 1, h, q, k]
+        if pairs is not None:
+            weights = jnp.where(pairs, weights, 0)
         if self.project_weights:
             matrix = self._matrix("weights_projection")
             weights = _mix_heads(weights, matrix, by_query.get("x2w"), by_key.get("m2w"))

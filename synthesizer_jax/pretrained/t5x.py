@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gzip
+import json
 import pathlib
 import re
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import tensorstore
 from flax import serialization, traverse_util
 
+from synthesizer_jax.base.registry import format_value
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture, Pretrained, with_output_of_t5
@@ -150,7 +152,8 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
         store = {"driver": "ocdbt", "base": f"file://{path}"}
     arrays = {}
     with reading(directory):
-        keys = tensorstore.KvStore.open(store).result().list().result()
+        files = tensorstore.KvStore.open(store).result()
+        keys = files.list().result()
         for match in map(_ARRAY.fullmatch, sorted(key.decode() for key in keys)):
             if match:
                 spec = {
@@ -159,7 +162,16 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
                     "fill_missing_data_reads": False,  # a block that is not there was lost
                 }
                 with reading(directory / match["name"]):
+                    # TensorStore takes structures for numbers, and what follows the JSON for nothing.
+                    about = json.loads(files.read(match[0]).result().value)
+                    dtype = about.get("dtype", about.get("data_type"))
+                    if not isinstance(dtype, str):
+                        raise ValueError(f"its dtype is {format_value(dtype)}, which is no number")
                     array: Any = tensorstore.open(spec, open=True, read=True).result()
+                    blocks = array.chunk_layout.write_chunk.shape
+                    if any(b > max(n, 1) for b, n in zip(blocks, array.shape, strict=True)):
+                        # A block is allocated whole; without the memory the process would end.
+                        raise ValueError(f"it has the shape {array.shape} in blocks of {blocks}")
                 name = match["path"].replace(".", "/")
                 arrays[name] = _in_store(array, directory / match["name"])
     return arrays

@@ -103,6 +103,7 @@ def packed(tree: Any) -> bytes:
 EXPERIMENT, IMPORTS = "run/experiment.json", "run/code/imports.json"
 CONTENTS = "checkpoints/1/contents/contents.json"
 SHARD, INDEX = "transformers/model-00002-of-00003.safetensors", "transformers/model.safetensors.index.json"
+ZARRAY = "tensorstore/checkpoint_1/target.token_embedder.embedding/.zarray"
 T5X, TOKENIZER = "t5x/checkpoint_1", "tokenizer/tokenizer.json"
 DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = [
     # The file; what it holds instead (None: it is gone); the sentence.
@@ -172,6 +173,9 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
         "tensorstore/checkpoint_1/target.token_embedder.embedding/0.0",
         *(None, r"token_embedder\.embedding cannot be read: "),  # and not zeros
     ),
+    (ZARRAY, lambda data: data.replace(b"384", b"1099511627776", 1), "in blocks of"),
+    (ZARRAY, lambda data: data.replace(b'"<f4"', b'[["a", "<f4", []]]'), "its dtype is"),
+    (ZARRAY, lambda data: data + b"\0", "Extra data"),
 ]
 
 

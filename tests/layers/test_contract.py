@@ -20,7 +20,7 @@ EAGER = {  # which is slow: these have every operation of the others
     *("ALR of a decoder", "TalkingHeads"),
 }
 CHECKS = [(n, check) for n in CASES for check in CONTRACT + (FURTHER if n in DISTINCT else ())]
-CHECKS += [(n, eager_is_compiled_and_nothing_infinite) for n in EAGER]
+CHECKS += [(n, eager_is_compiled_and_nothing_infinite) for n in CASES if n in EAGER]
 IDS = [f"{name}-{check.__name__}" for name, check in CHECKS]
 
 
