@@ -13,7 +13,7 @@ SECTIONS = {
     "SuperGLUE": ("super_glue_", "dpr_"),
     "Translation": ("wmt", "multi30k", "iwslt"),
     "Summarization": ("cnn_dailymail", "xsum"),
-    "Question answering": ("squad", "trivia_qa"),
+    "Question answering": ("squad",),
     "Language modeling": ("lm1b", "wikitext"),
     "Pre-training": ("c4", "wikipedia"),
     "Dialogue": ("convai2", "xpersona"),

@@ -29,7 +29,6 @@ EXTRA_IDS = 100
 PAD, EOS, UNKNOWN = 0, 1, 2
 """T5's ids of padding, of the end of a text, and of unknown text."""
 
-
 LONGEST_TARGET = 1024
 """Targets are read up to this many tokens, EOS included, before they become classes of one number each."""
 
@@ -82,7 +81,6 @@ class Bytes(Vocabulary):
 
     @property
     def vocab_size(self) -> int:
-        """Number of special ids, bytes (256) and sentinels."""
         return _FIRST_BYTE + 256 + self.extra_ids
 
     def encode(self, text: str) -> list[int]:
@@ -90,12 +88,10 @@ class Bytes(Vocabulary):
         return [_FIRST_BYTE + byte for byte in text.encode("utf-8")]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of the bytes before the first EOS."""
         byte_values = (i - _FIRST_BYTE for i in _until_eos(ids))
         return bytes(byte for byte in byte_values if 0 <= byte < 256).decode("utf-8", "ignore")
 
     def contents(self) -> bytes:
-        """Returns its description."""
         return f"ByteVocabulary(extra_ids={self.extra_ids})".encode()
 
 
@@ -153,12 +149,10 @@ class SentencePiece(Vocabulary):
 
     @property
     def unk_id(self) -> int:  # type: ignore[override]
-        """The model's id of unknown text."""
         return self.processor.unk_id()
 
     @property
     def vocab_size(self) -> int:
-        """Number of pieces and sentinels."""
         return self.processor.GetPieceSize()
 
     def encode(self, text: str) -> list[int]:
@@ -174,7 +168,6 @@ class SentencePiece(Vocabulary):
         return self.processor.DecodeIds([unknown if i >= size else i for i in _until_eos(ids)])
 
     def contents(self) -> bytes:
-        """Returns the model with its sentinels."""
         return self.processor.serialized_model_proto()
 
 

@@ -32,28 +32,14 @@ BENCHMARKS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 """The tasks of every group; GLUE's average does not include WNLI and AX."""
 
+_GLUE = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "QNLI", "RTE", "WNLI", "AX")
+_SUPER_GLUE = ("BoolQ", "CB", "COPA", "MultiRC", "ReCoRD", "RTE", "WiC", "AX-b", "AX-g")
 FILES = {
-    "glue/cola": "glue/CoLA.tsv",
-    "glue/sst2": "glue/SST-2.tsv",
-    "glue/mrpc": "glue/MRPC.tsv",
-    "glue/stsb": "glue/STS-B.tsv",
-    "glue/qqp": "glue/QQP.tsv",
+    **{f"glue/{name.lower().replace('-', '')}": f"glue/{name}.tsv" for name in _GLUE},
     "glue/mnli_matched": "glue/MNLI-m.tsv",
     "glue/mnli_mismatched": "glue/MNLI-mm.tsv",
-    "glue/qnli": "glue/QNLI.tsv",
-    "glue/rte": "glue/RTE.tsv",
-    "glue/wnli": "glue/WNLI.tsv",
-    "glue/ax": "glue/AX.tsv",
-    "super_glue/boolq": "super_glue/BoolQ.jsonl",
-    "super_glue/cb": "super_glue/CB.jsonl",
-    "super_glue/copa": "super_glue/COPA.jsonl",
-    "super_glue/multirc": "super_glue/MultiRC.jsonl",
-    "super_glue/record": "super_glue/ReCoRD.jsonl",
-    "super_glue/rte": "super_glue/RTE.jsonl",
-    "super_glue/wic": "super_glue/WiC.jsonl",
+    **{f"super_glue/{name.lower().replace('-', '')}": f"super_glue/{name}.jsonl" for name in _SUPER_GLUE},
     "super_glue/wsc.fixed": "super_glue/WSC.jsonl",
-    "super_glue/axb": "super_glue/AX-b.jsonl",
-    "super_glue/axg": "super_glue/AX-g.jsonl",
 }
 """The files by data set."""
 

@@ -57,17 +57,11 @@ def to_seqio(task: Task, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqi
 
 def seqio_preprocessors(task: Task, vocabulary: Vocabulary) -> list[Preprocessor]:
     """Returns the SeqIO preprocessors that turn a task's stored rows into token ids."""
-    steps = [
-        task.preprocess,
-        seqio.preprocessors.tokenize,
-        seqio.CacheDatasetPlaceholder(),
-        task.token_preprocessor,
-    ]
+    steps = [task.preprocess, seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
     if task.sentinel:
         sentinel = vocabulary.vocab_size - 1
         steps.append(functools.partial(preprocessors.append_sentinel, sentinel=sentinel))
-    steps.append(seqio.preprocessors.append_eos_after_trim)
-    return [step for step in steps if step is not None]
+    return [*steps, seqio.preprocessors.append_eos_after_trim]
 
 
 def read_task(

@@ -200,23 +200,15 @@ SUMMARIZATION = (  # See et al. 2017
 )
 
 
-def _squad(name: str, postprocess: Any, metric: Metric = metrics.squad, **options: bool) -> Task:
-    preprocess = functools.partial(preprocessors.squad, **options)
-    return Task(name, "squad/v1.1", preprocess, (metric,), UNLABELED, postprocess_fn=postprocess)
+def _squad(name: str, *, context: bool) -> Task:
+    preprocess = functools.partial(preprocessors.squad, context=context)
+    postprocess = postprocessors.all_answers
+    return Task(name, "squad/v1.1", preprocess, (metrics.squad,), UNLABELED, postprocess_fn=postprocess)
 
 
-QUESTION_ANSWERING = (  # Rajpurkar et al. 2016; Joshi et al. 2017
-    _squad("squad_v010_allanswers", postprocessors.all_answers),
-    _squad("squad_v010_context_free", postprocessors.all_answers, context=False),
-    _squad("squad_v010_allanswers_span", postprocessors.span, metrics.span_squad, spans=True),
-    _squad("squad_v010", postprocessors.only_answer),
-    Task(
-        "trivia_qa_v010",
-        "trivia_qa/rc",
-        preprocessors.trivia_qa,
-        metrics=(),
-        token_preprocessor=preprocessors.keep_answer,
-    ),
+QUESTION_ANSWERING = (  # Rajpurkar et al. 2016
+    _squad("squad_v010_allanswers", context=True),
+    _squad("squad_v010_context_free", context=False),
 )
 
 

@@ -19,7 +19,7 @@ with epy.lazy_imports():
     import sacrebleu.metrics
     import scipy.stats
     import sklearn.metrics
-    from rouge_score import rouge_scorer, scoring
+    from rouge_score import rouge_scorer
 
 Value: TypeAlias = Any
 """What a metric compares; its type depends on the task: an index, a number, a string or a dictionary."""
@@ -136,16 +136,6 @@ def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[
     return {"em": 100 * float(em), "f1": 100 * float(f1)}
 
 
-def span_squad(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns SQuAD's ``em`` and ``f1`` of predictions such as ``start: 3 end: 6``.
-
-    The words of the context at these positions, the last one included, are the answer. It is empty
-    if a prediction does not have this form. See `postprocessors.span` for the targets.
-    """
-    answers = [_words_of_span(t["context"], p) for t, p in zip_equal(targets, predictions)]
-    return squad([target["answers"] for target in targets], answers)
-
-
 def record_squad(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]) -> dict[str, float]:
     """Returns SQuAD's ``em`` and ``f1`` of the first row of every query; see `postprocessors.record`."""
     first: dict[tuple[int, int], tuple[Sequence[str], str]] = {}
@@ -166,19 +156,6 @@ def _token_f1(answer: str, prediction: str) -> float:
     a, p = answer.split(), prediction.split()
     common = sum((collections.Counter(a) & collections.Counter(p)).values())
     return 2 * common / (len(a) + len(p)) if common else 0.0
-
-
-def _words_of_span(context: str, prediction: str) -> str:
-    words = _split_words(prediction)
-    try:
-        start, end = int(words[1]), int(words[3])
-    except (IndexError, ValueError):
-        return ""
-    return " ".join(_split_words(context)[start : end + 1])
-
-
-def _split_words(text: str) -> list[str]:
-    return re.sub(r"\W", " ", text).split()
 
 
 # Generated texts: a target is a string, or a list of reference texts. ---------------------------------
@@ -225,7 +202,6 @@ def rouge(
     predictions: Sequence[str],
     *,
     kinds: Sequence[str] = ("rouge1", "rouge2", "rougeLsum"),
-    bootstrap: bool = False,
 ) -> dict[str, float]:
     """Returns the F1 of ROUGE (Lin 2004) by the package rouge-score, without stemming.
 
@@ -237,27 +213,14 @@ def rouge(
       predictions: answers.
       kinds: ``rouge1`` and so on for n-grams, ``rougeL`` for the longest common subsequence of the
         whole texts, ``rougeLsum`` for that of their sentences.
-      bootstrap: whether to return the median of the means of 1,000 random resamples, as T5 does,
-        instead of the mean. It draws from NumPy's global random state.
     """
     scorer = rouge_scorer.RougeScorer(list(kinds))
-    aggregator, values = scoring.BootstrapAggregator(), []
+    values = []
     for references, prediction in zip_equal(targets, predictions):
         texts = [_split_sentences(text) for text in _as_list(references)]
         scores = scorer.score_multi(texts, _split_sentences(prediction))
-        aggregator.add_scores(scores)
         values.append([scores[kind].fmeasure for kind in kinds])
-    if bootstrap:
-        found = aggregator.aggregate()
-        means = [found[kind].mid.fmeasure for kind in kinds]
-    else:
-        means = np.mean(values, axis=0).tolist()
-    return {kind: 100 * float(mean) for kind, mean in zip(kinds, means, strict=True)}
-
-
-def rouge_all(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns `rouge` of words, pairs of words, whole texts (``rougeL``) and sentences."""
-    return rouge(targets, predictions, kinds=("rouge1", "rouge2", "rougeL", "rougeLsum"))
+    return dict(zip(kinds, (100 * np.mean(values, axis=0)).tolist(), strict=True))
 
 
 def rouge_l(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:

@@ -114,7 +114,6 @@ MIXTURES: dict[str, Rates] = {
     "large_supervised_equal": dict.fromkeys((*LARGE_TRANSLATION, "cnn_dailymail_v002"), 1.0),
     "large_supervised_proportional": _by_examples(*LARGE_TRANSLATION, "cnn_dailymail_v002"),
     "large_translation_equal": dict.fromkeys(LARGE_TRANSLATION, 1.0),
-    "squad_trivia_qa_equal": dict.fromkeys(("squad_v010_allanswers", "trivia_qa_v010"), 1.0),
     # Not a mixture of T5: GLUE and SuperGLUE without C4 and SQuAD.
     "glue_super_glue_proportional": _JOINT,
     **synthetic.MIXTURES,

@@ -107,16 +107,3 @@ def record(answer: str, *, example: Example, is_target: bool) -> str | dict[str,
 def all_answers(answer: str, *, example: Example, is_target: bool) -> Any:
     """Returns the text, and of a target all answers of the row (SQuAD)."""
     return [to_text(text) for text in example["answers"]] if is_target else answer
-
-
-def only_answer(answer: str, *, example: Example | None, is_target: bool) -> str | list[str]:
-    """Returns the text, and of a target the list of it alone."""
-    return [answer] if is_target else answer
-
-
-def span(answer: str, *, example: Example, is_target: bool) -> str | dict[str, Any]:
-    """Returns the text, and of a target all answers of the row and its context."""
-    if not is_target:
-        return answer
-    answers = all_answers(answer, example=example, is_target=True)
-    return {"answers": answers, "context": to_text(example["context"])}

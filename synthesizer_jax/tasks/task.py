@@ -66,7 +66,6 @@ class Task:
       label_words: the allowed answers, which are ranked instead of decoded; None: free text.
       postprocess_fn: makes of an answer, by name its ``example`` and whether it ``is_target``, the value
         that metrics compare; None: the index among the label words, −1 if it is none of them, or the text.
-      token_preprocessor: a SeqIO preprocessor of tokenized rows, which may be random; None: there is none.
       has_inputs: whether rows have inputs; otherwise they are texts.
       sentinel: whether the task uses T5's sentinel format.
       objective: what makes training examples of its texts, which have no inputs; None: see
@@ -80,7 +79,6 @@ class Task:
     splits: tuple[str, ...] = TRAINED
     label_words: tuple[str, ...] | None = None
     postprocess_fn: Callable[..., Value] | None = None
-    token_preprocessor: Preprocessor | None = None
     has_inputs: bool = True
     sentinel: bool = False
     objective: Objective | None = None

@@ -34,7 +34,7 @@ METRICS: Mapping[str, tuple[metrics.Metric, str]] = {
     "f1": (metrics.f1_with_invalid, "two labels"),
     "matthews": (metrics.matthews, "labels"),
     "pearson": (metrics.pearson, "numbers"),
-    "rouge": (metrics.rouge_all, "texts"),
+    "rouge": (metrics.rouge, "texts"),
     "spearman": (metrics.spearman, "numbers"),
 }
 """Metrics by the names that ``--metric`` takes, and what they compare."""

@@ -244,14 +244,9 @@ def test_a_broken_file_is_named_and_leaves_nothing(tmp_path, name):
     assert not list((tmp_path / "out").glob("*"))
 
 
-PAIR, ARTICLE, ANSWERED = ("wmt14_translate/de-en", {"article": "A", "highlights": "B"}, {"text": ["Ann"]})
+PAIR, ARTICLE = "wmt14_translate/de-en", {"article": "A", "highlights": "B"}
+ANSWERED = {"question": "Who?", "context": "Ann.", "answers": {"text": ["Ann"]}}
 CHAT = {"persona": ["i ski."], "history": ["hello .", "hi .", "you ?"], "reply": "i ski ."}
-RACE = {
-    "question": " Who won?",
-    "answer": {"normalized_aliases": ["ann lee", "annie"], "value": "Ann"},
-    "entity_pages": {"wiki_context": ["Ann Lee won the race ."]},
-    "search_results": {"search_context": ["nobody"]},
-}
 DPR = {"sentence": "Al saw Bo.", "pronoun": "he", "candidates": ["Al", "Bo"], "label": 1}
 NAMED = {
     "wmt14_ende_v003": ("a.en+{}a.de", {"a.en": "a\n\nc\n", "a.de": "x\ny\nz\n"}, {},
@@ -264,10 +259,8 @@ NAMED = {
                         [("translate English to German: a", "b")]),
     "cnn_dailymail_v002": ("a.csv", {"a.csv": ",id,article,highlights\n\n0,i,A,B\n"}, {},
                            [("summarize: A", "B")]),
-    "squad_v010": ("a.json", {"a.json": [{"question": "Who?", "context": "Ann.", "answers": ANSWERED}]}, {},
-                   [("question: Who ? context: Ann . ", "Ann")]),
-    "trivia_qa_v010": ("a.jsonl", {"a.jsonl": [RACE]}, {},
-                       [("question: Who won ? context: Ann Lee won the race . ", "ann lee")]),
+    "squad_v010_allanswers": ("a.json", {"a.json": [ANSWERED]}, {},
+                              [("question: Who ? context: Ann . ", "Ann")]),
     "c4_v220_full_lm": ("c4-*.json.gz", {"c4-0.json.gz": [{"text": "a", "url": None}]}, {}, [("", "a")]),
     "convai2_self_original": ("a.json", {"a.json": [CHAT]}, {},
         [("dialogue history: hello . | hi . | you ? persona: i ski.", "i ski .")]),

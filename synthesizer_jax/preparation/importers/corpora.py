@@ -37,8 +37,6 @@ with epy.lazy_imports():
     import tensorflow_datasets as tfds
 
 VERSION = "1.0.0"
-
-
 _TITLE = re.compile(r" = [^=].* = ?")
 
 
@@ -287,11 +285,5 @@ def dataset_features(dataset: str, folder: pathlib.Path) -> tuple[str, Mapping[s
         coreference.dpr: {**pronoun, "label": tfds.features.ClassLabel(num_classes=2)},
         preprocessors.dialogue: {"persona": texts, "history": texts, "reply": text},
         preprocessors.squad: {"question": text, "context": text, "answers": {"text": texts}},
-        preprocessors.trivia_qa: {
-            "question": text,
-            "answer": {"normalized_aliases": texts},
-            "entity_pages": {"wiki_context": texts},
-            "search_results": {"search_context": texts},
-        },
     }
     return VERSION, features_of[getattr(preprocess, "func", preprocess)]
