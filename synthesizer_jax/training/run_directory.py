@@ -20,7 +20,7 @@ from synthesizer_jax.runs.saved import (
     read_experiment,
     with_absolute_path,
 )
-from synthesizer_jax.tasks import synthetic
+from synthesizer_jax.tasks import synthetic, task_registry
 from synthesizer_jax.training.experiment import Experiment
 
 WATCHING = ("writers", "profile")
@@ -96,6 +96,7 @@ def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experimen
     elif experiment.data.mixture in synthetic.MIXTURES:
         vocabulary = synthetic.vocabulary(data_dir)
     else:
+        task_registry.member_names(experiment.data.mixture)  # there is no such mixture
         raise ValueError(
             f"the mixture {experiment.data.mixture!r} has no vocabulary of its own; give one, such "
             "as vocabulary=SentencePiece('spiece.model') or Bytes() in the recipe"
@@ -109,10 +110,11 @@ def _has_same_contents(path: pathlib.Path, other: pathlib.Path) -> bool:
 
 
 def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
-    """Raises a `ValueError` when a directory holds a run that this experiment cannot continue.
+    """Raises a `ValueError` if an experiment cannot be saved, or cannot continue the run of a directory.
 
     A run that has saved no checkpoint may be replaced: a corrected experiment may start in its directory.
     """
+    given = _fixed_settings(_with_path(experiment, VOCABULARY_FILE))  # also tells what cannot be saved
     steps = finished_steps(directory / "checkpoints")
     if not (directory / EXPERIMENT_FILE).is_file() or not steps:
         return
@@ -134,7 +136,6 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
                 "--workdir, or the old vocabulary to continue"
             )
     saved = _fixed_settings(load_experiment(directory))
-    given = _fixed_settings(_with_path(experiment, VOCABULARY_FILE))
     for path in sorted(saved.keys() | given.keys()):
         if saved.get(path) != given.get(path):
             raise ValueError(

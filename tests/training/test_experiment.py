@@ -151,10 +151,16 @@ def test_every_plain_setting_can_be_typed_as_it_is_shown_and_every_number_has_a_
     assert shown["evaluation.max_examples"].type == "int or none: 1 to 2,147,483,647"
 
 
+class Unregistered(Constant): ...
+
+
 def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path):
     (tmp_path / "secret").write_bytes(b"root:x:0:0:root:/root:/bin/bash\n")
     recipe = replace(experiment(), vocabulary=SentencePiece(str(tmp_path / "secret")))
     with pytest.raises(ValueError, match=r"secret is damaged or no SentencePiece model"):
+        find_vocabulary(recipe, tmp_path)
+    recipe = replace(recipe, vocabulary=None, data=replace(recipe.data, mixture="synthetic_quickstat"))
+    with pytest.raises(ValueError, match="did you mean 'synthetic_quickstart'"):
         find_vocabulary(recipe, tmp_path)
 
 
@@ -162,6 +168,7 @@ def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path):
     ("told", "message"),
     [
         ({"init_optimizer": True}, "set init_from, or leave them out"),
+        ({"optimizer": AdamW(Unregistered(0.1))}, "Unregistered is not registered: decorate the class"),
         ({"init_from": "t5x/checkpoint_0"}, r"checkpoint_0 is no run: .* holds no experiment\.json"),
     ],
 )
