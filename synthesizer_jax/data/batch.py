@@ -33,8 +33,7 @@ class Packer:
     (with the longest targets, if rows have no inputs) whose inputs and targets both fit into the rest
     of the row follows, until none does. An example waits until those of its task's epochs before are in
     rows, so that a small task's short examples do not come again before its long ones. Every example is
-    used once, in the row after at most ``window - 1`` others at the latest, and the rows depend on the
-    order of the examples alone.
+    used once, and the rows depend on the order of the examples alone.
 
     Args:
       take: returns the next examples, as many as it is asked for.
@@ -118,9 +117,8 @@ class LengthSorter:
     """Rows of one example, in groups of `GROUP` batches of similar length.
 
     The examples of a group are drawn together and sorted by the length of their inputs, or of their
-    targets if they have no inputs; the first batch's worth of them makes one batch, and so on. The
-    order of the batches is random, and the same for all virtual shards, so that
-    short examples of all shards meet. Every example is used once, within its group.
+    targets if they have no inputs; the first batch's worth of them makes one batch, and so on. The order of
+    the batches is random, and the same for all virtual shards, so that short examples of all shards meet.
 
     Args:
       take: see `Packer`.

@@ -37,7 +37,7 @@ class Template:
     """
 
     def __init__(self, text: str):
-        self._parts = re.split(r"\{([^{}]+)\}", text)
+        self.text, self._parts = text, re.split(r"\{([^{}]+)\}", text)
         if brace := re.search("[{}]", "".join(self._parts[::2])):
             raise ValueError(f"the template {text!r} has {brace[0]!r} outside of a field; write {{NAME}}")
 
@@ -169,6 +169,7 @@ def import_files(
             "metrics": list(task.metrics),
             "words": list(dict.fromkeys(task.labels.values())),
             "has_inputs": task.inputs is not None,
+            "inputs": getattr(task.inputs, "text", None),  # other splits must have them too
         }
         write_atomic(directory / DEFINITION_FILE, json.dumps(definition, indent=1) + "\n")
     task_registry.add(

@@ -57,7 +57,8 @@ def to_seqio(task: Task, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqi
 
 def seqio_preprocessors(task: Task, vocabulary: Vocabulary) -> list[Preprocessor]:
     """Returns the SeqIO preprocessors that turn a task's stored rows into token ids."""
-    steps = [task.preprocess, seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
+    steps = [] if task.preprocess is None else [task.preprocess]
+    steps += [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
     if task.sentinel:
         sentinel = vocabulary.vocab_size - 1
         steps.append(functools.partial(preprocessors.append_sentinel, sentinel=sentinel))

@@ -339,14 +339,14 @@ def test_a_task_of_a_script_is_prepared_from_python(tmp_path, monkeypatch, capsy
 
 def test_splits_are_added_to_a_task_of_the_same_definition(tmp_path):
     write(tmp_path, {"a.jsonl": JSON_LINES})
-    train, test = (find_splits([f"{split}={tmp_path}/a.jsonl"]) for split in ("train", "test"))
-    import_files(describe(), train, tmp_path)
-    import_files(describe(), test, tmp_path)
+    for split in ("train", "test"):
+        import_files(describe(), find_splits([f"{split}={tmp_path}/a.jsonl"]), tmp_path)
     counts = {"train": 2, "test": 2}
     assert task_registry.find_task("my_reviews").stored_splits(tmp_path) == counts
-    with pytest.raises(ValueError, match=r"was imported with another task\.json; .*--renew"):
-        other = find_splits([f"validation={tmp_path}/a.jsonl"])
-        import_files(describe(labels={"0": "no", "1": "yes"}), other, tmp_path)
+    other = find_splits([f"validation={tmp_path}/a.jsonl"])
+    for options in ({"labels": {"0": "no", "1": "yes"}}, {"inputs": Template("{label}")}):
+        with pytest.raises(ValueError, match=r"was imported with another task\.json; .*--renew"):
+            import_files(describe(**options), other, tmp_path)
     assert task_registry.find_task("my_reviews").stored_splits(tmp_path) == counts
 
 
