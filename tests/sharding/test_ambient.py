@@ -14,10 +14,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import synthesizer_jax as sj
+from synthesizer_jax.alignments.base import dense_product
 from synthesizer_jax.attention import Partition
 from synthesizer_jax.models import Size, t5
 from synthesizer_jax.primitives.parameters import abstract_variables
-from synthesizer_jax.primitives.products import dense_product
 from tests.attention import cases, oracle
 
 FAST = cases.FAST_COMPILE
