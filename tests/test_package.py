@@ -156,7 +156,7 @@ def test_a_generated_table_is_current(name):
 def test_the_page_of_tasks_names_every_mixture():
     page = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
     own = {n: rates for n, rates in MIXTURES.items() if all(task in page for task in rates)}  # no tests'
-    assert len(own) >= 20 and [name for name in own if f"`{name}`" not in page] == []
+    assert len(own) >= 15 and [name for name in own if f"`{name}`" not in page] == []
 
 
 def test_models_lists_names_and_counts():
