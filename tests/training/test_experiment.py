@@ -188,8 +188,7 @@ def test_saved_json_of_unknown_classes_is_one_sentence():
     with pytest.raises(ValueError, match="has registered that name"):
 
         @register
-        class AdamW:
-            pass
+        class AdamW: ...
 
 
 def test_a_directory_continues_only_its_own_run(tmp_path):
