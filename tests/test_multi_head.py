@@ -416,3 +416,12 @@ def test_long_inputs_need_no_array_of_all_weights(options):
 def test_errors_of_attention_fn(shapes, options, message):
     with pytest.raises(ValueError, match=message):
         attention_fn(*(jnp.ones(s) for s in shapes), **options)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_alignments_support_any_batch_dimensions(library):
+    layer = make(library, alignment=sj.Mixture((sj.Dense(max_length=8), sj.DotProduct())))
+    x, y, mask = tokens(0, B, 3, Q, D), tokens(1, B, 3, K, D), pattern(2, B, 3, H, Q, K)
+    actual, _ = applied(layer, x, y, mask=mask)
+    close(actual[1], applied(layer, x[1], y[1], mask=mask[1])[0])
+    close(actual[1, 2], applied(layer, x[1, 2], y[1, 2], mask=mask[1, 2])[0])

@@ -109,9 +109,7 @@ def test_numbers_that_were_not_finite_are_left_out(tmp_path):
 
 def test_runs_that_differ_in_seeds_are_one_system(tmp_path):
     scores = (60.0, 61.0, 65.0)
-    runs = [
-        logged(tmp_path / f"rv-{i}", seed=i, **{"rte/accuracy": score}) for i, score in enumerate(scores)
-    ]
+    runs = [logged(tmp_path / f"rv-{i}", seed=i, **{"rte/accuracy": x}) for i, x in enumerate(scores)]
     watched = json.loads((runs[2] / "experiment.json").read_text())
     watched["training"]["writers"] = ["wandb"]
     (runs[2] / "experiment.json").write_text(json.dumps(watched))

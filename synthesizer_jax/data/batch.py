@@ -183,7 +183,7 @@ def batch_fields(config: DataConfig, *, lengths: tuple[int, int] | None = None) 
 def assemble_batch(
     rows: Sequence[Sequence[DrawnExample]], config: DataConfig, *, lengths: tuple[int, int] | None = None
 ) -> dict[str, np.ndarray]:
-    """Returns the `batch_fields` of rows of examples, which are put one after another; none is padding."""
+    """Returns the `batch_fields` of rows of examples, put one after another; a row of none is padding."""
     inputs, targets = lengths or (config.inputs_length, config.targets_length)
     encoder_tokens, encoder_segments = _lay_out([[e.inputs for e in row] for row in rows], inputs)
     target_tokens, target_segments = _lay_out([[e.targets for e in row] for row in rows], targets)

@@ -10,7 +10,7 @@ data is enough.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -111,15 +111,12 @@ def collect_statistics(
     variables: Variables,
     batches: Iterable[Batch],
     layers: Iterable[Layer],
-    *,
-    advance: Callable[[int], object] = lambda _: None,
 ) -> dict[Layer, Statistics]:
-    """Returns the sums of `attention_statistics` over batches, as NumPy arrays; tells `advance` of each."""
+    """Returns the sums of `attention_statistics` over batches, as NumPy arrays."""
     total: dict[Layer, Statistics] | None = None
     for batch in batches:
         new = attention_statistics(variables, batch, model=model, layers=tuple(layers))
         total = new if total is None else jax.tree.map(jnp.add, total, new)
-        advance(1)
     if total is None:
         raise ValueError("there are no batches to fit to; give at least one")
     return jax.tree.map(gather_to_host, total)

@@ -78,16 +78,16 @@ def language_modeling(dataset: tf.data.Dataset, *, feature: str = "text") -> tf.
     return dataset.map(lambda row: {"targets": row[feature]})
 
 
-def dialogue(dataset: tf.data.Dataset, *, turns: int = 8) -> tf.data.Dataset:
+def dialogue(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Formats dialogues as ``dialogue history: … persona: …`` with the reply as target.
 
-    Utterances are separated by `` | ``, of which the latest `turns` are kept; the speakers take turns. The
+    Utterances are separated by `` | ``, of which the latest eight are kept; the speakers take turns. The
     persona, some sentences about the speaker of the reply, comes last, so that a cut on the right costs no
     utterance; a row may have none.
     """
 
     def convert(row: Row) -> Row:
-        history = tf.strings.reduce_join(row["history"][-turns:], separator=" | ")
+        history = tf.strings.reduce_join(row["history"][-8:], separator=" | ")
         persona = tf.strings.reduce_join(row["persona"], separator=" ")
         part = tf.where(tf.size(row["persona"]) > 0, tf.strings.join([" persona: ", persona]), "")
         return {"inputs": tf.strings.join(["dialogue history: ", history, part]), "targets": row["reply"]}

@@ -129,11 +129,9 @@ def run(terms, values, mask, g, implementation="auto", rate=0.0, key=None, cap=N
     return out, *back(g)
 
 
-def check(
-    terms: Terms, values: jax.Array, mask: Mask, g: jax.Array, implementation: str, bound: float
-) -> None:
+def check(terms: Terms, values: jax.Array, mask: Mask, g: jax.Array, route: str, bound: float) -> None:
     """A route's output and every gradient against the oracle."""
-    out, dterms, dvalues = run(terms, values, mask, g, implementation)
+    out, dterms, dvalues = run(terms, values, mask, g, route)
     compare((out, dterms, dvalues), oracle.attention(terms, values, mask, g), bound)
 
 

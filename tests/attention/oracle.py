@@ -195,9 +195,7 @@ def array_fields(term) -> list[dataclasses.Field]:
 
 def gradients_of(terms: Terms) -> tuple[dict[str, np.ndarray], ...]:
     """The arrays of (cotangent) terms in the form of `Answer.terms`."""
-    return tuple(
-        {f.name: np.asarray(getattr(t, f.name), np.float64) for f in array_fields(t)} for t in terms
-    )
+    return tuple({f.name: np.asarray(getattr(t, f.name), float) for f in array_fields(t)} for t in terms)
 
 
 def error(found, expected: np.ndarray) -> float:

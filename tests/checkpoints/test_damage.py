@@ -114,16 +114,8 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
     (EXPERIMENT, '{"a":' * 500 + "1" + "}" * 500, r"recursion|expected an Experiment"),
     (EXPERIMENT, saved(lambda d: d["training"].update(steps=-3)), r"training\.steps is -3; allowed: 1 to"),
     (EXPERIMENT, saved(lambda d: d["data"].update({"x" * 10**6: 1})), r"DataConfig has no field 'x{56}…"),
-    (
-        EXPERIMENT,
-        saved(lambda d: d["model"].update(encoder={"type": "os.system"})),
-        "encoder: unknown type",
-    ),
-    (
-        EXPERIMENT,
-        saved(lambda d: d["model"]["encoder"].update(runs=[])),
-        r"runs is \(\); allowed: one or m",
-    ),
+    (EXPERIMENT, saved(lambda d: d["model"].update(encoder={"type": "os.x"})), "encoder: unknown type"),
+    (EXPERIMENT, saved(lambda d: d["model"]["encoder"].update(runs=[])), r"runs is \(\); allowed: one"),
     (EXPERIMENT, saved(lambda d: d["model"].update(parent="x")), "EncoderDecoder has no field 'parent'"),
     *(
         (IMPORTS, names, r"code/imports\.json cannot be read: ")
@@ -144,11 +136,7 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
     (INDEX, '{"weight_map": {"shared.weight": "../outside.safetensors"}}', "not a file of the folder"),
     ("torch/pytorch_model.bin", b"cos\nsystem\n(S'touch executed'\ntR.", "needs PyTorch|nothing in it was"),
     *(
-        (
-            TOKENIZER,
-            json.dumps(GOOD | change),
-            r"tokenizer\.json cannot be read: .*; put the model's spiece",
-        )
+        (TOKENIZER, json.dumps(GOOD | change), r"tokenizer\.json cannot be read: .*; put the model's")
         for change in (
             {"model": {"type": "BPE"}},
             {"model": GOOD["model"] | {"unk_id": 9}},
@@ -180,9 +168,7 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
 
 
 @pytest.mark.parametrize(("name", "content", "message"), DAMAGES, ids=range(len(DAMAGES)))
-def test_damage_is_one_sentence_and_leaves_nothing(
-    whole, tmp_path, monkeypatch, name, content, message
-) -> None:
+def test_damage_is_one_sentence_and_no_trace(whole, tmp_path, monkeypatch, name, content, message) -> None:
     monkeypatch.chdir(tmp_path)  # where what a pickle executes would leave traces
     folder = name.split("/")[0]
     shutil.copytree(whole / folder, tmp_path / folder)

@@ -339,9 +339,7 @@ def test_classes_are_told_apart_by_all_of_their_tokens() -> None:
         Classes(("a", "b"), Unknowing())
 
 
-def test_a_thread_makes_batches_ahead_of_the_position(
-    data_dir: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_thread_makes_batches_ahead_of_position(data_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
     expected, made = small.digests(small.stream(data_dir, **PACKED), 12), []
 
     class Counting(Stream):

@@ -127,13 +127,11 @@ def evaluator_of(experiment, data_dir):
 @pytest.fixture(scope="module")
 def measured(data_dir):
     """Results over two batches of two for the loss."""
-    experiment = runs.experiment()
-    experiment = replace(
-        experiment, evaluation=replace(experiment.evaluation, batch_size=2, loss_batches=2)
-    )
-    evaluator = evaluator_of(experiment, data_dir)
+    recipe = runs.experiment()
+    recipe = replace(recipe, evaluation=replace(recipe.evaluation, batch_size=2, loss_batches=2))
+    evaluator = evaluator_of(recipe, data_dir)
     example = jnp.ones((1, 8), int)
-    variables = jax.jit(experiment.model.init)(jax.random.key(0), example, example)
+    variables = jax.jit(recipe.model.init)(jax.random.key(0), example, example)
     return evaluator, variables, evaluator.measure(variables)
 
 
@@ -289,9 +287,7 @@ def test_a_classifier_has_metrics_and_a_loss_per_class(run, data_dir):
     ],
 )
 def test_the_mesh_of_the_training_is_fitted_to_the_devices(trained, devices, expected):
-    recipe = runs.classifier(mesh=trained)
-    mesh, layout = place_variables(
-        recipe.model, recipe.example, recipe.mesh, devices=jax.devices()[:devices]
-    )
+    run = runs.classifier(mesh=trained)
+    mesh, layout = place_variables(run.model, run.example, run.mesh, devices=jax.devices()[:devices])
     assert tuple(mesh.shape[axis] for axis in ("data", "fsdp", "tensor")) == expected
     assert {x.sharding.mesh for x in jax.tree.leaves(layout)} == {mesh}

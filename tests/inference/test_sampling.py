@@ -159,11 +159,11 @@ def test_scores_are_those_of_the_targets(trained, method):
         found = run(trained, method, **changes)
         for i in range(found.tokens.shape[1]):
             tokens = found.tokens[:, i]
-            wanted = score_targets(variables, source, targets=tokens, model=model)
+            exact = score_targets(variables, source, targets=tokens, model=model)
             whole = np.asarray((tokens != 0).sum(-1)) == lengths_of(tokens)  # else token 0 is in it
             checked += whole.sum()
             np.testing.assert_allclose(
-                found.log_probabilities[whole, i], wanted[whole], rtol=1e-4, atol=1e-5
+                found.log_probabilities[whole, i], exact[whole], rtol=1e-4, atol=1e-5
             )
     assert checked >= BATCH
 

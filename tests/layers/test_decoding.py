@@ -97,9 +97,7 @@ def test_a_mask_opens_what_a_prefix_has_as_far_as_it_is_there():
     np.testing.assert_allclose(seen, made.apply(x), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "layer", [sj.Attention(2, 3, alignment=sj.Random(4)), sj.SentenceFeedForward(4, 5)]
-)
+@pytest.mark.parametrize("layer", [sj.Attention(2, 3, sj.Random(4)), sj.SentenceFeedForward(4, 5)])
 def test_queries_of_cross_attention_past_a_table(layer):
     x, kv = X[:, :5], X[:, 5:8]
     variables = general(layer.init, x[:, :4], kv)

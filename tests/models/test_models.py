@@ -23,6 +23,7 @@ from synthesizer_jax.models import (
     unroll_variables,
 )
 from synthesizer_jax.models.layers import Dropout
+from synthesizer_jax.models.published import hard_coded
 from synthesizer_jax.primitives.parameters import apply_method
 from tests.layers.contract import general
 from tests.models.test_structures import close
@@ -101,10 +102,10 @@ def test_t5_parameter_names(batch):
 
 def test_one_configuration_object_used_everywhere_shares_no_parameters(batch):
     part = sj.Random(max_length=ROOM)
-    attention = sj.Attention(2, 8, alignment=sj.Mixture((part, part)))
-    block = sj.Block(attention, None)
+    mixer = sj.Attention(2, 8, alignment=sj.Mixture((part, part)))
+    block = sj.Block(mixer, None)
     encoder, decoder = (
-        sj.Stack((sj.Run(b, 2),), scan=True) for b in (block, block.copy(cross_mixer=attention))
+        sj.Stack((sj.Run(b, 2),), scan=True) for b in (block, block.copy(cross_mixer=mixer))
     )
     model = EncoderDecoder(vocab_size=VOCAB, d_model=D, encoder=encoder, decoder=decoder)
     params = jax.jit(model.init)(jax.random.key(0), *batch)["params"]
@@ -328,3 +329,12 @@ def test_universal_transformer_halts_position_by_position():
     assert len(steps) > 1, "all positions halt at the same step"
     mean = np.mean([row[:n].mean() for row, n in zip(pondered, lengths, strict=True)])
     np.testing.assert_allclose(costs, 0.01 * mean, rtol=1e-4)
+
+
+def test_elementwise_dropout_reaches_all_dropouts(monkeypatch):
+    drawn, bits = [], jax.random.bits
+    monkeypatch.setattr(jax.random, "bits", lambda key, shape: drawn.append(shape) or bits(key, shape))
+    model, tokens = hard_coded("base", dropout_rate=0.1, layers=1), jnp.ones((2, 3), jnp.int32)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    jax.eval_shape(model.init, keys, tokens, tokens)
+    assert set(drawn) == {(2, 2, model.d_model)}

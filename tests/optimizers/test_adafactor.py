@@ -171,10 +171,8 @@ def test_scales_buckets_and_mixture_weights_have_no_weight_decay():
         "b": ("heads", "relpos_buckets"),
         "w": ("heads", "parts"),
     }
-    transformation = AdamW(learning_rate=Constant(0.5), weight_decay=0.1).build(axes)
-    updates, _ = transformation.update(
-        jax.tree.map(jnp.zeros_like, params), transformation.init(params), params
-    )
+    adamw = AdamW(learning_rate=Constant(0.5), weight_decay=0.1).build(axes)
+    updates, _ = adamw.update(jax.tree.map(jnp.zeros_like, params), adamw.init(params), params)
     np.testing.assert_allclose(updates["k"], -0.05, rtol=1e-6)
     assert all(not np.any(updates[n]) for n in "sbw")
 

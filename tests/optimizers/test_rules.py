@@ -215,15 +215,11 @@ def test_frozen_parameters_keep_every_bit_and_the_others_move(looped_and_scanned
     assert "layers_1" in names and not names & {"layers_0", "decoder"}
     for _, before, after, _ in looped_and_scanned:
         moved = {
-            "/".join(entry.key for entry in path): old.tobytes() != new.tobytes()
-            for (path, old), new in zip(
-                jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True
-            )
+            "/".join(entry.key for entry in path): a.tobytes() != b.tobytes()
+            for (path, a), b in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True)
         }
         still = ("encoder/layers_0/", "decoder/", "embedding")
-        assert {name for name, m in moved.items() if not m} == {
-            name for name in moved if name.startswith(still)
-        }
+        assert {n for n, m in moved.items() if not m} == {n for n in moved if n.startswith(still)}
 
 
 def test_a_sharded_state_keeps_its_axes_under_rules():

@@ -190,9 +190,7 @@ def flat(row: dict, prefix: str = "") -> dict:
     return found
 
 
-def test_lengths_and_files_make_a_prepared_set_outdated(
-    data_dir: pathlib.Path, own_dir: pathlib.Path
-) -> None:
+def test_lengths_and_files_outdate_a_prepared_set(data_dir: pathlib.Path, own_dir: pathlib.Path) -> None:
     name = "prepared_lengths"
     with pytest.raises(ValueError, match=r"'prepared_lengths' depend on the lengths .*--inputs-leng"):
         prepared_in(own_dir, name, lengths=None)
@@ -321,9 +319,7 @@ for line in sys.stdin:
 """
 
 
-def test_runs_of_prepared_data_need_no_tensorflow(
-    synthetic_data: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_prepared_data_needs_no_tensorflow(synthetic_data: pathlib.Path, tmp_path: pathlib.Path) -> None:
     shutil.copytree(synthetic_data / "prepared", tmp_path / "data" / "prepared")
     vocabulary = vocabulary_of(synthetic_data).file
     write_atomic(tmp_path / "data" / MIXTURE / vocabulary.name, vocabulary.read_bytes())

@@ -70,10 +70,7 @@ class Spread:
         # Devices that share rows load them both and save them once.
         (16, 4, [(0, 0, 16), (1, 0, 16)], [[0, 1, 2, 3]] * 2, [[0, 1, 2, 3], []]),
         # More processes than shards, and devices in any order.
-        (
-            *(8, 2, [(0, 6, 8), (1, 0, 2), (2, 2, 4), (3, 4, 6)]),
-            *([[1], [0], [0], [1]], [[1], [0], [], []]),
-        ),
+        (8, 2, [(0, 6, 8), (1, 0, 2), (2, 2, 4), (3, 4, 6)], [[1], [0], [0], [1]], [[1], [0], [], []]),
     ],
 )
 def test_processes_load_the_shards_of_their_devices(rows, shards, parts, loaded, saved):

@@ -44,10 +44,8 @@ def test_only_what_is_there_takes_part(data_dir, caplog):
     assert "goes without" in caplog.text and "super_glue_copa_v102" in caplog.text
     texts = set()
     for batch in (next(stream) for _ in range(10)):
-        for source, target in zip(
-            batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True
-        ):
-            question, answer = (BYTES.decode(x[x != 0].tolist()) for x in (source, target))
+        for source, goal in zip(batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True):
+            question, answer = (BYTES.decode(x[x != 0].tolist()) for x in (source, goal))
             number = int(question.split()[2])
             assert question.startswith(f"boolq passage: {number} is a number. question: is")
             assert answer == str(number % 2 == 0)

@@ -121,11 +121,8 @@ pytestmark = pytest.mark.usefixtures("registered")
 
 def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, monkeypatch):
     vocabulary = Bytes().build()
-    assert task_registry.member_names("outside_all") == [
-        "outside_double",
-        "outside_missing",
-        "outside_silent",
-    ]
+    names = task_registry.member_names("outside_all")
+    assert names == ["outside_double", "outside_missing", "outside_silent"]
     # Of the part's rate, 4, the task without data takes nothing.
     rates = {"outside_double": 12.0, "outside_silent": 4.0}
     assert task_registry.mixture_rates("outside_all", tmp_path) == rates

@@ -2,13 +2,17 @@
 
 import os
 import pathlib
+import re
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import pytest
+import yaml
 
+from synthesizer_jax.cli.recipes import load_recipe
 from tpu_scripts import launch
 
 HERE = pathlib.Path(__file__).parent
@@ -77,9 +81,7 @@ sys.exit(3 if "fail" in sys.argv else 0)
 
 
 def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
-    programs = [
-        tmp_path / name / ".venv" / "bin" / "synthesizer-jax" for name in ("synthesizer_jax", "mine")
-    ]
+    programs = [tmp_path / n / ".venv" / "bin" / "synthesizer-jax" for n in ("synthesizer_jax", "mine")]
     for program in programs:
         program.parent.mkdir(parents=True)
         program.write_text(PROGRAM.format(python=sys.executable))
@@ -172,3 +174,28 @@ def test_a_run_that_fails_ends_babysit():
 if __name__ == "__main__":
     for name in GOLDEN:
         (HERE / f"{name}.txt").write_text(dry_run(name))
+
+
+def test_the_commands_that_are_shown_can_run_where_they_run():
+    """Of the launcher, the files for clusters and the page, with extras and numbers of devices."""
+    page = (launch.CHECKOUT / "docs" / "pods.md").read_text().replace("\\\n", " ")
+    extras, shown = launch.make_parser().get_default("extras"), []
+    for line in re.findall(r"launch\.py .* -- .*", f"{launch.__doc__}\n{page}"):
+        command = shlex.split(line.partition(" -- ")[2].replace("$RUN", " ".join(RUN)))
+        shown.append((command if " run " in line else ["train", *command], extras, 16))
+    (extras,) = re.findall(r"pip install .*\.\[(.*)\]", page.partition("## SLURM")[2])
+    slurm, jobset = (
+        (launch.CHECKOUT / "tpu_scripts" / n).read_text() for n in ("slurm.sbatch", "jobset.yaml")
+    )
+    for nodes, line in re.findall(r"sbatch .*--nodes=(\d+) \S+slurm.sbatch (.*)", slurm + page):
+        shown.append((shlex.split(line), extras, 8 * int(nodes)))
+    hosts = yaml.safe_load(jobset)["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = hosts["template"]["spec"]["containers"]
+    (extras,) = re.findall("ARG EXTRAS=(.*)", (launch.CHECKOUT / "Dockerfile").read_text())
+    devices = hosts["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
+    shown.append((container["args"], extras, devices))
+    assert len(shown) == 8
+    for command, extras, devices in shown:
+        launch.check_data(command, extras)
+        if command[0] == "train":
+            assert load_recipe(command[1]).data.batch_size % devices == 0, (command, devices)
