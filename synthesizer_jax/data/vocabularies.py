@@ -14,13 +14,12 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
 from synthesizer_jax.base.files import absolute, open_atomic, storage_path
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Number
 
 if TYPE_CHECKING:
+    import numpy as np
     from sentencepiece import SentencePieceProcessor
 
 EXTRA_IDS = 100
