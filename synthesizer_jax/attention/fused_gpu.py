@@ -1,0 +1,696 @@
+"""The fused route on NVIDIA's GPUs: Pallas kernels, lowered by Triton.
+
+A program computes the output of a block of queries of one head and example, and goes over the keys block by
+block (Dao 2023, FlashAttention-2, section 3.1). Distances are looked up in their diagonals, so that a
+relative bias needs no array of every logit.
+
+The backward pass is three kernels without atomic operations, so that the order of its sums is always the
+same: over blocks of queries, over blocks of keys, and over blocks of the bias that examples share. For
+`Relative` the last one adds up all square blocks on one diagonal, which have the same distances, of all
+examples: its result grows with the length, not with its square.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from synthesizer_jax.attention.fused import Biases, FusedInputs, Products, SoftmaxStats
+from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.terms import cap_logits, expand_diagonals, logits_dtype
+from synthesizer_jax.base.typing import PyTree
+
+MAX_WIDTH = 256
+"""Widest rows of queries, keys and values."""
+
+BIAS_PROGRAMS = 1024
+"""About as many programs as the kernel of a bias is to have, to fill a GPU."""
+
+LOG2E = math.log2(math.e)
+
+Ref: TypeAlias = Any
+"""An array, or in a kernel a Pallas reference to one."""
+
+
+def obstacle(inputs: FusedInputs) -> str | None:
+    """Returns why the kernels cannot take such inputs; None: they can."""
+    products, biases, values, mask, positions = inputs
+    if products.outer:
+        return "the kernels have no Outer terms"
+    if positions is not None or (mask.counts_in_segments and mask.has_band):
+        return "positions inside packed segments are not looked up by the kernels"
+    if not isinstance(mask.query_offset, int):
+        return "Mask.query_offset is not known when the function is traced"
+    if logits_dtype(values, *jax.tree.leaves((products, biases))) != jnp.float32:
+        return "the kernels have no 64-bit numbers"
+    widest = max(x.shape[-1] for x in (values, *jax.tree.leaves(products)))
+    return f"rows of {widest} numbers are too wide for the kernels" if widest > MAX_WIDTH else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How a kernel divides the logits.
+
+    Attributes:
+      q: queries of a block, a power of two.
+      k: keys of a block, a power of two.
+      warps: warps of a program.
+      stages: blocks of keys that are loaded ahead.
+    """
+
+    q: int
+    k: int
+    warps: int
+    stages: int
+
+    def fit(self, q_length: int, k_length: int) -> Blocks:
+        """Returns the blocks for short rows; products need 16 rows."""
+        q, k = (max(16, pl.next_power_of_2(n)) for n in (q_length, k_length))
+        return dataclasses.replace(self, q=min(self.q, q), k=min(self.k, k))
+
+
+def choose_blocks(kernel: str, row_bytes: int) -> Blocks:
+    """Returns the blocks of a kernel for the bytes of a key's row, all terms together."""
+    if row_bytes <= 128:
+        return {
+            "forward": Blocks(128, 64, 4, 3),
+            "queries": Blocks(128, 64, 8, 2),
+            "keys": Blocks(64, 128, 8, 2),
+            "bias": Blocks(64, 64, 4, 2),
+        }[kernel]
+    if row_bytes <= 256:
+        return Blocks(128, 64, 8, 2) if kernel == "forward" else Blocks(64, 64, 4, 2)
+    return Blocks(64, 32, 4, 2) if kernel == "forward" else Blocks(32, 32, 4, 1)
+
+
+class _Operands(NamedTuple):
+    """What logits are made of; in a kernel, references to the arrays of one head.
+
+    Attributes:
+      queries: of each `LowRank` term, ``[b or 1, q, h, r]``.
+      keys: ``[b or 1, k, h, r]`` likewise.
+      values: ``[b, k, h, e]``.
+      table: ``[h, q, k]``, the sum of all `Static` terms; None: there are none.
+      columns: ``[h, q + k - 1]`` float32, the sum of all `Relative` terms; None: there are none.
+      ends: ``[b]`` int32, keys from there on are padding; None: there is none.
+      real: ``[b, k]``, which keys are real; None: those before `ends`.
+      prefix: ``[b]`` int32, `Mask.prefix_lengths`.
+      query_segments: ``[b, q]`` int32, in packed rows.
+      key_segments: ``[b, k]`` int32.
+      allowed: ``[b or 1, h or 1, q, k]``, `Mask.allowed`.
+    """
+
+    queries: tuple[Ref, ...]
+    keys: tuple[Ref, ...]
+    values: Ref
+    table: Ref
+    columns: Ref
+    ends: Ref
+    real: Ref
+    prefix: Ref
+    query_segments: Ref
+    key_segments: Ref
+    allowed: Ref
+
+
+class _Residuals(NamedTuple):
+    """What the backward kernels read beside the operands.
+
+    Attributes:
+      dout: the cotangent of the output, ``[b, q, h, e]``.
+      row_max: of `SoftmaxStats`, ``[b, h, q]`` float32.
+      inverse_row_sum: likewise.
+      delta: `softmax_vjp_delta` likewise.
+    """
+
+    dout: Ref
+    row_max: Ref
+    inverse_row_sum: Ref
+    delta: Ref
+
+
+def _operand_axes(blocks: _Operands) -> _Operands:
+    names = ("bqhr",) * len(blocks.queries), ("bkhr",) * len(blocks.keys)
+    return _Operands(*names, "bkhr", "hqk", "hw", "b", "bk", "b", "bq", "bk", "bhqk")
+
+
+_RESIDUAL_AXES = _Residuals("bqhr", "bhq", "bhq", "bhq")
+
+
+def _operands(inputs: FusedInputs) -> _Operands:
+    """Returns the inputs as the kernels read them."""
+    products, biases, values, mask, _ = inputs
+    keys = mask.keys(values.shape[1])
+    ends = None
+    if keys is not None:
+        last = values.shape[1] - jnp.argmax(keys[:, ::-1], axis=1)
+        ends = jnp.where(keys.any(axis=1), last, 0).astype(jnp.int32)
+    is_end = mask.key_valid is None and mask.key_segments is None
+    cast = lambda x, dtype: None if x is None else x.astype(dtype)
+    pairs = [(term.queries, term.keys, jnp.result_type(term.queries, term.keys)) for term in products.low_rank]
+    table, columns = _sum_biases(biases)
+    return _Operands(
+        tuple(_fill_width(queries.astype(dtype)) for queries, _, dtype in pairs),
+        tuple(_fill_width(keys.astype(dtype)) for _, keys, dtype in pairs),
+        _fill_width(values),
+        table,
+        columns,
+        ends=ends,
+        real=None if is_end else cast(keys, jnp.int8),
+        prefix=cast(mask.prefix_lengths, jnp.int32),
+        query_segments=cast(mask.query_segments, jnp.int32),
+        key_segments=cast(mask.key_segments, jnp.int32),
+        allowed=cast(mask.allowed, jnp.int8),
+    )
+
+
+def _sum_biases(biases: Biases) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the sum of the tables, one alone as it is, and that of the diagonals."""
+    tables = [term.logits for term in biases.tables]
+    columns = [term.logits.astype(jnp.float32) for term in biases.diagonals]
+    if len(tables) > 1:
+        tables = [functools.reduce(operator.add, [x.astype(jnp.float32) for x in tables])]
+    return (tables[0] if tables else None), (functools.reduce(operator.add, columns) if columns else None)
+
+
+def _fill_width(x: jax.Array) -> jax.Array:
+    """Returns ``[b, n, h, r]`` with zeros up to a power of two that products can take."""
+    width = max(16, pl.next_power_of_2(x.shape[-1]))
+    return x if width == x.shape[-1] else jnp.pad(x, ((0, 0),) * 3 + ((0, width - x.shape[-1]),))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """What all programs of a kernel know.
+
+    Attributes:
+      mask: of which the band is read; the rest is in `_Operands`.
+      lengths: the numbers of queries and keys.
+      blocks: how they are divided.
+      soft_cap: as in `attend`.
+    """
+
+    mask: Mask
+    lengths: tuple[int, int]
+    blocks: Blocks
+    soft_cap: float | None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Numbers of blocks of queries and of keys."""
+        return pl.cdiv(self.lengths[0], self.blocks.q), pl.cdiv(self.lengths[1], self.blocks.k)
+
+    def key_blocks(self, block: Ref, end: Ref) -> tuple[Ref, Ref]:
+        """Returns the first and the last + 1 of the blocks of keys that a block of queries may see."""
+        before, after = self._band
+        query = block * self.blocks.q + self.mask.query_offset
+        first, last = 0, self.lengths[1] if end is None else jnp.minimum(end, self.lengths[1])
+        if before is not None:
+            first = jnp.maximum(query - before, 0)
+        if after is not None:
+            last = jnp.clip(query + self.blocks.q + after, 0, last)
+        return _floor_divide(first, self.blocks.k), _floor_divide(last + self.blocks.k - 1, self.blocks.k)
+
+    def query_blocks(self, block: Ref) -> tuple[Ref, Ref]:
+        """Returns the first and the last + 1 of the blocks of queries that may see a block of keys."""
+        before, after = self._band
+        key = block * self.blocks.k - self.mask.query_offset
+        first, last = 0, self.lengths[0]
+        if after is not None:
+            first = jnp.maximum(key - after, 0)
+        if before is not None:
+            last = jnp.clip(key + self.blocks.k + before, 0, last)
+        return _floor_divide(first, self.blocks.q), _floor_divide(last + self.blocks.q - 1, self.blocks.q)
+
+    @property
+    def _band(self) -> tuple[int | None, int | None]:
+        return (None, None) if self.mask.prefix_lengths is not None else self.mask.band
+
+    def call(
+        self,
+        kernel: Callable[..., None],
+        arguments: tuple[PyTree, ...],
+        axes: tuple[PyTree, ...],
+        shapes: PyTree,
+        out_axes: PyTree,
+        *,
+        grid: tuple[int, int, int],
+        interpret: bool,
+    ) -> Any:
+        """Calls a kernel on arrays whose axes are named by one letter each; it sees one head of them.
+
+        Rows of queries and keys are numbered up to whole blocks. The second axis of the grid is that of
+        heads.
+        """
+        (q_count, k_count), blocks = self.counts, self.blocks
+        rows = {"q": q_count * blocks.q, "k": k_count * blocks.k, "h": None}
+
+        def spec(x: Ref, names: str) -> pl.BlockSpec | None:
+            if x is None:
+                return None
+            shape = tuple(rows.get(a, n) for a, n in zip(names, x.shape, strict=True))
+            at = [a == "h" and n > 1 for a, n in zip(names, x.shape, strict=True)]
+            return pl.BlockSpec(shape, lambda _, head, __: tuple(head if here else 0 for here in at))
+
+        specs, out_specs = (
+            jax.tree.map(spec, tree, names, is_leaf=lambda x: x is None)
+            for tree, names in ((arguments, axes), (shapes, out_axes))
+        )
+        varying = jax.typeof(jax.tree.leaves(arguments)[0]).mat
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), shapes)
+        return pl.pallas_call(
+            kernel,
+            out_shape=shapes,
+            grid=grid,
+            in_specs=specs,
+            out_specs=out_specs,
+            compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+            interpret=interpret,
+        )(*arguments)
+
+
+def _floor_divide(x: Ref, y: int) -> Ref:
+    return x // y if isinstance(x, int) else lax.div(x, jnp.int32(y))
+
+
+def _make_tiles(
+    kernel: str, inputs: FusedInputs, blocks: _Operands, q_length: int, soft_cap: float | None
+) -> _Tiles:
+    row_bytes = sum(x.shape[-1] * x.dtype.itemsize for x in blocks.keys)
+    row_bytes = max(row_bytes, blocks.values.shape[-1] * blocks.values.dtype.itemsize)
+    lengths = q_length, blocks.values.shape[1]
+    return _Tiles(inputs.mask, lengths, choose_blocks(kernel, row_bytes).fit(*lengths), soft_cap)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
+def forward(
+    q_length: int, soft_cap: float | None, inputs: FusedInputs, *, interpret: bool = False
+) -> tuple[jax.Array, SoftmaxStats]:
+    """Returns the attention output ``[b, q, h, e]`` and what `backward` needs."""
+    batch, _, heads, width = inputs.values.shape
+    operands = _operands(inputs)
+    tiles = _make_tiles("forward", inputs, operands, q_length, soft_cap)
+    q_block, length = tiles.blocks.q, q_length
+
+    def kernel(blocks: _Operands, out: Ref, row_max: Ref, inverse_row_sum: Ref) -> None:
+        block, example = pl.program_id(0), pl.program_id(2)
+        queries = [_load_rows(x, example, block, q_block, length) for x in blocks.queries]
+
+        def add_keys(j: Ref, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            total, largest, row_sum = carry
+            keys = [_load_rows(x, example, j, tiles.blocks.k, tiles.lengths[1]) for x in blocks.keys]
+            values = _load_rows(blocks.values, example, j, tiles.blocks.k, tiles.lengths[1])
+            logits, allowed = _logits(blocks, queries, keys, example, (block, j), tiles)
+            logits = _forbid(logits, allowed)
+            new = jnp.maximum(largest, jnp.max(logits, axis=1))
+            finite = jnp.where(new == -jnp.inf, 0.0, new)
+            # P = exp(S - max) is not normalized; O = P V / Σ P.
+            weights = jnp.exp2(logits * LOG2E - (finite * LOG2E)[:, None])
+            factor = jnp.exp2((largest - finite) * LOG2E)
+            total = total * factor[:, None] + _matmul(weights.astype(values.dtype), values)
+            return total, new, row_sum * factor + jnp.sum(weights, axis=1)
+
+        zeros = jnp.zeros(q_block, jnp.float32)
+        start = jnp.zeros((q_block, blocks.values.shape[-1]), jnp.float32), zeros - jnp.inf, zeros
+        first, last = tiles.key_blocks(block, None if blocks.ends is None else blocks.ends[example])
+        total, largest, row_sum = lax.fori_loop(first, last, add_keys, start)
+        has_keys = row_sum > 0.0
+        inverse = jnp.where(has_keys, 1.0 / jnp.where(has_keys, row_sum, 1.0), 0.0)
+        _store_rows(out, example, block, total * inverse[:, None], length)
+        _store_row(row_max, example, block, jnp.where(has_keys, largest, 0.0), length)
+        _store_row(inverse_row_sum, example, block, inverse, length)
+
+    row = jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32)
+    out_shape = jax.ShapeDtypeStruct((batch, q_length, heads, operands.values.shape[-1]), inputs.values.dtype)
+    out, row_max, inverse_row_sum = tiles.call(
+        kernel,
+        (operands,),
+        (_operand_axes(operands),),
+        (out_shape, row, row),
+        ("bqhr", "bhq", "bhq"),
+        grid=(tiles.counts[0], heads, batch),
+        interpret=interpret,
+    )
+    out = out[..., :width]
+    real = inputs.mask.queries(q_length)
+    if real is not None:
+        out = jnp.where(real[..., None, None], out, 0)
+        inverse_row_sum = jnp.where(real[:, None], inverse_row_sum, 0.0)
+    return out, SoftmaxStats(*(x.swapaxes(1, 2)[..., None] for x in (row_max, inverse_row_sum)))
+
+
+@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("interpret",))
+def backward(
+    soft_cap: float | None,
+    inputs: FusedInputs,
+    stats: SoftmaxStats,
+    delta: jax.Array,
+    dout: jax.Array,
+    *,
+    interpret: bool = False,
+) -> FusedInputs:
+    """Returns the cotangents of the inputs of `forward`; `delta` is `softmax_vjp_delta`."""
+    blocks = _operands(inputs)
+    rows = (x[..., 0].swapaxes(1, 2) for x in (*stats, delta))
+    arguments = blocks, _Residuals(_fill_width(dout), *rows)
+    tiles = lambda kernel: _make_tiles(kernel, inputs, blocks, dout.shape[1], soft_cap)
+    dqueries = _call_by_queries(tiles("queries"), arguments, interpret=interpret)
+    dkeys, dvalues = _call_by_keys(tiles("keys"), arguments, interpret=interpret)
+    _, bias_vjp = jax.vjp(_sum_biases, inputs.biases)
+    dbias = _call_by_bias(tiles("bias"), arguments, interpret=interpret)
+    (dbiases,) = bias_vjp(jax.tree.map(lambda d, x: d.astype(x.dtype), dbias, (blocks.table, blocks.columns)))
+
+    def finish(d: jax.Array, x: jax.Array) -> jax.Array:
+        d = d if d.shape[0] == x.shape[0] else d.sum(axis=0, keepdims=True)
+        return d[..., : x.shape[-1]].astype(x.dtype)
+
+    low_rank = tuple(
+        dataclasses.replace(term, queries=finish(dq, term.queries), keys=finish(dk, term.keys))
+        for term, dq, dk in zip(inputs.products.low_rank, dqueries, dkeys, strict=True)
+    )
+    return inputs.cotangents(Products(low_rank), dbiases, finish(dvalues, inputs.values))
+
+
+_Arguments: TypeAlias = tuple[_Operands, _Residuals]
+
+
+def _axes(arguments: _Arguments) -> tuple[PyTree, ...]:
+    return _operand_axes(arguments[0]), _RESIDUAL_AXES
+
+
+def _cotangent_shape(x: jax.Array, batch: int) -> jax.ShapeDtypeStruct:
+    """What a kernel returns for an operand: float32 where a sum over the examples follows."""
+    return jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype if x.shape[0] == batch else jnp.float32)
+
+
+def _call_by_queries(tiles: _Tiles, arguments: _Arguments, *, interpret: bool) -> tuple[jax.Array, ...]:
+    """Returns the cotangents of the queries of every term, ``[b, q, h, r]``."""
+    operands, residuals = arguments
+    if not operands.queries:
+        return ()
+    q_block, length = tiles.blocks.q, tiles.lengths[0]
+    batch, _, heads, _ = operands.values.shape
+
+    def kernel(blocks: _Operands, residuals: _Residuals, results: tuple[Ref, ...]) -> None:
+        block, example = pl.program_id(0), pl.program_id(2)
+        queries = [_load_rows(x, example, block, q_block, length) for x in blocks.queries]
+        rest = _load_residuals(residuals, example, block, tiles)
+
+        def add_keys(j: Ref, totals: list[jax.Array]) -> list[jax.Array]:
+            keys = [_load_rows(x, example, j, tiles.blocks.k, tiles.lengths[1]) for x in blocks.keys]
+            values = _load_rows(blocks.values, example, j, tiles.blocks.k, tiles.lengths[1])
+            _, dlogits = _backward_tile(blocks, queries, keys, values, rest, example, (block, j), tiles)
+            # dQ = dS K
+            return [t + _matmul(dlogits.astype(k.dtype), k) for t, k in zip(totals, keys, strict=True)]
+
+        start = [jnp.zeros(x.shape, jnp.float32) for x in queries]
+        first, last = tiles.key_blocks(block, None if blocks.ends is None else blocks.ends[example])
+        for result, total in zip(results, lax.fori_loop(first, last, add_keys, start), strict=True):
+            _store_rows(result, example, block, total, length)
+
+    shapes = tuple(_cotangent_shape(x, batch) for x in operands.queries)
+    results: tuple[tuple[jax.Array, ...]] = tiles.call(
+        kernel,
+        arguments,
+        _axes(arguments),
+        (shapes,),
+        (("bqhr",) * len(shapes),),
+        grid=(tiles.counts[0], heads, batch),
+        interpret=interpret,
+    )
+    return results[0]
+
+
+def _call_by_keys(
+    tiles: _Tiles, arguments: _Arguments, *, interpret: bool
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Returns the cotangents of the keys of every term, ``[b, k, h, r]``, and of the values.
+
+    The rows of a tile are keys: its products need no transposed weights.
+    """
+    operands, _ = arguments
+    k_block, length = tiles.blocks.k, tiles.lengths[1]
+    batch, _, heads, _ = operands.values.shape
+
+    def kernel(blocks: _Operands, residuals: _Residuals, dkeys: tuple[Ref, ...], dvalues: Ref) -> None:
+        block, example = pl.program_id(0), pl.program_id(2)
+        keys = [_load_rows(x, example, block, k_block, length) for x in blocks.keys]
+        values = _load_rows(blocks.values, example, block, k_block, length)
+
+        def add_queries(i: Ref, totals: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+            queries = [_load_rows(x, example, i, tiles.blocks.q, tiles.lengths[0]) for x in blocks.queries]
+            rest = _load_residuals(residuals, example, i, tiles)
+            weights, dlogits = _backward_tile(
+                blocks, queries, keys, values, rest, example, (i, block), tiles, transposed=True
+            )
+            # dK = dSᵀ Q,  dV = Pᵀ dO
+            of_keys = [t + _matmul(dlogits.astype(q.dtype), q) for t, q in zip(totals[0], queries, strict=True)]
+            return of_keys, totals[1] + _matmul(weights.astype(rest.dout.dtype), rest.dout)
+
+        start = [jnp.zeros(x.shape, jnp.float32) for x in keys], jnp.zeros(values.shape, jnp.float32)
+        first, last = tiles.query_blocks(block)
+        if blocks.ends is not None:
+            last = jnp.where(block * k_block < blocks.ends[example], last, first)
+        of_keys, of_values = lax.fori_loop(first, last, add_queries, start)
+        for result, total in zip((*dkeys, dvalues), (*of_keys, of_values), strict=True):
+            _store_rows(result, example, block, total, length)
+
+    shapes = tuple(_cotangent_shape(x, batch) for x in operands.keys)
+    results: tuple[tuple[jax.Array, ...], jax.Array] = tiles.call(
+        kernel,
+        arguments,
+        _axes(arguments),
+        (shapes, _cotangent_shape(operands.values, batch)),
+        (("bkhr",) * len(shapes), "bkhr"),
+        grid=(tiles.counts[1], heads, batch),
+        interpret=interpret,
+    )
+    return results
+
+
+def _call_by_bias(
+    tiles: _Tiles, arguments: _Arguments, *, interpret: bool
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the cotangents of the table ``[h, q, k]`` and of the diagonals ``[h, q + k - 1]``."""
+    operands, _ = arguments
+    if operands.table is None and operands.columns is None:
+        return None, None
+    side = min(tiles.blocks.q, tiles.blocks.k)
+    tiles = dataclasses.replace(tiles, blocks=dataclasses.replace(tiles.blocks, q=side, k=side))
+    batch, _, heads, _ = operands.values.shape
+    q_count, k_count = tiles.counts
+    by_diagonal = operands.table is None
+    count = q_count + k_count - 1 if by_diagonal else q_count * k_count
+    parts = _divisor(batch, BIAS_PROGRAMS // (count * heads))
+    examples = batch // parts
+
+    def kernel(blocks: _Operands, residuals: _Residuals, result: Ref) -> None:
+        place, part = pl.program_id(0), pl.program_id(2)
+        if by_diagonal:
+            begin = jnp.maximum(q_count - 1 - place, 0)
+            number = jnp.minimum(q_count, k_count + q_count - 1 - place) - begin
+        else:
+            begin, number = lax.div(place, jnp.int32(k_count)), 1
+
+        def add_tile(t: Ref, total: jax.Array) -> jax.Array:
+            example, i = part * examples + t, begin
+            if by_diagonal:
+                example, i = part * examples + lax.div(t, number), begin + lax.rem(t, number)
+            j = i + place - (q_count - 1) if by_diagonal else lax.rem(place, jnp.int32(k_count))
+            queries = [_load_rows(x, example, i, side, tiles.lengths[0]) for x in blocks.queries]
+            keys = [_load_rows(x, example, j, side, tiles.lengths[1]) for x in blocks.keys]
+            values = _load_rows(blocks.values, example, j, side, tiles.lengths[1])
+            rest = _load_residuals(residuals, example, i, tiles)
+            return total + _backward_tile(blocks, queries, keys, values, rest, example, (i, j), tiles)[1]
+
+        start = jnp.zeros((side, side), jnp.float32)
+        result[part, place] = lax.fori_loop(0, examples * number, add_tile, start)
+
+    shape = jax.ShapeDtypeStruct((parts, count, heads, side, side), jnp.float32)
+    (sums,) = tiles.call(
+        kernel,
+        arguments,
+        _axes(arguments),
+        (shape,),
+        ("pnhrr",),
+        grid=(count, heads, parts),
+        interpret=interpret,
+    )
+    sums = sums.sum(axis=0)
+    q_length, k_length = tiles.lengths
+    if by_diagonal:
+        return None, _sum_diagonals(sums, q_count * side, q_length, k_length)
+    table = sums.reshape(q_count, k_count, heads, side, side).transpose(2, 0, 3, 1, 4)
+    table = table.reshape(heads, q_count * side, k_count * side)[:, :q_length, :k_length]
+    if operands.columns is None:
+        return table, None
+    return table, jax.linear_transpose(
+        lambda columns: expand_diagonals(columns, q_length), operands.columns
+    )(table)[0]
+
+
+def _sum_diagonals(sums: jax.Array, rows: int, q_length: int, k_length: int) -> jax.Array:
+    """Returns the diagonals' sums ``[h, q + k - 1]`` of blocks ``[n, h, s, s]`` that lie s apart."""
+    count, heads, side, _ = sums.shape
+    lines = jax.linear_transpose(
+        lambda columns: expand_diagonals(columns, side),
+        jax.ShapeDtypeStruct((count, heads, 2 * side - 1), sums.dtype),
+    )(sums)[0]
+    total = jnp.zeros((heads, (count + 1) * side), sums.dtype)
+    first, second = (x.transpose(1, 0, 2).reshape(heads, -1) for x in (lines[..., :side], jnp.pad(lines[..., side:], ((0, 0), (0, 0), (0, 1)))))
+    total = total.at[:, : count * side].add(first).at[:, side:].add(second)
+    # Column 0 is key - query = 1 - rows.
+    return total[:, rows - q_length : rows + k_length - 1]
+
+
+def _divisor(number: int, wanted: int) -> int:
+    """Returns the largest divisor that is at most `wanted`, or 1."""
+    return max(n for n in range(1, max(wanted, 1) + 1) if number % n == 0)
+
+
+def _load_residuals(residuals: _Residuals, example: Ref, block: Ref, tiles: _Tiles) -> _Residuals:
+    dout, *rows = residuals
+    args = example, block, tiles.blocks.q, tiles.lengths[0]
+    return _Residuals(_load_rows(dout, *args), *(_load_row(x, *args) for x in rows))
+
+
+def _backward_tile(
+    blocks: _Operands,
+    queries: list[jax.Array],
+    keys: list[jax.Array],
+    values: jax.Array,
+    rest: _Residuals,
+    example: Ref,
+    place: tuple[Ref, Ref],
+    tiles: _Tiles,
+    *,
+    transposed: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weights P and the cotangents dS of a tile of logits, keys first if `transposed`."""
+    logits, allowed = _logits(blocks, queries, keys, example, place, tiles, transposed=transposed)
+    across = (lambda x: x[None, :]) if transposed else (lambda x: x[:, None])
+    weights = jnp.exp2(_forbid(logits, allowed) * LOG2E - across(rest.row_max * LOG2E))
+    weights *= across(rest.inverse_row_sum)
+    pair = (values, rest.dout) if transposed else (rest.dout, values)
+    # dS = P ∘ (dO Vᵀ - delta)
+    dlogits = weights * (_matmul_nt(*pair) - across(rest.delta))
+    if tiles.soft_cap is not None:
+        dlogits *= 1.0 - (logits / tiles.soft_cap) ** 2
+    return weights, dlogits
+
+
+def _logits(
+    blocks: _Operands,
+    queries: list[jax.Array],
+    keys: list[jax.Array],
+    example: Ref,
+    place: tuple[Ref, Ref],
+    tiles: _Tiles,
+    *,
+    transposed: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns a tile of logits, and which of them the mask allows (None: all).
+
+    `place` has the numbers of the blocks of queries and keys.
+    """
+    (q_length, k_length), sizes = tiles.lengths, tiles.blocks
+    shape, axes = ((sizes.k, sizes.q), (1, 0)) if transposed else ((sizes.q, sizes.k), (0, 1))
+    first = place[0] * sizes.q, place[1] * sizes.k
+    query, key = (i + lax.broadcasted_iota(jnp.int32, shape, axis) for i, axis in zip(first, axes, strict=True))
+    inside = []
+    if q_length % sizes.q:
+        inside.append(query < q_length)
+    if k_length % sizes.k:
+        inside.append(key < k_length)
+    inside = functools.reduce(operator.and_, inside) if inside else None
+
+    def look_up(ref: Ref, *at: Ref) -> jax.Array:
+        return plgpu.load(ref.at[at], mask=inside, other=None if inside is None else 0)
+
+    pairs = [(k, q) if transposed else (q, k) for q, k in zip(queries, keys, strict=True)]
+    parts = [_matmul_nt(x, y) for x, y in pairs]
+    if blocks.columns is not None:
+        parts.append(look_up(blocks.columns, key - query + (q_length - 1)))
+    if blocks.table is not None:
+        parts.append(look_up(blocks.table, query, key).astype(jnp.float32))
+    logits = cap_logits(functools.reduce(operator.add, parts), tiles.soft_cap)
+
+    keys_of = lambda ref: _across(_load_row(ref, example, place[1], sizes.k, k_length), axes[1])
+    queries_of = lambda ref: _across(_load_row(ref, example, place[0], sizes.q, q_length), axes[0])
+    rules = tiles.mask.band_rules(query + tiles.mask.query_offset, key)
+    if rules and blocks.prefix is not None:
+        rules = [functools.reduce(operator.and_, rules) | (key < blocks.prefix[example])]
+    if blocks.real is not None:
+        rules.append(keys_of(blocks.real) != 0)
+    elif blocks.ends is not None:
+        rules.append(key < blocks.ends[example])
+    elif k_length % sizes.k:
+        rules.append(key < k_length)
+    if blocks.query_segments is not None:
+        rules.append(queries_of(blocks.query_segments) == keys_of(blocks.key_segments))
+    if blocks.allowed is not None:
+        one = jnp.zeros_like(query) + (example if blocks.allowed.shape[0] > 1 else 0)
+        rules.append(look_up(blocks.allowed, one, query, key) != 0)
+    if not rules:
+        return logits, None
+    return logits, jnp.broadcast_to(functools.reduce(operator.and_, rules), shape)
+
+
+def _across(x: jax.Array, axis: int) -> jax.Array:
+    return x[:, None] if axis == 0 else x[None, :]
+
+
+def _forbid(logits: jax.Array, allowed: jax.Array | None) -> jax.Array:
+    return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+
+
+def _rows(block: Ref, size: int, length: int) -> tuple[Ref, jax.Array | None]:
+    """Returns the rows of a block, and which of them exist (None: all)."""
+    first = block * size
+    inside = first + jnp.arange(size) < length if length % size else None
+    return pl.ds(first, size), inside
+
+
+def _load_rows(ref: Ref, example: Ref, block: Ref, size: int, length: int) -> jax.Array:
+    """Returns a block of rows ``[size, r]`` of ``[b or 1, n, r]``, zeros beyond its length."""
+    rows, inside = _rows(block, size, length)
+    ref = ref.at[jnp.minimum(example, ref.shape[0] - 1), rows, :]
+    return ref[...] if inside is None else plgpu.load(ref, mask=inside[:, None], other=0)
+
+
+def _load_row(ref: Ref, example: Ref, block: Ref, size: int, length: int) -> jax.Array:
+    """Returns a block ``[size]`` of ``[b, n]`` likewise."""
+    rows, inside = _rows(block, size, length)
+    ref = ref.at[example, rows]
+    return ref[...] if inside is None else plgpu.load(ref, mask=inside, other=0)
+
+
+def _store_rows(ref: Ref, example: Ref, block: Ref, x: jax.Array, length: int) -> None:
+    """Writes a block of rows ``[size, r]``."""
+    rows, inside = _rows(block, x.shape[0], length)
+    mask = None if inside is None else inside[:, None]
+    plgpu.store(ref.at[example, rows, :], x.astype(ref.dtype), mask=mask)
+
+
+def _store_row(ref: Ref, example: Ref, block: Ref, x: jax.Array, length: int) -> None:
+    """Writes a block ``[size]`` likewise."""
+    rows, inside = _rows(block, x.shape[0], length)
+    plgpu.store(ref.at[example, rows], x, mask=inside)
+
+
+def _matmul(x: jax.Array, y: jax.Array) -> jax.Array:
+    return plgpu.dot(x, y)
+
+
+def _matmul_nt(x: jax.Array, y: jax.Array) -> jax.Array:
+    return plgpu.dot(x, y, trans_b=True)
