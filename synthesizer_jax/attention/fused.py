@@ -114,7 +114,7 @@ def attend_fused(call: Call) -> jax.Array:
 
     def forward(args: tuple[FusedInputs, jax.Array | None]) -> tuple[jax.Array, SoftmaxStats]:
         inputs, sinks = args
-        out, stats = _attend_fused_fwd(call.q_length, *options, inputs)
+        out, stats = fused_forward(call.q_length, *options, inputs)
         return (out, stats) if sinks is None else _add_sinks(out, stats, sinks)
 
     def backward(
@@ -123,7 +123,7 @@ def attend_fused(call: Call) -> jax.Array:
         inputs, sinks = args
         # delta = Σ_e dO ∘ O
         delta = softmax_vjp_delta(out, dout, stats.row_max.dtype)
-        cotangents: FusedInputs = _attend_fused_bwd(*options, inputs, stats, delta, dout)
+        cotangents: FusedInputs = fused_backward(*options, inputs, stats, delta, dout)
         return cotangents, None if sinks is None else _sinks_gradient(stats, delta, sinks)
 
     out: jax.Array = with_gradient(forward, backward, name=CHECKPOINT_NAME)((inputs, call.sinks))
@@ -174,7 +174,7 @@ def _kernel_obstacle(call: Call, inputs: FusedInputs) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _attend_fused_fwd(
+def fused_forward(
     q_length: int, soft_cap: float | None, pallas_offset: int | None, inputs: FusedInputs
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the output and the residuals.
@@ -184,6 +184,10 @@ def _attend_fused_fwd(
     # All branches are traced, on any machine: a program may be lowered for another platform.
     default = functools.partial(loop_forward, q_length, soft_cap=soft_cap)
     implementations = dict.fromkeys(_GPU_PLATFORMS, functools.partial(default, parallel=True))
+    from synthesizer_jax.attention import fused_gpu
+
+    if fused_gpu.obstacle(inputs) is None:
+        implementations["cuda"] = functools.partial(fused_gpu.forward, q_length, soft_cap)
     if pallas_offset is not None:
         from synthesizer_jax.attention import fused_tpu
 
@@ -195,7 +199,7 @@ def _attend_fused_fwd(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend_fused_bwd(
+def fused_backward(
     soft_cap: float | None,
     pallas_offset: int | None,
     inputs: FusedInputs,
@@ -206,6 +210,10 @@ def _attend_fused_bwd(
     """Returns the cotangents of the inputs."""
     default = functools.partial(loop_backward, soft_cap=soft_cap)
     implementations = dict.fromkeys(_GPU_PLATFORMS, functools.partial(default, parallel=True))
+    from synthesizer_jax.attention import fused_gpu
+
+    if fused_gpu.obstacle(inputs) is None:
+        implementations["cuda"] = functools.partial(fused_gpu.backward, soft_cap)
     if pallas_offset is not None:
         from synthesizer_jax.attention import fused_tpu
 

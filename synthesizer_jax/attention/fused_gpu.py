@@ -460,7 +460,7 @@ def _call_by_keys(
         start = [jnp.zeros(x.shape, jnp.float32) for x in keys], jnp.zeros(values.shape, jnp.float32)
         first, last = tiles.query_blocks(block)
         if blocks.ends is not None:
-            last = jnp.where(block * k_block < blocks.ends[example], last, first)
+            last *= jnp.clip(blocks.ends[example] - block * k_block, 0, 1)  # nothing beyond the last key
         of_keys, of_values = lax.fori_loop(first, last, add_queries, start)
         for result, total in zip((*dkeys, dvalues), (*of_keys, of_values), strict=True):
             _store_rows(result, example, block, total, length)

@@ -27,9 +27,9 @@ from synthesizer_jax.attention.fused import (
     FusedInputs,
     Products,
     SoftmaxStats,
+    fused_backward,
+    fused_forward,
     fused_inputs,
-    loop_backward,
-    loop_forward,
     map_heads,
     softmax_vjp_delta,
 )
@@ -149,7 +149,7 @@ def _attend_static_fwd(
 
     def run_loop() -> tuple[jax.Array, jax.Array, jax.Array]:
         rows = lambda x: x[..., 0].transpose(2, 1, 0)  # [b, q, h, 1] → [h, q, b]
-        out, stats = loop_forward(q_length, inputs)
+        out, stats = fused_forward(q_length, None, None, inputs)
         return out, rows(stats.inverse_row_sum), rows(stats.row_max)
 
     out, inverse_row_sum, row_max = lax.cond(
@@ -185,7 +185,7 @@ def _attend_static_bwd(
     def run_loop() -> FusedInputs:
         rows = (x.transpose(2, 1, 0)[..., None] for x in (row_max, inverse_row_sum))  # [b, q, h, 1]
         delta = softmax_vjp_delta(out, dout, row_max.dtype)
-        return loop_backward(inputs, SoftmaxStats(*rows), delta, dout)
+        return fused_backward(None, None, inputs, SoftmaxStats(*rows), delta, dout)
 
     cotangents: FusedInputs = lax.cond(
         _all_when_mapped(is_exact), lambda: run_matmuls(inverse_row_sum), run_loop
