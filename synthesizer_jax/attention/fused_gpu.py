@@ -245,12 +245,13 @@ class _Tiles:
         out_axes: PyTree,
         *,
         grid: tuple[int, int, int],
+        products: int,
         interpret: bool,
     ) -> Any:
         """Calls a kernel on arrays whose axes are named by one letter each; it sees one head of them.
 
         Rows of queries and keys are numbered up to whole blocks. The second axis of the grid is that of
-        heads.
+        heads. `products` is the number of multiply-adds that the kernel makes for a logit.
         """
         (q_count, k_count), blocks = self.counts, self.blocks
         rows = {"q": q_count * blocks.q, "k": k_count * blocks.k, "h": None}
@@ -266,6 +267,12 @@ class _Tiles:
             jax.tree.map(spec, tree, names, is_leaf=lambda x: x is None)
             for tree, names in ((arguments, axes), (shapes, out_axes))
         )
+        batch, _, heads, _ = arguments[0].values.shape
+        num_logits = batch * heads * math.prod(self.lengths)
+        moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((arguments, shapes)))
+        cost = pl.CostEstimate(
+            flops=2 * products * num_logits, transcendentals=num_logits, bytes_accessed=moved
+        )
         varying = jax.typeof(jax.tree.leaves(arguments)[0]).mat
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), shapes)
         return pl.pallas_call(
@@ -274,6 +281,7 @@ class _Tiles:
             grid=grid,
             in_specs=specs,
             out_specs=out_specs,
+            cost_estimate=cost,
             compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
             interpret=interpret,
         )(*arguments)
@@ -339,6 +347,7 @@ def forward(
         (out_shape, row, row),
         ("bqhr", "bhq", "bhq"),
         grid=(tiles.counts[0], heads, batch),
+        products=_widths(operands.queries) + width,
         interpret=interpret,
     )
     out = out[..., :width]
@@ -426,6 +435,7 @@ def _call_by_queries(tiles: _Tiles, arguments: _Arguments, *, interpret: bool) -
         (shapes,),
         (("bqhr",) * len(shapes),),
         grid=(tiles.counts[0], heads, batch),
+        products=2 * _widths(operands.queries) + operands.values.shape[-1],
         interpret=interpret,
     )
     return results[0]
@@ -473,6 +483,7 @@ def _call_by_keys(
         (shapes, _cotangent_shape(operands.values, batch)),
         (("bkhr",) * len(shapes), "bkhr"),
         grid=(tiles.counts[1], heads, batch),
+        products=2 * (_widths(operands.queries) + operands.values.shape[-1]),
         interpret=interpret,
     )
     return results
@@ -524,6 +535,7 @@ def _call_by_bias(
         (shape,),
         ("pnhrr",),
         grid=(count, heads, parts),
+        products=_widths(operands.queries) + operands.values.shape[-1],
         interpret=interpret,
     )
     sums = sums.sum(axis=0)
@@ -551,6 +563,10 @@ def _sum_diagonals(sums: jax.Array, rows: int, q_length: int, k_length: int) -> 
     total = total.at[:, : count * side].add(first).at[:, side:].add(second)
     # Column 0 is key - query = 1 - rows.
     return total[:, rows - q_length : rows + k_length - 1]
+
+
+def _widths(factors: tuple[jax.Array, ...]) -> int:
+    return sum(x.shape[-1] for x in factors)
 
 
 def _divisor(number: int, wanted: int) -> int:
