@@ -5,12 +5,12 @@
     python benchmarks/gpu.py --results results/gpu.json --json docs/gpu.json --page docs/performance.md
 
 The first two run parts, in the order given; `--tiny` tries all of it on a CPU. Every row is written to
-`gpu.json` as soon as it is measured, beside those that are there. A system that ends early or takes too long
-gives a row with its error, and so does one that no time is left for. The last command merges such files, later
-rows in the place of earlier ones, and writes the tables; it needs no GPU.
+`gpu.json` as soon as it is measured, beside those that are there. A system that ends early or takes too
+long gives a row with its error, and so does one that no time is left for. The last command merges such
+files, later rows in the place of earlier ones, and writes the tables; it needs no GPU.
 
-Every model runs alone in a process of its own, the attention functions of one library in turns in one process,
-where all are timed twice. Peers run on `.venv-peers` if that is there, else on this Python.
+Every model runs alone in a process of its own, and the attention functions of one library one after the
+other in one process, twice. Peers run on `.venv-peers` if that is there, else on this Python.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import datetime
 import itertools
 import json
 import pathlib
+import re
 import sys
 import time
 from typing import Any
@@ -59,20 +60,27 @@ class Results:
         self.facts: Row = found.get("facts", {})
         self.parts: dict[str, list[Row]] = found.get("parts", {})
 
-    def add(self, part: str, row: Row) -> None:
-        """Adds a row, in the place of the one of that name and shape, and prints it."""
+    def put(self, part: str, row: Row) -> None:
+        """Puts a row into the place of the one of that name and shape; an error replaces no measurement."""
         rows = self.parts.setdefault(part, [])
         where = next((i for i, r in enumerate(rows) if identity(r) == identity(row)), len(rows))
-        rows[where : where + 1] = [row]
+        if where == len(rows) or "error" not in row or "error" in rows[where]:
+            rows[where : where + 1] = [row]
+
+    def add(self, part: str, row: Row) -> None:
+        """Puts a row into its place, writes the file and prints the row."""
+        self.put(part, row)
         self.write()
         shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items() if k != "errors"}
         print(part, *(f"{k} {v}" if k != "name" else v for k, v in shown.items()), sep=" | ", flush=True)
 
     def write(self) -> None:
         """Writes the file."""
-        report.write_file(
-            self.path, json.dumps({"facts": self.facts, "parts": self.parts}, indent=1) + "\n"
-        )
+        report.write_file(self.path, self.json())
+
+    def json(self) -> str:
+        """What the file holds."""
+        return json.dumps({"facts": self.facts, "parts": self.parts}, indent=1) + "\n"
 
 
 def identity(row: Row) -> tuple[Any, ...]:
@@ -90,6 +98,10 @@ class Session:
         names = ("d_model", "layers", "d_ff", "heads", "head_dim")
         self.options: Row = dict(zip(names, sizes, strict=True)) | {"tiny": args.tiny, "dropout": 0.1}
         self.options |= {"dtype": "bfloat16", "threads": 8, "device": "cpu" if args.tiny else "cuda"}
+        self.options |= {"compile": "eager" if args.tiny else "inductor"}
+        self.environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
+        if args.tiny:
+            self.environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
     def start(self, name: str, worker: str, options: Row, limit: float) -> racing.Worker:
         """Starts a worker; raises `SystemExit` where it ends early, or no time is left."""
@@ -98,8 +110,7 @@ class Session:
             raise SystemExit("no time was left")
         is_torch = worker in ("pytorch.py", "torch_attention.py")
         python = str(racing.PEERS) if is_torch and racing.PEERS.exists() else sys.executable
-        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
-        system = racing.System(name, worker, {**self.options, **options}, python, environment)
+        system = racing.System(name, worker, {**self.options, **options}, python, self.environment)
         return racing.Worker(system, min(limit, left))
 
     def run_cases(self, worker: str, options: Row, cases: list[Row], *, passes: int) -> None:
@@ -107,7 +118,7 @@ class Session:
 
         After a case with which the worker ends, a new one goes on with those that remain.
         """
-        part, shared = options["part"], {"part": options["part"]}
+        part = options["part"]
         while cases:
             done = 0
             try:
@@ -120,14 +131,16 @@ class Session:
                 return
             except SystemExit as end:
                 if done < len(cases):
-                    self.results.add(part, {**cases[done], **shared, "error": last_line(end)})
+                    self.results.add(part, {**cases[done], "error": last_line(end)})
             cases = cases[done + 1 :]
 
     def run_model(self, part: str, name: str, options: Row, *, limit: float, rounds: int) -> None:
         """Runs a model in a process of its own, in micro-batches where memory asks."""
         kind, _, suffix = name.partition(", ")
-        options = {"name": name, "system": kind, "compile": suffix != "" or part != "decode", **options}
-        options |= {"scan": part != "decode" and not suffix, "remat": None}
+        options = {"name": name, "system": kind, "remat": None, **options}
+        options |= {"scan": part != "decode" and not suffix}
+        if part == "decode" and not suffix:
+            options["compile"] = None
         worker = peers.PEERS.get(kind, "ours.py")
         shown = {k: options[k] for k in ("name", "batch", "inputs", "targets", "new_tokens", "beams")}
         micro_batches = options.pop("micro_batches", 1)
@@ -150,14 +163,15 @@ class Session:
 def last_line(end: SystemExit) -> str:
     """The last line of an error that says something."""
     lines = [line for line in str(end).splitlines() if line.strip() and not line.startswith(" ")]
-    return lines[-1][:300]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines)[-1][:300]
 
 
 def run_part(session: Session, part: str) -> None:
     """Runs a part."""
     tiny = session.args.tiny
     if part == "correctness":
-        cases = [{"name": name} for name in PROBLEMS]
+        cases = [{"name": name} for name in (PROBLEMS[1::6] if tiny else PROBLEMS)]
         session.run_cases("gpu_attention.py", {"part": part}, cases, passes=1)
     elif part in ("functions", "sublayers"):
         shapes = (
@@ -206,11 +220,11 @@ def run(args: argparse.Namespace) -> None:
 
 def with_rates(rows: list[Row], peak: float | None) -> list[Row]:
     """Rows of steps with tokens a second, MFU, and the speed relative to transformers."""
-    base = next((r.get("seconds") for r in rows if r["name"] == "transformers"), None)
+    base = next((r["seconds"] for r in rows if r["name"] == "transformers" and "loss" in r), None)
     vanilla = next((r.get("flops") for r in rows if r["name"] == "v"), None)
     result = []
     for r in rows:
-        if "seconds" in r:
+        if "loss" in r:
             flops, seconds = r.get("flops", vanilla), r["seconds"]
             r = r | {"tokens": r["batch"] * (r["inputs"] + r["targets"]) / seconds, "ms": 1e3 * seconds}
             r["mfu"] = flops / seconds / peak if flops and peak else None
@@ -237,11 +251,11 @@ CHECKED |= {"difference": "‖x − r‖ / ‖r‖|.1e", "bound": "bound|.0e", "
 COLUMNS = {"correctness": CHECKED, "decode": DECODED, "steps": STEP, "long": STEP}
 TITLES = {
     "correctness": "Values and gradients against the reference route in float32 (products at the highest "
-    "precision): the largest error of an array. float32 products are those of tf32, bfloat16 of its operands.",
+    "precision): the largest error of an array, each drawn anew. On a GPU, float32 products are tf32's.",
     "steps": "T5 1.1 base, a step of AdamW, bfloat16 with float32 parameters, dropout 0.1. transformers is "
-    "compiled by `torch.compile`, with autocast. MFU counts six FLOPs for each multiply-add of the forward pass.",
+    "compiled by `torch.compile`, with autocast. MFU: six FLOPs for each multiply-add of the forward pass.",
     "decode": "T5 1.1 base, 64 new tokens for a batch of 32 × 512 inputs, bfloat16.",
-    "functions": "Attention alone, 12 heads of 64, bfloat16, with a padding mask; *bias*: T5's, with its gradient.",
+    "functions": "Attention alone, 12 heads of 64, bfloat16, with a padding mask; *bias*: T5's, learned.",
     "sublayers": "Sub-layers with projections, d_model 768, 12 heads of 64, bfloat16, with a padding mask.",
 }
 TITLES["long"] = TITLES["steps"]
@@ -250,40 +264,35 @@ TITLES["long"] = TITLES["steps"]
 def write_page(args: argparse.Namespace) -> None:
     """Merges results and writes them and their tables."""
     first, *others = (Results(path) for path in args.results)
-    for part, row in ((p, r) for other in others for p, rows in other.parts.items() for r in rows):
-        rows = first.parts.setdefault(part, [])
-        rows[:] = [r for r in rows if identity(r) != identity(row)] + [row]
-        first.facts |= others[-1].facts
+    for other in others:
+        first.facts |= other.facts
+        for part, rows in other.parts.items():
+            for row in rows:
+                first.put(part, row)
     facts = first.facts
     note = f"{facts['device']}, {facts['date']}, {facts['versions']}; a product of matrices reaches "
     note += f"{facts['product_tflops']:.0f} TFLOP/s, a copy {facts['copy_gbytes']:,.0f} GB/s."
     page = args.page.read_text(encoding="utf-8") if args.page.exists() else ""
     for part, rows in first.parts.items():
-        shapes = (
-            [f"{r[k]} × {r['length']}" if "length" in r else shape_of(r) for r in rows for k in ["batch"]]
-            if part != "correctness"
-            else [""] * len(rows)
-        )
-        tables = []
-        for shape in dict.fromkeys(shapes):
-            chosen = [r for r, s in zip(rows, shapes, strict=True) if s == shape]
-            if part in ("steps", "long"):
-                chosen = with_rates(chosen, peak_flops(facts["device"], "bfloat16"))
+        tables = [f"{TITLES[part]} {note}"]
+        for shape, chosen in itertools.groupby(sorted(rows, key=shape_of), shape_of):
+            shown = with_rates([*chosen], peak_flops(facts["device"], "bfloat16"))
             columns = COLUMNS.get(part, TIMES)
-            used = {k: c for k, c in columns.items() if any(r.get(k) is not None for r in chosen)}
-            tables.append(f"{shape}\n\n{report.table(chosen, used)}".strip())
-        page = report.with_section(
-            page, f"gpu {part}", "\n\n".join([f"{TITLES[part]} {note}", *tables]) + "\n"
-        )
+            used = {k: c for k, c in columns.items() if any(r.get(k) is not None for r in shown)}
+            tables.append(f"{shape}\n\n{report.table(shown, used)}".strip())
+        page = report.with_section(page, f"gpu {part}", "\n\n".join(tables) + "\n")
     report.write_file(args.page, page)
     if args.json:
-        report.write_file(args.json, json.dumps({"facts": facts, "parts": first.parts}, indent=1) + "\n")
+        report.write_file(args.json, first.json())
 
 
 def shape_of(row: Row) -> str:
-    """Batch and lengths of a model's row."""
-    lengths = f"{row['inputs']}/{row['targets'] or row['new_tokens']}"
-    return f"Batch {row['batch']} × {lengths}"
+    """Batch and lengths of a row."""
+    if "batch" not in row:
+        return ""
+    if "length" in row:
+        return f"Batch {row['batch']} × {row['length']}:"
+    return f"Batch {row['batch']} × {row['inputs']}/{row['targets'] or row['new_tokens']}:"
 
 
 def main() -> None:

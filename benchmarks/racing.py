@@ -104,11 +104,11 @@ def timed_row(
 def merge_rows(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """The mean of a row that was measured twice; ``spread`` is the largest ratio of two times, less 1."""
     times = [k for k in second if k.endswith(("_ms", "_tflops"))]
-    if any(k not in first for k in times):
+    if not times or any(k not in first for k in times):
         return second
     pairs = [sorted((first[k], second[k])) for k in times]
     means = {k: (first[k] + second[k]) / 2 for k in times}
-    return {**second, **means, "spread": max((b / a - 1 for a, b in pairs), default=None)}
+    return {**second, **means, "spread": max((b / a - 1 for a, b in pairs))}
 
 
 def attention_flops(options: dict[str, Any], *, products: int, projections: int) -> dict[str, float]:

@@ -38,7 +38,8 @@ model.to(device)
 parameters = sum(p.numel() for p in model.parameters())
 inputs = torch.randint(2, 32000, (rows, options["inputs"]), device=device)
 labels = torch.randint(2, 32000, (rows, options["targets"]), device=device)
-forward = torch.compile(model, dynamic=False) if options.get("compile") else model
+backend = options.get("compile")  # None: no compilation
+forward = torch.compile(model, dynamic=False, backend=backend) if backend else model
 versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
 model.train(not options["decode"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)

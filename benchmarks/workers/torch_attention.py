@@ -54,7 +54,7 @@ def make_row(name: str, batch: int, length: int) -> dict[str, Any]:
         torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(1 if projections else 3)
     ]
-    compiled = torch.compile(layer, dynamic=False)
+    compiled = torch.compile(layer, dynamic=False, backend=options["compile"])
     inputs = [*tokens, *layer.parameters()]
 
     def forward() -> torch.Tensor:
