@@ -142,7 +142,7 @@ class Session:
         if part == "decode" and not suffix:
             options["compile"] = None
         worker = peers.PEERS.get(kind, "ours.py")
-        shown = {k: options[k] for k in ("name", "batch", "inputs", "targets", "new_tokens", "beams")}
+        shown = {k: options[k] for k in ("name", "batch", "inputs", "targets", "beams")}
         micro_batches = options.pop("micro_batches", 1)
         for count in (micro_batches, 2 * micro_batches, 4 * micro_batches):
             try:
@@ -189,7 +189,7 @@ def run_part(session: Session, part: str) -> None:
         batch, inputs = (128, 512) if part == "steps" else (32, 2048)
         shape = (4, 32, 16) if tiny else (batch, inputs, 114)
         options: Row = dict(zip(("batch", "inputs", "targets"), shape, strict=True))
-        options |= {"decode": False, "new_tokens": None, "beams": None}
+        options |= {"decode": False, "new_tokens": shape[2], "beams": None}
         for name in STEPS if part == "steps" else LONG:
             # The logits of 32 rows of 2,048 tokens that transformers keeps for every layer are too many.
             halves = {"micro_batches": 2} if part == "long" and name == "transformers" else {}
@@ -197,7 +197,7 @@ def run_part(session: Session, part: str) -> None:
     else:
         shape = (2, 32, 8) if tiny else (32, 512, 64)
         options = dict(zip(("batch", "inputs", "new_tokens"), shape, strict=True))
-        options |= {"decode": True, "targets": None}
+        options |= {"decode": True, "targets": shape[2]}
         for beams, name in itertools.product((1, 4), DECODE):
             session.run_model(part, name, {**options, "beams": beams}, limit=120, rounds=3)
 
@@ -246,7 +246,7 @@ DECODED = {
     "seconds": "batch, s|.3f",
 }
 DECODED |= {"device_gb": "peak memory, GB|.1f", "compile_seconds": "compiling, s|.0f", "error": "error"}
-CHECKED = {"name": "call, dtype, route", "kernel": "kernel", "worst": "worst array"}
+CHECKED = {"name": "call, dtype, route", "default": "the default, by", "worst": "worst array"}
 CHECKED |= {"difference": "‖x − r‖ / ‖r‖|.1e", "bound": "bound|.0e", "verdict": "", "error": "error"}
 COLUMNS = {"correctness": CHECKED, "decode": DECODED, "steps": STEP, "long": STEP}
 TITLES = {
@@ -255,8 +255,11 @@ TITLES = {
     "steps": "T5 1.1 base, a step of AdamW, bfloat16 with float32 parameters, dropout 0.1. transformers is "
     "compiled by `torch.compile`, with autocast. MFU: six FLOPs for each multiply-add of the forward pass.",
     "decode": "T5 1.1 base, 64 new tokens for a batch of 32 × 512 inputs, bfloat16.",
-    "functions": "Attention alone, 12 heads of 64, bfloat16, with a padding mask; *bias*: T5's, learned.",
-    "sublayers": "Sub-layers with projections, d_model 768, 12 heads of 64, bfloat16, with a padding mask.",
+    "functions": "Attention alone, 12 heads of 64, bfloat16, with a padding mask; *bias*: T5's, learned. "
+    "Means of two measurements, and how far they are apart. TFLOP/s: two products, seven with the backward "
+    "pass, of all pairs of positions.",
+    "sublayers": "Sub-layers with projections, d_model 768, 12 heads of 64, bfloat16, with a padding mask. "
+    "As the functions' table; Random has one product, three with the backward pass.",
 }
 TITLES["long"] = TITLES["steps"]
 
@@ -270,11 +273,12 @@ def write_page(args: argparse.Namespace) -> None:
             for row in rows:
                 first.put(part, row)
     facts = first.facts
-    note = f"{facts['device']}, {facts['date']}, {facts['versions']}; a product of matrices reaches "
-    note += f"{facts['product_tflops']:.0f} TFLOP/s, a copy {facts['copy_gbytes']:,.0f} GB/s."
+    device = f"{facts['device']}, {facts['date']}, a product of bfloat16 matrices "
+    device += f"{facts['product_tflops']:.0f} TFLOP/s, a copy {facts['copy_gbytes']:,.0f} GB/s."
     page = args.page.read_text(encoding="utf-8") if args.page.exists() else ""
     for part, rows in first.parts.items():
-        tables = [f"{TITLES[part]} {note}"]
+        versions = dict.fromkeys([facts["versions"], *(r["versions"] for r in rows if "versions" in r)])
+        tables = [f"{TITLES[part]} {', '.join(versions)}; {device}"]
         for shape, chosen in itertools.groupby(sorted(rows, key=shape_of), shape_of):
             shown = with_rates([*chosen], peak_flops(facts["device"], "bfloat16"))
             columns = COLUMNS.get(part, TIMES)
@@ -292,7 +296,7 @@ def shape_of(row: Row) -> str:
         return ""
     if "length" in row:
         return f"Batch {row['batch']} × {row['length']}:"
-    return f"Batch {row['batch']} × {row['inputs']}/{row['targets'] or row['new_tokens']}:"
+    return f"Batch {row['batch']} × {row['inputs']}/{row['targets']}:"
 
 
 def main() -> None:

@@ -153,10 +153,10 @@ def check(name: str) -> list[Row]:
         with jax.default_matmul_precision("highest"):
             answer = differentiate(exact, mask, g.astype(jnp.float32), implementation="reference")
         for route in dict.fromkeys(["auto" if chosen.route not in routes else chosen.route, *routes]):
-            row: Row = {"name": f"{name}, {dtype}, {route}", "kernel": ""}
+            row: Row = {"name": f"{name}, {dtype}, {route}"}
             rows.append(row)
-            if route == chosen.route:
-                row |= {"name": row["name"] + " (auto)", "kernel": chosen.kernel}
+            if route in ("auto", chosen.route):
+                row["default"] = chosen.kernel
             try:
                 found = differentiate(inputs, mask, g, implementation=route)
                 errors = {a: relative_error(found[a], answer[a]) for a in answer}
