@@ -113,26 +113,28 @@ class Session:
         system = racing.System(name, worker, {**self.options, **options}, python, self.environment)
         return racing.Worker(system, min(limit, left))
 
-    def run_cases(self, worker: str, options: Row, cases: list[Row], *, passes: int) -> None:
+    def run_cases(self, worker: str, part: str, cases: list[Row], *, passes: int) -> None:
         """Runs a worker that answers with the row of one case after the other, `passes` times.
 
-        After a case with which the worker ends, a new one goes on with those that remain.
+        After a case with which the worker ends, a new one goes on with those that remain; a worker that
+        cannot start does none.
         """
-        part = options["part"]
         while cases:
-            done = 0
+            done, failed = 0, cases
             try:
-                running = self.start(worker, worker, {**options, "cases": cases}, 150)
+                running = self.start(worker, worker, {"part": part, "cases": cases}, 150)
+                failed = cases[:1]
                 for case in cases * passes:
                     for row in (answer := running.run_round()).pop("rows", [answer]):
                         self.results.add(part, {**case, **running.facts, **row})
                     done += 1
+                    failed = cases[done : done + 1]
                 running.close()
                 return
             except SystemExit as end:
-                if done < len(cases):
-                    self.results.add(part, {**cases[done], "error": last_line(end)})
-            cases = cases[done + 1 :]
+                for case in failed:
+                    self.results.add(part, {**case, "error": last_line(end)})
+            cases = cases[done + len(failed) :] if done < len(cases) else []
 
     def run_model(self, part: str, name: str, options: Row, *, limit: float, rounds: int) -> None:
         """Runs a model in a process of its own, in micro-batches where memory asks."""
@@ -172,19 +174,15 @@ def run_part(session: Session, part: str) -> None:
     tiny = session.args.tiny
     if part == "correctness":
         cases = [{"name": name} for name in (PROBLEMS[1::6] if tiny else PROBLEMS)]
-        session.run_cases("gpu_attention.py", {"part": part}, cases, passes=1)
+        session.run_cases("gpu_attention.py", part, cases, passes=1)
     elif part in ("functions", "sublayers"):
-        shapes = (
-            [(16, 512), (4, 2048)]
-            if part == "sublayers"
-            else [(16, 512), (4, 2048), (128, 512), (16, 2048)]
-        )
+        shapes = [(16, 512), (4, 2048)] + ([(128, 512), (16, 2048)] if part == "functions" else [])
         names = [f + b for b in (" + bias", "") for f in FUNCTIONS] if part == "functions" else SUBLAYERS
         shapes = [(2, 32), (1, 64)] if tiny else shapes
         cases = [{"name": n, "batch": b, "length": k} for b, k in shapes for n in names]
         for worker in ("gpu_attention.py", "torch_attention.py"):
             mine = [c for c in cases if c["name"].startswith("torch") == worker.startswith("torch")]
-            session.run_cases(worker, {"part": part}, mine, passes=2)
+            session.run_cases(worker, part, mine, passes=2)
     elif part in ("steps", "long"):
         batch, inputs = (128, 512) if part == "steps" else (32, 2048)
         shape = (4, 32, 16) if tiny else (batch, inputs, 114)
