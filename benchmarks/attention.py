@@ -77,13 +77,15 @@ def einsum_attention(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array
     return jnp.einsum("bqhe,hed->bqd", jnp.einsum("bhqk,bkhe->bqhe", weights, v), params["o"])
 
 
-def xla_attention(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Attention with `jax.nn.dot_product_attention(implementation="xla")`."""
-    q, k, v = (jnp.einsum("bnd,dhe->bnhe", x, params[n]) for n in "qkv")
-    y = jax.nn.dot_product_attention(
-        q, k, v, params.get("bias"), key_value_seq_lengths=lengths, implementation="xla"
-    )
-    return jnp.einsum("bqhe,hed->bqd", y, params["o"])
+def with_projections(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Returns the sub-layer of a function such as `jax_attention`, computed in the dtype of x."""
+
+    def apply(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
+        q, k, v = (jnp.einsum("bnd,dhe->bnhe", x, params[n].astype(x.dtype)) for n in "qkv")
+        y = function(params | {"key": k, "value": v}, q, lengths)
+        return jnp.einsum("bqhe,hed->bqd", y, params["o"].astype(x.dtype))
+
+    return apply
 
 
 def random_broadcast(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -122,7 +124,7 @@ def reference_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> l
     with_bias = params | ({"bias": table} if args.bias else {})
     cases = [
         Case("einsum", einsum_attention, with_bias, reference=True),
-        Case("jax.nn xla", xla_attention, with_bias, reference=True),
+        Case("jax.nn xla", with_projections(jax_attention), with_bias, reference=True),
         Case(
             "Random, broadcast",
             random_broadcast,
@@ -180,20 +182,27 @@ def variant_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> lis
     return cases
 
 
-def jax_attention(params: Any, query: jax.Array, lengths: jax.Array) -> jax.Array:
-    """`jax.nn.dot_product_attention`, with T5's bias as an array."""
+def bias_array(params: Any, query: jax.Array) -> jax.Array | None:
+    """The bias ``[1, heads, length, length]`` in the query's dtype; T5's is looked up in its table."""
     bias = params.get("bias")
     if "table" in params:
         distance = np.arange(query.shape[1]) - np.arange(query.shape[1])[:, None]
         buckets = relative_buckets(distance, num_buckets=32, max_distance=128, bidirectional=True)
-        bias = params["table"][:, buckets][None]
+        bias = params["table"].astype(query.dtype)[:, buckets][None]
+    return bias
+
+
+def jax_attention(
+    params: Any, query: jax.Array, lengths: jax.Array, implementation: str = "xla"
+) -> jax.Array:
+    """`jax.nn.dot_product_attention`, with T5's bias as an array."""
     return jax.nn.dot_product_attention(
         query,
         params["key"],
         params["value"],
-        bias,
+        bias_array(params, query),
         key_value_seq_lengths=lengths,
-        implementation="xla",
+        implementation=implementation,
     )
 
 
@@ -226,11 +235,11 @@ def function_cases(args: argparse.Namespace, query: jax.Array, key: jax.Array) -
 def compile_case(case: Case, x: jax.Array, lengths: jax.Array, *, backward: bool) -> Any:
     """Compiles a case; the backward pass computes gradients of parameters and input."""
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def loss(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
         return (case.apply(params, x, lengths).astype(jnp.float32) ** 2).mean()
 
-    f = jax.grad(loss, (0, 1)) if backward else (lambda p, x: case.apply(p, x, lengths))
-    return jax.jit(f).lower(case.params, x).compile()
+    f = jax.grad(loss, (0, 1)) if backward else case.apply
+    return jax.jit(f).lower(case.params, x, lengths).compile()
 
 
 def measure(cases: list[Case], x: jax.Array, lengths: jax.Array, rounds: int) -> list[dict]:
@@ -245,7 +254,7 @@ def measure(cases: list[Case], x: jax.Array, lengths: jax.Array, rounds: int) ->
         for (name, backward), program in programs.items():
             params = next(c.params for c in cases if c.name == name)
             start = time.perf_counter()
-            jax.block_until_ready(program(params, x))
+            jax.block_until_ready(program(params, x, lengths))
             times[name, backward].append(time.perf_counter() - start)
     rows = []
     for case in cases:

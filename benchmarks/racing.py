@@ -15,7 +15,10 @@ import pathlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
@@ -47,6 +50,13 @@ def serve(facts: dict[str, Any], run_round: Callable[[], dict[str, float]]) -> N
         send({**run_round(), "peak_mb": peak_mb()})
 
 
+def answer(facts: dict[str, Any], rows: Iterator[dict[str, Any]]) -> None:
+    """The main loop of a worker that has a row of its own for every request of the driver."""
+    send(facts)
+    for _ in sys.stdin:
+        send(next(rows))
+
+
 def options() -> dict[str, Any]:
     """Returns the worker's options; redirects standard output to standard error from now on."""
     _OUTPUT.append(os.fdopen(os.dup(1), "w", encoding="utf-8"))
@@ -60,6 +70,57 @@ _OUTPUT: list[Any] = []
 def send(message: dict[str, Any]) -> None:
     """Sends a line of JSON to the driver."""
     print(json.dumps(message), file=_OUTPUT[0], flush=True)
+
+
+def time_calls(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
+    """Returns the seconds of a call on a device that works asynchronously: the median of seven series.
+
+    A series lasts at least 20 ms where a hundred calls take that long, and is waited for once.
+    """
+    for _ in range(2):
+        wait(call())
+    began = time.perf_counter()
+    wait(call())
+    calls = min(100, 1 + int(0.02 / (time.perf_counter() - began)))
+    seconds = []
+    for _ in range(7):
+        began = time.perf_counter()
+        for _ in range(calls):
+            result = call()
+        wait(result)
+        seconds.append((time.perf_counter() - began) / calls)
+    return statistics.median(seconds)
+
+
+def timed_row(
+    programs: dict[str, Callable[[], Any]], wait: Callable[[Any], Any], flops: dict[str, float]
+) -> dict[str, float]:
+    """Returns times of ``forward`` and ``both``, the backward pass too, and rates where FLOPs are given."""
+    seconds = {name: time_calls(program, wait) for name, program in programs.items()}
+    rates = {f"{name}_tflops": work / seconds[name] / 1e12 for name, work in flops.items()}
+    return {f"{name}_ms": 1e3 * s for name, s in seconds.items()} | rates
+
+
+def merge_rows(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The mean of a row that was measured twice; ``spread`` is the largest ratio of two times, less 1."""
+    times = [k for k in second if k.endswith(("_ms", "_tflops"))]
+    if not times or any(k not in first for k in times):
+        return second
+    pairs = [sorted((first[k], second[k])) for k in times]
+    means = {k: (first[k] + second[k]) / 2 for k in times}
+    return {**second, **means, "spread": max((b / a - 1 for a, b in pairs))}
+
+
+def attention_flops(options: dict[str, Any], *, products: int, projections: int) -> dict[str, float]:
+    """The FLOPs of attention by products of ``n × n`` matrices and of projections; all pairs count.
+
+    The backward pass has twice as many of each, and a dot product's logits once more.
+    """
+    tokens, width = options["batch"] * options["length"], options["heads"] * options["head_dim"]
+    product = 2.0 * tokens * options["length"] * width
+    linear = 2.0 * tokens * projections * options["d_model"] * width
+    both = {1: 3, 2: 7}[products] * product + 3 * linear
+    return {"forward": products * product + linear, "both": both}
 
 
 def reset_peak() -> None:
@@ -78,18 +139,19 @@ def peak_mb() -> float | None:
 
 
 class Worker:
-    """A running system."""
+    """A running system, which is killed where an answer takes longer than `limit` seconds."""
 
-    def __init__(self, system: System):
+    def __init__(self, system: System, limit: float | None = None):
         if not pathlib.Path(system.python).exists():
             raise SystemExit(f"{system.name} needs {system.python}; run: make bench-peers")
-        self.system = system
+        self.system, self.limit = system, limit
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads blocks
         command = [system.python, str(HERE / "workers" / system.worker)]
         self.process = subprocess.Popen(
             [*command, json.dumps(system.options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if not os.environ.get("BENCH_VERBOSE") else None,
+            stderr=self.errors if not os.environ.get("BENCH_VERBOSE") else None,
             env={**os.environ, "PYTHONPATH": _search_path(), **system.environment},
             text=True,
         )
@@ -108,10 +170,17 @@ class Worker:
 
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
+        timer = threading.Timer(self.limit or threading.TIMEOUT_MAX, self.process.kill)
+        timer.daemon = True
+        timer.start()
         line = self.process.stdout.readline()
+        late = not timer.is_alive()
+        timer.cancel()
         if not line:
-            _, errors = self.process.communicate()
-            raise SystemExit(f"{self.system.name} ended:\n{(errors or '')[-3000:]}")
+            self.process.communicate()
+            self.errors.seek(0)
+            cause = f"no answer within {self.limit:.0f} s" if late else self.errors.read()[-3000:]
+            raise SystemExit(f"{self.system.name} ended:\n{cause}")
         return json.loads(line)
 
 

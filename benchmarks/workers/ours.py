@@ -1,11 +1,13 @@
 """Training steps or decoding of this project's models."""
 
+import dataclasses
 import time
 
 import jax
 import numpy as np
 import racing
 
+from synthesizer_jax.alignments import Gaussian
 from synthesizer_jax.costs.summary import num_elements, summarize
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.inference import decode
@@ -18,12 +20,19 @@ options = racing.options()
 size = Size(*(options[k] for k in ("d_model", "layers", "d_ff", "heads", "head_dim")))
 rows, length = options["batch"], options["inputs"]
 num_targets = options["new_tokens"] if options["decode"] else options["targets"]
+if options["system"] == "hc_sa":  # You et al. 2020
+    alignments = {"encoder": Gaussian(offsets=(-1, 1)), "decoder": Gaussian(offsets=(-1, 0))}
+else:
+    max_length = max(length, num_targets)
+    alignments = {
+        "encoder": zoo.alignment(options["system"], head_dim=size.head_dim, max_length=max_length)
+    }
 model = t5(
     size,
-    encoder=zoo.alignment(options["system"], head_dim=size.head_dim, max_length=max(length, num_targets)),
+    **alignments,
     dropout_rate=0.0 if options["decode"] else options["dropout"],
-    scan=options["small"],
-    remat="dots" if options["small"] else None,
+    scan=options["scan"],
+    remat=options["remat"],
     dtype=options["dtype"],
 )
 inputs, targets = (
@@ -42,6 +51,7 @@ if options["decode"]:
     facts |= {"cache_bytes": summary.cache_bytes_per_token}
 else:
     training = Training(steps=1, optimizer=AdamW(Constant(1e-3), weight_decay=0.0), z_loss=0.0)
+    training = dataclasses.replace(training, micro_batches=options.get("micro_batches", 1))
     data = DataConfig("none", length, num_targets, rows, shards=1)
     trainer = Trainer(Experiment(model=model, data=data, training=training))
     batch = trainer.shard_batch(
@@ -59,18 +69,26 @@ else:
     parameters = state.params
 
 
+def device_peak() -> dict[str, float]:
+    """The peak of the accelerator's memory, which has one."""
+    statistics = jax.devices()[0].memory_stats()
+    return {"device_gb": statistics["peak_bytes_in_use"] / 1e9} if statistics else {}
+
+
 def run() -> dict[str, float]:
     """One step, its loss read at the end, or one decoded batch."""
     global state
     began = time.perf_counter()
     if not options["decode"]:
         state, metrics = trainer.step(state, batch)
-        return {"loss": float(metrics["loss"]), "seconds": time.perf_counter() - began}
+        return {"loss": float(metrics["loss"]), "seconds": time.perf_counter() - began} | device_peak()
     found = decode(variables, inputs, model=model, max_length=num_targets, beams=options["beams"])
     decoded = np.asarray(found.tokens)
     seconds = time.perf_counter() - began
     assert (decoded != 0).all(), "a sequence ended early"
-    return {"seconds": seconds, "tokens_per_second": rows * num_targets / seconds}
+    return {"seconds": seconds, "tokens_per_second": rows * num_targets / seconds} | device_peak()
 
 
+if options["decode"]:
+    facts |= {"compile_seconds": run()["seconds"]}
 racing.serve({"parameters": num_elements(parameters), **facts}, run)

@@ -11,6 +11,9 @@ import transformers
 VOCAB_SIZE = 32128
 options = racing.options()
 rows, length = options["batch"], options["new_tokens"]
+device = options.get("device", "cpu")
+is_bfloat16 = options["dtype"] == "bfloat16"
+micro_batches = options.get("micro_batches", 1)
 torch.set_num_threads(options["threads"])
 torch.manual_seed(0)
 model = transformers.T5ForConditionalGeneration(
@@ -29,9 +32,14 @@ model = transformers.T5ForConditionalGeneration(
 )
 # transformers 5 ties T5 1.1's output projection to the embedding; the published models do not.
 model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+if options["decode"] and is_bfloat16:
+    model.bfloat16()
+model.to(device)
 parameters = sum(p.numel() for p in model.parameters())
-inputs = torch.randint(2, 32000, (rows, options["inputs"]))
-labels = torch.randint(2, 32000, (rows, options["targets"]))
+inputs = torch.randint(2, 32000, (rows, options["inputs"]), device=device)
+labels = torch.randint(2, 32000, (rows, options["targets"]), device=device)
+backend = options.get("compile")  # None: no compilation
+forward = torch.compile(model, dynamic=False, backend=backend) if backend else model
 versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
 model.train(not options["decode"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
@@ -41,18 +49,48 @@ def step() -> dict[str, float]:
     """One step, its loss read at the end."""
     began = time.perf_counter()
     optimizer.zero_grad(set_to_none=True)
-    loss = model(input_ids=inputs, labels=labels).loss
-    loss.backward()
+    total = torch.zeros((), device=device)
+    for x, y in zip(inputs.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
+        with torch.autocast(device, torch.bfloat16, enabled=is_bfloat16):
+            loss = forward(input_ids=x, labels=y).loss / micro_batches
+        loss.backward()
+        total += loss.detach()
     optimizer.step()
-    return {"loss": loss.item(), "seconds": time.perf_counter() - began}
+    return {"loss": total.item(), "seconds": time.perf_counter() - began} | device_peak()
+
+
+def device_peak() -> dict[str, float]:
+    """The peak of the accelerator's memory."""
+    return {"device_gb": torch.cuda.max_memory_allocated() / 1e9} if device == "cuda" else {}
+
+
+def first_step() -> dict[str, float]:
+    """Compiles the step, for parts of the batch that fit into memory."""
+    global micro_batches
+    while True:
+        began = time.perf_counter()
+        try:
+            step()
+            break
+        except torch.OutOfMemoryError:
+            if micro_batches >= 8:
+                raise
+        micro_batches *= 2
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.compiler.reset()
+    return {"compile_seconds": time.perf_counter() - began, "micro_batches": micro_batches}
 
 
 def decode() -> int:
     """Decodes with transformers and returns the number of positions."""
     bounds = {"max_new_tokens": length, "min_new_tokens": length}
+    if options.get("compile"):
+        bounds["cache_implementation"] = "static"  # whose steps transformers compiles
     with torch.inference_mode():
         found = model.generate(inputs, num_beams=options["beams"], do_sample=False, **bounds)
-    return found.shape[1] - 1
+    return found.cpu().shape[1] - 1
 
 
 class Pieces:
@@ -103,8 +141,10 @@ def decode_batch() -> dict[str, float]:
     decoded = decode()
     seconds = time.perf_counter() - began
     assert decoded == length, f"decoded {decoded} positions instead of {length}"
-    return {"seconds": seconds, "tokens_per_second": rows * length / seconds}
+    return {"seconds": seconds, "tokens_per_second": rows * length / seconds} | device_peak()
 
 
-run = decode_batch if options["decode"] else step
-racing.serve({"parameters": parameters, "versions": versions}, run)
+facts = {"parameters": parameters, "versions": versions}
+if options.get("compile"):
+    facts |= {"compile_seconds": decode_batch()["seconds"]} if options["decode"] else first_step()
+racing.serve(facts, decode_batch if options["decode"] else step)
