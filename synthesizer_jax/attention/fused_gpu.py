@@ -696,7 +696,7 @@ def _bias_tile(
         q, k, (q_rows, k_rows) = tiles.blocks.q, tiles.blocks.k, tiles.padded
         distance = place[1] * k - place[0] * q
         first, size = (k_rows - k - distance, q) if transposed else (q_rows - q + distance, k)
-        parts.append(blocks.columns[:, pl.ds(first, size)])
+        parts.append(blocks.columns[:, pl.ds(first, size)].astype(jnp.float32))
     if blocks.table is not None:
         query, key, inside = _positions(place, tiles, transposed=transposed)
         parts.append(_load(blocks.table.at[query, key], inside).astype(jnp.float32))
