@@ -83,10 +83,10 @@ def choose_blocks(kernel: str, row_bytes: int) -> Blocks:
     """Returns the blocks of a kernel for the bytes of a key's row, all terms together."""
     if row_bytes <= 128:
         return {
-            "forward": Blocks(128, 64, 4, 3),
-            "queries": Blocks(128, 64, 8, 2),
-            "keys": Blocks(64, 128, 8, 2),
-            "bias": Blocks(64, 64, 4, 2),
+            "forward": Blocks(64, 32, 4, 4),
+            "queries": Blocks(64, 32, 4, 3),
+            "keys": Blocks(64, 64, 4, 3),
+            "bias": Blocks(64, 64, 4, 3),
         }[kernel]
     if row_bytes <= 256:
         return Blocks(128, 64, 8, 2) if kernel == "forward" else Blocks(64, 64, 4, 2)
@@ -101,7 +101,8 @@ class _Operands(NamedTuple):
       keys: ``[b or 1, k, h, r]`` likewise.
       values: ``[b, k, h, e]``.
       table: ``[h, q, k]``, the sum of all `Static` terms; None: there are none.
-      columns: ``[h, q + k - 1]`` float32, the sum of all `Relative` terms; None: there are none.
+      columns: ``[h, q + k - 1]`` float32, the sum of all `Relative` terms; None: there are none. In a kernel
+        `_band`, of which every tile is a part.
       ends: ``[b]`` int32, keys from there on are padding; None: there is none.
       real: ``[b, k]``, which keys are real; None: those before `ends`.
       prefix: ``[b]`` int32, `Mask.prefix_lengths`.
@@ -141,7 +142,7 @@ class _Residuals(NamedTuple):
 
 def _operand_axes(blocks: _Operands) -> _Operands:
     names = ("bqhr",) * len(blocks.queries), ("bkhr",) * len(blocks.keys)
-    return _Operands(*names, "bkhr", "hqk", "hw", "b", "bk", "b", "bq", "bk", "bhqk")
+    return _Operands(*names, "bkhr", "hqk", "hrr", "b", "bk", "b", "bq", "bk", "bhqk")
 
 
 _RESIDUAL_AXES = _Residuals("bqhr", "bhq", "bhq", "bhq")
@@ -233,6 +234,25 @@ class _Tiles:
         return _floor_divide(first, self.blocks.q), _floor_divide(last + self.blocks.q - 1, self.blocks.q)
 
     @property
+    def padded(self) -> tuple[int, int]:
+        """Numbers of queries and keys in whole blocks."""
+        return self.counts[0] * self.blocks.q, self.counts[1] * self.blocks.k
+
+    def expand(self, columns: jax.Array | None, *, transposed: bool = False) -> jax.Array | None:
+        """Returns what a block of rows adds to logits, ``[h, rows, n]``, wherever the block lies.
+
+        The tile of blocks i and j begins at the column that `_bias_tile` computes. The array grows with the
+        length, not with its square.
+        """
+        if columns is None:
+            return None
+        (q_length, k_length), (q_rows, k_rows) = self.lengths, self.padded
+        columns = jnp.pad(columns, ((0, 0), (q_rows - q_length, k_rows - k_length)))
+        if transposed:
+            return expand_diagonals(columns[:, ::-1], self.blocks.k)
+        return expand_diagonals(columns, self.blocks.q)
+
+    @property
     def _band(self) -> tuple[int | None, int | None]:
         return (None, None) if self.mask.prefix_lengths is not None else self.mask.band
 
@@ -308,6 +328,7 @@ def forward(
     batch, _, heads, width = inputs.values.shape
     operands = _operands(inputs)
     tiles = _make_tiles("forward", inputs, operands, q_length, soft_cap)
+    operands = operands._replace(columns=tiles.expand(operands.columns))
     q_block, length = tiles.blocks.q, q_length
 
     def kernel(blocks: _Operands, out: Ref, row_max: Ref, inverse_row_sum: Ref) -> None:
@@ -393,10 +414,6 @@ def backward(
 _Arguments: TypeAlias = tuple[_Operands, _Residuals]
 
 
-def _axes(arguments: _Arguments) -> tuple[PyTree, ...]:
-    return _operand_axes(arguments[0]), _RESIDUAL_AXES
-
-
 def _cotangent_shape(x: jax.Array, batch: int) -> jax.ShapeDtypeStruct:
     """What a kernel returns for an operand: float32 where a sum over the examples follows."""
     return jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype if x.shape[0] == batch else jnp.float32)
@@ -407,6 +424,7 @@ def _call_by_queries(tiles: _Tiles, arguments: _Arguments, *, interpret: bool) -
     operands, residuals = arguments
     if not operands.queries:
         return ()
+    operands = operands._replace(columns=tiles.expand(operands.columns))
     q_block, length = tiles.blocks.q, tiles.lengths[0]
     batch, _, heads, _ = operands.values.shape
 
@@ -430,8 +448,8 @@ def _call_by_queries(tiles: _Tiles, arguments: _Arguments, *, interpret: bool) -
     shapes = tuple(_cotangent_shape(x, batch) for x in operands.queries)
     results: tuple[tuple[jax.Array, ...]] = tiles.call(
         kernel,
-        arguments,
-        _axes(arguments),
+        (operands, residuals),
+        (_operand_axes(operands), _RESIDUAL_AXES),
         (shapes,),
         (("bqhr",) * len(shapes),),
         grid=(tiles.counts[0], heads, batch),
@@ -448,7 +466,8 @@ def _call_by_keys(
 
     The rows of a tile are keys: its products need no transposed weights.
     """
-    operands, _ = arguments
+    operands, residuals = arguments
+    operands = operands._replace(columns=tiles.expand(operands.columns, transposed=True))
     k_block, length = tiles.blocks.k, tiles.lengths[1]
     batch, _, heads, _ = operands.values.shape
 
@@ -478,8 +497,8 @@ def _call_by_keys(
     shapes = tuple(_cotangent_shape(x, batch) for x in operands.keys)
     results: tuple[tuple[jax.Array, ...], jax.Array] = tiles.call(
         kernel,
-        arguments,
-        _axes(arguments),
+        (operands, residuals),
+        (_operand_axes(operands), _RESIDUAL_AXES),
         (shapes, _cotangent_shape(operands.values, batch)),
         (("bkhr",) * len(shapes), "bkhr"),
         grid=(tiles.counts[1], heads, batch),
@@ -493,14 +512,15 @@ def _call_by_bias(
     tiles: _Tiles, arguments: _Arguments, *, interpret: bool
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the cotangents of the table ``[h, q, k]`` and of the diagonals ``[h, q + k - 1]``."""
-    operands, _ = arguments
+    operands, residuals = arguments
     if operands.table is None and operands.columns is None:
         return None, None
     side = min(tiles.blocks.q, tiles.blocks.k)
     tiles = dataclasses.replace(tiles, blocks=dataclasses.replace(tiles.blocks, q=side, k=side))
     batch, _, heads, _ = operands.values.shape
     q_count, k_count = tiles.counts
-    by_diagonal = operands.table is None
+    by_diagonal, columns = operands.table is None, operands.columns
+    operands = operands._replace(columns=tiles.expand(columns))
     count = q_count + k_count - 1 if by_diagonal else q_count * k_count
     parts = _divisor(batch, BIAS_PROGRAMS // (count * heads))
     examples = batch // parts
@@ -512,17 +532,20 @@ def _call_by_bias(
             number = jnp.minimum(q_count, k_count + q_count - 1 - place) - begin
         else:
             begin, number = lax.div(place, jnp.int32(k_count)), 1
+        first = begin, begin + place - (q_count - 1) if by_diagonal else lax.rem(place, jnp.int32(k_count))
+        bias = _bias_tile(blocks, first, tiles)
 
         def add_tile(t: Ref, total: jax.Array) -> jax.Array:
             example, i = part * examples + t, begin
             if by_diagonal:
                 example, i = part * examples + lax.div(t, number), begin + lax.rem(t, number)
-            j = i + place - (q_count - 1) if by_diagonal else lax.rem(place, jnp.int32(k_count))
+            j = i + first[1] - first[0]
             queries = [_load_rows(x, example, i, side, tiles.lengths[0]) for x in blocks.queries]
             keys = [_load_rows(x, example, j, side, tiles.lengths[1]) for x in blocks.keys]
             values = _load_rows(blocks.values, example, j, side, tiles.lengths[1])
             rest = _load_residuals(residuals, example, i, tiles)
-            return total + _backward_tile(blocks, queries, keys, values, rest, example, (i, j), tiles)[1]
+            _, dlogits = _backward_tile(blocks, queries, keys, values, rest, example, (i, j), tiles, bias=bias)
+            return total + dlogits
 
         start = jnp.zeros((side, side), jnp.float32)
         result[part, place] = lax.fori_loop(0, examples * number, add_tile, start)
@@ -530,8 +553,8 @@ def _call_by_bias(
     shape = jax.ShapeDtypeStruct((parts, count, heads, side, side), jnp.float32)
     (sums,) = tiles.call(
         kernel,
-        arguments,
-        _axes(arguments),
+        (operands, residuals),
+        (_operand_axes(operands), _RESIDUAL_AXES),
         (shape,),
         ("pnhrr",),
         grid=(count, heads, parts),
@@ -544,11 +567,9 @@ def _call_by_bias(
         return None, _sum_diagonals(sums, q_count * side, q_length, k_length)
     table = sums.reshape(q_count, k_count, heads, side, side).transpose(2, 0, 3, 1, 4)
     table = table.reshape(heads, q_count * side, k_count * side)[:, :q_length, :k_length]
-    if operands.columns is None:
+    if columns is None:
         return table, None
-    return table, jax.linear_transpose(
-        lambda columns: expand_diagonals(columns, q_length), operands.columns
-    )(table)[0]
+    return table, jax.linear_transpose(lambda x: expand_diagonals(x, q_length), columns)(table)[0]
 
 
 def _sum_diagonals(sums: jax.Array, rows: int, q_length: int, k_length: int) -> jax.Array:
@@ -590,10 +611,13 @@ def _backward_tile(
     place: tuple[Ref, Ref],
     tiles: _Tiles,
     *,
+    bias: jax.Array | None = None,
     transposed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weights P and the cotangents dS of a tile of logits, keys first if `transposed`."""
-    logits, allowed = _logits(blocks, queries, keys, example, place, tiles, transposed=transposed)
+    logits, allowed = _logits(
+        blocks, queries, keys, example, place, tiles, bias=bias, transposed=transposed
+    )
     across = (lambda x: x[None, :]) if transposed else (lambda x: x[:, None])
     weights = jnp.exp2(_forbid(logits, allowed) * LOG2E - across(rest.row_max * LOG2E))
     weights *= across(rest.inverse_row_sum)
@@ -613,34 +637,22 @@ def _logits(
     place: tuple[Ref, Ref],
     tiles: _Tiles,
     *,
+    bias: jax.Array | None = None,
     transposed: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns a tile of logits, and which of them the mask allows (None: all).
 
-    `place` has the numbers of the blocks of queries and keys.
+    `place` has the numbers of the blocks of queries and keys; `bias` is the `_bias_tile` if it is there.
     """
     (q_length, k_length), sizes = tiles.lengths, tiles.blocks
-    shape, axes = ((sizes.k, sizes.q), (1, 0)) if transposed else ((sizes.q, sizes.k), (0, 1))
-    first = place[0] * sizes.q, place[1] * sizes.k
-    query, key = (i + lax.broadcasted_iota(jnp.int32, shape, axis) for i, axis in zip(first, axes, strict=True))
-    inside = []
-    if q_length % sizes.q:
-        inside.append(query < q_length)
-    if k_length % sizes.k:
-        inside.append(key < k_length)
-    inside = functools.reduce(operator.and_, inside) if inside else None
-
-    def look_up(ref: Ref, *at: Ref) -> jax.Array:
-        return plgpu.load(ref.at[at], mask=inside, other=None if inside is None else 0)
-
     pairs = [(k, q) if transposed else (q, k) for q, k in zip(queries, keys, strict=True)]
     parts = [_matmul_nt(x, y) for x, y in pairs]
-    if blocks.columns is not None:
-        parts.append(look_up(blocks.columns, key - query + (q_length - 1)))
-    if blocks.table is not None:
-        parts.append(look_up(blocks.table, query, key).astype(jnp.float32))
+    bias = _bias_tile(blocks, place, tiles, transposed=transposed) if bias is None else bias
+    parts += [] if bias is None else [bias]
     logits = cap_logits(functools.reduce(operator.add, parts), tiles.soft_cap)
 
+    query, key, inside = _positions(place, tiles, transposed=transposed)
+    axes = (1, 0) if transposed else (0, 1)
     keys_of = lambda ref: _across(_load_row(ref, example, place[1], sizes.k, k_length), axes[1])
     queries_of = lambda ref: _across(_load_row(ref, example, place[0], sizes.q, q_length), axes[0])
     rules = tiles.mask.band_rules(query + tiles.mask.query_offset, key)
@@ -656,10 +668,43 @@ def _logits(
         rules.append(queries_of(blocks.query_segments) == keys_of(blocks.key_segments))
     if blocks.allowed is not None:
         one = jnp.zeros_like(query) + (example if blocks.allowed.shape[0] > 1 else 0)
-        rules.append(look_up(blocks.allowed, one, query, key) != 0)
+        rules.append(_load(blocks.allowed.at[one, query, key], inside) != 0)
     if not rules:
         return logits, None
-    return logits, jnp.broadcast_to(functools.reduce(operator.and_, rules), shape)
+    return logits, jnp.broadcast_to(functools.reduce(operator.and_, rules), logits.shape)
+
+
+def _positions(
+    place: tuple[Ref, Ref], tiles: _Tiles, *, transposed: bool
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns a tile's queries and keys, and which pairs of them exist (None: all)."""
+    sizes, (q_length, k_length) = tiles.blocks, tiles.lengths
+    shape, axes = ((sizes.k, sizes.q), (1, 0)) if transposed else ((sizes.q, sizes.k), (0, 1))
+    query = place[0] * sizes.q + lax.broadcasted_iota(jnp.int32, shape, axes[0])
+    key = place[1] * sizes.k + lax.broadcasted_iota(jnp.int32, shape, axes[1])
+    inside = [query < q_length] if q_length % sizes.q else []
+    inside += [key < k_length] if k_length % sizes.k else []
+    return query, key, functools.reduce(operator.and_, inside) if inside else None
+
+
+def _bias_tile(
+    blocks: _Operands, place: tuple[Ref, Ref], tiles: _Tiles, *, transposed: bool = False
+) -> jax.Array | None:
+    """Returns what the bias adds to a tile, float32; None: there is no bias."""
+    parts = []
+    if blocks.columns is not None:
+        q, k, (q_rows, k_rows) = tiles.blocks.q, tiles.blocks.k, tiles.padded
+        distance = place[1] * k - place[0] * q
+        first, size = (k_rows - k - distance, q) if transposed else (q_rows - q + distance, k)
+        parts.append(blocks.columns[:, pl.ds(first, size)].astype(jnp.float32))
+    if blocks.table is not None:
+        query, key, inside = _positions(place, tiles, transposed=transposed)
+        parts.append(_load(blocks.table.at[query, key], inside).astype(jnp.float32))
+    return functools.reduce(operator.add, parts) if parts else None
+
+
+def _load(ref: Ref, inside: jax.Array | None) -> jax.Array:
+    return ref[...] if inside is None else plgpu.load(ref, mask=inside, other=0)
 
 
 def _across(x: jax.Array, axis: int) -> jax.Array:
@@ -681,14 +726,14 @@ def _load_rows(ref: Ref, example: Ref, block: Ref, size: int, length: int) -> ja
     """Returns a block of rows ``[size, r]`` of ``[b or 1, n, r]``, zeros beyond its length."""
     rows, inside = _rows(block, size, length)
     ref = ref.at[jnp.minimum(example, ref.shape[0] - 1), rows, :]
-    return ref[...] if inside is None else plgpu.load(ref, mask=inside[:, None], other=0)
+    return _load(ref, None if inside is None else inside[:, None])
 
 
 def _load_row(ref: Ref, example: Ref, block: Ref, size: int, length: int) -> jax.Array:
     """Returns a block ``[size]`` of ``[b, n]`` likewise."""
     rows, inside = _rows(block, size, length)
     ref = ref.at[example, rows]
-    return ref[...] if inside is None else plgpu.load(ref, mask=inside, other=0)
+    return _load(ref, inside)
 
 
 def _store_rows(ref: Ref, example: Ref, block: Ref, x: jax.Array, length: int) -> None:
