@@ -171,15 +171,16 @@ def last_line(end: SystemExit) -> str:
 
 def run_part(session: Session, part: str) -> None:
     """Runs a part."""
-    tiny = session.args.tiny
+    tiny, systems = session.args.tiny, session.args.systems
+    wanted = lambda name: systems is None or name in systems
     if part == "correctness":
-        cases = [{"name": name} for name in (PROBLEMS[1::6] if tiny else PROBLEMS)]
+        cases = [{"name": name} for name in (PROBLEMS[1::6] if tiny else PROBLEMS) if wanted(name)]
         session.run_cases("gpu_attention.py", part, cases, passes=1)
     elif part in ("functions", "sublayers"):
         shapes = [(16, 512), (4, 2048)] + ([(128, 512), (16, 2048)] if part == "functions" else [])
         names = [f + b for b in (" + bias", "") for f in FUNCTIONS] if part == "functions" else SUBLAYERS
         shapes = [(2, 32), (1, 64)] if tiny else shapes
-        cases = [{"name": n, "batch": b, "length": k} for b, k in shapes for n in names]
+        cases = [{"name": n, "batch": b, "length": k} for b, k in shapes for n in names if wanted(n)]
         for worker in ("gpu_attention.py", "torch_attention.py"):
             mine = [c for c in cases if c["name"].startswith("torch") == worker.startswith("torch")]
             session.run_cases(worker, part, mine, passes=2)
@@ -188,7 +189,7 @@ def run_part(session: Session, part: str) -> None:
         shape = (4, 32, 16) if tiny else (batch, inputs, 114)
         options: Row = dict(zip(("batch", "inputs", "targets"), shape, strict=True))
         options |= {"decode": False, "new_tokens": shape[2], "beams": None}
-        for name in STEPS if part == "steps" else LONG:
+        for name in filter(wanted, STEPS if part == "steps" else LONG):
             # The logits of 32 rows of 2,048 tokens that transformers keeps for every layer are too many.
             halves = {"micro_batches": 2} if part == "long" and name == "transformers" else {}
             session.run_model(part, name, {**options, **halves}, limit=240, rounds=5)
@@ -196,7 +197,7 @@ def run_part(session: Session, part: str) -> None:
         shape = (2, 32, 8) if tiny else (32, 512, 64)
         options = dict(zip(("batch", "inputs", "new_tokens"), shape, strict=True))
         options |= {"decode": True, "targets": shape[2]}
-        for beams, name in itertools.product((1, 4), DECODE):
+        for beams, name in itertools.product((1, 4), filter(wanted, DECODE)):
             session.run_model(part, name, {**options, "beams": beams}, limit=120, rounds=3)
 
 
@@ -302,6 +303,7 @@ def main() -> None:
     parser = report.arguments(__doc__)
     parser.add_argument("--out", type=pathlib.Path, help="folder of gpu.json")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--systems", nargs="+", help="these rows of the parts only")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--results", type=pathlib.Path, nargs="+", help="files whose tables to write")
