@@ -176,7 +176,7 @@ def test_names_of_topologies():
     ):
         with pytest.raises(ValueError, match=message):
             chips.parse_topology(name, slices)
-    with pytest.raises(SystemExit, match="unknown chip in 'h100-8'; choose from v2, .* tpu7x$"):
+    with pytest.raises(SystemExit, match=r"unknown chip in 'h100-8'; choose from v2, .* tpu7x$"):
         chips.main("h100-8")  # scripts make TPUs alone
 
 
