@@ -108,18 +108,23 @@ def sublayer(form, dtype, gpu, rows=16):
     return lowered.compile(plan.GPU_OPTIONS)
 
 
-@pytest.mark.parametrize(("form", "count"), [("v", 3), ("v_bias", 4), ("rv", 4), ("r", None)])
+@pytest.mark.parametrize(
+    ("form", "count", "most"), [("v", 3, 5), ("v_bias", 4, 5), ("rv", 4, 5), ("r", None, 8)]
+)
 @every_dtype
 @every_gpu
-def test_a_sublayer_has_no_loop_and_few_temporaries(form, count, dtype, gpu):
-    """The loop over examples that kernels replace keeps 6 to 9 times the bytes of the values."""
+def test_a_sublayer_has_no_loop_and_few_temporaries(form, count, most, dtype, gpu):
+    """The loop over examples that kernels replace needs 6 to 9 times the bytes of the values.
+
+    So do the products of the static route.
+    """
     program = sublayer(form, dtype, gpu)
     text = program.as_text()
     assert (HEADS, 16, INPUTS, INPUTS) not in shapes(text)
     assert text.count(" while(") == 0
     assert kernels(text) == count or (form == "r" and kernels(text) > 0)
     values = 16 * INPUTS * HEADS * WIDTH * jnp.dtype(dtype).itemsize
-    assert program.memory_analysis().temp_size_in_bytes <= 5 * values
+    assert program.memory_analysis().temp_size_in_bytes <= most * values
 
 
 def test_several_hosts_are_compiled_for():
