@@ -327,7 +327,10 @@ def compile_step(experiment: Experiment, topology: Topology) -> jax.stages.Compi
       TooLargeError: the step does not fit into memory.
       ValueError: the compiler is not installed, or does not support the topology or the mesh on it.
     """
-    lowered = Trainer(experiment, devices=devices_of(topology)).trace().lower()
+    trainer = Trainer(experiment, devices=devices_of(topology))
+    traced = trainer.trace()
+    with jax.set_mesh(trainer.mesh):  # tells Pallas what GPU it lowers for
+        lowered = traced.lower()
     try:
         return lowered.compile(GPU_OPTIONS if topology.chip.is_gpu else None)
     except jax.errors.JaxRuntimeError as error:

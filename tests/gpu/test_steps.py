@@ -103,9 +103,10 @@ def sublayer(form, dtype, gpu, rows=16):
 
     arrays = {"v": (row, row), "v_bias": (row, row, array(HEADS, 2 * INPUTS - 1)), "rv": (row, row, table)}
     arrays = arrays.get(form, (table,))
-    step = jax.jit(jax.grad(loss, (0, 1)), in_shardings=place, out_shardings=place)
-    lowered = step.lower(arrays, row, jax.ShapeDtypeStruct((rows,), jnp.int32))
-    return lowered.compile(plan.GPU_OPTIONS)
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.grad(loss, (0, 1)), in_shardings=place, out_shardings=place)
+        lowered = step.lower(arrays, row, jax.ShapeDtypeStruct((rows,), jnp.int32))
+        return lowered.compile(plan.GPU_OPTIONS)
 
 
 @pytest.mark.parametrize(
