@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -328,9 +329,9 @@ def compile_step(experiment: Experiment, topology: Topology) -> jax.stages.Compi
       ValueError: the compiler is not installed, or does not support the topology or the mesh on it.
     """
     trainer = Trainer(experiment, devices=devices_of(topology))
-    traced = trainer.trace()
-    with jax.set_mesh(trainer.mesh):  # tells Pallas what GPU it lowers for
-        lowered = traced.lower()
+    # Pallas asks the mesh what GPU it lowers for.
+    with jax.set_mesh(trainer.mesh) if topology.chip.is_gpu else contextlib.nullcontext():
+        lowered = trainer.trace().lower()
     try:
         return lowered.compile(GPU_OPTIONS if topology.chip.is_gpu else None)
     except jax.errors.JaxRuntimeError as error:

@@ -217,7 +217,7 @@ def test_gpus_are_described_to_the_compiler(monkeypatch):
     ],
 )
 def test_only_a_step_without_room_is_too_large(monkeypatch, message, kind):
-    def refuse(_):
+    def refuse(*_):
         raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr(plan, "devices_of", lambda _: jax.devices())
