@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 DOCS := .venv-docs
 TPU := .venv-tpu
+GPU := .venv-gpu
 NEWEST := .venv-newest
 NEWEST_PYTHON ?= python3.13
 # What needs neither TensorFlow nor SeqIO: layers, NNX, whole models, decoding and meshes.
@@ -18,7 +19,7 @@ OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py 
 ORACLES := t5 gin-config babel
 WORKDIR ?= runs/quickstart
 
-.PHONY: help install quickstart quick test lint types tests optimized hosts test-tpu test-newest test-peers dist docs notebooks reliability fuzz bench bench-peers clean
+.PHONY: help install quickstart quick test lint types tests optimized hosts test-tpu test-gpu test-newest test-peers dist docs notebooks reliability fuzz bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -67,6 +68,16 @@ $(TPU)/.installed: pyproject.toml constraints.txt
 
 test-tpu: $(TPU)/.installed  ## compile training steps for real TPU topologies, without a TPU
 	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 $(TPU)/bin/pytest tests/tpu
+
+# The plugin alone compiles; the libraries that a GPU needs, gigabytes, are in the extra `cuda`.
+$(GPU)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python -m pip install --quiet --upgrade -c constraints.txt pip
+	$(GPU)/bin/python -m pip install --quiet -c constraints.txt -e '.[test]' jax-cuda13-plugin
+	touch $@
+
+test-gpu: $(GPU)/.installed  ## compile attention and training steps for GPUs, without a GPU
+	JAX_PLATFORMS=cpu $(GPU)/bin/pytest tests/gpu
 
 $(NEWEST)/.installed: pyproject.toml
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
@@ -118,4 +129,4 @@ test-peers: $(PEERS)/.installed  ## compare pretrained models with transformers
 	$(PEERS)/bin/pytest tests/peers
 
 clean:  ## remove what make made
-	rm -rf $(VENV) $(PEERS) $(TPU) $(NEWEST) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(PEERS) $(TPU) $(GPU) $(NEWEST) $(DOCS) build dist *.egg-info

@@ -21,6 +21,7 @@ from synthesizer_jax.base.typing import Count, NotNegative
 from synthesizer_jax.cli.options import DataDir
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu")
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 
 
@@ -44,7 +45,7 @@ def doctor(
 
     processes.join_group(timeout=timeout)
     versions = {"Python": platform.python_version()}
-    for package in PACKAGES:
+    for package in PACKAGES + PLUGINS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     versions |= {name: os.environ[name] for name in SETTINGS if name in os.environ}

@@ -111,17 +111,17 @@ def plan(
     overrides: Overrides = None,
     imports: Imports = None,
 ) -> None:
-    """Estimate the memory that a recipe needs on every TPU chip and its chip-hours; list settings that fit.
+    """Estimate the memory that a recipe needs on every chip and its chip-hours; list settings that fit.
 
-    No TPU is needed, and no array is allocated. In the place of a recipe it takes the directory of a
+    No TPU or GPU is needed, and no array is allocated. In the place of a recipe it takes the directory of a
     run, or a folder of transformers, of which it reads no tensors.
 
     Example: synthesizer-jax plan papers.cotraining:glue_super_glue:rv --topology v5e:4x4
 
     Args:
-      topology: topology of a slice, such as v5p:4x4x8 or v6e-16.
+      topology: topology of a slice, such as v5p:4x4x8 or v6e-16, or of GPUs, such as h100:8.
       slices: number of slices.
-      compiled: also compile the step with libtpu; takes minutes.
+      compiled: also compile the step for these chips; takes minutes.
     """
     import jax
 
@@ -129,8 +129,8 @@ def plan(
     from synthesizer_jax.training.plan import UTILIZATION, advise, make_plan
 
     chosen = chips.parse_topology(topology, slices)
-    jax.config.update("jax_platforms", "cpu")  # an installed libtpu would search for a TPU
-    # Without a TPU, programs compiled for TPUs cannot be read from the cache.
+    jax.config.update("jax_platforms", "cpu")  # an installed plugin would search for its chips
+    # Without the chips, programs compiled for them cannot be read from the cache.
     jax.config.update("jax_enable_compilation_cache", False)
     if (pathlib.Path(recipe) / "config.json").is_file():
         from synthesizer_jax.pretrained.convert import experiment_of

@@ -1,4 +1,4 @@
-"""Accelerator chips, and the names of TPU slices in Google Cloud.
+"""Accelerator chips, and the names of TPU slices in Google Cloud and of groups of GPUs.
 
 This file only imports the standard library, because `tpu_scripts/launch.py` runs it as a program on
 machines where the package is not installed.
@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 GIB = 2**30
 
@@ -20,6 +20,12 @@ SQUARE = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 """Shapes of the slices of v5e and v6e, from the documentation of these chips."""
 
 SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+
+HOST = 8
+"""GPUs of a whole host."""
+
+HOSTS = ((1,), (2,), (4,), *((HOST * n,) for n in range(1, 2049)))
+"""Numbers of GPUs: those of a part of a host, and of whole hosts."""
 
 
 def _cubic_slices(largest: int) -> tuple[tuple[int, ...], ...]:
@@ -34,18 +40,22 @@ def _cubic_slices(largest: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A generation of TPU chips.
+    """A generation of TPU chips, or a GPU.
 
     Attributes:
-      name: name of the generation, as in ``v5p:4x4x8``.
-      flops: peak FLOP/s of bfloat16 products; also of float32 products at JAX's default precision.
+      name: name of the generation, as in ``v5p:4x4x8``, or of the GPU, as in ``h100:8``.
+      flops: peak FLOP/s of bfloat16 products.
       memory: bytes of high-bandwidth memory.
       bandwidth: bytes/s between that memory and the cores.
-      kinds: the chip's ``device_kind`` in JAX; some versions use the second name.
+      kinds: the chip's ``device_kind`` in JAX; some versions use the second name. Of a GPU,
+        its beginning.
       shapes: number of chips along every dimension, for all available slices.
       devices: number of JAX devices per chip.
       cores: factor of the number in an accelerator type: 2 if it counts TensorCores, 1 if chips.
-      config: libtpu's name of the chip configuration for ahead-of-time compilation; None is its default.
+      config: what ahead-of-time compilation needs to know: libtpu's name of the chip configuration, where
+        None is its default; of a GPU, fields of XLA's ``GpuDeviceInfoProto``.
+      tf32: peak FLOP/s of float32 products at JAX's default precision, which GPUs compute in TF32; None:
+        TPUs compute them in bfloat16.
     """
 
     name: str
@@ -57,6 +67,12 @@ class Chip:
     devices: int = 1
     cores: int = 2
     config: str | None = None
+    tf32: float | None = None
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether this is a GPU, not a TPU."""
+        return self.tf32 is not None
 
     @property
     def type(self) -> str:
@@ -66,7 +82,13 @@ class Chip:
     @property
     def source(self) -> str:
         """Documentation of the numbers and of the shapes."""
+        if self.is_gpu:
+            return "https://www.nvidia.com/en-us/data-center/"
         return f"https://docs.cloud.google.com/tpu/docs/{self.name}"
+
+    def peak(self, dtype: str) -> float:
+        """Returns the peak FLOP/s of products at JAX's default precision."""
+        return self.tf32 if self.tf32 is not None and dtype == "float32" else self.flops
 
 
 _V2 = ((2, 2), (4, 4), (8, 8), (8, 16), (16, 16))
@@ -74,7 +96,7 @@ _V3 = ((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
 _TPU7X = ((1, 1, 1), *_cubic_slices(9216))
 
 # name, FLOP/s, memory, bandwidth, kinds, shapes
-_CHIPS = (
+_TPUS = (
     Chip("v2", 45e12, 16 * GIB, 700e9, ("TPU v2",), _V2, devices=2),
     Chip("v3", 123e12, 32 * GIB, 900e9, ("TPU v3",), _V3, devices=2),
     Chip("v4", 275e12, 32 * GIB, 1228e9, ("TPU v4",), _cubic_slices(4096), config="megacore"),
@@ -83,7 +105,42 @@ _CHIPS = (
     Chip("v6e", 918e12, 32 * GIB, 1640e9, ("TPU v6 lite", "TPU v6e"), SQUARE, cores=1),
     Chip("tpu7x", 2307e12, 192 * GIB, 7380e9, ("TPU7x",), _TPU7X, devices=2),
 )
-CHIPS = {chip.name: chip for chip in _CHIPS}
+TPUS = {chip.name: chip for chip in _TPUS}
+
+
+def _gpu(name: str, flops: float, tf32: float, memory: int, bandwidth: float, config: str) -> Chip:
+    kinds = (f"NVIDIA {name.upper()}",)
+    return Chip(name, flops, memory * GIB, bandwidth, kinds, HOSTS, cores=1, config=config, tf32=tf32)
+
+
+# XLA has the same numbers in xla/backends/gpu/target_config/specs.
+_AMPERE = """
+  cuda_compute_capability { major: 8 } core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41
+  shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912 l2_cache_size: 41943040
+  device_interconnect_info { active_links: 12 }
+"""
+_HOPPER = """
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 l2_cache_size: 52428800
+  device_interconnect_info { active_links: 18 }
+"""
+_BLACKWELL = """
+  cuda_compute_capability { major: 10 feature_extension: ACCELERATED_FEATURES }
+  core_count: 148 fpus_per_core: 128 clock_rate_ghz: 1.965
+  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 l2_cache_size: 132644864
+  device_interconnect_info { active_links: 18 }
+"""
+
+# Data sheets of NVIDIA, of the GPUs with NVLink between all of a host (SXM); those that include structured
+# sparsity give twice these rates.
+_GPUS = (
+    _gpu("a100", 312e12, 156e12, 80, 2039e9, _AMPERE),
+    _gpu("h100", 989.5e12, 494.5e12, 80, 3350e9, _HOPPER),
+    _gpu("h200", 989.5e12, 494.5e12, 141, 4800e9, _HOPPER),
+    _gpu("b200", 2250e12, 1100e12, 180, 8000e9, _BLACKWELL),
+)
+CHIPS = TPUS | {chip.name: chip for chip in _GPUS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +185,16 @@ def _usual_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
     return dict(sorted((math.prod(shape), shape) for shape in shapes))
 
 
-def parse_topology(text: str, slices: int = 1) -> Topology:
+def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CHIPS) -> Topology:
     """Returns the topology of a name such as ``v5p:4x4x8``, or of an accelerator type such as ``v5p-256``.
 
     The number in an accelerator type is the number of TensorCores, two per chip, for v2, v3, v4, v5p and
-    tpu7x, and the number of chips for v5e (``v5litepod-16``) and v6e.
+    tpu7x, and the number of chips for v5e (``v5litepod-16``) and v6e. GPUs are ``h100:8`` or ``h100-8``.
+
+    Args:
+      text: the name or type.
+      slices: number of slices; all GPUs are one.
+      chips: the chips to choose from, by name.
 
     Raises:
       ValueError: there is no such chip or slice; the message names slices of similar size.
@@ -140,9 +202,11 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
     if slices < 1:
         raise ValueError(f"{slices} slices; give 1 or more")
     name, sign, size = re.fullmatch(r"([^:-]*)([:-]?)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
-    chip = next((c for c in CHIPS.values() if name in (c.name, c.type)), None)
+    chip = next((c for c in chips.values() if name in (c.name, c.type)), None)
     if chip is None:
-        raise ValueError(f"unknown chip in {text!r}; choose from {', '.join(CHIPS)}")
+        raise ValueError(f"unknown chip in {text!r}; choose from {', '.join(chips)}")
+    if chip.is_gpu and slices > 1:
+        raise ValueError(f"{slices} slices; GPUs are one, so give the number of all, as in {name}:16")
     pattern = r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*" if sign == ":" else r"[1-9][0-9]{0,8}"
     if not sign or not re.fullmatch(pattern, size):
         first = Topology(chip, chip.shapes[2])
@@ -165,24 +229,20 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
     return Topology(chip, shape, slices)
 
 
-# Data sheets of NVIDIA, https://www.nvidia.com/en-us/data-center/; those that include structured sparsity
-# give twice these rates.
+# Data sheets of NVIDIA. The first of these and of `CHIPS` that a kind begins with counts.
 GPUS: dict[str, tuple[float | None, float, float]] = {
     "NVIDIA GB200": (2500e12, 2500e12, 1250e12),
-    "NVIDIA B200": (2250e12, 2250e12, 1100e12),
+    "NVIDIA GH200": (989.5e12, 989.5e12, 494.5e12),
     "NVIDIA H200 NVL": (835.5e12, 835.5e12, 417.5e12),
-    "NVIDIA G?H200": (989.5e12, 989.5e12, 494.5e12),
     "NVIDIA H100 NVL": (835.5e12, 835.5e12, 417.5e12),
     "NVIDIA H100 PCIe": (756e12, 756e12, 378e12),
-    "NVIDIA H100": (989.5e12, 989.5e12, 494.5e12),
-    "NVIDIA A100": (312e12, 312e12, 156e12),
     "NVIDIA L4": (121e12, 121e12, 60e12),
     "(Tesla|NVIDIA) T4": (None, 65e12, 8.1e12),
     "Tesla V100-PCIE": (None, 112e12, 14e12),
     "Tesla V100": (None, 125e12, 15.7e12),
 }
-"""Peak FLOP/s of products in bfloat16 (None: not supported), float16, and float32 at JAX's default
-precision, which is TF32 since A100, by the beginning of the ``device_kind``; the first match is used."""
+"""Peak FLOP/s of products of other GPUs in bfloat16 (None: not supported), float16, and float32 at JAX's
+default precision, by the beginning of the ``device_kind``."""
 
 
 def peak_flops(kind: str, dtype: str) -> float | None:
@@ -191,12 +251,16 @@ def peak_flops(kind: str, dtype: str) -> float | None:
     The dtype is bfloat16, float16 or float32; at JAX's default precision TPUs multiply all of them as
     bfloat16. None: the rate is unknown, as for a MIG instance of a GPU.
     """
-    for chip in CHIPS.values():
-        if kind in chip.kinds and dtype in ("bfloat16", "float16", "float32"):
-            return chip.flops / chip.devices
+    dtypes = ("bfloat16", "float16", "float32")
+    if dtype not in dtypes:
+        return None
+    begins = lambda name: re.match(rf"{name}(?!\w)(?!.*\bMIG\b)", kind)
     for name, rates in GPUS.items():
-        if re.match(rf"{name}(?!\w)(?!.*\bMIG\b)", kind):
-            return dict(zip(("bfloat16", "float16", "float32"), rates, strict=True)).get(dtype)
+        if begins(name):
+            return dict(zip(dtypes, rates, strict=True))[dtype]
+    for chip in CHIPS.values():
+        if any(map(begins, chip.kinds)) if chip.is_gpu else kind in chip.kinds:
+            return chip.peak(dtype) / chip.devices
     return None
 
 
@@ -233,13 +297,13 @@ def _next_power_of_two(count: int) -> int:
 
 
 def main(name: str) -> None:
-    """Describes the slice of a name or type for scripts, or ends with an error.
+    """Describes the TPU slice of a name or type for scripts, or ends with an error.
 
     Prints its generation, accelerator type, shape, number of chips, and ``usual`` if the shape is the
     type's default one, else ``other``.
     """
     try:
-        topology = parse_topology(name)
+        topology = parse_topology(name, chips=TPUS)
     except ValueError as error:
         sys.exit(f"error: {error}")
     shape = topology.name.partition(":")[2]

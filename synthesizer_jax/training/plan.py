@@ -1,8 +1,9 @@
-"""What a training step needs on chips that are not here: planned from shapes, or compiled by libtpu."""
+"""What a training step needs on chips that are not here: planned from shapes, or compiled for them."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -20,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.costs.chips import Topology, tiled_bytes
+from synthesizer_jax.costs.chips import HOST, Chip, Topology, tiled_bytes
 from synthesizer_jax.costs.utilization import step_flops
 from synthesizer_jax.models import stacks_of
 from synthesizer_jax.models.stack import REMAT_POLICIES
@@ -48,12 +49,25 @@ memory (docs/tpu.md)."""
 UTILIZATION = 0.4
 """The share of the chips' peak rate that `MemoryPlan.chip_hours` assumes."""
 
+GPU_FIELDS = """
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536 shared_memory_per_block: 49152
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+"""
+"""Fields of XLA's ``GpuDeviceInfoProto`` that all GPUs of NVIDIA share."""
+
+CUDNN = "dnn_version_info { major: 9 minor: 10 patch: 0 }"
+"""A version of cuDNN that JAX's plugins come with; it decides which of its calls XLA may use."""
+
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+"""Without a GPU XLA tries no tiles of matrix products, and finds none for some; cuBLAS needs none."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MemoryNeeds:
     """The memory that a step needs on one device, in bytes.
 
-    The sizes of arrays that exist between steps include the padding of their tiles (`tiled_bytes`).
+    On TPUs the sizes of arrays that exist between steps include the padding of their tiles (`tiled_bytes`).
 
     Attributes:
       parameters: parameters, their average if the run has one, and constants.
@@ -91,6 +105,7 @@ class MemoryPlan:
       needs: the memory that one device needs.
       capacity: the memory of one device in bytes.
       flops: floating-point operations of a step on all devices.
+      peak: FLOP/s of one chip in the dtype of the computation.
     """
 
     topology: Topology
@@ -99,6 +114,7 @@ class MemoryPlan:
     needs: MemoryNeeds
     capacity: int
     flops: float
+    peak: float
 
     @property
     def fits(self) -> bool:
@@ -108,7 +124,7 @@ class MemoryPlan:
     @property
     def seconds(self) -> float:
         """Duration of a step at the chips' peak rate."""
-        return self.flops / (self.topology.chips * self.topology.chip.flops)
+        return self.flops / (self.topology.chips * self.peak)
 
     def chip_hours(self, steps: int) -> float:
         """Returns the chip-hours of some steps at `UTILIZATION` of the peak rate."""
@@ -128,7 +144,8 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     rows = data.batch_size // ways // training.micro_batches
     optimizer, layout = make_layout(experiment, mesh, rules=training.rules)
     state = layout.abstract
-    gradients = _shard_bytes(optimizer.trained(state.params))
+    chip = topology.chip
+    gradients = _shard_bytes(optimizer.trained(state.params), chip)
     # The result is cached: meshes with the same number of rows per device share a trace.
     copies, activations = _residual_bytes(replace(experiment, mesh=MeshShape()), rows)
     return MemoryPlan(
@@ -136,20 +153,21 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
         mesh=dict(mesh.shape),
         rows=rows,
         needs=MemoryNeeds(
-            parameters=_shard_bytes((state.params, state.ema, state.constants)),
-            optimizer=_shard_bytes(state.opt_state),
+            parameters=_shard_bytes((state.params, state.ema, state.constants), chip),
+            optimizer=_shard_bytes(state.opt_state, chip),
             gradients=gradients * (1 if training.micro_batches == 1 else 2),
             gathered=_gathered_bytes(layout, experiment.model),
             copies=copies // (mesh.shape["fsdp"] * mesh.shape["tensor"]),
             activations=activations,
         ),
-        capacity=topology.chip.memory // topology.chip.devices,
+        capacity=chip.memory // chip.devices,
         flops=step_flops(
             experiment.model,
             batch_size=data.batch_size,
             inputs=data.inputs_length,
             targets=data.targets_length,
         ),
+        peak=chip.peak(experiment.model.dtype),
     )
 
 
@@ -159,11 +177,10 @@ def _abstract_mesh(shape: MeshShape, topology: Topology) -> AbstractMesh:
     return AbstractMesh(sizes, shape.axis_names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _shard_bytes(tree: PyTree) -> int:
+def _shard_bytes(tree: PyTree, chip: Chip) -> int:
     """Returns the bytes of one device's shards of abstract arrays with shardings."""
-    return sum(
-        tiled_bytes(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree)
-    )
+    size = (lambda shape, itemsize: math.prod(shape) * itemsize) if chip.is_gpu else tiled_bytes
+    return sum(size(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree))
 
 
 def _gathered_bytes(layout: Layout, model: TokenModel) -> int:
@@ -309,11 +326,14 @@ def compile_step(experiment: Experiment, topology: Topology) -> jax.stages.Compi
 
     Raises:
       TooLargeError: the step does not fit into memory.
-      ValueError: libtpu is not installed, or does not support the topology or the mesh on it.
+      ValueError: the compiler is not installed, or does not support the topology or the mesh on it.
     """
-    lowered = Trainer(experiment, devices=devices_of(topology)).trace().lower()
+    trainer = Trainer(experiment, devices=devices_of(topology))
+    # Pallas asks the mesh what GPU it lowers for.
+    with jax.set_mesh(trainer.mesh) if topology.chip.is_gpu else contextlib.nullcontext():
+        lowered = trainer.trace().lower()
     try:
-        return lowered.compile()
+        return lowered.compile(GPU_OPTIONS if topology.chip.is_gpu else None)
     except jax.errors.JaxRuntimeError as error:
         refused = re.search(r"RESOURCE_EXHAUSTED: ([^\n]*)", str(error))
         # A kernel that exhausts on-chip memory, which is not HBM, is another kind of error.
@@ -326,20 +346,37 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     """Returns the devices of a topology, for compilation only.
 
     Raises:
-      ValueError: libtpu is not installed or does not support the topology.
+      ValueError: the compiler is not installed or does not support the topology.
     """
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server without a TPU
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    options: dict[str, int | str] = {}
-    if topology.slices > 1:
-        options["num_slices"] = topology.slices
-    if topology.chip.config is not None:
-        options["chip_config_name"] = topology.chip.config
+    chip = topology.chip
+    if chip.is_gpu:
+        hosts = max(1, topology.chips // HOST)
+        options: dict[str, int | str] = {
+            "target_config": _gpu_config(chip),
+            "topology": f"1x{hosts}x{topology.chips // hosts}",
+        }
+        platform, remedy = "cuda", "pip install 'synthesizer-jax[cuda]'"
+    else:
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server without a TPU
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        options = {} if topology.slices == 1 else {"num_slices": topology.slices}
+        options |= {} if chip.config is None else {"chip_config_name": chip.config}
+        platform, remedy = "tpu", "pip install 'jax[tpu]', and choose a topology that exists"
     try:
-        description = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
+        found = topologies.get_topology_desc(platform=platform, topology_name=topology.name, **options)
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
-            f"{topology.name} cannot be compiled for ({' '.join(str(error).split())[:200]}); "
-            "pip install 'jax[tpu]', and choose a topology that exists"
+            f"{topology.name} cannot be compiled for ({' '.join(str(error).split())[:200]}); {remedy}"
         ) from error
-    return list(description.devices)
+    return list(found.devices)
+
+
+def _gpu_config(chip: Chip) -> str:
+    """Returns the text of XLA's ``GpuTargetConfigProto``."""
+    return f"""
+      gpu_device_info {{
+        {GPU_FIELDS} {chip.config}
+        device_memory_size: {chip.memory} memory_bandwidth: {chip.bandwidth:.0f}
+      }}
+      platform_name: "CUDA" {CUDNN} device_description_str: "{chip.kinds[0]}"
+    """

@@ -66,8 +66,12 @@ def test_mfu_is_a_share_of_the_published_peak_and_the_product_has_its_own_name(m
         ("TPU7x", 1153.5e12, 1153.5e12),
         ("NVIDIA H100 80GB HBM3", 989.5e12, 494.5e12),
         ("NVIDIA H100 NVL", 835.5e12, 417.5e12),
+        ("NVIDIA H100 PCIe", 756e12, 378e12),
+        ("NVIDIA H200", 989.5e12, 494.5e12),
         ("NVIDIA GH200 480GB", 989.5e12, 494.5e12),
+        ("NVIDIA B200", 2250e12, 1100e12),
         ("NVIDIA A100-SXM4-40GB", 312e12, 156e12),
+        ("NVIDIA A100 80GB PCIe", 312e12, 156e12),
         ("Tesla T4", None, 8.1e12),
         ("NVIDIA L40S", None, None),  # not the L4
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None, None),

@@ -169,9 +169,44 @@ def test_names_of_topologies():
         ("v9:4x4", 1, "unknown chip in 'v9:4x4'; choose from v2, v3, v4, v5e"),
         ("v5p:4x4", 1, r"v5p has no slice 'v5p:4x4'; near it are v5p:2x2x4 \(v5p"),
         ("v5e:4x4", 0, "0 slices"),
+        ("b300:8", 1, "choose from v2, .* tpu7x, a100, h100, h200, b200$"),
+        ("h100:3", 1, r"h100 has no slice 'h100:3'; near it are h100:2 \(h100-2\) and h100:4"),
+        ("h100:12", 1, "near it are h100:8 .* and h100:16"),
+        ("h100:8", 2, "2 slices; GPUs are one, so give the number of all, as in h100:16"),
     ):
         with pytest.raises(ValueError, match=message):
             chips.parse_topology(name, slices)
+    with pytest.raises(SystemExit, match=r"unknown chip in 'h100-8'; choose from v2, .* tpu7x$"):
+        chips.main("h100-8")  # scripts make TPUs alone
+
+
+def test_gpus_pad_no_arrays_and_have_a_rate_for_each_dtype():
+    place = chips.parse_topology("h100-8")
+    assert place == chips.parse_topology("h100:8") and place.devices == 8
+    models = (encoder(masked_lm=True, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    half, full = (plan.make_plan(experiment(model), place) for model in models)
+    assert half.seconds == pytest.approx(half.flops / (8 * 989.5e12))
+    assert full.seconds == pytest.approx(full.flops / (8 * 494.5e12))
+    assert full.capacity == 80 * chips.GIB
+    trainer = Trainer(experiment(encoder(masked_lm=True)), jax.devices()[:1])
+    arrays = jax.tree.leaves(trainer.layout.abstract.params)
+    assert full.needs.parameters == 4 * sum(x.size for x in arrays)
+
+
+def test_gpus_are_described_to_the_compiler(monkeypatch):
+    asked = []
+
+    def refuse(**options):
+        asked.append(options)
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(plan.topologies, "get_topology_desc", refuse)
+    for name in ("a100:1", "h200:24"):
+        message = rf"{name} cannot be compiled for .*pip install 'synthesizer-jax\[cuda\]'$"
+        with pytest.raises(ValueError, match=message):
+            plan.devices_of(chips.parse_topology(name))
+    assert [x["topology"] for x in asked] == ["1x1x1", "1x3x8"]
+    assert "device_memory_size: 151397597184 memory_bandwidth: 4800000000000" in asked[1]["target_config"]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +217,7 @@ def test_names_of_topologies():
     ],
 )
 def test_only_a_step_without_room_is_too_large(monkeypatch, message, kind):
-    def refuse(_):
+    def refuse(*_):
         raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr(plan, "devices_of", lambda _: jax.devices())
