@@ -36,8 +36,6 @@ MAX_WIDTH = 256
 BIAS_PROGRAMS = 512
 """About as many programs as the kernel of a bias is to have, to fill a GPU."""
 
-LOG2E = math.log2(math.e)
-
 Ref: TypeAlias = Any
 """An array, or in a kernel a Pallas reference to one."""
 
@@ -301,24 +299,31 @@ def _floor_divide(x: Ref, y: int) -> Ref:
 
 
 def _make_tiles(
-    kernel: str, inputs: FusedInputs, blocks: _Operands, q_length: int, soft_cap: float | None
+    kernel: str, mask: Mask, blocks: _Operands, queries: tuple[int, int], soft_cap: float | None
 ) -> _Tiles:
+    """Returns the tiles of a kernel; `queries` are their number and the position of the first."""
+    q_length, offset = queries
     row_bytes = sum(x.shape[-1] * x.dtype.itemsize for x in blocks.keys)
     row_bytes = max(row_bytes, blocks.values.shape[-1] * blocks.values.dtype.itemsize)
     lengths = q_length, blocks.values.shape[1]
     has_bias = blocks.table is not None or blocks.columns is not None
     sizes = choose_blocks(kernel, row_bytes, has_bias=has_bias).fit(*lengths)
-    return _Tiles(inputs.mask, lengths, sizes, soft_cap)
+    return _Tiles(dataclasses.replace(mask, query_offset=offset), lengths, sizes, soft_cap)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("interpret",))
 def forward(
-    q_length: int, soft_cap: float | None, inputs: FusedInputs, *, interpret: bool = False
+    q_length: int,
+    query_offset: int,
+    soft_cap: float | None,
+    inputs: FusedInputs,
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the attention output ``[b, q, h, e]`` and what `backward` needs."""
     batch, _, heads, width = inputs.values.shape
     operands = _operands(inputs)
-    tiles = _make_tiles("forward", inputs, operands, q_length, soft_cap)
+    tiles = _make_tiles("forward", inputs.mask, operands, (q_length, query_offset), soft_cap)
     q_block, length = tiles.blocks.q, q_length
 
     def kernel(blocks: _Operands, out: Ref, row_max: Ref, inverse_row_sum: Ref) -> None:
@@ -334,8 +339,8 @@ def forward(
             new = jnp.maximum(largest, jnp.max(logits, axis=1))
             finite = jnp.where(new == -jnp.inf, 0.0, new)
             # P = exp(S - max) is not normalized; O = P V / Σ P.
-            weights = jnp.exp2(logits * LOG2E - (finite * LOG2E)[:, None])
-            factor = jnp.exp2((largest - finite) * LOG2E)
+            weights = _exp(logits - finite[:, None])
+            factor = _exp(largest - finite)
             total = total * factor[:, None] + _matmul(weights.astype(values.dtype), values)
             return total, new, row_sum * factor + jnp.sum(weights, axis=1)
 
@@ -371,8 +376,9 @@ def forward(
     return out, SoftmaxStats(*(x.swapaxes(1, 2)[..., None] for x in (row_max, inverse_row_sum)))
 
 
-@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
 def backward(
+    query_offset: int,
     soft_cap: float | None,
     inputs: FusedInputs,
     stats: SoftmaxStats,
@@ -385,7 +391,7 @@ def backward(
     blocks = _operands(inputs)
     rows = (x[..., 0].swapaxes(1, 2) for x in (*stats, delta))
     arguments = blocks, _Residuals(_fill_width(dout), *rows)
-    tiles = lambda kernel: _make_tiles(kernel, inputs, blocks, dout.shape[1], soft_cap)
+    tiles = lambda kernel: _make_tiles(kernel, inputs.mask, blocks, (dout.shape[1], query_offset), soft_cap)
     dqueries = _call_by_queries(tiles("queries"), arguments, interpret=interpret)
     dkeys, dvalues = _call_by_keys(tiles("keys"), arguments, interpret=interpret)
     _, bias_vjp = jax.vjp(_sum_biases, inputs.biases)
@@ -617,7 +623,7 @@ def _backward_tile(
         blocks, queries, keys, example, place, tiles, bias=bias, transposed=transposed
     )
     across = (lambda x: x[None, :]) if transposed else (lambda x: x[:, None])
-    weights = jnp.exp2(_forbid(logits, allowed) * LOG2E - across(rest.row_max * LOG2E))
+    weights = _exp(_forbid(logits, allowed) - across(rest.row_max))
     weights *= across(rest.inverse_row_sum)
     pair = (values, rest.dout) if transposed else (rest.dout, values)
     # dS = P ∘ (dO Vᵀ - delta)
@@ -700,6 +706,11 @@ def _bias_tile(
 
 def _load(ref: Ref, inside: jax.Array | None) -> jax.Array:
     return ref[...] if inside is None else plgpu.load(ref, mask=inside, other=0)
+
+
+def _exp(x: jax.Array) -> jax.Array:
+    """Returns exp; GPUs have an instruction for powers of two."""
+    return jnp.exp2(x * math.log2(math.e))
 
 
 def _across(x: jax.Array, axis: int) -> jax.Array:
