@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -71,8 +72,14 @@ PLAIN = {
 }
 """What runs a route where there are no kernels."""
 
-KERNELS = {"static": static_kernel_obstacle, "fused": fused_kernel_obstacle}
-"""Why TPU kernels cannot run a route; None: they can."""
+KERNELS: dict[str, dict[str, Callable[[Call], str | None]]] = {
+    "tpu": {
+        "static": static_kernel_obstacle,
+        "fused": functools.partial(fused_kernel_obstacle, platform="tpu"),
+    },
+    "gpu": {"fused": functools.partial(fused_kernel_obstacle, platform="gpu")},
+}
+"""Why the kernels of a platform cannot run a route; None: they can."""
 
 FEW_LOGITS = 128 * 128
 """Up to this many logits per head and example, the logits take about as much memory as queries, keys and
@@ -309,10 +316,10 @@ def _log_route(
     def make() -> Explanation:
         kernel, obstacles = PLAIN[choice.route], dict(choice.obstacles)
         obstacles.pop(choice.route, None)
-        if choice.route in KERNELS:
-            if platform == "tpu" and (why := KERNELS[choice.route](call)):
+        if (find_obstacle := KERNELS.get(platform, {}).get(choice.route)) is not None:
+            if why := find_obstacle(call):
                 obstacles["kernels"] = why
-            elif platform == "tpu":
+            else:
                 kernel = "Pallas kernels"
         divided = {} if partition is None else dataclasses.asdict(partition)
         batch, k_length, heads, _ = call.values.shape

@@ -5,19 +5,21 @@ The backward pass recomputes the weights from the saved maximum and sum of every
 FlashAttention, section 3.1). They are not recomputed from ``log Σ exp``, as its rounding to float32 loses
 digits if logits are in the hundreds.
 
-There is one implementation for each kind of device. TPUs run the Pallas kernels of `fused_tpu`. CPUs and
-GPUs run `loop_forward` and `loop_backward`: a loop over heads and, inside it, a loop over examples. The
-loop over heads is the outer one, so that a bias that the examples share is computed once per head, and
-its gradient is summed over the batch in place. GPUs process all heads of an example at once, as batched
-matrix products: one head is not enough work for them.
+There is one implementation for each kind of device. TPUs run the Pallas kernels of `fused_tpu`, NVIDIA's
+GPUs those of `fused_gpu`. CPUs, and what the kernels cannot take, run `loop_forward` and `loop_backward`:
+a loop over heads and, inside it, a loop over examples. The loop over heads is the outer one, so that a bias
+that the examples share is computed once per head, and its gradient is summed over the batch in place. On
+GPUs the loop processes all heads of an example at once, as batched matrix products.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import operator
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -44,7 +46,7 @@ from synthesizer_jax.attention.terms import (
 )
 from synthesizer_jax.base.typing import PyTree
 
-_GPU_PLATFORMS = ("cuda", "rocm")
+_CUDA = "cuda"
 
 CHECKPOINT_NAME = "attention"
 """The name by which `jax.checkpoint` policies can save the residuals of attention."""
@@ -105,16 +107,28 @@ class SoftmaxStats(NamedTuple):
     inverse_row_sum: jax.Array
 
 
+class Options(NamedTuple):
+    """What is known while a call is traced.
+
+    Attributes:
+      soft_cap: as in `attend`.
+      query_offset: `Mask.query_offset`, or 0 where it is an array; then there are no kernels.
+      kernels: the platforms whose kernels can take the inputs.
+    """
+
+    soft_cap: float | None
+    query_offset: int
+    kernels: tuple[str, ...]
+
+
 def attend_fused(call: Call) -> jax.Array:
     """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, computed in blocks."""
     inputs = fused_inputs(call)
-    # None: no Pallas kernels, which cannot take all inputs. Only TPUs use it.
-    pallas_offset = None if _kernel_obstacle(call, inputs) else call.mask.query_offset
-    options = call.soft_cap, pallas_offset
+    options = fused_options(call, inputs)
 
     def forward(args: tuple[FusedInputs, jax.Array | None]) -> tuple[jax.Array, SoftmaxStats]:
         inputs, sinks = args
-        out, stats = fused_forward(call.q_length, *options, inputs)
+        out, stats = fused_forward(call.q_length, options, inputs)
         return (out, stats) if sinks is None else _add_sinks(out, stats, sinks)
 
     def backward(
@@ -123,7 +137,7 @@ def attend_fused(call: Call) -> jax.Array:
         inputs, sinks = args
         # delta = Σ_e dO ∘ O
         delta = softmax_vjp_delta(out, dout, stats.row_max.dtype)
-        cotangents: FusedInputs = fused_backward(*options, inputs, stats, delta, dout)
+        cotangents: FusedInputs = fused_backward(options, inputs, stats, delta, dout)
         return cotangents, None if sinks is None else _sinks_gradient(stats, delta, sinks)
 
     out: jax.Array = with_gradient(forward, backward, name=CHECKPOINT_NAME)((inputs, call.sinks))
@@ -160,64 +174,58 @@ def obstacle(call: Call) -> str | None:
     return None
 
 
-def kernel_obstacle(call: Call) -> str | None:
-    """Returns why TPU kernels cannot take a call; None: they can."""
-    return _kernel_obstacle(call, fused_inputs(call))
+def kernel_obstacle(call: Call, platform: str) -> str | None:
+    """Returns why the kernels of ``tpu`` or ``gpu`` cannot take a call; None: they can."""
+    return _kernel_obstacle(_CUDA if platform == "gpu" else platform, call.soft_cap, fused_inputs(call))
 
 
-def _kernel_obstacle(call: Call, inputs: FusedInputs) -> str | None:
-    if call.soft_cap is not None:
+def fused_options(call: Call, inputs: FusedInputs) -> Options:
+    """Returns what is known of a call, whose inputs these are."""
+    offset = call.mask.query_offset
+    kernels = [name for name in ("tpu", _CUDA) if _kernel_obstacle(name, call.soft_cap, inputs) is None]
+    return Options(call.soft_cap, offset if isinstance(offset, int) else 0, tuple(kernels))
+
+
+def _kernels(platform: str) -> ModuleType:
+    """Returns the kernels of a platform; they import Pallas, which short rows do not need."""
+    return importlib.import_module(f"{__package__}.fused_{'gpu' if platform == _CUDA else platform}")
+
+
+def _kernel_obstacle(platform: str, soft_cap: float | None, inputs: FusedInputs) -> str | None:
+    if platform == "tpu" and soft_cap is not None:
         return "they have no soft cap"
-    from synthesizer_jax.attention import fused_tpu  # imports Pallas, which short rows do not need
+    why: str | None = _kernels(platform).obstacle(inputs)
+    return why
 
-    return fused_tpu.obstacle(inputs)
 
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def fused_forward(
-    q_length: int, soft_cap: float | None, pallas_offset: int | None, inputs: FusedInputs
-) -> tuple[jax.Array, SoftmaxStats]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def fused_forward(q_length: int, options: Options, inputs: FusedInputs) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the output and the residuals.
 
     It is compiled separately, as the backward pass is, so that equal layers are traced once.
     """
     # All branches are traced, on any machine: a program may be lowered for another platform.
-    default = functools.partial(loop_forward, q_length, soft_cap=soft_cap)
-    implementations = dict.fromkeys(_GPU_PLATFORMS, functools.partial(default, parallel=True))
-    from synthesizer_jax.attention import fused_gpu
-
-    if fused_gpu.obstacle(inputs) is None:
-        implementations["cuda"] = functools.partial(fused_gpu.forward, q_length, soft_cap)
-    if pallas_offset is not None:
-        from synthesizer_jax.attention import fused_tpu
-
-        implementations["tpu"] = functools.partial(fused_tpu.forward, q_length, pallas_offset)
+    default = functools.partial(loop_forward, q_length, soft_cap=options.soft_cap)
+    implementations = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
+    for name in options.kernels:
+        forward = _kernels(name).forward
+        implementations[name] = functools.partial(forward, q_length, options.query_offset, options.soft_cap)
     results: tuple[jax.Array, SoftmaxStats] = lax.platform_dependent(
         inputs, default=default, **implementations
     )
     return results
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def fused_backward(
-    soft_cap: float | None,
-    pallas_offset: int | None,
-    inputs: FusedInputs,
-    stats: SoftmaxStats,
-    delta: jax.Array,
-    dout: jax.Array,
+    options: Options, inputs: FusedInputs, stats: SoftmaxStats, delta: jax.Array, dout: jax.Array
 ) -> FusedInputs:
     """Returns the cotangents of the inputs."""
-    default = functools.partial(loop_backward, soft_cap=soft_cap)
-    implementations = dict.fromkeys(_GPU_PLATFORMS, functools.partial(default, parallel=True))
-    from synthesizer_jax.attention import fused_gpu
-
-    if fused_gpu.obstacle(inputs) is None:
-        implementations["cuda"] = functools.partial(fused_gpu.backward, soft_cap)
-    if pallas_offset is not None:
-        from synthesizer_jax.attention import fused_tpu
-
-        implementations["tpu"] = functools.partial(fused_tpu.backward, pallas_offset)
+    default = functools.partial(loop_backward, soft_cap=options.soft_cap)
+    implementations = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
+    for name in options.kernels:
+        backward = _kernels(name).backward
+        implementations[name] = functools.partial(backward, options.query_offset, options.soft_cap)
     cotangents: FusedInputs = lax.platform_dependent(
         inputs, stats, delta, dout, default=default, **implementations
     )

@@ -33,10 +33,8 @@ from synthesizer_jax.base.typing import PyTree
 MAX_WIDTH = 256
 """Widest rows of queries, keys and values."""
 
-BIAS_PROGRAMS = 1024
+BIAS_PROGRAMS = 512
 """About as many programs as the kernel of a bias is to have, to fill a GPU."""
-
-LOG2E = math.log2(math.e)
 
 Ref: TypeAlias = Any
 """An array, or in a kernel a Pallas reference to one."""
@@ -79,14 +77,17 @@ class Blocks:
         return dataclasses.replace(self, q=min(self.q, q), k=min(self.k, k))
 
 
-def choose_blocks(kernel: str, row_bytes: int) -> Blocks:
-    """Returns the blocks of a kernel for the bytes of a key's row, all terms together."""
+def choose_blocks(kernel: str, row_bytes: int, *, has_bias: bool) -> Blocks:
+    """Returns the blocks of a kernel for the bytes of a key's row, all terms together.
+
+    Those up to 128 bytes were the fastest of about eight on an H200.
+    """
     if row_bytes <= 128:
         return {
-            "forward": Blocks(64, 32, 4, 4),
+            "forward": Blocks(64, 32, 4, 4) if has_bias else Blocks(128, 64, 4, 3),
             "queries": Blocks(64, 32, 4, 3),
             "keys": Blocks(64, 64, 4, 3),
-            "bias": Blocks(64, 64, 4, 3),
+            "bias": Blocks(128, 128, 8, 3),
         }[kernel]
     if row_bytes <= 256:
         return Blocks(128, 64, 8, 2) if kernel == "forward" else Blocks(64, 64, 4, 2)
@@ -101,8 +102,7 @@ class _Operands(NamedTuple):
       keys: ``[b or 1, k, h, r]`` likewise.
       values: ``[b, k, h, e]``.
       table: ``[h, q, k]``, the sum of all `Static` terms; None: there are none.
-      columns: ``[h, q + k - 1]`` float32, the sum of all `Relative` terms; None: there are none. In a kernel
-        `_band`, of which every tile is a part.
+      columns: ``[h, q + k - 1]`` float32, the sum of all `Relative` terms; None: there are none.
       ends: ``[b]`` int32, keys from there on are padding; None: there is none.
       real: ``[b, k]``, which keys are real; None: those before `ends`.
       prefix: ``[b]`` int32, `Mask.prefix_lengths`.
@@ -142,7 +142,7 @@ class _Residuals(NamedTuple):
 
 def _operand_axes(blocks: _Operands) -> _Operands:
     names = ("bqhr",) * len(blocks.queries), ("bkhr",) * len(blocks.keys)
-    return _Operands(*names, "bkhr", "hqk", "hrr", "b", "bk", "b", "bq", "bk", "bhqk")
+    return _Operands(*names, "bkhr", "hqk", "hr", "b", "bk", "b", "bq", "bk", "bhqk")
 
 
 _RESIDUAL_AXES = _Residuals("bqhr", "bhq", "bhq", "bhq")
@@ -158,7 +158,9 @@ def _operands(inputs: FusedInputs) -> _Operands:
         ends = jnp.where(keys.any(axis=1), last, 0).astype(jnp.int32)
     is_end = mask.key_valid is None and mask.key_segments is None
     cast = lambda x, dtype: None if x is None else x.astype(dtype)
-    pairs = [(term.queries, term.keys, jnp.result_type(term.queries, term.keys)) for term in products.low_rank]
+    pairs = [
+        (term.queries, term.keys, jnp.result_type(term.queries, term.keys)) for term in products.low_rank
+    ]
     table, columns = _sum_biases(biases)
     return _Operands(
         tuple(_fill_width(queries.astype(dtype)) for queries, _, dtype in pairs),
@@ -215,7 +217,8 @@ class _Tiles:
         """Returns the first and the last + 1 of the blocks of keys that a block of queries may see."""
         before, after = self._band
         query = block * self.blocks.q + self.mask.query_offset
-        first, last = 0, self.lengths[1] if end is None else jnp.minimum(end, self.lengths[1])
+        first: Ref = 0
+        last: Ref = self.lengths[1] if end is None else end
         if before is not None:
             first = jnp.maximum(query - before, 0)
         if after is not None:
@@ -226,31 +229,13 @@ class _Tiles:
         """Returns the first and the last + 1 of the blocks of queries that may see a block of keys."""
         before, after = self._band
         key = block * self.blocks.k - self.mask.query_offset
-        first, last = 0, self.lengths[0]
+        first: Ref = 0
+        last: Ref = self.lengths[0]
         if after is not None:
             first = jnp.maximum(key - after, 0)
         if before is not None:
             last = jnp.clip(key + self.blocks.k + before, 0, last)
         return _floor_divide(first, self.blocks.q), _floor_divide(last + self.blocks.q - 1, self.blocks.q)
-
-    @property
-    def padded(self) -> tuple[int, int]:
-        """Numbers of queries and keys in whole blocks."""
-        return self.counts[0] * self.blocks.q, self.counts[1] * self.blocks.k
-
-    def expand(self, columns: jax.Array | None, *, transposed: bool = False) -> jax.Array | None:
-        """Returns what a block of rows adds to logits, ``[h, rows, n]``, wherever the block lies.
-
-        The tile of blocks i and j begins at the column that `_bias_tile` computes. The array grows with the
-        length, not with its square.
-        """
-        if columns is None:
-            return None
-        (q_length, k_length), (q_rows, k_rows) = self.lengths, self.padded
-        columns = jnp.pad(columns, ((0, 0), (q_rows - q_length, k_rows - k_length)))
-        if transposed:
-            return expand_diagonals(columns[:, ::-1], self.blocks.k)
-        return expand_diagonals(columns, self.blocks.q)
 
     @property
     def _band(self) -> tuple[int | None, int | None]:
@@ -294,7 +279,9 @@ class _Tiles:
             flops=2 * products * num_logits, transcendentals=num_logits, bytes_accessed=moved
         )
         varying = jax.typeof(jax.tree.leaves(arguments)[0]).mat
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), shapes)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), shapes
+        )
         return pl.pallas_call(
             kernel,
             out_shape=shapes,
@@ -312,23 +299,31 @@ def _floor_divide(x: Ref, y: int) -> Ref:
 
 
 def _make_tiles(
-    kernel: str, inputs: FusedInputs, blocks: _Operands, q_length: int, soft_cap: float | None
+    kernel: str, mask: Mask, blocks: _Operands, queries: tuple[int, int], soft_cap: float | None
 ) -> _Tiles:
+    """Returns the tiles of a kernel; `queries` are their number and the position of the first."""
+    q_length, offset = queries
     row_bytes = sum(x.shape[-1] * x.dtype.itemsize for x in blocks.keys)
     row_bytes = max(row_bytes, blocks.values.shape[-1] * blocks.values.dtype.itemsize)
     lengths = q_length, blocks.values.shape[1]
-    return _Tiles(inputs.mask, lengths, choose_blocks(kernel, row_bytes).fit(*lengths), soft_cap)
+    has_bias = blocks.table is not None or blocks.columns is not None
+    sizes = choose_blocks(kernel, row_bytes, has_bias=has_bias).fit(*lengths)
+    return _Tiles(dataclasses.replace(mask, query_offset=offset), lengths, sizes, soft_cap)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("interpret",))
 def forward(
-    q_length: int, soft_cap: float | None, inputs: FusedInputs, *, interpret: bool = False
+    q_length: int,
+    query_offset: int,
+    soft_cap: float | None,
+    inputs: FusedInputs,
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the attention output ``[b, q, h, e]`` and what `backward` needs."""
     batch, _, heads, width = inputs.values.shape
     operands = _operands(inputs)
-    tiles = _make_tiles("forward", inputs, operands, q_length, soft_cap)
-    operands = operands._replace(columns=tiles.expand(operands.columns))
+    tiles = _make_tiles("forward", inputs.mask, operands, (q_length, query_offset), soft_cap)
     q_block, length = tiles.blocks.q, q_length
 
     def kernel(blocks: _Operands, out: Ref, row_max: Ref, inverse_row_sum: Ref) -> None:
@@ -344,8 +339,8 @@ def forward(
             new = jnp.maximum(largest, jnp.max(logits, axis=1))
             finite = jnp.where(new == -jnp.inf, 0.0, new)
             # P = exp(S - max) is not normalized; O = P V / Σ P.
-            weights = jnp.exp2(logits * LOG2E - (finite * LOG2E)[:, None])
-            factor = jnp.exp2((largest - finite) * LOG2E)
+            weights = _exp(logits - finite[:, None])
+            factor = _exp(largest - finite)
             total = total * factor[:, None] + _matmul(weights.astype(values.dtype), values)
             return total, new, row_sum * factor + jnp.sum(weights, axis=1)
 
@@ -360,7 +355,9 @@ def forward(
         _store_row(inverse_row_sum, example, block, inverse, length)
 
     row = jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32)
-    out_shape = jax.ShapeDtypeStruct((batch, q_length, heads, operands.values.shape[-1]), inputs.values.dtype)
+    out_shape = jax.ShapeDtypeStruct(
+        (batch, q_length, heads, operands.values.shape[-1]), inputs.values.dtype
+    )
     out, row_max, inverse_row_sum = tiles.call(
         kernel,
         (operands,),
@@ -379,8 +376,9 @@ def forward(
     return out, SoftmaxStats(*(x.swapaxes(1, 2)[..., None] for x in (row_max, inverse_row_sum)))
 
 
-@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
 def backward(
+    query_offset: int,
     soft_cap: float | None,
     inputs: FusedInputs,
     stats: SoftmaxStats,
@@ -393,12 +391,14 @@ def backward(
     blocks = _operands(inputs)
     rows = (x[..., 0].swapaxes(1, 2) for x in (*stats, delta))
     arguments = blocks, _Residuals(_fill_width(dout), *rows)
-    tiles = lambda kernel: _make_tiles(kernel, inputs, blocks, dout.shape[1], soft_cap)
+    tiles = lambda kernel: _make_tiles(kernel, inputs.mask, blocks, (dout.shape[1], query_offset), soft_cap)
     dqueries = _call_by_queries(tiles("queries"), arguments, interpret=interpret)
     dkeys, dvalues = _call_by_keys(tiles("keys"), arguments, interpret=interpret)
     _, bias_vjp = jax.vjp(_sum_biases, inputs.biases)
     dbias = _call_by_bias(tiles("bias"), arguments, interpret=interpret)
-    (dbiases,) = bias_vjp(jax.tree.map(lambda d, x: d.astype(x.dtype), dbias, (blocks.table, blocks.columns)))
+    (dbiases,) = bias_vjp(
+        jax.tree.map(lambda d, x: d.astype(x.dtype), dbias, (blocks.table, blocks.columns))
+    )
 
     def finish(d: jax.Array, x: jax.Array) -> jax.Array:
         d = d if d.shape[0] == x.shape[0] else d.sum(axis=0, keepdims=True)
@@ -424,7 +424,6 @@ def _call_by_queries(tiles: _Tiles, arguments: _Arguments, *, interpret: bool) -
     operands, residuals = arguments
     if not operands.queries:
         return ()
-    operands = operands._replace(columns=tiles.expand(operands.columns))
     q_block, length = tiles.blocks.q, tiles.lengths[0]
     batch, _, heads, _ = operands.values.shape
 
@@ -467,7 +466,6 @@ def _call_by_keys(
     The rows of a tile are keys: its products need no transposed weights.
     """
     operands, residuals = arguments
-    operands = operands._replace(columns=tiles.expand(operands.columns, transposed=True))
     k_block, length = tiles.blocks.k, tiles.lengths[1]
     batch, _, heads, _ = operands.values.shape
 
@@ -476,14 +474,18 @@ def _call_by_keys(
         keys = [_load_rows(x, example, block, k_block, length) for x in blocks.keys]
         values = _load_rows(blocks.values, example, block, k_block, length)
 
-        def add_queries(i: Ref, totals: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        def add_queries(
+            i: Ref, totals: tuple[list[jax.Array], jax.Array]
+        ) -> tuple[list[jax.Array], jax.Array]:
             queries = [_load_rows(x, example, i, tiles.blocks.q, tiles.lengths[0]) for x in blocks.queries]
             rest = _load_residuals(residuals, example, i, tiles)
             weights, dlogits = _backward_tile(
                 blocks, queries, keys, values, rest, example, (i, block), tiles, transposed=True
             )
             # dK = dSᵀ Q,  dV = Pᵀ dO
-            of_keys = [t + _matmul(dlogits.astype(q.dtype), q) for t, q in zip(totals[0], queries, strict=True)]
+            of_keys = [
+                t + _matmul(dlogits.astype(q.dtype), q) for t, q in zip(totals[0], queries, strict=True)
+            ]
             return of_keys, totals[1] + _matmul(weights.astype(rest.dout.dtype), rest.dout)
 
         start = [jnp.zeros(x.shape, jnp.float32) for x in keys], jnp.zeros(values.shape, jnp.float32)
@@ -519,32 +521,30 @@ def _call_by_bias(
     tiles = dataclasses.replace(tiles, blocks=dataclasses.replace(tiles.blocks, q=side, k=side))
     batch, _, heads, _ = operands.values.shape
     q_count, k_count = tiles.counts
-    by_diagonal, columns = operands.table is None, operands.columns
-    operands = operands._replace(columns=tiles.expand(columns))
+    by_diagonal = operands.table is None
     count = q_count + k_count - 1 if by_diagonal else q_count * k_count
     parts = _divisor(batch, BIAS_PROGRAMS // (count * heads))
     examples = batch // parts
 
     def kernel(blocks: _Operands, residuals: _Residuals, result: Ref) -> None:
+        number: Ref
         place, part = pl.program_id(0), pl.program_id(2)
+        first_i, first_j, number = lax.div(place, jnp.int32(k_count)), lax.rem(place, jnp.int32(k_count)), 1
         if by_diagonal:
-            begin = jnp.maximum(q_count - 1 - place, 0)
-            number = jnp.minimum(q_count, k_count + q_count - 1 - place) - begin
-        else:
-            begin, number = lax.div(place, jnp.int32(k_count)), 1
-        first = begin, begin + place - (q_count - 1) if by_diagonal else lax.rem(place, jnp.int32(k_count))
-        bias = _bias_tile(blocks, first, tiles)
+            first_i, first_j = (jnp.maximum(x, 0) for x in (q_count - 1 - place, place - (q_count - 1)))
+            number = jnp.minimum(q_count - first_i, k_count - first_j)
+        bias = _bias_tile(blocks, (first_i, first_j), tiles)  # the same for all tiles on a diagonal
 
         def add_tile(t: Ref, total: jax.Array) -> jax.Array:
-            example, i = part * examples + t, begin
-            if by_diagonal:
-                example, i = part * examples + lax.div(t, number), begin + lax.rem(t, number)
-            j = i + first[1] - first[0]
+            example, step = (lax.div(t, number), lax.rem(t, number)) if by_diagonal else (t, 0)
+            example, i, j = part * examples + example, first_i + step, first_j + step
             queries = [_load_rows(x, example, i, side, tiles.lengths[0]) for x in blocks.queries]
             keys = [_load_rows(x, example, j, side, tiles.lengths[1]) for x in blocks.keys]
             values = _load_rows(blocks.values, example, j, side, tiles.lengths[1])
             rest = _load_residuals(residuals, example, i, tiles)
-            _, dlogits = _backward_tile(blocks, queries, keys, values, rest, example, (i, j), tiles, bias=bias)
+            _, dlogits = _backward_tile(
+                blocks, queries, keys, values, rest, example, (i, j), tiles, bias=bias
+            )
             return total + dlogits
 
         start = jnp.zeros((side, side), jnp.float32)
@@ -567,9 +567,10 @@ def _call_by_bias(
         return None, _sum_diagonals(sums, q_count * side, q_length, k_length)
     table = sums.reshape(q_count, k_count, heads, side, side).transpose(2, 0, 3, 1, 4)
     table = table.reshape(heads, q_count * side, k_count * side)[:, :q_length, :k_length]
-    if columns is None:
+    if operands.columns is None:
         return table, None
-    return table, jax.linear_transpose(lambda x: expand_diagonals(x, q_length), columns)(table)[0]
+    transpose = jax.linear_transpose(lambda x: expand_diagonals(x, q_length), operands.columns)
+    return table, transpose(table)[0]
 
 
 def _sum_diagonals(sums: jax.Array, rows: int, q_length: int, k_length: int) -> jax.Array:
@@ -580,7 +581,10 @@ def _sum_diagonals(sums: jax.Array, rows: int, q_length: int, k_length: int) -> 
         jax.ShapeDtypeStruct((count, heads, 2 * side - 1), sums.dtype),
     )(sums)[0]
     total = jnp.zeros((heads, (count + 1) * side), sums.dtype)
-    first, second = (x.transpose(1, 0, 2).reshape(heads, -1) for x in (lines[..., :side], jnp.pad(lines[..., side:], ((0, 0), (0, 0), (0, 1)))))
+    first, second = (
+        x.transpose(1, 0, 2).reshape(heads, -1)
+        for x in (lines[..., :side], jnp.pad(lines[..., side:], ((0, 0), (0, 0), (0, 1))))
+    )
     total = total.at[:, : count * side].add(first).at[:, side:].add(second)
     # Column 0 is key - query = 1 - rows.
     return total[:, rows - q_length : rows + k_length - 1]
@@ -619,7 +623,7 @@ def _backward_tile(
         blocks, queries, keys, example, place, tiles, bias=bias, transposed=transposed
     )
     across = (lambda x: x[None, :]) if transposed else (lambda x: x[:, None])
-    weights = jnp.exp2(_forbid(logits, allowed) * LOG2E - across(rest.row_max * LOG2E))
+    weights = _exp(_forbid(logits, allowed) - across(rest.row_max))
     weights *= across(rest.inverse_row_sum)
     pair = (values, rest.dout) if transposed else (rest.dout, values)
     # dS = P ∘ (dO Vᵀ - delta)
@@ -691,20 +695,22 @@ def _bias_tile(
     blocks: _Operands, place: tuple[Ref, Ref], tiles: _Tiles, *, transposed: bool = False
 ) -> jax.Array | None:
     """Returns what the bias adds to a tile, float32; None: there is no bias."""
+    query, key, inside = _positions(place, tiles, transposed=transposed)
     parts = []
     if blocks.columns is not None:
-        q, k, (q_rows, k_rows) = tiles.blocks.q, tiles.blocks.k, tiles.padded
-        distance = place[1] * k - place[0] * q
-        first, size = (k_rows - k - distance, q) if transposed else (q_rows - q + distance, k)
-        parts.append(blocks.columns[:, pl.ds(first, size)].astype(jnp.float32))
+        parts.append(_load(blocks.columns.at[key - query + (tiles.lengths[0] - 1)], inside))
     if blocks.table is not None:
-        query, key, inside = _positions(place, tiles, transposed=transposed)
         parts.append(_load(blocks.table.at[query, key], inside).astype(jnp.float32))
     return functools.reduce(operator.add, parts) if parts else None
 
 
 def _load(ref: Ref, inside: jax.Array | None) -> jax.Array:
     return ref[...] if inside is None else plgpu.load(ref, mask=inside, other=0)
+
+
+def _exp(x: jax.Array) -> jax.Array:
+    """Returns exp; GPUs have an instruction for powers of two."""
+    return jnp.exp2(x * math.log2(math.e))
 
 
 def _across(x: jax.Array, axis: int) -> jax.Array:

@@ -145,9 +145,9 @@ def _operands(inputs: FusedInputs, bias: Bias) -> _Operands:
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("interpret",))
 def forward(
-    q_length: int, query_offset: int, inputs: FusedInputs, *, interpret: bool = False
+    q_length: int, query_offset: int, soft_cap: None, inputs: FusedInputs, *, interpret: bool = False
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the attention output ``[b, q, h, e]`` and what `backward` needs."""
     batch, k_length, heads, width = inputs.values.shape
@@ -224,9 +224,10 @@ class _Cotangents(NamedTuple):
     bias: Bias
 
 
-@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
 def backward(
     query_offset: int,
+    soft_cap: None,
     inputs: FusedInputs,
     stats: SoftmaxStats,
     delta: jax.Array,

@@ -3,7 +3,7 @@
 Let ``E = exp(S - c)``, where c is the row maximum over the keys that are not masked in all examples, and
 let m be 1 for an example's real keys and 0 for padding. Then ``O = E (m ∘ V) / E m``. E has no batch
 axis, and both products are matrix products over the whole batch. The division cancels any factor of E,
-but not an underflow. If the denominator of a real query is below `MIN_ROW_SUM`, the loop of the fused
+but not an underflow. If the denominator of a real query is below `MIN_ROW_SUM`, the fused
 route computes the step instead. It is exact for logits of any range.
 """
 
@@ -25,11 +25,13 @@ from synthesizer_jax.attention.fused import (
     CHECKPOINT_NAME,
     Biases,
     FusedInputs,
+    Options,
     Products,
     SoftmaxStats,
     fused_backward,
     fused_forward,
     fused_inputs,
+    fused_options,
     map_heads,
     softmax_vjp_delta,
 )
@@ -53,11 +55,11 @@ def attend_static(call: Call) -> jax.Array:
         # E would underflow in float16
         call = dataclasses.replace(call, values=call.values.astype(jnp.float32))
     inputs = static_inputs(call)
-    # Known while the passes are traced; None: the Pallas kernels cannot take the inputs.
-    query_offset = None if _kernel_obstacle(q_length, inputs) else call.mask.query_offset
+    options = fused_options(call, inputs)
+    on_tpu = _kernel_obstacle(q_length, inputs) is None
     attend = with_gradient(
-        functools.partial(_attend_static_fwd, q_length, query_offset),
-        functools.partial(_attend_static_bwd, query_offset),
+        functools.partial(_attend_static_fwd, q_length, options, on_tpu),
+        functools.partial(_attend_static_bwd, options, on_tpu),
         name=CHECKPOINT_NAME,
     )
     out: jax.Array = attend(inputs)
@@ -95,7 +97,7 @@ def obstacle(call: Call) -> str | None:
 
 
 def kernel_obstacle(call: Call) -> str | None:
-    """Returns why TPU kernels cannot take a call; None: they can."""
+    """Returns why the TPU kernels cannot take a call; None: they can."""
     return _kernel_obstacle(call.q_length, static_inputs(call))
 
 
@@ -124,23 +126,23 @@ _Region: TypeAlias = tuple[jax.Array, jax.Array]
 """Pairs ``[q or 1, k]`` and keys ``[b, k]``, bool: a mask that is the product of both."""
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _attend_static_fwd(
-    q_length: int, query_offset: int | None, inputs: FusedInputs
+    q_length: int, options: Options, on_tpu: bool, inputs: FusedInputs
 ) -> tuple[jax.Array, _OptionalResiduals]:
     """Returns the output ``[b, q, h, e]`` and the residuals.
 
-    By matrix products, or by the fused route's loop if these would lose digits.
+    By matrix products, or by the fused route if these would lose digits; on TPUs by kernels if `on_tpu`.
     """
     is_separable = _is_separable(inputs.mask)
     implementations: dict[str, Callable[..., PyTree]] = {
         "default": functools.partial(_matmul_fwd, q_length)
     }
-    if query_offset is not None:
+    if on_tpu:
         from synthesizer_jax.attention import static_tpu
 
         implementations["tpu"] = functools.partial(
-            static_tpu.forward, q_length, query_offset, same_keys=is_separable
+            static_tpu.forward, q_length, options.query_offset, same_keys=is_separable
         )
     out, inverse_row_sum = lax.platform_dependent(inputs, **implementations)
     if is_separable:
@@ -149,7 +151,7 @@ def _attend_static_fwd(
 
     def run_loop() -> tuple[jax.Array, jax.Array, jax.Array]:
         rows = lambda x: x[..., 0].transpose(2, 1, 0)  # [b, q, h, 1] → [h, q, b]
-        out, stats = fused_forward(q_length, None, None, inputs)
+        out, stats = fused_forward(q_length, options, inputs)
         return out, rows(stats.inverse_row_sum), rows(stats.row_max)
 
     out, inverse_row_sum, row_max = lax.cond(
@@ -158,9 +160,10 @@ def _attend_static_fwd(
     return out, _Residuals(inverse_row_sum, row_max, is_exact)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend_static_bwd(
-    query_offset: int | None,
+    options: Options,
+    on_tpu: bool,
     inputs: FusedInputs,
     out: jax.Array,
     residuals: _OptionalResiduals,
@@ -168,10 +171,10 @@ def _attend_static_bwd(
 ) -> FusedInputs:
     """Returns the cotangents of the inputs."""
     implementations: dict[str, Callable[..., PyTree]] = {"default": _matmul_bwd}
-    if query_offset is not None:
+    if on_tpu:
         from synthesizer_jax.attention import static_tpu
 
-        implementations["tpu"] = functools.partial(static_tpu.backward, query_offset)
+        implementations["tpu"] = functools.partial(static_tpu.backward, options.query_offset)
 
     def run_matmuls(inverse_row_sum: jax.Array | None) -> FusedInputs:
         args = inputs, out, inverse_row_sum, dout
@@ -185,7 +188,7 @@ def _attend_static_bwd(
     def run_loop() -> FusedInputs:
         rows = (x.transpose(2, 1, 0)[..., None] for x in (row_max, inverse_row_sum))  # [b, q, h, 1]
         delta = softmax_vjp_delta(out, dout, row_max.dtype)
-        return fused_backward(None, None, inputs, SoftmaxStats(*rows), delta, dout)
+        return fused_backward(options, inputs, SoftmaxStats(*rows), delta, dout)
 
     cotangents: FusedInputs = lax.cond(
         _all_when_mapped(is_exact), lambda: run_matmuls(inverse_row_sum), run_loop

@@ -1,4 +1,4 @@
-"""The TPU kernels, interpreted, against the loop and the oracle; and lowered for TPUs."""
+"""The kernels of TPUs and GPUs, interpreted, against the loop and the oracle; and lowered for TPUs."""
 
 import functools
 
@@ -7,24 +7,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.attention import Mask, Static, attend, fused, fused_tpu, static, static_tpu
+from synthesizer_jax.attention import Mask, Static, attend, fused, fused_gpu, fused_tpu, static, static_tpu
 from synthesizer_jax.attention.fused import softmax_vjp_delta
 from synthesizer_jax.attention.static import MIN_ROW_SUM, _is_separable, static_inputs
 from synthesizer_jax.attention.terms import Call
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES, WIDTH
 
-CROSS = {n: (m, QUERIES) for n, m in cases.cross_masks().items() if m.prefix_lengths is None}
+CROSS = {n: (m, QUERIES) for n, m in cases.cross_masks().items()}
 OWN = {n: (m, KEYS) for n, m in (cases.self_masks() | cases.packed_masks()).items()}
+FUSED = {"tpu": fused_tpu, "gpu": fused_gpu}
+TERMS = {"tpu": EVERY_TERM, "gpu": tuple(name for name in EVERY_TERM if name != "outer")}
+
+every = pytest.mark.parametrize("platform", FUSED)
 
 
-def both_ways(names, mask, q, k, dtype=jnp.float32):
+def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None):
     """Output, rows and cotangents of the fused kernels and of the loop."""
     terms = jax.tree.map(lambda x: x.astype(dtype), cases.make_terms(names, BATCH, q, k))
     values = cases.normal("values", BATCH, k, HEADS, WIDTH, dtype=dtype)
     g = cases.normal("cotangent", BATCH, q, HEADS, WIDTH, dtype=dtype)
     inputs, offset = fused.fused_inputs(Call(terms, values, mask, q)), mask.query_offset
-    assert fused_tpu.obstacle(inputs) is None
+    kernels = FUSED[platform]
+    assert kernels.obstacle(inputs) is None
 
     @functools.partial(jax.jit, static_argnums=0, compiler_options=cases.FAST_COMPILE)
     def run(ways, inputs):
@@ -32,67 +37,99 @@ def both_ways(names, mask, q, k, dtype=jnp.float32):
         back = ways[1](inputs, rows, softmax_vjp_delta(out, g, jnp.float32), g)
         return out, rows.inverse_row_sum, back
 
-    kernels = (
-        lambda x: fused_tpu.forward(q, offset, x, interpret=True),
-        lambda *x: fused_tpu.backward(offset, *x, interpret=True),
-    )
-    return run(kernels, inputs), run(
-        (functools.partial(fused.loop_forward, q), fused.loop_backward), inputs
+    return run(
+        (
+            lambda x: kernels.forward(q, offset, soft_cap, x, interpret=True),
+            lambda *x: kernels.backward(offset, soft_cap, *x, interpret=True),
+        ),
+        inputs,
+    ), run(
+        (
+            functools.partial(fused.loop_forward, q, soft_cap=soft_cap),
+            functools.partial(fused.loop_backward, soft_cap=soft_cap),
+        ),
+        inputs,
     )
 
 
-def check_fused(names, mask, q, k, bound=2e-5):
-    ours, expected = both_ways(names, mask, q, k)
+def check_fused(platform, names, mask, q, k, bound=2e-5, soft_cap=None):
+    ours, expected = both_ways(platform, names, mask, q, k, soft_cap=soft_cap)
     assert jax.tree.structure(ours) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
         np.testing.assert_allclose(x, y, atol=bound * max(1.0, float(np.abs(y).max())))
 
 
-@pytest.mark.parametrize(
-    "name", ["padding", "holes", "window and offset", "causal and holes", "packed causal", "packed cross"]
-)
-def test_fused_under_every_kind_of_mask(name):
+MASKS = {
+    "tpu": ["padding", "holes", "window and offset", "causal and holes", "packed causal", "packed cross"],
+    "gpu": [
+        *(
+            "padding",
+            "holes",
+            "window and offset",
+            "offset beyond the keys",
+            "packed causal",
+            "packed cross",
+        ),
+        "prefix and padding",
+    ],
+}
+
+
+@pytest.mark.parametrize(("platform", "name"), [(p, name) for p in FUSED for name in MASKS[p]])
+def test_fused_under_every_kind_of_mask(platform, name):
     """In packed rows without terms that look positions up, which come unpacked."""
     mask, q = (CROSS | OWN)[name]
-    names = EVERY_TERM
+    names = TERMS[platform]
     if mask.query_segments is not None:
         names = ("dot_product", "relative") if mask.self_attention else ("dot_product",)
-    check_fused(names, mask, q, KEYS)
+    check_fused(platform, names, mask, q, KEYS)
 
 
-@pytest.mark.parametrize("name", EVERY_TERM)
-def test_each_term_alone(name):
-    check_fused((name,), CROSS["padding"][0], QUERIES, KEYS)
+@pytest.mark.parametrize(("platform", "name"), [(p, name) for p in FUSED for name in TERMS[p]])
+def test_each_term_alone(platform, name):
+    check_fused(platform, (name,), CROSS["padding"][0], QUERIES, KEYS)
 
 
+def test_gpus_read_patterns_and_cap_logits():
+    for heads in (1, HEADS):
+        mask = Mask(allowed=cases.holes(BATCH, heads, QUERIES, KEYS))
+        check_fused("gpu", ("dot_product", "relative", "static"), mask, QUERIES, KEYS, soft_cap=1.5)
+
+
+@every
 @pytest.mark.parametrize("names", [EVERY_TERM, ("dot_product", "relative")], ids=len)
-def test_blocks_of_queries_and_keys(names, monkeypatch):
+def test_blocks_of_queries_and_keys(platform, names, monkeypatch):
     """More rows than a tile holds, and not a multiple of it."""
     monkeypatch.setattr(fused_tpu, "TILE", 128 * 16)
+    small = fused_gpu.Blocks(32, 64, 4, 2)
+    monkeypatch.setattr(fused_gpu, "choose_blocks", lambda *_, **__: small)
     lengths = jnp.array([140, 129, 0])
     mask = Mask(causal=True, key_lengths=lengths, query_lengths=lengths)
-    check_fused(names, mask, 140, 140, 1e-4)
+    names = tuple(name for name in names if name in TERMS[platform])
+    check_fused(platform, names, mask, 140, 140, 1e-4)
 
 
-def test_fused_bfloat16_is_as_close_as_the_loop():
+@every
+def test_fused_bfloat16_is_as_close_as_the_loop(platform):
     names, mask = ("dot_product", "relative", "dense"), CROSS["padding"][0]
-    wide = both_ways(names, mask, QUERIES, KEYS)[1]
+    wide = both_ways(platform, names, mask, QUERIES, KEYS)[1]
 
     def error(found):
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wide), strict=True)
         return max(float(np.abs(np.float32(x) - y).max() / max(1.0, np.abs(y).max())) for x, y in pairs)
 
-    ours, loop = map(error, both_ways(names, mask, QUERIES, KEYS, jnp.bfloat16))
+    ours, loop = map(error, both_ways(platform, names, mask, QUERIES, KEYS, jnp.bfloat16))
     assert ours < 1.5 * loop < 0.1
 
 
+@every
 @pytest.mark.parametrize("size", [float(jnp.finfo(jnp.float32).min), 3e38])
-def test_equal_logits_of_any_size_give_the_mean(size):
+def test_equal_logits_of_any_size_give_the_mean(platform, size):
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     terms = (static(jnp.full((HEADS, QUERIES, KEYS), size)),)
     inputs = fused.fused_inputs(Call(terms, values, Mask(), QUERIES))
-    out, _ = fused_tpu.forward(QUERIES, 0, inputs, interpret=True)
+    out, _ = FUSED[platform].forward(QUERIES, 0, None, inputs, interpret=True)
     mean = jnp.broadcast_to(values.mean(1, keepdims=True), out.shape)
     np.testing.assert_allclose(out, mean, atol=1e-5)
 
