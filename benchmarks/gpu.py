@@ -9,13 +9,15 @@ The first two run parts, in the order given; `--tiny` tries all of it on a CPU. 
 long gives a row with its error, and so does one that no time is left for. The last command merges such
 files, later rows in the place of earlier ones, and writes the tables; it needs no GPU.
 
-Every model runs alone in a process of its own, and the attention functions of one library one after the
-other in one process, twice. Peers run on `.venv-peers` if that is there, else on this Python.
+Every model runs in a process of its own, and the attention functions of one library one after the other
+in one process, twice. All processes start and compile together; then one of them works at a time. Peers
+run on `.venv-peers` if that is there, else on this Python.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
 import itertools
 import json
@@ -44,9 +46,12 @@ PROBLEMS = (
     *("Random, causal", "Random, packed", "Random, 2048", "Random, 500", "Random + T5, packed"),
     *("taps, lengths", "taps, causal"),
 )
-STEPS = ("v", "transformers", "r", "rv", "hc_sa", "v, looped")
-LONG = ("v", "transformers", "r")
-DECODE = ("v", "transformers", "r", "transformers, static cache")
+STEPS = ("transformers", "v", "r", "rv", "hc_sa")
+LONG = ("v", "r")
+DECODE = ("v", "transformers", "r")
+PREPARATION = 170
+"""Most seconds that a worker takes to start and compile, or to answer."""
+
 PARTS = ("correctness", "steps", "functions", "sublayers", "long", "decode")
 """In the order of their value."""
 
@@ -93,6 +98,8 @@ class Session:
 
     def __init__(self, args: argparse.Namespace, results: Results):
         self.args, self.results = args, results
+        self.pool = concurrent.futures.ThreadPoolExecutor(32)
+        self.prepared: dict[str, concurrent.futures.Future[racing.Worker]] = {}
         self.deadline = time.monotonic() + 60 * args.minutes
         sizes = peers.SIZES["tiny" if args.tiny else "base"]
         names = ("d_model", "layers", "d_ff", "heads", "head_dim")
@@ -103,7 +110,7 @@ class Session:
         if args.tiny:
             self.environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
-    def start(self, name: str, worker: str, options: Row, limit: float) -> racing.Worker:
+    def _start(self, name: str, worker: str, options: Row) -> racing.Worker:
         """Starts a worker; raises `SystemExit` where it ends early, or no time is left."""
         left = self.deadline - time.monotonic()
         if left < 15:
@@ -111,18 +118,29 @@ class Session:
         is_torch = worker in ("pytorch.py", "torch_attention.py")
         python = str(racing.PEERS) if is_torch and racing.PEERS.exists() else sys.executable
         system = racing.System(name, worker, {**self.options, **options}, python, self.environment)
-        return racing.Worker(system, min(limit, left))
+        return racing.Worker(system, min(PREPARATION, left))
 
-    def run_cases(self, worker: str, part: str, cases: list[Row], *, passes: int) -> None:
+    def prepare(self, *args: Any) -> None:
+        """Starts a worker beside others; `start` returns it, or raises why it ended."""
+        self.prepared[repr(args)] = self.pool.submit(self._start, *args)
+
+    def start(self, *args: Any) -> racing.Worker:
+        """Returns a worker that was prepared, or starts it."""
+        future = self.prepared.pop(repr(args), None)
+        return self._start(*args) if future is None else future.result()
+
+    def run_cases(self, worker: str, part: str, cases: list[Row], *, passes: int, ahead: bool) -> None:
         """Runs a worker that answers with the row of one case after the other, `passes` times.
 
         After a case with which the worker ends, a new one goes on with those that remain; a worker that
-        cannot start does none.
+        cannot start does none. `ahead`: it is prepared only.
         """
-        while cases:
+        if ahead and cases:
+            self.prepare(worker, worker, {"part": part, "cases": cases})
+        while cases and not ahead:
             done, failed = 0, cases
             try:
-                running = self.start(worker, worker, {"part": part, "cases": cases}, 150)
+                running = self.start(worker, worker, {"part": part, "cases": cases})
                 failed = cases[:1]
                 for case in cases * passes:
                     for row in (answer := running.run_round()).pop("rows", [answer]):
@@ -136,8 +154,8 @@ class Session:
                     self.results.add(part, {**case, "error": last_line(end)})
             cases = cases[done + len(failed) :] if done < len(cases) else []
 
-    def run_model(self, part: str, name: str, options: Row, *, limit: float, rounds: int) -> None:
-        """Runs a model in a process of its own, in micro-batches where memory asks."""
+    def run_model(self, part: str, name: str, options: Row, *, rounds: int, ahead: bool) -> None:
+        """Runs a model, in micro-batches where memory asks; `ahead`: it is prepared only."""
         kind, _, suffix = name.partition(", ")
         options = {"name": name, "system": kind, "remat": None, **options}
         options |= {"scan": part != "decode" and not suffix}
@@ -145,10 +163,12 @@ class Session:
             options["compile"] = None
         worker = peers.PEERS.get(kind, "ours.py")
         shown = {k: options[k] for k in ("name", "batch", "inputs", "targets", "beams")}
-        micro_batches = options.pop("micro_batches", 1)
-        for count in (micro_batches, 2 * micro_batches, 4 * micro_batches):
+        if ahead:
+            self.prepare(name, worker, {**options, "micro_batches": 1})
+            return
+        for count in (1, 2, 4):
             try:
-                running = self.start(name, worker, {**options, "micro_batches": count}, limit)
+                running = self.start(name, worker, {**options, "micro_batches": count})
                 results = [running.run_round() for _ in range(rounds)]
                 running.close()
             except SystemExit as end:
@@ -169,13 +189,13 @@ def last_line(end: SystemExit) -> str:
     return (errors or lines)[-1][:300]
 
 
-def run_part(session: Session, part: str) -> None:
-    """Runs a part."""
+def run_part(session: Session, part: str, *, ahead: bool) -> None:
+    """Runs a part, or with `ahead` prepares its workers."""
     tiny, systems = session.args.tiny, session.args.systems
     wanted = lambda name: systems is None or name in systems
     if part == "correctness":
         cases = [{"name": name} for name in (PROBLEMS[1::6] if tiny else PROBLEMS) if wanted(name)]
-        session.run_cases("gpu_attention.py", part, cases, passes=1)
+        session.run_cases("gpu_attention.py", part, cases, passes=1, ahead=ahead)
     elif part in ("functions", "sublayers"):
         shapes = [(16, 512), (4, 2048)] + ([(128, 512), (16, 2048)] if part == "functions" else [])
         names = [f + b for b in (" + bias", "") for f in FUNCTIONS] if part == "functions" else SUBLAYERS
@@ -183,22 +203,20 @@ def run_part(session: Session, part: str) -> None:
         cases = [{"name": n, "batch": b, "length": k} for b, k in shapes for n in names if wanted(n)]
         for worker in ("gpu_attention.py", "torch_attention.py"):
             mine = [c for c in cases if c["name"].startswith("torch") == worker.startswith("torch")]
-            session.run_cases(worker, part, mine, passes=2)
+            session.run_cases(worker, part, mine, passes=2, ahead=ahead)
     elif part in ("steps", "long"):
         batch, inputs = (128, 512) if part == "steps" else (32, 2048)
         shape = (4, 32, 16) if tiny else (batch, inputs, 114)
         options: Row = dict(zip(("batch", "inputs", "targets"), shape, strict=True))
         options |= {"decode": False, "new_tokens": shape[2], "beams": None}
         for name in filter(wanted, STEPS if part == "steps" else LONG):
-            # The logits of 32 rows of 2,048 tokens that transformers keeps for every layer are too many.
-            halves = {"micro_batches": 2} if part == "long" and name == "transformers" else {}
-            session.run_model(part, name, {**options, **halves}, limit=240, rounds=5)
+            session.run_model(part, name, options, rounds=5, ahead=ahead)
     else:
         shape = (2, 32, 8) if tiny else (32, 512, 64)
         options = dict(zip(("batch", "inputs", "new_tokens"), shape, strict=True))
         options |= {"decode": True, "targets": shape[2]}
         for beams, name in itertools.product((1, 4), filter(wanted, DECODE)):
-            session.run_model(part, name, {**options, "beams": beams}, limit=120, rounds=3)
+            session.run_model(part, name, {**options, "beams": beams}, rounds=2, ahead=ahead)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -206,14 +224,18 @@ def run(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     results = Results(args.out / "gpu.json")
     session = Session(args, results)
-    worker = session.start("rates", "gpu_attention.py", {"part": "rates"}, 90)
+    worker = session.start("rates", "gpu_attention.py", {"part": "rates"})
     results.facts = {"date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", **worker.run_round()}
     worker.close()
     results.write()
     print(results.facts, flush=True)
     for part in args.parts:
+        run_part(session, part, ahead=True)
+    for part in args.parts:
         began = time.monotonic()
-        run_part(session, part)
+        if part != "correctness":
+            concurrent.futures.wait(session.prepared.values())
+        run_part(session, part, ahead=False)
         print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
 
 
