@@ -56,6 +56,8 @@ def attend_static(call: Call) -> jax.Array:
         call = dataclasses.replace(call, values=call.values.astype(jnp.float32))
     inputs = static_inputs(call)
     options = fused_options(call, inputs)
+    # For what the matrix products cannot do, which is rare; another kernel would be compiled for nothing.
+    options = options._replace(kernels=tuple(name for name in options.kernels if name != "tpu"))
     on_tpu = _kernel_obstacle(q_length, inputs) is None
     attend = with_gradient(
         functools.partial(_attend_static_fwd, q_length, options, on_tpu),

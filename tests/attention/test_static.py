@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from synthesizer_jax.attention import Mask, attend, static
+from synthesizer_jax.attention.fused import Options
 from synthesizer_jax.attention.static import _attend_static_fwd, static_inputs
 from synthesizer_jax.attention.terms import Call
 from tests.attention import cases, oracle
@@ -39,7 +40,7 @@ def padding_masks() -> dict[str, Mask]:
 def is_exact(logits: jax.Array, values: jax.Array, mask: Mask) -> bool:
     """Whether matrix products lose no digits, so that they are taken."""
     inputs = static_inputs(Call((static(logits),), values, mask, logits.shape[1]))
-    _, residuals = _attend_static_fwd(logits.shape[1], None, inputs)
+    _, residuals = _attend_static_fwd(logits.shape[1], Options(None, 0, ()), False, inputs)
     return bool(residuals.is_exact)
 
 
