@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Callable
@@ -129,6 +130,12 @@ def log_call(make: Callable[[], Explanation], residuals: Callable[[], PyTree]) -
         leaves = jax.tree.leaves(jax.eval_shape(residuals))
         size = sum(x.size * x.dtype.itemsize for x in leaves)
         explanations.append(dataclasses.replace(explanation, kept_bytes=size))
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning; the same one only once in a process."""
+    _log.warning(message)
 
 
 def explained_platform() -> str:

@@ -176,26 +176,20 @@ def obstacle(call: Call) -> str | None:
 
 def kernel_obstacle(call: Call, platform: str) -> str | None:
     """Returns why the kernels of ``tpu`` or ``gpu`` cannot take a call; None: they can."""
-    return _kernel_obstacle(_CUDA if platform == "gpu" else platform, call.soft_cap, fused_inputs(call))
+    why: str | None = _kernels(_CUDA if platform == "gpu" else platform).obstacle(fused_inputs(call))
+    return why
 
 
 def fused_options(call: Call, inputs: FusedInputs) -> Options:
     """Returns what is known of a call, whose inputs these are."""
     offset = call.mask.query_offset
-    kernels = [name for name in ("tpu", _CUDA) if _kernel_obstacle(name, call.soft_cap, inputs) is None]
+    kernels = [name for name in ("tpu", _CUDA) if _kernels(name).obstacle(inputs) is None]
     return Options(call.soft_cap, offset if isinstance(offset, int) else 0, tuple(kernels))
 
 
 def _kernels(platform: str) -> ModuleType:
     """Returns the kernels of a platform; they import Pallas, which short rows do not need."""
     return importlib.import_module(f"{__package__}.fused_{'gpu' if platform == _CUDA else platform}")
-
-
-def _kernel_obstacle(platform: str, soft_cap: float | None, inputs: FusedInputs) -> str | None:
-    if platform == "tpu" and soft_cap is not None:
-        return "they have no soft cap"
-    why: str | None = _kernels(platform).obstacle(inputs)
-    return why
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from synthesizer_jax.attention import tpu
 from synthesizer_jax.attention.fused import FusedInputs, Products, SoftmaxStats
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.terms import Outer, map_arrays
+from synthesizer_jax.attention.terms import Outer, cap_logits, map_arrays
 from synthesizer_jax.attention.tpu import (
     BIAS_AXES,
     LANES,
@@ -47,8 +47,8 @@ TILE = 256 * 1024
 def obstacle(inputs: FusedInputs) -> str | None:
     """Returns why the kernels cannot take such inputs; None: they can."""
     mask = inputs.mask
-    if mask.allowed is not None:
-        return "the kernels do not read Mask.allowed"
+    if mask.allowed is not None and mask.allowed.shape[1] > 1:
+        return "the kernels do not read a Mask.allowed that heads do not share"
     if inputs.positions is not None or (mask.counts_in_segments and mask.has_band):
         return "positions inside packed segments are not looked up by the kernels"
     return tpu.obstacle(inputs)
@@ -70,6 +70,7 @@ class _Tiles:
       offset: position of the first query.
       rows: number of queries, or of keys if `transposed`.
       columns: number of keys, or of queries if `transposed`.
+      soft_cap: as in `attend`.
       transposed: the rows of a tile are keys.
     """
 
@@ -77,6 +78,7 @@ class _Tiles:
     offset: int
     rows: int
     columns: int
+    soft_cap: float | None
     transposed: bool = False
 
     @property
@@ -101,6 +103,7 @@ class _Operands(NamedTuple):
       real: ``[b, 1, k]`` int32, which keys are real; None: all.
       query_segments: ``[b, 1, q]`` int32, in packed rows.
       key_segments: ``[b, 1, k]`` int32.
+      allowed: ``[b or 1, q, k]`` int8, `Mask.allowed`.
     """
 
     products: Products
@@ -109,11 +112,12 @@ class _Operands(NamedTuple):
     real: Ref
     query_segments: Ref
     key_segments: Ref
+    allowed: Ref
 
     def axes(self) -> _Operands:
         """Returns what the axes of the arrays are."""
         products = _product_axes(self.products)
-        return _Operands(products, "bhk.", BIAS_AXES, "b.k", "b.q", "b.k")
+        return _Operands(products, "bhk.", BIAS_AXES, "b.k", "b.q", "b.k", "bqk")
 
     def multiply_adds(self) -> int:
         """Returns the multiply-adds of a logit."""
@@ -142,17 +146,23 @@ def _operands(inputs: FusedInputs, bias: Bias) -> _Operands:
         real=line(real),
         query_segments=line(mask.query_segments),
         key_segments=line(mask.key_segments),
+        allowed=None if mask.allowed is None else mask.allowed[:, 0].astype(jnp.int8),
     )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("interpret",))
 def forward(
-    q_length: int, query_offset: int, soft_cap: None, inputs: FusedInputs, *, interpret: bool = False
+    q_length: int,
+    query_offset: int,
+    soft_cap: float | None,
+    inputs: FusedInputs,
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the attention output ``[b, q, h, e]`` and what `backward` needs."""
     batch, k_length, heads, width = inputs.values.shape
     blocks = _operands(inputs, prepare_bias(inputs.biases))
-    tiles = _Tiles(inputs.mask, query_offset, q_length, k_length)
+    tiles = _Tiles(inputs.mask, query_offset, q_length, k_length, soft_cap)
 
     def kernel(
         blocks: _Operands, out: Ref, row_max: Ref, inverse_row_sum: Ref, bias_tile: Ref = None
@@ -227,7 +237,7 @@ class _Cotangents(NamedTuple):
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
 def backward(
     query_offset: int,
-    soft_cap: None,
+    soft_cap: float | None,
     inputs: FusedInputs,
     stats: SoftmaxStats,
     delta: jax.Array,
@@ -240,7 +250,7 @@ def backward(
     bias, bias_vjp = jax.vjp(prepare_bias, inputs.biases)
     blocks = _operands(inputs, bias)
     residuals = _Residuals(_heads_first(dout), *(x.transpose(0, 2, 3, 1) for x in (*stats, delta)))
-    tiles = _Tiles(inputs.mask, query_offset, q_length, k_length)
+    tiles = _Tiles(inputs.mask, query_offset, q_length, k_length, soft_cap)
     primals = _Cotangents(_without(blocks.products, "keys"), None, bias)
     if tiles.size == q_length:
         primals = _Cotangents(blocks.products, blocks.values, bias)
@@ -327,6 +337,8 @@ def _backward_kernel(
     dout, values = residuals.dout[...], blocks.values[...]
     pair = (values, dout) if tiles.transposed else (dout, values)
     dlogits = weights * (matmul(*pair, axes=(1, 1)) - delta)
+    if tiles.soft_cap is not None:
+        dlogits *= 1.0 - (logits / tiles.soft_cap) ** 2
     query_axis, key_axis = (1, 0) if tiles.transposed else (0, 1)
     terms = blocks.products.low_rank, results.products.low_rank, shared.products.low_rank
     for term, out, is_shared in zip(*terms, strict=True):
@@ -435,6 +447,7 @@ def _logits_tile(blocks: _Operands, bias: Ref, tiles: _Tiles) -> tuple[jax.Array
         a, b = (product(x[...], one_hot(name), exact=True) for name, x in (("a", outer.a), ("b", outer.b)))
         parts.append(a * b)
     logits = functools.reduce(operator.add, parts) if parts else jnp.zeros(shape, jnp.float32)
+    logits = cap_logits(logits, tiles.soft_cap)
 
     row = lax.broadcasted_iota(jnp.int32, shape, 0) + block * tiles.size
     column = lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -445,6 +458,9 @@ def _logits_tile(blocks: _Operands, bias: Ref, tiles: _Tiles) -> tuple[jax.Array
     if blocks.query_segments is not None:
         ids = blocks.query_segments[...], blocks.key_segments[...]
         rules.append((ids[0] == ids[1].T) if transposed else (ids[1] == ids[0].T))
+    if blocks.allowed is not None:
+        pairs = blocks.allowed[...].astype(jnp.int32)
+        rules.append((pairs.T if transposed else pairs) != 0)
     if not rules:
         return logits, None
     return logits, jnp.broadcast_to(functools.reduce(operator.and_, rules), shape)

@@ -12,6 +12,7 @@ import synthesizer_jax.nnx as snnx
 
 X = jnp.ones((2, 160, 8))
 Q = jnp.ones((2, 160, 2, 4))
+PREFIX = sj.Mask(causal=True, prefix_lengths=jnp.array([3, 4]))
 
 
 def test_a_compiled_function_that_has_run_is_explained_again():
@@ -49,7 +50,17 @@ def test_terms_are_explained_for_another_platform():
     assert (cpu.platform, cpu.route) == ("cpu", "fused") and cpu.kernel != "Pallas kernels"
     assert (tpu.platform, tpu.route, tpu.kernel) == ("tpu", "fused", "Pallas kernels")
     assert "made from tokens" in cpu.obstacles["static"]
-    capped = functools.partial(sj.attend, soft_cap=5.0)
-    (tpu,) = sj.explain(capped, terms, values, platform="tpu")
+    (gpu,) = sj.explain(sj.attend, terms, values, platform="gpu")
+    assert (gpu.route, gpu.kernel) == ("fused", "Pallas kernels")
+    (tpu,) = sj.explain(functools.partial(sj.attend, mask=PREFIX), terms, values, platform="tpu")
     assert tpu.kernel == "a loop over blocks of logits"
-    assert tpu.obstacles["kernels"] == "they have no soft cap"
+    assert "prefix_lengths" in tpu.obstacles["kernels"]
+
+
+def test_a_loop_on_an_accelerator_is_warned_of_once(monkeypatch, caplog):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    terms = (sj.attention.low_rank(Q, Q, token_keys=True),)
+    for mask in (sj.Mask(), PREFIX, PREFIX):
+        jax.eval_shape(functools.partial(sj.attend, mask=mask), terms, Q)
+    (record,) = caplog.records
+    assert "prefix_lengths" in record.message and record.levelname == "WARNING"
