@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from synthesizer_jax import Gaussian
-from synthesizer_jax.attention import Mask, attend, relative, static
+from synthesizer_jax.attention import Mask, attend, low_rank, relative, static
 from synthesizer_jax.attention.attend import FEW_LOGITS
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.costs import chips
@@ -123,6 +123,25 @@ def test_static_kernels_fit_every_generation(name, rows):
         lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
         text = step.lower(tables, values, lengths).compile().as_text()
     assert text.count('"tpu_custom_call"') >= 2
+
+
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("n", [500, 1024])
+def test_kernels_with_a_pattern_and_capped_logits(name, n):
+    """In one block of queries, and in several, whose keys have a kernel of their own."""
+    mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology(name))[:1], ("data",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x = jax.ShapeDtypeStruct((2, n, 2, 64), jnp.bfloat16)
+
+    def loss(x, allowed):
+        terms = (low_rank(x, x, token_keys=True),)
+        out = attend(terms, x, mask=Mask(allowed=allowed), soft_cap=30.0)
+        return out.astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.grad(loss), in_shardings=place, out_shardings=place)
+        text = step.lower(x, jax.ShapeDtypeStruct((2, 1, n, n), bool)).compile().as_text()
+    assert text.count('"tpu_custom_call"') == (2 if n == 500 else 3)
 
 
 @every
