@@ -27,6 +27,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from synthesizer_jax.attention.fused import Biases, FusedInputs, Products, SoftmaxStats
 from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.partition import match_varying_axes
 from synthesizer_jax.attention.terms import cap_logits, expand_diagonals, logits_dtype
 from synthesizer_jax.base.typing import PyTree
 
@@ -554,10 +555,8 @@ def _call_by_bias(
 def _sum_diagonals(sums: jax.Array, rows: int, q_length: int, k_length: int) -> jax.Array:
     """Returns the diagonals' sums ``[h, q + k - 1]`` of blocks ``[n, h, s, s]`` that lie s apart."""
     count, heads, side, _ = sums.shape
-    lines = jax.linear_transpose(
-        lambda columns: expand_diagonals(columns, side),
-        jax.ShapeDtypeStruct((count, heads, 2 * side - 1), sums.dtype),
-    )(sums)[0]
+    columns, _ = match_varying_axes(jnp.zeros((count, heads, 2 * side - 1), sums.dtype), sums)
+    lines = jax.linear_transpose(lambda columns: expand_diagonals(columns, side), columns)(sums)[0]
     total = jnp.zeros((heads, (count + 1) * side), sums.dtype)
     first, second = (x.transpose(1, 0, 2).reshape(heads, -1) for x in (lines[..., :side], jnp.pad(lines[..., side:], ((0, 0), (0, 0), (0, 1)))))
     total = total.at[:, : count * side].add(first).at[:, side:].add(second)
