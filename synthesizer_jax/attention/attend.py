@@ -385,7 +385,12 @@ def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) ->
     if rate == 0.0 or key is None:
         return values
     keep = jax.random.bernoulli(key, 1.0 - rate, values.shape[:3])
-    return jnp.where(keep[..., None], values / (1.0 - rate), 0)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # keeps [b, k, h], not [b, k, h, e]
+    def drop(values: jax.Array, keep: jax.Array) -> jax.Array:
+        return jnp.where(keep[..., None], values / (1.0 - rate), 0)
+
+    return drop(values, keep)
 
 
 def check_terms(terms: object, *, of: str = "terms are", remedy: str = "return") -> None:

@@ -37,11 +37,15 @@ class Dropout(nn.Module):
     rate: float
     elementwise: bool = False
 
-    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies dropout to ``[batch, length, d]``."""
+        return x * self.factor(x)
+
+    @nn.compact
+    def factor(self, x: jax.Array) -> jax.Array | float:
+        """Draws what ``[batch, length, d]`` is multiplied by, of which only shape and dtype are read."""
         if self.rate == 0.0 or not self.has_rng("dropout"):
-            return x
+            return 1.0
         key, probability = self.make_rng("dropout"), 1.0 - self.rate
         if self.elementwise:
             # Drawing is most of the cost: one draw of 32 bits decides on two positions.
@@ -52,7 +56,7 @@ class Dropout(nn.Module):
             keep, probability = bits < threshold, threshold / 2**16
         else:
             keep = jax.random.bernoulli(key, probability, (x.shape[0], 1, x.shape[2]))
-        return x * (keep.astype(jnp.float32) / probability).astype(x.dtype)
+        return (keep.astype(jnp.float32) / probability).astype(x.dtype)
 
 
 @register
@@ -82,16 +86,19 @@ class FeedForward(nn.Module):
             dense_layer, dtype=x.dtype, kernel_init=self.kernel_init, use_bias=self.use_bias
         )
 
+        names = [f"wi_{i}" for i in range(len(self.activations))]
+        names = names if len(names) > 1 else ["wi"]
+        inputs = [dense(self.hidden_dim, ("embed", "mlp"), name=n)(x) for n in names]
+        dropout = Dropout(self.dropout_rate, self.elementwise_dropout, name="dropout")
+        factor = dropout.factor(inputs[0])
+
         # Recomputing the activations is cheaper than keeping their residuals.
         @jax.checkpoint
         def activate(*inputs: jax.Array) -> jax.Array:
             pairs = zip(self.activations, inputs, strict=True)
-            return functools.reduce(operator.mul, [ACTIVATIONS[a](h) for a, h in pairs])
+            return functools.reduce(operator.mul, [ACTIVATIONS[a](h) for a, h in pairs]) * factor
 
-        names = [f"wi_{i}" for i in range(len(self.activations))]
-        names = names if len(names) > 1 else ["wi"]
-        hidden = activate(*(dense(self.hidden_dim, ("embed", "mlp"), name=n)(x) for n in names))
-        hidden = Dropout(self.dropout_rate, self.elementwise_dropout, name="dropout")(hidden)
+        hidden = activate(*inputs)
         return dense(x.shape[-1], ("mlp", "embed"), name="wo")(hidden)
 
 

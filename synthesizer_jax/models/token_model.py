@@ -138,6 +138,11 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
     return {name: field for name, field in fields_of(model).items() if isinstance(field, Stack)}
 
 
+def unroll_scans(model: _Model) -> _Model:
+    """Returns the same model with `Stack.unroll`: same parameters, but no loops over layers."""
+    return replace(model, **{name: replace(s, unroll=True) for name, s in stacks_of(model).items()})
+
+
 def unroll(model: _Model) -> _Model:
     """Returns the same model with looped layers, as decoding needs it."""
     return replace(model, **{name: replace(s, scan=False) for name, s in stacks_of(model).items()})

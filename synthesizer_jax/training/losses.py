@@ -102,7 +102,7 @@ def chunked_cross_entropy(
     scale: float = 1.0,
     z_loss: float = 1e-4,
     label_smoothing: float = 0.0,
-    chunk: int = 512,
+    chunk: int | None = None,
 ) -> LossSums:
     """`cross_entropy` of ``(scale · hidden) kernel`` without ever holding all logits.
 
@@ -118,10 +118,12 @@ def chunked_cross_entropy(
       scale: factor of `hidden` (1/√d for tied embeddings).
       z_loss: coefficient of log² Z.
       label_smoothing: ε.
-      chunk: maximum number of tokens per chunk.
+      chunk: maximum number of tokens per chunk; None: an eighth of them, but 512 to 2,048. Every chunk
+        reads and writes the kernel's whole gradient.
     """
     d = hidden.shape[-1]
     x, y, w = hidden.reshape(-1, d), targets.reshape(-1), weights.reshape(-1)
+    chunk = chunk or min(max(512, x.shape[0] // 8), 2048)
     num_chunks = max(1, -(-x.shape[0] // chunk))
     size = -(-x.shape[0] // num_chunks)
     padding = num_chunks * size - x.shape[0]
