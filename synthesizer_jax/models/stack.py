@@ -66,8 +66,8 @@ class Stack(nn.Module):
       dropout_rate: dropout of the embeddings and, unless `drop_output` is False, of the output.
       scan: each run of several layers is one `nn.scan` with stacked parameters: compile time does
         not grow with the depth.
-      unroll: the layers of a scan are compiled one by one. The trainer sets it on GPUs, where a loop
-        copies everything that its layers keep for the backward pass.
+      unroll: the layers of a scan are compiled one by one; None: not so, but for training on GPUs, where
+        a loop copies everything that its layers keep for the backward pass.
       remat: None, or a name of `REMAT_POLICIES`: recompute layers in the backward pass.
       elementwise_dropout: draws for every position, not one for all of them, see `Dropout`.
       drop_output: False: no dropout of the output (You et al. 2020).
@@ -80,7 +80,7 @@ class Stack(nn.Module):
     norm: nn.Module | None = RMSNorm(parent=None)
     dropout_rate: Rate = 0.0
     scan: bool = False
-    unroll: bool = False
+    unroll: bool | None = None
     remat: Remat | None = None
     elementwise_dropout: bool = False
     drop_output: bool = True
@@ -285,7 +285,7 @@ class Stack(nn.Module):
         """Returns `Block`, rematerialized if the stack says so."""
         if self.remat is None:
             return Block
-        policy, prevent_cse = REMAT_POLICIES[self.remat], not self.scan or self.unroll
+        policy, prevent_cse = REMAT_POLICIES[self.remat], not (self.scan and not self.unroll)
         rematerialized: type[Block] = nn.remat(Block, policy=policy, prevent_cse=prevent_cse)
         return rematerialized
 
