@@ -46,8 +46,8 @@ PROBLEMS = (
     *("Random, causal", "Random, packed", "Random, 2048", "Random, 500", "Random + T5, packed"),
     *("taps, lengths", "taps, causal"),
 )
-STEPS = ("transformers", "v", "r", "v, scanned", "r, scanned", "rv, scanned", "hc_sa, scanned")
-LONG = ("v, scanned", "r, scanned")
+STEPS = ("v", "r", "rv", "hc_sa", "transformers", "v, looped")
+LONG = ("v", "r")
 DECODE = ("v", "transformers", "r")
 PREPARATION = 170
 """Most seconds that a worker takes to start and compile, or to answer."""
@@ -158,7 +158,7 @@ class Session:
         """Runs a model, in micro-batches where memory asks; `ahead`: it is prepared only."""
         kind, _, suffix = name.partition(", ")
         options = {"name": name, "system": kind, "remat": None, **options}
-        options |= {"scan": part != "decode", "unroll": suffix != "scanned"}
+        options |= {"scan": part != "decode" and suffix != "looped"}
         if part == "decode" and not suffix:
             options["compile"] = None
         worker = peers.PEERS.get(kind, "ours.py")
@@ -244,7 +244,7 @@ def run(args: argparse.Namespace) -> None:
 def with_rates(rows: list[Row], peak: float | None) -> list[Row]:
     """Rows of steps with tokens a second, MFU, and the speed relative to transformers."""
     base = next((r["seconds"] for r in rows if r["name"] == "transformers" and "loss" in r), None)
-    vanilla = next((r.get("flops") for r in rows if r["name"] in ("v", "v, scanned")), None)
+    vanilla = next((r.get("flops") for r in rows if r["name"] == "v"), None)
     result = []
     for r in rows:
         if "loss" in r:

@@ -11,7 +11,7 @@ from synthesizer_jax.alignments import Gaussian
 from synthesizer_jax.costs.summary import num_elements, summarize
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.inference import decode
-from synthesizer_jax.models import Size, t5, unroll_scans, zoo
+from synthesizer_jax.models import Size, t5, zoo
 from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.training.experiment import Experiment, Training
 from synthesizer_jax.training.trainer import Trainer
@@ -35,8 +35,6 @@ model = t5(
     remat=options["remat"],
     dtype=options["dtype"],
 )
-if options["scan"] and not options.get("unroll", True):
-    model = unroll_scans(model, False)
 inputs, targets = (
     np.random.default_rng(0).integers(2, 32000, (rows, n)).astype(np.int32) for n in (length, num_targets)
 )

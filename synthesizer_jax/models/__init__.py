@@ -26,7 +26,6 @@ from synthesizer_jax.models.token_model import TextToText as TextToText
 from synthesizer_jax.models.token_model import TokenModel as TokenModel
 from synthesizer_jax.models.token_model import stacks_of as stacks_of
 from synthesizer_jax.models.token_model import unroll as unroll
-from synthesizer_jax.models.token_model import unroll_scans as unroll_scans
 from synthesizer_jax.models.token_model import unroll_variables as unroll_variables
 from synthesizer_jax.models.universal import LOSSES as LOSSES
 from synthesizer_jax.models.universal import UniversalStack as UniversalStack

@@ -66,8 +66,6 @@ class Stack(nn.Module):
       dropout_rate: dropout of the embeddings and, unless `drop_output` is False, of the output.
       scan: each run of several layers is one `nn.scan` with stacked parameters: compile time does
         not grow with the depth.
-      unroll: the layers of a scan are compiled one by one; None: not so, but for training on GPUs, where
-        a loop copies everything that its layers keep for the backward pass.
       remat: None, or a name of `REMAT_POLICIES`: recompute layers in the backward pass.
       elementwise_dropout: draws for every position, not one for all of them, see `Dropout`.
       drop_output: False: no dropout of the output (You et al. 2020).
@@ -80,7 +78,6 @@ class Stack(nn.Module):
     norm: nn.Module | None = RMSNorm(parent=None)
     dropout_rate: Rate = 0.0
     scan: bool = False
-    unroll: bool | None = None
     remat: Remat | None = None
     elementwise_dropout: bool = False
     drop_output: bool = True
@@ -257,7 +254,6 @@ class Stack(nn.Module):
                 split_rngs={"params": True, "dropout": True},
                 in_axes=nn.broadcast,
                 length=run.repeats,
-                unroll=run.repeats if self.unroll else 1,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
             layers = scanned(**fields_of(run.block), name=f"run_{index}", parent=self)
@@ -285,7 +281,7 @@ class Stack(nn.Module):
         """Returns `Block`, rematerialized if the stack says so."""
         if self.remat is None:
             return Block
-        policy, prevent_cse = REMAT_POLICIES[self.remat], not (self.scan and not self.unroll)
+        policy, prevent_cse = REMAT_POLICIES[self.remat], not self.scan
         rematerialized: type[Block] = nn.remat(Block, policy=policy, prevent_cse=prevent_cse)
         return rematerialized
 

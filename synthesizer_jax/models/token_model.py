@@ -138,12 +138,6 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
     return {name: field for name, field in fields_of(model).items() if isinstance(field, Stack)}
 
 
-def unroll_scans(model: _Model, unroll: bool = True) -> _Model:
-    """Returns the same model with `Stack.unroll` where it is None: with the same parameters."""
-    undecided = {name: stack for name, stack in stacks_of(model).items() if stack.unroll is None}
-    return replace(model, **{name: replace(stack, unroll=unroll) for name, stack in undecided.items()})
-
-
 def unroll(model: _Model) -> _Model:
     """Returns the same model with looped layers, as decoding needs it."""
     return replace(model, **{name: replace(s, scan=False) for name, s in stacks_of(model).items()})

@@ -15,7 +15,6 @@ from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.costs.utilization import step_flops, utilizations
 from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.models import unroll_scans
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.optimizers.adafactor import state_axes
 from synthesizer_jax.optimizers.rules import RuledOptimizer, build_optimizer
@@ -129,18 +128,18 @@ class Trainer:
         self.experiment = experiment
         self.mesh = make_mesh(experiment.mesh, devices)
         check_batch(data.batch_size, self.mesh, micro_batches=training.micro_batches)
-        platform = self.mesh.devices.flat[0].platform
-        self.model = unroll_scans(experiment.model) if platform in ("gpu", "cuda") else experiment.model
+        self.model = experiment.model
         self.example = experiment.example
         self.optimizer, self.layout = make_layout(experiment, self.mesh, rules=self.rules)
         # XLA's default order on CPUs favors parallelism and keeps weight gradients alive for long; the
         # order that saves memory needs far less for temporaries and is no slower.
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
         self._jitted = jax.jit(
             self.make_step(),
             donate_argnums=0,
             out_shardings=(self.layout.shardings, None),
-            compiler_options=options if platform == "cpu" else None,
+            compiler_options=options if on_cpu else None,
         )
         self._largest = jax.jit(
             lambda numbers, _: numbers.max(), out_shardings=replicated(self.mesh), keep_unused=True
@@ -196,9 +195,7 @@ class Trainer:
         """
 
         def make(key: jax.Array) -> TrainState:
-            variables = self.experiment.model.init(
-                key, *(jnp.zeros(t.shape, t.dtype) for t in self.example)
-            )
+            variables = self.model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in self.example))
             return TrainState(
                 step=jnp.zeros((), jnp.int32),
                 params=variables["params"],
