@@ -260,7 +260,7 @@ TIMES = {"name": "", "forward_ms": "forward, ms|.3f", "both_ms": "+ backward, ms
 TIMES |= {"forward_tflops": "TFLOP/s|.0f", "both_tflops": "+ backward, TFLOP/s|.0f", "spread": "spread|.0%"}
 TIMES |= {"temporaries_mb": "temporaries, MB|.1f", "compile_seconds": "compiling, s|.1f", "error": "error"}
 STEP = {"name": "system", "tokens": "tokens/s|,.0f", "ms": "step, ms|.1f", "mfu": "MFU|.1%"}
-STEP |= {"speed": "speed|.2f", "device_gb": "peak memory, GB|.1f", "micro_batches": "micro-batches|d"}
+STEP |= {"speed": "speed|.2f", "device_gb": "peak memory, GB|.1f", "parameters": "parameters|,d"}
 STEP |= {"compile_seconds": "compiling, s|.0f", "error": "error"}
 DECODED = {
     "name": "system",
@@ -269,14 +269,15 @@ DECODED = {
     "seconds": "batch, s|.3f",
 }
 DECODED |= {"device_gb": "peak memory, GB|.1f", "compile_seconds": "compiling, s|.0f", "error": "error"}
-CHECKED = {"kind": "dtype, route, as the default by", "calls": "calls|d", "passed": "passed|d"}
-CHECKED |= {"difference": "largest ‖x − r‖ / ‖r‖|.1e", "name": "in", "bound": "bound|.0e", "error": "error"}
+CHECKED = {"kind": "dtype, by", "passed": "calls", "difference": "largest ‖x − r‖ / ‖r‖|.1e"}
+CHECKED |= {"bound": "bound|.0e", "error": "error"}
 COLUMNS = {"correctness": CHECKED, "decode": DECODED, "steps": STEP, "long": STEP}
 TITLES = {
     "correctness": "Values and gradients against the reference route in float32 (products at the highest "
     "precision), all drawn anew. On a GPU, float32 products are tf32's.",
     "steps": "T5 1.1 base, a step of AdamW, bfloat16 with float32 parameters, dropout 0.1. transformers is "
-    "compiled by `torch.compile`, with autocast. MFU: six FLOPs for each multiply-add of the forward pass. All systems compiled at once.",
+    "compiled by `torch.compile`, with autocast. MFU: six FLOPs for each multiply-add of the forward pass. "
+    "All systems compiled at once.",
     "decode": "T5 1.1 base, 64 new tokens for a batch of 32 × 512 inputs, bfloat16.",
     "functions": "Attention alone, 12 heads of 64, bfloat16, with a padding mask; *bias*: T5's, learned. "
     "Means of two measurements, and how far they are apart. TFLOP/s: two products, seven with the backward "
@@ -284,7 +285,7 @@ TITLES = {
     "sublayers": "Sub-layers with projections, d_model 768, 12 heads of 64, bfloat16, with a padding mask. "
     "As the functions' table; Random has one product, three with the backward pass.",
 }
-TITLES["long"] = TITLES["steps"]
+TITLES["long"] = "The same for longer inputs."
 
 
 def write_page(args: argparse.Namespace) -> None:
@@ -316,18 +317,17 @@ def write_page(args: argparse.Namespace) -> None:
 
 
 def worst_rows(rows: list[Row]) -> list[Row]:
-    """Returns the row with the largest error of every dtype, route and implementation."""
+    """Returns the row with the largest error of every dtype and implementation of a route."""
     kinds: dict[str, list[Row]] = {}
     for r in rows:
-        name, *kind = r["name"].rsplit(", ", 2)
-        kinds.setdefault(", ".join([*kind, *filter(None, [r.get("default")])]), []).append(
-            r | {"name": name}
-        )
-    return [
-        max(found, key=lambda r: r.get("difference", 0.0))
-        | {"kind": kind, "calls": len(found), "passed": sum(r.get("verdict") == "PASS" for r in found)}
-        for kind, found in kinds.items()
-    ]
+        _, dtype, route = r["name"].rsplit(", ", 2)
+        kinds.setdefault(f"{dtype}, {r.get('default', route)}", []).append(r)
+    result = []
+    for kind, found in kinds.items():
+        passed = sum(r.get("verdict") == "PASS" for r in found)
+        worst = max(found, key=lambda r: r.get("difference", 0.0))
+        result.append(worst | {"kind": kind, "passed": f"{passed} of {len(found)} within"})
+    return result
 
 
 def shape_of(row: Row) -> str:
