@@ -196,7 +196,9 @@ class Trainer:
         """
 
         def make(key: jax.Array) -> TrainState:
-            variables = self.experiment.model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in self.example))
+            variables = self.experiment.model.init(
+                key, *(jnp.zeros(t.shape, t.dtype) for t in self.example)
+            )
             return TrainState(
                 step=jnp.zeros((), jnp.int32),
                 params=variables["params"],
