@@ -41,7 +41,7 @@ RESERVED = "AllocateBuffer", "ConcatBitcast"
 
 
 class Operation(NamedTuple):
-    """A line of a program: ``name = result kind(operands), attributes``; ``@`` follows what is on the chip."""
+    """A line ``name = result kind(operands), attributes``; ``@`` follows arrays that are on the chip."""
 
     result: str
     kind: str
@@ -50,6 +50,7 @@ class Operation(NamedTuple):
     is_root: bool
 
     def called(self, role: str = "calls") -> str:
+        """Returns the name of the computation that it calls."""
         return re.findall(rf"{role}=\{{?%?([\w.\-]+)", self.text)[0]
 
 
@@ -175,9 +176,9 @@ def main() -> None:
     ]
     temporaries = compiled.memory_analysis().temp_size_in_bytes / 1e9
     text = (
-        f"T5 1.1 base ({args.variant}), lengths 512/114, {args.rows} rows, scanned, bfloat16, Adafactor, on one "
-        f"device of {args.chip}: {found.total() / 1e9:.1f} GB in its main memory, {temporaries:.2f} GB of "
-        f"temporaries. The largest operations, equal ones added up:\n\n"
+        f"T5 1.1 base ({args.variant}), lengths 512/114, {args.rows} rows, scanned, bfloat16, Adafactor, "
+        f"on one device of {args.chip}: {found.total() / 1e9:.1f} GB in its main memory, "
+        f"{temporaries:.2f} GB of temporaries. The largest operations, equal ones added up:\n\n"
         + report.table(
             rows, {"gb": "GB|.2f", "pass": "pass", "part": "part", "kind": "operation", "result": "result"}
         )

@@ -20,6 +20,7 @@ from synthesizer_jax.models import (
     stack_layers,
     t5,
     unroll,
+    unroll_scans,
     unroll_variables,
 )
 from synthesizer_jax.models.layers import Dropout
@@ -60,9 +61,15 @@ def test_scan_equals_loop_and_layouts_convert_back(batch):
 
     @jax.jit
     def run(variables, loop):
-        return model.apply(variables, *batch), unroll(model).apply(loop, *batch)
+        return [
+            model.apply(variables, *batch),
+            unroll(model).apply(loop, *batch),
+            unroll_scans(model).apply(variables, *batch),
+        ]
 
-    close(*run(variables, loop), 1e-5)
+    scanned, *others = run(variables, loop)
+    for other in others:
+        close(scanned, other, 1e-5)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         jax.eval_shape(run, variables, loop)
     for collection, trees in variables.items():
