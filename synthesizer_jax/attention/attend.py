@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.attention.banded import attend_banded
 from synthesizer_jax.attention.banded import obstacle as banded_obstacle
-from synthesizer_jax.attention.explanations import Explanation, explained_platform, log_call, warn_once
+from synthesizer_jax.attention.explanations import Explanation, explained_platform, log_call
 from synthesizer_jax.attention.fused import attend_fused
 from synthesizer_jax.attention.fused import kernel_obstacle as fused_kernel_obstacle
 from synthesizer_jax.attention.fused import obstacle as fused_obstacle
@@ -268,9 +268,6 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
         return attend_unpacked(route, call) if choice.unpack else route(call)
 
     _log_route(choice, run, call, partition)
-    platform = jax.default_backend()
-    if choice.route == "fused" and platform in KERNELS and (why := fused_kernel_obstacle(call, platform)):
-        warn_once(f"attend: a loop over examples runs on this {platform}, and no kernel: {why}")
     if partition and (not partition.axis_names or (choice.route == "reference" and not choice.unpack)):
         partition = None  # the compiler divides the reference route itself
     return run(call) if partition is None else partition.run(run, call)

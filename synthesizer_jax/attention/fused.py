@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from synthesizer_jax.attention.derivatives import with_gradient
+from synthesizer_jax.attention.explanations import warn_once
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import with_segment_positions
 from synthesizer_jax.attention.partition import match_varying_axes
@@ -125,6 +126,10 @@ def attend_fused(call: Call) -> jax.Array:
     """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, computed in blocks."""
     inputs = fused_inputs(call)
     options = fused_options(call, inputs)
+    platform = _CUDA if jax.default_backend() == "gpu" else jax.default_backend()
+    if platform in ("tpu", _CUDA) and platform not in options.kernels:
+        why = _kernels(platform).obstacle(inputs)
+        warn_once(f"attend: a loop over examples runs on {platform}, and no kernel: {why}")
 
     def forward(args: tuple[FusedInputs, jax.Array | None]) -> tuple[jax.Array, SoftmaxStats]:
         inputs, sinks = args
