@@ -317,7 +317,7 @@ def _log_route(
         kernel, obstacles = PLAIN[choice.route], dict(choice.obstacles)
         obstacles.pop(choice.route, None)
         if (find_obstacle := KERNELS.get(platform, {}).get(choice.route)) is not None:
-            if why := find_obstacle(call):
+            if why := _find_in_rows(choice, call, find_obstacle):
                 obstacles["kernels"] = why
             else:
                 kernel = "Pallas kernels"
@@ -338,6 +338,22 @@ def _log_route(
         return jax.vjp(of, call.terms, call.values)[1]
 
     log_call(make, residuals)
+
+
+def _find_in_rows(
+    choice: _RouteChoice, call: Call, find_obstacle: Callable[[Call], str | None]
+) -> str | None:
+    """Returns the obstacle of the rows that the route runs on: those of the call, or its unpacked ones."""
+    if not choice.unpack:
+        return find_obstacle(call)
+    found = []
+
+    def route(rows: Call) -> jax.Array:
+        found.append(find_obstacle(rows))
+        return ROUTES[choice.route](rows)
+
+    jax.eval_shape(functools.partial(attend_unpacked, route), call)
+    return found[0]
 
 
 def attention_weights(
