@@ -70,6 +70,14 @@ class Biases(NamedTuple):
     tables: tuple[Static, ...] = ()
     diagonals: tuple[Relative, ...] = ()
 
+    def sums(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """Returns the sum of the tables, one alone as it is, and that of the diagonals in float32."""
+        tables = [term.logits for term in self.tables]
+        lines = [term.logits.astype(jnp.float32) for term in self.diagonals]
+        if len(tables) > 1:
+            tables = [functools.reduce(operator.add, [x.astype(jnp.float32) for x in tables])]
+        return (tables[0] if tables else None), (functools.reduce(operator.add, lines) if lines else None)
+
 
 class FusedInputs(NamedTuple):
     """The inputs of the fused route.

@@ -162,7 +162,7 @@ def _operands(inputs: FusedInputs) -> _Operands:
     pairs = [
         (term.queries, term.keys, jnp.result_type(term.queries, term.keys)) for term in products.low_rank
     ]
-    table, columns = _sum_biases(biases)
+    table, columns = biases.sums()
     return _Operands(
         tuple(_fill_width(queries.astype(dtype)) for queries, _, dtype in pairs),
         tuple(_fill_width(keys.astype(dtype)) for _, keys, dtype in pairs),
@@ -176,15 +176,6 @@ def _operands(inputs: FusedInputs) -> _Operands:
         key_segments=cast(mask.key_segments, jnp.int32),
         allowed=cast(mask.allowed, jnp.int8),
     )
-
-
-def _sum_biases(biases: Biases) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the sum of the tables, one alone as it is, and that of the diagonals."""
-    tables = [term.logits for term in biases.tables]
-    columns = [term.logits.astype(jnp.float32) for term in biases.diagonals]
-    if len(tables) > 1:
-        tables = [functools.reduce(operator.add, [x.astype(jnp.float32) for x in tables])]
-    return (tables[0] if tables else None), (functools.reduce(operator.add, columns) if columns else None)
 
 
 def _fill_width(x: jax.Array) -> jax.Array:
@@ -395,7 +386,7 @@ def backward(
     tiles = lambda kernel: _make_tiles(kernel, inputs.mask, blocks, (dout.shape[1], query_offset), soft_cap)
     dqueries = _call_by_queries(tiles("queries"), arguments, interpret=interpret)
     dkeys, dvalues = _call_by_keys(tiles("keys"), arguments, interpret=interpret)
-    _, bias_vjp = jax.vjp(_sum_biases, inputs.biases)
+    _, bias_vjp = jax.vjp(Biases.sums, inputs.biases)
     dbias = _call_by_bias(tiles("bias"), arguments, interpret=interpret)
     (dbiases,) = bias_vjp(
         jax.tree.map(lambda d, x: d.astype(x.dtype), dbias, (blocks.table, blocks.columns))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -94,15 +92,10 @@ class Blocks:
 
 def prepare_bias(biases: Biases) -> Bias:
     """Returns the sum of the tables, one alone as it is, and that of the diagonals."""
-    tables = [term.logits for term in biases.tables]
-    lines = [term.logits.astype(jnp.float32) for term in biases.diagonals]
-    columns = None
-    if lines:
-        line = functools.reduce(operator.add, lines)
-        columns = jnp.pad(line, ((0, 0), (0, -line.shape[1] % LANES)))[:, None]
-    if len(tables) > 1:
-        tables = [functools.reduce(operator.add, [x.astype(jnp.float32) for x in tables])]
-    return Bias(tables[0] if tables else None, columns)
+    table, line = biases.sums()
+    return Bias(
+        table, None if line is None else jnp.pad(line, ((0, 0), (0, -line.shape[1] % LANES)))[:, None]
+    )
 
 
 def roll_diagonals(tile: Ref, columns: jax.Array, first: int | jax.Array, *, rows: int) -> None:
