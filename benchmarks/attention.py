@@ -188,7 +188,11 @@ def bias_array(params: Any, query: jax.Array) -> jax.Array | None:
     if "table" in params:
         distance = np.arange(query.shape[1]) - np.arange(query.shape[1])[:, None]
         buckets = relative_buckets(distance, num_buckets=32, max_distance=128, bidirectional=True)
-        bias = params["table"].astype(query.dtype)[:, buckets][None]
+        table = params["table"].astype(query.dtype)
+        if jax.default_backend() != "gpu":
+            return table[:, buckets][None]
+        # The gradient of that lookup takes 0.4 s on an H200; T5X multiplies with one-hot vectors.
+        return jnp.einsum("hn,qkn->hqk", table, jax.nn.one_hot(buckets, 32, dtype=table.dtype))[None]
     return bias
 
 

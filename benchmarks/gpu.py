@@ -10,7 +10,7 @@ long gives a row with its error, and so does one that no time is left for. The l
 files, later rows in the place of earlier ones, and writes the tables; it needs no GPU.
 
 Every model runs in a process of its own, and the attention functions of one library one after the other
-in one process, twice. All processes start and compile together; then one of them works at a time. Peers
+in one process, twice. Six processes start and compile at a time; then one of them works at a time. Peers
 run on `.venv-peers` if that is there, else on this Python.
 """
 
@@ -46,11 +46,11 @@ PROBLEMS = (
     *("Random, causal", "Random, packed", "Random, 2048", "Random, 500", "Random + T5, packed"),
     *("taps, lengths", "taps, causal"),
 )
-STEPS = ("v", "r", "rv", "hc_sa", "transformers", "v, looped")
+STEPS = ("v", "r", "rv", "hc_sa", "v, scanned", "transformers", "transformers, by layer")
 LONG = ("v", "r")
 DECODE = ("v", "transformers", "r")
-PREPARATION = 170
-"""Most seconds that a worker takes to start and compile, or to answer."""
+PREPARATION, ANSWER, WORKERS = 240, 60, 6
+"""Most seconds that a worker takes to start and compile, and to answer; how many compile at a time."""
 
 PARTS = ("correctness", "steps", "functions", "sublayers", "long", "decode")
 """In the order of their value."""
@@ -98,7 +98,7 @@ class Session:
 
     def __init__(self, args: argparse.Namespace, results: Results):
         self.args, self.results = args, results
-        self.pool = concurrent.futures.ThreadPoolExecutor(32)
+        self.pool = concurrent.futures.ThreadPoolExecutor(WORKERS)
         self.prepared: dict[str, concurrent.futures.Future[racing.Worker]] = {}
         self.deadline = time.monotonic() + 60 * args.minutes
         sizes = peers.SIZES["tiny" if args.tiny else "base"]
@@ -118,7 +118,9 @@ class Session:
         is_torch = worker in ("pytorch.py", "torch_attention.py")
         python = str(racing.PEERS) if is_torch and racing.PEERS.exists() else sys.executable
         system = racing.System(name, worker, {**self.options, **options}, python, self.environment)
-        return racing.Worker(system, min(PREPARATION, left))
+        worker = racing.Worker(system, min(PREPARATION, left))
+        worker.limit = ANSWER
+        return worker
 
     def prepare(self, *args: Any) -> None:
         """Starts a worker beside others; `start` returns it, or raises why it ended."""
@@ -158,13 +160,13 @@ class Session:
         """Runs a model, in micro-batches where memory asks; `ahead`: it is prepared only."""
         kind, _, suffix = name.partition(", ")
         options = {"name": name, "system": kind, "remat": None, **options}
-        options |= {"scan": part != "decode" and suffix != "looped"}
+        options |= {"scan": suffix == "scanned", "by_layer": suffix == "by layer"}
         if part == "decode" and not suffix:
             options["compile"] = None
         worker = peers.PEERS.get(kind, "ours.py")
         shown = {k: options[k] for k in ("name", "batch", "inputs", "targets", "beams")}
-        # transformers keeps the weights of all heads: beside the others, which wait, half a batch fits.
-        counts = (2, 4) if kind == "transformers" and part == "steps" else (1, 2, 4)
+        # transformers keeps the weights of all heads; where they do not fit, it would compile anew.
+        counts = (4,) if kind == "transformers" else (1, 2, 4)
         if ahead:
             self.prepare(name, worker, {**options, "micro_batches": counts[0]})
             return
@@ -243,8 +245,10 @@ def run(args: argparse.Namespace) -> None:
 
 def with_rates(rows: list[Row], peak: float | None) -> list[Row]:
     """Rows of steps with tokens a second, MFU, and the speed relative to transformers."""
-    base = next((r["seconds"] for r in rows if r["name"] == "transformers" and "loss" in r), None)
-    vanilla = next((r.get("flops") for r in rows if r["name"] == "v"), None)
+    base = min(
+        (r["seconds"] for r in rows if r["name"].startswith("transformers") and "loss" in r), default=None
+    )
+    vanilla = next((r["flops"] for r in rows if r["name"] == "v" and "flops" in r), None)
     result = []
     for r in rows:
         if "loss" in r:
@@ -259,8 +263,14 @@ def with_rates(rows: list[Row], peak: float | None) -> list[Row]:
 TIMES = {"name": "", "forward_ms": "forward, ms|.3f", "both_ms": "+ backward, ms|.3f"}
 TIMES |= {"forward_tflops": "TFLOP/s|.0f", "both_tflops": "+ backward, TFLOP/s|.0f", "spread": "spread|.0%"}
 TIMES |= {"temporaries_mb": "temporaries, MB|.1f", "compile_seconds": "compiling, s|.1f", "error": "error"}
-STEP = {"name": "system", "tokens": "tokens/s|,.0f", "ms": "step, ms|.1f", "mfu": "MFU|.1%"}
-STEP |= {"speed": "speed|.2f", "device_gb": "peak memory, GB|.1f", "parameters": "parameters|,d"}
+STEP = {"name": "system", "micro_batches": "micro-batches|d", "tokens": "tokens/s|,.0f"}
+STEP |= {
+    "ms": "step, ms|.1f",
+    "mfu": "MFU|.1%",
+    "speed": "speed|.2f",
+    "device_gb": "peak memory, GB|.1f",
+    "parameters": "parameters|,d",
+}
 STEP |= {"compile_seconds": "compiling, s|.0f", "error": "error"}
 DECODED = {
     "name": "system",
@@ -276,14 +286,14 @@ TITLES = {
     "correctness": "Values and gradients against the reference route in float32 (products at the highest "
     "precision), all drawn anew. On a GPU, float32 products are tf32's.",
     "steps": "T5 1.1 base, a step of AdamW, bfloat16 with float32 parameters, dropout 0.1. transformers is "
-    "compiled by `torch.compile`, with autocast. MFU: six FLOPs for each multiply-add of the forward pass. "
-    "All systems compiled at once.",
-    "decode": "T5 1.1 base, 64 new tokens for a batch of 32 × 512 inputs, bfloat16.",
+    "compiled by `torch.compile`, whole or layer by layer, with autocast. *scanned*: layers are one "
+    "`lax.scan`. MFU: six FLOPs for each multiply-add of the forward pass. Systems compiled beside others.",
+    "decode": "T5 1.1 base, 64 new tokens for 32 × 512 inputs, bfloat16. transformers is not compiled.",
     "functions": "Attention alone, 12 heads of 64, bfloat16, with a padding mask; *bias*: T5's, learned. "
     "Means of two measurements, and how far they are apart. TFLOP/s: two products, seven with the backward "
     "pass, of all pairs of positions.",
     "sublayers": "Sub-layers with projections, d_model 768, 12 heads of 64, bfloat16, with a padding mask. "
-    "As the functions' table; Random has one product, three with the backward pass.",
+    "All pairs of positions count; Random has one product, three with the backward pass.",
 }
 TITLES["long"] = "The same for longer inputs."
 
@@ -297,13 +307,17 @@ def write_page(args: argparse.Namespace) -> None:
             for row in rows:
                 first.put(part, row)
     facts = first.facts
-    device = f"{facts['device']}, {facts['date']}, a product of bfloat16 matrices "
-    device += f"{facts['product_tflops']:.0f} TFLOP/s, a copy {facts['copy_gbytes']:,.0f} GB/s."
+    versions = [r["versions"] for rows in first.parts.values() for r in rows if "versions" in r]
+    device = (
+        f"{facts['device']}, {facts['date']}, {', '.join(dict.fromkeys(versions))}. It multiplies bfloat16 "
+    )
+    device += (
+        f"matrices at {facts['product_tflops']:.0f} TFLOP/s and copies {facts['copy_gbytes']:,.0f} GB/s.\n"
+    )
     page = args.page.read_text(encoding="utf-8") if args.page.exists() else ""
+    page = report.with_section(page, "gpu device", device)
     for part, rows in first.parts.items():
-        versions = dict.fromkeys(r["versions"] for r in rows if r.get("versions", "jax")[:3] != "jax")
-        versions = [facts["versions"], *versions]
-        tables = [f"{TITLES[part]} {', '.join(versions)}; {device}"]
+        tables = [TITLES[part]]
         rows = worst_rows(rows) if part == "correctness" else rows
         for shape, chosen in itertools.groupby(sorted(rows, key=shape_of), shape_of):
             shown = with_rates([*chosen], peak_flops(facts["device"], "bfloat16"))

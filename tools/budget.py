@@ -16,12 +16,12 @@ LINES = {
     "synthesizer_jax/evaluation": 7_700,
     "synthesizer_jax/attention": 6_200,
     "tests": 18_200,
-    "benchmarks + tools": 4_570,
+    "benchmarks + tools": 4_590,
     "tpu_scripts": 450,
 }
 """The most lines of folders, as ``wc -l`` counts them: Python's, and all of the launcher."""
 
-WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 25_000}
+WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 25_600}
 """The most words of pages, as ``wc -w`` counts them."""
 
 

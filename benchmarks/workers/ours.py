@@ -1,6 +1,7 @@
 """Training steps or decoding of this project's models."""
 
 import dataclasses
+import functools
 import time
 
 import jax
@@ -23,10 +24,8 @@ num_targets = options["new_tokens"] if options["decode"] else options["targets"]
 if options["system"] == "hc_sa":  # You et al. 2020
     alignments = {"encoder": Gaussian(offsets=(-1, 1)), "decoder": Gaussian(offsets=(-1, 0))}
 else:
-    max_length = max(length, num_targets)
-    alignments = {
-        "encoder": zoo.alignment(options["system"], head_dim=size.head_dim, max_length=max_length)
-    }
+    make = functools.partial(zoo.alignment, options["system"], head_dim=size.head_dim)
+    alignments = {"encoder": make(max_length=length), "decoder": make(max_length=num_targets)}
 model = t5(
     size,
     **alignments,

@@ -39,7 +39,12 @@ parameters = sum(p.numel() for p in model.parameters())
 inputs = torch.randint(2, 32000, (rows, options["inputs"]), device=device)
 labels = torch.randint(2, 32000, (rows, options["targets"]), device=device)
 backend = options.get("compile")  # None: no compilation
-forward = torch.compile(model, dynamic=False, backend=backend) if backend else model
+forward = model
+if backend and options.get("by_layer"):  # equal layers are compiled once
+    for layer in (*model.encoder.block, *model.decoder.block):
+        layer.compile(dynamic=False, backend=backend)
+elif backend:
+    forward = torch.compile(model, dynamic=False, backend=backend)
 versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
 model.train(not options["decode"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
@@ -52,7 +57,7 @@ def step() -> dict[str, float]:
     total = torch.zeros((), device=device)
     for x, y in zip(inputs.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
         with torch.autocast(device, torch.bfloat16, enabled=is_bfloat16):
-            loss = forward(input_ids=x, labels=y).loss / micro_batches
+            loss = forward(input_ids=x, labels=y, use_cache=False).loss / micro_batches
         loss.backward()
         total += loss.detach()
     optimizer.step()
