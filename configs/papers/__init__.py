@@ -1,7 +1,7 @@
 """The papers' experiments as recipes: what their tables compare, by the abbreviations of the tables.
 
 A recipe is named with the system after it: ``papers.translation:multi30k:rv``. The systems of a table have
-the same kind of dot product, and everything else in common.
+the same kind of dot product, and everything else in common. This file makes their mixers.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def default() -> Experiment:
 def synthetic(system: str, dot: Dot = "t5") -> Experiment:
     """The synthetic mixture, 2 + 1 layers of d 64; cross-attention is T5's dot product in all systems."""
     mixers = self_attentions(system, SIZE, INPUTS, dot=dot_product_of(dot, SIZE))
-    encoder, decoder = map(_with_wide_tables, mixers)
-    model = t5(SIZE, encoder=encoder, decoder=decoder, vocab_size=synthetic_tasks.VOCAB_SIZE)
+    encoder_mixer, decoder_mixer = map(_with_wide_tables, mixers)
+    model = t5(SIZE, encoder=encoder_mixer, decoder=decoder_mixer, vocab_size=synthetic_tasks.VOCAB_SIZE)
     (decoder_run,) = model.decoder.runs
     stacks = (model.encoder, model.decoder.copy(runs=(replace(decoder_run, repeats=1),)))
     encoder, decoder = (

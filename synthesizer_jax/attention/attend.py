@@ -55,7 +55,7 @@ ROUTES: dict[str, Callable[[Call], jax.Array]] = {
     "banded": attend_banded,
     "reference": attend_reference,
 }
-"""Functions by name; `_choose_route` has the order in which they are tried."""
+"""Functions by name; `_select_route` has the order in which they are tried."""
 
 OBSTACLES: dict[str, Callable[[Call], str | None]] = {
     "static": static_obstacle,
@@ -70,7 +70,7 @@ PLAIN = {
     "fused": "a loop over blocks of logits",
     "banded": "sums of shifted values",
 }
-"""What runs a route where there are no kernels."""
+"""What runs a route where there are no kernels, for explanations."""
 
 KERNELS: dict[str, dict[str, Callable[[Call], str | None]]] = {
     "tpu": {
@@ -79,7 +79,10 @@ KERNELS: dict[str, dict[str, Callable[[Call], str | None]]] = {
     },
     "gpu": {"fused": functools.partial(fused_kernel_obstacle, platform="gpu")},
 }
-"""Why the kernels of a platform cannot run a route; None: they can."""
+"""Why the kernels of a platform cannot run a route, for explanations; None: they can.
+
+The routes themselves choose what runs, when a program is lowered for a platform.
+"""
 
 FEW_LOGITS = 128 * 128
 """Up to this many logits per head and example, the logits take about as much memory as queries, keys and

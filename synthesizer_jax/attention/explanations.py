@@ -119,7 +119,8 @@ def log_external_call(route: str, kernel: str, function: Callable[..., jax.Array
 def log_call(make: Callable[[], Explanation], residuals: Callable[[], PyTree]) -> None:
     """Records how a call is computed: a line in the log, and an entry of what `explain` returns.
 
-    `make` returns the explanation without `kept_bytes`, `residuals` what the backward pass keeps.
+    `make` returns the explanation without `kept_bytes`, `residuals` what the backward pass keeps;
+    `explain` alone calls that.
     """
     explanations = _explanations.get()
     if explanations is None and not _log.isEnabledFor(logging.DEBUG):

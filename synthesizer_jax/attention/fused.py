@@ -1,9 +1,9 @@
 """The fused route: neither the forward nor the backward pass has an array ``[batch, heads, q, k]``.
 
-Only the logits of one block exist at a time: of one head and example, or a tile of them in a kernel.
-The backward pass recomputes the weights from the saved maximum and sum of every row (Dao et al. 2022,
-FlashAttention, section 3.1). They are not recomputed from ``log Σ exp``, as its rounding to float32 loses
-digits if logits are in the hundreds.
+Only the logits of one block exist at a time: of one head and example, whose queries and keys `_logits`
+multiplies, or a tile of them in a kernel. The backward pass recomputes the weights from the saved maximum
+and sum of every row (Dao et al. 2022, FlashAttention, section 3.1). They are not recomputed from
+``log Σ exp``, as its rounding to float32 loses digits if logits are in the hundreds.
 
 There is one implementation for each kind of device. TPUs run the Pallas kernels of `fused_tpu`, NVIDIA's
 GPUs those of `fused_gpu`. CPUs, and what the kernels cannot take, run `loop_forward` and `loop_backward`:
@@ -288,19 +288,23 @@ def map_heads(
     if parallel:
         return jax.vmap(function, axes, out_axes)(*args)
 
-    def head(j: jax.Array) -> PyTree:
+    def head(j: int | jax.Array) -> PyTree:
         take = lambda axis, x: lax.dynamic_index_in_dim(x, j, axis, keepdims=False)
         return function(*_map_with_axis(take, axes, args))
 
-    moved = lambda axis, x: jnp.moveaxis(x, 0, axis)
-    return _map_with_axis(moved, out_axes, lax.map(head, jnp.arange(heads)))
+    def add_head(j: jax.Array, totals: PyTree) -> PyTree:
+        put = lambda axis, total, x: lax.dynamic_update_index_in_dim(total, x, j, axis)
+        return _map_with_axis(put, out_axes, totals, head(j))
+
+    # Written where they belong: a `lax.map` stacks heads first, and moving that axis copies everything.
+    empty = lambda axis, x: jnp.empty((*x.shape[:axis], heads, *x.shape[axis:]), x.dtype)
+    totals = _map_with_axis(empty, out_axes, jax.eval_shape(head, 0))
+    return lax.fori_loop(0, heads, add_head, match_varying_axes(totals, args)[0])
 
 
-def _map_with_axis(
-    function: Callable[[int, jax.Array], jax.Array], axes: tuple[int, ...], trees: PyTree
-) -> PyTree:
-    of_tree = lambda axis, tree: jax.tree.map(functools.partial(function, axis), tree)
-    return jax.tree.map(of_tree, axes, trees)
+def _map_with_axis(function: Callable[..., PyTree], axes: tuple[int, ...], *trees: PyTree) -> PyTree:
+    of_tree = lambda axis, *parts: jax.tree.map(functools.partial(function, axis), *parts)
+    return jax.tree.map(of_tree, axes, *trees)
 
 
 def loop_forward(

@@ -172,14 +172,21 @@ def _attend_static_bwd(
     dout: jax.Array,
 ) -> FusedInputs:
     """Returns the cotangents of the inputs."""
-    implementations: dict[str, Callable[..., PyTree]] = {"default": _matmul_bwd}
-    if on_tpu:
-        from synthesizer_jax.attention import static_tpu
-
-        implementations["tpu"] = functools.partial(static_tpu.backward, options.query_offset)
+    # δ is computed before the `lax.cond`, in which the output would be kept.
+    delta = None if residuals == () else softmax_vjp_delta(out, dout, residuals.row_max.dtype)
 
     def run_matmuls(inverse_row_sum: jax.Array | None) -> FusedInputs:
-        args = inputs, out, inverse_row_sum, dout
+        implementations: dict[str, Callable[..., PyTree]] = {
+            "default": lambda out, *args: _matmul_bwd(*args)
+        }
+        if on_tpu:
+            from synthesizer_jax.attention import static_tpu
+
+            of_tpu = lambda out, inputs, delta, *rest: static_tpu.backward(
+                options.query_offset, inputs, out, *rest
+            )
+            implementations["tpu"] = of_tpu
+        args = out, inputs, delta, inverse_row_sum, dout
         cotangents: FusedInputs = lax.platform_dependent(*args, **implementations)
         return cotangents
 
@@ -189,7 +196,6 @@ def _attend_static_bwd(
 
     def run_loop() -> FusedInputs:
         rows = (x.transpose(2, 1, 0)[..., None] for x in (row_max, inverse_row_sum))  # [b, q, h, 1]
-        delta = softmax_vjp_delta(out, dout, row_max.dtype)
         return fused_backward(options, inputs, SoftmaxStats(*rows), delta, dout)
 
     cotangents: FusedInputs = lax.cond(
@@ -232,9 +238,9 @@ def _matmul_fwd(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, jax.Arra
 
 
 def _matmul_bwd(
-    inputs: FusedInputs, out: jax.Array, inverse_row_sum: jax.Array | None, dout: jax.Array
+    inputs: FusedInputs, delta: jax.Array | None, inverse_row_sum: jax.Array | None, dout: jax.Array
 ) -> FusedInputs:
-    """Returns the cotangents of the inputs.
+    """Returns the cotangents of the inputs; without `delta`, `_is_separable` is true.
 
     With the weights ``P = (E ∘ m) / l`` of an example, where ``l = E m``, and summed over examples::
 
@@ -244,7 +250,7 @@ def _matmul_bwd(
     _, biases, values, mask, _ = inputs
     make_logits = functools.partial(_logits, dout.shape[1], values.shape[1])
     logits, logits_vjp = jax.vjp(make_logits, biases)
-    if inverse_row_sum is None:
+    if delta is None or inverse_row_sum is None:
         dout = zero_padding(dout, mask.queries(dout.shape[1]))
         band = mask.band_pairs(*logits.shape[1:])
         weights, softmax_vjp = jax.vjp(lambda x: softmax(x, band), logits)
@@ -254,8 +260,6 @@ def _matmul_bwd(
         # dS = P ∘ (dP - Σ_k P ∘ dP)
         (dlogits,) = softmax_vjp(dweights)
     else:
-        # delta = Σ_e dO ∘ O
-        delta = softmax_vjp_delta(out, dout, inverse_row_sum.dtype)
         scaled_delta = delta[..., 0].transpose(2, 1, 0) * inverse_row_sum  # [h, q, b]
         args = (logits, _shared_max(logits, values, mask), values, inverse_row_sum, scaled_delta, dout)
         head = functools.partial(_head_cotangents, _regions(mask, dout.shape[1], values))

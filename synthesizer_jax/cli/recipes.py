@@ -45,6 +45,7 @@ Kind = TypeVar("Kind")
 _Object = TypeVar("_Object")
 
 PACKAGE = "synthesizer_jax.recipes"
+"""The folder ``configs/``, which is installed under this name."""
 
 WORDS = {"none": None, "true": True, "false": False}
 

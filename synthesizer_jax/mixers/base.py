@@ -106,7 +106,7 @@ class Mixer(nn.Module):
           x: ``[batch, q, d_model]``; its dtype is the dtype of the computation.
           kv: ``[batch, k, width]`` tokens to attend to; None means `x` (self-attention).
           mask: which keys may be seen and which queries are real; in self-attention the queries are
-            real where the keys are.
+            real where the keys are, but with an array all are, see `Mask.of`.
           bias: terms added to the logits, outside a mixture's weights: T5's relative bias, which the
             stack makes.
 

@@ -120,7 +120,7 @@ class Stack(nn.Module):
             layer = lambda x, index: blocks[index](x, mask, bias, memory)[0]
             return self._repeat(x, layer, positions, counted)
 
-        return self._run(x, layers, positions, shared_positions, num_keys=x.shape[1])
+        return self._apply_around(x, layers, positions, shared_positions, num_keys=x.shape[1])
 
     @nn.compact
     def init_cache(
@@ -193,12 +193,12 @@ class Stack(nn.Module):
             return self._repeat(x, layer, positions)
 
         num_keys = _capacity(caches) or x.shape[1]
-        x = self._run(x, layers, positions, shared_positions, num_keys=num_keys, position=position)
+        x = self._apply_around(x, layers, positions, shared_positions, num_keys=num_keys, position=position)
         x = x if order is None else take_positions(x, jnp.argsort(order, axis=1))
         return x, tuple(extended)
 
     @nn.compact
-    def _run(
+    def _apply_around(
         self,
         x: jax.Array,
         layers: Callable[[jax.Array, Terms], jax.Array],
@@ -240,7 +240,7 @@ class Stack(nn.Module):
         positions: Positions,
         counted: jax.Array | None = None,
     ) -> jax.Array:
-        """Applies ``layer(x, index)`` for every layer."""
+        """Applies ``layer(x, index)`` for every layer; `UniversalStack` overrides it and reads the rest."""
         for index in range(self.num_layers):
             x = layer(x, index)
         return x

@@ -151,7 +151,7 @@ def open_stream(
     shards: Sequence[int] | None = None,
     saved: Sequence[int] | None = None,
 ) -> Stream:
-    """Returns the `Stream` of a mixture whose tasks are prepared; those that are not are left out.
+    """Returns the `Stream` of a mixture, of those of its tasks that `PreparedTasks` finds.
 
     Raises:
       FileNotFoundError: no task has the split.

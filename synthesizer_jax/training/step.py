@@ -94,12 +94,12 @@ def loss_sums(
             method=model.__call__ if classifies else model.token_features,
             mutable=[LOSSES],
         )
-        outputs, sown = encoded
-        outputs = outputs.outputs[:, None] if classifies else outputs
+        states, sown = encoded
+        states = states.outputs[:, None] if classifies else states  # class logits [b, 1, classes]
         kernel = None if classifies else apply_method(model.token_projection, variables)
         scale = 1.0
     else:
-        outputs, sown = teacher_forced(
+        states, sown = teacher_forced(
             model,
             variables,
             batch,
@@ -123,20 +123,21 @@ def loss_sums(
         )
 
     if kernel is None or targets.size * kernel.shape[1] <= DENSE_LOGITS:
+        logits = states
         if kernel is not None:
-            outputs = output_product(outputs * jnp.asarray(scale, outputs.dtype), kernel)
+            logits = output_product(states * jnp.asarray(scale, states.dtype), kernel)
         sums = cross_entropy(
-            outputs, targets, weights=weights, z_loss=z_loss, label_smoothing=label_smoothing
+            logits, targets, weights=weights, z_loss=z_loss, label_smoothing=label_smoothing
         )
     elif mesh_axes("batch"):  # on every device's own rows; the projection is gathered once
         parts = map_over_batch(
             lambda *arrays: jax.tree.map(lambda x: jnp.asarray(x)[None], chunked(*arrays)),
-            kernel.astype(outputs.dtype),
-            *(outputs, targets, weights),
+            kernel.astype(states.dtype),
+            *(states, targets, weights),
         )
         sums = jax.tree.map(jnp.sum, parts)
     else:
-        sums = chunked(kernel, outputs, targets, weights)
+        sums = chunked(kernel, states, targets, weights)
     penalty = sum(jax.tree.leaves(sown), start=jnp.zeros(()))
     weight = sums.weight if penalty_weight is None else penalty_weight
     return dataclasses.replace(sums, penalty=penalty * weight)

@@ -144,7 +144,7 @@ class Trainer:
         self._largest = jax.jit(
             lambda numbers, _: numbers.max(), out_shardings=replicated(self.mesh), keep_unused=True
         )
-        self._rows = BatchShards(data.batch_size, data.shards, batch_sharding(self.mesh))
+        self._batch_shards = BatchShards(data.batch_size, data.shards, batch_sharding(self.mesh))
         self._compiled: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._key = jax.random.key(training.seed)
 
@@ -160,12 +160,12 @@ class Trainer:
 
     @property
     def rules(self) -> tuple[OptimizerRule, ...]:
-        """How parameters are optimized, by their paths."""
+        """How parameters are optimized, by their paths; distillation has its own."""
         return self.experiment.training.rules
 
     @property
     def arguments(self) -> tuple[PyTree, ...]:
-        """What a step takes besides state, batch and key."""
+        """What a step takes besides state, batch and key: in distillation, the teacher."""
         return ()
 
     def step_flops(self) -> float | None:
@@ -216,18 +216,18 @@ class Trainer:
     @property
     def shards(self) -> list[int]:
         """The data's virtual shards whose rows this process' devices take."""
-        return self._rows.shards_of(jax.process_index())
+        return self._batch_shards.shards_of(jax.process_index())
 
     @property
     def saved_shards(self) -> list[int]:
         """Those of `shards` that no earlier process also reads: their positions it saves."""
-        return self._rows.saved_by(jax.process_index())
+        return self._batch_shards.saved_by(jax.process_index())
 
     def shard_batch(self, batch: dict[str, np.ndarray]) -> Batch:
         """A host batch with the rows of `shards`, spread over the mesh."""
         if jax.process_count() == 1:
             return jax.device_put(batch, batch_sharding(self.mesh))
-        return {name: self._rows.to_global_array(x) for name, x in batch.items()}
+        return {name: self._batch_shards.to_global_array(x) for name, x in batch.items()}
 
     def max_over_processes(self, number: int, *, after: jax.Array) -> jax.Array:
         """The largest of the processes' int32 numbers, compared when a step has made the array `after`."""
