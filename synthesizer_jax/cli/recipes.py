@@ -19,6 +19,7 @@ from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.registry import (
     JSON,
+    REGISTRY,
     Annotation,
     check_types,
     child_path,
@@ -268,7 +269,7 @@ def override(obj: _Object, *assignments: str) -> _Object:
       obj: an experiment, or any registered object inside it.
       assignments: dots name fields, numbers index tuples; a value is JSON or a literal of Python, read by
         the field's type. A model is given by its name in `ZOO`, an objective by its name in
-        `OBJECTIVES`, any object as JSON with its ``type``.
+        `OBJECTIVES`, any object by the name of its class, or as JSON with its ``type``.
 
     Raises:
       ValueError: an unknown field or a value that does not fit, with a suggestion.
@@ -333,6 +334,8 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
                 hint = did_you_mean(value, table)
                 raise ValueError(f"--set {path}={value}: there is no {noun} {value!r}{hint}; {remedy}")
             value = table[value]() if base is TokenModel else table[value]
+    if isinstance(value, str) and value in REGISTRY and not any(matches_type(value, o) for o in options):
+        value = from_json({"type": value}, path)
     for option in options:
         if matches_type(value, option):
             return float(value) if option is float else value

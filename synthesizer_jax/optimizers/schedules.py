@@ -30,7 +30,12 @@ LearningRate: TypeAlias = Schedule | NotNegative
 
 def build_schedule(rate: LearningRate) -> optax.Schedule:
     """Returns the learning rate as a function of the step."""
-    return (Constant(rate) if isinstance(rate, int | float) else rate).build()
+    schedule = (Constant(rate) if isinstance(rate, int | float) else rate).build()
+    if not callable(schedule):
+        raise ValueError(
+            f"{type(rate).__name__}.build returns {schedule!r}; it must return a function of the step"
+        )
+    return schedule
 
 
 @register

@@ -165,6 +165,16 @@ def test_a_pattern_that_matches_nothing_is_told_a_path_that_is_there():
         experiment(rules=(OptimizerRule("a", learning_rate=-1.0),))
 
 
+def test_a_schedule_that_is_no_function_is_named():
+    @dataclasses.dataclass(frozen=True)
+    class Half:
+        def build(self):
+            return 0.5
+
+    with pytest.raises(ValueError, match=r"Half.build returns 0\.5; it must return a function of the step"):
+        AdamW(Half()).build({})
+
+
 def tiny(*, scan=False, **changes):
     """A trainer of two looped or scanned layers, without dropout."""
     model = t5(

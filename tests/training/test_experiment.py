@@ -7,7 +7,7 @@ import pytest
 from synthesizer_jax.base.registry import from_json, register, replace, to_json
 from synthesizer_jax.cli.recipes import load_recipe, override, settings
 from synthesizer_jax.data.objectives import OBJECTIVES
-from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.evaluator import check_masked_tasks
 from synthesizer_jax.models import ZOO
 from synthesizer_jax.optimizers import Adafactor, AdamW, Constant, OptimizerRule, optax_optimizer
@@ -53,6 +53,7 @@ def test_json_round_trip(tmp_path):
         # Together, and in any order.
         (["data.buckets=((16, 4),)", "data.inputs_length=32"], lambda e: bool(e.data.buckets)),
         (["data.shards=3", "data.batch_size=3"], lambda e: e.data.shards == e.data.batch_size == 3),
+        (["vocabulary=Bytes"], lambda e: e.vocabulary == Bytes()),
         (["model=t5_1_1_tiny", "model.d_model=16"], lambda e: e.model.d_model == 16),
         (["model.d_model=16", "model=t5_1_1_tiny"], lambda e: e.model.d_model == 32),
     ],
