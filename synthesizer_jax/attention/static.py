@@ -172,34 +172,30 @@ def _attend_static_bwd(
     dout: jax.Array,
 ) -> FusedInputs:
     """Returns the cotangents of the inputs."""
-    # δ is computed before the `lax.cond`, in which the output would be kept.
-    delta = None if residuals == () else softmax_vjp_delta(out, dout, residuals.row_max.dtype)
 
-    def run_matmuls(inverse_row_sum: jax.Array | None) -> FusedInputs:
+    def run_matmuls(inverse_row_sum: jax.Array | None, delta: jax.Array | None) -> FusedInputs:
         implementations: dict[str, Callable[..., PyTree]] = {
-            "default": lambda out, *args: _matmul_bwd(*args)
+            "default": lambda out, *rest: _matmul_bwd(inputs, delta, *rest)
         }
         if on_tpu:
             from synthesizer_jax.attention import static_tpu
 
-            of_tpu = lambda out, inputs, delta, *rest: static_tpu.backward(
-                options.query_offset, inputs, out, *rest
-            )
-            implementations["tpu"] = of_tpu
-        args = out, inputs, delta, inverse_row_sum, dout
-        cotangents: FusedInputs = lax.platform_dependent(*args, **implementations)
+            implementations["tpu"] = functools.partial(static_tpu.backward, options.query_offset, inputs)
+        cotangents: FusedInputs = lax.platform_dependent(out, inverse_row_sum, dout, **implementations)
         return cotangents
 
     if not isinstance(residuals, _Residuals):
-        return run_matmuls(None)
+        return run_matmuls(None, None)
     inverse_row_sum, row_max, is_exact = residuals
+    # delta = Σ_e dO ∘ O; inside the `lax.cond` it would keep the output
+    delta = softmax_vjp_delta(out, dout, row_max.dtype)
 
     def run_loop() -> FusedInputs:
         rows = (x.transpose(2, 1, 0)[..., None] for x in (row_max, inverse_row_sum))  # [b, q, h, 1]
         return fused_backward(options, inputs, SoftmaxStats(*rows), delta, dout)
 
     cotangents: FusedInputs = lax.cond(
-        _all_when_mapped(is_exact), lambda: run_matmuls(inverse_row_sum), run_loop
+        _all_when_mapped(is_exact), lambda: run_matmuls(inverse_row_sum, delta), run_loop
     )
     return cotangents
 
