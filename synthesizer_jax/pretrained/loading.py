@@ -12,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.files import storage_path
+from synthesizer_jax.base.registry import check_types, replace
+from synthesizer_jax.base.typing import Dtype
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.data.vocabularies import Vocabulary
@@ -47,35 +49,47 @@ def restore_run(source: pathlib.Path, mesh: Mesh | None = None) -> tuple[SavedMo
     return saved._replace(model=unroll(model)), unroll_variables(model, variables)
 
 
-def load(path: str | pathlib.Path, *, mesh: Mesh | None = None) -> Loaded:
+def load(
+    path: str | pathlib.Path,
+    *,
+    mesh: Mesh | None = None,
+    dtype: Dtype | None = None,
+    encoder_only: bool = False,
+) -> Loaded:
     """Loads a model with its variables and vocabulary; loads no TensorFlow.
 
     Args:
       path: the directory of a run, ``RUN/checkpoints/STEP``, or a folder of Hugging Face transformers
-        with a T5, or the encoder of one, and its tokenizer.
+        with a T5, or the encoder of one, and its tokenizer, which pipelines of diffusers have beside it.
       mesh: a mesh from `sharding.make_mesh`, over which the variables are sharded parameter by parameter;
         None: one device.
+      dtype: of the parameters and of the computation; None: float32 parameters, and the model's own.
+      encoder_only: whether only the encoder's tensors are read, of a folder of transformers; the model is
+        an `Encoder`.
 
     Raises:
       FileNotFoundError: there is no model, or it has no vocabulary.
-      ValueError: its files cannot be read.
+      ValueError: its files cannot be read, or the dtype is another.
     """
+    check_types(TokenModel, {"dtype": dtype or "float32"})
     source = storage_path(str(path)).expanduser()
-    if is_run(source):
+    if is_run(source) and not encoder_only:
         (model, saved), variables = restore_run(source, mesh)
+        model = replace(model, dtype=dtype or model.dtype)
+        variables = jax.tree.map(lambda x: x.astype(dtype or x.dtype), variables)
         return Loaded(model, variables, open_vocabulary(saved, source, model=model))
     # A run needs none of what reads other libraries' checkpoints.
     from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 
-    with open_pretrained(source) as pretrained:
+    with open_pretrained(source, compare=not encoder_only, encoder_only=encoder_only) as pretrained:
         if pretrained.vocabulary is None:
             raise FileNotFoundError(
                 f"{source} has no vocabulary that is known here; put the model's spiece.model there, or "
                 "name one with 'synthesizer-jax convert --vocabulary'"
             )
         vocabulary, model = pretrained.vocabulary.build(), pretrained.model
-        params = read_params(pretrained, mesh)
-    return Loaded(model, {"params": params}, vocabulary)
+        params = read_params(pretrained, mesh, dtype)
+    return Loaded(replace(model, dtype=dtype or model.dtype), {"params": params}, vocabulary)
 
 
 def generate(
@@ -154,7 +168,7 @@ def encode(
     """
     if attend_to_padding and pad_to is None:
         raise ValueError(
-            "attend_to_padding=True without pad_to, so the length of the padding is unknown; give pad_to too, "
+            "attend_to_padding=True without pad_to, which says how much padding there is; give it too, "
             "such as pad_to=512"
         )
     predictor = _predictor(loaded, texts, pad_to or inputs_length, Decoding(max_length=1))
