@@ -1,6 +1,8 @@
 """T5 as a text encoder: rows of fixed length, folders of diffusers, the encoder's tensors alone."""
 
 import json
+import pathlib
+import re
 
 import jax
 import numpy as np
@@ -10,8 +12,9 @@ from synthesizer_jax.pretrained import encode, load
 from synthesizer_jax.pretrained.huggingface import folder as opening
 from synthesizer_jax.pretrained.huggingface.weights import open_weights
 from synthesizer_jax.sharding import MeshShape, make_mesh
-from tests.pretrained.folders import FAMILIES, TINY, logits, make_folder, make_tensors
+from tests.pretrained.folders import FAMILIES, TINY, UNTIED, logits, make_folder, make_tensors
 
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "text_encoder.md"
 TEXTS = ["a cat", "a longer prompt of a dog"]
 
 
@@ -71,9 +74,9 @@ def test_only_the_encoders_tensors_are_read(tmp_path, family, monkeypatch):
         load(folder, dtype="float16")
 
 
-@pytest.mark.parametrize("number", ["", "_2"])
-def test_a_pipelines_tokenizer_is_beside_its_text_encoder(tmp_path, number):
-    config = TINY | {"architectures": ["T5EncoderModel"]}
+@pytest.mark.parametrize(("number", "kind"), [("", "UMT5"), ("_2", "T5")])
+def test_a_pipelines_tokenizer_is_beside_its_text_encoder(tmp_path, number, kind):
+    config = TINY | {"model_type": kind.lower(), "architectures": [f"{kind}EncoderModel"]}
     tensors = {n: x for n, x in make_tensors(config).items() if not n.startswith("decoder")}
     folder = make_folder(tmp_path / f"text_encoder{number}", config, tensors, shards=2)
     tokenizer = tmp_path / f"tokenizer{number}"
@@ -82,3 +85,19 @@ def test_a_pipelines_tokenizer_is_beside_its_text_encoder(tmp_path, number):
     assert load(f"{folder}/").vocabulary.vocab_size == 384
     with pytest.raises(FileNotFoundError, match="no vocabulary that is known here"):
         load(folder.rename(tmp_path / "text_encoder_3"))
+
+
+def test_the_pages_snippets_run_in_order(tmp_path, monkeypatch):
+    """On a mesh of eight Linen, `encode` and NNX give the states of transformers, rounded to bfloat16."""
+    config = TINY | UNTIED | {"d_model": 32, "architectures": ["T5EncoderModel"]}
+    tensors = {n: x for n, x in make_tensors(config).items() if not n.startswith("decoder")}
+    make_folder(tmp_path / "FLUX.1-dev" / "text_encoder_2", config, tensors, shards=2)
+    monkeypatch.chdir(tmp_path)
+    page, states = {}, []
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S):
+        exec(block, page)
+        states.append(np.asarray(page["states"], np.float32))
+    assert len(states) == 3 and len(page["states"].sharding.device_set) == 8
+    expected = logits(config, tensors, np.asarray(page["ids"][0]), None)
+    for found in states:
+        assert np.abs(found[0] - expected).max() < 0.05 * np.abs(expected).max()
