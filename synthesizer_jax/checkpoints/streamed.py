@@ -26,12 +26,12 @@ class Unread:
 
     Attributes:
       shape: its shape.
-      read: reads it; every call reads it anew.
+      stored: reads it in the dtype in which it is stored; every call reads it anew.
       dtype: its dtype.
     """
 
     shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
+    stored: Callable[[], np.ndarray]
     dtype: np.dtype[np.generic] = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
 
     @classmethod
@@ -41,7 +41,11 @@ class Unread:
 
     def __mul__(self, factor: float) -> Unread:
         """Returns the array times a number, to be read as well."""
-        return dataclasses.replace(self, read=lambda: self.read() * self.dtype.type(factor))
+        return dataclasses.replace(self, stored=lambda: self.read() * self.dtype.type(factor))
+
+    def read(self, dtype: str | None = None) -> np.ndarray:
+        """Reads the array, in its dtype unless another is given."""
+        return self.stored().astype(self.dtype if dtype is None else jnp.dtype(dtype), copy=False)
 
     @property
     def size(self) -> int:

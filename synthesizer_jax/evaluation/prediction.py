@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from synthesizer_jax.attention import Mask
 from synthesizer_jax.data.vocabularies import EOS, PAD, Classes, Vocabulary, index_by_tokens
 from synthesizer_jax.inference import (
     Decoding,
@@ -161,18 +163,17 @@ class Predictor:
             for tokens, _, scores in self._map(inputs, "decode", self._generate)
         ]
 
-    def states(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def states(
+        self, inputs: Sequence[np.ndarray], mask: Callable[[jax.Array], Mask | None] = lambda _: None
+    ) -> list[np.ndarray]:
         """Returns the encoder's states of every input, ``[length, d_model]`` float32.
 
         Args:
           inputs: token ids with EOS.
-
-        Raises:
-          TypeError: the model has no encoder.
+          mask: returns the mask of a batch of tokens; see `encode_tokens`, also for errors.
         """
-        batches = self._map(
-            inputs, "rank", lambda _, tokens: encode_tokens(self.variables, tokens, model=self.model)
-        )
+        encode = functools.partial(encode_tokens, self.variables, model=self.model)
+        batches = self._map(inputs, "rank", lambda _, tokens: encode(tokens, mask=mask(tokens)))
         return [states[: len(ids)] for (states,), ids in zip(batches, inputs, strict=True)]
 
     def rank(self, inputs: Sequence[np.ndarray], label_words: Sequence[str]) -> np.ndarray:

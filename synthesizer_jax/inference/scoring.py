@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
 from synthesizer_jax.models.token_model import TokenModel
@@ -20,16 +21,20 @@ from synthesizer_jax.primitives.parameters import Variables, apply_method
 
 @functools.partial(jax.jit, static_argnames="model")
 @on_any_mesh
-def encode_tokens(variables: Variables, tokens: jax.Array, *, model: TokenModel) -> jax.Array:
-    """Returns the outputs of an encoder, ``[batch, k, d_model]`` float32; padding is after the tokens.
+def encode_tokens(
+    variables: Variables, tokens: jax.Array, *, model: TokenModel, mask: Mask | None = None
+) -> jax.Array:
+    """Returns the outputs of an encoder, ``[batch, k, d_model]`` float32.
+
+    Without a mask, see `Encoder`, padding is after the tokens.
 
     Raises:
       TypeError: the model has no encoder.
     """
     if isinstance(model, Encoder):
-        hidden = apply_method(model.__call__, variables, tokens).hidden
+        hidden = apply_method(model.__call__, variables, tokens, mask=mask).hidden
     elif isinstance(model, EncoderDecoder):
-        hidden = apply_method(model.encode, variables, tokens)
+        hidden = apply_method(model.encode, variables, tokens, mask=mask)
     else:
         raise TypeError(f"{type(model).__name__} has no encoder; give an EncoderDecoder or an Encoder")
     return hidden.astype(jnp.float32)

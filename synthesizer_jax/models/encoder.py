@@ -84,14 +84,18 @@ class Encoder(TokenModel, kw_only=True):
             self.token_bias = self.param("token_bias", init, (self.vocab_size,))
 
     @on_any_mesh
-    def __call__(self, tokens: jax.Array, *, token_types: jax.Array | None = None) -> Encoded:
+    def __call__(
+        self, tokens: jax.Array, *, token_types: jax.Array | None = None, mask: Mask | None = None
+    ) -> Encoded:
         """Reads a batch.
 
         Args:
-          tokens: ``[batch, length]`` integers; 0 is padding, on either side.
+          tokens: ``[batch, length]`` integers; without a mask 0 is padding, on either side.
           token_types: ``[batch, length]`` numbers of the segments; None: all 0.
+          mask: the self-attention's mask, of the tokens where they stand; ``Mask()``: all are real. None:
+            by padding.
         """
-        hidden, pooled = self._encode(tokens, token_types)
+        hidden, pooled = self._encode(tokens, token_types, mask)
         return Encoded(
             hidden=hidden,
             pooled=pooled,
@@ -105,35 +109,44 @@ class Encoder(TokenModel, kw_only=True):
 
         It is ``[batch, length, d_model + 1]``, the last feature 1, for chunked losses.
         """
-        x = self._token_states(self._encode(tokens, None)[0])
+        x = self._token_states(self._encode(tokens, None, None)[0])
         return jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
 
     def token_projection(self) -> jax.Array:
         """Returns the projection of the head over the tokens, ``[d_model + 1, vocab]``, the bias last."""
         return jnp.concatenate([self.output_kernel()[0], self.token_bias[None]])
 
-    def _encode(self, tokens: jax.Array, token_types: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def _encode(
+        self, tokens: jax.Array, token_types: jax.Array | None, mask: Mask | None
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns `Encoded.hidden` and `Encoded.pooled`."""
-        tokens, order = move_token_padding_last(tokens)
+        order = None
+        if mask is None:
+            tokens, order = move_token_padding_last(tokens)
+            mask = Mask.padded(num_real_tokens(tokens))
         x = self.embed(tokens)
         if self.token_types:
             types = jnp.zeros_like(tokens) if token_types is None else token_types
-            types = take_positions(types, order)
+            types = types if order is None else take_positions(types, order)
             x = x + jnp.take(self.type_embedding, types, axis=0).astype(x.dtype)
-        hidden = self.encoder(x, mask=Mask.padded(num_real_tokens(tokens)))
-        pooled = self.pool(hidden, tokens)
-        return take_positions(hidden, jnp.argsort(order, axis=1)), pooled
+        hidden = self.encoder(x, mask=mask)
+        pooled = self.pool(hidden, mask)
+        if order is not None:
+            hidden = take_positions(hidden, jnp.argsort(order, axis=1))
+        return hidden, pooled
 
     def example(self, inputs_length: int, targets_length: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Abstract arguments of `__call__` for one example: inputs only."""
         return super().example(inputs_length, targets_length)[:1]
 
-    def pool(self, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
-        """One vector a text, ``[batch, d_model]``."""
+    def pool(self, hidden: jax.Array, mask: Mask) -> jax.Array:
+        """One vector a text, ``[batch, d_model]``, of the tokens that are keys by the mask."""
+        real = mask.keys(hidden.shape[1])  # [b or 1, k]
+        real = jnp.ones((1, hidden.shape[1]), bool) if real is None else real
         if self.pooling == "first":
-            pooled = hidden[:, 0]
+            pooled = take_positions(hidden, jnp.argmax(real, axis=1)[:, None])[:, 0]
         else:
-            real = (tokens != 0)[..., None]
+            real = real[..., None]
             total = jnp.where(real, hidden, 0).sum(axis=1)  # [b, d]
             pooled = total / jnp.maximum(real.sum(axis=1), 1).astype(hidden.dtype)
         return jnp.tanh(self.pooler_dense(pooled)) if self.pooler else pooled

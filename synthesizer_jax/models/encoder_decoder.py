@@ -40,22 +40,50 @@ class EncoderDecoder(TextToText, kw_only=True):
     positions: PositionEmbedding | None = None
 
     @on_any_mesh
-    def hidden(
-        self, encoder_tokens: jax.Array, decoder_tokens: jax.Array, *, rows: Rows | None = None
+    def __call__(
+        self,
+        encoder_tokens: jax.Array,
+        decoder_tokens: jax.Array,
+        *,
+        rows: Rows | None = None,
+        mask: Mask | None = None,
     ) -> jax.Array:
-        """Returns the decoder's output before the projection; see `TextToText`."""
+        """Returns the logits of every next token of the targets; see `TextToText`.
+
+        `mask` is that of the encoder's tokens where they stand; ``Mask()``: all are real. None: by padding.
+        The decoder sees those that are keys by `Mask.key_lengths` and `Mask.key_valid`.
+
+        Raises:
+          ValueError: packed rows, whose segments say who sees whom, are given a mask.
+        """
+        return self.logits(self.hidden(encoder_tokens, decoder_tokens, rows=rows, mask=mask))
+
+    @on_any_mesh
+    def hidden(
+        self,
+        encoder_tokens: jax.Array,
+        decoder_tokens: jax.Array,
+        *,
+        rows: Rows | None = None,
+        mask: Mask | None = None,
+    ) -> jax.Array:
+        """Returns the decoder's output before the projection; see `__call__`."""
         rows = rows or Rows()
         if rows.segments is None:
-            encoder_mask, mask = None, Mask(causal=True)
-            cross = Mask(key_lengths=num_real_tokens(encoder_tokens))
+            decoder_mask, cross = Mask(causal=True), _memory_mask(encoder_tokens, mask)
+        elif mask is not None:
+            raise ValueError(
+                "EncoderDecoder: mask is given with packed rows, whose segments say who sees whom; leave "
+                "one of mask and rows.segments out"
+            )
         else:
             packed = functools.partial(Mask.packed, segments=rows.max_segments)
             inputs, targets = rows.segments
-            encoder_mask, mask = packed(inputs), packed(targets, causal=True)
+            mask, decoder_mask = packed(inputs), packed(targets, causal=True)
             cross = packed(inputs, targets)
-        encoded = tap(self, "encoded", self.encode(encoder_tokens, mask=encoder_mask))
+        encoded = tap(self, "encoded", self.encode(encoder_tokens, mask=mask))
         memory = Memory(encoded, cross)
-        return self._decode(decoder_tokens, memory, mask, counted=rows.counted)
+        return self._decode(decoder_tokens, memory, decoder_mask, counted=rows.counted)
 
     @on_any_mesh
     def decode(self, tokens: jax.Array, memory: Memory) -> jax.Array:
@@ -73,15 +101,16 @@ class EncoderDecoder(TextToText, kw_only=True):
         )
 
     @on_any_mesh
-    def encode_inputs(self, tokens: jax.Array) -> Memory:
-        """Returns what `decode` attends to, from ``[batch, k]`` encoder tokens."""
-        return Memory(self.encode(tokens), Mask(key_lengths=num_real_tokens(tokens)))
+    def encode_inputs(self, tokens: jax.Array, *, mask: Mask | None = None) -> Memory:
+        """Returns what `decode` attends to, from ``[batch, k]`` encoder tokens; see `__call__`."""
+        return Memory(self.encode(tokens, mask=mask), _memory_mask(tokens, mask))
 
     @on_any_mesh
     def encode(self, tokens: jax.Array, *, mask: Mask | None = None) -> jax.Array:
         """Encodes ``[batch, k]`` tokens to ``[batch, k, d_model]``.
 
-        Without the mask of packed rows, the real tokens come first.
+        With a mask, see `__call__`, the states are those of the tokens where they stand; without one those
+        of the real tokens come first.
         """
         if mask is None:
             tokens, _ = move_token_padding_last(tokens)
@@ -89,9 +118,14 @@ class EncoderDecoder(TextToText, kw_only=True):
         return self.encoder(self.embed(tokens), mask=mask, shared_positions=self.positions)
 
     @on_any_mesh
-    def init_cache(self, encoder_tokens: jax.Array, *, max_length: int) -> DecodingCache:
-        """Encodes the inputs and returns the cache from which `extend` decodes; see `TextToText`."""
-        memory = self.encode_inputs(encoder_tokens)
+    def init_cache(
+        self, encoder_tokens: jax.Array, *, max_length: int, mask: Mask | None = None
+    ) -> DecodingCache:
+        """Encodes the inputs and returns the cache from which `extend` decodes.
+
+        See `TextToText`, and `__call__` for the mask.
+        """
+        memory = self.encode_inputs(encoder_tokens, mask=mask)
         layers = self.decoder.init_cache(
             memory.encoded, memory, max_length=max_length, shared_positions=self.positions
         )
@@ -104,3 +138,10 @@ class EncoderDecoder(TextToText, kw_only=True):
             self.embed(tokens), cache.layers, memory_mask=cache.memory_mask, shared_positions=self.positions
         )
         return x, dataclasses.replace(cache, layers=layers)
+
+
+def _memory_mask(tokens: jax.Array, mask: Mask | None) -> Mask:
+    """Returns the mask of attention to encoded tokens ``[batch, k]``, given that of the encoder."""
+    if mask is None:
+        return Mask(key_lengths=num_real_tokens(tokens))
+    return Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid)

@@ -10,14 +10,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.files import storage_path
+from synthesizer_jax.base.registry import check_types, replace
+from synthesizer_jax.base.typing import Dtype
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.prediction import Generated, Predictor
 from synthesizer_jax.inference import Decoding
 from synthesizer_jax.models import unroll, unroll_variables
-from synthesizer_jax.models.token_model import TokenModel
+from synthesizer_jax.models.token_model import TokenModel, num_real_tokens
 from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.runs.saved import SavedModel, find_checkpoint, is_run, load_model, open_vocabulary
 
@@ -46,35 +49,47 @@ def restore_run(source: pathlib.Path, mesh: Mesh | None = None) -> tuple[SavedMo
     return saved._replace(model=unroll(model)), unroll_variables(model, variables)
 
 
-def load(path: str | pathlib.Path, *, mesh: Mesh | None = None) -> Loaded:
+def load(
+    path: str | pathlib.Path,
+    *,
+    mesh: Mesh | None = None,
+    dtype: Dtype | None = None,
+    encoder_only: bool = False,
+) -> Loaded:
     """Loads a model with its variables and vocabulary; loads no TensorFlow.
 
     Args:
       path: the directory of a run, ``RUN/checkpoints/STEP``, or a folder of Hugging Face transformers
-        with a T5, or the encoder of one, and its tokenizer.
+        with a T5, or the encoder of one, and its tokenizer, which pipelines of diffusers have beside it.
       mesh: a mesh from `sharding.make_mesh`, over which the variables are sharded parameter by parameter;
         None: one device.
+      dtype: of the parameters and of the computation; None: float32 parameters, and the model's own.
+      encoder_only: whether only the encoder's tensors are read, of a folder of transformers; the model is
+        an `Encoder`.
 
     Raises:
       FileNotFoundError: there is no model, or it has no vocabulary.
-      ValueError: its files cannot be read.
+      ValueError: its files cannot be read, or the dtype is another.
     """
+    check_types(TokenModel, {"dtype": dtype or "float32"})
     source = storage_path(str(path)).expanduser()
-    if is_run(source):
+    if is_run(source) and not encoder_only:
         (model, saved), variables = restore_run(source, mesh)
+        model = replace(model, dtype=dtype or model.dtype)
+        variables = jax.tree.map(lambda x: x.astype(dtype or x.dtype), variables)
         return Loaded(model, variables, open_vocabulary(saved, source, model=model))
     # A run needs none of what reads other libraries' checkpoints.
     from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 
-    with open_pretrained(source) as pretrained:
+    with open_pretrained(source, compare=not encoder_only, encoder_only=encoder_only) as pretrained:
         if pretrained.vocabulary is None:
             raise FileNotFoundError(
                 f"{source} has no vocabulary that is known here; put the model's spiece.model there, or "
                 "name one with 'synthesizer-jax convert --vocabulary'"
             )
         vocabulary, model = pretrained.vocabulary.build(), pretrained.model
-        params = read_params(pretrained, mesh)
-    return Loaded(model, {"params": params}, vocabulary)
+        params = read_params(pretrained, mesh, dtype)
+    return Loaded(replace(model, dtype=dtype or model.dtype), {"params": params}, vocabulary)
 
 
 def generate(
@@ -122,7 +137,13 @@ def generate_with_scores(
 
 
 def encode(
-    loaded: Loaded, texts: Sequence[str], *, inputs_length: int = 512, pool: bool = True
+    loaded: Loaded,
+    texts: Sequence[str],
+    *,
+    inputs_length: int = 512,
+    pool: bool | None = None,
+    pad_to: int | None = None,
+    attend_to_padding: bool = False,
 ) -> np.ndarray | list[np.ndarray]:
     """Encodes texts with the encoder of an encoder-decoder, or an encoder.
 
@@ -130,17 +151,41 @@ def encode(
       loaded: from `load`.
       texts: the inputs.
       inputs_length: inputs are truncated to this many tokens.
-      pool: True returns the mean over the tokens of each text, EOS included.
+      pool: whether to return the mean over the tokens of each text, EOS included; None: unless `pad_to`
+        is given.
+      pad_to: inputs are truncated and padded to this many tokens, in the place of `inputs_length`, and the
+        states of padding are those of transformers, too.
+      attend_to_padding: whether tokens see the padding up to `pad_to`, as in transformers without an
+        ``attention_mask``.
 
     Returns:
-      ``[n, d_model]`` float32; with ``pool=False`` a list of ``[length, d_model]``.
+      ``[n, d_model]`` float32 if pooled; ``[n, pad_to, d_model]``; without `pad_to` a list of
+      ``[length, d_model]``.
 
     Raises:
       TypeError: the model has no encoder.
+      ValueError: padding is to be attended to, but there is none.
     """
-    predictor = _predictor(loaded, texts, inputs_length, Decoding(max_length=1))
-    states = predictor.states([predictor.encode(text) for text in texts])
-    return np.stack([state.mean(axis=0) for state in states]) if pool else states
+    if attend_to_padding and pad_to is None:
+        raise ValueError(
+            "attend_to_padding=True without pad_to, which says how much padding there is; give it too, "
+            "such as pad_to=512"
+        )
+    predictor = _predictor(loaded, texts, pad_to or inputs_length, Decoding(max_length=1))
+    ids = [predictor.encode(text) for text in texts]
+    if pad_to is None:
+        states = predictor.states(ids)
+    else:
+        rows = [np.pad(row, (0, pad_to - len(row))) for row in ids]
+        states = predictor.states(rows, (lambda _: Mask()) if attend_to_padding else _see_real_tokens)
+    if pad_to is None if pool is None else pool:
+        return np.stack([x[: len(row)].mean(axis=0) for x, row in zip(states, ids, strict=True)])
+    return states if pad_to is None else np.stack(states)
+
+
+def _see_real_tokens(tokens: jax.Array) -> Mask:
+    """Returns the mask in which padding, too, sees the real tokens ``[batch, k]``, as in transformers."""
+    return Mask(key_lengths=num_real_tokens(tokens), query_valid=tokens >= 0)
 
 
 def _predictor(loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding) -> Predictor:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.base.typing import Dtype, PyTree
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.models import EncoderDecoder, unroll
@@ -25,11 +25,13 @@ from synthesizer_jax.sharding import replicate_to_devices
 
 
 @contextlib.contextmanager
-def open_pretrained(source: pathlib.Path, *, compare: bool = True) -> Iterator[Pretrained]:
+def open_pretrained(
+    source: pathlib.Path, *, compare: bool = True, encoder_only: bool = False
+) -> Iterator[Pretrained]:
     """Opens a checkpoint of another library, or a run; parameters are read inside the context.
 
     That is a folder of Hugging Face transformers, a checkpoint of T5X, a file or a directory, ``RUN`` or
-    ``RUN/checkpoints/STEP``; for `compare` see `open_folder`.
+    ``RUN/checkpoints/STEP``; for `compare` and `encoder_only` see `open_folder`.
     """
     if not source.exists():
         hint = ""
@@ -37,6 +39,11 @@ def open_pretrained(source: pathlib.Path, *, compare: bool = True) -> Iterator[P
             command = f"hf download {source} --local-dir {source.name}"
             hint = f"; '{command}' downloads a model of the Hugging Face hub"
         raise FileNotFoundError(f"there is no {source}; give a folder or a checkpoint file{hint}")
+    if encoder_only and (is_run(source) or source.is_file() or is_checkpoint(source)):
+        raise ValueError(
+            f"encoder_only=True is for folders of transformers, and {source} is none; leave it out: encode "
+            "runs the encoder alone"
+        )
     if is_run(source):
         yield _open_run(source)
         return
@@ -44,7 +51,7 @@ def open_pretrained(source: pathlib.Path, *, compare: bool = True) -> Iterator[P
         yield open_checkpoint(source)
         return
     with tempfile.TemporaryDirectory() as scratch:
-        yield open_folder(source, pathlib.Path(scratch), compare=compare)
+        yield open_folder(source, pathlib.Path(scratch), compare=compare, encoder_only=encoder_only)
 
 
 def _open_run(source: pathlib.Path) -> Pretrained:
@@ -64,11 +71,14 @@ def _open_run(source: pathlib.Path) -> Pretrained:
     return Pretrained(unroll(model), params, vocabulary)
 
 
-def read_params(pretrained: Pretrained, mesh: Mesh | None = None) -> PyTree:
-    """Reads the parameters of an open checkpoint one by one, to one device or sharded over a mesh."""
+def read_params(pretrained: Pretrained, mesh: Mesh | None = None, dtype: Dtype | None = None) -> PyTree:
+    """Reads the parameters of an open checkpoint one by one, to one device or sharded over a mesh.
+
+    `dtype` None is float32.
+    """
     if mesh is None:
-        return jax.tree.map(lambda x: jnp.asarray(x.read()), pretrained.params)
+        return jax.tree.map(lambda x: jnp.asarray(x.read(dtype)), pretrained.params)
     layout = layout_over(pretrained.model, pretrained.model.example(1, 1), mesh)["params"]
     return jax.tree.map(
-        lambda x, to: replicate_to_devices(x.read(), to.sharding), pretrained.params, layout
+        lambda x, to: replicate_to_devices(x.read(dtype), to.sharding), pretrained.params, layout
     )

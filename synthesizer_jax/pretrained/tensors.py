@@ -138,8 +138,8 @@ def match_tensors(
 
 
 def _read(tensor: Tensor, c: Correspondence) -> np.ndarray:
-    """Reads a parameter as float32."""
-    return c.layout.to_ours(tensor.read(None).astype(np.float32, copy=False), c.shape)
+    """Reads a parameter in the dtype in which it is stored."""
+    return c.layout.to_ours(tensor.read(None), c.shape)
 
 
 def named_tensors(params: PyTree, parameters: Sequence[Correspondence]) -> Iterator[tuple[str, np.ndarray]]:

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import synthesizer_jax as sj
+from synthesizer_jax import nnx as snnx
 from synthesizer_jax.models import EncoderDecoder, LearnedPositions
 from synthesizer_jax.primitives.parameters import apply_method
 from tests.layers.contract import general
@@ -64,6 +66,48 @@ def test_candidates_that_share_a_memory(cross, rows, source):
     memory = jax.eval_shape(lambda v: apply_method(model.encode_inputs, v, source), variables)
     with pytest.raises(ValueError, match="3 rows of tokens for 2 rows of memory"):
         jax.eval_shape(lambda m: apply_method(model.decode, variables, tokens[:3], m), memory)
+
+
+def test_a_mask_says_which_inputs_are_real(source):
+    """``Mask()`` takes padding for tokens like others; a mask of what is real changes nothing."""
+    model = encoder_decoder(sj.Attention(2, 4), bias=sj.RelativeBias())
+    targets = jnp.array([[0, 3, 2], [0, 2, 0]])
+    variables = general(model.init, source, targets)
+    reader = sj.Encoder(vocab_size=VOCAB, d_model=D, encoder=model.encoder, pooling="first", outputs=2)
+    own = general(reader.init, source)
+    everything = sj.Mask()
+    real = sj.Mask(key_valid=source[:, ::-1] != 0)
+
+    def another_id(params):  # 1 in the place of 0
+        embedding = params["params"]["embedding"]
+        return {"params": params["params"] | {"embedding": embedding.at[1].set(embedding[0])}}
+
+    @jax.jit
+    def run(variables, own):
+        replaced = jnp.where(source == 0, 1, source)
+        cache = apply_method(model.init_cache, variables, source, max_length=3, mask=everything)
+        found = (
+            model.apply(variables, source, targets, mask=everything),
+            apply_method(model.extend, variables, targets, cache)[0],
+            reader.apply(own, source, mask=everything),
+            model.apply(variables, source[:, ::-1], targets, mask=real),
+            reader.apply(own, source[:, ::-1], mask=real).outputs,
+        )
+        expected = (
+            model.apply(another_id(variables), replaced, targets),
+            apply_method(model.hidden, another_id(variables), replaced, targets),
+            reader.apply(another_id(own), replaced),
+            model.apply(variables, source[:, ::-1], targets),
+            reader.apply(own, source[:, ::-1]).outputs,
+        )
+        module = nnx.merge(nnx.graphdef(snnx.to_nnx(reader, rngs=nnx.Rngs(0))), own["params"])
+        return (*found, module(source, mask=everything)), (*expected, found[2])
+
+    found, expected = run(variables, own)
+    jax.tree.map(close, found, expected)
+    packed = sj.models.token_model.Rows(segments=(source, targets))
+    with pytest.raises(ValueError, match=r"leave one of mask and rows.segments out"):
+        model.apply(variables, source, targets, rows=packed, mask=everything)
 
 
 @pytest.mark.parametrize("kind", [sj.Stack, sj.UniversalStack])

@@ -15,7 +15,7 @@ from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_senten
 from synthesizer_jax.inference import Decoding, decode, decode_sequences, encode_tokens
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.pretrained import Loaded, generate, load
+from synthesizer_jax.pretrained import Loaded, encode, generate, load
 from synthesizer_jax.pretrained.architecture import Architecture
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.huggingface.export import write_folder
@@ -158,6 +158,34 @@ def test_an_encoder_alone_has_the_same_states(tmp_path):
     (tmp_path / "b").mkdir()
     write_folder(tmp_path / "b", model, variables, None)
     check_logits(tmp_path / "b", model, variables)
+
+
+@pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "umT5"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_text_encoders_have_the_same_states(tmp_path, family, masked):
+    """At padded positions, too, of a whole folder and of one as pipelines of diffusers have it."""
+    config = TINY | FAMILIES[family]
+    make_model(config).save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+    cls = getattr(transformers, f"{CLASSES[config['model_type']]}EncoderModel")
+    reference = cls.from_pretrained(tmp_path / "whole").eval()
+    reference.save_pretrained(tmp_path / "text_encoder_2", max_shard_size="20KB")
+    tokenizer = transformers.ByT5Tokenizer(extra_ids=125)
+    for name in ("whole", "tokenizer_2"):
+        tokenizer.save_pretrained(tmp_path / name)
+    texts, length = ["a cat", "a longer prompt of a dog, which is cut"], 24
+    options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+    rows = tokenizer(texts, max_length=length, **options)
+    with torch.no_grad():
+        found = reference(rows.input_ids, attention_mask=rows.attention_mask if masked else None)
+    theirs = found.last_hidden_state.numpy()
+    for name in ("whole", "text_encoder_2"):
+        loaded = load(tmp_path / name, encoder_only=True)
+        ours = encode(loaded, texts, pad_to=length, attend_to_padding=not masked)
+        assert np.abs(ours - theirs).max() <= TOLERANCE * np.abs(theirs).max()
+        cut = encode(loaded, texts, inputs_length=length, pool=False)
+        real = rows.attention_mask.numpy() > 0
+        if masked:
+            assert np.abs(np.concatenate(cut) - theirs[real]).max() <= TOLERANCE * np.abs(theirs).max()
 
 
 def next_log_p(reference, inputs):

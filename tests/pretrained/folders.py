@@ -123,9 +123,17 @@ def rounded(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def logits(
-    config: dict[str, Any], tensors: dict[str, np.ndarray], inputs: np.ndarray, targets: np.ndarray
+    config: dict[str, Any],
+    tensors: dict[str, np.ndarray],
+    inputs: np.ndarray,
+    targets: np.ndarray | None,
+    *,
+    real: int | None = None,
 ) -> np.ndarray:
-    """What ``T5ForConditionalGeneration`` computes for ``[k]`` inputs and ``[q]`` decoder inputs."""
+    """What ``T5ForConditionalGeneration`` computes for ``[k]`` inputs and ``[q]`` decoder inputs.
+
+    Without targets the encoder's states, where all tokens see the first `real` ones; None: all.
+    """
     w = {name: x.astype(np.float64) for name, x in tensors.items()}
     heads, width = config["num_heads"], config["d_kv"]
 
@@ -161,7 +169,7 @@ def logits(
     def stack(x: np.ndarray, name: str, memory: np.ndarray | None) -> np.ndarray:
         causal, n = memory is not None, len(x)
         layers = config["num_decoder_layers" if causal else "num_layers"]
-        mask = np.where(np.tri(n) > 0, 0.0, -np.inf) if causal else np.zeros((n, n))
+        mask = np.where(np.tri(n) > 0, 0.0, -np.inf) if causal else seen
         for i in range(layers):
             block = f"{name}.block.{i}"
             source = i if config["model_type"] == "umt5" else 0
@@ -177,7 +185,10 @@ def logits(
             x = x + feed_forward(h, f"{block}.layer.{last}.DenseReluDense")
         return norm(x, f"{name}.final_layer_norm")
 
+    seen = np.where(np.arange(len(inputs)) < (real or len(inputs)), 0.0, -np.inf)[None]
     memory = stack(w["shared.weight"][inputs], "encoder", None)
+    if targets is None:
+        return memory
     hidden = stack(w["shared.weight"][targets], "decoder", memory)
     if config["tie_word_embeddings"]:
         return hidden * config["d_model"] ** -0.5 @ w["shared.weight"].T

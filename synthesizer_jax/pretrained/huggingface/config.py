@@ -64,7 +64,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         return data
 
 
-def read_config(folder: pathlib.Path, *, output: bool | None) -> Architecture:
+def read_config(folder: pathlib.Path, *, output: bool | None, encoder_only: bool = False) -> Architecture:
     """Returns the architecture that a folder's ``config.json`` describes.
 
     Up to version 4, transformers has an output projection of its own if ``tie_word_embeddings`` is
@@ -74,14 +74,14 @@ def read_config(folder: pathlib.Path, *, output: bool | None) -> Architecture:
     with its own projection, in error: they were trained without.)
 
     `output` tells whether the folder holds an output projection that is not a copy of the embedding; None:
-    that is not known.
+    that is not known. `encoder_only` makes the architecture that of the encoder alone.
     """
     path = folder / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {CONFIG}; give a folder that transformers has saved")
     data = read_json(path)
     with describing(path, "give the folder of a T5, FLAN-T5, ByT5, UL2, mT5 or umT5"):
-        architecture = _architecture(data, output)
+        architecture = _architecture(data, output, encoder_only)
     for file in (path, folder / GENERATION_CONFIG):
         if file.is_file():
             config = read_json(file)
@@ -116,7 +116,7 @@ class _Config:
     transformers_version: object = None
 
 
-def _architecture(data: dict[str, Any], output: bool | None) -> Architecture:
+def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool) -> Architecture:
     """Returns the architecture of a configuration; see `read_config`."""
     values: dict[str, Any] = {
         f.name: data.get(f.name, None if f.default is dataclasses.MISSING else f.default)
@@ -139,7 +139,7 @@ def _architecture(data: dict[str, Any], output: bool | None) -> Architecture:
     for name in map(str, classes):
         if name.endswith(("Classification", "Answering")):
             raise ValueError(f"a {name} is not read")
-    encoder_only = [str(c)[-12:] for c in classes] == ["EncoderModel"]
+    encoder_only = encoder_only or [str(c)[-12:] for c in classes] == ["EncoderModel"]
     return Architecture(
         **{ours: getattr(config, theirs) for ours, theirs in FIELDS.items()},
         num_decoder_layers=0 if encoder_only else config.num_decoder_layers or config.num_layers,

@@ -12,21 +12,31 @@ import numpy as np
 
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface.config import CONFIG, read_config
-from synthesizer_jax.pretrained.huggingface.names import EMBEDDINGS, OUTPUT, UNUSED, torch_name
+from synthesizer_jax.pretrained.huggingface.names import (
+    EMBEDDINGS,
+    OUTPUT,
+    UNUSED,
+    is_in_encoder,
+    torch_name,
+)
 from synthesizer_jax.pretrained.huggingface.tokenizer import read_vocabulary
 from synthesizer_jax.pretrained.huggingface.weights import open_weights
 from synthesizer_jax.pretrained.tensors import FLOATS, Tensors, correspondences, match_tensors
 
 
-def open_folder(folder: pathlib.Path, scratch: pathlib.Path, *, compare: bool = True) -> Pretrained:
+def open_folder(
+    folder: pathlib.Path, scratch: pathlib.Path, *, compare: bool = True, encoder_only: bool = False
+) -> Pretrained:
     """Opens a model, its parameters and its vocabulary.
 
     `scratch` is a directory for temporary files. Without `compare`, an output projection is taken for the
-    model's own, and only headers are read; with it, tensors that are one in the model must be equal. Raises
-    a `ValueError` for another architecture, which lists all tensors that do not fit.
+    model's own, and only headers are read; with it, tensors that are one in the model must be equal.
+    `encoder_only` opens the encoder alone, of a whole model too. Raises a `ValueError` for another
+    architecture, which lists all tensors that do not fit.
     """
-    read_config(folder, output=None)  # before the weights: it says best what is wrong with a folder
-    tensors = open_weights(folder)
+    # Before the weights: it says best what is wrong with a folder.
+    read_config(folder, output=None, encoder_only=encoder_only)
+    tensors = open_weights(folder, is_in_encoder) if encoder_only else open_weights(folder)
     shared = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
     for name in EMBEDDINGS:
         if compare and name in tensors and not _are_equal(tensors, name, shared):
@@ -35,7 +45,7 @@ def open_folder(folder: pathlib.Path, scratch: pathlib.Path, *, compare: bool = 
                 f"{folder} again"
             )
     has_output = OUTPUT in tensors and not (compare and _are_equal(tensors, OUTPUT, shared))
-    architecture = read_config(folder, output=has_output)
+    architecture = read_config(folder, output=has_output, encoder_only=encoder_only)
     if architecture.tied and has_output and compare and architecture.num_decoder_layers:
         raise ValueError(
             f"{folder / CONFIG} says that the model has no output projection of its own, but {OUTPUT} is "

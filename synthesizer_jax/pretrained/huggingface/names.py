@@ -42,6 +42,11 @@ UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight
 """A tensor of the first published folders that no model reads."""
 
 
+def is_in_encoder(name: str) -> bool:
+    """Whether a tensor is a part of the encoder, or perhaps its embedding."""
+    return name in EMBEDDINGS or not (name.startswith("decoder.") or name == OUTPUT)
+
+
 def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     """Returns the name and layout in PyTorch of a parameter of ours, with looped layers."""
     if path == ("embedding",):

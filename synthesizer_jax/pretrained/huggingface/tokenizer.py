@@ -15,6 +15,7 @@ from synthesizer_jax.pretrained.huggingface.config import read_json
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SENTENCEPIECE = ("spiece.model", "sentencepiece.model")
+TEXT_ENCODER = "text_encoder"
 BYTES = "bytes"
 """The name of the vocabulary that needs no file."""
 
@@ -29,7 +30,8 @@ MOST_ADDED = 2**16
 def read_vocabulary(folder: pathlib.Path, scratch: pathlib.Path) -> Bytes | SentencePiece | None:
     """Returns the configuration of a folder's vocabulary; None where there is none that is known.
 
-    A SentencePiece model that is made of a ``tokenizer.json`` is put into the directory `scratch`.
+    Pipelines of diffusers have it in ``tokenizer_2``, say, beside ``text_encoder_2``. A SentencePiece model
+    that is made of a ``tokenizer.json`` is put into the directory `scratch`.
     """
     path = folder / TOKENIZER_CONFIG
     fields = read_json(path) if path.is_file() else {}
@@ -45,6 +47,8 @@ def read_vocabulary(folder: pathlib.Path, scratch: pathlib.Path) -> Bytes | Sent
         file = scratch / SENTENCEPIECE[0]
         file.write_bytes(sentencepiece_model(folder / TOKENIZER))
         return SentencePiece(str(file), 0)
+    if folder.name.startswith(TEXT_ENCODER):
+        return read_vocabulary(folder.with_name(folder.name.replace(TEXT_ENCODER, "tokenizer")), scratch)
     return None
 
 

@@ -20,10 +20,10 @@ SAFETENSORS = "model.safetensors"
 TORCH = "pytorch_model.bin"
 
 
-def open_weights(folder: pathlib.Path) -> Tensors:
-    """Returns the tensors of a folder by their names in PyTorch.
+def open_weights(folder: pathlib.Path, wanted: Callable[[str], bool] = lambda _: True) -> Tensors:
+    """Returns the tensors of a folder by their names in PyTorch, those whose names are `wanted`.
 
-    They are read one by one, when they are asked for.
+    They are read one by one, when they are asked for; files without any are not opened.
     """
     indices = {file: folder / f"{file}.index.json" for file in _READERS}
     present = [f for f, index in indices.items() if (folder / f).is_file() or index.is_file()]
@@ -35,7 +35,7 @@ def open_weights(folder: pathlib.Path) -> Tensors:
     shards = {folder / file}
     if index.is_file():
         with describing(index, "copy or download it again"):
-            names = set(read_json(index)["weight_map"].values())
+            names = {f for name, f in read_json(index)["weight_map"].items() if wanted(name)}
             if outside := [n for n in names if pathlib.PurePath(n).name != n or "\\" in n]:
                 raise ValueError(f"{outside[0]!r} is not a file of the folder")
             shards = {folder / name for name in names}
@@ -45,7 +45,7 @@ def open_weights(folder: pathlib.Path) -> Tensors:
             raise FileNotFoundError(f"{path} is missing; copy or download it again")
         with reading(path):
             tensors |= _READERS[file](path)
-    return tensors
+    return {name: tensor for name, tensor in tensors.items() if wanted(name)}
 
 
 def _open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:

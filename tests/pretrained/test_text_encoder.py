@@ -1,0 +1,103 @@
+"""T5 as a text encoder: rows of fixed length, folders of diffusers, the encoder's tensors alone."""
+
+import json
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from synthesizer_jax.pretrained import encode, load
+from synthesizer_jax.pretrained.huggingface import folder as opening
+from synthesizer_jax.pretrained.huggingface.weights import open_weights
+from synthesizer_jax.sharding import MeshShape, make_mesh
+from tests.pretrained.folders import FAMILIES, TINY, UNTIED, logits, make_folder, make_tensors
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "text_encoder.md"
+TEXTS = ["a cat", "a longer prompt of a dog"]
+
+
+@pytest.mark.parametrize("family", ["T5 1.1, FLAN-T5", "umT5"])
+@pytest.mark.parametrize("attend_to_padding", [True, False])
+def test_padded_texts_have_the_states_of_transformers(tmp_path, family, attend_to_padding):
+    """Without an attention mask and with one, at padded positions too; cut, as they ever were."""
+    config = TINY | FAMILIES[family]
+    loaded = load(make_folder(tmp_path, config, tensors := make_tensors(config)))
+    options = {"pad_to": 16, "attend_to_padding": attend_to_padding}
+    found = encode(loaded, TEXTS, **options)
+    assert found.shape == (2, 16, 20)
+    for text, states, pooled in zip(TEXTS, found, encode(loaded, TEXTS, pool=True, **options), strict=True):
+        ids = np.array([*loaded.vocabulary.encode(text)[:15], 1])
+        real, rows = len(ids), np.pad(ids, (0, 16 - len(ids)))
+        expected = logits(config, tensors, rows, None, real=None if attend_to_padding else real)
+        assert np.abs(states - expected).max() < 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(pooled, states[:real].mean(0), atol=1e-6)
+        if not attend_to_padding:
+            (cut,) = encode(loaded, [text], inputs_length=16, pool=False)
+            np.testing.assert_allclose(cut, states[:real], atol=1e-5)
+    with pytest.raises(ValueError, match="give it too"):
+        encode(loaded, TEXTS, attend_to_padding=True)
+
+
+@pytest.mark.parametrize("family", ["T5 1.0", "umT5"])
+def test_only_the_encoders_tensors_are_read(tmp_path, family, monkeypatch):
+    """Of a whole folder, over a mesh and in bfloat16; files of other tensors may be absent."""
+    config = TINY | FAMILIES[family]
+    tensors = make_tensors(config)
+    folder = make_folder(tmp_path, config, tensors, shards=len(tensors))
+    files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    encoder = {name for name in tensors if name.startswith(("encoder.", "shared."))}
+    (folder / files["decoder.final_layer_norm.weight"]).unlink()
+    read = []
+
+    def spied(*args):
+        for name, tensor in open_weights(*args).items():
+            stored = lambda layer, name=name, tensor=tensor: read.append(name) or tensor.read(layer)
+            yield name, tensor._replace(read=stored)
+
+    monkeypatch.setattr(opening, "open_weights", lambda *args: dict(spied(*args)))
+    mesh = make_mesh(MeshShape(fsdp=4), jax.devices()[:4])
+    loaded = load(folder, encoder_only=True, dtype="bfloat16", mesh=mesh)
+    assert sorted(read) == sorted(encoder)
+    leaves = jax.tree.leaves(loaded.variables)
+    assert {x.dtype.name for x in leaves} == {loaded.model.dtype} == {"bfloat16"}
+    assert sum(x.size for x in leaves) == sum(tensors[name].size for name in encoder)
+    assert "fsdp" in str(loaded.variables["params"]["embedding"].sharding.spec)
+    ids = np.array([*loaded.vocabulary.encode(TEXTS[0]), 1])
+    expected = logits(config, tensors, ids, None)
+    (found,) = encode(loaded, TEXTS[:1], pool=False)
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+    with pytest.raises(FileNotFoundError, match="is missing"):
+        load(folder)
+    with pytest.raises(ValueError, match="dtype is 'float16'; allowed"):
+        load(folder, dtype="float16")
+
+
+@pytest.mark.parametrize(("number", "kind"), [("", "UMT5"), ("_2", "T5")])
+def test_a_pipelines_tokenizer_is_beside_its_text_encoder(tmp_path, number, kind):
+    config = TINY | {"model_type": kind.lower(), "architectures": [f"{kind}EncoderModel"]}
+    tensors = {n: x for n, x in make_tensors(config).items() if not n.startswith("decoder")}
+    folder = make_folder(tmp_path / f"text_encoder{number}", config, tensors, shards=2)
+    tokenizer = tmp_path / f"tokenizer{number}"
+    tokenizer.mkdir()
+    (folder / "tokenizer_config.json").rename(tokenizer / "tokenizer_config.json")
+    assert load(f"{folder}/").vocabulary.vocab_size == 384
+    with pytest.raises(FileNotFoundError, match="no vocabulary that is known here"):
+        load(folder.rename(tmp_path / "text_encoder_3"))
+
+
+def test_the_pages_snippets_run_in_order(tmp_path, monkeypatch):
+    """On a mesh of eight Linen, `encode` and NNX give the states of transformers, rounded to bfloat16."""
+    config = TINY | UNTIED | {"d_model": 32, "architectures": ["T5EncoderModel"]}
+    tensors = {n: x for n, x in make_tensors(config).items() if not n.startswith("decoder")}
+    make_folder(tmp_path / "FLUX.1-dev" / "text_encoder_2", config, tensors, shards=2)
+    monkeypatch.chdir(tmp_path)
+    page, states = {}, []
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S):
+        exec(block, page)
+        states.append(np.asarray(page["states"], np.float32))
+    assert len(states) == 3 and len(page["states"].sharding.device_set) == 8
+    expected = logits(config, tensors, np.asarray(page["ids"][0]), None)
+    for found in states:
+        assert np.abs(found[0] - expected).max() < 0.05 * np.abs(expected).max()
