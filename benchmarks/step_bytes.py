@@ -220,7 +220,8 @@ def compile_step(name: str, variant: str, rows: int) -> Step:
     chip = topology.chip
     experiment = replace(make_experiment("base", variant, rows, 1), mesh=MeshShape())
     trainer = Trainer(experiment, [plan.devices_of(topology)[0]])
-    compiled = trainer.trace().lower().compile()
+    with jax.set_mesh(trainer.mesh):  # Pallas asks it what chip it lowers for
+        compiled = trainer.trace().lower().compile()
     operations = Program(compiled.as_text()).rows()
     flops, moved = trainer.step_flops() or 0.0, operations.total()
     seconds = chip.devices * max(flops / chip.flops, moved / chip.bandwidth)

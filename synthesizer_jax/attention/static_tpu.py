@@ -268,12 +268,13 @@ def _tile_bytes(values: jax.Array, q_length: int) -> int:
 def _memory(values: jax.Array, q_length: int) -> int:
     """Returns the bytes of vector memory that a program may take.
 
-    That is most of the chip's where the chip is known and the tiles need it, otherwise what all chips
-    after TPU v4 have. The compiler keeps arrays in the rest.
+    That is most of the chip's if the tiles need it. The compiler keeps arrays in the rest. Where the chip
+    is not known, it is what all chips after TPU v4 have.
     """
-    if not pltpu.is_tpu_device() or 3 * _tile_bytes(values, q_length) <= 2 * VMEM:
+    if not pltpu.is_tpu_device():
         return VMEM
-    return pltpu.get_tpu_info().vmem_capacity_bytes // 8 * 7
+    capacity = int(pltpu.get_tpu_info().vmem_capacity_bytes)
+    return min(VMEM, capacity) if 3 * _tile_bytes(values, q_length) <= 2 * VMEM else capacity // 8 * 7
 
 
 def _examples_per_program(values: jax.Array, q_length: int) -> int:

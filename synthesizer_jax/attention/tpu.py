@@ -18,7 +18,7 @@ from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.typing import PyTree
 
 VMEM = 32 * 2**20
-"""What a program may take of a core's vector memory, which is that large from TPU v4 on."""
+"""What a program may take of a core's vector memory, which is that large after TPU v4, which has 16 MiB."""
 
 LANES = 128
 """A block's last axis is all of an array's, or a multiple of this."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -329,8 +328,7 @@ def compile_step(experiment: Experiment, topology: Topology) -> jax.stages.Compi
       ValueError: the compiler is not installed, or does not support the topology or the mesh on it.
     """
     trainer = Trainer(experiment, devices=devices_of(topology))
-    # Pallas asks the mesh what GPU it lowers for.
-    with jax.set_mesh(trainer.mesh) if topology.chip.is_gpu else contextlib.nullcontext():
+    with jax.set_mesh(trainer.mesh):  # Pallas asks it what chip it lowers for
         lowered = trainer.trace().lower()
     try:
         return lowered.compile(GPU_OPTIONS if topology.chip.is_gpu else None)
