@@ -100,7 +100,9 @@ def test_kernels_compile_for_other_generations(variant, name):
     data = DataConfig("none", INPUTS, TARGETS, ROWS * place.devices)
     small = replace(recipe(variant, "v5e:2x4"), model=model, data=data, mesh=MeshShape())
     text = plan.compile_step(small, place).as_text()
-    assert text.count('"tpu_custom_call"') == KERNELS[variant]
+    # The vector memory of v4 holds no 512 × 512 tables of two heads: the encoder's are matrix products.
+    without = 2 if variant == "r" and name.startswith("v4") else 0
+    assert text.count('"tpu_custom_call"') == KERNELS[variant] - without
 
 
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"])
