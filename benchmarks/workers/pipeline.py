@@ -14,9 +14,10 @@ options = racing.options()
 
 from synthesizer_jax.data.config import DataConfig  # noqa: E402
 from synthesizer_jax.data.vocabularies import SentencePiece  # noqa: E402
-from synthesizer_jax.preparation.rows import to_seqio  # noqa: E402
-from synthesizer_jax.tasks import task_registry  # noqa: E402
+from synthesizer_jax.tasks import stored, task_registry  # noqa: E402
+from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary  # noqa: E402
 from synthesizer_jax.tasks.splits import open_stream  # noqa: E402
+from synthesizer_jax.tasks.task import Task  # noqa: E402
 
 Batch = dict[str, np.ndarray]
 mixture, pack = options["mixture"], options["pack"]
@@ -38,7 +39,7 @@ def by_seqio() -> Iterator[Batch]:
     """SeqIO's pipeline as it comes, not as our tasks set it."""
     seqio.set_tfds_read_config_override(None)
     members = [
-        (to_seqio(task_registry.find_task(name), vocabulary, data_dir), rate)
+        (seqio_task(task_registry.find_task(name)), rate)
         for name, rate in task_registry.mixture_rates(mixture, data_dir).items()
         if rate
     ]
@@ -52,6 +53,18 @@ def by_seqio() -> Iterator[Batch]:
         seed=0,
     )
     return data.batch(options["batch"], drop_remainder=True).prefetch(2).as_numpy_iterator()
+
+
+def seqio_task(task: Task) -> seqio.Task:
+    """A task of ours as SeqIO's."""
+    version = stored.newest_version(task.dataset, data_dir).name
+    feature = seqio.Feature(seqio_vocabulary(vocabulary), add_eos=True)
+    return seqio.Task(
+        task.name,
+        source=seqio.TfdsDataSource(f"{task.dataset}:{version}", str(data_dir)),
+        preprocessors=[task.preprocess, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim],
+        output_features={"inputs": feature, "targets": feature},
+    )
 
 
 def num_examples(batch: Batch) -> int:

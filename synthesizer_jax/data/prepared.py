@@ -16,6 +16,7 @@ import bisect
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import pathlib
 import tempfile
@@ -178,10 +179,19 @@ class RaggedTokens(NamedTuple):
     ends: np.ndarray
 
     @classmethod
-    def of(cls, sequences: Sequence[np.ndarray]) -> RaggedTokens:
+    def of(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> RaggedTokens:
         """Returns sequences one after another."""
         ends = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
-        return cls(np.concatenate([np.zeros(0, np.int32), *sequences]).astype(np.int32), ends)
+        return cls(np.fromiter(itertools.chain.from_iterable(sequences), np.int32, ends[-1]), ends)
+
+    def enclose(self, first: Sequence[int], last: Sequence[int]) -> RaggedTokens:
+        """Returns the sequences with the same tokens before, and the same after, each of them."""
+        ids, ends = self
+        for places, tokens in ((slice(1, None), last), (slice(-1), first)):
+            where, count = ends[places], len(ends) - 1
+            ids = np.insert(ids, np.repeat(where, len(tokens)), np.tile(np.array(tokens, np.int32), count))
+            ends = ends + len(tokens) * np.arange(count + 1)
+        return RaggedTokens(ids, ends)
 
     def truncate(self, limit: int, *, keep_last: int) -> RaggedTokens:
         """Returns the sequences with at most `limit` tokens, the last `keep_last` of them kept."""
@@ -232,7 +242,7 @@ class Chunk:
 
     def documents(self) -> Chunk:
         """Returns the examples as documents for an objective: targets without EOS alone."""
-        return Chunk(RaggedTokens.of([np.zeros(0)] * len(self)), self.targets.without_eos())
+        return Chunk(RaggedTokens.of([()] * len(self)), self.targets.without_eos())
 
     def to_bytes(self) -> bytes:
         """Returns the examples as a record."""

@@ -1,83 +1,164 @@
-"""The rows of tasks, read by SeqIO."""
+"""The rows of tasks with their tokens: of TFDS data sets, and of SeqIO's tasks."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
+import itertools
+import operator
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from etils import epy
 
-from synthesizer_jax.data.vocabularies import Vocabulary
-from synthesizer_jax.tasks import preprocessors, stored
-from synthesizer_jax.tasks.seqio_tasks import RegisteredTask, seqio_vocabulary
-from synthesizer_jax.tasks.task import Preprocessor, Task
+from synthesizer_jax.data.prepared import Chunk, RaggedTokens
+from synthesizer_jax.data.task_streams import CHUNK, SIDES
+from synthesizer_jax.data.vocabularies import EOS, Vocabulary
+from synthesizer_jax.tasks import stored
+from synthesizer_jax.tasks.preprocessors import Row, takes_batches
+from synthesizer_jax.tasks.seqio_tasks import RegisteredTask
+from synthesizer_jax.tasks.task import Task
 
 with epy.lazy_imports():
     import seqio
     import tensorflow as tf
     import tensorflow_datasets as tfds
+    from tensorflow_datasets.core import file_adapters
 
 
-def to_seqio(task: Task, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
-    """Returns the SeqIO task over the newest version of a task's data set.
+class Batch(NamedTuple):
+    """The tokens of up to `CHUNK` consecutive rows of a task, and everything else of each of them."""
+
+    tokens: Chunk
+    rows: Iterable[dict[str, Any]]
+
+
+def read_task(
+    task: Task,
+    split: str,
+    vocabulary: Vocabulary,
+    data_dir: pathlib.Path,
+    *,
+    with_rows: bool = True,
+    lengths: Mapping[str, int] | None = None,
+    seed: int = 0,
+    shard: tuple[int, int] = (0, 1),
+    threads: int = 1,
+) -> Iterator[Batch]:
+    """Yields the rows of a split, or of one of its shards, in stored order, once.
+
+    Args:
+      task: the task; one of SeqIO's registry is read by SeqIO.
+      split: its split.
+      vocabulary: what encodes its texts.
+      data_dir: where its data set is.
+      with_rows: whether `Batch.rows` are asked for; otherwise there may be none.
+      lengths: the lengths of rows, for a task whose steps depend on them.
+      seed: of the task's random steps.
+      shard: index of the shard and number of shards, at most `num_files`.
+      threads: number of threads that encode texts.
+    """
+    import_tensorflow()
+    if isinstance(task, RegisteredTask):
+        dataset = _read_registered(task.to_seqio(vocabulary, data_dir), split, lengths, seed, shard)
+        yield from _batches_with_rows(dataset) if with_rows else _batches_of_tokens(dataset)
+        return
+    with seqio.map_seed_manager(seed):
+        texts = _read_stored(task, split, data_dir, shard)
+    yield from encode(texts, task, vocabulary, threads=threads)
+
+
+def encode(
+    texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary, *, threads: int = 1
+) -> Iterator[Batch]:
+    """Yields batches of the rows that a task has made, with their tokens."""
+    sentinel = [vocabulary.vocab_size - 1] * task.sentinel
+    around = {"inputs": ([], [*sentinel, EOS]), "targets": (sentinel, [EOS])}
+    for batch in texts.prefetch(2).with_options(_options()):
+        tokens = {
+            side: RaggedTokens.of(vocabulary.encode_all(batch[side].numpy().tolist(), threads=threads))
+            for side in SIDES
+            if side in batch
+        }
+        chunk = _to_chunk({side: ids.enclose(*around[side]) for side, ids in tokens.items()})
+        yield Batch(chunk, _rows_of(batch, len(chunk)))
+
+
+def num_files(task: Task, split: str, vocabulary: Vocabulary, data_dir: pathlib.Path) -> int:
+    """Returns the number of files of a split, which can be read as so many shards.
 
     Raises:
       FileNotFoundError: the data set is not in `data_dir`.
-      ValueError: its files name classes that are not TFDS's.
+      ValueError: its files name classes that are not TFDS's, or a task of SeqIO's has no tokens.
     """
     if isinstance(task, RegisteredTask):
-        return task.to_seqio(vocabulary, data_dir)
+        return len(task.to_seqio(vocabulary, data_dir).source.list_shards(split))
+    return len(list(_directory(task, data_dir).glob(f"*-{split}.*-of-*")))
+
+
+def _directory(task: Task, data_dir: pathlib.Path) -> pathlib.Path:
     directory = stored.newest_version(task.dataset, data_dir)
     if directory is None:
         raise FileNotFoundError(f"the data set {task.dataset} is not in {data_dir}; import it")
     stored.check_classes(directory)
-    theirs = seqio_vocabulary(vocabulary)
-    return seqio.Task(
-        task.name,
-        source=seqio.TfdsDataSource(
-            f"{task.dataset}:{directory.name}",
-            tfds_data_dir=str(data_dir),
-            splits=list(task.stored_splits(data_dir)),
-        ),
-        preprocessors=seqio_preprocessors(task, vocabulary),
-        postprocess_fn=task.postprocess,
-        output_features={
-            "inputs": seqio.Feature(theirs, add_eos=True, required=False),
-            "targets": seqio.Feature(theirs, add_eos=True),
-        },
-        metric_fns=list(task.metrics),
-    )
+    return directory
 
 
-def seqio_preprocessors(task: Task, vocabulary: Vocabulary) -> list[Preprocessor]:
-    """Returns the SeqIO preprocessors that turn a task's stored rows into token ids."""
-    steps = [] if task.preprocess is None else [task.preprocess]
-    steps += [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
-    if task.sentinel:
-        sentinel = vocabulary.vocab_size - 1
-        steps.append(functools.partial(preprocessors.append_sentinel, sentinel=sentinel))
-    return [*steps, seqio.preprocessors.append_eos_after_trim]
+def _read_stored(task: Task, split: str, data_dir: pathlib.Path, shard: tuple[int, int]) -> tf.data.Dataset:
+    """Returns batches of a task's rows with their texts."""
+    info, (index, num_shards) = tfds.builder_from_directory(str(_directory(task, data_dir))).info, shard
+    files = list(map(str, info.splits[split].filepaths))[index::num_shards]
+    read_file = file_adapters.ADAPTER_FOR_FORMAT[info.file_format].make_tf_data
+    records = tf.data.Dataset.from_tensor_slices(files).flat_map(read_file)
+    count = sum(info.splits[split].shard_lengths[index::num_shards])
+    records = records.apply(tf.data.experimental.assert_cardinality(count))
+    preprocess = task.preprocess or (lambda rows: rows)
+    parse = _batch_parser(info.features)  # rows one by one take longer to parse than to encode
+    if parse is None:
+        return preprocess(records.map(info.features.deserialize_example)).ragged_batch(CHUNK)
+    batches = records.batch(CHUNK).map(parse)
+    if takes_batches(task.preprocess):
+        return preprocess(batches)
+    return preprocess(batches.unbatch()).ragged_batch(CHUNK)
 
 
-def read_task(
+def _batch_parser(features: tfds.features.FeaturesDict) -> Callable[[tf.Tensor], Row] | None:
+    """Returns a function that parses many records; None: a feature is nested, a sequence or encoded."""
+    stored_types, types = features.tf_example_spec, features.get_tensor_spec()
+    for name, spec in types.items():
+        if not isinstance(spec, tf.TensorSpec) or spec.shape != ():
+            return None
+        if (spec.dtype == tf.string) != (stored_types[name].dtype == tf.string):
+            return None
+
+    def parse(records: tf.Tensor) -> Row:
+        values = tf.io.parse_example(records, stored_types)
+        return {name: tf.cast(values[name], spec.dtype) for name, spec in types.items()}
+
+    return parse
+
+
+def _rows_of(batch: Row, count: int) -> Iterator[dict[str, Any]]:
+    """Yields what the rows of a batch have beside tokens."""
+    columns = {f"{name}_pretokenized" if name in SIDES else name: batch[name] for name in batch}
+    columns = tf.nest.map_structure(lambda column: column.numpy(), columns)
+    for i in range(count):
+        yield tf.nest.map_structure(operator.itemgetter(i), columns)
+
+
+def _read_registered(
     task: seqio.Task,
     split: str,
-    *,
-    lengths: Mapping[str, int] | None = None,
-    seed: int = 0,
-    shard: tuple[int, int] = (0, 1),
+    lengths: Mapping[str, int] | None,
+    seed: int,
+    shard: tuple[int, int],
 ) -> tf.data.Dataset:
-    """Returns the rows of a split, or of one of its shards, with their tokens, in stored order, once.
-
-    Rows are truncated to `lengths` if they are given; the seed is that of the task's random steps.
-    """
-    import_tensorflow()
+    """Returns the rows that SeqIO reads."""
     # Files in their order, one after another.
     seqio.set_tfds_read_config_override(
         tfds.ReadConfig(
@@ -97,6 +178,34 @@ def read_task(
         use_cached=False,
         try_in_mem_cache=False,
     )
+
+
+def _batches_with_rows(dataset: tf.data.Dataset) -> Iterator[Batch]:
+    rows = dataset.as_numpy_iterator()
+    while batch := list(itertools.islice(rows, CHUNK)):
+        tokens = [[row.pop(side, ()) for row in batch] for side in SIDES]
+        yield Batch(Chunk(*map(RaggedTokens.of, tokens)), batch)
+
+
+def _batches_of_tokens(dataset: tf.data.Dataset) -> Iterator[Batch]:
+    sides = dataset.map(lambda row: {side: row[side] for side in SIDES if side in row})
+    for batch in sides.ragged_batch(CHUNK).prefetch(1).with_options(_options()):
+        tokens = {k: RaggedTokens(v.values.numpy(), v.row_splits.numpy()) for k, v in batch.items()}
+        yield Batch(_to_chunk(tokens), ())
+
+
+def _to_chunk(tokens: Mapping[str, RaggedTokens]) -> Chunk:
+    """Returns tokens of targets, and of inputs if there are any."""
+    targets = tokens["targets"]
+    return Chunk(tokens.get("inputs") or RaggedTokens.of([()] * (len(targets.ends) - 1)), targets)
+
+
+def _options() -> tf.data.Options:
+    """Returns options without autotuning and graph optimizations, which take more time than they save."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = False
+    return options
 
 
 @contextlib.contextmanager
