@@ -17,7 +17,6 @@ from synthesizer_jax.data.vocabularies import SentencePiece  # noqa: E402
 from synthesizer_jax.tasks import stored, task_registry  # noqa: E402
 from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary  # noqa: E402
 from synthesizer_jax.tasks.splits import open_stream  # noqa: E402
-from synthesizer_jax.tasks.task import Task  # noqa: E402
 
 Batch = dict[str, np.ndarray]
 mixture, pack = options["mixture"], options["pack"]
@@ -39,7 +38,7 @@ def by_seqio() -> Iterator[Batch]:
     """SeqIO's pipeline as it comes, not as our tasks set it."""
     seqio.set_tfds_read_config_override(None)
     members = [
-        (seqio_task(task_registry.find_task(name)), rate)
+        (seqio_task(name), rate)
         for name, rate in task_registry.mixture_rates(mixture, data_dir).items()
         if rate
     ]
@@ -55,16 +54,14 @@ def by_seqio() -> Iterator[Batch]:
     return data.batch(options["batch"], drop_remainder=True).prefetch(2).as_numpy_iterator()
 
 
-def seqio_task(task: Task) -> seqio.Task:
+def seqio_task(name: str) -> seqio.Task:
     """A task of ours as SeqIO's."""
+    task = task_registry.find_task(name)
     version = stored.newest_version(task.dataset, data_dir).name
+    source = seqio.TfdsDataSource(f"{task.dataset}:{version}", str(data_dir))
     feature = seqio.Feature(seqio_vocabulary(vocabulary), add_eos=True)
-    return seqio.Task(
-        task.name,
-        source=seqio.TfdsDataSource(f"{task.dataset}:{version}", str(data_dir)),
-        preprocessors=[task.preprocess, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim],
-        output_features={"inputs": feature, "targets": feature},
-    )
+    steps = [task.preprocess, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim]
+    return seqio.Task(name, source, {"inputs": feature, "targets": feature}, steps)
 
 
 def num_examples(batch: Batch) -> int:

@@ -184,15 +184,6 @@ class RaggedTokens(NamedTuple):
         ends = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
         return cls(np.fromiter(itertools.chain.from_iterable(sequences), np.int32, ends[-1]), ends)
 
-    def enclose(self, first: Sequence[int], last: Sequence[int]) -> RaggedTokens:
-        """Returns the sequences with the same tokens before, and the same after, each of them."""
-        ids, ends = self
-        for places, tokens in ((slice(1, None), last), (slice(-1), first)):
-            where, count = ends[places], len(ends) - 1
-            ids = np.insert(ids, np.repeat(where, len(tokens)), np.tile(np.array(tokens, np.int32), count))
-            ends = ends + len(tokens) * np.arange(count + 1)
-        return RaggedTokens(ids, ends)
-
     def truncate(self, limit: int, *, keep_last: int) -> RaggedTokens:
         """Returns the sequences with at most `limit` tokens, the last `keep_last` of them kept."""
         before, after = self._places()

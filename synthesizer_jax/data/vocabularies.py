@@ -47,13 +47,8 @@ class Vocabulary(abc.ABC):
         """Number of ids, including sentinels."""
 
     @abc.abstractmethod
-    def encode(self, text: str | bytes) -> list[int]:
-        """Returns the ids of a text, which may be in UTF-8, without EOS."""
-
-    def encode_all(self, texts: Sequence[str | bytes], *, threads: int = 1) -> list[list[int]]:
-        """Returns the ids of many texts."""
-        del threads
-        return [self.encode(text) for text in texts]
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text, without EOS."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -87,9 +82,9 @@ class Bytes(Vocabulary):
     def vocab_size(self) -> int:
         return _FIRST_BYTE + 256 + self.extra_ids
 
-    def encode(self, text: str | bytes) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Returns the bytes of a text, each plus 3."""
-        return [_FIRST_BYTE + byte for byte in (text.encode() if isinstance(text, str) else text)]
+        return [_FIRST_BYTE + byte for byte in text.encode("utf-8")]
 
     def decode(self, ids: Iterable[int]) -> str:
         byte_values = (i - _FIRST_BYTE for i in _until_eos(ids))
@@ -159,15 +154,12 @@ class SentencePiece(Vocabulary):
     def vocab_size(self) -> int:
         return self.processor.GetPieceSize()
 
-    def encode(self, text: str | bytes) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Returns the ids of the pieces of a text.
 
         A sentinel in the text is recognized at the beginning of a word.
         """
         return self.processor.EncodeAsIds(text)
-
-    def encode_all(self, texts: Sequence[str | bytes], *, threads: int = 1) -> list[list[int]]:
-        return self.processor.Encode(list(texts), out_type=int, num_threads=threads)  # type: ignore[arg-type]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the pieces before the first EOS; unknown pieces give ``⁇``."""

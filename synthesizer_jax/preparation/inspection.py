@@ -7,6 +7,7 @@ import itertools
 import pathlib
 from collections.abc import Iterator, Mapping
 
+from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
 from synthesizer_jax.preparation.importers.archives import published_rows
@@ -32,7 +33,7 @@ def read_rows(
     with reading_errors(f"{name}'s split {split!r}"):
         rows = (
             {side: ids for side, ids in zip(SIDES, tokens[i], strict=True) if len(ids)} | row
-            for tokens, rows in read_task(task, split, vocabulary, data_dir)
+            for tokens, rows in read_task(task, split, PreparedTasks(data_dir, vocabulary))
             for i, row in enumerate(rows)
         )
         yield from itertools.islice(rows, count)

@@ -17,6 +17,7 @@ import secrets
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from etils import epy
@@ -31,7 +32,7 @@ from synthesizer_jax.data.prepared import (
     rows_file,
 )
 from synthesizer_jax.data.task_streams import SIDES
-from synthesizer_jax.data.vocabularies import EOS, Vocabulary, index_by_tokens
+from synthesizer_jax.data.vocabularies import EOS, index_by_tokens
 from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.preparation.rows import Batch, num_files, read_task, reading_errors
 from synthesizer_jax.tasks import task_registry
@@ -75,7 +76,7 @@ def prepare(
       epochs: how often rows are read, each time with other random numbers of the task's steps; None: as
         often as for what is there, or once.
       only: see `requested_splits`.
-      workers: number of processes that write shards, or of threads that encode the only one.
+      workers: number of processes that write shards.
       renew: whether to write again what is there.
       setup: called in those processes first, to import what registers tasks.
       log: receives a line for every split.
@@ -116,12 +117,9 @@ class _ShardJob:
 
     request: SplitRequest
     prepared: PreparedTasks
-    lengths: dict[str, int] | None  # None: examples are whole
+    options: dict[str, Any]  # of `read_task`
     targets_length: int | None  # of rows; None: not known, or texts
-    shard: tuple[int, int]  # index among those of an epoch, and their number
-    epoch: int
     key: str  # what must be equal for a shard that is there to be kept
-    threads: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,8 +148,9 @@ def _prepare_split(
     before = prepared.find(request.task, request.split)
     epochs, old = epochs or (before.epochs if before else 1), set(before.files if before else ())
     task = task_registry.find_task(request.task)
-    files = num_files(task, request.split, prepared.vocabulary, prepared.data_dir)
-    fixed = dict(lengths or {}) if _needs_lengths(task) else None
+    files = num_files(task, request.split, prepared)
+    needs_lengths, keep_last = _truncation(task)
+    fixed = dict(lengths or {}) if needs_lengths else None
     if fixed == {}:
         raise ValueError(
             f"the steps of the task {task.name!r} depend on the lengths of rows; give --inputs-length and "
@@ -159,27 +158,24 @@ def _prepare_split(
         )
     rows = task.stored_splits(prepared.data_dir).get(request.split)
     source = task.source_version(request.split, prepared.data_dir)
-    shards, limit = 1, lengths["targets"] if lengths and task.has_inputs else None
-    if rows is None or rows > ONE_SHARD:
-        shards = max(1, files)
+    limit = lengths["targets"] if lengths and task.has_inputs else None
+    shards = max(1, files) if rows is None or rows > ONE_SHARD else 1
     directory = prepared.directory(request.task, request.split)
     key = json.dumps([source, fixed, epochs, request.rows, FORMAT, renew and secrets.token_hex(4)])
     names = [f"tokens-{i:05}-of-{epochs * shards:05}.arrayrecord" for i in range(epochs * shards)]
     if old & set(names):
         names = [name.replace("tokens", "tokens-b") for name in names]
-    processes = min(workers, len(names))
+    options = {"with_rows": request.rows, "lengths": fixed}
     jobs = [
-        _ShardJob(
-            request, prepared, fixed, limit, (i % shards, shards), i // shards, key, workers // processes
-        )
+        _ShardJob(request, prepared, options | {"seed": i, "shard": (i % shards, shards)}, limit, key)
         for i in range(len(names))
     ]
     paths = [directory / name for name in names]
-    if processes == 1:
+    if min(workers, len(jobs)) == 1:
         written = list(map(_write_shard, jobs, paths))
     else:
         context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(processes, context, initializer=setup) as pool:
+        with concurrent.futures.ProcessPoolExecutor(workers, context, initializer=setup) as pool:
             written = list(pool.map(_write_shard, jobs, paths))
     filled = {n: s for n, s in zip(names, written, strict=True) if s.examples}
     if not filled:
@@ -195,7 +191,7 @@ def _prepare_split(
         source_rows=rows,
         epochs=epochs,
         lengths=fixed,
-        keep_last=_keep_last(task),
+        keep_last=keep_last,
         has_inputs=task.has_inputs,
         has_rows=request.rows,
         examples=sum(shard.examples for shard in written),
@@ -224,34 +220,23 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
     task = task_registry.find_task(job.request.task)
     what = f"{task.name}'s split {job.request.split!r} of {task.dataset}"
     with reading_errors(f"{what} in {job.prepared.data_dir}"):
-        vocabulary, with_rows = job.prepared.vocabulary, job.request.rows
-        batches = read_task(
-            task,
-            job.request.split,
-            vocabulary,
-            job.prepared.data_dir,
-            with_rows=with_rows,
-            lengths=job.lengths,
-            seed=job.epoch * job.shard[1] + job.shard[0],
-            shard=job.shard,
-            threads=job.threads,
-        )
-        rows, counts = path.with_name(rows_file(path.name)), collections.Counter[str]()
-        chunks = _write_rows(batches, vocabulary, rows) if with_rows else (b.tokens for b in batches)
+        batches = read_task(task, job.request.split, job.prepared, **job.options)
+        counts, rows = collections.Counter[str](), path.with_name(rows_file(path.name))
+        chunks = _write_rows(batches, job, rows) if job.request.rows else (chunk for chunk, _ in batches)
         shard = write_chunks(_count_targets(chunks, job, task, counts), path, key=job.key)
-        digest = hashlib.sha256(rows.read_bytes()).hexdigest() if with_rows else None
+        digest = hashlib.sha256(rows.read_bytes()).hexdigest() if job.request.rows else None
         shard = dataclasses.replace(shard, targets=dict(counts), rows_digest=digest)
     write_atomic(done, json.dumps(dataclasses.asdict(shard)) + "\n")
     return shard
 
 
-def _write_rows(batches: Iterator[Batch], vocabulary: Vocabulary, path: pathlib.Path) -> Iterator[Chunk]:
+def _write_rows(batches: Iterator[Batch], job: _ShardJob, path: pathlib.Path) -> Iterator[Chunk]:
     """Yields the tokens of rows, and writes everything else of them."""
     with open_atomic(path) as file:
         for tokens, rows in batches:
             for i, row in enumerate(rows):
                 texts = {
-                    f"{side}_pretokenized": vocabulary.decode(ids)
+                    f"{side}_pretokenized": job.prepared.vocabulary.decode(ids)
                     for side, ids in zip(SIDES, tokens[i], strict=True)
                     if f"{side}_pretokenized" not in row
                 }
@@ -305,24 +290,16 @@ def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Sh
     return Shard(key, examples, tokens, checksum)
 
 
-def _needs_lengths(task: Task) -> bool:
-    """Returns whether the steps of a task depend on the lengths of rows otherwise than by truncating."""
-    return isinstance(task, RegisteredTask) and any(
-        "sequence_length" in inspect.signature(function).parameters
-        for function in _functions(task)
-        if function not in (seqio.preprocessors.append_eos_after_trim, seqio.preprocessors.append_eos)
-    )
-
-
-def _keep_last(task: Task) -> dict[str, int]:
-    """Returns how many last tokens of every side remain where an example is truncated."""
+def _truncation(task: Task) -> tuple[bool, dict[str, int]]:
+    """Returns whether the steps of a task depend on the lengths of rows otherwise than by truncating them,
+    and how many last tokens of every side remain then.
+    """
     if not isinstance(task, RegisteredTask):
-        return dict.fromkeys(SIDES, 1 + task.sentinel)
-    features = task.original.output_features
-    keeps = _functions(task)[-1:] == [seqio.preprocessors.append_eos_after_trim]
-    return {side: int(keeps and side in features and features[side].add_eos) for side in SIDES}
-
-
-def _functions(task: RegisteredTask) -> list[Callable[..., object]]:
-    """Returns the functions of a task's steps."""
-    return [getattr(step, "func", step) for step in task.original.preprocessors]
+        return False, dict.fromkeys(SIDES, 1 + task.sentinel)
+    features, own = task.original.output_features, seqio.preprocessors
+    steps = [getattr(step, "func", step) for step in task.original.preprocessors]
+    others = [step for step in steps if step not in (own.append_eos_after_trim, own.append_eos)]
+    needs_lengths = any("sequence_length" in inspect.signature(step).parameters for step in others)
+    keeps_eos = steps[-1:] == [own.append_eos_after_trim]
+    kept = {side: int(keeps_eos and side in features and features[side].add_eos) for side in SIDES}
+    return needs_lengths, kept

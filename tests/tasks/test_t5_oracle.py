@@ -21,7 +21,7 @@ import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 from synthesizer_jax.preparation.importers.corpora import import_archive
-from synthesizer_jax.preparation.rows import encode
+from synthesizer_jax.preparation.rows import encode, to_batches
 from synthesizer_jax.tasks import metrics, task_registry
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate
 from synthesizer_jax.tasks.postprocessors import is_labeled, to_text
@@ -158,7 +158,9 @@ def rows_of_t5(task, dataset, vocabulary, *, whole):
     if not whole:
         for step in itertools.takewhile(lambda s: s is not seqio.preprocessors.tokenize, steps):
             dataset = step(dataset)
-        return [{f"{s}_pretokenized": row.pop(s) for s in SIDES} | row for row in dataset.as_numpy_iterator()]
+        return [
+            {f"{s}_pretokenized": row.pop(s) for s in SIDES} | row for row in dataset.as_numpy_iterator()
+        ]
     feature = seqio.Feature(seqio_vocabulary(vocabulary), add_eos=True)
     source = seqio.FunctionDataSource(lambda split, shuffle_files, seed=None: dataset, ["train"])
     features = dict.fromkeys(SIDES, feature)
@@ -176,7 +178,7 @@ def our_rows(task, dataset, vocabulary):
     kept = dict.fromkeys(SIDES, 1 + task.sentinel)
     return [
         dict(zip(SIDES, tokens.truncate(LENGTHS, keep_last=kept)[i], strict=True)) | row
-        for tokens, rows in encode(batches, task, vocabulary)
+        for tokens, rows in to_batches(encode(batches, task, vocabulary))
         for i, row in enumerate(rows)
     ]
 
