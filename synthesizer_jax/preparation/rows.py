@@ -62,8 +62,7 @@ def read_task(
             texts = _read_texts(task, split, prepared.data_dir, shard)
         return to_batches(encode(texts, task, prepared.vocabulary))
     # Files in their order, one after another.
-    in_order = tfds.ReadConfig(try_autocache=False, interleave_cycle_length=1)
-    seqio.set_tfds_read_config_override(in_order)
+    seqio.set_tfds_read_config_override(tfds.ReadConfig(try_autocache=False, interleave_cycle_length=1))
     rows = task.to_seqio(prepared.vocabulary, prepared.data_dir).get_dataset(
         lengths,
         split=split,
