@@ -3,7 +3,7 @@
 ``DATA_DIR/prepared/VOCABULARY/TASK/SPLIT`` holds the tokens of a task's split for one vocabulary in stored
 order, in ArrayRecord files, and ``info.json``; what evaluation needs of every row lies beside them, one
 record a row. ``DATA_DIR/prepared/VOCABULARY/mixtures/NAME.json`` holds the rates of a mixture.
-`preparation.prepare` writes all of it with SeqIO; reading it needs neither SeqIO nor TensorFlow.
+`preparation.prepare` writes all of it with TensorFlow; reading it needs neither SeqIO nor TensorFlow.
 
 A record holds the tokens of up to `task_streams.CHUNK` examples. In little-endian order it consists of two
 uint32, the number of examples and the bytes per token; the lengths of all inputs and of all targets
