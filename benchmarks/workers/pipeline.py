@@ -14,8 +14,8 @@ options = racing.options()
 
 from synthesizer_jax.data.config import DataConfig  # noqa: E402
 from synthesizer_jax.data.vocabularies import SentencePiece  # noqa: E402
-from synthesizer_jax.preparation.rows import to_seqio  # noqa: E402
-from synthesizer_jax.tasks import task_registry  # noqa: E402
+from synthesizer_jax.tasks import stored, task_registry  # noqa: E402
+from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary  # noqa: E402
 from synthesizer_jax.tasks.splits import open_stream  # noqa: E402
 
 Batch = dict[str, np.ndarray]
@@ -38,7 +38,7 @@ def by_seqio() -> Iterator[Batch]:
     """SeqIO's pipeline as it comes, not as our tasks set it."""
     seqio.set_tfds_read_config_override(None)
     members = [
-        (to_seqio(task_registry.find_task(name), vocabulary, data_dir), rate)
+        (seqio_task(name), rate)
         for name, rate in task_registry.mixture_rates(mixture, data_dir).items()
         if rate
     ]
@@ -52,6 +52,16 @@ def by_seqio() -> Iterator[Batch]:
         seed=0,
     )
     return data.batch(options["batch"], drop_remainder=True).prefetch(2).as_numpy_iterator()
+
+
+def seqio_task(name: str) -> seqio.Task:
+    """A task of ours as SeqIO's."""
+    task = task_registry.find_task(name)
+    version = stored.newest_version(task.dataset, data_dir).name
+    source = seqio.TfdsDataSource(f"{task.dataset}:{version}", str(data_dir))
+    feature = seqio.Feature(seqio_vocabulary(vocabulary), add_eos=True)
+    steps = [task.preprocess, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim]
+    return seqio.Task(name, source, {"inputs": feature, "targets": feature}, steps)
 
 
 def num_examples(batch: Batch) -> int:

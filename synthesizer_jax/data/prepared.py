@@ -3,7 +3,7 @@
 ``DATA_DIR/prepared/VOCABULARY/TASK/SPLIT`` holds the tokens of a task's split for one vocabulary in stored
 order, in ArrayRecord files, and ``info.json``; what evaluation needs of every row lies beside them, one
 record a row. ``DATA_DIR/prepared/VOCABULARY/mixtures/NAME.json`` holds the rates of a mixture.
-`preparation.prepare` writes all of it with SeqIO; reading it needs neither SeqIO nor TensorFlow.
+`preparation.prepare` writes all of it with TensorFlow; reading it needs neither SeqIO nor TensorFlow.
 
 A record holds the tokens of up to `task_streams.CHUNK` examples. In little-endian order it consists of two
 uint32, the number of examples and the bytes per token; the lengths of all inputs and of all targets
@@ -16,6 +16,7 @@ import bisect
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import pathlib
 import tempfile
@@ -178,10 +179,10 @@ class RaggedTokens(NamedTuple):
     ends: np.ndarray
 
     @classmethod
-    def of(cls, sequences: Sequence[np.ndarray]) -> RaggedTokens:
+    def of(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> RaggedTokens:
         """Returns sequences one after another."""
         ends = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
-        return cls(np.concatenate([np.zeros(0, np.int32), *sequences]).astype(np.int32), ends)
+        return cls(np.fromiter(itertools.chain.from_iterable(sequences), np.int32, ends[-1]), ends)
 
     def truncate(self, limit: int, *, keep_last: int) -> RaggedTokens:
         """Returns the sequences with at most `limit` tokens, the last `keep_last` of them kept."""
@@ -232,7 +233,7 @@ class Chunk:
 
     def documents(self) -> Chunk:
         """Returns the examples as documents for an objective: targets without EOS alone."""
-        return Chunk(RaggedTokens.of([np.zeros(0)] * len(self)), self.targets.without_eos())
+        return Chunk(RaggedTokens.of([()] * len(self)), self.targets.without_eos())
 
     def to_bytes(self) -> bytes:
         """Returns the examples as a record."""

@@ -216,7 +216,7 @@ def _places(row: Example) -> dict[str, int]:
     """Returns a row's indices in the original file by name."""
     parts = ("paragraph", "passage", "question", "query", "answer")
     names = [name for name in ("idx", *(f"idx/{part}" for part in parts)) if name in row]
-    return {n: int(row[n]) for n in names if np.issubdtype(np.asarray(row[n]).dtype, np.integer)}
+    return {n: int(row[n]) for n in names if np.asarray(row[n]).dtype.kind in "iu"}
 
 
 def metric_groups(task: Task, rows: Sequence[Example]) -> list[tuple[int, ...]]:

@@ -29,6 +29,8 @@ def enable_compilation_cache() -> None:
         _remove_partial_entries(directory)
         os.environ[VARIABLE] = str(directory)
         os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(MAX_BYTES))
+        # A start has dozens of small programs, which take longer to compile than to read.
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def _remove_partial_entries(directory: pathlib.Path) -> None:

@@ -7,10 +7,11 @@ import itertools
 import pathlib
 from collections.abc import Iterator, Mapping
 
+from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
 from synthesizer_jax.preparation.importers.archives import published_rows
-from synthesizer_jax.preparation.rows import read_task, reading_errors, to_seqio
+from synthesizer_jax.preparation.rows import read_task, reading_errors
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import Example, to_text
 
@@ -30,7 +31,11 @@ def read_rows(
             f"{name} has no split {split!r} in {data_dir} (found: {', '.join(splits) or 'none'})"
         )
     with reading_errors(f"{name}'s split {split!r}"):
-        rows = read_task(to_seqio(task, vocabulary, data_dir), split).as_numpy_iterator()
+        rows = (
+            {side: ids for side, ids in zip(SIDES, tokens[i], strict=True) if len(ids)} | row
+            for tokens, rows in read_task(task, split, PreparedTasks(data_dir, vocabulary))
+            for i, row in enumerate(rows)
+        )
         yield from itertools.islice(rows, count)
 
 

@@ -1,4 +1,4 @@
-"""Prepares tasks: every example of a split is read and tokenized once, with SeqIO, and written.
+"""Prepares tasks: every example of a split is read and tokenized once, and written.
 
 Large splits are written shard by shard; those that are complete remain after an interruption.
 """
@@ -10,7 +10,6 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import inspect
-import itertools
 import json
 import multiprocessing
 import pathlib
@@ -18,6 +17,7 @@ import secrets
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from etils import epy
@@ -29,15 +29,15 @@ from synthesizer_jax.data.prepared import (
     Chunk,
     PreparedInfo,
     PreparedTasks,
-    RaggedTokens,
     rows_file,
 )
-from synthesizer_jax.data.task_streams import CHUNK, SIDES
+from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import EOS, index_by_tokens
 from synthesizer_jax.preparation import synthetic
-from synthesizer_jax.preparation.rows import read_task, reading_errors, to_seqio
-from synthesizer_jax.tasks import preprocessors, task_registry
+from synthesizer_jax.preparation.rows import Batch, num_files, read_task, reading_errors
+from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import UNKNOWN
+from synthesizer_jax.tasks.seqio_tasks import RegisteredTask
 from synthesizer_jax.tasks.splits import SplitRequest, is_current, requested_splits
 from synthesizer_jax.tasks.synthetic import MIXTURES
 from synthesizer_jax.tasks.task import Task
@@ -45,7 +45,6 @@ from synthesizer_jax.tasks.task import Task
 with epy.lazy_imports():
     import msgpack
     import seqio
-    import tensorflow as tf
     from array_record.python import array_record_module
 
 ONE_SHARD = 1_000_000
@@ -118,10 +117,8 @@ class _ShardJob:
 
     request: SplitRequest
     prepared: PreparedTasks
-    lengths: dict[str, int] | None  # None: examples are whole
+    options: dict[str, Any]  # of `read_task`
     targets_length: int | None  # of rows; None: not known, or texts
-    shard: tuple[int, int]  # index among those of an epoch, and their number
-    epoch: int
     key: str  # what must be equal for a shard that is there to be kept
 
 
@@ -151,8 +148,9 @@ def _prepare_split(
     before = prepared.find(request.task, request.split)
     epochs, old = epochs or (before.epochs if before else 1), set(before.files if before else ())
     task = task_registry.find_task(request.task)
-    seqio_task = to_seqio(task, prepared.vocabulary, prepared.data_dir)
-    fixed = dict(lengths or {}) if _needs_lengths(seqio_task) else None
+    files = num_files(task, request.split, prepared)
+    needs_lengths, keep_last = _truncation(task)
+    fixed = dict(lengths or {}) if needs_lengths else None
     if fixed == {}:
         raise ValueError(
             f"the steps of the task {task.name!r} depend on the lengths of rows; give --inputs-length and "
@@ -160,16 +158,16 @@ def _prepare_split(
         )
     rows = task.stored_splits(prepared.data_dir).get(request.split)
     source = task.source_version(request.split, prepared.data_dir)
-    shards, limit = 1, lengths["targets"] if lengths and task.has_inputs else None
-    if rows is None or rows > ONE_SHARD:
-        shards = max(1, len(seqio_task.source.list_shards(request.split)))
+    limit = lengths["targets"] if lengths and task.has_inputs else None
+    shards = max(1, files) if rows is None or rows > ONE_SHARD else 1
     directory = prepared.directory(request.task, request.split)
     key = json.dumps([source, fixed, epochs, request.rows, FORMAT, renew and secrets.token_hex(4)])
     names = [f"tokens-{i:05}-of-{epochs * shards:05}.arrayrecord" for i in range(epochs * shards)]
     if old & set(names):
         names = [name.replace("tokens", "tokens-b") for name in names]
+    options = {"with_rows": request.rows, "lengths": fixed}
     jobs = [
-        _ShardJob(request, prepared, fixed, limit, (i % shards, shards), i // shards, key)
+        _ShardJob(request, prepared, options | {"seed": i, "shard": (i % shards, shards)}, limit, key)
         for i in range(len(names))
     ]
     paths = [directory / name for name in names]
@@ -193,8 +191,8 @@ def _prepare_split(
         source_rows=rows,
         epochs=epochs,
         lengths=fixed,
-        keep_last=_keep_last(seqio_task),
-        has_inputs="inputs" in seqio_task.output_features and task.has_inputs,
+        keep_last=keep_last,
+        has_inputs=task.has_inputs,
         has_rows=request.rows,
         examples=sum(shard.examples for shard in written),
         tokens={side: sum(shard.tokens[side] for shard in written) for side in SIDES},
@@ -222,50 +220,28 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
     task = task_registry.find_task(job.request.task)
     what = f"{task.name}'s split {job.request.split!r} of {task.dataset}"
     with reading_errors(f"{what} in {job.prepared.data_dir}"):
-        dataset = read_task(
-            to_seqio(task, job.prepared.vocabulary, job.prepared.data_dir),
-            job.request.split,
-            lengths=job.lengths,
-            seed=job.epoch * job.shard[1] + job.shard[0],
-            shard=job.shard,
-        )
-        rows, counts = job.request.rows, collections.Counter[str]()
-        chunks = _chunks_and_rows(dataset, job, path) if rows else _ragged_chunks(dataset)
+        batches = read_task(task, job.request.split, job.prepared, **job.options)
+        counts, rows = collections.Counter[str](), path.with_name(rows_file(path.name))
+        chunks = _write_rows(batches, job, rows) if job.request.rows else (chunk for chunk, _ in batches)
         shard = write_chunks(_count_targets(chunks, job, task, counts), path, key=job.key)
-        written = path.with_name(rows_file(path.name)).read_bytes() if rows else b""
-        digest = hashlib.sha256(written).hexdigest() if rows else None
+        digest = hashlib.sha256(rows.read_bytes()).hexdigest() if job.request.rows else None
         shard = dataclasses.replace(shard, targets=dict(counts), rows_digest=digest)
     write_atomic(done, json.dumps(dataclasses.asdict(shard)) + "\n")
     return shard
 
 
-def _ragged_chunks(dataset: tf.data.Dataset) -> Iterator[Chunk]:
-    """Yields the tokens of rows, `CHUNK` examples at a time; rows may lack inputs, which are then empty."""
-    sides = dataset.map(lambda row: tuple(row[side] for side in SIDES if side in row))
-    options = tf.data.Options()  # autotuning and graph optimizations take more time than they save
-    options.autotune.enabled = False
-    options.experimental_optimization.apply_default_optimizations = False
-    for batch in sides.ragged_batch(CHUNK).prefetch(1).with_options(options):
-        tokens = [RaggedTokens(side.values.numpy(), side.row_splits.numpy()) for side in batch]
-        empty = RaggedTokens(np.zeros(0, np.int32), np.zeros_like(tokens[-1].ends))
-        yield Chunk(*([empty, *tokens][-2:]))  # with inputs there are two sides already
-
-
-def _chunks_and_rows(dataset: tf.data.Dataset, job: _ShardJob, path: pathlib.Path) -> Iterator[Chunk]:
+def _write_rows(batches: Iterator[Batch], job: _ShardJob, path: pathlib.Path) -> Iterator[Chunk]:
     """Yields the tokens of rows, and writes everything else of them."""
-    vocabulary, empty = job.prepared.vocabulary, np.zeros(0, np.int32)
-    rows = dataset.as_numpy_iterator()
-    with open_atomic(path.with_name(rows_file(path.name))) as file:
-        while batch := list(itertools.islice(rows, CHUNK)):
-            tokens = [(row.pop("inputs", empty), row.pop("targets")) for row in batch]
-            for row, sides in zip(batch, tokens, strict=True):
+    with open_atomic(path) as file:
+        for tokens, rows in batches:
+            for i, row in enumerate(rows):
                 texts = {
-                    f"{side}_pretokenized": vocabulary.decode(ids)
-                    for side, ids in zip(SIDES, sides, strict=True)
+                    f"{side}_pretokenized": job.prepared.vocabulary.decode(ids)
+                    for side, ids in zip(SIDES, tokens[i], strict=True)
                     if f"{side}_pretokenized" not in row
                 }
                 file.write(msgpack.packb(texts | row, default=lambda value: value.tolist()))
-            yield Chunk(*(RaggedTokens.of(side) for side in zip(*tokens, strict=True)))
+            yield tokens
 
 
 def _count_targets(
@@ -314,25 +290,16 @@ def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Sh
     return Shard(key, examples, tokens, checksum)
 
 
-def _functions(task: seqio.Task) -> list[Callable[..., object]]:
-    """Returns the functions of a task's steps."""
-    return [getattr(step, "func", step) for step in task.preprocessors]
-
-
-def _needs_lengths(task: seqio.Task) -> bool:
-    """Returns whether the steps of a task depend on the lengths of rows otherwise than by truncating."""
-    by_seqio = (seqio.preprocessors.append_eos_after_trim, seqio.preprocessors.append_eos)
-    return any(
-        "sequence_length" in inspect.signature(function).parameters
-        for function in _functions(task)
-        if function not in (*by_seqio, preprocessors.append_sentinel)
-    )
-
-
-def _keep_last(task: seqio.Task) -> dict[str, int]:
-    """Returns how many last tokens of every side remain where SeqIO truncates an example."""
-    functions, features = _functions(task), task.output_features
-    if functions[-1:] != [seqio.preprocessors.append_eos_after_trim]:
-        return dict.fromkeys(SIDES, 0)
-    kept = 2 if functions[-2:-1] == [preprocessors.append_sentinel] else 1
-    return {side: kept if side in features and features[side].add_eos else 0 for side in SIDES}
+def _truncation(task: Task) -> tuple[bool, dict[str, int]]:
+    """Returns whether the steps of a task depend on the lengths of rows otherwise than by truncating them,
+    and how many last tokens of every side remain then.
+    """
+    if not isinstance(task, RegisteredTask):
+        return False, dict.fromkeys(SIDES, 1 + task.sentinel)
+    features, own = task.original.output_features, seqio.preprocessors
+    steps = [getattr(step, "func", step) for step in task.original.preprocessors]
+    others = [step for step in steps if step not in (own.append_eos_after_trim, own.append_eos)]
+    needs_lengths = any("sequence_length" in inspect.signature(step).parameters for step in others)
+    keeps_eos = steps[-1:] == [own.append_eos_after_trim]
+    kept = {side: int(keeps_eos and side in features and features[side].add_eos) for side in SIDES}
+    return needs_lengths, kept

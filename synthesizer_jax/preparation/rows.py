@@ -1,102 +1,167 @@
-"""The rows of tasks, read by SeqIO."""
+"""The rows of tasks with their tokens: of TFDS data sets, and of SeqIO's tasks."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
+import itertools
+import operator
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 from etils import epy
 
-from synthesizer_jax.data.vocabularies import Vocabulary
-from synthesizer_jax.tasks import preprocessors, stored
+from synthesizer_jax.data.prepared import Chunk, PreparedTasks, RaggedTokens
+from synthesizer_jax.data.task_streams import CHUNK, SIDES
+from synthesizer_jax.data.vocabularies import EOS, SentencePiece, Vocabulary
+from synthesizer_jax.tasks import stored
+from synthesizer_jax.tasks.preprocessors import Row, takes_batches
 from synthesizer_jax.tasks.seqio_tasks import RegisteredTask, seqio_vocabulary
-from synthesizer_jax.tasks.task import Preprocessor, Task
+from synthesizer_jax.tasks.task import Task
 
 with epy.lazy_imports():
     import seqio
     import tensorflow as tf
     import tensorflow_datasets as tfds
+    from tensorflow_datasets.core import file_adapters
 
 
-def to_seqio(task: Task, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
-    """Returns the SeqIO task over the newest version of a task's data set.
-
-    Raises:
-      FileNotFoundError: the data set is not in `data_dir`.
-      ValueError: its files name classes that are not TFDS's.
-    """
-    if isinstance(task, RegisteredTask):
-        return task.to_seqio(vocabulary, data_dir)
-    directory = stored.newest_version(task.dataset, data_dir)
-    if directory is None:
-        raise FileNotFoundError(f"the data set {task.dataset} is not in {data_dir}; import it")
-    stored.check_classes(directory)
-    theirs = seqio_vocabulary(vocabulary)
-    return seqio.Task(
-        task.name,
-        source=seqio.TfdsDataSource(
-            f"{task.dataset}:{directory.name}",
-            tfds_data_dir=str(data_dir),
-            splits=list(task.stored_splits(data_dir)),
-        ),
-        preprocessors=seqio_preprocessors(task, vocabulary),
-        postprocess_fn=task.postprocess,
-        output_features={
-            "inputs": seqio.Feature(theirs, add_eos=True, required=False),
-            "targets": seqio.Feature(theirs, add_eos=True),
-        },
-        metric_fns=list(task.metrics),
-    )
-
-
-def seqio_preprocessors(task: Task, vocabulary: Vocabulary) -> list[Preprocessor]:
-    """Returns the SeqIO preprocessors that turn a task's stored rows into token ids."""
-    steps = [] if task.preprocess is None else [task.preprocess]
-    steps += [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
-    if task.sentinel:
-        sentinel = vocabulary.vocab_size - 1
-        steps.append(functools.partial(preprocessors.append_sentinel, sentinel=sentinel))
-    return [*steps, seqio.preprocessors.append_eos_after_trim]
+Batch: TypeAlias = tuple[Chunk, Iterable[dict[str, Any]]]
+"""The tokens of up to `CHUNK` consecutive rows of a task, and everything else of each of them."""
 
 
 def read_task(
-    task: seqio.Task,
+    task: Task,
     split: str,
+    prepared: PreparedTasks,
     *,
+    with_rows: bool = True,
     lengths: Mapping[str, int] | None = None,
     seed: int = 0,
     shard: tuple[int, int] = (0, 1),
-) -> tf.data.Dataset:
-    """Returns the rows of a split, or of one of its shards, with their tokens, in stored order, once.
+) -> Iterator[Batch]:
+    """Returns the rows of a split, or of one of its shards, in stored order.
 
-    Rows are truncated to `lengths` if they are given; the seed is that of the task's random steps.
+    Args:
+      task: the task; SeqIO reads those of its registry.
+      split: its split.
+      prepared: its data directory and vocabulary.
+      with_rows: whether more than tokens is asked for; otherwise it may be missing.
+      lengths: the lengths of rows, for steps that depend on them.
+      seed: of the task's random steps.
+      shard: index of the shard and number of shards.
     """
     import_tensorflow()
+    if not isinstance(task, RegisteredTask):
+        with seqio.map_seed_manager(seed):
+            texts = _read_texts(task, split, prepared.data_dir, shard)
+        return to_batches(encode(texts, task, prepared.vocabulary))
     # Files in their order, one after another.
-    seqio.set_tfds_read_config_override(
-        tfds.ReadConfig(
-            try_autocache=False,
-            interleave_cycle_length=1,
-            num_parallel_calls_for_interleave_files=1,
-            num_parallel_calls_for_decode=1,
-        )
-    )
-    return task.get_dataset(
+    seqio.set_tfds_read_config_override(tfds.ReadConfig(try_autocache=False, interleave_cycle_length=1))
+    rows = task.to_seqio(prepared.vocabulary, prepared.data_dir).get_dataset(
         lengths,
         split=split,
         shuffle=False,
-        num_epochs=1,
         seed=seed,
         shard_info=None if shard[1] == 1 else seqio.ShardInfo(*shard),
-        use_cached=False,
         try_in_mem_cache=False,
     )
+    if with_rows:  # one by one: the ranks of features need not be known
+        return _gather(rows.as_numpy_iterator())
+    tokens = rows.map(lambda row: {side: row[side] for side in SIDES if side in row})
+    return to_batches(tokens.ragged_batch(CHUNK))
+
+
+def num_files(task: Task, split: str, prepared: PreparedTasks) -> int:
+    """Returns the number of files of a split, by which it may be sharded."""
+    if isinstance(task, RegisteredTask):
+        return len(task.to_seqio(prepared.vocabulary, prepared.data_dir).source.list_shards(split))
+    return len(list(_directory(task, prepared.data_dir).glob(f"*-{split}.*-of-*")))
+
+
+def _directory(task: Task, data_dir: pathlib.Path) -> pathlib.Path:
+    """Returns the directory of a task's data set, which must be there."""
+    directory = stored.newest_version(task.dataset, data_dir)
+    assert directory is not None
+    stored.check_classes(directory)
+    return directory
+
+
+def _read_texts(task: Task, split: str, data_dir: pathlib.Path, shard: tuple[int, int]) -> tf.data.Dataset:
+    """Returns batches of the rows that a task makes of those of its data set."""
+    info, (index, num_shards) = tfds.builder_from_directory(str(_directory(task, data_dir))).info, shard
+    files, features = list(map(str, info.splits[split].filepaths)), info.features
+    read_file = file_adapters.ADAPTER_FOR_FORMAT[info.file_format].make_tf_data
+    records = tf.data.Dataset.from_tensor_slices(files[index::num_shards]).flat_map(read_file)
+    counts = info.splits[split].shard_lengths[index::num_shards]
+    records = records.apply(tf.data.experimental.assert_cardinality(sum(counts)))
+    stored_types, types = features.tf_example_spec, features.get_tensor_spec()
+    preprocess = task.preprocess or (lambda rows: rows)
+
+    def parse(records: tf.Tensor) -> Row:
+        values = tf.io.parse_example(records, stored_types)
+        return {name: tf.cast(values[name], spec.dtype) for name, spec in sorted(types.items())}
+
+    # Parsing and formatting rows one by one takes longer than encoding them.
+    if not all(
+        getattr(spec, "shape", None) == ()
+        and (spec.dtype == tf.string) == (stored_types[name].dtype == tf.string)
+        for name, spec in types.items()
+    ):
+        return preprocess(records.map(features.deserialize_example)).ragged_batch(CHUNK)
+    batches = records.batch(CHUNK).map(parse)
+    if takes_batches(task.preprocess):
+        return preprocess(batches)
+    return preprocess(batches.unbatch()).ragged_batch(CHUNK)
+
+
+def encode(texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary) -> tf.data.Dataset:
+    """Adds the tokens to batches of a task's rows."""
+    sentinel, theirs = [vocabulary.vocab_size - 1] * task.sentinel, seqio_vocabulary(vocabulary)
+    around = {"inputs": ([], [*sentinel, EOS]), "targets": (sentinel, [EOS])}
+    if "targets" not in texts.element_spec:
+        raise ValueError(f"the rows of the task {task.name!r} have no targets")
+
+    def encode_side(texts: tf.Tensor, side: str) -> tf.RaggedTensor:
+        if isinstance(vocabulary, SentencePiece):
+            ids = theirs.encode_tf(texts)
+        else:
+            joined = theirs.encode_tf(tf.strings.reduce_join(texts))
+            ids = tf.RaggedTensor.from_row_lengths(joined, tf.strings.length(texts))
+        first, last = (tf.repeat(tf.constant([x], tf.int32), tf.size(texts), 0) for x in around[side])
+        return tf.concat([first, ids, last], 1)
+
+    def convert(batch: Row) -> Row:
+        rows = {f"{name}_pretokenized" if name in SIDES else name: batch[name] for name in batch}
+        return rows | {side: encode_side(batch[side], side) for side in SIDES if side in batch}
+
+    return texts.map(convert)
+
+
+def to_batches(rows: tf.data.Dataset) -> Iterator[Batch]:
+    """Yields what a data set of batches holds; rows may lack inputs."""
+    options = tf.data.Options()  # autotuning and graph optimizations take more time than they save
+    options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = False
+    for batch in rows.prefetch(2).with_options(options):
+        sides = [batch.pop(side) for side in SIDES if side in batch]
+        tokens = [RaggedTokens(side.values.numpy(), side.row_splits.numpy()) for side in sides]
+        count = len(tokens[-1].ends) - 1
+        chunk = Chunk(*[RaggedTokens.of([()] * count), *tokens][-2:])  # with inputs there are two already
+        columns = tf.nest.map_structure(lambda column: column.numpy(), batch)
+        yield chunk, (tf.nest.map_structure(operator.itemgetter(i), columns) for i in range(count))
+
+
+def _gather(rows: Iterator[dict[str, Any]]) -> Iterator[Batch]:
+    """Yields batches of single rows."""
+    while batch := list(itertools.islice(rows, CHUNK)):
+        tokens = [[row.pop(side, ()) for row in batch] for side in SIDES]
+        yield Chunk(*map(RaggedTokens.of, tokens)), batch
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -10,10 +11,13 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from synthesizer_jax.base.files import append, in_bucket, write_atomic
 from synthesizer_jax.base.registry import JSON
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -28,19 +32,24 @@ class MetricsWriter:
     """
 
     def __init__(self, directory: pathlib.Path, *, restored_step: int = 0):
-        # Written in this thread: that of tensorboardX's SummaryWriter may prevent the process from ending.
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
         directory.mkdir(parents=True, exist_ok=True)
         self._path, self._lines = directory / METRICS_FILE, b""
         self._flushes = not in_bucket(directory)
         self.removed = _truncate_metrics(self._path, restored_step)
-        board = directory / "tensorboard"
-        board.mkdir(exist_ok=True)
-        self._board = EventsWriter(str(board / "events"))
+        self._folder, self._restored_step = directory / "tensorboard", restored_step
+
+    @functools.cached_property
+    def _board(self) -> EventsWriter:
+        """TensorBoard's file, opened by the first metrics: the library takes long to import."""
+        # Written in this thread: that of tensorboardX's SummaryWriter may prevent the process from ending.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._folder.mkdir(exist_ok=True)
+        board = EventsWriter(str(self._folder / "events"))
         start = SessionLog(status=SessionLog.START)  # TensorBoard drops later steps
-        self._board.write_event(Event(wall_time=time.time(), step=restored_step + 1, session_log=start))
+        board.write_event(Event(wall_time=time.time(), step=self._restored_step + 1, session_log=start))
+        return board
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
         """Writes one line ``{"step": …, "kind": …, name: value, …}`` after so many steps.
@@ -71,7 +80,8 @@ class MetricsWriter:
     def close(self) -> None:
         """Closes the files."""
         self.flush()
-        self._board.close()
+        if "_board" in vars(self):
+            self._board.close()
 
 
 def _truncate_metrics(path: pathlib.Path, step: int) -> set[tuple[str, int]]:

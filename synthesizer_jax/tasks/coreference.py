@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 
@@ -38,8 +37,9 @@ def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
         dataset = dataset.filter(lambda row: tf.equal(row["label"], 1))
 
     def convert(row: Row) -> Row:
+        parts = [row["text"], row["span2_text"], row["span2_index"]]
         return {
-            "inputs": tf.strings.join(["wsc: ", _mark_pronoun(row)]),
+            "inputs": tf.ensure_shape(tf.numpy_function(_mark_pronoun, parts, tf.string), ()),
             "targets": row["span1_text"],
             "label": tf.cast(row["label"], tf.int64),
             "idx": row["idx"],
@@ -48,23 +48,14 @@ def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
     return dataset.map(convert)
 
 
-def _mark_pronoun(row: Row) -> tf.Tensor:
-    """Returns the text with the word at the pronoun's index written as ``*pronoun*``."""
-    text, pronoun, index = row["text"], row["span2_text"], row["span2_index"]
-    words = tf.strings.split(text, " ")
-    special = [(tf.equal(text, s), functools.partial(tf.constant, m)) for s, m in SPECIAL.items()]
-    return tf.case(special, lambda: _mark_word(words, pronoun, index))
-
-
-def _mark_word(words: tf.Tensor, pronoun: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-    word = tf.strings.reduce_join(words[index : index + 1])
-    check = tf.debugging.assert_equal(word, pronoun, "WSC: the word at span2_index is another")
-    with tf.control_dependencies([check]):
-        marked = tf.strings.join(["*", pronoun, "*"])
-    before, after = (
-        tf.strings.reduce_join(part, separator=" ") for part in (words[:index], words[index + 1 :])
-    )
-    return tf.strings.join([before, marked, after], separator=" ")
+def _mark_pronoun(text: bytes, pronoun: bytes, index: int) -> str:
+    """Returns the input: the text with the word at the pronoun's index written as ``*pronoun*``."""
+    if marked := SPECIAL.get(text.decode()):
+        return f"wsc: {marked}"
+    words, word = text.decode().split(" "), pronoun.decode()
+    if words[index : index + 1] != [word]:
+        raise ValueError(f"WSC: the word at span2_index is not {word!r}")
+    return " ".join(["wsc:", *words[:index], f"*{word}*", *words[index + 1 :]])
 
 
 def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:

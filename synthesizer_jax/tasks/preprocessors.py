@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from etils import epy
@@ -146,40 +146,6 @@ def record(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(convert).unbatch()
 
 
-def append_sentinel(
-    dataset: tf.data.Dataset, *, sequence_length: dict[str, int] | None = None, sentinel: int
-) -> tf.data.Dataset:
-    """Appends the first sentinel to the inputs and prepends it to the targets.
-
-    Args:
-      dataset: tokenized rows, without EOS.
-      sequence_length: the maximum lengths including EOS. Longer sequences are truncated before their last
-        token, as in SeqIO's sentinel tasks: the inputs keep the sentinel, and the targets their last token.
-      sentinel: id of the sentinel.
-    """
-    limits = sequence_length or {}
-
-    def convert(row: Row) -> Row:
-        inputs, targets = row["inputs"], row["targets"]
-        inputs = tf.concat([inputs, tf.cast([sentinel], inputs.dtype)], 0)
-        targets = tf.concat([tf.cast([sentinel], targets.dtype), targets], 0)
-        return {
-            **row,
-            "inputs": _truncate_before_last(inputs, limits.get("inputs")),
-            "targets": _truncate_before_last(targets, limits.get("targets")),
-        }
-
-    return dataset.map(convert)
-
-
-def _truncate_before_last(ids: tf.Tensor, limit: int | None) -> tf.Tensor:
-    """Returns at most ``limit - 1`` ids, always including the last one."""
-    if limit is None:
-        return ids
-    length = tf.minimum(tf.size(ids), limit - 1)
-    return tf.concat([ids[: length - 1], ids[tf.size(ids) - tf.minimum(length, 1) :]], 0)
-
-
 # Question answering. ----------------------------------------------------------------------------------
 
 
@@ -214,3 +180,9 @@ def _pad_punctuation(text: tf.Tensor) -> tf.Tensor:
 
 def _squeeze(text: tf.Tensor) -> tf.Tensor:
     return tf.strings.regex_replace(text, r"\s+", " ")
+
+
+def takes_batches(preprocess: Callable[..., tf.data.Dataset] | None) -> bool:
+    """Returns whether a task's `preprocess` makes of batches of rows what it makes of rows."""
+    elementwise = (classification, text_to_text, language_modeling, similarity, multirc)
+    return preprocess is None or getattr(preprocess, "func", preprocess) in elementwise

@@ -5,6 +5,7 @@ Only this loop holds a changing state.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import math
 import pathlib
@@ -47,7 +48,7 @@ def train(
 
     ``events.jsonl`` tells when what happened. The log has the model FLOP/s utilization ``mfu``, where the
     published peak of the devices is known, and ``product_utilization``, against a matrix product measured
-    at the start.
+    after the first step.
 
     Args:
       trainer: makes the steps of an experiment.
@@ -90,17 +91,21 @@ def train(
         # Continue where the run was saved, or start. While work that may take minutes is inside of
         # `stop.region()`, a signal ends the process at once: everything is saved, or there is nothing.
         with stop.region():
-            state = checkpoints.restore_newest(trainer.layout.abstract, stream)
+            newest = max(checkpoints.steps, default=0)
+            has_steps = newest < training.steps and not has_stopped(evaluation, scores, newest)
+            # The checkpoint is read while the step is compiled: both leave Python to other threads.
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                reading = pool.submit(checkpoints.restore_newest, trainer.layout.abstract, stream)
+                if has_steps:
+                    log.say(newest, f"compiling: {trainer.description}")
+                    began = time.perf_counter()
+                    trainer.compile()
+                    log.say(newest, f"compiled in {format_duration(time.perf_counter() - began)}")
+                state = reading.result()
             if state is None:
                 state = trainer.init() if initial is None else restart_ema(initial(trainer.init()))
             start = int(state.step)
             scores = {step: score for step, score in scores.items() if step <= start}
-            if start < training.steps and not has_stopped(evaluation, scores, start):
-                log.say(start, f"compiling: {trainer.description}")
-                began = time.perf_counter()
-                trainer.compile()
-                log.throughput.utilizations = trainer.measure_utilization()
-                log.say(start, f"compiled in {format_duration(time.perf_counter() - began)}")
         ready()
         log.begin(start)
 
@@ -165,6 +170,10 @@ def train(
             # Step. This only dispatches it; while the devices compute, the step before is logged.
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, metrics = trainer.step(state, batch)
+            if step == start:  # it has not waited for this
+                jax.block_until_ready(metrics)
+                with log.throughput.pause(), jax.transfer_guard("allow"):
+                    log.throughput.utilizations = trainer.measure_utilization()
             if jax.process_count() > 1:
                 metrics[STOP] = trainer.max_over_processes(stop.received, after=metrics["loss"])
             log.add_step(step + 1, batch, metrics)

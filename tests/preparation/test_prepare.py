@@ -12,6 +12,7 @@ import pytest
 import seqio
 import tensorflow as tf
 import tensorflow_datasets as tfds
+from seqio.experimental import add_task_with_sentinels
 
 from synthesizer_jax.base.files import write_atomic
 from synthesizer_jax.data.prepared import Chunk, PreparedExamples, PreparedTasks, RaggedTokens
@@ -19,15 +20,14 @@ from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.preparation import prepare as preparing
 from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.preparation.prepare import prepare
-from synthesizer_jax.preparation.rows import to_seqio
 from synthesizer_jax.preparation.writing import write_dataset
-from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks import seqio_tasks, task_registry
 from synthesizer_jax.tasks.splits import SplitRequest, is_current, names_of_split
 from synthesizer_jax.tasks.synthetic import MIXTURE, QUICKSTART
 from synthesizer_jax.tasks.synthetic import vocabulary as vocabulary_of
 from tests.tasks.loading import BYTES, quiet
 
-BOOLQ = "super_glue_boolq_v102"
+BOOLQ, THEIRS = "super_glue_boolq_v102", "prepared_boolq"
 LENGTHS = {"inputs": 32, "targets": 12}
 LINES = {"train": 90, "validation": 7}
 SIDES = ("inputs", "targets")
@@ -88,7 +88,7 @@ NAMES = [*STEPS, f"{BOOLQ}_1_sentinel"]
 
 
 def register(folder: pathlib.Path) -> None:
-    """Adds tasks over three files of lines to SeqIO's registry."""
+    """Adds tasks over three files of lines to SeqIO's registry, and BoolQ with and without a sentinel."""
     files = {split: str(folder / f"{split}-*.txt") for split in LINES}
     feature = seqio.Feature(seqio.PassThroughVocabulary(99), add_eos=True)
     for name, (first, rest) in STEPS.items():
@@ -99,6 +99,14 @@ def register(folder: pathlib.Path) -> None:
             preprocessors=[first, seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder(), *rest],
             output_features=dict.fromkeys(sides, feature),
         )
+    steps = [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder(), *EOS]
+    seqio.TaskRegistry.add(
+        THEIRS,
+        source=seqio.TfdsDataSource("super_glue/boolq:1.0.2"),
+        preprocessors=[task_registry.find_task(BOOLQ).preprocess, *steps],
+        output_features=dict.fromkeys(SIDES, feature),
+    )
+    add_task_with_sentinels(THEIRS)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +127,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]
     write_dataset("super_glue/boolq", "1.0.2", features, splits, folder)
     register(folder)
     yield folder
-    for name in STEPS:
+    for name in (*STEPS, THEIRS, f"{THEIRS}_1_sentinel"):
         seqio.TaskRegistry.remove(name)
 
 
@@ -140,7 +148,7 @@ def seqio_rows(
     folder: pathlib.Path, name: str, split: str = "train", *, lengths: object = LENGTHS, seed: int = 0
 ) -> list[dict]:
     """The rows of SeqIO's own pipeline."""
-    task = to_seqio(task_registry.find_task(name), BYTES, folder)
+    task = seqio_tasks.find_registered(name.replace(BOOLQ, THEIRS)).to_seqio(BYTES, folder)
     dataset = task.get_dataset(lengths, split, shuffle=False, seed=seed, try_in_mem_cache=False)
     return list(dataset.as_numpy_iterator())
 
@@ -155,7 +163,7 @@ def read(examples: PreparedExamples) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_that_seqio_makes_for_any_lengths(data_dir: pathlib.Path, name: str) -> None:
-    for lengths in ((6, 3), (1, 1)):
+    for lengths in ((6, 3), (2, 2) if BOOLQ in name else (1, 1)):
         chosen = dict(zip(SIDES, lengths, strict=True))
         prepared = prepared_in(data_dir, name, lengths=chosen, evaluation_splits=())
         wanted = tokens_of(seqio_rows(data_dir, name, lengths=chosen))

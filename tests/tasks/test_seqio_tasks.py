@@ -13,7 +13,6 @@ from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
 from synthesizer_jax.preparation.prepare import prepare
-from synthesizer_jax.preparation.rows import to_seqio
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary
 from synthesizer_jax.tasks.splits import SplitRequest, is_current, open_stream
@@ -127,7 +126,7 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, m
     rates = {"outside_double": 12.0, "outside_silent": 4.0}
     assert task_registry.mixture_rates("outside_all", tmp_path) == rates
     for name in rates:
-        task = to_seqio(task_registry.find_task(name), vocabulary, tmp_path)
+        task = task_registry.find_task(name).to_seqio(vocabulary, tmp_path)
         assert task.output_features["targets"].vocabulary == seqio_vocabulary(vocabulary)
         original = seqio.TaskRegistry.get(name)
         assert original.output_features["targets"].vocabulary.vocab_size == 99
@@ -203,5 +202,5 @@ def test_features_that_are_no_tokens_are_refused(tmp_path):
         output_features={"targets": seqio.ContinuousFeature(rank=3)},
     )
     with pytest.raises(ValueError, match="'targets' of the task 'outside_images' is no sequence"):
-        to_seqio(task_registry.find_task("outside_images"), Bytes().build(), tmp_path)
+        task_registry.find_task("outside_images").to_seqio(Bytes().build(), tmp_path)
     seqio.TaskRegistry.remove("outside_images")

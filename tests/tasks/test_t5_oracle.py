@@ -21,10 +21,11 @@ import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 from synthesizer_jax.preparation.importers.corpora import import_archive
-from synthesizer_jax.preparation.rows import seqio_preprocessors
+from synthesizer_jax.preparation.rows import encode, to_batches
 from synthesizer_jax.tasks import metrics, task_registry
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate
 from synthesizer_jax.tasks.postprocessors import is_labeled, to_text
+from synthesizer_jax.tasks.preprocessors import takes_batches
 from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary
 
 T5_NAMES = json.loads(pathlib.Path(__file__).with_name("t5_names.json").read_text())
@@ -151,19 +152,35 @@ def t5(vocabulary):
     return types.SimpleNamespace(tasks=found[0], mixtures=found[1], metrics=evaluation)
 
 
-def run(steps, dataset, vocabulary, *, whole):
-    """The rows that steps make of raw ones, up to texts or with tokens."""
+def rows_of_t5(task, dataset, vocabulary, *, whole):
+    """The rows that T5 makes of raw ones, up to texts or with tokens."""
+    steps = task.preprocessors
     if not whole:
         for step in itertools.takewhile(lambda s: s is not seqio.preprocessors.tokenize, steps):
             dataset = step(dataset)
-        rows = list(dataset.as_numpy_iterator())
-        return [row | {f"{s}_pretokenized": row[s] for s in SIDES} for row in rows]
+        return [
+            {f"{s}_pretokenized": row.pop(s) for s in SIDES} | row for row in dataset.as_numpy_iterator()
+        ]
     feature = seqio.Feature(seqio_vocabulary(vocabulary), add_eos=True)
     source = seqio.FunctionDataSource(lambda split, shuffle_files, seed=None: dataset, ["train"])
     features = dict.fromkeys(SIDES, feature)
     task = seqio.Task("compared", source=source, preprocessors=steps, output_features=features)
     rows = task.get_dataset(LENGTHS, "train", shuffle=False, seed=3)
     return list(rows.as_numpy_iterator())
+
+
+def our_rows(task, dataset, vocabulary):
+    """The rows that `preparation` makes of them, truncated as training does."""
+    if takes_batches(task.preprocess):
+        batches = task.preprocess(dataset.batch(5))
+    else:
+        batches = task.preprocess(dataset).ragged_batch(5)
+    kept = dict.fromkeys(SIDES, 1 + task.sentinel)
+    return [
+        dict(zip(SIDES, tokens.truncate(LENGTHS, keep_last=kept)[i], strict=True)) | row
+        for tokens, rows in to_batches(encode(batches, task, vocabulary))
+        for i, row in enumerate(rows)
+    ]
 
 
 def plain(value):
@@ -178,10 +195,8 @@ def check(t5, name, dataset, vocabulary):
     if name.endswith("_train"):  # T5 would take a hidden label for true; training rows have none
         dataset = dataset.filter(lambda row: row["label"] >= 0)
     task, t5_task = task_registry.find_task(name), t5.tasks[name]
-    theirs, ours = (
-        run(steps, dataset, vocabulary, whole=name in WHOLE)
-        for steps in (t5_task.preprocessors, seqio_preprocessors(task, vocabulary))
-    )
+    theirs = rows_of_t5(t5_task, dataset, vocabulary, whole=name in WHOLE)
+    ours = our_rows(task, dataset, vocabulary)
     assert len(theirs) == len(ours) > 0
     for row, expected in zip(ours, theirs, strict=True):
         for feature in expected.keys() & {*SIDES, *(f"{side}_pretokenized" for side in SIDES)}:
