@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import re
 
 import numpy as np
 from flax import traverse_util
@@ -89,7 +90,8 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
     with reading(folder / ADAPTER_TENSORS):
         tensors = open_safetensors(folder / ADAPTER_TENSORS)
     if isinstance(base.model, Encoder):
-        tensors = {k: x for k, x in tensors.items() if is_in_encoder(k.removeprefix(_PREFIX))}
+        of_decoder = lambda name: not is_in_encoder(re.sub(r"\.lora_[AB]", "", name.removeprefix(_PREFIX)))
+        tensors = {name: x for name, x in tensors.items() if not of_decoder(name)}
     params: dict[tuple[str, ...], Unread] = traverse_util.flatten_dict(base.params)
     updated, known, problems = dict[tuple[str, ...], Unread](), set[str](), list[str]()
     for c in correspondences(base.model, torch_name):
