@@ -23,7 +23,7 @@ from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import Trainer
 from tests.layers.cases import ALIGNMENT_CASES, MIXER_CASES
 from tests.layers.contract import LENGTH, D
-from tests.training.tiny import VOCAB, CopyStream, encoder, experiment, logged
+from tests.training.tiny import VOCAB, CopyStream, encoder, experiment
 from tests.training.tiny import run as train
 
 EVERYTHING = LoRA(rank=3, alpha=6.0, targets=".*")
@@ -37,7 +37,7 @@ def test_a_kernel_is_split_where_its_layer_sums():
     """In all alignments, mixers and models."""
     cases = {**ALIGNMENT_CASES, **MIXER_CASES}
     tokens = jax.ShapeDtypeStruct((2, LENGTH, D), np.float32)
-    modules = [(name, case.layer, (tokens,)) for name, case in cases.items()]
+    modules = [(name, case.layer, (tokens,)) for name, case in cases.items() if "full" in case.modes]
     stack = UniversalStack(encoder().encoder.runs)
     models = [ZOO["t5_1_1_tiny"](), encoder(), encoder(masked_lm=True), encoder().copy(encoder=stack)]
     for name, module, arguments in [
@@ -141,7 +141,6 @@ def test_a_run_goes_on_and_is_used_with_its_base(source, tmp_path):
     save_run(recipe, parts)
     check_same_run(recipe, parts)
     jax.tree.map(np.testing.assert_array_equal, train(parts, recipe).params, end.params)
-    assert logged(whole)[4] < logged(whole)[1]
     # A run that starts from it starts from the merged parameters; adapters of adapters are added up.
     _, found = restore_run(whole)
     assert initializer_of(recipe, report=print) is None
