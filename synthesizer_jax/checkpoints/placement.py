@@ -55,7 +55,11 @@ def layout_over(
     Raises:
       ValueError: the mesh does not divide the shapes.
     """
-    shapes, axes = abstract_variables(model, *tokens)
+    return with_shardings(*abstract_variables(model, *tokens), mesh)
+
+
+def with_shardings(shapes: Variables, axes: PyTree, mesh: Mesh | AbstractMesh) -> Variables:
+    """Returns abstract variables with their shardings over a mesh, from their logical axes."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         shapes,

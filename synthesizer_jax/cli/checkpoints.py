@@ -32,7 +32,7 @@ def convert(
     Example: synthesizer-jax convert flan-t5-small runs/flan --encoder rv
 
     Args:
-      source: a folder of Hugging Face transformers, a checkpoint of T5X, or a run.
+      source: a folder of Hugging Face transformers or of PEFT, a checkpoint of T5X, or a run.
       directory: the new directory.
       vocabulary: a SentencePiece file, or bytes; by default the folder's own.
       extra_ids: sentinels after the pieces of --vocabulary; by default T5's.
@@ -87,7 +87,7 @@ def export(
     Args:
       run: RUN, or RUN/checkpoints/STEP.
       directory: the new directory.
-      to: huggingface, t5x, t5x-scanned or stablehlo.
+      to: huggingface, peft (a run's adapters alone), t5x, t5x-scanned or stablehlo.
       dtype: float32 or bfloat16, of the tensors for transformers.
       inputs_length: stablehlo: tokens of an input at most; by default as in training.
       max_length: stablehlo: tokens of a target at most; by default as in training.

@@ -123,9 +123,9 @@ class OpenRun(NamedTuple):
 
     def restore(self, step: int | None) -> tuple[int, PyTree]:
         """Returns the step and the variables of a checkpoint; None: the newest."""
-        from synthesizer_jax.checkpoints.manager import restore_variables
+        from synthesizer_jax.training.initial_parameters import restore_run
 
-        return restore_variables(self.directory / "checkpoints", step=step, layout=self.layout)
+        return restore_run(self.directory, step=step, layout=self.layout)
 
 
 def open_run(directory: pathlib.Path, imports: Sequence[str] | None) -> OpenRun:

@@ -21,7 +21,6 @@ from flax import traverse_util
 from synthesizer_jax.base.files import storage_path, write_atomic
 from synthesizer_jax.base.registry import check_fields, register, replace, to_json
 from synthesizer_jax.base.typing import KeyPath, NotEmpty, Number, PyTree
-from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.distillation.fit import collect_statistics, fit_layers, is_softmax_of_logits, is_static
 from synthesizer_jax.distillation.replacement import (
     STACKS,
@@ -44,6 +43,7 @@ from synthesizer_jax.sharding import gather_to_host, replicate_to_devices, shard
 from synthesizer_jax.tasks.splits import open_stream
 from synthesizer_jax.tasks.task_registry import default_data_dir
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
+from synthesizer_jax.training.initial_parameters import restore_run
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
 from synthesizer_jax.training.step import Batch, Metrics, TrainState, apply_gradients, teacher_forced
@@ -117,7 +117,7 @@ def distill(
             "distilled"
         )
     # What a user can have got wrong comes before `run`, which prepares data.
-    _, variables = restore_variables(teacher / "checkpoints")
+    _, variables = restore_run(teacher)
     trainer = DistillationTrainer(taught, unroll_variables(taught.model, variables), recipe)
     experiment = trainer.experiment
     options: dict[str, Any] = {
@@ -195,6 +195,8 @@ class DistillationTrainer(Trainer):
     ):
         if recipe.training.micro_batches != 1:
             raise ValueError("distillation does not support micro-batches; set training.micro_batches=1")
+        if recipe.training.adapters is not None:
+            raise ValueError("distillation trains whole replacements; leave training.adapters out")
         assert isinstance(taught.model, EncoderDecoder)
         self.teacher, self.recipe = unroll(taught.model), recipe
         self.student = student_model(self.teacher, recipe.replace)

@@ -16,7 +16,7 @@ from synthesizer_jax.alignments import Alignment, Mixture
 from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
+from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.distillation.distill import DISTILLATION_FILE
 from synthesizer_jax.distillation.replacement import blocks_of
@@ -42,6 +42,7 @@ from synthesizer_jax.sharding import batch_sharding, gather_to_host, use_mesh
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import to_text
 from synthesizer_jax.training.experiment import Experiment
+from synthesizer_jax.training.initial_parameters import restore_run
 from synthesizer_jax.training.run import open_evaluator
 from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
 from synthesizer_jax.training.step import Batch, teacher_forced
@@ -100,7 +101,7 @@ def inspect_run(
     if mixture is not None:
         experiment = replace(experiment, data=replace(experiment.data, mixture=mixture))
     mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
-    restore = functools.partial(restore_variables, directory / "checkpoints", layout=layout)
+    restore = functools.partial(restore_run, directory, layout=layout)
     step, variables = restore(step=step)
     data_dir = data_dir or task_registry.default_data_dir()
     if prepare is not None:

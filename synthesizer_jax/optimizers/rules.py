@@ -63,7 +63,7 @@ def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRul
     every = (*rules, OptimizerRule(".*"))
     used, all_paths, factors = set[OptimizerRule](), list[str](), {}
     for keys, x in traverse_util.flatten_dict(params).items():
-        paths = _looped_paths(model, keys)
+        paths = looped_paths(model, keys)
         chosen = [next(r for r in every if re.fullmatch(r.pattern, path)) for path in paths]
         used.update(chosen)
         all_paths += paths
@@ -87,7 +87,7 @@ def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRul
     return traverse_util.unflatten_dict(factors)
 
 
-def _looped_paths(model: nn.Module, keys: tuple[str, ...]) -> list[str]:
+def looped_paths(model: nn.Module, keys: tuple[str, ...]) -> list[str]:
     """Returns the paths that a parameter has with looped layers, one for each layer stacked in it."""
     stack = stacks_of(model).get(keys[0])
     if stack is None or not stack.scan or not keys[1].startswith("run_"):

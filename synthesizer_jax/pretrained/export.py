@@ -8,22 +8,25 @@ import pathlib
 import jax
 
 from synthesizer_jax.base.files import new_directory
-from synthesizer_jax.base.registry import JSON, to_json
+from synthesizer_jax.base.registry import JSON, replace, to_json
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.evaluation.scoring import RESULTS_FILE, evaluation_folder
 from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.huggingface.config import read_json
 from synthesizer_jax.pretrained.huggingface.export import write_folder
+from synthesizer_jax.pretrained.huggingface.peft import write_adapters
 from synthesizer_jax.pretrained.t5x import write_checkpoint
 from synthesizer_jax.runs.saved import find_checkpoint, open_vocabulary
 from synthesizer_jax.serving.programs import Limits, write_directory
 from synthesizer_jax.training.experiment import Experiment
+from synthesizer_jax.training.initial_parameters import restore_run
 from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.version import __version__
 
-FORMATS = HUGGING_FACE, T5X, SCANNED_T5X, STABLEHLO = (
+FORMATS = HUGGING_FACE, PEFT, T5X, SCANNED_T5X, STABLEHLO = (
     "huggingface",
+    "peft",
     "t5x",
     "t5x-scanned",
     "stablehlo",
@@ -45,8 +48,8 @@ def export_run(
     Args:
       run: ``RUN`` or ``RUN/checkpoints/STEP``.
       directory: the new directory.
-      to: a name of `FORMATS`: a folder of transformers, a checkpoint of T5X with looped or scanned layers,
-        or StableHLO programs (`serving.programs`).
+      to: a name of `FORMATS`: a folder of transformers, one of PEFT with the run's adapters alone, a
+        checkpoint of T5X with looped or scanned layers, or StableHLO programs (`serving.programs`).
       dtype: ``float32`` or ``bfloat16``, of the tensors for transformers; T5X's are float32.
       inputs_length, max_length: largest lengths of the programs' inputs and targets; None: the run's.
       beams: number of beams of the programs' decoding loop; 1 is greedy decoding.
@@ -60,8 +63,11 @@ def export_run(
     source, chosen = find_checkpoint(run)
     experiment = load_experiment(source)
     vocabulary = open_vocabulary(experiment.vocabulary, source, model=experiment.model)
+    if to == PEFT:
+        _export_adapters(experiment, source, directory, step=chosen)
+        return
     with new_directory(directory) as staging:
-        step, saved = restore_variables(source / "checkpoints", step=chosen)
+        step, saved = restore_run(source, step=chosen)
         model: TokenModel = unroll(experiment.model)
         variables = unroll_variables(experiment.model, saved)
         if to == HUGGING_FACE:
@@ -75,6 +81,18 @@ def export_run(
             write_directory(staging, model, variables, vocabulary, limits=limits)
         else:
             write_checkpoint(staging, model, variables, step=step, scanned=to == SCANNED_T5X)
+
+
+def _export_adapters(
+    experiment: Experiment, source: pathlib.Path, directory: pathlib.Path, *, step: int | None
+) -> None:
+    """Writes a folder of PEFT; see `write_adapters`."""
+    lora, model = experiment.training.adapters, experiment.model
+    if lora is None:
+        raise ValueError(f"{source} has no training.adapters; export it to {HUGGING_FACE}")
+    with new_directory(directory) as staging:
+        _, adapters = restore_variables(source / "checkpoints", step=step)
+        write_adapters(staging, unroll(model), unroll_variables(model, adapters), lora)
 
 
 def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:
@@ -93,7 +111,7 @@ def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:
     if metrics:
         sections += ["## Results", _fenced(metrics)]
     if step:
-        recipe = _fenced(to_json(experiment.starting_from(None)))
+        recipe = _fenced(to_json(replace(experiment, init_from=None)))
         sections += ["<details><summary>Recipe</summary>", recipe, "</details>"]
     return "\n\n".join(sections) + "\n"
 

@@ -14,7 +14,6 @@ from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.registry import check_types, replace
 from synthesizer_jax.base.typing import Dtype
-from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.prediction import Generated, Predictor
@@ -23,6 +22,7 @@ from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel, num_real_tokens
 from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.runs.saved import SavedModel, find_checkpoint, is_run, load_model, open_vocabulary
+from synthesizer_jax.training.initial_parameters import restore_run
 
 
 class Loaded(NamedTuple):
@@ -39,13 +39,13 @@ class Loaded(NamedTuple):
     vocabulary: Vocabulary
 
 
-def restore_run(source: pathlib.Path, mesh: Mesh | None = None) -> tuple[SavedModel, Variables]:
+def open_run(source: pathlib.Path, mesh: Mesh | None = None) -> tuple[SavedModel, Variables]:
     """Returns the model and vocabulary of a run and the variables of a checkpoint, with looped layers."""
     directory, step = find_checkpoint(source)
     saved = load_model(directory)
     model = saved.model
     layout = None if mesh is None else layout_over(model, model.example(1, 1), mesh)
-    _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
+    _, variables = restore_run(directory, step=step, layout=layout)
     return saved._replace(model=unroll(model)), unroll_variables(model, variables)
 
 
@@ -74,7 +74,7 @@ def load(
     check_types(TokenModel, {"dtype": dtype or "float32"})
     source = storage_path(str(path)).expanduser()
     if is_run(source) and not encoder_only:
-        (model, saved), variables = restore_run(source, mesh)
+        (model, saved), variables = open_run(source, mesh)
         model = replace(model, dtype=dtype or model.dtype)
         variables = jax.tree.map(lambda x: x.astype(dtype or x.dtype), variables)
         return Loaded(model, variables, open_vocabulary(saved, source, model=model))

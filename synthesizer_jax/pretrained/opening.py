@@ -18,7 +18,8 @@ from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.models import EncoderDecoder, unroll
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface.folder import open_folder
-from synthesizer_jax.pretrained.loading import restore_run
+from synthesizer_jax.pretrained.huggingface.peft import base_of, is_adapter, with_adapters
+from synthesizer_jax.pretrained.loading import open_run
 from synthesizer_jax.pretrained.t5x import is_checkpoint, open_checkpoint
 from synthesizer_jax.runs.saved import find_checkpoint, is_run, load_model
 from synthesizer_jax.sharding import replicate_to_devices
@@ -30,8 +31,8 @@ def open_pretrained(
 ) -> Iterator[Pretrained]:
     """Opens a checkpoint of another library, or a run; parameters are read inside the context.
 
-    That is a folder of Hugging Face transformers, a checkpoint of T5X, a file or a directory, ``RUN`` or
-    ``RUN/checkpoints/STEP``; for `compare` and `encoder_only` see `open_folder`.
+    That is a folder of Hugging Face transformers, or of PEFT with adapters of one, a checkpoint of T5X, a
+    file or a directory, ``RUN`` or ``RUN/checkpoints/STEP``; for the options see `open_folder`.
     """
     if not source.exists():
         hint = ""
@@ -39,6 +40,10 @@ def open_pretrained(
             command = f"hf download {source} --local-dir {source.name}"
             hint = f"; '{command}' downloads a model of the Hugging Face hub"
         raise FileNotFoundError(f"there is no {source}; give a folder or a checkpoint file{hint}")
+    if is_adapter(source):
+        with open_pretrained(base_of(source), compare=compare, encoder_only=encoder_only) as pretrained:
+            yield with_adapters(source, pretrained)
+        return
     if encoder_only and (is_run(source) or source.is_file() or is_checkpoint(source)):
         raise ValueError(
             f"encoder_only=True is for folders of transformers, and {source} is none; leave it out: encode "
@@ -61,7 +66,7 @@ def _open_run(source: pathlib.Path) -> Pretrained:
         raise ValueError(
             f"{source} holds a {type(model).__name__}; only EncoderDecoder models can be converted"
         )
-    (_, vocabulary), variables = restore_run(source)
+    (_, vocabulary), variables = open_run(source)
     if variables.get("constants"):
         raise ValueError(
             f"{source} has tables that are not trained, such as a Fixed Random's; only models of trained "

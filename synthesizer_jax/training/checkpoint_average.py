@@ -9,8 +9,9 @@ import numpy as np
 
 from synthesizer_jax.base.files import new_directory
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps, restore_variables
+from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps
 from synthesizer_jax.runs import code
+from synthesizer_jax.training.initial_parameters import restore_run
 from synthesizer_jax.training.run_directory import load_experiment, save_run, with_vocabulary_path
 from synthesizer_jax.training.step import TrainState
 
@@ -22,7 +23,7 @@ def average_checkpoints(
 
     Those that `Training.keep_best` kept count like those of `Training.keep_latest`.
 
-    The mean is float32, and that of what `restore_variables` returns: of a run with exponential moving
+    The mean is float32, and that of what `restore_run` returns: of a run with exponential moving
     averages it is the mean of these. Checkpoints are read one at a time and verified; the mean and one of
     them are in memory. The new run has the number of the newest step and no state of the optimizer. The
     directory appears when it is complete.
@@ -51,7 +52,7 @@ def average_checkpoints(
     with new_directory(directory) as staging:
         mean: PyTree = None
         for count, step in enumerate(steps, 1):
-            variables = jax.device_get(restore_variables(source / "checkpoints", step=step)[1])
+            variables = jax.device_get(restore_run(source, step=step)[1])
             params = jax.tree.map(np.float32, variables["params"])
             # A running mean: equal checkpoints have a mean equal to them.
             update = lambda m, p, n=count: m + (p - m) / n

@@ -16,6 +16,7 @@ from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
 from synthesizer_jax.primitives.parameters import check_path_pattern
 from synthesizer_jax.sharding import MeshShape
+from synthesizer_jax.training.adapters import LoRA
 
 
 @register
@@ -27,6 +28,8 @@ class Training:
       steps: number of optimizer steps.
       optimizer: `AdamW`, `Adafactor` or one of your own, with its schedule.
       rules: learning rates and freezing by paths of parameters; the first rule that matches decides.
+      adapters: low-rank updates of kernels, which are trained in the place of the parameters of
+        `Experiment.init_from`; see `LoRA`. None: the parameters are trained.
       ema: decay of an exponential moving average of the parameters, which is evaluated and used later;
         None: no average. See `step.apply_gradients`.
       z_loss: coefficient of log² Z.
@@ -48,6 +51,7 @@ class Training:
     steps: Count
     optimizer: Optimizer
     rules: tuple[OptimizerRule, ...] = ()
+    adapters: LoRA | None = None
     ema: Rate | None = None
     z_loss: NotNegative = 1e-4
     label_smoothing: Share = 0.0
@@ -100,7 +104,7 @@ class Experiment:
       vocabulary: `Bytes()` or `SentencePiece(path)`; None is the synthetic mixture's own.
       mesh: how devices are arranged.
       init_from: a checkpoint directory (``RUN`` or ``RUN/checkpoints/STEP``) whose parameters a
-        fresh run starts from.
+        fresh run starts from, or to which its adapters belong.
       init_rules: which parameters start otherwise than from those of the same path and shape.
       init_optimizer: whether to go on with the optimizer's state of that checkpoint too. The schedule of
         its learning rate then goes on at the number of updates in that state; the run's own steps count
@@ -137,8 +141,11 @@ class Experiment:
             )
 
     def starting_from(self, source: str | None) -> Experiment:
-        """Returns the experiment with all parameters from a checkpoint; None: with fresh ones."""
-        return replace(self, init_from=source, init_rules=(), init_optimizer=False)
+        """Returns the experiment with all parameters from a checkpoint; None: fresh ones, no adapters."""
+        lora = self.training.adapters
+        lora = None if source is None or lora is None else replace(lora, base_checksum=None)
+        training = replace(self.training, adapters=lora)
+        return replace(self, training=training, init_from=source, init_rules=(), init_optimizer=False)
 
     @property
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import math
+import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -13,16 +14,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from jax.sharding import Mesh
 
 from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.checkpoints.manager import read_newest, restore_variables
-from synthesizer_jax.checkpoints.placement import layout_over, read_arrays
+from synthesizer_jax.checkpoints.placement import layout_over, read_arrays, with_shardings
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.primitives.parameters import Variables
-from synthesizer_jax.runs.saved import find_checkpoint
+from synthesizer_jax.primitives.parameters import Variables, abstract_variables
+from synthesizer_jax.runs.saved import find_checkpoint, read_experiment
+from synthesizer_jax.sharding import shardings
+from synthesizer_jax.training.adapters import abstract_adapters, adapted_variables
 from synthesizer_jax.training.experiment import Experiment, InitRule
-from synthesizer_jax.training.run_directory import load_experiment
+from synthesizer_jax.training.run_directory import find_base, load_experiment
 from synthesizer_jax.training.step import TrainState
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -57,11 +61,18 @@ def initializer_of(
     if experiment.init_from is None:
         if experiment != experiment.starting_from(None):
             raise ValueError(
-                "init_rules and init_optimizer say how a run starts from a checkpoint; set init_from, or "
-                "leave them out"
+                "init_rules, init_optimizer and training.adapters say what a run makes of a checkpoint; "
+                "set init_from, or leave them out"
             )
         return None
     find_checkpoint(storage_path(experiment.init_from))  # fails before the data is read
+    if experiment.training.adapters is not None:
+        if experiment.init_optimizer:
+            raise ValueError(
+                "init_optimizer goes on with an optimizer of all parameters, and training.adapters trains "
+                "others; leave one of them out"
+            )
+        return None  # the trainer reads it
     return functools.partial(initialize_from_checkpoint, experiment=experiment, report=report)
 
 
@@ -80,13 +91,72 @@ def initialize_from_checkpoint(
     Raises:
       ValueError: there is no such run, an array does not fit, or it has another optimizer.
     """
-    assert experiment.init_from is not None
-    source, fresh = storage_path(experiment.init_from), state.variables
+    mesh = jax.tree.leaves(state.params)[0].sharding.mesh
+    step, arrays = _initial_variables(experiment, mesh, fresh=state.variables, report=report)
+    opt_state = state.opt_state
+    if experiment.init_optimizer:
+        directory, _ = find_checkpoint(storage_path(str(experiment.init_from)))
+        read = functools.partial(read_arrays, entries={"opt_state": opt_state}, names=("opt_state",))
+        _, entries, _ = read_newest(directory / "checkpoints", read, step=step)
+        opt_state = entries["opt_state"]
+    return dataclasses.replace(
+        state,
+        params=arrays["params"],
+        constants=arrays.get("constants", state.constants),
+        opt_state=opt_state,
+    )
+
+
+def read_base(
+    experiment: Experiment, mesh: Mesh | None, *, report: Callable[[str], object] = lambda _: None
+) -> Variables:
+    """Returns the variables to which an experiment's adapters belong, over a mesh or on one device.
+
+    Raises:
+      ValueError: they are not there, or are others than those with which the adapters were trained.
+    """
+    return _initial_variables(find_base(experiment), mesh, report=report)[1]
+
+
+def restore_run(
+    directory: pathlib.Path, *, step: int | None = None, layout: Variables | None = None
+) -> tuple[int, Variables]:
+    """Returns `restore_variables` of a run, whose adapters, if it has any, are added to their base.
+
+    The layout is that of the model's variables.
+    """
+    restore = functools.partial(restore_variables, directory / "checkpoints", step=step)
+    if read_experiment(directory, as_data=True)["training"].get("adapters") is None:
+        return restore(layout=layout)
+    experiment, mesh = load_experiment(directory), None
+    lora, model = experiment.training.adapters, experiment.model
+    assert lora is not None
+    if layout is not None:
+        mesh = jax.tree.leaves(layout)[0].sharding.mesh
+        shapes, axes = abstract_adapters(lora, model, *abstract_variables(model, *experiment.example))
+        layout = with_shardings(shapes, axes, mesh)
+    step, adapters = restore(layout=layout)
+    base = read_base(experiment, mesh)
+    return step, jax.jit(adapted_variables, static_argnums=2)(adapters, base, lora)
+
+
+def _initial_variables(
+    experiment: Experiment,
+    mesh: Mesh | None,
+    *,
+    fresh: Variables | None = None,
+    report: Callable[[str], object],
+) -> tuple[int, Variables]:
+    """Returns the step of the checkpoint `Experiment.init_from`, and an experiment's variables from it.
+
+    What the rules do not take from there is `fresh`; None: as the experiment's seed makes it.
+    """
+    source = storage_path(str(experiment.init_from))
     directory, step = find_checkpoint(source)
     saved = load_experiment(directory)
-    shardings = jax.tree.map(lambda x: x.sharding, fresh)
-    layout = layout_over(saved.model, saved.example, jax.tree.leaves(shardings)[0].mesh)
-    step, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
+    layout = None if mesh is None else layout_over(saved.model, saved.example, mesh)
+    step, variables = restore_run(directory, step=step, layout=layout)
+    shapes, axes = abstract_variables(experiment.model, *experiment.example)
 
     def flat(model: TokenModel, variables: Variables) -> dict[str, jax.Array]:
         """Arrays by ``COLLECTION/PATH``, with looped layers."""
@@ -94,7 +164,7 @@ def initialize_from_checkpoint(
 
     old, new = (
         {name: x.shape for name, x in jax.eval_shape(lambda t, m=m: flat(m, t), tree).items()}
-        for m, tree in ((saved.model, variables), (experiment.model, fresh))
+        for m, tree in ((saved.model, variables), (experiment.model, shapes))
     )
     origins = find_origins(old, new, experiment.init_rules)
     report(f"init_from {source}\n{_format_table(origins, old, new)}")
@@ -119,19 +189,15 @@ def initialize_from_checkpoint(
                     collection[name] = stack_layers(stack, collection[name])
         return initialized
 
+    if saved.model == experiment.model and all(o.status == RESTORED for o in origins.values()):
+        return step, variables
+    sharding = None if mesh is None else shardings(axes, shapes, mesh)
+    if fresh is None:
+        example = [jnp.zeros(t.shape, t.dtype) for t in experiment.example]
+        init = jax.jit(experiment.model.init, out_shardings=sharding)
+        fresh = init(jax.random.key(experiment.training.seed), *example)
     # The fresh arrays become the result, so that there is no third copy of the parameters.
-    arrays = jax.jit(initialize, out_shardings=shardings, donate_argnums=1)(variables, fresh)
-    opt_state = state.opt_state
-    if experiment.init_optimizer:
-        read = functools.partial(read_arrays, entries={"opt_state": opt_state}, names=("opt_state",))
-        _, entries, _ = read_newest(directory / "checkpoints", read, step=step)
-        opt_state = entries["opt_state"]
-    return dataclasses.replace(
-        state,
-        params=arrays["params"],
-        constants=arrays.get("constants", state.constants),
-        opt_state=opt_state,
-    )
+    return step, jax.jit(initialize, out_shardings=sharding, donate_argnums=1)(variables, fresh)
 
 
 def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> dict[str, Origin]:

@@ -29,6 +29,7 @@ from synthesizer_jax.optimizers.adafactor import TABLE
 from synthesizer_jax.optimizers.rules import merge_entries, resolve_rules, trained_entries
 from synthesizer_jax.primitives.parameters import Variables, abstract_variables, is_axes
 from synthesizer_jax.sharding import BATCH_AXES, MeshShape, check_batch
+from synthesizer_jax.training.adapters import abstract_adapters, adapted_variables
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import Layout, Trainer, abstract_batch, make_layout
@@ -143,6 +144,11 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     rows = data.batch_size // ways // training.micro_batches
     optimizer, layout = make_layout(experiment, mesh, rules=training.rules)
     state = layout.abstract
+    base: Variables = {}
+    if training.adapters is not None:
+        plain = replace(experiment, training=replace(training, adapters=None, rules=()))
+        _, layout = make_layout(plain, mesh, rules=())
+        base = layout.abstract.variables
     chip = topology.chip
     gradients = _shard_bytes(optimizer.trained(state.params), chip)
     # The result is cached: meshes with the same number of rows per device share a trace.
@@ -152,7 +158,7 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
         mesh=dict(mesh.shape),
         rows=rows,
         needs=MemoryNeeds(
-            parameters=_shard_bytes((state.params, state.ema, state.constants), chip),
+            parameters=_shard_bytes((state.params, state.ema, state.constants, base), chip),
             optimizer=_shard_bytes(state.opt_state, chip),
             gradients=gradients * (1 if training.micro_batches == 1 else 2),
             gathered=_gathered_bytes(layout, experiment.model),
@@ -236,17 +242,22 @@ def _residuals(experiment: Experiment, variables: Variables, rows: int) -> Array
     """Counts the arrays that the forward pass of `rows` rows keeps for the backward pass."""
     model, data, training = experiment.model, experiment.data, experiment.training
     batch = abstract_batch(dataclasses.replace(data, batch_size=rows, shards=1))
-    params = variables["params"]
-    used = {name: variables[name] for name in ("params", "constants") if variables.get(name)}
-    trained = trained_entries(resolve_rules(model, params, training.rules), params)
+    base = {name: variables[name] for name in ("params", "constants") if variables.get(name)}
+    used = base
+    if training.adapters is not None:
+        used, _ = abstract_adapters(
+            training.adapters, model, *abstract_variables(model, *experiment.example)
+        )
+    trained = trained_entries(resolve_rules(model, used["params"], training.rules), used["params"])
 
     def forward(
-        trained: PyTree, variables: Variables, batch: dict[str, jax.Array], key: jax.Array
+        trained: PyTree, variables: Variables, base: Variables, batch: dict[str, jax.Array], key: jax.Array
     ) -> PyTree:
         def loss(trained: PyTree) -> jax.Array:
+            merged = {**variables, "params": merge_entries(trained, variables["params"])}
             sums = loss_sums(
                 model,
-                {**variables, "params": merge_entries(trained, variables["params"])},
+                adapted_variables(merged, base, training.adapters),
                 batch,
                 z_loss=training.z_loss,
                 label_smoothing=training.label_smoothing,
@@ -258,7 +269,7 @@ def _residuals(experiment: Experiment, variables: Variables, rows: int) -> Array
         return jax.vjp(loss, trained)[1]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    jaxpr = jax.make_jaxpr(forward)(trained, used, batch, key).jaxpr
+    jaxpr = jax.make_jaxpr(forward)(trained, used, base, batch, key).jaxpr
     left = {v for v in jaxpr.outvars if isinstance(v, jex_core.Var)} - set(jaxpr.invars)
     arrays = [v.aval for v in left if isinstance(v.aval, jax.core.ShapedArray)]
     return collections.Counter((array.shape, array.dtype) for array in arrays)

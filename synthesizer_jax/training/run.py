@@ -8,8 +8,6 @@ import pathlib
 import shlex
 from collections.abc import Callable, Sequence
 
-import jax
-
 from synthesizer_jax.base.files import name_write_errors, storage_path
 from synthesizer_jax.base.messages import escape_controls
 from synthesizer_jax.checkpoints.manager import finished_steps
@@ -77,8 +75,9 @@ def run(
     data_path = storage_path(str(data_dir or task_registry.default_data_dir()))
     first = processes.is_process_zero()
     visible = visible and first
+    report: Callable[[str], object] = print if visible else lambda _: None
     if initial is None:
-        initial = initializer_of(experiment, report=print if visible else lambda _: None)
+        initial = initializer_of(experiment, report=report)
     if visible:
         print(escape_controls(f"{directory}: reading {experiment.data.mixture}"), flush=True)
     with contextlib.ExitStack() as stack:
@@ -87,12 +86,14 @@ def run(
         with stop.region():
             task_registry.add_imported(data_path)
             experiment = run_directory.find_vocabulary(experiment, data_path)
+            experiment = run_directory.find_base(experiment)
             run_directory.check_same_run(experiment, directory)
             # What a user can have got wrong is said by now; preparing may take hours.
             if prepare is not None:
                 prepare(experiment, data_path)
             prepared = find_prepared(experiment, data_path)
             trainer = Trainer(experiment) if trainer is None else trainer
+            trainer.read_base(report)
             evaluator = Evaluator(
                 experiment.model, experiment.data, experiment.evaluation, prepared=prepared
             )
@@ -117,7 +118,7 @@ def run(
             batches,
             directory,
             stop=stop,
-            evaluate=functools.partial(evaluate_state, evaluator, directory, mesh=trainer.mesh),
+            evaluate=functools.partial(evaluate_state, evaluator, directory, trainer=trainer),
             initial=initial,
             ready=save_run,
             visible=visible,
@@ -237,10 +238,10 @@ def open_evaluator(
 
 
 def evaluate_state(
-    evaluator: Evaluator, directory: pathlib.Path, state: TrainState, *, mesh: jax.sharding.Mesh
+    evaluator: Evaluator, directory: pathlib.Path, state: TrainState, *, trainer: Trainer
 ) -> dict[str, float]:
     """Evaluates a state, writes results and predictions into the run's directory; returns the results."""
-    results, overall = evaluator.measure(state.averaged_variables, mesh=mesh)
+    results, overall = evaluator.measure(trainer.averaged_variables(state), mesh=trainer.mesh)
     if processes.is_process_zero():
         step = int(state.step)
         folder = evaluation_folder(directory, step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import zlib
 
 import jax
 
@@ -17,6 +18,8 @@ from synthesizer_jax.runs.saved import (
     EXPERIMENT_FILE,
     REMEDY,
     VOCABULARY_FILE,
+    find_checkpoint,
+    is_run,
     read_experiment,
     with_absolute_path,
 )
@@ -103,6 +106,37 @@ def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experimen
         )
     path = storage_path(getattr(vocabulary, "path", "")).expanduser()
     return _with_path(replace(experiment, vocabulary=vocabulary), str(absolute(path)))
+
+
+def find_base(experiment: Experiment) -> Experiment:
+    """Returns the experiment with the path and the checksum of the checkpoint to which its adapters belong.
+
+    Raises:
+      ValueError: it is not there, or is another than the one with which they were trained.
+    """
+    lora = experiment.training.adapters
+    if lora is None or experiment.init_from is None:
+        return experiment
+    source = storage_path(experiment.init_from)
+    directory, step = find_checkpoint(source) if is_run(source) else (source, None)
+    steps = finished_steps(directory / "checkpoints")
+    step = max(steps, default=None) if step is None else step
+    if step not in steps:
+        raise ValueError(
+            f"{source}, the base of the adapters, is no checkpoint of a run; put it back, or name its new "
+            "place as init_from (of a trained run: in its experiment.json)"
+        )
+    checkpoint = directory / "checkpoints" / str(step)
+    contents = read_contents(checkpoint)
+    text = json.dumps(contents.arrays if contents else {}, sort_keys=True)
+    checksum = zlib.crc32(text.encode())
+    if lora.base_checksum not in (None, checksum):
+        raise ValueError(
+            f"{checkpoint} is not the base with which the adapters were trained (its checksum is "
+            f"{checksum}, not {lora.base_checksum}); put that one there, or name its place as init_from"
+        )
+    training = replace(experiment.training, adapters=replace(lora, base_checksum=checksum))
+    return replace(experiment, init_from=str(absolute(checkpoint)), training=training)
 
 
 def _has_same_contents(path: pathlib.Path, other: pathlib.Path) -> bool:

@@ -15,6 +15,7 @@ from synthesizer_jax.optimizers.rules import RuledOptimizer, merge_entries
 from synthesizer_jax.primitives.mesh import map_over_batch, mesh_axes
 from synthesizer_jax.primitives.parameters import Variables, apply_method
 from synthesizer_jax.primitives.products import output_product
+from synthesizer_jax.training.adapters import adapted_variables
 from synthesizer_jax.training.experiment import Training
 from synthesizer_jax.training.losses import LossSums, chunked_cross_entropy, cross_entropy, loss_denominator
 
@@ -32,7 +33,7 @@ class TrainState:
 
     Attributes:
       step: number of finished steps, an int32 array.
-      params: trainable parameters, float32.
+      params: trainable parameters, float32; in a run with adapters these alone.
       constants: saved, never optimized (Fixed Random tables).
       opt_state: the optimizer's state.
       ema: the exponential moving average of the parameters; empty if the run has none.
@@ -187,8 +188,10 @@ def make_train_step(
     training: Training,
     *,
     max_segments: int | None = None,
-) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
-    """Returns the function ``(state, batch, key) → (state, metrics)``, to be jitted by the caller.
+) -> Callable[[TrainState, Batch, jax.Array, Variables], tuple[TrainState, Metrics]]:
+    """Returns the function ``(state, batch, key, base) → (state, metrics)``, to be jitted by the caller.
+
+    The base are the variables to which the state's adapters belong, empty if it has none.
 
     With `Training.micro_batches` the batch is divided into parts whose gradients are added up; the loss is
     normalized over the whole batch, so the result is that of one part.
@@ -210,14 +213,16 @@ def make_train_step(
     def normalized_loss(
         trained: PyTree,
         state: TrainState,
+        base: Variables,
         batch: Batch,
         key: jax.Array,
         denominator: jax.Array,
         num_targets: jax.Array,
     ) -> tuple[jax.Array, LossSums]:
+        variables = {**state.variables, "params": merge_entries(trained, state.params)}
         sums = loss_sums(
             model,
-            {**state.variables, "params": merge_entries(trained, state.params)},
+            adapted_variables(variables, base, training.adapters),
             batch,
             z_loss=training.z_loss,
             label_smoothing=training.label_smoothing,
@@ -229,14 +234,16 @@ def make_train_step(
 
     gradients_of = jax.grad(normalized_loss, has_aux=True)
 
-    def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+    def step(
+        state: TrainState, batch: Batch, key: jax.Array, base: Variables
+    ) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(key, state.step)
         weights = batch["decoder_loss_weights"]
         denominator = loss_denominator(weights, training.loss_normalizer)
         trained, num_targets = optimizer.trained(state.params), weights.sum()
 
         def gradients_of_part(part: Batch, key: jax.Array) -> tuple[PyTree, LossSums]:
-            return gradients_of(trained, state, part, key, denominator, num_targets)
+            return gradients_of(trained, state, base, part, key, denominator, num_targets)
 
         def add_part(total: PyTree, indexed_part: tuple[jax.Array, Batch]) -> tuple[PyTree, None]:
             index, part = indexed_part

@@ -12,15 +12,18 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.costs.utilization import step_flops, utilizations
 from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.optimizers.adafactor import state_axes
 from synthesizer_jax.optimizers.rules import RuledOptimizer, build_optimizer
-from synthesizer_jax.primitives.parameters import abstract_variables
+from synthesizer_jax.primitives.parameters import Variables, abstract_variables
 from synthesizer_jax.sharding import batch_sharding, check_batch, make_mesh, replicated, shardings, use_mesh
+from synthesizer_jax.training.adapters import abstract_adapters, adapted_variables, init_adapters
 from synthesizer_jax.training.experiment import Experiment
+from synthesizer_jax.training.initial_parameters import read_base
 from synthesizer_jax.training.step import Batch, Metrics, TrainState, make_train_step
 
 
@@ -30,7 +33,7 @@ class Layout:
 
     Attributes:
       abstract: a `TrainState` of `jax.ShapeDtypeStruct` leaves with shardings.
-      axes: logical axes of the parameters.
+      axes: logical axes of the parameters; in a run with adapters, of these.
     """
 
     abstract: TrainState
@@ -48,6 +51,8 @@ def make_layout(
     """Builds the optimizer, which is told the logical axes, and plans the state; see `build_optimizer`."""
     model, ema = experiment.model, experiment.training.ema is not None
     shapes, axes = abstract_variables(model, *experiment.example)
+    if experiment.training.adapters is not None:
+        shapes, axes = abstract_adapters(experiment.training.adapters, model, shapes, axes)
     optimizer = build_optimizer(
         experiment.training.optimizer, rules, model=model, params=shapes["params"], axes=axes["params"]
     )
@@ -131,6 +136,9 @@ class Trainer:
         self.model = experiment.model
         self.example = experiment.example
         self.optimizer, self.layout = make_layout(experiment, self.mesh, rules=self.rules)
+        self.base: Variables = {}
+        if training.adapters is not None:  # its shapes, until `read_base`
+            self.base = layout_over(self.model, self.example, self.mesh)
         # XLA's default order on CPUs favors parallelism and keeps weight gradients alive for long; the
         # order that saves memory needs far less for temporaries and is no slower.
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
@@ -165,8 +173,19 @@ class Trainer:
 
     @property
     def arguments(self) -> tuple[PyTree, ...]:
-        """What a step takes besides state, batch and key: in distillation, the teacher."""
-        return ()
+        """What a step takes besides state, batch and key: the adapters' base, or distillation's teacher."""
+        return (self.base,)
+
+    def read_base(self, report: Callable[[str], object]) -> None:
+        """Reads the variables to which the adapters belong, if there are any; see `initial_parameters`."""
+        if self.base:
+            self.base = read_base(self.experiment, self.mesh, report=report)
+
+    def averaged_variables(self, state: TrainState) -> Variables:
+        """What is evaluated and used later: the model's variables, with the average if there is one."""
+        merge = jax.jit(adapted_variables, static_argnums=2)
+        lora = self.experiment.training.adapters
+        return merge(state.averaged_variables, self.base, lora) if lora else state.averaged_variables
 
     def step_flops(self) -> float | None:
         """What a step computes; None: not known."""
@@ -181,10 +200,10 @@ class Trainer:
     def measure_utilization(self) -> dict[str, float]:
         """`utilizations` of a run that does one step a second.
 
-        Empty where its FLOPs are not known, or are not those of every step, as with buckets.
+        Empty where its FLOPs are not known, as with adapters, or not those of every step, as with buckets.
         """
         flops = self.step_flops()
-        if flops is None or self.experiment.data.buckets:
+        if flops is None or self.experiment.data.buckets or self.base:
             return {}
         return utilizations(flops, self.mesh, self.experiment.model.dtype)
 
@@ -195,7 +214,11 @@ class Trainer:
         """
 
         def make(key: jax.Array) -> TrainState:
-            variables = self.model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in self.example))
+            variables: Mapping[str, PyTree]
+            if self.base:
+                variables = {"params": init_adapters(key, self.layout.abstract.params, self.layout.axes)}
+            else:
+                variables = self.model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in self.example))
             return TrainState(
                 step=jnp.zeros((), jnp.int32),
                 params=variables["params"],

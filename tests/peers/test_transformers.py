@@ -33,6 +33,11 @@ DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 
 def check_logits(folder: pathlib.Path, model: TokenModel, variables: Variables) -> None:
+    """Compares logits, or an encoder's states, with those of a folder's model."""
+    compare_logits(load_reference(folder, model), model, variables)
+
+
+def compare_logits(reference, model: TokenModel, variables: Variables) -> None:
     """Compares logits, or an encoder's states, of two random examples with those of transformers."""
     rng = np.random.default_rng(0)
     inputs = rng.integers(2, model.vocab_size, (2, 12))
@@ -44,13 +49,13 @@ def check_logits(folder: pathlib.Path, model: TokenModel, variables: Variables) 
         ours = encode_tokens(variables, tokens, model=model)
     else:
         ours = apply_method(model.__call__, variables, tokens, jnp.asarray(targets, jnp.int32))
-    theirs = _reference_outputs(_load_reference(folder, model), inputs, targets)
+    theirs = _reference_outputs(reference, inputs, targets)
     real = inputs != 0 if isinstance(model, Encoder) else np.ones(targets.shape, bool)
     deviation = np.abs(np.asarray(ours, np.float32) - theirs)[real].max()
     assert deviation <= TOLERANCE * np.abs(theirs[real]).max()
 
 
-def _load_reference(folder: pathlib.Path, model: TokenModel):
+def load_reference(folder: pathlib.Path, model: TokenModel):
     family = json.loads((folder / "config.json").read_text()).get("model_type", "t5")
     kind = "EncoderModel" if isinstance(model, Encoder) else "ForConditionalGeneration"
     cls = getattr(transformers, f"{CLASSES[family]}{kind}")

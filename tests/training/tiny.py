@@ -133,6 +133,7 @@ def run(directory, recipe, stream=None, **options):
     """Trains an experiment in a directory on one device, and returns the final state."""
     with StopSignal() as stop:
         trainer = Trainer(recipe, jax.devices()[:1])
+        trainer.read_base(lambda _: None)
         options = {"visible": False, **options}
         return train(trainer, stream or CopyStream(), directory, stop=stop, **options)
 

@@ -48,7 +48,7 @@ def open_weights(folder: pathlib.Path, wanted: Callable[[str], bool] = lambda _:
     return {name: tensor for name, tensor in tensors.items() if wanted(name)}
 
 
-def _open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
+def open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
     """Reads the header of a file."""
 
     def read(_: int | None, *, name: str) -> np.ndarray:
@@ -82,7 +82,7 @@ def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
 
 
 _READERS: dict[str, Callable[[pathlib.Path], dict[str, Tensor]]] = {
-    SAFETENSORS: _open_safetensors,
+    SAFETENSORS: open_safetensors,
     TORCH: _open_torch,
 }
 """How files are opened, in the order in which they are looked for."""

@@ -1,0 +1,201 @@
+"""Adapters: what they change, that they alone are trained and saved, and how a run finds its base."""
+
+import dataclasses
+import json
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from flax import traverse_util
+
+from synthesizer_jax.base.registry import replace
+from synthesizer_jax.checkpoints.manager import Checkpoints, restore_variables
+from synthesizer_jax.models import ZOO, Size, UniversalStack, alignment, stacks_of, t5, unroll_variables
+from synthesizer_jax.optimizers import OptimizerRule
+from synthesizer_jax.primitives.parameters import abstract_variables
+from synthesizer_jax.sharding import MeshShape
+from synthesizer_jax.training.adapters import LoRA, abstract_adapters
+from synthesizer_jax.training.checkpoint_average import average_checkpoints
+from synthesizer_jax.training.initial_parameters import initializer_of, read_base, restore_run
+from synthesizer_jax.training.run_directory import check_same_run, find_base, load_experiment, save_run
+from synthesizer_jax.training.step import loss_sums
+from synthesizer_jax.training.trainer import Trainer
+from tests.layers.cases import ALIGNMENT_CASES, MIXER_CASES
+from tests.layers.contract import LENGTH, D
+from tests.training.tiny import VOCAB, CopyStream, encoder, experiment
+from tests.training.tiny import run as train
+
+EVERYTHING = LoRA(rank=3, alpha=6.0, targets=".*")
+
+
+def scanned(model):
+    return model.copy(**{k: s.copy(scan=True) for k, s in stacks_of(model).items()})
+
+
+def test_a_kernel_is_split_where_its_layer_sums():
+    """In all alignments, mixers and models."""
+    cases = {**ALIGNMENT_CASES, **MIXER_CASES}
+    tokens = jax.ShapeDtypeStruct((2, LENGTH, D), np.float32)
+    modules = [(name, case.layer, (tokens,)) for name, case in cases.items() if "full" in case.modes]
+    stack = UniversalStack(encoder().encoder.runs)
+    models = [ZOO["t5_1_1_tiny"](), encoder(), encoder(masked_lm=True), encoder().copy(encoder=stack)]
+    for name, module, arguments in [
+        *modules,
+        *((str(i), m, m.example(8, 8)) for i, m in enumerate(models)),
+    ]:
+        summed = {}
+
+        def record(call, args, kwargs, context, summed=summed):
+            if isinstance(context.module, nn.DenseGeneral | nn.Dense):
+                axes = getattr(context.module, "axis", -1)
+                summed[*context.module.path, "kernel"] = 1 if isinstance(axes, int) else len(axes)
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(record):
+            shapes, axes = abstract_variables(module, *arguments)
+        if not summed:
+            continue
+        adapters, names = (traverse_util.flatten_dict(x["params"])
+                           for x in abstract_adapters(EVERYTHING, module, shapes, axes))  # fmt: skip
+        found = {keys[:-1]: len(x.shape) - 1 for keys, x in adapters.items() if keys[-1] == "lora_a"}
+        found.pop(("logits_kernel",), None)
+        assert found == summed, name
+        for keys, x in adapters.items():
+            assert len(names[keys]) == len(x.shape)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The directory of a run that nobody trained, and its experiment."""
+    directory = tmp_path_factory.mktemp("source")
+    model = t5(Size(8, 2, 16, 2, 4), encoder=alignment("rv", head_dim=4, max_length=8), vocab_size=VOCAB)
+    recipe = experiment(model, seed=3)
+    save(directory, recipe)
+    return directory, recipe
+
+
+def save(directory, recipe, state=None):
+    save_run(recipe, directory)
+    checkpoints = Checkpoints(directory / "checkpoints")
+    checkpoints.save(Trainer(recipe).init() if state is None else state, None)
+    checkpoints.close()
+
+
+def adapting(recipe, directory, lora=EVERYTHING, **changes):
+    """An experiment that trains adapters of a run."""
+    training = {k: changes.pop(k) for k in tuple(changes) if hasattr(recipe.training, k)}
+    training = replace(recipe.training, adapters=lora, **training)
+    return find_base(replace(recipe, training=training, init_from=str(directory), **changes))
+
+
+def merged(params, adapters, scale):
+    """The same in NumPy and float64, of looped layers."""
+    kernels, flat = (traverse_util.flatten_dict(jax.tree.map(np.float64, x)) for x in (params, adapters))
+    for keys in {k[:-1] for k in flat}:
+        a, b = flat[*keys, "lora_a"], flat[*keys, "lora_b"]
+        update = a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)
+        kernels[keys] += scale * update.reshape(kernels[keys].shape)
+    return traverse_util.unflatten_dict(kernels)
+
+
+@pytest.mark.parametrize(("scan", "mesh"), [(False, MeshShape(2, 2, 2)), (True, MeshShape())])
+def test_the_adapters_alone_are_trained(source, tmp_path, scan, mesh):
+    directory, recipe = source
+    model = scanned(recipe.model) if scan else recipe.model
+    rules = (OptimizerRule(".*/encoder_decoder_attention/.*/lora_a", frozen=True),)
+    recipe = adapting(recipe, directory, model=model, mesh=mesh, rules=rules, ema=0.9, micro_batches=2)
+    trainer, stream = Trainer(recipe, jax.devices()[: 8 if mesh.tensor > 1 else 1]), CopyStream()
+    trainer.read_base(lambda _: None)
+    before = jax.device_get(trainer.base)
+    state = trainer.init()
+    jax.tree.map(np.testing.assert_array_equal, trainer.averaged_variables(state), before)
+    for _ in range(2):
+        state, _ = trainer.step(state, trainer.shard_batch(next(stream)))
+    jax.tree.map(np.testing.assert_array_equal, trainer.base, before)
+    names = {k.key for path, _ in jax.tree.leaves_with_path((state.params, state.opt_state, state.ema))
+             for k in path[-1:] if hasattr(k, "key")}  # fmt: skip
+    assert names == {"lora_a", "lora_b"}
+    save(tmp_path, recipe, dataclasses.replace(state, ema={}))
+    _, found = restore_run(tmp_path)
+    looped = lambda params: unroll_variables(model, {"params": params})["params"]
+    expected = merged(looped(before["params"]), looped(jax.device_get(state.params)), 2.0)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), looped(found["params"]), expected
+    )
+    # The next step's loss is that of the plain model with these parameters.
+    batch = next(stream)
+    sums = loss_sums(model, jax.device_get(found), batch, z_loss=0.0, label_smoothing=0.0)
+    _, metrics = trainer.step(state, trainer.shard_batch(batch))
+    np.testing.assert_allclose(metrics["loss"], sums.loss / sums.weight, rtol=2e-5)
+
+
+def test_a_run_goes_on_and_is_used_with_its_base(source, tmp_path):
+    directory, recipe = source
+    recipe = adapting(recipe, directory, LoRA(), keep_latest=9, steps=4, save_every=2)
+    assert recipe.init_from == str(directory / "checkpoints" / "0")
+    whole, parts, last = tmp_path / "whole", tmp_path / "parts", tmp_path / "last"
+    end = train(whole, recipe)
+    save_run(recipe, whole)
+    train(parts, replace(recipe, training=replace(recipe.training, steps=2)))
+    save_run(recipe, parts)
+    check_same_run(recipe, parts)
+    jax.tree.map(np.testing.assert_array_equal, train(parts, recipe).params, end.params)
+    # A run that starts from it starts from the merged parameters; adapters of adapters are added up.
+    _, found = restore_run(whole)
+    assert initializer_of(recipe, report=print) is None
+    second = adapting(load_experiment(whole), whole, replace(recipe.training.adapters, base_checksum=None))
+    jax.tree.map(np.testing.assert_array_equal, read_base(second, None), found)
+    save(last, second)
+    jax.tree.map(np.testing.assert_array_equal, restore_run(last)[1], found)
+    average_checkpoints(whole, tmp_path / "mean", last=2)
+    assert load_experiment(tmp_path / "mean").training.adapters is None
+    means = [restore_run(whole, step=step)[1]["params"] for step in (2, 4)]
+    mean = restore_variables(tmp_path / "mean" / "checkpoints")[1]["params"]
+    jax.tree.map(lambda m, x, y: np.testing.assert_allclose(m, (x + y) / 2, atol=1e-6), mean, *means)
+
+
+def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
+    directory, recipe = source
+    save(tmp_path / "run", adapting(recipe, directory))
+    path = tmp_path / "run" / "experiment.json"
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps(saved | {"init_from": str(tmp_path / "gone")}))
+    with pytest.raises(
+        ValueError, match=r"gone, the base of the adapters, is no checkpoint of a run; put it"
+    ):
+        restore_run(tmp_path / "run")
+    save(tmp_path / "other", replace(recipe, training=replace(recipe.training, seed=4)))
+    path.write_text(json.dumps(saved | {"init_from": str(tmp_path / "other")}))
+    with pytest.raises(
+        ValueError, match="checkpoints/0 is not the base with which the adapters were trained"
+    ):
+        restore_run(tmp_path / "run")
+    unnamed = replace(recipe, training=replace(recipe.training, adapters=EVERYTHING))
+    with pytest.raises(
+        ValueError, match=r"training\.adapters say what a run makes of a checkpoint; set init_"
+    ):
+        initializer_of(unnamed, report=print)
+    with pytest.raises(ValueError, match="init_optimizer goes on with an optimizer of all parameters"):
+        initializer_of(adapting(recipe, directory, init_optimizer=True), report=print)
+
+
+def test_targets_that_fit_nothing_are_named():
+    recipe = experiment(layers=2)
+    for model, targets, message in (
+        (
+            recipe.model,
+            "encoder/layers_0/attention/valu/kernel",
+            "no kernel, did you mean 'encoder/layers_0/at",
+        ),
+        (
+            scanned(recipe.model),
+            "encoder/layers_0/.*",
+            "matches layers of a scanned stack, but not 'encoder/l",
+        ),
+    ):
+        training = replace(recipe.training, adapters=LoRA(targets=targets))
+        with pytest.raises(ValueError, match=message):
+            Trainer(replace(recipe, model=model, training=training))
+    with pytest.raises(ValueError, match=r"training\.adapters: pattern '\(' is wrong"):
+        LoRA(targets="(")
