@@ -11,17 +11,17 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 LINES = {
-    "synthesizer_jax": 34_700,
+    "synthesizer_jax": 34_900,
     "synthesizer_jax/data + synthesizer_jax/tasks + synthesizer_jax/preparation + "
     "synthesizer_jax/evaluation": 7_700,
     "synthesizer_jax/attention": 6_200,
-    "tests": 18_200,
-    "benchmarks + tools": 4_590,
+    "tests": 18_400,
+    "benchmarks + tools": 4_640,
     "tpu_scripts": 450,
 }
 """The most lines of folders, as ``wc -l`` counts them: Python's, and all of the launcher."""
 
-WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 25_600}
+WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 26_500}
 """The most words of pages, as ``wc -w`` counts them."""
 
 

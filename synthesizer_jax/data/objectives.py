@@ -132,8 +132,7 @@ class Denoising(SegmentObjective):
 
     Attributes:
       density: share of the tokens that are noise.
-      mean_span: mean length of the spans of noise; None: one span, at the end, as in UL2's sequential
-        denoising.
+      mean_span: mean length of the spans of noise; None: one span, at the end, as in UL2's S-denoising.
       mode: ids before the inputs, such as those of UL2's mode token.
     """
 
