@@ -14,6 +14,7 @@ from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.registry import check_types, replace
 from synthesizer_jax.base.typing import Dtype
+from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.prediction import Generated, Predictor
@@ -21,8 +22,14 @@ from synthesizer_jax.inference import Decoding
 from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel, num_real_tokens
 from synthesizer_jax.primitives.parameters import Variables
-from synthesizer_jax.runs.saved import SavedModel, find_checkpoint, is_run, load_model, open_vocabulary
-from synthesizer_jax.training.initial_parameters import restore_run
+from synthesizer_jax.runs.saved import (
+    SavedModel,
+    find_checkpoint,
+    has_adapters,
+    is_run,
+    load_model,
+    open_vocabulary,
+)
 
 
 class Loaded(NamedTuple):
@@ -45,7 +52,12 @@ def open_run(source: pathlib.Path, mesh: Mesh | None = None) -> tuple[SavedModel
     saved = load_model(directory)
     model = saved.model
     layout = None if mesh is None else layout_over(model, model.example(1, 1), mesh)
-    _, variables = restore_run(directory, step=step, layout=layout)
+    if has_adapters(directory):  # other runs need nothing of what trained them
+        from synthesizer_jax.training.initial_parameters import restore_run
+
+        _, variables = restore_run(directory, step=step, layout=layout)
+    else:
+        _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
     return saved._replace(model=unroll(model)), unroll_variables(model, variables)
 
 

@@ -56,6 +56,11 @@ def read_experiment(directory: pathlib.Path, *, as_data: bool = False) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
 
 
+def has_adapters(directory: pathlib.Path) -> bool:
+    """Whether the checkpoints of a run hold adapters, which belong to a base."""
+    return bool(read_experiment(directory, as_data=True)["training"].get("adapters"))
+
+
 def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
     """Returns the run's directory and the step (None: the newest) of ``RUN`` or ``RUN/checkpoints/STEP``.
 

@@ -22,7 +22,7 @@ from synthesizer_jax.checkpoints.placement import layout_over, read_arrays, with
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.primitives.parameters import Variables, abstract_variables
-from synthesizer_jax.runs.saved import find_checkpoint, read_experiment
+from synthesizer_jax.runs.saved import find_checkpoint, has_adapters
 from synthesizer_jax.sharding import shardings
 from synthesizer_jax.training.adapters import abstract_adapters, adapted_variables
 from synthesizer_jax.training.experiment import Experiment, InitRule
@@ -126,7 +126,7 @@ def restore_run(
     The layout is that of the model's variables.
     """
     restore = functools.partial(restore_variables, directory / "checkpoints", step=step)
-    if read_experiment(directory, as_data=True)["training"].get("adapters") is None:
+    if not has_adapters(directory):
         return restore(layout=layout)
     experiment, mesh = load_experiment(directory), None
     lora, model = experiment.training.adapters, experiment.model
