@@ -1,9 +1,7 @@
-"""Compiles training steps for one chip without the chip, and counts the bytes that they move.
+"""Compiles a training step for one chip without the chip, and lists its operations by the bytes they move.
 
-    JAX_PLATFORMS=cpu python benchmarks/step_bytes.py --page docs/tpu.md
-    JAX_PLATFORMS=cpu python benchmarks/step_bytes.py --largest 20 --chips v5e:2x2 --page docs/tpu.md
+    JAX_PLATFORMS=cpu python benchmarks/step_bytes.py --chip v5e:2x2 --page docs/tpu.md
 
-The first compares variants on all generations of TPUs; the second lists a step's largest operations.
 Counted are the operands and results of every operation of the optimized program that lie in the chip's main
 memory, in a loop as often as it runs. Of an array that a fusion slices or updates in place only that part
 counts. Unlike the compiler's ``bytes accessed``, on-chip memory (VMEM) does not count.
@@ -156,81 +154,44 @@ def origin(text: str) -> tuple[str, str]:
     return ("backward" if "transpose(" in name else "forward" if parts else "", "/".join(parts[1:])[-60:])
 
 
-CHIPS = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
-
-
 def main() -> None:
-    """Compiles the steps and writes a table."""
-    parser = report.arguments(__doc__, rows=8, largest=0)
-    parser.add_argument(
-        "--chips", nargs="+", default=CHIPS, help="topologies; their first devices are taken"
-    )
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    """Compiles the step and writes the table."""
+    parser = report.arguments(__doc__, rows=8, top=20)
+    parser.add_argument("--chip", default="v5e:2x2", help="a topology; its first device is taken")
+    parser.add_argument("--variant", choices=VARIANTS, default="v")
     args: argparse.Namespace = parser.parse_args()
-    model = f"T5 1.1 base, lengths 512/114, {args.rows} rows, scanned, bfloat16, Adafactor, on one device"
-    facts = {"jax": jax.__version__, "compiled by": "XLA on a CPU, for TPUs libtpu"}
-    if args.largest:
-        (name,), (variant, *_) = args.chips, args.variants
-        step = compile_step(name, variant, args.rows)
-        columns = {"gb": "GB|.2f", "pass": "pass", "part": "part", "kind": "operation", "result": "result"}
-        rows = [
-            {**dict(zip(("pass", "part", "kind", "result"), key, strict=True)), "gb": n / 1e9}
-            for key, n in step.operations.most_common(args.largest)
-        ]
-        rows = [r | {"result": r["result"].replace("@", "")[:60]} for r in rows]
-        text = (
-            f"{model} of {name} ({variant}): {step.gigabytes:.1f} GB in its main memory, "
-            f"{step.temporaries:.2f} GB of temporaries. The largest operations, equal ones added up:"
-        )
-        name = f"step_bytes {name} {variant}"
-    else:
-        rows = []
-        for name in args.chips:
-            steps = [compile_step(name, variant, args.rows) for variant in args.variants]
-            rows += [{**s._asdict(), "against": s.roofline_ms / steps[0].roofline_ms} for s in steps]
-        columns = {"chip": "chip", "variant": "variant", "teraflops": "TFLOP|.2f", "gigabytes": "GB|.1f"}
-        columns |= {"temporaries": "temporaries, GB|.2f", "roofline_ms": "roofline, ms|.1f"}
-        columns |= {"against": f"of {args.variants[0]}|.2f"}
-        name, text = "step_bytes", f"{model}, by the bytes in its main memory:"
-    result = {"rows": [{k: v for k, v in r.items() if k != "operations"} for r in rows]}
-    report.write(name, f"{text}\n\n{report.table(rows, columns)}", result=result, options=args, facts=facts)
-
-
-class Step(NamedTuple):
-    """What a compiled step computes and moves on one device.
-
-    Attributes:
-      operations: bytes in main memory by operation, see `Program.rows`.
-      roofline_ms: the time of its FLOPs, without any that are repeated, at the chip's peak or, where it is
-        longer, of its bytes at the bandwidth.
-    """
-
-    chip: str
-    variant: str
-    operations: collections.Counter[tuple[str, ...]]
-    teraflops: float
-    gigabytes: float
-    temporaries: float
-    roofline_ms: float
-
-
-def compile_step(name: str, variant: str, rows: int) -> Step:
-    """Compiles the step of a variant for the first device of a topology."""
-    topology = chips.parse_topology(name)
-    chip = topology.chip
-    experiment = replace(make_experiment("base", variant, rows, 1), mesh=MeshShape())
-    trainer = Trainer(experiment, [plan.devices_of(topology)[0]])
+    experiment = replace(make_experiment("base", args.variant, args.rows, 1), mesh=MeshShape())
+    device = plan.devices_of(chips.parse_topology(args.chip))[0]
+    trainer = Trainer(experiment, [device])
     with jax.set_mesh(trainer.mesh):  # Pallas asks it what chip it lowers for
         compiled = trainer.trace().lower().compile()
-    operations = Program(compiled.as_text()).rows()
-    flops, moved = trainer.step_flops() or 0.0, operations.total()
-    seconds = chip.devices * max(flops / chip.flops, moved / chip.bandwidth)
+    found = Program(compiled.as_text()).rows()
+    rows = [
+        {
+            "pass": key[0],
+            "part": key[1],
+            "kind": key[2],
+            "result": key[3].replace("@", "")[:60],
+            "gb": n / 1e9,
+        }
+        for key, n in found.most_common(args.top)
+    ]
     temporaries = compiled.memory_analysis().temp_size_in_bytes / 1e9
-    step = Step(
-        *(name, variant, operations), flops / 1e12, moved / 1e9, temporaries, roofline_ms=1e3 * seconds
+    text = (
+        f"T5 1.1 base ({args.variant}), lengths 512/114, {args.rows} rows, scanned, bfloat16, Adafactor, "
+        f"on one device of {args.chip}: {found.total() / 1e9:.1f} GB in its main memory, "
+        f"{temporaries:.2f} GB of temporaries. The largest operations, equal ones added up:\n\n"
+        + report.table(
+            rows, {"gb": "GB|.2f", "pass": "pass", "part": "part", "kind": "operation", "result": "result"}
+        )
     )
-    print(*(f"{k}={v}" for k, v in step._asdict().items() if k != "operations"), flush=True)
-    return step
+    facts = {
+        "jax": jax.__version__,
+        "compiled by": "libtpu on a CPU" if "v" in args.chip else "XLA on a CPU",
+    }
+    report.write(
+        f"step_bytes {args.chip} {args.variant}", text, result={"rows": rows}, options=args, facts=facts
+    )
 
 
 if __name__ == "__main__":
