@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -87,8 +88,9 @@ def load(
     source = storage_path(str(path)).expanduser()
     if is_run(source) and not encoder_only:
         (model, saved), variables = open_run(source, mesh)
-        model = replace(model, dtype=dtype or model.dtype)
-        variables = jax.tree.map(lambda x: x.astype(dtype or x.dtype), variables)
+        if dtype is not None:
+            model = replace(model, dtype=dtype)
+            variables = jax.tree.map(lambda x: x.astype(dtype), variables)
         return Loaded(model, variables, open_vocabulary(saved, source, model=model))
     # A run needs none of what reads other libraries' checkpoints.
     from synthesizer_jax.pretrained.opening import open_pretrained, read_params
@@ -197,7 +199,7 @@ def encode(
 
 def _see_real_tokens(tokens: jax.Array) -> Mask:
     """Returns the mask in which padding, too, sees the real tokens ``[batch, k]``, as in transformers."""
-    return Mask(key_lengths=num_real_tokens(tokens), query_valid=tokens >= 0)
+    return Mask(key_lengths=num_real_tokens(tokens), query_valid=jnp.ones_like(tokens, bool))
 
 
 def _predictor(loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding) -> Predictor:

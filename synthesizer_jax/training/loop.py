@@ -170,7 +170,7 @@ def train(
             # Step. This only dispatches it; while the devices compute, the step before is logged.
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, metrics = trainer.step(state, batch)
-            if step == start:  # it has not waited for this
+            if step == start:  # not before: the first step need not wait for this
                 jax.block_until_ready(metrics)
                 with log.throughput.pause(), jax.transfer_guard("allow"):
                     log.throughput.utilizations = trainer.measure_utilization()
