@@ -106,7 +106,7 @@ def export(
         max_length=max_length,
         beams=beams,
     )
-    typer.echo(f"{directory} holds the model of {run}")
+    typer.echo(f"{directory} holds the {'adapters' if to == 'peft' else 'model'} of {run}")
 
 
 def average(
