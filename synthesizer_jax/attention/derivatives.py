@@ -1,14 +1,17 @@
-"""Functions with a hand-written gradient of first order.
+"""Functions with a hand-written gradient of first order, and with an implementation for each platform.
 
 `with_gradient` is `jax.custom_vjp` with passes that JAX neither differentiates nor looks into. Otherwise
 partial evaluation would hoist the masks of a loop out of it and keep them for all examples, and a
 `jax.checkpoint` policy would save the logits of every block.
+
+`platform_dependent` is that of `jax.lax` for such passes. It traces an implementation only when a program
+is lowered for its platform: the kernels of other platforms cost a program nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,25 +47,37 @@ def with_gradient(
 
     @jax.custom_vjp
     def call(inputs: PyTree) -> _Output:
-        return _opaque(forward, inputs)[0]
+        return platform_dependent(inputs, default=forward)[0]
 
     def forward_pass(inputs: PyTree) -> tuple[_Output, PyTree]:
-        out, residuals = _opaque(forward, inputs)
+        out, residuals = platform_dependent(inputs, default=forward)
         if name is not None:
             out, residuals = checkpoint_name((out, residuals), name)
         return out, (inputs, out if reads_output else None, residuals)
 
     def backward_pass(saved: PyTree, dout: PyTree) -> tuple[PyTree]:
-        return (_opaque(backward, *saved, dout),)
+        return (platform_dependent(*saved, dout, default=backward),)
 
     call.defvjp(forward_pass, backward_pass)
     return lambda inputs: call(jax.tree.map(_reverse_only, inputs))
 
 
-def _opaque(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Calls a function that JAX does not look into."""
-    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    results = _opaque_p.bind(*jax.tree.leaves(args), jaxpr=jaxpr)
+def platform_dependent(
+    *args: PyTree, default: Callable[..., PyTree], **implementations: Callable[..., PyTree]
+) -> Any:
+    """Calls the implementation for the platform of the program, by name, or the default.
+
+    Each returns what the default returns. It closes over no arrays, since it is traced when the program is
+    lowered. JAX looks into none of them, and there are no derivatives.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+
+    def flat(function: Callable[..., PyTree]) -> Callable[..., list[jax.Array]]:
+        return lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(treedef, leaves)))
+
+    jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*args)
+    others = tuple((name, flat(function)) for name, function in implementations.items())
+    results = _opaque_p.bind(*leaves, jaxpr=jaxpr, others=others)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
@@ -70,34 +85,49 @@ def _raise_first_order(*_: object, **__: object) -> NoReturn:
     raise TypeError(FIRST_ORDER)
 
 
+_Implementations: TypeAlias = tuple[tuple[str, Callable[..., list[jax.Array]]], ...]
 _opaque_p = Primitive("opaque")
-"""Evaluates a jaxpr."""
+"""Evaluates a jaxpr, or another function for the platform that the program is lowered for."""
 _opaque_p.multiple_results = True
 
 
 @_opaque_p.def_impl
-def _opaque_impl(*args: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
-    results: list[jax.Array] = jaxpr_as_fun(jaxpr)(*args)
-    return results
+def _opaque_impl(*args: jax.Array, **params: Any) -> list[jax.Array]:
+    platform = jax.default_backend()
+    return _evaluate_on("cuda" if platform == "gpu" else platform)(*args, **params)
 
 
 @_opaque_p.def_abstract_eval
-def _opaque_abstract_eval(*args: ShapedArray, jaxpr: ClosedJaxpr) -> list[ShapedArray]:
-    del args
+def _opaque_abstract_eval(
+    *args: ShapedArray, jaxpr: ClosedJaxpr, others: _Implementations
+) -> list[ShapedArray]:
+    del args, others
     return list(jaxpr.out_avals)
 
 
 def _opaque_batch(
-    args: Sequence[jax.Array], axes: Sequence[int | None], *, jaxpr: ClosedJaxpr
+    args: Sequence[jax.Array], axes: Sequence[int | None], *, jaxpr: ClosedJaxpr, others: _Implementations
 ) -> tuple[list[jax.Array], list[int]]:
     mapped = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), tuple(axes)))(*args)
-    results = _opaque_p.bind(*args, jaxpr=mapped)
+    others = tuple((name, jax.vmap(function, tuple(axes))) for name, function in others)
+    results = _opaque_p.bind(*args, jaxpr=mapped, others=others)
     return results, [0] * len(results)
+
+
+def _evaluate_on(platform: str) -> Callable[..., list[jax.Array]]:
+    def evaluate(*args: jax.Array, jaxpr: ClosedJaxpr, others: _Implementations) -> list[jax.Array]:
+        function = dict(others).get(platform) or jaxpr_as_fun(jaxpr)
+        return function(*args)
+
+    return evaluate
 
 
 ad.primitive_jvps[_opaque_p] = _raise_first_order
 batching.primitive_batchers[_opaque_p] = _opaque_batch
-mlir.register_lowering(_opaque_p, mlir.lower_fun(_opaque_impl, multiple_results=True))
+mlir.register_lowering(_opaque_p, mlir.lower_fun(_evaluate_on("default"), multiple_results=True))
+for _name in ("cuda", "rocm", "tpu"):
+    lower = mlir.lower_fun(_evaluate_on(_name), multiple_results=True)
+    mlir.register_lowering(_opaque_p, lower, platform=_name)
 
 
 _tangent_p = Primitive("reverse_only")

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from synthesizer_jax.attention.derivatives import with_gradient
+from synthesizer_jax.attention.derivatives import platform_dependent, with_gradient
 from synthesizer_jax.attention.explanations import warn_once
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import with_segment_positions
@@ -211,15 +211,12 @@ def fused_forward(q_length: int, options: Options, inputs: FusedInputs) -> tuple
 
     It is compiled separately, as the backward pass is, so that equal layers are traced once.
     """
-    # All branches are traced, on any machine: a program may be lowered for another platform.
     default = functools.partial(loop_forward, q_length, soft_cap=options.soft_cap)
     implementations = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
     for name in options.kernels:
         forward = _kernels(name).forward
         implementations[name] = functools.partial(forward, q_length, options.query_offset, options.soft_cap)
-    results: tuple[jax.Array, SoftmaxStats] = lax.platform_dependent(
-        inputs, default=default, **implementations
-    )
+    results: tuple[jax.Array, SoftmaxStats] = platform_dependent(inputs, default=default, **implementations)
     return results
 
 
@@ -233,7 +230,7 @@ def fused_backward(
     for name in options.kernels:
         backward = _kernels(name).backward
         implementations[name] = functools.partial(backward, options.query_offset, options.soft_cap)
-    cotangents: FusedInputs = lax.platform_dependent(
+    cotangents: FusedInputs = platform_dependent(
         inputs, stats, delta, dout, default=default, **implementations
     )
     return cotangents

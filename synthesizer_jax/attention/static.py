@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from synthesizer_jax.attention.derivatives import with_gradient
+from synthesizer_jax.attention.derivatives import platform_dependent, with_gradient
 from synthesizer_jax.attention.fused import (
     CHECKPOINT_NAME,
     Biases,
@@ -109,6 +109,9 @@ def _kernel_obstacle(q_length: int, inputs: FusedInputs) -> str | None:
     return static_tpu.obstacle(q_length, inputs)
 
 
+_ACCELERATORS = ("cuda", "rocm", "tpu")
+
+
 class _Residuals(NamedTuple):
     """The residuals where examples differ in the keys that they see.
 
@@ -137,16 +140,16 @@ def _attend_static_fwd(
     By matrix products, or by the fused route if these would lose digits; on TPUs by kernels if `on_tpu`.
     """
     is_separable = _is_separable(inputs.mask)
-    implementations: dict[str, Callable[..., PyTree]] = {
-        "default": functools.partial(_matmul_fwd, q_length)
-    }
+    matmuls = functools.partial(_matmul_fwd, q_length)
+    implementations: dict[str, Callable[..., PyTree]] = dict.fromkeys(_ACCELERATORS, matmuls)
     if on_tpu:
         from synthesizer_jax.attention import static_tpu
 
         implementations["tpu"] = functools.partial(
             static_tpu.forward, q_length, options.query_offset, same_keys=is_separable
         )
-    out, inverse_row_sum = lax.platform_dependent(inputs, **implementations)
+    default = functools.partial(matmuls, parallel=False)
+    out, inverse_row_sum = platform_dependent(inputs, default=default, **implementations)
     if is_separable:
         return out, ()
     is_exact = _all_when_mapped(jnp.all(inverse_row_sum < 1 / MIN_ROW_SUM))
@@ -174,14 +177,16 @@ def _attend_static_bwd(
     """Returns the cotangents of the inputs."""
 
     def run_matmuls(inverse_row_sum: jax.Array | None, delta: jax.Array | None) -> FusedInputs:
-        implementations: dict[str, Callable[..., PyTree]] = {
-            "default": lambda out, *rest: _matmul_bwd(inputs, delta, *rest)
-        }
+        matmuls = lambda inputs, _, *rest, **kw: _matmul_bwd(inputs, *rest, **kw)
+        implementations: dict[str, Callable[..., PyTree]] = dict.fromkeys(_ACCELERATORS, matmuls)
         if on_tpu:
             from synthesizer_jax.attention import static_tpu
 
-            implementations["tpu"] = functools.partial(static_tpu.backward, options.query_offset, inputs)
-        cotangents: FusedInputs = lax.platform_dependent(out, inverse_row_sum, dout, **implementations)
+            kernel = functools.partial(static_tpu.backward, options.query_offset)
+            implementations["tpu"] = lambda inputs, out, _, *rest: kernel(inputs, out, *rest)
+        default = functools.partial(matmuls, parallel=False)
+        args = inputs, out, delta, inverse_row_sum, dout
+        cotangents: FusedInputs = platform_dependent(*args, default=default, **implementations)
         return cotangents
 
     if not isinstance(residuals, _Residuals):
@@ -200,8 +205,13 @@ def _attend_static_bwd(
     return cotangents
 
 
-def _matmul_fwd(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the output, and 1 over the denominators ``[h, q, b]`` unless the mask is separable."""
+def _matmul_fwd(
+    q_length: int, inputs: FusedInputs, *, parallel: bool = True
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the output, and 1 over the denominators ``[h, q, b]`` unless the mask is separable.
+
+    Heads are computed at once if `parallel`; on CPUs one after another, so that a head stays in the cache.
+    """
     _, biases, values, mask, _ = inputs
     logits, queries = _logits(q_length, values.shape[1], biases), mask.queries(q_length)
     if _is_separable(mask):
@@ -229,12 +239,19 @@ def _matmul_fwd(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, jax.Arra
         return (out * inverse_row_sum.T[..., None]).astype(values.dtype), inverse_row_sum
 
     args = logits, _shared_max(logits, values, mask), values
-    results: tuple[jax.Array, jax.Array] = _map_heads(head, args, (0, 0, 2), (2, 0))
+    results: tuple[jax.Array, jax.Array] = map_heads(
+        head, logits.shape[0], args, (0, 0, 2), (2, 0), parallel=parallel
+    )
     return results
 
 
 def _matmul_bwd(
-    inputs: FusedInputs, delta: jax.Array | None, inverse_row_sum: jax.Array | None, dout: jax.Array
+    inputs: FusedInputs,
+    delta: jax.Array | None,
+    inverse_row_sum: jax.Array | None,
+    dout: jax.Array,
+    *,
+    parallel: bool = True,
 ) -> FusedInputs:
     """Returns the cotangents of the inputs; without `delta`, `_is_separable` is true.
 
@@ -259,7 +276,8 @@ def _matmul_bwd(
         scaled_delta = delta[..., 0].transpose(2, 1, 0) * inverse_row_sum  # [h, q, b]
         args = (logits, _shared_max(logits, values, mask), values, inverse_row_sum, scaled_delta, dout)
         head = functools.partial(_head_cotangents, _regions(mask, dout.shape[1], values))
-        dlogits, dvalues = _map_heads(head, args, (0, 0, 2, 0, 0, 2), (0, 2))
+        axes = 0, 0, 2, 0, 0, 2
+        dlogits, dvalues = map_heads(head, logits.shape[0], args, axes, (0, 2), parallel=parallel)
     (dbiases,) = logits_vjp(dlogits)
     return inputs.cotangents(Products(), dbiases, dvalues)
 
@@ -310,22 +328,6 @@ def _head_cotangents(
     # dV = m ∘ d(m ∘ V)
     (dvalues,) = mask_values_vjp(dmasked_values)
     return functools.reduce(operator.add, dlogits).astype(logits.dtype), dvalues
-
-
-def _map_heads(
-    function: Callable[..., PyTree],
-    args: tuple[jax.Array, ...],
-    axes: tuple[int, ...],
-    out_axes: tuple[int, ...],
-) -> PyTree:
-    """`map_heads` one after another on CPUs, so that a head stays in the cache; elsewhere at once."""
-
-    def run(*args: jax.Array, parallel: bool) -> PyTree:
-        return map_heads(function, args[0].shape[0], args, axes, out_axes, parallel=parallel)
-
-    return lax.platform_dependent(
-        *args, cpu=functools.partial(run, parallel=False), default=functools.partial(run, parallel=True)
-    )
 
 
 def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[_Region]:
