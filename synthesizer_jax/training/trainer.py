@@ -24,6 +24,7 @@ from synthesizer_jax.sharding import batch_sharding, check_batch, make_mesh, rep
 from synthesizer_jax.training.adapters import abstract_adapters, adapted_variables, init_adapters
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import read_base
+from synthesizer_jax.training.random_init import init_arrays
 from synthesizer_jax.training.step import Batch, Metrics, TrainState, make_train_step
 
 
@@ -227,7 +228,7 @@ class Trainer:
                 ema=variables["params"] if self.layout.abstract.ema else {},
             )
 
-        return jax.jit(make, out_shardings=self.layout.shardings)(self._key)
+        return init_arrays(make, self._key, self.layout.shardings)
 
     @property
     def description(self) -> str:
