@@ -42,7 +42,9 @@ def find_folder(source: pathlib.Path, revision: str | None = None) -> pathlib.Pa
     """
     if source.exists():
         if revision is not None:
-            raise ValueError(f"the revision {revision} is for a model of the hub, and {source} is here")
+            raise ValueError(
+                f"the revision {revision} is for a model of the hub, and {source} is here; leave it out"
+            )
         return source
     problem = f"there is no {source}; give a folder or a checkpoint file"
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)):
