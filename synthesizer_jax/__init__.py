@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from synthesizer_jax.alignments import FactorizedRandom as FactorizedRandom
     from synthesizer_jax.alignments import Gaussian as Gaussian
     from synthesizer_jax.alignments import GaussianBias as GaussianBias
+    from synthesizer_jax.alignments import LinearScaling as LinearScaling
     from synthesizer_jax.alignments import Mixture as Mixture
     from synthesizer_jax.alignments import PerHead as PerHead
     from synthesizer_jax.alignments import Random as Random
     from synthesizer_jax.alignments import RelativeBias as RelativeBias
+    from synthesizer_jax.alignments import YaRN as YaRN
     from synthesizer_jax.attention import Mask as Mask
     from synthesizer_jax.attention import Span as Span
     from synthesizer_jax.attention import attend as attend
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "alignments": (
         "ALIGNMENTS ALiBi Alignment Bilinear Dense DotProduct FactorizedDense FactorizedRandom Gaussian "
-        "GaussianBias Mixture PerHead Random RelativeBias"
+        "GaussianBias LinearScaling Mixture PerHead Random RelativeBias YaRN"
     ),
     "attention": "Mask Span attend dot_product_attention explain relative_bias",
     "base.registry": "register",

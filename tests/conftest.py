@@ -14,6 +14,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # The tests were started in a shell's background; what they start would ignore Ctrl-C too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # names of models are no downloads
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # One cache for all workers and their children, which train the same tiny models; not the user's.

@@ -308,7 +308,7 @@ def test_grouped_queries_and_causal_masks_equal_flax():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"alignment": sj.DotProduct(head_dim=5)}, "set only scale and rotary_base on DotProduct"),
+        ({"alignment": sj.DotProduct(head_dim=5)}, "set only scale and rotary_. on DotProduct"),
         ({"alignment": sj.Random}, "is not an Alignment; pass an object"),
         ({"alignment": sj.Random(8), "normalize_qk": True}, "normalize_qk exclude each other"),
         (

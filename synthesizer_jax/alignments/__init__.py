@@ -8,6 +8,8 @@ from synthesizer_jax.alignments.mixture import Mixture as Mixture
 from synthesizer_jax.alignments.mixture import PerHead as PerHead
 from synthesizer_jax.alignments.relative_bias import ALiBi as ALiBi
 from synthesizer_jax.alignments.relative_bias import RelativeBias as RelativeBias
+from synthesizer_jax.alignments.rotary import LinearScaling as LinearScaling
+from synthesizer_jax.alignments.rotary import YaRN as YaRN
 from synthesizer_jax.alignments.synthesizers import Bilinear as Bilinear
 from synthesizer_jax.alignments.synthesizers import Dense as Dense
 from synthesizer_jax.alignments.synthesizers import DotProduct as DotProduct

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import flax.linen as nn
@@ -15,10 +16,10 @@ from synthesizer_jax.alignments.base import (
     project,
     slice_positions,
 )
+from synthesizer_jax.alignments.rotary import LinearScaling, YaRN, rotate
 from synthesizer_jax.attention import Terms, low_rank, outer, static
-from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.registry import register
-from synthesizer_jax.base.typing import Length, Positive
+from synthesizer_jax.base.typing import Length, Positive, Share
 from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.primitives.norms import RMSNorm
 from synthesizer_jax.primitives.parameters import with_axes
@@ -41,6 +42,8 @@ class DotProduct(Alignment):
       rotary_base: base of rotary positions (Su et al. 2021, RoFormer), 10,000 in the paper: features i
         and ``i + head_dim / 2`` are rotated by ``position · base^(-2 i / head_dim)``, as in Llama; None:
         no rotation.
+      rotary_share: share of every head's features, the first ones, that are rotated, as in GPT-NeoX.
+      rotary_scaling: `LinearScaling` or `YaRN`, for texts longer than in training; None: none.
       query_init: initializer of the query kernel ``[d_model, heads · head_dim]``.
       key_init: initializer of the key kernel.
     """
@@ -50,6 +53,8 @@ class DotProduct(Alignment):
     use_bias: bool = False
     normalize_qk: bool = False
     rotary_base: Positive | None = None
+    rotary_share: Share = 1.0
+    rotary_scaling: LinearScaling | YaRN | None = None
     query_init: Initializer = FanIn()
     key_init: Initializer = FanIn()
     linear_in = ("key_norm", "key")
@@ -81,38 +86,19 @@ class DotProduct(Alignment):
             queries, keys = RMSNorm(name="query_norm")(queries), RMSNorm(name="key_norm")(keys)
         if self.rotary_base is not None:
             at, keys_at = context.packed_positions or (context.query_span.start, context.keys_start)
-            queries = rotate(queries, at, base=self.rotary_base)
-            keys = rotate(keys, keys_at, base=self.rotary_base)
+            turn = functools.partial(
+                rotate, base=self.rotary_base, share=self.rotary_share, scaling=self.rotary_scaling
+            )
+            queries, keys = turn(queries, at), turn(keys, keys_at)
+        elif self.rotary_share < 1 or self.rotary_scaling is not None:
+            raise ValueError(
+                "DotProduct: rotary_base is None, but rotary_share or rotary_scaling is set; set it too, "
+                "such as rotary_base=10_000"
+            )
         scale = width**-0.5 if self.scale is None else self.scale
         if scale != 1.0:
             queries = queries * scale
         return (low_rank(queries, keys, token_keys=True),)
-
-
-def rotate(x: jax.Array, position: int | jax.Array, *, base: float) -> jax.Array:
-    """Rotates pairs of features by their position, so that products depend on distances.
-
-    Args:
-      x: ``[batch, n, heads, width]``; feature i and ``i + width / 2`` are a pair.
-      position: that of the first of the n tokens, or those of all, ``[batch, n]``.
-      base: pair i turns by ``base^(-2 i / width)`` radians per position.
-
-    Raises:
-      ValueError: the width is odd.
-    """
-    length, width = x.shape[1], x.shape[-1]
-    if width % 2:
-        raise ValueError(f"DotProduct: rotary positions need an even head_dim, not {width}")
-    dtype = logits_dtype(x)
-    speed = base ** (-jnp.arange(0, width, 2, dtype=dtype) / width)  # [width / 2]
-    if jnp.ndim(position) == 0:
-        position = (position + jnp.arange(length))[None]
-    # [b or 1, n, 1, width / 2]
-    angle = jnp.asarray(position, dtype)[..., None, None] * speed[None, None, None]
-    first, second = jnp.split(x.astype(dtype), 2, axis=-1)  # [b, n, h, width / 2] each
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
 
 
 @register

@@ -27,7 +27,8 @@ class Cache:
 
     Parameters that act as keys (Dense, Random, Factorized Random and Factorized Dense Synthesizers)
     are never cached: these decode with the values alone. A window of weights (Gaussian,
-    convolutions) keeps as many values as it reaches back, whatever the length.
+    convolutions) keeps as many values as it reaches back, whatever the length; so may a window of
+    logits, with its keys.
 
     Attributes:
       keys: ``[b, m, h, r]`` token-made keys of the terms, in their order.
@@ -223,7 +224,7 @@ def _extend_window(
     length: _Length,
     valid: jax.Array | None,
 ) -> tuple[Terms, Values, Mask, Cache]:
-    """Extends a window: the past is what lies before `at`."""
+    """Extends a window: the past is what lies before `at`. Of logits all keys are cached."""
     size, new = cache.capacity, _num_positions(values)
 
     def concatenate(past: jax.Array, x: jax.Array) -> jax.Array:
@@ -237,7 +238,12 @@ def _extend_window(
         return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
 
     values = jax.tree.map(concatenate, cache.values, values)
-    cache = dataclasses.replace(cache, values=jax.tree.map(last, values), length=length)
+    keys = tuple(map(concatenate, cache.keys, _cached_arrays(terms)))
+    cache = dataclasses.replace(
+        cache, keys=tuple(map(last, keys)), values=jax.tree.map(last, values), length=length
+    )
+    cached = iter(keys)
+    terms = map_arrays(lambda a: next(cached) if a.is_cached else a.x, terms)
     return terms, values, mask.slice_keys(at - size, size + new), cache
 
 

@@ -15,6 +15,7 @@ def convert(
     source: pathlib.Path,
     directory: pathlib.Path,
     *,
+    revision: str | None = None,
     vocabulary: str | None = None,
     extra_ids: Number | None = None,
     encoder: str | None = None,
@@ -29,11 +30,13 @@ def convert(
     With --encoder or --decoder the self-attention becomes a Synthesizer that computes the same before it
     is trained.
 
-    Example: synthesizer-jax convert flan-t5-small runs/flan --encoder rv
+    Example: synthesizer-jax convert google/flan-t5-small runs/flan --encoder rv
 
     Args:
-      source: a folder of Hugging Face transformers or of PEFT, a checkpoint of T5X, or a run.
+      source: a folder of Hugging Face transformers or of PEFT, its OWNER/NAME on the hub, a checkpoint of
+        T5X, or a run.
       directory: the new directory.
+      revision: branch, tag or commit of a model of the hub; by default its main branch.
       vocabulary: a SentencePiece file, or bytes; by default the folder's own.
       extra_ids: sentinels after the pieces of --vocabulary; by default T5's.
       encoder: a mixture with the dot product for the encoder, such as rv, which starts as the model.
@@ -54,6 +57,7 @@ def convert(
     params = convert_checkpoint(
         source,
         directory,
+        revision=revision,
         vocabulary=named,
         encoder=encoder,
         decoder=decoder,

@@ -27,8 +27,10 @@ def generate(
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     repetition_penalty: float | None = None,
     no_repeat_ngram_size: int | None = None,
+    stop_string: list[str] | None = None,
     samples: int | None = None,
     seed: int | None = None,
     min_length: int | None = None,
@@ -59,9 +61,11 @@ def generate(
       temperature: sample from softmax(logits / temperature); by default 0, which does not sample.
       top_k: sample from this number of most probable tokens.
       top_p: sample from the fewest most probable tokens of at least this probability.
+      min_p: sample from tokens with at least this share of the largest probability.
       repetition_penalty: divide the logits of tokens that a text holds already by this number, negative
         ones multiply; by default the recipe's.
       no_repeat_ngram_size: forbid that this many tokens in a row occur twice; by default the recipe's.
+      stop_string: end a text before this string; by default the recipe's. Repeatable.
       samples: lines per input: samples, or the best of the beams; by default 1.
       seed: seed of the samples; by default 0.
       min_length: minimum number of tokens to decode, end of sequence included; by default 1.
@@ -95,8 +99,10 @@ def generate(
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
         "repetition_penalty": repetition_penalty,
         "no_repeat_ngram_size": no_repeat_ngram_size,
+        "stop_strings": tuple(stop_string) if stop_string else None,
         "samples": samples,
         "seed": seed,
         "min_length": min_length,

@@ -54,6 +54,10 @@ class Vocabulary(abc.ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the ids before the first EOS; ids out of range are unknown."""
 
+    def token_bytes(self, size: int, *, first: bool) -> list[bytes]:
+        """Returns what each of the ids below `size` adds to a text, as its first token or a later one."""
+        return [self.decode([i]).encode() for i in range(size)]
+
     @abc.abstractmethod
     def contents(self) -> bytes:
         """Returns all that it depends on."""
@@ -89,6 +93,9 @@ class Bytes(Vocabulary):
     def decode(self, ids: Iterable[int]) -> str:
         byte_values = (i - _FIRST_BYTE for i in _until_eos(ids))
         return bytes(byte for byte in byte_values if 0 <= byte < 256).decode("utf-8", "ignore")
+
+    def token_bytes(self, size: int, *, first: bool) -> list[bytes]:
+        return [bytes([i - _FIRST_BYTE]) if 0 <= i - _FIRST_BYTE < 256 else b"" for i in range(size)]
 
     def contents(self) -> bytes:
         return f"ByteVocabulary(extra_ids={self.extra_ids})".encode()
@@ -165,6 +172,20 @@ class SentencePiece(Vocabulary):
         """Returns the text of the pieces before the first EOS; unknown pieces give ``⁇``."""
         size, unknown = self.vocab_size, self.unk_id
         return self.processor.DecodeIds([unknown if i >= size else i for i in _until_eos(ids)])
+
+    def token_bytes(self, size: int, *, first: bool) -> list[bytes]:
+        processor = self.processor
+
+        def convert(i: int) -> bytes:
+            i = i if i < self.vocab_size else self.unk_id
+            piece = processor.IdToPiece(i)
+            if processor.IsByte(i):  # <0x41>
+                return bytes([int(piece[3:5], 16)])
+            if first or processor.IsUnknown(i) or processor.IsControl(i):
+                return self.decode([i]).encode()  # at the beginning without a space
+            return piece.replace("▁", " ").encode()
+
+        return [convert(i) for i in range(size)]
 
     def contents(self) -> bytes:
         return self.processor.serialized_model_proto()

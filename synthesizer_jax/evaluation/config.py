@@ -22,13 +22,14 @@ class Evaluation:
       method: ``"rank"`` scores every label word, ``"greedy"`` and ``"beam"`` decode; tasks without label
         words are decoded greedily under ``"rank"``.
       beams: of ``"beam"``.
-      alpha: see `Decoding`, as the two lengths and what is said of repetition, which `generate` also takes
-        unless it is given others.
+      alpha: see `Decoding`, as the two lengths and what is said of repetition and stop strings, which
+        `generate` also takes unless it is given others.
       relative_length: the longest answer to an input is ``relative_length`` times as long, plus
         `extra_length`, but at most `DataConfig.targets_length`; None: that alone.
       extra_length: number of tokens.
       repetition_penalty: see `Decoding`.
       no_repeat_ngram_size: see `Decoding`.
+      stop_strings: see `Decoding`.
       max_examples: maximum number of examples per task, whole groups; None is all.
       batch_size: number of examples per compiled batch.
       loss_batches: the held-out teacher-forced loss is computed for at most this many batches of each
@@ -50,6 +51,7 @@ class Evaluation:
     extra_length: Number = 0
     repetition_penalty: Positive | None = None
     no_repeat_ngram_size: Length | None = None
+    stop_strings: tuple[str, ...] = ()
     max_examples: Count | None = None
     batch_size: Length = 64
     loss_batches: Number = 16
@@ -61,5 +63,9 @@ class Evaluation:
 
     def decoding(self, max_length: int, **given: Any) -> Decoding:
         """Returns settings of decoding: those that are given, else these, except beams and dtype."""
-        names = ("alpha", "relative_length", "extra_length", "repetition_penalty", "no_repeat_ngram_size")
+        lengths, repetition = (
+            ("relative_length", "extra_length"),
+            ("repetition_penalty", "no_repeat_ngram_size"),
+        )
+        names = ("alpha", *lengths, *repetition, "stop_strings")
         return Decoding(max_length=max_length, **{name: getattr(self, name) for name in names} | given)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from synthesizer_jax.attention import Mask
+from synthesizer_jax.data.stop_strings import stop_table
 from synthesizer_jax.data.vocabularies import EOS, PAD, Classes, Vocabulary, index_by_tokens
 from synthesizer_jax.inference import (
     Decoding,
@@ -107,6 +108,8 @@ class Predictor:
     ):
         self.model, self.variables, self.vocabulary = model, variables, vocabulary
         self.inputs_length, self.decoding, self.ranks = inputs_length, decoding, ranks
+        strings = decoding.stop_strings
+        self._stops = stop_table(vocabulary, strings, model.vocab_size) if strings else None
         self.classes = Classes(classes, vocabulary) if classes else None
         self.mesh = None if mesh is None or mesh.size == 1 else mesh
         axes = [] if self.mesh is None else [self.mesh.shape[name] for name in BATCH_AXES]
@@ -144,7 +147,7 @@ class Predictor:
         answers = self._map(inputs, "decode", self._generate)
         tokens = [np.asarray(_until_end(rows[0]), np.int32) for rows, _, _ in answers]
         scores = np.array([score[0] for _, _, score in answers], np.float32)
-        texts = [self.vocabulary.decode(row.tolist()) for row in tokens]
+        texts = [self._text(row.tolist()) for row in tokens]
         return Predictions(texts, scores, tokens=tokens)
 
     def generate_texts(self, inputs: Sequence[np.ndarray]) -> list[list[Generated]]:
@@ -157,7 +160,7 @@ class Predictor:
         """
         return [
             [
-                Generated(self.vocabulary.decode(_until_end(row)), float(score))
+                Generated(self._text(_until_end(row)), float(score))
                 for row, score in zip(tokens, scores, strict=True)
             ]
             for tokens, _, scores in self._map(inputs, "decode", self._generate)
@@ -256,7 +259,14 @@ class Predictor:
             decoding=self.decoding,
             examples=self._to_devices(examples),
             continues=not self.inputs_length,
+            stops=self._stops,
         )
+
+    def _text(self, ids: list[int]) -> str:
+        """Returns the text of ids before the first stop string."""
+        text = self.vocabulary.decode(ids)
+        found = [text.index(string) for string in self.decoding.stop_strings if string in text]
+        return text[: min(found, default=len(text))]
 
     def _to_devices(self, x: np.ndarray) -> jax.Array:
         if self.mesh is None:

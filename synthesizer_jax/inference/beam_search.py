@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.nn import logsumexp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.inference.decoder import EOS, Constraints, Decoder, Sequences
+from synthesizer_jax.inference.decoder import Constraints, Decoder, Sequences
 from synthesizer_jax.models import DecodingCache
 
 NEVER = -1e9
@@ -33,6 +33,7 @@ class _Beams(NamedTuple):
       tokens: ``[b, n, m]`` the unfinished sequences.
       ended: ``[b, n]`` scores of the finished sequences with the length penalty, best first.
       ended_tokens: ``[b, n, m]`` the finished sequences.
+      text: ``[b, n]`` the states of `Constraints.stops` of the unfinished sequences.
       cache: self-attention caches have b · n rows; cross-attention caches that no step changes have b
         rows, which the beams of an example share.
     """
@@ -42,6 +43,7 @@ class _Beams(NamedTuple):
     tokens: jax.Array
     ended: jax.Array
     ended_tokens: jax.Array
+    text: jax.Array
     cache: DecodingCache
 
 
@@ -62,11 +64,11 @@ def beam_search(
             logits = jax.nn.log_softmax(logits)
         scores = state.live - logsumexp(logits, axis=-1).reshape(b, n)  # [b, n]
         allowed = constraints.apply(logits, state.tokens.reshape(b * n, m), state.at)
-        # Of 2n continuations at most n end, so n remain.
+        # Of 2n continuations at most n end with EOS, so n remain, but where more end with stop strings.
         top, source, token = top_tokens(allowed.reshape(b, n, -1), scores, 2 * n)  # [b, 2n]
         tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)  # [b, 2n, m]
         tokens = tokens.at[:, :, state.at].set(token)
-        ends = token == EOS
+        text, ends = constraints.follow(jnp.take_along_axis(state.text, source, axis=1), token)
         real = ends & (top > NEVER / 2)
         penalized = jnp.where(real, top / length_penalty(state.at + 1, alpha), NEVER)
         ended, order = jax.lax.top_k(jnp.concatenate([state.ended, penalized], axis=1), n)
@@ -74,7 +76,7 @@ def beam_search(
         ended_tokens = jnp.take_along_axis(ended_tokens, order[:, :, None], axis=1)  # [b, n, m]
         live, order = jax.lax.top_k(jnp.where(ends, NEVER, top), n)  # [b, n]
         tokens = jnp.take_along_axis(tokens, order[:, :, None], axis=1)  # [b, n, m]
-        source = jnp.take_along_axis(source, order, axis=1)  # [b, n]
+        source, text = (jnp.take_along_axis(x, order, axis=1) for x in (source, text))  # [b, n] each
         # An example at its maximum length keeps what it has.
         is_open = (state.at < constraints.longest)[:, None]
         new = _Beams(
@@ -83,6 +85,7 @@ def beam_search(
             tokens=jnp.where(is_open[:, :, None], tokens, state.tokens),
             ended=jnp.where(is_open, ended, state.ended),
             ended_tokens=jnp.where(is_open[:, :, None], ended_tokens, state.ended_tokens),
+            text=text,
             cache=state.cache,
         )
         return new, source
@@ -102,7 +105,8 @@ def beam_search(
     empty = jnp.zeros((b, n, m), jnp.int32)
     # All beams are equal at the start, so only the first one may be extended.
     live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
-    state = _Beams(jnp.asarray(0), live, empty, jnp.full((b, n), NEVER), empty, cache)
+    never, text = jnp.full((b, n), NEVER), jnp.zeros((b, n), jnp.int32)
+    state = _Beams(jnp.asarray(0), live, empty, never, empty, text, cache)
     state, _ = advance(state, jnp.repeat(logits, n, axis=0))  # [b, vocab] → [b · n, vocab]
     cache = cache.map_rows(lambda x: jnp.repeat(x, n, axis=0))
     state = jax.lax.while_loop(unfinished, body, state._replace(cache=cache))
@@ -124,7 +128,7 @@ def _best_of(state: _Beams, constraints: Constraints, alpha: ArrayLike, *, sampl
     tokens = jnp.concatenate([state.ended_tokens, state.tokens], axis=1)
     tokens = jnp.take_along_axis(tokens, index[:, :, None], axis=1)
     scores = jnp.take_along_axis(jnp.concatenate([state.ended, cut], axis=1), index, axis=1)
-    end = jnp.argmax(tokens == EOS, axis=-1) + 1
+    end = tokens.shape[-1] - jnp.argmax(tokens[:, :, ::-1] != 0, axis=-1)
     length = jnp.where(rank < num_ended, end, constraints.longest[:, None])
     return Sequences(tokens, scores, scores * length_penalty(length, alpha))
 

@@ -24,7 +24,7 @@ class Sequences(NamedTuple):
       scores: ``[batch, samples]`` what beam search ranks by: the log-probabilities divided by the length
         penalty. Without beams, the log-probabilities.
       log_probabilities: ``[batch, samples]`` in nats, EOS included, under the model itself: before
-        temperature, `top_k`, `top_p` and the minimum length change its distribution. A repetition
+        temperature, `top_k`, `top_p`, `min_p` and the minimum length change its distribution. A repetition
         penalty changes those of beams.
     """
 
@@ -43,6 +43,7 @@ class Constraints(NamedTuple):
       no_repeat_ngram_size: see `Decoding`; None: all are allowed.
       prompt: ``[batch, k]`` the tokens before the decoded ones, the last at the end; read where repetition
         is constrained.
+      stops: ``[states, vocab]``, see `data.stop_strings.stop_table`; None: EOS alone ends sequences.
     """
 
     shortest: ArrayLike | None
@@ -50,6 +51,7 @@ class Constraints(NamedTuple):
     repetition_penalty: ArrayLike | None = None
     no_repeat_ngram_size: int | None = None
     prompt: jax.Array | None = None
+    stops: ArrayLike | None = None
 
     def apply(self, logits: jax.Array, tokens: jax.Array, at: jax.Array) -> jax.Array:
         """Returns logits ``[rows, vocab]`` of position `at` after `tokens` ``[rows, m]``, changed.
@@ -74,6 +76,15 @@ class Constraints(NamedTuple):
             return logits
         is_eos = jnp.arange(logits.shape[-1])[None] == EOS
         return jnp.where(is_eos & (at + 1 < self.shortest), -jnp.inf, logits)
+
+    def follow(self, text: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the states of `stops` after tokens, from those before, and which tokens end sequences."""
+        ends = token == EOS
+        if self.stops is None:
+            return text, ends
+        stops = jnp.asarray(self.stops)
+        text = stops[text, token].astype(text.dtype)
+        return text, ends | (text == len(stops) - 1)
 
 
 def _repeats_ngram(past: jax.Array, length: jax.Array, n: int) -> jax.Array:

@@ -70,11 +70,13 @@ def decode_sequences(
     decoding: Decoding,
     examples: ArrayLike | None = None,
     continues: bool = False,
+    stops: ArrayLike | None = None,
 ) -> Sequences:
     """Decodes a batch of inputs.
 
-    One program serves all values of `alpha`, `temperature`, `top_p`, `repetition_penalty`, `min_length`,
-    `relative_length`, `extra_length` and `seed`; switching one of them on or off compiles another.
+    One program serves all values of `alpha`, `temperature`, `top_p`, `min_p`, `repetition_penalty`,
+    `min_length`, `relative_length`, `extra_length` and `seed`; switching one of them on or off compiles
+    another.
 
     Args:
       variables, encoder_tokens, model: see `decode`.
@@ -83,6 +85,7 @@ def decode_sequences(
         depend on it. None: their positions in the batch.
       continues: whether the tokens, without EOS, are the beginning of the targets, which a `LanguageModel`
         that was trained on targets alone continues.
+      stops: `data.stop_strings.stop_table` of `Decoding.stop_strings`, if there are any.
 
     Returns:
       `Decoding.samples` sequences of every example. Finished beams come before those that the maximum
@@ -102,6 +105,11 @@ def decode_sequences(
             f"decode: {type(model).__name__} models read inputs and continue no text; pass a "
             "LanguageModel, or continues=False"
         )
+    if decoding.stop_strings and stops is None:
+        raise ValueError(
+            "decoding.stop_strings is text, and decode_sequences knows tokens alone; pass stops=stop_table("
+            "vocabulary, decoding.stop_strings, model.vocab_size) of synthesizer_jax.data.stop_strings"
+        )
     sampling = None
     if decoding.temperature:
         sampling = Sampling(
@@ -110,6 +118,7 @@ def decode_sequences(
             jnp.asarray(range(encoder_tokens.shape[0]) if examples is None else examples),
             temperature=float(decoding.temperature),
             top_p=None if decoding.top_p is None else float(decoding.top_p),
+            min_p=None if decoding.min_p is None else float(decoding.min_p),
         )
     relative, penalty = decoding.relative_length, decoding.repetition_penalty
     # What is passed as an array has the same value in all static arguments.
@@ -130,6 +139,7 @@ def decode_sequences(
         alpha=float(decoding.alpha),
         repetition_penalty=None if penalty is None else float(penalty),
         sampling=sampling,
+        stops=stops,
         model=model,
         decoding=static,
         continues=continues,
@@ -147,6 +157,7 @@ def run_decoding(
     alpha: ArrayLike,
     repetition_penalty: ArrayLike | None,
     sampling: Sampling | None,
+    stops: ArrayLike | None,
     model: TextToText,
     decoding: Decoding,
     continues: bool,
@@ -165,7 +176,7 @@ def run_decoding(
             prompt = _align_right(encoder_tokens)
             prompt = jnp.where(prompt == EOS, START, prompt)  # the end of the output is another one
     constraints = Constraints(
-        min_length, longest, repetition_penalty, decoding.no_repeat_ngram_size, prompt
+        min_length, longest, repetition_penalty, decoding.no_repeat_ngram_size, prompt, stops
     )
     decoder = Decoder(
         unroll(model),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.nn import logsumexp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.inference.decoder import EOS, Constraints, Decoder, Sequences
+from synthesizer_jax.inference.decoder import Constraints, Decoder, Sequences
 from synthesizer_jax.models import DecodingCache
 
 
@@ -21,12 +21,14 @@ class Sampling(NamedTuple):
       examples: ``[batch]`` integers that tell the examples apart.
       temperature: ``[]`` T, by which logits are divided.
       top_p: ``[]`` probability of the tokens to draw from; None: all.
+      min_p: ``[]`` the least probability of a token to draw, divided by the largest; None: 0.
     """
 
     key: jax.Array
     examples: jax.Array
     temperature: ArrayLike
     top_p: ArrayLike | None = None
+    min_p: ArrayLike | None = None
 
 
 def keep_most_probable(
@@ -62,7 +64,8 @@ class _State(NamedTuple):
       token: ``[r]`` the last tokens.
       tokens: ``[r, m]`` all tokens; zeros after the end.
       scores: ``[r]`` log-probabilities of the tokens.
-      done: ``[r]`` whether EOS was decoded, or the maximum number of tokens.
+      done: ``[r]`` whether EOS was decoded, a stop string, or the maximum number of tokens.
+      text: ``[r]`` the states of `Constraints.stops`.
       cache: the model's cache.
     """
 
@@ -71,6 +74,7 @@ class _State(NamedTuple):
     tokens: jax.Array
     scores: jax.Array
     done: jax.Array
+    text: jax.Array
     cache: DecodingCache
 
 
@@ -99,12 +103,14 @@ def decode_rows(
         logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]  # [rows]
         logp -= logsumexp(logits, axis=-1)
         token = jnp.where(state.done, 0, token).astype(jnp.int32)
+        text, ends = constraints.follow(state.text, token)
         return _State(
             at=state.at + 1,
             token=token,
             tokens=state.tokens.at[:, state.at].set(token),
             scores=state.scores + jnp.where(state.done, 0.0, logp),
-            done=state.done | (token == EOS) | (state.at + 1 >= longest),
+            done=state.done | ends | (state.at + 1 >= longest),
+            text=text,
             cache=cache,
         )
 
@@ -120,6 +126,7 @@ def decode_rows(
         tokens=jnp.zeros((rows, decoder.max_length), jnp.int32),
         scores=jnp.zeros(rows),
         done=jnp.zeros(rows, bool),
+        text=jnp.zeros(rows, jnp.int32),
         cache=cache,
     )
     # The first token is decoded in the loop too, so that a step is compiled only once.
@@ -145,6 +152,8 @@ def _draw(
     logits /= jnp.maximum(sampling.temperature, jnp.finfo(logits.dtype).tiny)
     if top_k is not None or sampling.top_p is not None:
         logits = keep_most_probable(logits, top_k=top_k, top_p=sampling.top_p)
+    if sampling.min_p is not None:  # the largest is among those that remain
+        logits = jnp.where(logits < jnp.log(sampling.min_p), -jnp.inf, logits)
     # A key depends on example, sample and position, whatever else is in the batch.
     fold = jax.random.fold_in
     keys = jax.vmap(fold, (None, 0))(sampling.key, sampling.examples)

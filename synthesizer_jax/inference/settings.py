@@ -32,13 +32,18 @@ class Decoding:
       top_k: samples are drawn from the k most probable tokens (Fan et al. 2018); None: from all.
       top_p: samples are drawn from the smallest set of most probable tokens with at least this
         probability (nucleus sampling, Holtzman et al. 2020, section 3.1); None: from all. The order is
-        that of transformers: temperature, then `top_k`, then `top_p` of what remains.
+        that of transformers: temperature, then `top_k`, then `top_p` of what remains, then `min_p`.
+      min_p: samples are drawn from the tokens with at least this share of the largest probability (Nguyen
+        et al. 2024, section 3); None: from all.
       repetition_penalty: divides the logits of tokens that the sequence already holds if they are positive,
         and multiplies them if they are negative (Keskar et al. 2019, CTRL, section 4.1; as in
         transformers). Beam search changes log-probabilities instead, and returns the changed ones. The
         sequence of a `LanguageModel` begins with its input, whose EOS does not count. None: no penalty.
       no_repeat_ngram_size: n; a token that would complete the same n tokens in a row a second time has
         probability zero (Paulus et al. 2018, section 2.5; as in transformers). None: all are allowed.
+      stop_strings: a sequence also ends with the token that completes one of these strings in its text;
+        texts are cut before the string, which may begin or end within tokens. Scores are those of the
+        tokens. `min_length` does not forbid them.
       samples: number of sequences per input: independent samples, or the best of the beams.
       seed: seed of the samples. Sample j of example i depends on the seed, i, j and the model's logits
         alone, neither on the batch nor on devices or the number of samples.
@@ -59,8 +64,10 @@ class Decoding:
     temperature: NotNegative = 0.0
     top_k: Count | None = None
     top_p: Annotated[float, Range(0, 1, above=True)] | None = None
+    min_p: Annotated[float, Range(0, 1, above=True)] | None = None
     repetition_penalty: Positive | None = None
     no_repeat_ngram_size: Length | None = None
+    stop_strings: tuple[str, ...] = ()
     samples: Sequences = 1
     seed: Seed = 0
     logits_dtype: Dtype | None = None
@@ -76,7 +83,9 @@ class Decoding:
                 f"temperature is {self.temperature} with beams {self.beams}; beam search does not "
                 "sample: give temperature 0, or beams 1"
             )
-        for name, value in (("top_k", self.top_k), ("top_p", self.top_p)):
+        if "" in self.stop_strings:
+            raise ValueError("stop_strings holds '', which every text contains; leave it out")
+        for name, value in (("top_k", self.top_k), ("top_p", self.top_p), ("min_p", self.min_p)):
             if value is not None and not self.temperature:
                 raise ValueError(
                     f"{name} is {value} with temperature 0, which does not sample; give a temperature, "

@@ -170,11 +170,12 @@ def check_fields(layer: MultiHeadAttention | NnxMultiHeadAttention) -> None:
         )
     name = f"MultiHeadAttention: alignment={type(alignment).__name__}"
     is_dot_product = isinstance(alignment, DotProduct)
-    layer_independent = {"scale": None, "rotary_base": None, "name": None, "parent": None}
-    if is_dot_product and alignment.copy(**layer_independent) != DotProduct(parent=None):
+    own = ("scale", "rotary_base", "rotary_share", "rotary_scaling", "name", "parent")
+    plain = DotProduct(parent=None)
+    if is_dot_product and alignment.copy(**{field: getattr(plain, field) for field in own}) != plain:
         raise ValueError(
-            f"{name}: the projections belong to the layer; set only scale and rotary_base on DotProduct, "
-            "and qkv_features, kernel_init, use_bias and normalize_qk on the layer, or use Attention"
+            f"{name}: the projections belong to the layer; set only scale and rotary_… on DotProduct, and "
+            "qkv_features, kernel_init, use_bias and normalize_qk on the layer, or use Attention"
         )
     for field, default in (
         ("attention_fn", attention_fn),

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.alignments import Alignment, AttentionContext, DotProduct
+from synthesizer_jax.alignments import Alignment, AttentionContext, Bilinear, DotProduct
 from synthesizer_jax.alignments.base import project
 from synthesizer_jax.attention import (
     Banded,
@@ -58,7 +58,7 @@ class AttentionBase(Mixer):
       dropout_rate: probability of dropping an attention weight; T5's form, one draw per example,
         head and key, active if the random stream ``dropout`` is given.
       window: a query sees the keys less than `window` positions away, on both sides where the mask allows
-        (Beltagy et al. 2020, Longformer); a cache holds the others too. None: all.
+        (Beltagy et al. 2020, Longformer); what a cache holds: see `Mixer.init_cache`. None: all.
       shared_key_value: one projection serves as keys and values (Mesh-TensorFlow's shared ``kv``).
       project_values: False takes the tokens themselves as every head's values; with the alignment
         `Bilinear` this is general bilinear attention (Shazeer et al. 2020, section 3.3).
@@ -103,6 +103,11 @@ class AttentionBase(Mixer):
             context = dataclasses.replace(context, packed_positions=mask.packed_positions)
         terms = self._terms(x, attended, values, context)
         if cache is not None:
+            if cache.window and inputs.bias:
+                raise ValueError(
+                    f"{type(self).__name__}: bias is for all positions, and the cache holds those of a "
+                    "window; leave it out, or make the cache with whole=True"
+                )
             terms, values, mask, cache = _extend(
                 cache, terms, values, n=x.shape[1], mask=mask, position=position
             )
@@ -123,6 +128,14 @@ class AttentionBase(Mixer):
         cache = init_cache(terms, values, max_length=num_keys, memory=kv)
         cache = extend(cache, terms, values, at=0, mask=Mask())[-1]
         return dataclasses.replace(cache, length=TokenCount().length, num_queries=max_length)
+
+    def shorten(self, cache: Cache) -> Cache:
+        """Returns the cache with room for the ``window - 1`` last positions; see `Mixer.init_cache`."""
+        room = cache.capacity if self.window is None else self.window - 1
+        if room >= cache.capacity or not isinstance(self.alignment, DotProduct | Bilinear):
+            return cache
+        keys, values = jax.tree.map(lambda x: x[:, :room], (cache.keys, cache.values))
+        return dataclasses.replace(cache, keys=keys, values=values, window=True)
 
     def _narrow(self, mask: Mask) -> Mask:
         """Returns the mask with the layer's window."""

@@ -164,6 +164,7 @@ class Mixer(nn.Module):
         *,
         max_length: int,
         mask: Mask | jax.Array | None = None,
+        whole: bool = True,
     ) -> MixerCache:
         """Returns an empty cache, in cross-attention with the keys and values of the memory.
 
@@ -172,6 +173,9 @@ class Mixer(nn.Module):
           kv: ``[batch, k, width]`` the memory in cross-attention; None: self-attention.
           max_length: number of positions that `extend` may reach.
           mask: in cross-attention which tokens of the memory are real, for mixers that sum over it.
+          whole: keep all positions. False: attention with a window keeps those that it still reaches, if
+            its logits are products of tokens alone; `extend` then takes no bias, and a prefix opens only
+            what is kept. Models without a position bias decode so.
 
         Raises:
           ValueError: the mixer does not decode, or has fewer than `max_length` positions.
@@ -180,7 +184,8 @@ class Mixer(nn.Module):
         if kv is None:
             mask = decoding_mask(mask, 0, 0)
         self._check_support(mask, (), cross=kv is not None)
-        return self.new_cache(x[:, :0], kv, mask=mask, max_length=max_length)
+        cache = self.new_cache(x[:, :0], kv, mask=mask, max_length=max_length)
+        return cache if whole or kv is not None else self.shorten(cache)
 
     @on_any_mesh
     def extend(
@@ -274,6 +279,10 @@ class Mixer(nn.Module):
     def new_cache(self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int) -> MixerCache:
         """The compact method behind `init_cache`, whose arguments it has; x has no tokens."""
         raise NotImplementedError
+
+    def shorten(self, cache: MixerCache) -> MixerCache:
+        """Returns an empty cache of self-attention with room for no more than the mixer reaches."""
+        return cache
 
     def _check_support(self, mask: Mask, bias: Terms, *, cross: bool) -> None:
         """Raises a `ValueError` for arguments that the mixer's attributes exclude."""

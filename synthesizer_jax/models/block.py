@@ -133,10 +133,15 @@ class Block(nn.Module):
         return self._run(x, attend_to_self, attend_to_memory, in_decoder=memory is not None), None
 
     @nn.compact
-    def init_cache(self, x: jax.Array, memory: Memory | None = None, *, max_length: int) -> LayerCache:
-        """Returns the layer's cache, empty but for the memory's keys; see `Stack.init_cache`."""
+    def init_cache(
+        self, x: jax.Array, memory: Memory | None = None, *, max_length: int, whole: bool = True
+    ) -> LayerCache:
+        """Returns the layer's cache, empty but for the memory's keys; see `Stack.init_cache`.
+
+        `whole` is that of `Mixer.init_cache`.
+        """
         in_decoder = memory is not None
-        self_cache = self._self_mixer(in_decoder).init_cache(x, max_length=max_length)
+        self_cache = self._self_mixer(in_decoder).init_cache(x, max_length=max_length, whole=whole)
         if self.cross_mixer is None:
             return LayerCache(self_cache, in_decoder=in_decoder)
         mixer = self._cross_mixer(in_decoder)

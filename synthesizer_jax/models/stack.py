@@ -151,7 +151,8 @@ class Stack(nn.Module):
                     "tokens"
                 )
         blocks = self._blocks()
-        return tuple(b.init_cache(x[:, :0], memory, max_length=max_length) for b in blocks)
+        whole = self.bias is not None  # which is for all positions
+        return tuple(b.init_cache(x[:, :0], memory, max_length=max_length, whole=whole) for b in blocks)
 
     def extend(
         self,

@@ -24,11 +24,15 @@ MOST_LAYERS = 256
 
 
 class Pretrained(NamedTuple):
-    """A model of another library, with looped layers: its `Unread` parameters and, if known, vocabulary."""
+    """A model of another library, with looped layers: its `Unread` parameters and, if known, vocabulary.
+
+    `origin` is the path, or ``OWNER/NAME@COMMIT`` of the Hugging Face hub.
+    """
 
     model: EncoderDecoder | Encoder
     params: PyTree
     vocabulary: Bytes | SentencePiece | None
+    origin: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

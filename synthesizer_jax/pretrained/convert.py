@@ -19,6 +19,7 @@ from synthesizer_jax.optimizers import Adafactor, Constant
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.opening import open_pretrained
 from synthesizer_jax.runs import code
+from synthesizer_jax.runs.events import add_event
 from synthesizer_jax.runs.saved import find_checkpoint, is_run
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run_directory import load_experiment, save_run
@@ -28,6 +29,7 @@ def convert_checkpoint(
     source: pathlib.Path,
     directory: pathlib.Path,
     *,
+    revision: str | None = None,
     vocabulary: Bytes | SentencePiece | None = None,
     encoder: str | None = None,
     decoder: str | None = None,
@@ -37,11 +39,13 @@ def convert_checkpoint(
 
     The experiment is T5's fine-tuning on GLUE; `eval` and `generate` take the directory, and other runs
     take its parameters by ``init_from``. Two parameters at a time are in memory, unless the source is read
-    whole (msgpack, a run). The directory appears when it is complete.
+    whole (msgpack, a run). The directory appears when it is complete; the event ``converted`` in its
+    ``events.jsonl`` names the source, a model of the hub with its commit.
 
     Args:
       source: see `open_pretrained`; a run keeps its experiment, but for the model.
       directory: the new directory.
+      revision: of a model of the hub: a branch, tag or commit; None: its main branch.
       vocabulary: in the place of the checkpoint's; checkpoints of T5X have none.
       encoder, decoder: other alignments of their self-attention, which start as the model; see
         `with_variants` and `start_as`. None keeps those of the model.
@@ -50,7 +54,10 @@ def convert_checkpoint(
     Returns:
       The parameters as nested dictionaries of `Unread`, for their shapes.
     """
-    with new_directory(directory) as staging, open_pretrained(source) as pretrained:
+    with (
+        new_directory(directory) as staging,
+        open_pretrained(source, revision=revision) as pretrained,
+    ):
         experiment = _experiment(pretrained, source, vocabulary)
         params = pretrained.params
         if encoder or decoder:
@@ -61,6 +68,7 @@ def convert_checkpoint(
             experiment = replace(experiment, model=model)
             params = jax.tree.map(lambda x: x if isinstance(x, Unread) else Unread.of(x), params)
         save_run(experiment, staging)
+        add_event(staging, "converted", step=0, text=pretrained.origin)
         if is_run(source):
             code.record_code(staging, code.recorded_code(find_checkpoint(source)[0]))
         step = Unread.of(np.int32(0))

@@ -65,6 +65,7 @@ def open_run(source: pathlib.Path, mesh: Mesh | None = None) -> tuple[SavedModel
 def load(
     path: str | pathlib.Path,
     *,
+    revision: str | None = None,
     mesh: Mesh | None = None,
     dtype: Dtype | None = None,
     encoder_only: bool = False,
@@ -73,7 +74,9 @@ def load(
 
     Args:
       path: the directory of a run, ``RUN/checkpoints/STEP``, or a folder of Hugging Face transformers
-        with a T5, or the encoder of one, and its tokenizer, which pipelines of diffusers have beside it.
+        with a T5, or the encoder of one, and its tokenizer, which pipelines of diffusers have beside it; or
+        ``OWNER/NAME`` of such a folder on the Hugging Face hub, if ``huggingface_hub`` is installed.
+      revision: of a model of the hub: a branch, tag or commit; None: its main branch.
       mesh: a mesh from `sharding.make_mesh`, over which the variables are sharded parameter by parameter;
         None: one device.
       dtype: of the parameters and of the computation; None: float32 parameters, and the model's own.
@@ -86,7 +89,7 @@ def load(
     """
     check_types(TokenModel, {"dtype": dtype or "float32"})
     source = storage_path(str(path)).expanduser()
-    if is_run(source) and not encoder_only:
+    if is_run(source) and not encoder_only and revision is None:
         (model, saved), variables = open_run(source, mesh)
         if dtype is not None:
             model = replace(model, dtype=dtype)
@@ -95,7 +98,9 @@ def load(
     # A run needs none of what reads other libraries' checkpoints.
     from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 
-    with open_pretrained(source, compare=not encoder_only, encoder_only=encoder_only) as pretrained:
+    with open_pretrained(
+        source, revision=revision, compare=not encoder_only, encoder_only=encoder_only
+    ) as pretrained:
         if pretrained.vocabulary is None:
             raise FileNotFoundError(
                 f"{source} has no vocabulary that is known here; put the model's spiece.model there, or "

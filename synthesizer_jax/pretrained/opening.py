@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import re
 import tempfile
 from collections.abc import Iterator
 
@@ -12,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from synthesizer_jax.base.files import absolute
 from synthesizer_jax.base.typing import Dtype, PyTree
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.models import EncoderDecoder, unroll
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface.folder import open_folder
+from synthesizer_jax.pretrained.huggingface.hub import find_folder
 from synthesizer_jax.pretrained.huggingface.peft import base_of, is_adapter, with_adapters
 from synthesizer_jax.pretrained.loading import open_run
 from synthesizer_jax.pretrained.t5x import is_checkpoint, open_checkpoint
@@ -27,22 +28,24 @@ from synthesizer_jax.sharding import replicate_to_devices
 
 @contextlib.contextmanager
 def open_pretrained(
-    source: pathlib.Path, *, compare: bool = True, encoder_only: bool = False
+    source: pathlib.Path,
+    *,
+    revision: str | None = None,
+    compare: bool = True,
+    encoder_only: bool = False,
 ) -> Iterator[Pretrained]:
     """Opens a checkpoint of another library, or a run; parameters are read inside the context.
 
     That is a folder of Hugging Face transformers, or of PEFT with adapters of one, a checkpoint of T5X, a
-    file or a directory, ``RUN`` or ``RUN/checkpoints/STEP``; for the options see `open_folder`.
+    file or a directory, ``RUN`` or ``RUN/checkpoints/STEP``, or a model of the Hugging Face hub by its
+    name; for `revision` see `find_folder`, for the options `open_folder`.
     """
-    if not source.exists():
-        hint = ""
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
-            command = f"hf download {source} --local-dir {source.name}"
-            hint = f"; '{command}' downloads a model of the Hugging Face hub"
-        raise FileNotFoundError(f"there is no {source}; give a folder or a checkpoint file{hint}")
+    name, source = source, find_folder(source, revision)
+    origin = str(absolute(source)) if name == source else f"{name}@{source.name}"
     if is_adapter(source):
         with open_pretrained(base_of(source), compare=compare, encoder_only=encoder_only) as pretrained:
-            yield with_adapters(source, pretrained)
+            base = pretrained.origin
+            yield with_adapters(source, pretrained)._replace(origin=f"{origin}, adapters of {base}")
         return
     if encoder_only and (is_run(source) or source.is_file() or is_checkpoint(source)):
         raise ValueError(
@@ -50,13 +53,14 @@ def open_pretrained(
             "runs the encoder alone"
         )
     if is_run(source):
-        yield _open_run(source)
+        yield _open_run(source)._replace(origin=origin)
         return
     if source.is_file() or is_checkpoint(source):
-        yield open_checkpoint(source)
+        yield open_checkpoint(source)._replace(origin=origin)
         return
     with tempfile.TemporaryDirectory() as scratch:
-        yield open_folder(source, pathlib.Path(scratch), compare=compare, encoder_only=encoder_only)
+        pretrained = open_folder(source, pathlib.Path(scratch), compare=compare, encoder_only=encoder_only)
+        yield pretrained._replace(origin=origin)
 
 
 def _open_run(source: pathlib.Path) -> Pretrained:

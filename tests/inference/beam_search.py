@@ -14,7 +14,12 @@ Model: TypeAlias = Callable[[list[tuple[int, ...]]], Sequence[np.ndarray]]
 
 
 def t5x_beams(
-    log_p: Model, length: int, beams: int, alpha: float, shortest: int = 1
+    log_p: Model,
+    length: int,
+    beams: int,
+    alpha: float,
+    shortest: int = 1,
+    ends: Callable[[tuple[int, ...]], bool] = lambda tokens: tokens[-1] == EOS,
 ) -> list[tuple[tuple[int, ...], float]]:
     """The best sequences of one example and their scores, as T5X describes its beam search.
 
@@ -32,8 +37,8 @@ def t5x_beams(
         ]
         every = sorted(every, reverse=True)[: 2 * beams]
         penalty = ((5 + at + 1) / 6) ** alpha
-        ended += [(score / penalty, tokens) for score, tokens in every if tokens[-1] == EOS]
+        ended += [(score / penalty, tokens) for score, tokens in every if ends(tokens)]
         ended = sorted(ended, reverse=True)[:beams]
-        live = [x for x in every if x[1][-1] != EOS][:beams]
+        live = [x for x in every if not ends(x[1])][:beams]
     live = [(score / penalty, tokens) for score, tokens in live]
     return [(tokens, score) for score, tokens in (ended + live)[:beams]]

@@ -24,17 +24,19 @@ from tests.inference.table import Table, table_log_p
 VOCAB, LENGTH, BATCH = 11, 6, 8
 
 
-def kept_tokens(logits, top_k, top_p):
+def kept_tokens(logits, top_k, top_p, min_p=0.0):
     """The tokens to draw from, most probable first, and the probabilities of ever more of them.
 
-    From the definitions: the k most probable tokens, of which the smallest number with probability p.
+    From the definitions: the k most probable tokens, of which the smallest number with probability p, of
+    which those with a share of the largest probability.
     """
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[:top_k]
     mass = np.exp(logits[order] - logits.max())
     sums = np.cumsum(mass / mass.sum())
     if top_p is None or top_p == 1:
-        return order, sums
-    return order[: 1 + int(np.argmax(sums >= top_p))], sums
+        return [token for token, p in zip(order, mass, strict=True) if p >= min_p], sums
+    order = order[: 1 + int(np.argmax(sums >= top_p))]
+    return [token for token, p in zip(order, mass, strict=False) if p >= min_p], sums
 
 
 @given(
@@ -56,10 +58,10 @@ def test_the_tokens_to_draw_from_are_those_of_the_definitions(vocab, top_k, top_
 
 
 @functools.partial(jax.jit, static_argnames=("samples", "top_k"))
-def sample(logits, temperature, top_p=None, *, samples=1, top_k=None, shortest=None):
+def sample(logits, temperature, top_p=None, min_p=None, *, samples=1, top_k=None, shortest=None):
     table = Table(logits)
     constraints = Constraints(shortest, jnp.full(table.batch, table.max_length))
-    sampling = Sampling(jax.random.key(3), jnp.arange(table.batch), temperature, top_p)
+    sampling = Sampling(jax.random.key(3), jnp.arange(table.batch), temperature, top_p, min_p)
     return decode_rows(table, constraints, samples=samples, sampling=sampling, top_k=top_k)
 
 
@@ -71,10 +73,18 @@ def table_of(seed, vocab=5, length=2, batch=1, end=0.0):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, None, None), (0.5, None, None), (2.0, 3, None), (1.5, None, 0.7), (1.5, 4, 0.8)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, None, None, None),
+        (0.5, None, None, None),
+        (2.0, 3, None, None),
+        (1.5, None, 0.7, None),
+        (1.5, 4, 0.8, None),
+        (1.5, None, None, 0.3),
+        (2.0, 4, 0.9, 0.4),
+    ],
 )
-def test_samples_have_the_exact_distribution(temperature, top_k, top_p):
+def test_samples_have_the_exact_distribution(temperature, top_k, top_p, min_p):
     """Of all sequences of two tokens, within five standard deviations; and their log-probabilities."""
     logits, samples = table_of(1), 20_000
     log_p = table_log_p(np.float64(logits[0]))
@@ -85,13 +95,13 @@ def test_samples_have_the_exact_distribution(temperature, top_k, top_p):
             expected[prefix], scores[prefix] = probability, score
             return
         (row,) = log_p([prefix])
-        order, _ = kept_tokens(row / temperature, top_k, top_p)
+        order, _ = kept_tokens(row / temperature, top_k, top_p, min_p or 0.0)
         mass = np.exp(row[order] / temperature)
         for token, share in zip(order, mass / mass.sum(), strict=True):
             follow((*prefix, token), probability * share, score + row[token])
 
     follow((), 1.0, 0.0)
-    found = sample(logits, temperature, top_p, samples=samples, top_k=top_k)
+    found = sample(logits, temperature, top_p, min_p, samples=samples, top_k=top_k)
     rows = [tuple(row[:1] if row[0] == 1 else row) for row in np.asarray(found.tokens[0]).tolist()]
     counts = collections.Counter(rows)
     assert set(counts) <= set(expected)
@@ -132,7 +142,9 @@ def trained():
 METHODS = {
     "greedy": Decoding(max_length=LENGTH),
     "beams": Decoding(max_length=LENGTH, beams=3, samples=3),
-    "samples": Decoding(max_length=LENGTH, temperature=0.9, top_k=9, top_p=0.95, samples=3, seed=5),
+    "samples": Decoding(
+        max_length=LENGTH, temperature=0.9, top_k=9, top_p=0.95, min_p=0.01, samples=3, seed=5
+    ),
 }
 
 
@@ -224,7 +236,7 @@ def test_one_program_serves_all_temperatures_and_probabilities(trained):
     run(trained, "samples", min_length=3)
     run(trained, "beams", min_length=3)
     before = run_decoding._cache_size()
-    for changes in ({"temperature": 2}, {"top_p": 0.5}, {"seed": 9}, {"min_length": 2}):
+    for changes in ({"temperature": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"seed": 9}, {"min_length": 2}):
         run(trained, "samples", **{"min_length": 3} | changes)
     for changes in ({"alpha": 0}, {"alpha": 1.0}, {"min_length": 2}):
         run(trained, "beams", **{"min_length": 3} | changes)

@@ -13,6 +13,12 @@ ALIGNMENT_CASES = {
     "DotProduct, free width": Case.of(sj.DotProduct(head_dim=13)),
     "DotProduct, biases": Case.of(sj.DotProduct(use_bias=True), use_bias=True),
     "DotProduct, rotary": Case.of(sj.DotProduct(4, normalize_qk=True, rotary_base=100.0), window=4),
+    "DotProduct, part rotary": Case.of(
+        sj.DotProduct(9, rotary_base=10.0, rotary_share=0.7, rotary_scaling=sj.LinearScaling(2.5))
+    ),
+    "DotProduct, YaRN": Case.of(
+        sj.DotProduct(8, rotary_base=10.0, rotary_scaling=sj.YaRN(4.0, original_length=64, fast=8.0))
+    ),
     "DotProduct, grouped": Case.of(
         sj.Mixture((sj.DotProduct(5), RANDOM)), num_kv_heads=2, use_bias=True, soft_cap=1.5, sinks=True
     ),

@@ -119,6 +119,21 @@ def mixture(alignment, p, constants, x, heads):
     return total
 
 
+def rotary_turns(alignment, width):
+    """Radians per position of every pair of features, and the factor of queries and of keys."""
+    base, scaling = alignment.rotary_base, alignment.rotary_scaling
+    turns, magnitude = base ** (-np.arange(0, width, 2) / width), 1.0
+    if isinstance(scaling, sj.LinearScaling):
+        turns /= scaling.factor
+    elif isinstance(scaling, sj.YaRN):  # Peng et al. 2023, with the ramp of their code
+        pair = lambda count: width / 2 * math.log(scaling.original_length / (2 * np.pi * count), base)
+        low, high = max(math.floor(pair(scaling.fast)), 0), math.ceil(pair(scaling.slow))
+        ramp = [min(max((i - low) / (high - low), 0), 1) for i in range(width // 2)]
+        turns = [(1 - r) * turn + r * turn / scaling.factor for r, turn in zip(ramp, turns, strict=True)]
+        magnitude = 0.1 * math.log(scaling.factor) + 1
+    return np.array(turns), magnitude
+
+
 def one_logit(alignment, p, constants, x, h, i, j, heads):
     match alignment:
         case sj.DotProduct():
@@ -131,9 +146,11 @@ def one_logit(alignment, p, constants, x, h, i, j, heads):
                     for y, name in ((q, "query_norm"), (k, "key_norm"))
                 )
             if alignment.rotary_base is not None:  # pairs of features as complex numbers
-                turn = alignment.rotary_base ** (-np.arange(0, width, 2) / width)
-                q, k = (y[:, : width // 2] + 1j * y[:, width // 2 :] for y in (q, k))
-                q = q * np.exp(1j * (i - j) * turn)
+                w = int(width * alignment.rotary_share)
+                q, k = ((y[:, : w // 2] + 1j * y[:, w // 2 : w], y[:, w:]) for y in (q, k))
+                turn, magnitude = rotary_turns(alignment, w)
+                q = np.concatenate([q[0] * np.exp(1j * (i - j) * turn) * magnitude**2, q[1]], axis=-1)
+                k = np.concatenate(k, axis=-1)
             return (q * k.conj()).sum(-1).real * (alignment.scale or 1 / math.sqrt(width))
         case sj.Bilinear():
             return (project(p["query"], x[:, i], h) * x[:, j]).sum(-1)

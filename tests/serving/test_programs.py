@@ -1,9 +1,13 @@
 """Exported programs against the functions that they are exported from."""
 
 import json
+import pathlib
+import re
 import runpy
 import subprocess
 import sys
+import threading
+import urllib.request
 
 import flax.linen as nn
 import jax
@@ -165,6 +169,29 @@ def test_the_loader_runs_where_this_package_is_not_installed(synthesizer):
     inputs, tokens = map(np.array, json.loads(last))
     expected = decode(variables, jnp.asarray(inputs), model=model, max_length=5).tokens
     np.testing.assert_array_equal(tokens, expected)
+
+
+def test_the_pages_server_answers(tmp_path, monkeypatch):
+    page = pathlib.Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+    first, server = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)[:2]
+    exported(tmp_path / "rv-programs", encoder_decoder("rv"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "load", raising=False)
+    names: dict = {}
+    exec(first, names)
+    exec(server.replace("8000", "0").replace("server.serve_forever()", ""), names)
+    model, texts = names["model"], ["a text", "b"]
+    with names["server"] as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        address = "http://{}:{}".format(*server.server_address)
+        with urllib.request.urlopen(address, json.dumps(texts).encode()) as answer:
+            found = json.load(answer)
+        thread.join()
+    inputs = model.tokens(texts, LIMITS.inputs_length)
+    tokens, _ = model.programs["generate"](model.parameters, inputs)
+    assert found == [model.text(ids) for ids in tokens.tolist()] and len(found) == 2
 
 
 def test_texts_are_those_of_the_vocabulary(tmp_path):

@@ -18,6 +18,7 @@ from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Architecture, Pretrained
 from synthesizer_jax.pretrained.huggingface.config import read_json, write_config
+from synthesizer_jax.pretrained.huggingface.hub import find_folder
 from synthesizer_jax.pretrained.huggingface.names import is_in_encoder, torch_name
 from synthesizer_jax.pretrained.huggingface.weights import open_safetensors
 from synthesizer_jax.pretrained.tensors import Correspondence, Tensor, correspondences, reading
@@ -60,17 +61,22 @@ def base_of(folder: pathlib.Path) -> pathlib.Path:
     """Returns the folder of the model to which a folder's adapters belong.
 
     Raises:
-      ValueError: the folder names none, or one that is not there.
+      ValueError: the folder names none.
+      FileNotFoundError: the model is not there; see `find_folder`.
     """
     path = folder / ADAPTER_CONFIG
-    with describing(path, "name that folder there"):
-        name = read_json(path).get("base_model_name_or_path")
-        if not isinstance(name, str) or not (base := storage_path(name).expanduser()).exists():
-            raise ValueError(
-                f"base_model_name_or_path is {format_value(name)}, which is no folder here; "
-                "'hf download NAME --local-dir FOLDER' downloads a model of the Hugging Face hub"
-            )
-    return base
+    config = read_json(path)
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(name, str):
+        raise ValueError(
+            f"base_model_name_or_path is {format_value(name)} in {path}; name the folder of the model "
+            "there, or its OWNER/NAME on the Hugging Face hub"
+        )
+    base = storage_path(name).expanduser()
+    try:
+        return find_folder(base, None if base.exists() else revision)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"base_model_name_or_path in {path}: {error}") from error
 
 
 def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:

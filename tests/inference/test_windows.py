@@ -1,0 +1,63 @@
+"""Attention with a window decodes the same from a cache that holds no more than the window."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synthesizer_jax as sj
+from synthesizer_jax.inference import Decoding, decode_sequences
+from synthesizer_jax.inference.decoding import run_decoding
+from synthesizer_jax.mixers.attention import AttentionBase
+from synthesizer_jax.models import Block, FeedForward, LanguageModel, Run, Size, Stack, t5
+from synthesizer_jax.primitives.parameters import apply_method
+
+VOCAB, WINDOW, LENGTH = 13, 3, 9
+INPUTS = np.random.default_rng(0).integers(2, VOCAB, (4, 7))
+INPUTS[1, 4:] = INPUTS[2, 1:] = INPUTS[3, :2] = 0
+
+
+def blocks(windows, cross=None):
+    options = {"num_kv_heads": 1, "sinks": True}
+    layers = [sj.Attention(2, 4, sj.DotProduct(rotary_base=10.0), window=w, **options) for w in windows]
+    return Stack(tuple(Run(Block(layer, FeedForward(16), cross_mixer=cross), 1) for layer in layers))
+
+
+def encoder_decoder():
+    base = t5(Size(8, 1, 16, 2, 4), vocab_size=VOCAB)
+    return base.copy(decoder=blocks((WINDOW, 1), base.decoder.runs[0].block.cross_mixer))
+
+
+def language_model():
+    return LanguageModel(vocab_size=VOCAB, d_model=8, decoder=blocks((WINDOW, None)), prefix=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "beams", "room"), [(encoder_decoder, 1, 0), (language_model, 3, LENGTH + INPUTS.shape[1])]
+)
+def test_texts_are_those_of_the_whole_cache(make, beams, room, monkeypatch):
+    """Also of inputs that are longer than the window and of different lengths, greedily and with beams."""
+    model = make()
+    decoding = Decoding(max_length=LENGTH, min_length=7, beams=beams, samples=beams)
+    variables = jax.tree.map(lambda x: 1.5 * x, jax.jit(model.init)(jax.random.key(0), INPUTS, INPUTS))
+    cache = apply_method(model.init_cache, variables, INPUTS, max_length=LENGTH)
+    assert [layer.self_attention.capacity for layer in cache.layers] == [WINDOW - 1, room]
+    run = lambda: decode_sequences(variables, jnp.asarray(INPUTS), model=model, decoding=decoding)
+    found = run()
+    monkeypatch.setattr(AttentionBase, "shorten", lambda self, cache: cache)
+    run_decoding.clear_cache()
+    whole = run()
+    run_decoding.clear_cache()
+    np.testing.assert_array_equal(found.tokens, whole.tokens)
+    np.testing.assert_allclose(found.scores, whole.scores, rtol=1e-4, atol=1e-5)
+    assert len({tuple(row) for row in np.asarray(found.tokens[:, 0]).tolist()}) > 2
+
+
+def test_a_window_has_no_room_for_a_bias_of_all_positions():
+    layer, x = sj.Attention(2, 4, window=3), jnp.ones((1, 5, 8))
+    variables = layer.init(jax.random.key(0), x)
+    short = apply_method(layer.init_cache, variables, x, max_length=8, whole=False)
+    assert short.capacity == 2
+    assert apply_method(layer.init_cache, variables, x, max_length=8).capacity == 8
+    with pytest.raises(ValueError, match="make the cache with whole=True"):
+        apply_method(layer.extend, variables, x, short, bias=(sj.attention.static(jnp.ones((2, 5, 8))),))

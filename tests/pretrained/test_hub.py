@@ -1,0 +1,99 @@
+"""Models of the Hugging Face hub by name; tests/peers asks the library itself for them."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from synthesizer_jax.pretrained import load
+from synthesizer_jax.pretrained.convert import convert_checkpoint
+from synthesizer_jax.runs.events import read_events
+from tests.cli.commands import call
+from tests.pretrained.folders import TINY, UNTIED, make_folder, make_tensors
+from tests.pretrained.test_peft import adapters, write
+
+NAME, COMMIT = "google/flan-t5-small", "0fc9ddf78a1e988dac52e2dac162b0ede4fd74ab"
+HUB = """
+import fnmatch, pathlib, shutil
+HERE = pathlib.Path(__file__).parent
+
+class LocalEntryNotFoundError(FileNotFoundError):
+    pass
+
+def snapshot_download(name, *, revision, allow_patterns):
+    source, to = HERE / "hub" / name / (revision or "main"), HERE / "COMMIT"
+    if not source.is_dir():
+        raise LocalEntryNotFoundError("Cannot find it\\nanywhere")
+    for path in source.iterdir():
+        to.mkdir(exist_ok=True)
+        if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
+            shutil.copy(path, to)
+    return str(to)
+""".replace("COMMIT", COMMIT)
+"""What is used of the library, with a folder in the place of the hub."""
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Folders of models on the hub are ``hub/NAME/REVISION``; the working directory is empty."""
+    place = tmp_path / "library"
+    place.mkdir()
+    (place / "huggingface_hub.py").write_text(HUB)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.delitem(sys.modules, "huggingface_hub", raising=False)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return place
+
+
+def same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found.variables, expected.variables)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_name_is_the_folder_at_a_commit(hub, shards):
+    config = TINY | UNTIED
+    folder = make_folder(hub / "hub" / NAME / "refs", config, make_tensors(config), shards=shards)
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    same(load(NAME, revision="refs"), load(folder))
+    assert not (hub / COMMIT / "pytorch_model.bin").exists()
+    call("convert", NAME, "run", "--revision", "refs")
+    same(load("run"), load(folder))
+    (event,) = read_events(hub.parent / "work" / "run")
+    assert event["event"] == "converted" and event["text"] == f"{NAME}@{COMMIT}"
+
+
+def test_adapters_name_their_base_and_its_revision(hub):
+    tensors = make_tensors(TINY | UNTIED)
+    base = make_folder(hub / "hub" / NAME / "v2", TINY | UNTIED, tensors)
+    named = write(hub / "named", NAME, adapters(tensors), revision="v2")
+    same(load(named), load(write(hub / "local", base, adapters(tensors))))
+    convert_checkpoint(named, hub / "run")
+    (event,) = read_events(hub / "run")
+    assert event["text"].startswith(f"{named}, adapters of ") and event["text"].endswith(COMMIT)
+
+
+def test_a_path_that_exists_wins(hub):
+    tensors = make_tensors(TINY)
+    make_folder(hub / "hub" / NAME / "main", TINY | UNTIED, make_tensors(TINY | UNTIED))
+    folder = make_folder(hub.parent / "work" / NAME, TINY, tensors)
+    same(load(NAME), load(folder))
+    with pytest.raises(ValueError, match="the revision v2 is for a model of the hub"):
+        load(NAME, revision="v2")
+
+
+def test_what_is_not_there_is_one_sentence(hub, monkeypatch):
+    command = "'hf download google/flan-t5-small --local-dir flan-t5-small' downloads a model"
+    with pytest.raises(FileNotFoundError, match=f"{command}.*gave none now.*Cannot find it anywhere"):
+        load(NAME)
+    (hub / "hub" / NAME / "main").mkdir(parents=True)
+    (hub / "hub" / NAME / "main" / "config.json").write_text(json.dumps(TINY))
+    with pytest.raises(FileNotFoundError, match=f"no safetensors at {COMMIT}"):
+        load(NAME)
+    with pytest.raises(FileNotFoundError, match=r"no runs/a/b; give a folder or a checkpoint file$"):
+        load("runs/a/b")
+    monkeypatch.setattr("synthesizer_jax.pretrained.huggingface.hub.is_installed", lambda _: False)
+    with pytest.raises(FileNotFoundError, match=rf"{command}.*pip install 'synthesizer-jax\[hub\]'"):
+        load(NAME)
