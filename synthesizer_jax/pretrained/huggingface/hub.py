@@ -19,6 +19,7 @@ FILES = (
     "tokenizer_config.json",
     "spiece.model",
     "sentencepiece.model",
+    "tokenizer.model",
 )
 """What is downloaded of a model; never PyTorch's files, which are pickles."""
 
