@@ -16,7 +16,7 @@ from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.typing import Count, Number, Range
 from synthesizer_jax.cli.options import DataDir, Imports, print_table
-from synthesizer_jax.data.vocabularies import EOS, EXTRA_IDS, Bytes, SentencePiece
+from synthesizer_jax.data.vocabularies import EXTRA_IDS, Bytes, SentencePiece
 
 if TYPE_CHECKING:
     from synthesizer_jax.training.experiment import Experiment
@@ -292,7 +292,7 @@ def show_task(
     for row, side in ((row, side) for row in measured[:rows] for side in SIDES if side in row):
         ids = [int(i) for i in row[side]]
         shown, more = ids[:SHOWN_TOKENS], "…" if len(ids) > SHOWN_TOKENS else ""
-        pieces = "·".join(built.decode([i]) for i in shown if i != EOS)
+        pieces = "·".join(built.decode([i]) for i in shown if i != built.eos_id)
         typer.echo(
             f"{side}: {inspection.text_of(row, side, built)}\n"
             f"  {len(ids):,} tokens: {pieces}{more}\n  ids: {' '.join(map(str, shown))}{more}"

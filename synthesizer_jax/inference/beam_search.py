@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.nn import logsumexp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.inference.decoder import EOS, Constraints, Decoder, Sequences
+from synthesizer_jax.inference.decoder import Constraints, Decoder, Sequences
 from synthesizer_jax.models import DecodingCache
 
 NEVER = -1e9
@@ -66,7 +66,7 @@ def beam_search(
         top, source, token = top_tokens(allowed.reshape(b, n, -1), scores, 2 * n)  # [b, 2n]
         tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)  # [b, 2n, m]
         tokens = tokens.at[:, :, state.at].set(token)
-        ends = token == EOS
+        ends = token == constraints.end
         real = ends & (top > NEVER / 2)
         penalized = jnp.where(real, top / length_penalty(state.at + 1, alpha), NEVER)
         ended, order = jax.lax.top_k(jnp.concatenate([state.ended, penalized], axis=1), n)
@@ -99,7 +99,7 @@ def beam_search(
         return jnp.any((state.at < constraints.longest) & (hope > state.ended[:, -1]))
 
     logits, cache = decoder.next(*decoder.begin())
-    empty = jnp.zeros((b, n, m), jnp.int32)
+    empty = jnp.full((b, n, m), decoder.ids.padding, jnp.int32)
     # All beams are equal at the start, so only the first one may be extended.
     live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
     state = _Beams(jnp.asarray(0), live, empty, jnp.full((b, n), NEVER), empty, cache)
@@ -124,7 +124,7 @@ def _best_of(state: _Beams, constraints: Constraints, alpha: ArrayLike, *, sampl
     tokens = jnp.concatenate([state.ended_tokens, state.tokens], axis=1)
     tokens = jnp.take_along_axis(tokens, index[:, :, None], axis=1)
     scores = jnp.take_along_axis(jnp.concatenate([state.ended, cut], axis=1), index, axis=1)
-    end = jnp.argmax(tokens == EOS, axis=-1) + 1
+    end = jnp.argmax(tokens == constraints.end, axis=-1) + 1
     length = jnp.where(rank < num_ended, end, constraints.longest[:, None])
     return Sequences(tokens, scores, scores * length_penalty(length, alpha))
 

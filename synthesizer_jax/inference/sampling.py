@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.nn import logsumexp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.inference.decoder import EOS, Constraints, Decoder, Sequences
+from synthesizer_jax.inference.decoder import Constraints, Decoder, Sequences
 from synthesizer_jax.models import DecodingCache
 
 
@@ -98,13 +98,13 @@ def decode_rows(
             token = _draw(sampling, allowed, state.at, samples=samples, top_k=top_k)
         logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]  # [rows]
         logp -= logsumexp(logits, axis=-1)
-        token = jnp.where(state.done, 0, token).astype(jnp.int32)
+        token = jnp.where(state.done, decoder.ids.padding, token).astype(jnp.int32)
         return _State(
             at=state.at + 1,
             token=token,
             tokens=state.tokens.at[:, state.at].set(token),
             scores=state.scores + jnp.where(state.done, 0.0, logp),
-            done=state.done | (token == EOS) | (state.at + 1 >= longest),
+            done=state.done | (token == decoder.ids.end) | (state.at + 1 >= longest),
             cache=cache,
         )
 
@@ -117,7 +117,7 @@ def decode_rows(
     state = _State(
         at=jnp.asarray(0),
         token=jnp.repeat(token, samples),
-        tokens=jnp.zeros((rows, decoder.max_length), jnp.int32),
+        tokens=jnp.full((rows, decoder.max_length), decoder.ids.padding, jnp.int32),
         scores=jnp.zeros(rows),
         done=jnp.zeros(rows, bool),
         cache=cache,

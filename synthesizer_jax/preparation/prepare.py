@@ -32,7 +32,7 @@ from synthesizer_jax.data.prepared import (
     rows_file,
 )
 from synthesizer_jax.data.task_streams import SIDES
-from synthesizer_jax.data.vocabularies import EOS, index_by_tokens
+from synthesizer_jax.data.vocabularies import index_by_tokens
 from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.preparation.rows import Batch, num_files, read_task, reading_errors
 from synthesizer_jax.tasks import task_registry
@@ -251,7 +251,7 @@ def _count_targets(
     vocabulary, limit = job.prepared.vocabulary, job.targets_length
     sentinel = [vocabulary.vocab_size - 1] * task.sentinel
     texts: list[list[int]] = [[], vocabulary.encode(UNKNOWN)]
-    hidden = {(*text, *sentinel, *end) for text in texts for end in ((), (EOS,))}
+    hidden = {(*text, *sentinel, *end) for text in texts for end in ((), (vocabulary.eos_id,))}
     for chunk in chunks:
         ids, ends = chunk.targets
         lengths = np.diff(ends)

@@ -101,6 +101,7 @@ def run(
                 experiment.data,
                 prepared.vocabulary,
                 data_dir=data_path,
+                ids=experiment.model.ids,
                 shards=trainer.shards,
                 saved=trainer.saved_shards,
             )
