@@ -22,3 +22,6 @@ class SpecialIds:
     padding: Number = 0
     end: Number = 1
     start: Number = 0
+
+
+T5_IDS = SpecialIds()

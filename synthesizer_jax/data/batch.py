@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from synthesizer_jax.base.ids import SpecialIds
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.data.task_streams import DrawnExample, random_bits
 
 if TYPE_CHECKING:
@@ -185,12 +185,16 @@ def assemble_batch(
     config: DataConfig,
     *,
     lengths: tuple[int, int] | None = None,
-    ids: SpecialIds = SpecialIds(),
+    ids: SpecialIds = T5_IDS,
 ) -> dict[str, np.ndarray]:
     """Returns the `batch_fields` of rows of examples, put one after another; a row of none is padding."""
     inputs, targets = lengths or (config.inputs_length, config.targets_length)
-    encoder_tokens, encoder_segments = _lay_out([[e.inputs for e in row] for row in rows], inputs, ids.padding)
-    target_tokens, target_segments = _lay_out([[e.targets for e in row] for row in rows], targets, ids.padding)
+    encoder_tokens, encoder_segments = _lay_out(
+        [[e.inputs for e in row] for row in rows], inputs, ids.padding
+    )
+    target_tokens, target_segments = _lay_out(
+        [[e.targets for e in row] for row in rows], targets, ids.padding
+    )
     decoder_inputs = np.where(target_segments > 0, ids.start, ids.padding).astype(np.int32)
     continues = target_segments[:, 1:] == target_segments[:, :-1]  # others begin an example, or are padding
     decoder_inputs[:, 1:] = np.where(continues, target_tokens[:, :-1], decoder_inputs[:, 1:])
@@ -208,9 +212,7 @@ def assemble_batch(
     return batch
 
 
-def _lay_out(
-    rows: Sequence[Sequence[np.ndarray]], width: int, pad: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _lay_out(rows: Sequence[Sequence[np.ndarray]], width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
     """Puts the sequences of every row one after another, and padding after them.
 
     Returns token ids, and the sequences' numbers in the row, from 1; both are ``[rows, width]`` and int32;

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
-from synthesizer_jax.base.ids import SpecialIds
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import check_types, fields_of, register
 from synthesizer_jax.base.typing import Count, NotEmpty, NotNegative, Range, Rate, Share
 from synthesizer_jax.data.task_streams import Example, random_bits
@@ -66,7 +66,7 @@ class ExampleFormat(NamedTuple):
     inputs_length: int
     targets_length: int
     vocab_size: int
-    ids: SpecialIds = SpecialIds()
+    ids: SpecialIds = T5_IDS
 
 
 class Objective(abc.ABC):
@@ -178,7 +178,9 @@ class Denoising(SegmentObjective):
         inputs = replace_spans(tokens, noise, vocab_size=form.vocab_size)
         targets = replace_spans(tokens, ~noise, vocab_size=form.vocab_size)
         inputs = np.concatenate([np.asarray(self.mode, tokens.dtype), inputs])
-        return _with_eos(inputs, form.inputs_length, form.ids.end), _with_eos(targets, form.targets_length, form.ids.end)
+        return _with_eos(inputs, form.inputs_length, form.ids.end), _with_eos(
+            targets, form.targets_length, form.ids.end
+        )
 
 
 def span_counts(length: int, density: float, mean_span: float | None) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from synthesizer_jax.base.ids import SpecialIds
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.data.batch import GROUP, WINDOW, LengthSorter, Packer, assemble_batch, smallest_bucket
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import ExampleFormat, Objective
@@ -152,7 +152,7 @@ class Stream:
         members: Mapping[str, Member],
         *,
         vocabulary: Vocabulary,
-        ids: SpecialIds = SpecialIds(),
+        ids: SpecialIds = T5_IDS,
         shards: Sequence[int] | None = None,
         saved: Sequence[int] | None = None,
     ):

@@ -69,7 +69,7 @@ class Vocabulary(abc.ABC):
         """Raises a `ValueError` if a model has another id of EOS, or pads with what a text can have."""
         if ids.end != self.eos_id:
             raise ValueError(
-                f"the vocabulary has EOS {self.eos_id} but model.ids.end={ids.end}; set model.ids.end to it, "
+                f"the vocabulary has EOS {self.eos_id} but model.ids.end={ids.end}; set model.ids.end, "
                 "or take the model's own vocabulary"
             )
         if self.is_text(ids.padding):

@@ -272,7 +272,9 @@ class DistillationTrainer(Trainer):
             metrics = {
                 "loss": loss,
                 "unexplained": unexplained,
-                "tokens": (batch["encoder_input_tokens"] != self.student.ids.padding).sum().astype(jnp.float32)
+                "tokens": (batch["encoder_input_tokens"] != self.student.ids.padding)
+                .sum()
+                .astype(jnp.float32)
                 + batch["decoder_loss_weights"].sum(),
                 "gradient_norm": optax.tree.norm(gradients),
                 **self.optimizer.learning_rate(state.opt_state),

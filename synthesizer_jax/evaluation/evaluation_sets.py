@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from synthesizer_jax.base.ids import SpecialIds
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.data.objectives import ExampleFormat, Objective
 from synthesizer_jax.data.prepared import PreparedExamples, PreparedTasks
@@ -139,7 +139,7 @@ def load_evaluation_set(
     lengths: Mapping[str, int],
     max_examples: int | None = None,
     objective: Objective | None = None,
-    ids: SpecialIds = SpecialIds(),
+    ids: SpecialIds = T5_IDS,
 ) -> EvaluationSet:
     """Reads the prepared examples of a task and split.
 

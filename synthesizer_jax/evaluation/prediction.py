@@ -217,7 +217,9 @@ class Predictor:
 
         def score(indices: list[int], tokens: jax.Array) -> jax.Array:
             width = tokens.shape[1] if masked else length
-            rows = self._to_devices(_pad_tokens([targets[i] for i in indices], len(tokens), width, model.ids.padding))
+            rows = self._to_devices(
+                _pad_tokens([targets[i] for i in indices], len(tokens), width, model.ids.padding)
+            )
             if isinstance(model, Encoder):
                 return score_masked_tokens(self.variables, tokens, targets=rows, model=model)
             return score_targets(self.variables, tokens, targets=rows, model=self._decoder)

@@ -148,9 +148,7 @@ class EncoderDecoder(TextToText, kw_only=True):
         """
         memory = self.encode_inputs(encoder_tokens, mask=mask)
         x = jnp.zeros((encoder_tokens.shape[0], 0, self.d_model), memory.encoded.dtype)
-        layers = self.decoder.init_cache(
-            x, memory, max_length=max_length, shared_positions=self.positions
-        )
+        layers = self.decoder.init_cache(x, memory, max_length=max_length, shared_positions=self.positions)
         return DecodingCache(layers, memory.mask)
 
     @on_any_mesh

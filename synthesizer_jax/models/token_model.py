@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention import Mask
-from synthesizer_jax.base.ids import SpecialIds
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import check_types, fields_of, replace
 from synthesizer_jax.base.typing import Dtype, Length, Positive, PyTree
 from synthesizer_jax.mixers.base import take_positions
@@ -52,7 +52,7 @@ class TokenModel(nn.Module, kw_only=True):
     logits_scale: float | None = None
     logits_soft_cap: Positive | None = None
     dtype: Dtype = "float32"
-    ids: SpecialIds = SpecialIds()
+    ids: SpecialIds = T5_IDS
     embedding_init: Initializer = Normal(1.0)
     logits_init: Initializer = FanIn()
 

@@ -13,9 +13,10 @@ from safetensors.numpy import save_file
 
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
-from synthesizer_jax.pretrained.huggingface.config import CONFIG, GENERATION_CONFIG, IDS, write_config
-from synthesizer_jax.pretrained.huggingface.names import torch_name
+from synthesizer_jax.pretrained.architecture import with_output_of_t5
+from synthesizer_jax.pretrained.huggingface.config import CONFIG, GENERATION_CONFIG, write_ids
+from synthesizer_jax.pretrained.huggingface.kinds import kind_of
+from synthesizer_jax.pretrained.huggingface.t5gemma import is_t5gemma
 from synthesizer_jax.pretrained.huggingface.tokenizer import SENTENCEPIECE, TOKENIZER_CONFIG
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
 from synthesizer_jax.pretrained.tensors import correspondences, named_tensors
@@ -43,11 +44,13 @@ def write_folder(
     """
     if dtype not in DTYPES:
         raise ValueError(f"the dtype is {dtype!r}; use {' or '.join(DTYPES)}")
-    model, params = with_output_of_t5(model, variables["params"])
-    config = write_config(Architecture.of(model), dtype)
-    _write_json(folder / CONFIG, config)
-    _write_json(folder / GENERATION_CONFIG, IDS)
-    tensors = named_tensors(params, correspondences(model, torch_name))
+    params = variables["params"]
+    if not is_t5gemma(model):
+        model, params = with_output_of_t5(model, params)
+    kind = kind_of(model)
+    _write_json(folder / CONFIG, kind.config(dtype))
+    _write_json(folder / GENERATION_CONFIG, write_ids(model.ids))
+    tensors = named_tensors(params, correspondences(model, kind.name_of))
     arrays = {name: np.ascontiguousarray(x.astype(DTYPES[dtype])) for name, x in tensors}
     path = folder / SAFETENSORS
     try:

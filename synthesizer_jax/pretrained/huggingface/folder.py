@@ -11,7 +11,8 @@ import pathlib
 import numpy as np
 
 from synthesizer_jax.pretrained.architecture import Pretrained
-from synthesizer_jax.pretrained.huggingface.config import CONFIG, read_config
+from synthesizer_jax.pretrained.huggingface import t5gemma
+from synthesizer_jax.pretrained.huggingface.config import CONFIG, T5GEMMA, read_config, read_model_type
 from synthesizer_jax.pretrained.huggingface.names import (
     EMBEDDINGS,
     OUTPUT,
@@ -35,6 +36,8 @@ def open_folder(
     architecture, which lists all tensors that do not fit.
     """
     # Before the weights: it says best what is wrong with a folder.
+    if read_model_type(folder) == T5GEMMA:
+        return _open_t5gemma(folder, scratch, encoder_only=encoder_only)
     read_config(folder, output=None, encoder_only=encoder_only)
     tensors = open_weights(folder, is_in_encoder) if encoder_only else open_weights(folder)
     shared = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
@@ -59,6 +62,18 @@ def open_folder(
     ignored = {*EMBEDDINGS, UNUSED}
     if model.tied:
         ignored.add(OUTPUT)
+    params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
+    return Pretrained(model, params, read_vocabulary(folder, scratch))
+
+
+def _open_t5gemma(folder: pathlib.Path, scratch: pathlib.Path, *, encoder_only: bool) -> Pretrained:
+    """Opens a T5Gemma, whose tied projection no folder holds twice; see `open_folder`."""
+    config = t5gemma.T5Gemma.read(folder, encoder_only=encoder_only)
+    model = config.build()
+    wanted = lambda name: config.decoder is not None or name.removeprefix("model.").startswith("encoder.")
+    tensors = {name.removeprefix("model."): x for name, x in open_weights(folder, wanted).items()}
+    ignored = {t5gemma.OUTPUT} if model.tied else ()
+    parameters = correspondences(model, t5gemma.torch_name)
     params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
     return Pretrained(model, params, read_vocabulary(folder, scratch))
 
