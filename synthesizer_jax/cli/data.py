@@ -43,8 +43,8 @@ def _open_directory(
     return directory
 
 
-def _vocabulary(name: str | None, extra_ids: int = EXTRA_IDS) -> SentencePiece | Bytes:
-    return Bytes(extra_ids) if name in (None, "bytes") else SentencePiece(str(name), extra_ids)
+def _vocabulary(name: str | None, extra_ids: int = EXTRA_IDS, bos: bool = False) -> SentencePiece | Bytes:
+    return Bytes(extra_ids) if name in (None, "bytes") else SentencePiece(str(name), extra_ids, bos)
 
 
 def prepare_missing(
@@ -176,6 +176,7 @@ def prepare_tasks(
     *,
     vocabulary: str | None = None,
     extra_ids: Number = EXTRA_IDS,
+    bos: bool = False,
     data_dir: DataDir = None,
     split: list[str] | None = None,
     evaluation_split: list[str] | None = None,
@@ -197,6 +198,7 @@ def prepare_tasks(
       mixture: mixture or task to prepare.
       vocabulary: a SentencePiece model, or bytes; by default bytes, or the synthetic mixtures' own.
       extra_ids: sentinels added to the vocabulary.
+      bos: whether inputs begin with BOS and have no EOS, as Gemma's.
       split: split to train on; by default train. Repeatable.
       evaluation_split: split to evaluate on; by default validation. Repeatable.
       inputs_length: input tokens of a row, for tasks whose steps depend on it.
@@ -213,7 +215,7 @@ def prepare_tasks(
     from synthesizer_jax.tasks import synthetic
 
     directory = _open_directory(data_dir, imports)
-    config = _vocabulary(vocabulary, extra_ids)
+    config = _vocabulary(vocabulary, extra_ids, bos)
     if vocabulary is None and mixture in synthetic.MIXTURES:
         train_vocabulary(directory)
         config = synthetic.vocabulary(directory)

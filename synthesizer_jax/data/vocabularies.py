@@ -79,6 +79,11 @@ class Vocabulary(abc.ABC):
             )
 
     @property
+    def around_inputs(self) -> tuple[list[int], list[int]]:
+        """The ids before and after those of an input: EOS is after them."""
+        return [], [self.eos_id]
+
+    @property
     def digest(self) -> str:
         """16 hexadecimal digits that depend on what it encodes, not on the path of its file."""
         return hashlib.sha256(self.contents()).hexdigest()[:16]
@@ -128,10 +133,12 @@ class SentencePiece(Vocabulary):
       path: a file, on a disk or in a bucket (``gs://…``).
       extra_ids: number of sentinels to add after the pieces of the file: 100 for T5's file of
         32,000 pieces, 0 for files that contain sentinels.
+      bos: whether inputs begin with the file's BOS and do not end with EOS, as Gemma's do.
     """
 
     path: str
     extra_ids: Number = EXTRA_IDS
+    bos: bool = False
 
     @functools.cached_property
     def processor(self) -> SentencePieceProcessor:
@@ -139,7 +146,7 @@ class SentencePiece(Vocabulary):
 
         Raises:
           FileNotFoundError: there is no such file.
-          ValueError: the file is not a SentencePiece model, or has no EOS.
+          ValueError: the file is not a SentencePiece model, or has no EOS or BOS.
         """
         path = self.file
         if not path.is_file():
@@ -152,6 +159,8 @@ class SentencePiece(Vocabulary):
             raise ValueError(
                 f"{path} has no EOS; {_REMEDY}, or train one with 'synthesizer-jax data vocabulary'"
             )
+        if self.bos and processor.bos_id() < 0:
+            raise ValueError(f"{path} has no BOS; set vocabulary.bos=false")
         return processor
 
     @property
@@ -171,6 +180,16 @@ class SentencePiece(Vocabulary):
     @property
     def eos_id(self) -> int:  # type: ignore[override]
         return self.processor.eos_id()
+
+    @property
+    def around_inputs(self) -> tuple[list[int], list[int]]:
+        """The ids before and after those of an input."""
+        return ([self.processor.bos_id()], []) if self.bos else super().around_inputs
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that depend on what it encodes, not on the path of its file."""
+        return super().digest + ("b" if self.bos else "")
 
     @property
     def vocab_size(self) -> int:

@@ -123,7 +123,8 @@ def _read_texts(task: Task, split: str, data_dir: pathlib.Path, shard: tuple[int
 def encode(texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary) -> tf.data.Dataset:
     """Adds the tokens to batches of a task's rows."""
     sentinel, theirs = [vocabulary.vocab_size - 1] * task.sentinel, seqio_vocabulary(vocabulary)
-    around = {"inputs": ([], [*sentinel, vocabulary.eos_id]), "targets": (sentinel, [vocabulary.eos_id])}
+    first, last = vocabulary.around_inputs
+    around = {"inputs": (first, [*sentinel, *last]), "targets": (sentinel, [vocabulary.eos_id])}
     if "targets" not in texts.element_spec:
         raise ValueError(f"the rows of the task {task.name!r} have no targets")
 

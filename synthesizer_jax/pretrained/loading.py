@@ -103,6 +103,7 @@ def load(
                 "name one with 'synthesizer-jax convert --vocabulary'"
             )
         vocabulary, model = pretrained.vocabulary.build(), pretrained.model
+        vocabulary.check_ids(model.ids)
         params = read_params(pretrained, mesh, dtype)
     return Loaded(replace(model, dtype=dtype or model.dtype), {"params": params}, vocabulary)
 

@@ -33,12 +33,12 @@ class Model:
             self.pieces = library.SentencePieceProcessor(str(path))
 
     def tokens(self, texts: list[str], limit: int) -> np.ndarray:
-        """Returns ``[texts, n]`` ids, each with EOS; n is a power of two, or the limit."""
+        """Returns ``[texts, n]`` ids, each with EOS, or BOS; n is a power of two, or the limit."""
         encode = self.pieces.encode if self.pieces else lambda text: [x + 3 for x in text.encode()]
         rows = [encode(text)[: limit - 1] for text in texts]
         n = limit if self.info["lengths"] == "fixed" else 1 << max(map(len, rows)).bit_length()
-        end, padding = self.info["ids"]["end"], self.info["ids"]["padding"]
-        rows = [[*r, end] + [padding] * (min(limit, n) - len(r) - 1) for r in rows]
+        padding, (first, last) = self.info["ids"]["padding"], self.info["around_inputs"]
+        rows = [[*first, *r, *last] + [padding] * (min(limit, n) - len(r) - 1) for r in rows]
         return np.array(rows, np.int32)
 
     def text(self, ids: list[int]) -> str:

@@ -87,6 +87,7 @@ def write_directory(
         "lengths": lengths,
         "limits": fields_of(limits),
         "ids": fields_of(model.ids),
+        "around_inputs": vocabulary.around_inputs,
         "vocabulary": "bytes" if isinstance(vocabulary, Bytes) else "sentencepiece",
         "sha256": {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())

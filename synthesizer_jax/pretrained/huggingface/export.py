@@ -11,13 +11,14 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import with_output_of_t5
 from synthesizer_jax.pretrained.huggingface.config import CONFIG, GENERATION_CONFIG, write_ids
 from synthesizer_jax.pretrained.huggingface.kinds import kind_of
 from synthesizer_jax.pretrained.huggingface.t5gemma import is_t5gemma
-from synthesizer_jax.pretrained.huggingface.tokenizer import SENTENCEPIECE, TOKENIZER_CONFIG
+from synthesizer_jax.pretrained.huggingface.tokenizer import GEMMA, SENTENCEPIECE, TOKENIZER_CONFIG
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
 from synthesizer_jax.pretrained.tensors import correspondences, named_tensors
 from synthesizer_jax.primitives.parameters import Variables
@@ -59,12 +60,12 @@ def write_folder(
         raise OSError(f"{path} cannot be written ({error}); nothing was exported") from None
     path.chmod(0o644)  # safetensors writes it for the owner alone
     if vocabulary is not None:
-        _write_tokenizer(folder, vocabulary)
+        _write_tokenizer(folder, vocabulary, model.ids)
     if card:
         (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary) -> None:
+def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialIds) -> None:
     """Writes what `AutoTokenizer` needs to give a text the ids that the vocabulary gives it.
 
     A SentencePiece file contains the sentinels, as mT5's does: only then are they found where
@@ -82,8 +83,15 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary) -> None:
         fields |= {"tokenizer_class": "ByT5Tokenizer", "extra_ids": vocabulary.extra_ids}
         fields["additional_special_tokens"] = sentinels
     elif isinstance(vocabulary, SentencePiece):
+        processor = vocabulary.processor
+        special = {"pad_token": ids.padding, "eos_token": ids.end, "unk_token": processor.unk_id()}
         fields |= {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
-        (folder / SENTENCEPIECE[0]).write_bytes(vocabulary.processor.serialized_model_proto())
+        file = SENTENCEPIECE[0]
+        if vocabulary.bos:
+            fields |= {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False}
+            special["bos_token"], file = processor.bos_id(), GEMMA
+        fields |= {name: processor.id_to_piece(i) for name, i in special.items()}
+        (folder / file).write_bytes(processor.serialized_model_proto())
     else:
         raise ValueError(
             f"a {type(vocabulary).__name__} is no tokenizer of transformers; use Bytes or SentencePiece"

@@ -63,19 +63,22 @@ def open_folder(
     if model.tied:
         ignored.add(OUTPUT)
     params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
-    return Pretrained(model, params, read_vocabulary(folder, scratch))
+    return Pretrained(model, params, read_vocabulary(folder, scratch, model=model))
 
 
 def _open_t5gemma(folder: pathlib.Path, scratch: pathlib.Path, *, encoder_only: bool) -> Pretrained:
     """Opens a T5Gemma, whose tied projection no folder holds twice; see `open_folder`."""
     config = t5gemma.T5Gemma.read(folder, encoder_only=encoder_only)
     model = config.build()
-    wanted = lambda name: config.decoder is not None or name.removeprefix("model.").startswith("encoder.")
-    tensors = {name.removeprefix("model."): x for name, x in open_weights(folder, wanted).items()}
+    tensors, name_of = open_weights(folder), t5gemma.torch_name
+    if config.decoder is None:
+        name_of, prefix = t5gemma.torch_name_in_encoder, t5gemma.PREFIX
+        alone = open_weights(folder, lambda name: name.removeprefix(prefix).startswith("encoder."))
+        tensors = {name.removeprefix(prefix): x for name, x in alone.items()}
     ignored = {t5gemma.OUTPUT} if model.tied else ()
-    parameters = correspondences(model, t5gemma.torch_name)
+    parameters = correspondences(model, name_of)
     params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
-    return Pretrained(model, params, read_vocabulary(folder, scratch))
+    return Pretrained(model, params, read_vocabulary(folder, scratch, model=model))
 
 
 def _are_equal(tensors: Tensors, name: str, other: str) -> bool:

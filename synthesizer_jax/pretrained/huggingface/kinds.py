@@ -29,5 +29,6 @@ def kind_of(model: TokenModel) -> Kind:
     """
     if t5gemma.is_t5gemma(model):
         whole = isinstance(model, EncoderDecoder)
-        return Kind(t5gemma.T5Gemma.of(model).write, t5gemma.whole_name if whole else t5gemma.torch_name)
+        name_of = t5gemma.torch_name if whole else t5gemma.torch_name_in_encoder
+        return Kind(t5gemma.T5Gemma.of(model).write, name_of)
     return Kind(functools.partial(write_config, Architecture.of(model)), names.torch_name)

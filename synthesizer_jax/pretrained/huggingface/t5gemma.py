@@ -34,7 +34,7 @@ from synthesizer_jax.pretrained.huggingface.names import HEADS_OF_OUTPUTS, TRANS
 from synthesizer_jax.pretrained.tensors import SAME, Layout
 from synthesizer_jax.primitives.norms import RMSNorm
 
-OUTPUT = "lm_head.out_proj.weight"
+PREFIX, OUTPUT, _EMBEDDING = "model.", "lm_head.out_proj.weight", "embed_tokens.weight"
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "silu": "silu", "relu": "relu"}
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
@@ -263,23 +263,23 @@ def is_t5gemma(model: nn.Module) -> bool:
     return isinstance(stack, Stack) and stack.runs[0].block.output_norm
 
 
-def whole_name(path: tuple[str, ...]) -> tuple[str, Layout]:
-    """Returns the name and layout in ``T5GemmaForConditionalGeneration``; see `torch_name`."""
-    name, layout = torch_name(path)
-    return name if name == OUTPUT else f"model.{name}", layout
-
-
 def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
-    """Returns the name and layout in PyTorch of a parameter of ours, with looped layers.
+    """Returns the name and layout in ``T5GemmaForConditionalGeneration`` of a parameter of ours.
 
-    Names are those of ``T5GemmaModel`` and ``T5GemmaEncoderModel``.
+    The parameter is that of an `EncoderDecoder` with looped layers.
     """
-    if path == ("embedding",):
-        return "decoder.embed_tokens.weight", SAME
-    if path == ("encoder_embedding",):
-        return "encoder.embed_tokens.weight", SAME
     if path == ("logits_kernel",):
         return OUTPUT, TRANSPOSED
+    if path == ("embedding",):
+        return f"{PREFIX}decoder.{_EMBEDDING}", SAME
+    name, layout = torch_name_in_encoder(path)
+    return PREFIX + name, layout
+
+
+def torch_name_in_encoder(path: tuple[str, ...]) -> tuple[str, Layout]:
+    """Returns the name and layout in ``T5GemmaEncoderModel`` of a parameter of an `Encoder`."""
+    if path in (("embedding",), ("encoder_embedding",)):
+        return f"encoder.{_EMBEDDING}", SAME
     stack, part, *rest = path
     if part == "final_norm":
         return f"{stack}.norm.weight", SAME
