@@ -13,8 +13,12 @@ from safetensors.numpy import save_file
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
+VOCAB_SIZE = 600
+MADLAD = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "vocab_size": VOCAB_SIZE}
+"""Ids of MADLAD-400, a T5 1.1."""
+
 _SMALL: dict[str, Any] = {
-    "vocab_size": 600,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 24,
     "intermediate_size": 20,
     "num_hidden_layers": 2,
@@ -34,30 +38,33 @@ _SMALL: dict[str, Any] = {
 }
 _LARGE = _SMALL | {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "balanced": {"encoder": _SMALL, "decoder": _SMALL},
-    "unbalanced": {"encoder": _LARGE, "decoder": _SMALL, "tie_word_embeddings": False},
+    "balanced": {"encoder": _SMALL, "decoder": _SMALL, "vocab_size": VOCAB_SIZE},
+    "unbalanced": {"encoder": _LARGE, "decoder": _SMALL, "vocab_size": VOCAB_SIZE},
 }
+CONFIGS["unbalanced"]["tie_word_embeddings"] = False
 
 
-def train_vocabulary(path: pathlib.Path, *, gemma: bool = True) -> pathlib.Path:
-    """Trains a small SentencePiece model with Gemma's ids, or as MADLAD's: unknown 0, padding 1, EOS 2."""
+def write_tokenizer(folder: pathlib.Path, *, gemma: bool = True) -> None:
+    """Writes a small tokenizer with Gemma's ids, or with MADLAD's: unknown 0, padding 1, EOS 2."""
     options: dict[str, Any] = {"normalization_rule_name": "identity", "byte_fallback": True}
+    fields, file = {"tokenizer_class": "T5Tokenizer", "pad_token": "<s>", "extra_ids": 0}, "spiece.model"
     if gemma:
         options |= {"model_type": "bpe", "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
         options |= {"eos_piece": "<eos>", "bos_piece": "<bos>", "user_defined_symbols": ["<mask>", "\n"]}
         options |= {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
+        fields, file = {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True}, "tokenizer.model"
     model = io.BytesIO()
     texts = (DOCS / "training.md").read_text(encoding="utf-8").splitlines()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
         model_writer=model,
-        vocab_size=600,
+        vocab_size=VOCAB_SIZE,
         num_threads=1,
         minloglevel=2,
         **options,
     )
-    path.write_bytes(model.getvalue())
-    return path
+    (folder / file).write_bytes(model.getvalue())
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
 
 
 def make_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -99,7 +106,7 @@ def make_folder(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "t5gemma", **config}))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    train_vocabulary(folder / "tokenizer.model")
+    write_tokenizer(folder)
     return folder
 
 
