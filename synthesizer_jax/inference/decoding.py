@@ -163,9 +163,8 @@ def run_decoding(
         prompt = jnp.full_like(encoder_tokens[:, :1], model.ids.start)  # the decoder's first input
         if isinstance(model, LanguageModel):
             prompt = _align_right(encoder_tokens, model.ids.padding)
-            prompt = jnp.where(
-                prompt == model.ids.end, model.ids.start, prompt
-            )  # the end of the output is another one
+            # The end of the output is another one.
+            prompt = jnp.where(prompt == model.ids.end, model.ids.start, prompt)
     constraints = Constraints(
         min_length, longest, repetition_penalty, decoding.no_repeat_ngram_size, prompt, model.ids.end
     )

@@ -60,7 +60,7 @@ class _State(NamedTuple):
     Attributes:
       at: number of decoded positions.
       token: ``[r]`` the last tokens.
-      tokens: ``[r, m]`` all tokens; zeros after the end.
+      tokens: ``[r, m]`` all tokens; padding after the end.
       scores: ``[r]`` log-probabilities of the tokens.
       done: ``[r]`` whether EOS was decoded, or the maximum number of tokens.
       cache: the model's cache.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -13,19 +15,41 @@ from safetensors.numpy import save_file
 
 from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
+from synthesizer_jax.models import EncoderDecoder
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.pretrained.architecture import with_output_of_t5
-from synthesizer_jax.pretrained.huggingface.config import CONFIG, GENERATION_CONFIG, write_ids
-from synthesizer_jax.pretrained.huggingface.kinds import kind_of
-from synthesizer_jax.pretrained.huggingface.t5gemma import is_t5gemma
+from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
+from synthesizer_jax.pretrained.huggingface import t5gemma
+from synthesizer_jax.pretrained.huggingface.config import CONFIG, GENERATION_CONFIG, write_config, write_ids
+from synthesizer_jax.pretrained.huggingface.names import torch_name
+from synthesizer_jax.pretrained.huggingface.t5gemma import T5Gemma, is_t5gemma
 from synthesizer_jax.pretrained.huggingface.tokenizer import GEMMA, SENTENCEPIECE, TOKENIZER_CONFIG
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
-from synthesizer_jax.pretrained.tensors import correspondences, named_tensors
+from synthesizer_jax.pretrained.tensors import NameOf, correspondences, named_tensors
 from synthesizer_jax.primitives.parameters import Variables
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 CARD = "README.md"
+
+
+class Kind(NamedTuple):
+    """The fields of a model's ``config.json`` for the dtype of its tensors, and their names."""
+
+    config: Callable[[str], dict[str, Any]]
+    name_of: NameOf
+
+
+def kind_of(model: TokenModel) -> Kind:
+    """Returns how transformers has a model with looped layers.
+
+    Raises:
+      ValueError: it has none such; the message names a part that differs.
+    """
+    if is_t5gemma(model):
+        whole = isinstance(model, EncoderDecoder)
+        name_of = t5gemma.torch_name if whole else t5gemma.torch_name_in_encoder
+        return Kind(T5Gemma.of(model).write, name_of)
+    return Kind(functools.partial(write_config, Architecture.of(model)), torch_name)
 
 
 def write_folder(

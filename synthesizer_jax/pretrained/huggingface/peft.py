@@ -18,7 +18,7 @@ from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface.config import read_json
-from synthesizer_jax.pretrained.huggingface.kinds import kind_of
+from synthesizer_jax.pretrained.huggingface.export import kind_of
 from synthesizer_jax.pretrained.huggingface.names import is_in_encoder
 from synthesizer_jax.pretrained.huggingface.weights import open_safetensors
 from synthesizer_jax.pretrained.tensors import Correspondence, Tensor, correspondences, reading

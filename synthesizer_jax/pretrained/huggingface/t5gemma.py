@@ -73,12 +73,6 @@ class _Stack:
         check_types(cls, {name: data[name] for name in names}, path)
         return cls(**{name: data[name] for name in names})
 
-    @property
-    def is_local(self) -> list[bool]:
-        """Whether the attention of a layer has a window; by default that of every other layer."""
-        types = self.layer_types or (_LOCAL, _GLOBAL) * self.num_hidden_layers
-        return [kind == _LOCAL for kind in types[: self.num_hidden_layers]]
-
     def build(self, *, in_decoder: bool, dropout_rate: float, attention_dropout: float) -> Stack:
         """Returns the stack."""
         scale = self.query_pre_attn_scalar**-0.5
@@ -104,8 +98,9 @@ class _Stack:
             norm=norm,
             output_norm=True,
         )
-        local = block.copy(self_mixer=global_mixer.copy(window=window))
-        runs = tuple(Run(local if is_local else block, 1) for is_local in self.is_local)
+        blocks = {_GLOBAL: block, _LOCAL: block.copy(self_mixer=global_mixer.copy(window=window))}
+        kinds = self.layer_types or (_LOCAL, _GLOBAL) * self.num_hidden_layers
+        runs = tuple(Run(blocks[kind], 1) for kind in kinds[: self.num_hidden_layers])
         return Stack(runs, norm=norm, dropout_rate=dropout_rate)
 
     @classmethod
@@ -161,11 +156,6 @@ class T5Gemma:
                 if name.endswith("Classification"):
                     raise ValueError(f"a {name} is not read")
                 encoder_only = encoder_only or name.endswith("EncoderModel")
-            if encoder.vocab_size != decoder.vocab_size:
-                raise ValueError(
-                    f"encoder.vocab_size is {encoder.vocab_size}, the decoder's {decoder.vocab_size}; "
-                    "models here have one vocabulary"
-                )
             rates = {name: data.get(name, 0.0) for name in ("dropout_rate", "attention_dropout")}
             tied = data.get("tie_word_embeddings", True)
             check_types(cls, {"tied": tied, **rates})
@@ -223,13 +213,12 @@ class T5Gemma:
             rope = {"rope_parameters": {"rope_theta": theta, "rope_type": kind}, "rope_theta": theta}
             return {"model_type": "t5_gemma_module", **fields, **rope, **ids}
 
-        decoder = self.decoder or self.encoder
         kind = "ForConditionalGeneration" if self.decoder else "EncoderModel"
         return {
             "architectures": [f"T5Gemma{kind}"],
             "model_type": T5GEMMA,
             "encoder": part(self.encoder),
-            "decoder": part(decoder),
+            "decoder": part(self.decoder or self.encoder),
             "is_encoder_decoder": self.decoder is not None,
             "tie_word_embeddings": self.tied,
             "vocab_size": self.encoder.vocab_size,
@@ -240,21 +229,10 @@ class T5Gemma:
         }
 
 
-_SUBLAYERS = {
-    "attention": "self_attn",
-    "self_attention": "self_attn",
-    "cross_attention": "cross_attn",
-    "encoder_decoder_attention": "cross_attn",
-}
-_LEAVES = {
-    "query": "q_proj",
-    "key": "k_proj",
-    "value": "v_proj",
-    "out": "o_proj",
-    "wi_0": "gate_proj",
-    "wi_1": "up_proj",
-    "wo": "down_proj",
-}
+_SUBLAYERS = {"attention": "self_attn", "self_attention": "self_attn", "cross_attention": "cross_attn"}
+_SUBLAYERS["encoder_decoder_attention"] = "cross_attn"
+_LEAVES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
+_LEAVES |= {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
 
 
 def is_t5gemma(model: nn.Module) -> bool:
