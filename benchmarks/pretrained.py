@@ -34,7 +34,7 @@ from tests.pretrained.folders import FAMILIES, TINY
 KINDS: dict[str, dict[str, Any]] = {k: TINY | x for k, x in FAMILIES.items() if k != "efficient"}
 KINDS["MADLAD-400"] = KINDS["T5 1.1, FLAN-T5"] | gemma.MADLAD
 KINDS |= {f"T5Gemma, {k}": x | {"model_type": "t5gemma"} for k, x in gemma.CONFIGS.items()}
-TEXTS, LENGTH = ["what is it?", "a longer text, of two parts"], 12
+TEXTS, LENGTH = ["what is it", "a longer text, of two parts"], 12
 
 
 def make(folder: pathlib.Path, kind: str) -> None:

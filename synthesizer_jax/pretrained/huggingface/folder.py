@@ -63,7 +63,7 @@ def open_folder(
     if model.tied:
         ignored.add(OUTPUT)
     params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
-    return Pretrained(model, params, read_vocabulary(folder, scratch, model=model))
+    return Pretrained(model, params, read_vocabulary(folder, scratch, ids=model.ids, rows=model.vocab_size))
 
 
 def _open_t5gemma(folder: pathlib.Path, scratch: pathlib.Path, *, encoder_only: bool) -> Pretrained:
@@ -78,7 +78,7 @@ def _open_t5gemma(folder: pathlib.Path, scratch: pathlib.Path, *, encoder_only: 
     ignored = {t5gemma.OUTPUT} if model.tied else ()
     parameters = correspondences(model, name_of)
     params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
-    return Pretrained(model, params, read_vocabulary(folder, scratch, model=model))
+    return Pretrained(model, params, read_vocabulary(folder, scratch, ids=model.ids, rows=model.vocab_size))
 
 
 def _are_equal(tensors: Tensors, name: str, other: str) -> bool:

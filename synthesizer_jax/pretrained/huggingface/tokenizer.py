@@ -14,7 +14,6 @@ from synthesizer_jax.base.files import describing, storage_path
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.data.vocabularies import EXTRA_IDS, Bytes, SentencePiece
-from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.huggingface.config import read_json
 
 TOKENIZER = "tokenizer.json"
@@ -34,12 +33,13 @@ MOST_ADDED = 2**16
 
 
 def read_vocabulary(
-    folder: pathlib.Path, scratch: pathlib.Path, *, model: TokenModel
+    folder: pathlib.Path, scratch: pathlib.Path, *, ids: SpecialIds = T5_IDS, rows: int = MOST_ADDED**2
 ) -> Bytes | SentencePiece | None:
-    """Returns the configuration of the vocabulary of a folder's model; None if there is none that is known.
+    """Returns the configuration of a folder's vocabulary; None where there is none that is known.
 
     Pipelines of diffusers have it in ``tokenizer_2``, say, beside ``text_encoder_2``. A SentencePiece model
-    that is made of a ``tokenizer.json`` is put into the directory `scratch`.
+    that is made of a ``tokenizer.json`` is put into the directory `scratch`. The model has `ids`, and an
+    embedding of so many `rows`.
     """
     path = folder / TOKENIZER_CONFIG
     fields = read_json(path) if path.is_file() else {}
@@ -51,17 +51,16 @@ def read_vocabulary(
     for name in SENTENCEPIECE:
         if (folder / name).is_file():
             vocabulary = named_vocabulary(str(folder / name), extra_ids)
-            if extra_ids is None and vocabulary.build().vocab_size > model.vocab_size:
+            if extra_ids is None and vocabulary.build().vocab_size > rows:
                 return replace(vocabulary, extra_ids=0)  # MADLAD has no sentinels
             return vocabulary
     if (folder / TOKENIZER).is_file():
         file = scratch / SENTENCEPIECE[0]
-        file.write_bytes(sentencepiece_model(folder / TOKENIZER, model.ids))
+        file.write_bytes(sentencepiece_model(folder / TOKENIZER, ids))
         return named_vocabulary(str(file), 0)
     if folder.name.startswith(TEXT_ENCODER):
-        return read_vocabulary(
-            folder.with_name(folder.name.replace(TEXT_ENCODER, "tokenizer")), scratch, model=model
-        )
+        beside = folder.with_name(folder.name.replace(TEXT_ENCODER, "tokenizer"))
+        return read_vocabulary(beside, scratch, ids=ids, rows=rows)
     return None
 
 
