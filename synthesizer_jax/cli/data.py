@@ -16,7 +16,7 @@ from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.typing import Count, Number, Range
 from synthesizer_jax.cli.options import DataDir, Imports, print_table
-from synthesizer_jax.data.vocabularies import EOS, EXTRA_IDS, Bytes, SentencePiece
+from synthesizer_jax.data.vocabularies import EXTRA_IDS, Bytes, SentencePiece
 
 if TYPE_CHECKING:
     from synthesizer_jax.training.experiment import Experiment
@@ -43,8 +43,8 @@ def _open_directory(
     return directory
 
 
-def _vocabulary(name: str | None, extra_ids: int = EXTRA_IDS) -> SentencePiece | Bytes:
-    return Bytes(extra_ids) if name in (None, "bytes") else SentencePiece(str(name), extra_ids)
+def _vocabulary(name: str | None, extra_ids: int = EXTRA_IDS, bos: bool = False) -> SentencePiece | Bytes:
+    return Bytes(extra_ids) if name in (None, "bytes") else SentencePiece(str(name), extra_ids, bos)
 
 
 def prepare_missing(
@@ -176,6 +176,7 @@ def prepare_tasks(
     *,
     vocabulary: str | None = None,
     extra_ids: Number = EXTRA_IDS,
+    bos: bool = False,
     data_dir: DataDir = None,
     split: list[str] | None = None,
     evaluation_split: list[str] | None = None,
@@ -197,6 +198,7 @@ def prepare_tasks(
       mixture: mixture or task to prepare.
       vocabulary: a SentencePiece model, or bytes; by default bytes, or the synthetic mixtures' own.
       extra_ids: sentinels added to the vocabulary.
+      bos: whether inputs begin with BOS and have no EOS, as Gemma's.
       split: split to train on; by default train. Repeatable.
       evaluation_split: split to evaluate on; by default validation. Repeatable.
       inputs_length: input tokens of a row, for tasks whose steps depend on it.
@@ -213,7 +215,7 @@ def prepare_tasks(
     from synthesizer_jax.tasks import synthetic
 
     directory = _open_directory(data_dir, imports)
-    config = _vocabulary(vocabulary, extra_ids)
+    config = _vocabulary(vocabulary, extra_ids, bos)
     if vocabulary is None and mixture in synthetic.MIXTURES:
         train_vocabulary(directory)
         config = synthetic.vocabulary(directory)
@@ -292,7 +294,7 @@ def show_task(
     for row, side in ((row, side) for row in measured[:rows] for side in SIDES if side in row):
         ids = [int(i) for i in row[side]]
         shown, more = ids[:SHOWN_TOKENS], "…" if len(ids) > SHOWN_TOKENS else ""
-        pieces = "·".join(built.decode([i]) for i in shown if i != EOS)
+        pieces = "·".join(built.decode([i]) for i in shown if i != built.eos_id)
         typer.echo(
             f"{side}: {inspection.text_of(row, side, built)}\n"
             f"  {len(ids):,} tokens: {pieces}{more}\n  ids: {' '.join(map(str, shown))}{more}"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.data.task_streams import DrawnExample, random_bits
-from synthesizer_jax.data.vocabularies import PAD
 
 if TYPE_CHECKING:
     from synthesizer_jax.data.config import DataConfig
@@ -170,7 +170,7 @@ def batch_fields(config: DataConfig, *, lengths: tuple[int, int] | None = None) 
     ``decoder_input_tokens`` (the targets shifted right by one), ``decoder_target_tokens`` and
     ``decoder_loss_weights`` (float32, 0 at padding and at targets that an objective
     leaves out) are ``[rows, targets_length]``. Packed rows also have the ``segment_ids`` of either side:
-    1, 2, …; 0 is padding. Tokens are int32, 0 is padding.
+    1, 2, …; 0 is padding. Tokens are int32, as in `assemble_batch`.
 
     Args:
       config: lengths, batch size and packing.
@@ -181,17 +181,25 @@ def batch_fields(config: DataConfig, *, lengths: tuple[int, int] | None = None) 
 
 
 def assemble_batch(
-    rows: Sequence[Sequence[DrawnExample]], config: DataConfig, *, lengths: tuple[int, int] | None = None
+    rows: Sequence[Sequence[DrawnExample]],
+    config: DataConfig,
+    *,
+    lengths: tuple[int, int] | None = None,
+    ids: SpecialIds = T5_IDS,
 ) -> dict[str, np.ndarray]:
     """Returns the `batch_fields` of rows of examples, put one after another; a row of none is padding."""
     inputs, targets = lengths or (config.inputs_length, config.targets_length)
-    encoder_tokens, encoder_segments = _lay_out([[e.inputs for e in row] for row in rows], inputs)
-    target_tokens, target_segments = _lay_out([[e.targets for e in row] for row in rows], targets)
-    decoder_inputs = np.zeros_like(target_tokens)
-    continues = target_segments[:, 1:] == target_segments[:, :-1]  # every example begins with 0
-    decoder_inputs[:, 1:] = np.where(continues, target_tokens[:, :-1], 0)
+    encoder_tokens, encoder_segments = _lay_out(
+        [[e.inputs for e in row] for row in rows], inputs, ids.padding
+    )
+    target_tokens, target_segments = _lay_out(
+        [[e.targets for e in row] for row in rows], targets, ids.padding
+    )
+    decoder_inputs = np.where(target_segments > 0, ids.start, ids.padding).astype(np.int32)
+    continues = target_segments[:, 1:] == target_segments[:, :-1]  # others begin an example, or are padding
+    decoder_inputs[:, 1:] = np.where(continues, target_tokens[:, :-1], decoder_inputs[:, 1:])
     # A class may have the number of padding.
-    predicted = target_segments > 0 if config.classes else target_tokens != PAD
+    predicted = target_segments > 0 if config.classes else target_tokens != ids.padding
     batch = {
         "encoder_input_tokens": encoder_tokens,
         "decoder_input_tokens": decoder_inputs,
@@ -204,13 +212,13 @@ def assemble_batch(
     return batch
 
 
-def _lay_out(rows: Sequence[Sequence[np.ndarray]], width: int) -> tuple[np.ndarray, np.ndarray]:
+def _lay_out(rows: Sequence[Sequence[np.ndarray]], width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
     """Puts the sequences of every row one after another, and padding after them.
 
-    Returns token ids, and the sequences' numbers in the row, from 1; both are ``[rows, width]`` and int32,
-    padding is 0.
+    Returns token ids, and the sequences' numbers in the row, from 1; both are ``[rows, width]`` and int32;
+    padding has the id `pad` and the number 0.
     """
-    padding = np.zeros(width, np.int32)
+    padding = np.full(width, pad, np.int32)
     pieces: list[np.ndarray] = []
     numbers: list[int] = []
     for row in rows:

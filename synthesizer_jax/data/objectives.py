@@ -11,10 +11,10 @@ from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import check_types, fields_of, register
 from synthesizer_jax.base.typing import Count, NotEmpty, NotNegative, Range, Rate, Share
 from synthesizer_jax.data.task_streams import Example, random_bits
-from synthesizer_jax.data.vocabularies import EOS, PAD
 
 GROUP = 128
 """T5 concatenates this many documents before it splits them into segments."""
@@ -60,11 +60,13 @@ class ExampleFormat(NamedTuple):
       inputs_length: largest number of input tokens, including EOS.
       targets_length: largest number of target tokens, including EOS.
       vocab_size: number of ids, including sentinels.
+      ids: of padding and EOS.
     """
 
     inputs_length: int
     targets_length: int
     vocab_size: int
+    ids: SpecialIds = T5_IDS
 
 
 class Objective(abc.ABC):
@@ -176,7 +178,9 @@ class Denoising(SegmentObjective):
         inputs = replace_spans(tokens, noise, vocab_size=form.vocab_size)
         targets = replace_spans(tokens, ~noise, vocab_size=form.vocab_size)
         inputs = np.concatenate([np.asarray(self.mode, tokens.dtype), inputs])
-        return _with_eos(inputs, form.inputs_length), _with_eos(targets, form.targets_length)
+        return _with_eos(inputs, form.inputs_length, form.ids.end), _with_eos(
+            targets, form.targets_length, form.ids.end
+        )
 
 
 def span_counts(length: int, density: float, mean_span: float | None) -> tuple[int, int]:
@@ -242,7 +246,7 @@ class FullLM(SegmentObjective):
         """Returns no inputs, and the tokens as targets."""
         del draws
         whole = tokens[: form.targets_length].astype(np.int32)
-        targets = whole if self.document_eos else _with_eos(tokens, form.targets_length)
+        targets = whole if self.document_eos else _with_eos(tokens, form.targets_length, form.ids.end)
         return np.zeros(0, np.int32), targets
 
 
@@ -268,8 +272,8 @@ class PrefixLM(SegmentObjective):
         most = len(tokens) - 1
         (prefix,) = draws.fork(0).integers(1, low=min(1, most), high=most + 1).tolist()
         return (
-            _with_eos(tokens[:prefix], form.inputs_length),
-            _with_eos(tokens[prefix:], form.targets_length),
+            _with_eos(tokens[:prefix], form.inputs_length, form.ids.end),
+            _with_eos(tokens[prefix:], form.targets_length, form.ids.end),
         )
 
 
@@ -313,9 +317,9 @@ class MaskedLM(SegmentObjective):
         random = replacements.integers(len(tokens), low=RESERVED, high=form.vocab_size)
         inputs = np.where(is_random, random.astype(tokens.dtype), tokens)
         mask_id = form.vocab_size - 1 if self.mask_id is None else self.mask_id
-        inputs = _with_eos(np.where(is_mask, mask_id, inputs), form.inputs_length)
-        targets = np.where(chosen, tokens, PAD)[: len(inputs) - 1]
-        return inputs, np.append(targets, PAD).astype(np.int32)
+        inputs = _with_eos(np.where(is_mask, mask_id, inputs), form.inputs_length, form.ids.end)
+        targets = np.where(chosen, tokens, form.ids.padding)[: len(inputs) - 1]
+        return inputs, np.append(targets, form.ids.padding).astype(np.int32)
 
 
 @register
@@ -364,9 +368,9 @@ T5's names are ``span_LENGTH_DENSITY_INPUTS_TARGETS``; u is a sentinel of its ow
 """
 
 
-def _with_eos(tokens: np.ndarray, length: int) -> np.ndarray:
+def _with_eos(tokens: np.ndarray, length: int, eos: int) -> np.ndarray:
     """Returns at most ``length - 1`` tokens and EOS, int32; SeqIO's `append_eos_after_trim`."""
-    return np.append(tokens[: length - 1], EOS).astype(np.int32)
+    return np.append(tokens[: length - 1], eos).astype(np.int32)
 
 
 def _check_length(side: str, form: ExampleFormat, needed: int, reason: str) -> None:

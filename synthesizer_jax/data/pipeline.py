@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.data.batch import GROUP, WINDOW, LengthSorter, Packer, assemble_batch, smallest_bucket
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import ExampleFormat, Objective
@@ -134,6 +135,7 @@ class Stream:
       config: what to read.
       members: the tasks by name, in SeqIO's order, on which the order of examples depends.
       vocabulary: of the token ids.
+      ids: those of the model that reads the batches.
       shards: indices of the virtual shards that this process reads, in order; None is all of them.
         The batch then contains the rows of these shards only, and only their positions are
         restored (with buckets those of all shards).
@@ -150,11 +152,13 @@ class Stream:
         members: Mapping[str, Member],
         *,
         vocabulary: Vocabulary,
+        ids: SpecialIds = T5_IDS,
         shards: Sequence[int] | None = None,
         saved: Sequence[int] | None = None,
     ):
         self.config, self._members = config, dict(members)
-        self._form = ExampleFormat(config.inputs_length, config.targets_length, vocabulary.vocab_size)
+        lengths = config.inputs_length, config.targets_length
+        self._form = ExampleFormat(*lengths, vocabulary.vocab_size, ids)
         self._classes = Classes(config.classes, vocabulary) if config.classes else None
         if config.objective is not None and not any(m.objective for m in members.values()):
             raise ValueError(
@@ -181,7 +185,7 @@ class Stream:
             every_row = itertools.chain.from_iterable(rows.values())
             lengths = smallest_bucket(every_row, self.config.shapes)
         of_batch = [row for index in self._read for row in rows[index]]
-        return assemble_batch(of_batch, self.config, lengths=lengths)
+        return assemble_batch(of_batch, self.config, lengths=lengths, ids=self._form.ids)
 
     def position(self) -> Position:
         """Returns the position after the last batch, for `save`."""

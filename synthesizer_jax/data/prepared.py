@@ -29,7 +29,7 @@ import numpy as np
 from synthesizer_jax.base.files import describing, in_bucket, write_atomic
 from synthesizer_jax.base.registry import check_types, fields_of
 from synthesizer_jax.data.task_streams import CHUNK, SIDES, Example
-from synthesizer_jax.data.vocabularies import EOS, Vocabulary
+from synthesizer_jax.data.vocabularies import Vocabulary
 
 if TYPE_CHECKING:
     from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -190,10 +190,10 @@ class RaggedTokens(NamedTuple):
         keep_last = min(keep_last, limit)
         return self._select((before < limit - keep_last) | (after < keep_last))
 
-    def without_eos(self) -> RaggedTokens:
+    def without_eos(self, eos: int) -> RaggedTokens:
         """Returns the sequences without the EOS at their ends."""
         _, after = self._places()
-        return self._select((after > 0) | (self.ids != EOS))
+        return self._select((after > 0) | (self.ids != eos))
 
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns how many tokens of its sequence are before and after every token."""
@@ -231,9 +231,9 @@ class Chunk:
             self.targets.truncate(lengths["targets"], keep_last=keep_last["targets"]),
         )
 
-    def documents(self) -> Chunk:
+    def documents(self, eos: int) -> Chunk:
         """Returns the examples as documents for an objective: targets without EOS alone."""
-        return Chunk(RaggedTokens.of([()] * len(self)), self.targets.without_eos())
+        return Chunk(RaggedTokens.of([()] * len(self)), self.targets.without_eos(eos))
 
     def to_bytes(self) -> bytes:
         """Returns the examples as a record."""
@@ -295,6 +295,7 @@ class PreparedExamples:
         self.name = f"{info.task}'s split {info.split!r}"
         self._directory = prepared.directory(info.task, info.split)
         self._lengths = lengths = None if documents else lengths
+        self._eos = prepared.vocabulary.eos_id
         self._documents, self._remedy = documents, prepared.remedy(info.task, "--renew")
         if lengths is not None and info.has_inputs and not lengths["inputs"]:
             raise ValueError(
@@ -359,7 +360,7 @@ class PreparedExamples:
                     f"record {record_number} holds {len(chunk)} examples instead of {expected}"
                 )
         if self._documents:
-            chunk = chunk.documents()
+            chunk = chunk.documents(self._eos)
         elif self._lengths is not None:
             chunk = chunk.truncate(self._lengths, keep_last=self.info.keep_last)
         self._chunks[number] = chunk

@@ -8,7 +8,6 @@ import numpy as np
 
 from synthesizer_jax.data.objectives import Draws, ExampleFormat, Objective, SegmentObjective
 from synthesizer_jax.data.task_streams import Example, ExampleStream
-from synthesizer_jax.data.vocabularies import EOS, PAD
 
 if TYPE_CHECKING:
     from synthesizer_jax.data.prepared import PreparedExamples
@@ -110,14 +109,14 @@ class SegmentStream:
         while len(group) < first.documents:
             before = self._source.position()
             tokens = next(self._source)[1]
-            tokens = tokens[tokens != PAD]
+            tokens = tokens[tokens != self._form.ids.padding]
             if group and self._source.position()[0] != epoch:
                 self._source.restore(before)
                 break
             epoch = self._source.position()[0]
             if len(tokens):
                 tokens = random_chunk(tokens, draws, length=LONGEST_DOCUMENT)
-                end = [EOS] * first.document_eos
+                end = [self._form.ids.end] * first.document_eos
                 group.append(np.append(tokens, end).astype(np.int32))
             elif not group and epoch > first_epoch + 1:
                 raise ValueError(f"there are no tokens in {self.name}; check how it is read")

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Self
 
 from synthesizer_jax.base.files import absolute, open_atomic, storage_path
+from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Number
 
@@ -37,9 +38,11 @@ class Vocabulary(abc.ABC):
 
     Attributes:
       unk_id: id of text that no piece covers.
+      eos_id: id of the end of a text.
     """
 
     unk_id: int = UNKNOWN
+    eos_id: int = EOS
 
     @property
     @abc.abstractmethod
@@ -61,6 +64,28 @@ class Vocabulary(abc.ABC):
     @abc.abstractmethod
     def contents(self) -> bytes:
         """Returns all that it depends on."""
+
+    def is_text(self, id: int) -> bool:
+        """Whether a text can have this id."""
+        return id > EOS
+
+    def check_ids(self, ids: SpecialIds) -> None:
+        """Raises a `ValueError` if a model has another id of EOS, or pads with what a text can have."""
+        if ids.end != self.eos_id:
+            raise ValueError(
+                f"the vocabulary has EOS {self.eos_id} but model.ids.end={ids.end}; set model.ids.end, "
+                "or take the model's own vocabulary"
+            )
+        if self.is_text(ids.padding):
+            raise ValueError(
+                f"model.ids.padding={ids.padding} is text in the vocabulary; set it to the id of a control "
+                "symbol, or take the model's own vocabulary"
+            )
+
+    @property
+    def around_inputs(self) -> tuple[list[int], list[int]]:
+        """The ids before and after those of an input: EOS is after them."""
+        return [], [self.eos_id]
 
     @property
     def digest(self) -> str:
@@ -91,7 +116,7 @@ class Bytes(Vocabulary):
         return [_FIRST_BYTE + byte for byte in text.encode("utf-8")]
 
     def decode(self, ids: Iterable[int]) -> str:
-        byte_values = (i - _FIRST_BYTE for i in _until_eos(ids))
+        byte_values = (i - _FIRST_BYTE for i in _until(ids, self.eos_id))
         return bytes(byte for byte in byte_values if 0 <= byte < 256).decode("utf-8", "ignore")
 
     def token_bytes(self, size: int, *, first: bool) -> list[bytes]:
@@ -115,10 +140,12 @@ class SentencePiece(Vocabulary):
       path: a file, on a disk or in a bucket (``gs://…``).
       extra_ids: number of sentinels to add after the pieces of the file: 100 for T5's file of
         32,000 pieces, 0 for files that contain sentinels.
+      bos: whether inputs begin with the file's BOS and do not end with EOS, as Gemma's do.
     """
 
     path: str
     extra_ids: Number = EXTRA_IDS
+    bos: bool = False
 
     @functools.cached_property
     def processor(self) -> SentencePieceProcessor:
@@ -126,7 +153,7 @@ class SentencePiece(Vocabulary):
 
         Raises:
           FileNotFoundError: there is no such file.
-          ValueError: the file is not a SentencePiece model, or has other ids of padding and EOS.
+          ValueError: the file is not a SentencePiece model, or has no EOS or BOS.
         """
         path = self.file
         if not path.is_file():
@@ -135,12 +162,12 @@ class SentencePiece(Vocabulary):
                 "'synthesizer-jax data vocabulary'"
             )
         processor = _load_processor(path, path.read_bytes(), self.extra_ids)
-        ids = processor.pad_id(), processor.eos_id()
-        if ids != (PAD, EOS):
+        if processor.eos_id() < 0:
             raise ValueError(
-                f"{path} has padding {ids[0]} and EOS {ids[1]} where T5's models have {PAD} and "
-                f"{EOS}; {_REMEDY}, or train one with 'synthesizer-jax data vocabulary'"
+                f"{path} has no EOS; {_REMEDY}, or train one with 'synthesizer-jax data vocabulary'"
             )
+        if self.bos and processor.bos_id() < 0:
+            raise ValueError(f"{path} has no BOS; set vocabulary.bos=false")
         return processor
 
     @property
@@ -158,8 +185,25 @@ class SentencePiece(Vocabulary):
         return self.processor.unk_id()
 
     @property
+    def eos_id(self) -> int:  # type: ignore[override]
+        return self.processor.eos_id()
+
+    @property
+    def around_inputs(self) -> tuple[list[int], list[int]]:
+        """The ids before and after those of an input."""
+        return ([self.processor.bos_id()], []) if self.bos else super().around_inputs
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that depend on what it encodes, not on the path of its file."""
+        return super().digest + ("b" if self.bos else "")
+
+    @property
     def vocab_size(self) -> int:
         return self.processor.GetPieceSize()
+
+    def is_text(self, id: int) -> bool:
+        return not (self.processor.IsControl(id) or self.processor.IsUnused(id))
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of the pieces of a text.
@@ -171,7 +215,7 @@ class SentencePiece(Vocabulary):
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the pieces before the first EOS; unknown pieces give ``⁇``."""
         size, unknown = self.vocab_size, self.unk_id
-        return self.processor.DecodeIds([unknown if i >= size else i for i in _until_eos(ids)])
+        return self.processor.DecodeIds([unknown if i >= size else i for i in _until(ids, self.eos_id)])
 
     def token_bytes(self, size: int, *, first: bool) -> list[bytes]:
         processor = self.processor
@@ -194,10 +238,10 @@ class SentencePiece(Vocabulary):
 _REMEDY = "give a file with --set vocabulary.path=FILE"
 
 
-def _until_eos(ids: Iterable[int]) -> list[int]:
+def _until(ids: Iterable[int], eos: int) -> list[int]:
     """Returns the ids before the first EOS, as Python integers."""
     values = [int(i) for i in ids]
-    return values[: values.index(EOS)] if EOS in values else values
+    return values[: values.index(eos)] if eos in values else values
 
 
 @functools.lru_cache(maxsize=8)
@@ -268,7 +312,7 @@ def index_by_tokens(
     indices: dict[tuple[int, ...], int] = {}
     for index, word in enumerate(words):
         ids = vocabulary.encode(word)[: None if length is None else length - 1]
-        first = indices.setdefault((*ids, EOS), index)
+        first = indices.setdefault((*ids, vocabulary.eos_id), index)
         if first != index:
             cut = "" if length is None else f" in {length} tokens"
             raise ValueError(

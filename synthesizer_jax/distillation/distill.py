@@ -169,6 +169,7 @@ def _fit_state(
         replace(experiment.data, pack=False, buckets=()),
         experiment.vocabulary.build(),
         data_dir=default_data_dir() if data_dir is None else storage_path(str(data_dir)),
+        ids=experiment.model.ids,
         shards=trainer.shards,
     )
     batches = (trainer.shard_batch(next(stream)) for _ in range(trainer.recipe.fit_batches))
@@ -271,7 +272,9 @@ class DistillationTrainer(Trainer):
             metrics = {
                 "loss": loss,
                 "unexplained": unexplained,
-                "tokens": (batch["encoder_input_tokens"] != 0).sum().astype(jnp.float32)
+                "tokens": (batch["encoder_input_tokens"] != self.student.ids.padding)
+                .sum()
+                .astype(jnp.float32)
                 + batch["decoder_loss_weights"].sum(),
                 "gradient_norm": optax.tree.norm(gradients),
                 **self.optimizer.learning_rate(state.opt_state),
@@ -292,7 +295,7 @@ class DistillationTrainer(Trainer):
             variables = {**variables, OVERRIDES: traverse_util.unflatten_dict(overrides, sep="/")}
         activations = self.activations(self.student, variables, batch)
         not_padding = {
-            "encoder": batch["encoder_input_tokens"] != 0,
+            "encoder": batch["encoder_input_tokens"] != self.student.ids.padding,
             "decoder": batch["decoder_loss_weights"] > 0,
         }
         pairs = [

@@ -94,7 +94,9 @@ def attention_statistics(
     statistics = {}
     for stack, layer in layers:
         causal = stack == "decoder"
-        real = batch["decoder_loss_weights"] > 0 if causal else batch["encoder_input_tokens"] != 0
+        real = batch["encoder_input_tokens"] != model.ids.padding
+        if causal:
+            real = batch["decoder_loss_weights"] > 0
         mixer = sown["intermediates"][stack][f"layers_{layer}"][STACKS[stack]]
         (weights,) = mixer["attention_weights"]  # [b or 1, heads, n, n]
         rows, n = real.shape

@@ -80,7 +80,7 @@ def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -
             align = mixture.start_as(
                 mixture.parts.index(alignment),
                 layer[mixer].get("align", {}),
-                initial_parameters(attention, student.d_model, seed=i),
+                initial_parameters(attention, student.width(stack), seed=i),
             )
             params[stack][f"layers_{i}"] = {**layer, mixer: {**layer[mixer], "align": align}}
     return params

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.data.objectives import ExampleFormat, Objective
 from synthesizer_jax.data.prepared import PreparedExamples, PreparedTasks
@@ -138,6 +139,7 @@ def load_evaluation_set(
     lengths: Mapping[str, int],
     max_examples: int | None = None,
     objective: Objective | None = None,
+    ids: SpecialIds = T5_IDS,
 ) -> EvaluationSet:
     """Reads the prepared examples of a task and split.
 
@@ -153,6 +155,7 @@ def load_evaluation_set(
       max_examples: reading ends with the group of rows (MultiRC's questions, ReCoRD's queries, AX-g's
         pairs; single rows of other tasks) that reaches this number; None reads all.
       objective: by which texts without inputs are trained; None: they are targets.
+      ids: the model's.
 
     Raises:
       FileNotFoundError: the split is not prepared for evaluation.
@@ -167,7 +170,7 @@ def load_evaluation_set(
             f"{prepared.remedy(name, f'--evaluation-split {split}')}"
         )
     if made_by is not None:
-        form = ExampleFormat(lengths["inputs"], lengths["targets"], prepared.vocabulary.vocab_size)
+        form = ExampleFormat(lengths["inputs"], lengths["targets"], prepared.vocabulary.vocab_size, ids)
         made = _made_rows(examples, made_by, form, prepared.vocabulary)
         rows = list(itertools.islice(made, max_examples))
     else:

@@ -86,6 +86,7 @@ class Evaluator:
                 lengths=data.lengths,
                 max_examples=evaluation.max_examples,
                 objective=task_objective(data, task_registry.find_task(task)),
+                ids=model.ids,
             )
             for task, part in pairs
         ]

@@ -14,8 +14,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from synthesizer_jax.attention import Mask
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.data.stop_strings import stop_table
-from synthesizer_jax.data.vocabularies import EOS, PAD, Classes, Vocabulary, index_by_tokens
+from synthesizer_jax.data.vocabularies import Classes, Vocabulary, index_by_tokens
 from synthesizer_jax.inference import (
     Decoding,
     Sequences,
@@ -118,13 +119,14 @@ class Predictor:
         self.batch_size = -(-batch_size // self._num_shards) * self._num_shards
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the token ids of an input, truncated to `inputs_length`, EOS last.
+        """Returns the token ids of an input, truncated to `inputs_length`; see `around_inputs`.
 
         Without inputs they are those of a text to continue, all of them and without EOS.
         """
         ids = self.vocabulary.encode(text)
         if self.inputs_length:
-            ids = [*ids[: self.inputs_length - 1], EOS]
+            first, last = self.vocabulary.around_inputs
+            ids = [*first, *ids[: self.inputs_length - 1], *last]
         return np.asarray(ids, np.int32)
 
     def predict(
@@ -145,7 +147,7 @@ class Predictor:
             scores = np.take_along_axis(ranked, best[:, None], axis=-1)[:, 0]
             return Predictions([words[i] for i in best], scores, ranked, words)
         answers = self._map(inputs, "decode", self._generate)
-        tokens = [np.asarray(_until_end(rows[0]), np.int32) for rows, _, _ in answers]
+        tokens = [np.asarray(_until_end(rows[0], self.model.ids), np.int32) for rows, _, _ in answers]
         scores = np.array([score[0] for _, _, score in answers], np.float32)
         texts = [self._text(row.tolist()) for row in tokens]
         return Predictions(texts, scores, tokens=tokens)
@@ -160,7 +162,7 @@ class Predictor:
         """
         return [
             [
-                Generated(self._text(_until_end(row)), float(score))
+                Generated(self._text(_until_end(row, self.model.ids)), float(score))
                 for row, score in zip(tokens, scores, strict=True)
             ]
             for tokens, _, scores in self._map(inputs, "decode", self._generate)
@@ -190,7 +192,7 @@ class Predictor:
         indices = index_by_tokens(label_words, self.vocabulary, owner="the list of label words")
         words = [np.asarray(ids) for ids in indices]
         length = -(-max(map(len, words)) // CHOICE_LENGTH) * CHOICE_LENGTH
-        choices = _pad_tokens(words, -(-len(words) // CHOICES) * CHOICES, length)
+        choices = _pad_tokens(words, -(-len(words) // CHOICES) * CHOICES, length, self.model.ids.padding)
 
         def score(_: list[int], tokens: jax.Array) -> jax.Array:
             return score_choices(self.variables, tokens, choices=choices, model=self._decoder)
@@ -203,7 +205,7 @@ class Predictor:
         Args:
           inputs: token ids with EOS.
           targets: token ids with EOS, one for each input. Of a masked language model those at the places
-            of the inputs, and 0 where nothing is predicted.
+            of the inputs, and padding where nothing is predicted.
 
         Raises:
           ValueError: the model has classes, and a target is none of them.
@@ -219,7 +221,9 @@ class Predictor:
 
         def score(indices: list[int], tokens: jax.Array) -> jax.Array:
             width = tokens.shape[1] if masked else length
-            rows = self._to_devices(_pad_tokens([targets[i] for i in indices], len(tokens), width))
+            rows = self._to_devices(
+                _pad_tokens([targets[i] for i in indices], len(tokens), width, model.ids.padding)
+            )
             if isinstance(model, Encoder):
                 return score_masked_tokens(self.variables, tokens, targets=rows, model=model)
             return score_targets(self.variables, tokens, targets=rows, model=self._decoder)
@@ -300,7 +304,9 @@ class Predictor:
         allowed = [-(-n * longest // 512) for n in LENGTHS[kind]]
         fetch = np.asarray if self.mesh is None else gather_to_host
         with contextlib.nullcontext() if self.mesh is None else use_mesh(self.mesh):
-            for rows, batch in _length_batches(inputs, batch_size or self.batch_size, allowed):
+            for rows, batch in _length_batches(
+                inputs, batch_size or self.batch_size, allowed, self.model.ids.padding
+            ):
                 outputs = jax.tree.leaves(answer(rows, self._to_devices(batch)))
                 for row, *values in zip(rows, *map(fetch, outputs), strict=False):
                     answers[row] = tuple(values)
@@ -308,14 +314,14 @@ class Predictor:
         return answers
 
 
-def _until_end(tokens: np.ndarray) -> list[int]:
+def _until_end(tokens: np.ndarray, ids: SpecialIds = T5_IDS) -> list[int]:
     """Returns the ids of a row before EOS or padding."""
-    ends = np.flatnonzero((tokens == EOS) | (tokens == PAD))
+    ends = np.flatnonzero((tokens == ids.end) | (tokens == ids.padding))
     return tokens[: ends[0] if len(ends) else len(tokens)].tolist()
 
 
 def _length_batches(
-    inputs: Sequence[np.ndarray], batch_size: int, lengths: Sequence[int]
+    inputs: Sequence[np.ndarray], batch_size: int, lengths: Sequence[int], padding: int = 0
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """Yields indices of inputs, sorted by length, and ``[batch_size, length]`` tokens; lengths ascend."""
     order = sorted(range(len(inputs)), key=lambda i: (len(inputs[i]), i))
@@ -323,12 +329,12 @@ def _length_batches(
         rows = order[start : start + batch_size]
         longest = max(len(inputs[i]) for i in rows)
         length = next((n for n in lengths if n >= longest), lengths[-1])
-        yield rows, _pad_tokens([inputs[i] for i in rows], batch_size, length)
+        yield rows, _pad_tokens([inputs[i] for i in rows], batch_size, length, padding)
 
 
-def _pad_tokens(rows: Sequence[np.ndarray], count: int, length: int) -> np.ndarray:
-    """Returns token ids as ``[count, length]`` int32, truncated and padded with zeros."""
-    result = np.zeros((count, length), np.int32)
+def _pad_tokens(rows: Sequence[np.ndarray], count: int, length: int, padding: int = 0) -> np.ndarray:
+    """Returns token ids as ``[count, length]`` int32, truncated and padded."""
+    result = np.full((count, length), padding, np.int32)
     for slot, ids in zip(result, rows, strict=False):
         slot[: min(len(ids), length)] = ids[:length]
     return result

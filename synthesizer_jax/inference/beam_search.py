@@ -102,7 +102,7 @@ def beam_search(
         return jnp.any((state.at < constraints.longest) & (hope > state.ended[:, -1]))
 
     logits, cache = decoder.next(*decoder.begin())
-    empty = jnp.zeros((b, n, m), jnp.int32)
+    empty = jnp.full((b, n, m), decoder.ids.padding, jnp.int32)
     # All beams are equal at the start, so only the first one may be extended.
     live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
     never, text = jnp.full((b, n), NEVER), jnp.zeros((b, n), jnp.int32)
@@ -128,7 +128,8 @@ def _best_of(state: _Beams, constraints: Constraints, alpha: ArrayLike, *, sampl
     tokens = jnp.concatenate([state.ended_tokens, state.tokens], axis=1)
     tokens = jnp.take_along_axis(tokens, index[:, :, None], axis=1)
     scores = jnp.take_along_axis(jnp.concatenate([state.ended, cut], axis=1), index, axis=1)
-    end = tokens.shape[-1] - jnp.argmax(tokens[:, :, ::-1] != 0, axis=-1)
+    is_token = tokens != constraints.ids.padding
+    end = tokens.shape[-1] - jnp.argmax(is_token[:, :, ::-1], axis=-1)
     length = jnp.where(rank < num_ended, end, constraints.longest[:, None])
     return Sequences(tokens, scores, scores * length_penalty(length, alpha))
 

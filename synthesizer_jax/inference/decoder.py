@@ -8,19 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.models import DecodingCache, LanguageModel, TextToText
 from synthesizer_jax.primitives.parameters import Variables, apply_method
-
-EOS = 1
-START = 0
-"""T5's ids of the end of a sequence, and of padding, which is the decoder's first input."""
+from synthesizer_jax.primitives.products import cap_logits
 
 
 class Sequences(NamedTuple):
     """Several decoded sequences per input: the best of the beams, best first, or independent samples.
 
     Attributes:
-      tokens: ``[batch, samples, max_length]``, including EOS; zeros after it.
+      tokens: ``[batch, samples, max_length]``, including EOS; padding after it.
       scores: ``[batch, samples]`` what beam search ranks by: the log-probabilities divided by the length
         penalty. Without beams, the log-probabilities.
       log_probabilities: ``[batch, samples]`` in nats, EOS included, under the model itself: before
@@ -44,6 +42,7 @@ class Constraints(NamedTuple):
       prompt: ``[batch, k]`` the tokens before the decoded ones, the last at the end; read where repetition
         is constrained.
       stops: ``[states, vocab]``, see `data.stop_strings.stop_table`; None: EOS alone ends sequences.
+      ids: those of padding and of EOS.
     """
 
     shortest: ArrayLike | None
@@ -52,11 +51,12 @@ class Constraints(NamedTuple):
     no_repeat_ngram_size: int | None = None
     prompt: jax.Array | None = None
     stops: ArrayLike | None = None
+    ids: SpecialIds = T5_IDS
 
     def apply(self, logits: jax.Array, tokens: jax.Array, at: jax.Array) -> jax.Array:
         """Returns logits ``[rows, vocab]`` of position `at` after `tokens` ``[rows, m]``, changed.
 
-        Forbidden tokens have −∞. `tokens` has zeros from `at` on.
+        Forbidden tokens have −∞. `tokens` has padding from `at` on.
         """
         if self.prompt is not None:
             prompt = jnp.repeat(self.prompt, len(tokens) // len(self.prompt), axis=0)
@@ -74,12 +74,12 @@ class Constraints(NamedTuple):
                 logits = logits.at[row, ends].set(-jnp.inf, mode="drop")
         if self.shortest is None:
             return logits
-        is_eos = jnp.arange(logits.shape[-1])[None] == EOS
+        is_eos = jnp.arange(logits.shape[-1])[None] == self.ids.end
         return jnp.where(is_eos & (at + 1 < self.shortest), -jnp.inf, logits)
 
     def follow(self, text: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the states of `stops` after tokens, from those before, and which tokens end sequences."""
-        ends = token == EOS
+        ends = token == self.ids.end
         if self.stops is None:
             return text, ends
         stops = jnp.asarray(self.stops)
@@ -113,7 +113,7 @@ class Decoder:
         logits_dtype: str | None = None,
         continues: bool = False,
     ):
-        self.batch, self.max_length = encoder_tokens.shape[0], max_length
+        self.batch, self.max_length, self.ids = encoder_tokens.shape[0], max_length, model.ids
         self._model, self._variables, self._encoder_tokens = model, variables, encoder_tokens
         self._continues = continues
         kernel, self._scale = apply_method(model.output_kernel, variables)
@@ -126,10 +126,11 @@ class Decoder:
         if isinstance(model, LanguageModel) and self._continues:
             return apply_method(model.begin_targets, *inputs, max_length=self.max_length)
         cache = apply_method(model.init_cache, *inputs, max_length=self.max_length)
-        return jnp.full(self.batch, START, jnp.int32), cache
+        return jnp.full(self.batch, self.ids.start, jnp.int32), cache
 
     def next(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
         """Returns the ``[rows, vocab]`` float32 logits after the tokens ``[rows]``, and the cache."""
         hidden, cache = apply_method(self._model.extend, self._variables, tokens[:, None], cache)
         x = (hidden[:, 0] * jnp.asarray(self._scale, hidden.dtype)).astype(self._kernel.dtype)
-        return jnp.matmul(x, self._kernel, preferred_element_type=jnp.float32), cache
+        logits = jnp.matmul(x, self._kernel, preferred_element_type=jnp.float32)
+        return cap_logits(logits, self._model.logits_soft_cap), cache

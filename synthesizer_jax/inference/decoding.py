@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from synthesizer_jax.inference.beam_search import beam_search
-from synthesizer_jax.inference.decoder import EOS, START, Constraints, Decoder, Sequences
+from synthesizer_jax.inference.decoder import Constraints, Decoder, Sequences
 from synthesizer_jax.inference.sampling import Sampling, decode_rows
 from synthesizer_jax.inference.settings import Decoding
 from synthesizer_jax.models import LanguageModel, TextToText, unroll, unroll_variables
@@ -23,7 +23,7 @@ class Decoded(NamedTuple):
     """One decoded sequence per input.
 
     Attributes:
-      tokens: ``[batch, max_length]``, including EOS; zeros after it.
+      tokens: ``[batch, max_length]``, including EOS; padding after it.
       scores: ``[batch]`` log-probabilities in nats; with several beams divided by the length penalty.
     """
 
@@ -45,7 +45,7 @@ def decode(
 
     Args:
       variables: the model's variables, with scanned or looped layers.
-      encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
+      encoder_tokens: ``[batch, k]`` integers, with padding on either side.
       model: an unbound model.
       max_length, beams, alpha, logits_dtype: see `Decoding`; greedy decoding ignores `alpha`.
 
@@ -166,17 +166,24 @@ def run_decoding(
     longest = jnp.full(encoder_tokens.shape[0], decoding.max_length)
     if relative_length is not None:
         factor, extra = relative_length
-        relative = jnp.round(factor * num_real_tokens(encoder_tokens)) + extra
+        relative = jnp.round(factor * num_real_tokens(encoder_tokens, model.ids.padding)) + extra
         shortest = 1 if min_length is None else min_length
         longest = jnp.clip(relative.astype(longest.dtype), shortest, longest)
     prompt = None
     if not (repetition_penalty is decoding.no_repeat_ngram_size is None):
-        prompt = jnp.zeros_like(encoder_tokens[:, :1])  # the decoder's first input
+        prompt = jnp.full_like(encoder_tokens[:, :1], model.ids.start)  # the decoder's first input
         if isinstance(model, LanguageModel):
-            prompt = _align_right(encoder_tokens)
-            prompt = jnp.where(prompt == EOS, START, prompt)  # the end of the output is another one
+            prompt = _align_right(encoder_tokens, model.ids.padding)
+            # The end of the output is another one.
+            prompt = jnp.where(prompt == model.ids.end, model.ids.start, prompt)
     constraints = Constraints(
-        min_length, longest, repetition_penalty, decoding.no_repeat_ngram_size, prompt, stops
+        min_length,
+        longest,
+        repetition_penalty,
+        decoding.no_repeat_ngram_size,
+        prompt,
+        stops,
+        model.ids,
     )
     decoder = Decoder(
         unroll(model),
@@ -192,7 +199,7 @@ def run_decoding(
     return decode_rows(decoder, constraints, samples=samples, sampling=sampling, top_k=decoding.top_k)
 
 
-def _align_right(tokens: jax.Array) -> jax.Array:
+def _align_right(tokens: jax.Array, padding: int) -> jax.Array:
     """Returns rows ``[batch, k]`` whose padding after the last token is moved to the beginning."""
-    after = jnp.argmax(tokens[:, ::-1] != 0, axis=1)
+    after = jnp.argmax(tokens[:, ::-1] != padding, axis=1)
     return jax.vmap(jnp.roll)(tokens, after)

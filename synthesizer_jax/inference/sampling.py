@@ -62,7 +62,7 @@ class _State(NamedTuple):
     Attributes:
       at: number of decoded positions.
       token: ``[r]`` the last tokens.
-      tokens: ``[r, m]`` all tokens; zeros after the end.
+      tokens: ``[r, m]`` all tokens; padding after the end.
       scores: ``[r]`` log-probabilities of the tokens.
       done: ``[r]`` whether EOS was decoded, a stop string, or the maximum number of tokens.
       text: ``[r]`` the states of `Constraints.stops`.
@@ -102,7 +102,7 @@ def decode_rows(
             token = _draw(sampling, allowed, state.at, samples=samples, top_k=top_k)
         logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]  # [rows]
         logp -= logsumexp(logits, axis=-1)
-        token = jnp.where(state.done, 0, token).astype(jnp.int32)
+        token = jnp.where(state.done, decoder.ids.padding, token).astype(jnp.int32)
         text, ends = constraints.follow(state.text, token)
         return _State(
             at=state.at + 1,
@@ -123,7 +123,7 @@ def decode_rows(
     state = _State(
         at=jnp.asarray(0),
         token=jnp.repeat(token, samples),
-        tokens=jnp.zeros((rows, decoder.max_length), jnp.int32),
+        tokens=jnp.full((rows, decoder.max_length), decoder.ids.padding, jnp.int32),
         scores=jnp.zeros(rows),
         done=jnp.zeros(rows, bool),
         text=jnp.zeros(rows, jnp.int32),

@@ -1,6 +1,6 @@
 """Log-probabilities of given targets and of classes, and the states of an encoder.
 
-Functions take the variables of an unbound model, and tokens ``[batch, k]`` with 0 for padding.
+Functions take the variables of an unbound model, and tokens ``[batch, k]`` with padding.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def score_choices(
 ) -> jax.Array:
     """Returns the log-probabilities of the same choices for every example; the encoder runs once.
 
-    The choices are ``[choices, t]`` target tokens with EOS; 0 is padding. Returns ``[batch, choices]``
+    The choices are ``[choices, t]`` target tokens with EOS and padding. Returns ``[batch, choices]``
     float32, in nats, summed over the tokens of a choice.
     """
     memory = apply_method(model.encode_inputs, variables, encoder_tokens)
@@ -66,7 +66,7 @@ def score_targets(
 ) -> jax.Array:
     """Returns the log-probability of every example's target, ``[batch]`` float32 in nats.
 
-    The targets are ``[batch, t]`` tokens with EOS; 0 is padding. Their log-probabilities are summed.
+    The targets are ``[batch, t]`` tokens with EOS and padding. Their log-probabilities are summed.
     """
     memory = apply_method(model.encode_inputs, variables, encoder_tokens)
     return _log_probability(model, variables, targets=targets, memory=memory)
@@ -88,24 +88,25 @@ def score_masked_tokens(
 ) -> jax.Array:
     """Returns the log-probability of the masked tokens of every example, ``[batch]`` float32 in nats.
 
-    The targets are ``[batch, k]`` tokens to predict, and 0 elsewhere; the encoder has `masked_lm`.
+    The targets are ``[batch, k]`` tokens to predict, and padding elsewhere; the encoder has `masked_lm`.
     """
     logits = apply_method(model.__call__, variables, tokens).token_logits
     assert logits is not None
-    return _sum_log_probabilities(logits, targets)
+    return _sum_log_probabilities(logits, targets, model.ids.padding)
 
 
 def _log_probability(
     model: TextToText, variables: Variables, *, targets: jax.Array, memory: PyTree
 ) -> jax.Array:
     """Returns ``[batch]`` sums of the target tokens' log-probabilities, with teacher forcing."""
-    shifted = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
+    shifted = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=model.ids.start)
     hidden = apply_method(model.decode, variables, shifted, memory)
-    return _sum_log_probabilities(apply_method(model.logits, variables, hidden), targets)
+    logits = apply_method(model.logits, variables, hidden)
+    return _sum_log_probabilities(logits, targets, model.ids.padding)
 
 
-def _sum_log_probabilities(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns ``[batch]`` sums of the log-probabilities of target tokens that are not 0."""
+def _sum_log_probabilities(logits: jax.Array, targets: jax.Array, padding: int) -> jax.Array:
+    """Returns ``[batch]`` sums of the log-probabilities of target tokens that are not padding."""
     logp = jax.nn.log_softmax(logits.astype(jnp.float32))
     logp = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]  # [b, t]
-    return jnp.where(targets != 0, logp, 0.0).sum(axis=-1)
+    return jnp.where(targets != padding, logp, 0.0).sum(axis=-1)

@@ -247,7 +247,7 @@ def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dic
 def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, bool], Rows]:
     """Returns what the queries of unpacked rows see, by stack and whether it is cross-attention."""
     n, m = (batch[f"{side}_input_tokens"].shape[1] for side in ("encoder", "decoder"))
-    inputs = (batch["encoder_input_tokens"] != 0).sum(1, keepdims=True)
+    inputs = (batch["encoder_input_tokens"] != model.ids.padding).sum(1, keepdims=True)
     targets = (batch["decoder_loss_weights"] > 0).sum(1, keepdims=True)
 
     def rows(length: int, real: jax.Array, seen: jax.Array, ratio: jax.Array | float = 1) -> Rows:
@@ -278,19 +278,21 @@ def _batches(
     rows = [row for s in sets for row in evenly_spaced(s.examples, each)]
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:count]]
     batch_size = -(-min(batch_size, -(-len(rows) // 2)) // mesh.size) * mesh.size
-    limits, padded = experiment.data.lengths, {}
+    limits, special, padded = experiment.data.lengths, experiment.model.ids, {}
     for name in ("inputs", "targets"):
         ids = [np.asarray(row[name])[: limits[name]] for row in rows]
         longest = max(1 if limits[name] else 0, *map(len, ids))
         whole = -(-len(ids) // batch_size) * batch_size
-        padded[name] = np.zeros((whole, longest), np.int32)
+        padded[name] = np.full((whole, longest), special.padding, np.int32)
         for i, x in enumerate(ids):
             padded[name][i, : len(x)] = x
     arrays = {
         "encoder_input_tokens": padded["inputs"],
-        "decoder_input_tokens": np.pad(padded["targets"][:, :-1], ((0, 0), (1, 0))),
+        "decoder_input_tokens": np.pad(
+            padded["targets"][:, :-1], ((0, 0), (1, 0)), constant_values=special.start
+        ),
         "decoder_target_tokens": padded["targets"],
-        "decoder_loss_weights": (padded["targets"] != 0).astype(np.float32),
+        "decoder_loss_weights": (padded["targets"] != special.padding).astype(np.float32),
     }
     parts = range(0, len(padded["inputs"]), batch_size)
     batches = [{name: x[i : i + batch_size] for name, x in arrays.items()} for i in parts]

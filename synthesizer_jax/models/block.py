@@ -94,6 +94,7 @@ class Block(nn.Module):
       norm: the normalization.
       post_norm: normalize after the residual, ``norm(x + f(x))`` (Vaswani et al. 2017, BERT), not
         before the sub-layer, ``x + f(norm(x))`` (T5).
+      output_norm: normalize a sub-layer's output too, ``x + norm(f(norm(x)))`` (Gemma 2).
       self_residual: False: the mixer stands for its norm and residual too (ALRR, and ELR where
         `feed_forward` is None; Bozic et al. 2023).
     """
@@ -105,6 +106,7 @@ class Block(nn.Module):
     elementwise_dropout: bool = False
     norm: nn.Module = RMSNorm(parent=None)
     post_norm: bool = False
+    output_norm: bool = False
     self_residual: bool = True
 
     def __call__(
@@ -235,6 +237,8 @@ class Block(nn.Module):
     def _add(self, x: jax.Array, y: jax.Array, name: str, *, index: int) -> jax.Array:
         """Adds a sub-layer's output to the residual stream, with dropout and post-norm."""
         rate, elementwise = self.dropout_rate, self.elementwise_dropout
+        if self.output_norm:
+            y = self.norm.copy(name=f"post_{name}_layer_norm", parent=self)(y)
         x = x + Dropout(rate, elementwise, name=f"dropout_{index}", parent=self)(y)
         if self.post_norm:
             x = self.norm.copy(name=f"post_{name}_layer_norm", parent=self)(x)

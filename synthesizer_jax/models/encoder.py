@@ -90,7 +90,7 @@ class Encoder(TokenModel, kw_only=True):
         """Reads a batch.
 
         Args:
-          tokens: ``[batch, length]`` integers; without a mask 0 is padding, on either side.
+          tokens: ``[batch, length]`` integers; without a mask with padding on either side.
           token_types: ``[batch, length]`` numbers of the segments; None: all 0.
           mask: the self-attention's mask, of the tokens where they stand; ``Mask()``: all are real. None:
             by padding.
@@ -122,8 +122,8 @@ class Encoder(TokenModel, kw_only=True):
         """Returns `Encoded.hidden` and `Encoded.pooled`."""
         order = None
         if mask is None:
-            tokens, order = move_token_padding_last(tokens)
-            mask = Mask.padded(num_real_tokens(tokens))
+            tokens, order = move_token_padding_last(tokens, self.ids.padding)
+            mask = Mask.padded(num_real_tokens(tokens, self.ids.padding))
         x = self.embed(tokens)
         if self.token_types:
             types = jnp.zeros_like(tokens) if token_types is None else token_types

@@ -6,9 +6,11 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length
 from synthesizer_jax.mixers.taps import tap
 from synthesizer_jax.models.block import Memory
 from synthesizer_jax.models.layers import PositionEmbedding
@@ -22,6 +24,7 @@ from synthesizer_jax.models.token_model import (
     real_targets_mask,
 )
 from synthesizer_jax.primitives.mesh import on_any_mesh
+from synthesizer_jax.primitives.parameters import with_axes
 
 
 @register
@@ -33,11 +36,28 @@ class EncoderDecoder(TextToText, kw_only=True):
       decoder: the decoder's stack; its blocks have a `cross_mixer`.
       positions: added to the embeddings of both stacks, so that they share its parameters
         (Mesh-TensorFlow), while each stack's own `positions` have their own.
+      encoder_d_model: width of an encoder that has an embedding of its own (T5Gemma); None: both stacks
+        have one embedding, of `d_model`.
+      encoder_embedding_scale: factor of what that embedding gives.
     """
 
     encoder: Stack
     decoder: Stack
     positions: PositionEmbedding | None = None
+    encoder_d_model: Length | None = None
+    encoder_embedding_scale: float = 1.0
+
+    def setup(self) -> None:
+        """Creates the embeddings and, unless tied, the output projection."""
+        super().setup()
+        if self.encoder_d_model is not None:
+            init = with_axes(self.embedding_init, "vocab", "embed")
+            shape = (self.vocab_size, self.encoder_d_model)
+            self.encoder_embedding = self.param("encoder_embedding", init, shape)
+
+    def width(self, stack: str) -> int:
+        """Returns the width of a stack, ``encoder`` or ``decoder``."""
+        return self.d_model if stack == "decoder" else self.encoder_d_model or self.d_model
 
     @on_any_mesh
     def __call__(
@@ -70,7 +90,7 @@ class EncoderDecoder(TextToText, kw_only=True):
         """Returns the decoder's output before the projection; see `__call__`."""
         rows = rows or Rows()
         if rows.segments is None:
-            decoder_mask, cross = Mask(causal=True), _memory_mask(encoder_tokens, mask)
+            decoder_mask, cross = Mask(causal=True), self._memory_mask(encoder_tokens, mask)
         elif mask is not None:
             raise ValueError(
                 "EncoderDecoder: mask is given with packed rows, whose segments say who sees whom; leave "
@@ -95,7 +115,7 @@ class EncoderDecoder(TextToText, kw_only=True):
     ) -> jax.Array:
         """`decode` with the self-attention's mask and `Rows.counted`."""
         if counted is None and mask.query_segments is None:
-            counted = real_targets_mask(tokens)
+            counted = real_targets_mask(tokens, self.ids.padding)
         return self.decoder(
             self.embed(tokens), mask=mask, memory=memory, counted=counted, shared_positions=self.positions
         )
@@ -103,7 +123,7 @@ class EncoderDecoder(TextToText, kw_only=True):
     @on_any_mesh
     def encode_inputs(self, tokens: jax.Array, *, mask: Mask | None = None) -> Memory:
         """Returns what `decode` attends to, from ``[batch, k]`` encoder tokens; see `__call__`."""
-        return Memory(self.encode(tokens, mask=mask), _memory_mask(tokens, mask))
+        return Memory(self.encode(tokens, mask=mask), self._memory_mask(tokens, mask))
 
     @on_any_mesh
     def encode(self, tokens: jax.Array, *, mask: Mask | None = None) -> jax.Array:
@@ -113,9 +133,10 @@ class EncoderDecoder(TextToText, kw_only=True):
         of the real tokens come first.
         """
         if mask is None:
-            tokens, _ = move_token_padding_last(tokens)
-            mask = Mask.padded(num_real_tokens(tokens))
-        return self.encoder(self.embed(tokens), mask=mask, shared_positions=self.positions)
+            tokens, _ = move_token_padding_last(tokens, self.ids.padding)
+            mask = Mask.padded(num_real_tokens(tokens, self.ids.padding))
+        x = self._embed_inputs(tokens)
+        return self.encoder(x, mask=mask, shared_positions=self.positions)
 
     @on_any_mesh
     def init_cache(
@@ -126,9 +147,8 @@ class EncoderDecoder(TextToText, kw_only=True):
         See `TextToText`, and `__call__` for the mask.
         """
         memory = self.encode_inputs(encoder_tokens, mask=mask)
-        layers = self.decoder.init_cache(
-            memory.encoded, memory, max_length=max_length, shared_positions=self.positions
-        )
+        x = jnp.zeros((encoder_tokens.shape[0], 0, self.d_model), memory.encoded.dtype)
+        layers = self.decoder.init_cache(x, memory, max_length=max_length, shared_positions=self.positions)
         return DecodingCache(layers, memory.mask)
 
     @on_any_mesh
@@ -139,9 +159,14 @@ class EncoderDecoder(TextToText, kw_only=True):
         )
         return x, dataclasses.replace(cache, layers=layers)
 
+    def _embed_inputs(self, tokens: jax.Array) -> jax.Array:
+        """Embeds the encoder's tokens ``[batch, k]``."""
+        if self.encoder_d_model is None:
+            return self.embed(tokens)
+        return self.look_up(self.encoder_embedding, tokens, self.encoder_embedding_scale)
 
-def _memory_mask(tokens: jax.Array, mask: Mask | None) -> Mask:
-    """Returns the mask of attention to encoded tokens ``[batch, k]``, given that of the encoder."""
-    if mask is None:
-        return Mask(key_lengths=num_real_tokens(tokens))
-    return Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid)
+    def _memory_mask(self, tokens: jax.Array, mask: Mask | None) -> Mask:
+        """Returns the mask of attention to encoded tokens ``[batch, k]``, given that of the encoder."""
+        if mask is None:
+            return Mask(key_lengths=num_real_tokens(tokens, self.ids.padding))
+        return Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid)

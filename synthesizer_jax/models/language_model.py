@@ -54,7 +54,7 @@ class LanguageModel(TextToText, kw_only=True):
             if rows.segments is not None:
                 mask = Mask.packed(rows.segments[1], causal=True, segments=rows.max_segments)
             elif counted is None:
-                counted = real_targets_mask(decoder_tokens)
+                counted = real_targets_mask(decoder_tokens, self.ids.padding)
             x = self.embed(decoder_tokens)
             return self.decoder(x, mask=mask, counted=counted)
         if rows.segments is not None:
@@ -62,9 +62,10 @@ class LanguageModel(TextToText, kw_only=True):
                 "LanguageModel: inputs and targets share a row here; train with data.pack=false, or on "
                 "targets alone with data.inputs_length=0"
             )
-        inputs = num_real_tokens(encoder_tokens)
-        row = _concatenate_rows(encoder_tokens, decoder_tokens, inputs)
-        counted = real_targets_mask(decoder_tokens) if counted is None else counted
+        inputs = num_real_tokens(encoder_tokens, self.ids.padding)
+        tokens, _ = move_token_padding_last(encoder_tokens, self.ids.padding)
+        row = _concatenate_rows(tokens, decoder_tokens, inputs)
+        counted = real_targets_mask(decoder_tokens, self.ids.padding) if counted is None else counted
         counted = _concatenate_rows(jnp.ones_like(encoder_tokens), counted.astype(row.dtype), inputs) > 0
         x = self.decoder(self.embed(row), mask=self._mask(inputs), counted=counted)
         index = inputs[:, None] + jnp.arange(decoder_tokens.shape[1])[None]
@@ -87,8 +88,8 @@ class LanguageModel(TextToText, kw_only=True):
     @on_any_mesh
     def init_cache(self, encoder_tokens: jax.Array, *, max_length: int) -> DecodingCache:
         """Reads the inputs and returns the cache from which `extend` decodes; see `TextToText`."""
-        inputs = num_real_tokens(encoder_tokens)
-        tokens, _ = move_token_padding_last(encoder_tokens)
+        inputs = num_real_tokens(encoder_tokens, self.ids.padding)
+        tokens, _ = move_token_padding_last(encoder_tokens, self.ids.padding)
         return self._read(tokens, self._mask(inputs, key_lengths=inputs), max_length=max_length)
 
     def _read(self, tokens: jax.Array, mask: Mask, *, max_length: int) -> DecodingCache:
@@ -104,16 +105,18 @@ class LanguageModel(TextToText, kw_only=True):
         """Reads the beginning of targets without inputs, such as a text that is to be continued.
 
         Args:
-          targets: ``[batch, k]`` integers; 0 is padding, on either side.
+          targets: ``[batch, k]`` integers, with padding on either side.
           max_length: number of further positions that `extend` may reach.
 
         Returns:
           The tokens ``[batch]`` that `extend` reads next, the last of every row or the first input of an
           empty one, and the cache before them.
         """
-        count = num_real_tokens(targets)
-        tokens, _ = move_token_padding_last(targets)
-        tokens = jnp.pad(tokens, ((0, 0), (1, 0)))  # the decoder's first input, then the targets
+        count = num_real_tokens(targets, self.ids.padding)
+        tokens, _ = move_token_padding_last(targets, self.ids.padding)
+        tokens = jnp.pad(
+            tokens, ((0, 0), (1, 0)), constant_values=self.ids.start
+        )  # the decoder's first input, then the targets
         last = jnp.take_along_axis(tokens, count[:, None], axis=1)[:, 0]  # [b]
         mask = Mask(causal=True, key_lengths=count)
         return last, self._read(tokens[:, :-1], mask, max_length=max_length)
@@ -128,9 +131,8 @@ class LanguageModel(TextToText, kw_only=True):
 def _concatenate_rows(inputs: jax.Array, targets: jax.Array, count: jax.Array) -> jax.Array:
     """Returns rows of `count` ``[batch]`` inputs followed by the targets, ``[batch, k + q]``, then zeros.
 
-    The inputs' padding may stand anywhere.
+    The inputs' padding is at the end.
     """
-    inputs, _ = move_token_padding_last(inputs)
     rows = jnp.concatenate([jnp.zeros_like(inputs), targets, jnp.zeros_like(inputs)], axis=1)
     position = jnp.arange(inputs.shape[1] + targets.shape[1])[None]
     # [b, k + q], the targets `count` positions to the right of the row's beginning.

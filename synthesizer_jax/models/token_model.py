@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention import Mask
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import check_types, fields_of, replace
-from synthesizer_jax.base.typing import Dtype, Length, PyTree
+from synthesizer_jax.base.typing import Dtype, Length, Positive, PyTree
 from synthesizer_jax.mixers.base import take_positions
 from synthesizer_jax.models.block import LayerCache
 from synthesizer_jax.models.stack import Stack, unstack_layers
 from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.primitives.mesh import map_over_batch, mesh_axes, on_any_mesh
 from synthesizer_jax.primitives.parameters import Variables, with_axes
-from synthesizer_jax.primitives.products import output_product
+from synthesizer_jax.primitives.products import cap_logits, output_product
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -38,8 +39,10 @@ class TokenModel(nn.Module, kw_only=True):
       embedding_scale: factor of the embedded tokens; √d_model in the original Transformer.
       logits_scale: factor of what the output projection reads; None: 1/√d_model where `tied` (T5
         1.0), else 1.
+      logits_soft_cap: logits x become ``cap · tanh(x / cap)`` (Gemma 2); None: they stay.
       dtype: dtype of the computation, ``"float32"`` or ``"bfloat16"`` (activations of T5's feed-forward
         layers overflow float16); parameters are float32.
+      ids: of padding, of the end of a text and of the decoder's first input.
     """
 
     vocab_size: Length
@@ -47,7 +50,9 @@ class TokenModel(nn.Module, kw_only=True):
     tied: bool = False
     embedding_scale: float = 1.0
     logits_scale: float | None = None
+    logits_soft_cap: Positive | None = None
     dtype: Dtype = "float32"
+    ids: SpecialIds = T5_IDS
     embedding_init: Initializer = Normal(1.0)
     logits_init: Initializer = FanIn()
 
@@ -67,19 +72,24 @@ class TokenModel(nn.Module, kw_only=True):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embeds tokens ``[batch, length]`` as ``[batch, length, d_model]`` in the computation's dtype."""
+        return self.look_up(self.embedding, tokens, self.embedding_scale)
+
+    def look_up(self, table: jax.Array, tokens: jax.Array, scale: float) -> jax.Array:
+        """Embeds tokens ``[batch, length]`` by a table ``[vocab, d]``, times a scale."""
         if mesh_axes("batch"):
-            x = map_over_batch(_embedding_lookup, self.embedding.astype(self.dtype), tokens)
+            x = map_over_batch(_embedding_lookup, table.astype(self.dtype), tokens)
         else:
-            x = jnp.take(self.embedding, tokens, axis=0)
-        return (x if self.embedding_scale == 1.0 else x * self.embedding_scale).astype(self.dtype)
+            x = jnp.take(table, tokens, axis=0)
+        return (x if scale == 1.0 else x * scale).astype(self.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns the float32 logits ``[batch, q, vocab]`` of states ``[batch, q, d_model]``."""
         kernel, scale = self.output_kernel()
-        return output_product(hidden * jnp.asarray(scale, hidden.dtype), kernel)
+        product = output_product(hidden * jnp.asarray(scale, hidden.dtype), kernel)
+        return cap_logits(product, self.logits_soft_cap)
 
     def output_kernel(self) -> tuple[jax.Array, float]:
-        """Returns the projection ``[d_model, vocab]`` and its input's factor, for the training loss."""
+        """Returns the projection ``[d_model, vocab]`` and its input's factor; `logits_soft_cap` follows."""
         scale = self.logits_scale
         if self.tied:
             return self.embedding.T, self.d_model**-0.5 if scale is None else scale
@@ -112,24 +122,24 @@ def _embedding_lookup_bwd(residuals: _Residuals, g: jax.Array) -> tuple[jax.Arra
 _embedding_lookup.defvjp(_embedding_lookup_fwd, _embedding_lookup_bwd)
 
 
-def num_real_tokens(tokens: jax.Array) -> jax.Array:
-    """Returns the number of real tokens per row, ``[batch]``; 0 is padding."""
-    return (tokens != 0).sum(axis=-1, dtype=jnp.int32)
+def num_real_tokens(tokens: jax.Array, padding: int) -> jax.Array:
+    """Returns the number of real tokens per row, ``[batch]``; `padding` is the id of others."""
+    return (tokens != padding).sum(axis=-1, dtype=jnp.int32)
 
 
-def move_token_padding_last(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Moves the padding (0) of rows ``[batch, n]`` to the end; returns them and the order.
+def move_token_padding_last(tokens: jax.Array, padding: int) -> tuple[jax.Array, jax.Array]:
+    """Moves the padding of rows ``[batch, n]`` to the end; returns them and the order.
 
     Models read inputs through this, so that padding on the left, or anywhere, changes nothing:
     positions count real tokens.
     """
-    order = jnp.argsort(tokens == 0, axis=1, stable=True)
+    order = jnp.argsort(tokens == padding, axis=1, stable=True)
     return take_positions(tokens, order), order
 
 
-def real_targets_mask(tokens: jax.Array) -> jax.Array:
-    """Returns the mask ``[batch, q]`` of shifted targets up to the last non-zero one; the first is real."""
-    last = jnp.max(jnp.where(tokens != 0, jnp.arange(tokens.shape[1])[None], 0), axis=1, initial=0)
+def real_targets_mask(tokens: jax.Array, padding: int) -> jax.Array:
+    """Returns the mask ``[batch, q]`` of shifted targets before the padding; the first is real."""
+    last = jnp.max(jnp.where(tokens != padding, jnp.arange(tokens.shape[1])[None], 0), axis=1, initial=0)
     return jnp.arange(tokens.shape[1])[None] <= last[:, None]
 
 
@@ -164,7 +174,7 @@ class Rows:
       segments: of packed rows the segment numbers of inputs ``[batch, k]`` and targets ``[batch, q]``,
         1, 2, … in the order of the row, 0 for padding; None: every row is one example.
       counted: ``[batch, q]`` bool, the positions with a target, over which modules average what they add
-        to a training loss (`LOSSES`); None: up to the last non-zero token, in packed rows all segments.
+        to a training loss (`LOSSES`); None: up to the padding, in packed rows all segments.
       max_segments: no row has more segments; lets terms of absolute positions run on unpacked rows.
     """
 
@@ -212,7 +222,7 @@ class TextToText(TokenModel, kw_only=True):
         """Returns the logits of every next token of the targets.
 
         Args:
-          encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
+          encoder_tokens: ``[batch, k]`` integers, with padding on either side.
           decoder_tokens: ``[batch, q]`` the targets shifted right by one, padded on the right.
           rows: which rows are packed; None: none.
 
@@ -247,7 +257,7 @@ class TextToText(TokenModel, kw_only=True):
         """Reads the inputs and returns the cache from which `extend` decodes.
 
         Args:
-          encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
+          encoder_tokens: ``[batch, k]`` integers, with padding on either side.
           max_length: number of target positions that `extend` may reach.
 
         Raises:
@@ -260,7 +270,7 @@ class TextToText(TokenModel, kw_only=True):
 
         Args:
           tokens: ``[batch · n, q]`` the targets' next tokens, n rows for each example; first the
-            start token (T5: 0).
+            start token.
           cache: from `init_cache` or the step before; its rows are those of the tokens.
 
         Returns:

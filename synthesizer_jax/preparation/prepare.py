@@ -32,7 +32,7 @@ from synthesizer_jax.data.prepared import (
     rows_file,
 )
 from synthesizer_jax.data.task_streams import SIDES
-from synthesizer_jax.data.vocabularies import EOS, index_by_tokens
+from synthesizer_jax.data.vocabularies import Vocabulary, index_by_tokens
 from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.preparation.rows import Batch, num_files, read_task, reading_errors
 from synthesizer_jax.tasks import task_registry
@@ -149,7 +149,7 @@ def _prepare_split(
     epochs, old = epochs or (before.epochs if before else 1), set(before.files if before else ())
     task = task_registry.find_task(request.task)
     files = num_files(task, request.split, prepared)
-    needs_lengths, keep_last = _truncation(task)
+    needs_lengths, keep_last = _truncation(task, prepared.vocabulary)
     fixed = dict(lengths or {}) if needs_lengths else None
     if fixed == {}:
         raise ValueError(
@@ -251,7 +251,7 @@ def _count_targets(
     vocabulary, limit = job.prepared.vocabulary, job.targets_length
     sentinel = [vocabulary.vocab_size - 1] * task.sentinel
     texts: list[list[int]] = [[], vocabulary.encode(UNKNOWN)]
-    hidden = {(*text, *sentinel, *end) for text in texts for end in ((), (EOS,))}
+    hidden = {(*text, *sentinel, *end) for text in texts for end in ((), (vocabulary.eos_id,))}
     for chunk in chunks:
         ids, ends = chunk.targets
         lengths = np.diff(ends)
@@ -290,12 +290,13 @@ def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Sh
     return Shard(key, examples, tokens, checksum)
 
 
-def _truncation(task: Task) -> tuple[bool, dict[str, int]]:
+def _truncation(task: Task, vocabulary: Vocabulary) -> tuple[bool, dict[str, int]]:
     """Returns whether the steps of a task depend on the lengths of rows otherwise than by truncating them,
     and how many last tokens of every side remain then.
     """
     if not isinstance(task, RegisteredTask):
-        return False, dict.fromkeys(SIDES, 1 + task.sentinel)
+        after = {"inputs": len(vocabulary.around_inputs[1]), "targets": 1}
+        return False, {side: count + task.sentinel for side, count in after.items()}
     features, own = task.original.output_features, seqio.preprocessors
     steps = [getattr(step, "func", step) for step in task.original.preprocessors]
     others = [step for step in steps if step not in (own.append_eos_after_trim, own.append_eos)]

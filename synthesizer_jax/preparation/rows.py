@@ -18,7 +18,7 @@ from etils import epy
 
 from synthesizer_jax.data.prepared import Chunk, PreparedTasks, RaggedTokens
 from synthesizer_jax.data.task_streams import CHUNK, SIDES
-from synthesizer_jax.data.vocabularies import EOS, SentencePiece, Vocabulary
+from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
 from synthesizer_jax.tasks import stored
 from synthesizer_jax.tasks.preprocessors import Row, takes_batches
 from synthesizer_jax.tasks.seqio_tasks import RegisteredTask, seqio_vocabulary
@@ -123,7 +123,8 @@ def _read_texts(task: Task, split: str, data_dir: pathlib.Path, shard: tuple[int
 def encode(texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary) -> tf.data.Dataset:
     """Adds the tokens to batches of a task's rows."""
     sentinel, theirs = [vocabulary.vocab_size - 1] * task.sentinel, seqio_vocabulary(vocabulary)
-    around = {"inputs": ([], [*sentinel, EOS]), "targets": (sentinel, [EOS])}
+    first, last = vocabulary.around_inputs
+    around = {"inputs": (first, [*sentinel, *last]), "targets": (sentinel, [vocabulary.eos_id])}
     if "targets" not in texts.element_spec:
         raise ValueError(f"the rows of the task {task.name!r} have no targets")
 

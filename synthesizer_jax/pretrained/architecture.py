@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 
 from synthesizer_jax.alignments import DotProduct, Mixture, RelativeBias
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import to_json
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
@@ -45,6 +46,7 @@ class Architecture:
       scaled: the decoder's outputs are divided by √d_model before that projection (T5 1.0).
       bias_per_layer: every layer has a relative bias of its own (umT5), not the first of a stack.
       dropout_rate: one rate for all dropouts.
+      ids: of padding, of the end and of the start.
     """
 
     vocab_size: int
@@ -62,6 +64,7 @@ class Architecture:
     bias_per_layer: bool = False
     epsilon: float = 1e-6
     dropout_rate: float = 0.1
+    ids: SpecialIds = T5_IDS
 
     def build(self) -> EncoderDecoder | Encoder:
         """Returns the unbound model."""
@@ -86,13 +89,14 @@ class Architecture:
         scale = self.d_model**-0.5 if self.scaled else 1.0
         encoder = stack(self.num_layers, None)
         if not self.num_decoder_layers:
-            return Encoder(vocab_size=self.vocab_size, d_model=self.d_model, encoder=encoder)
+            return Encoder(vocab_size=self.vocab_size, d_model=self.d_model, encoder=encoder, ids=self.ids)
         return EncoderDecoder(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
             encoder=encoder,
             decoder=stack(self.num_decoder_layers, attention),
             tied=self.tied,
+            ids=self.ids,
             logits_scale=None if self.scaled == self.tied else scale,
         )
 
@@ -105,19 +109,15 @@ class Architecture:
         """
         if not isinstance(model, EncoderDecoder | Encoder):
             raise ValueError(f"a {type(model).__name__} is not a T5; only T5s can be exported")
-        block = model.encoder.runs[0].block
-        mixer, feed_forward = block.self_mixer, block.feed_forward
-        if not isinstance(mixer, Attention) or not isinstance(feed_forward, FeedForward):
-            other = mixer if isinstance(feed_forward, FeedForward) else feed_forward
-            raise ValueError(_other_part("encoder.layers.0", type(other).__name__))
+        block, mixer, feed_forward = first_block(model.encoder, "encoder")
         alignment, bias = mixer.alignment, model.encoder.bias
         if bias is None and isinstance(alignment, Mixture):
             bias = next((part for part in alignment.parts if isinstance(part, RelativeBias)), None)
         if bias is None and not isinstance(alignment, DotProduct):
             path = "encoder.layers.0.self_mixer.alignment"
-            raise ValueError(_other_part(path, type(alignment).__name__))
+            raise ValueError(other_part(path, type(alignment).__name__))
         if not isinstance(bias, RelativeBias):
-            raise ValueError(_other_part("encoder.bias", bias and type(bias).__name__))
+            raise ValueError(other_part("encoder.bias", bias and type(bias).__name__))
         decoder = model.decoder if isinstance(model, EncoderDecoder) else None
         tied = model.tied
         architecture = cls(
@@ -136,12 +136,32 @@ class Architecture:
             bias_per_layer=model.encoder.bias is None,
             epsilon=block.norm.epsilon if isinstance(block.norm, RMSNorm) else 1e-6,
             dropout_rate=block.dropout_rate,
+            ids=model.ids,
         )
-        expected, given = (dict(_settings(to_json(m))) for m in (architecture.build(), model))
-        for path in sorted(expected.keys() | given.keys()):
-            if expected.get(path) != given.get(path):
-                raise ValueError(_other_part(path, given.get(path)))
+        check_same_function(model, architecture.build())
         return architecture
+
+
+def first_block(stack: Stack, name: str) -> tuple[Block, Attention, FeedForward]:
+    """Returns the first block of a stack, its attention and its feed-forward layer.
+
+    Raises:
+      ValueError: it has others in their places.
+    """
+    block = stack.runs[0].block
+    mixer, feed_forward = block.self_mixer, block.feed_forward
+    if not isinstance(mixer, Attention) or not isinstance(feed_forward, FeedForward):
+        other = mixer if isinstance(feed_forward, FeedForward) else feed_forward
+        raise ValueError(other_part(f"{name}.layers.0", type(other).__name__))
+    return block, mixer, feed_forward
+
+
+def check_same_function(model: nn.Module, published: nn.Module) -> None:
+    """Raises a `ValueError` that names what a model computes otherwise than a published one."""
+    expected, given = (dict(_settings(to_json(m))) for m in (published, model))
+    for path in sorted(expected.keys() | given.keys()):
+        if expected.get(path) != given.get(path):
+            raise ValueError(other_part(path, given.get(path)))
 
 
 def with_output_of_t5(model: TokenModel, params: PyTree) -> tuple[TokenModel, PyTree]:
@@ -188,7 +208,7 @@ def _settings(data: Any, path: str = "") -> Iterator[tuple[str, object]]:
         yield path, data
 
 
-def _other_part(path: str, value: object) -> str:
+def other_part(path: str, value: object) -> str:
     """Returns the message for a part that no T5 has."""
     return (
         f"{path} is {value!r}, which no published T5 has; other libraries have T5s alone, so this model "

@@ -99,7 +99,8 @@ def _experiment(
             f"{source} holds an encoder alone, which is not trained here; use it with "
             "synthesizer_jax.load and synthesizer_jax.encode"
         )
-    size = vocabulary.build().vocab_size
+    vocabulary.build().check_ids(model.ids)
+    size = vocabulary.vocab_size
     if size > model.vocab_size:
         raise ValueError(
             f"the vocabulary has {size} ids, but the embedding of {source} has {model.vocab_size} rows; "

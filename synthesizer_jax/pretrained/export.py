@@ -16,6 +16,7 @@ from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.huggingface.config import read_json
 from synthesizer_jax.pretrained.huggingface.export import write_folder
 from synthesizer_jax.pretrained.huggingface.peft import write_adapters
+from synthesizer_jax.pretrained.huggingface.t5gemma import is_t5gemma
 from synthesizer_jax.pretrained.t5x import write_checkpoint
 from synthesizer_jax.runs.saved import find_checkpoint, open_vocabulary
 from synthesizer_jax.serving.programs import Limits, write_directory
@@ -97,9 +98,10 @@ def _export_adapters(
 
 def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:
     """Returns the text of a model card: the recipe, its data, results (or None) and versions."""
+    kind = "A T5Gemma" if is_t5gemma(experiment.model) else "A T5"
     sections = [
         "---\nlibrary_name: transformers\ntags: [t5, synthesizer_jax]\n---",
-        f"# A T5 after {step:,} steps of training" if step else "# A T5, converted",
+        f"# {kind} after {step:,} steps of training" if step else f"# {kind}, converted",
         f"Written by synthesizer_jax {__version__} with jax {jax.__version__}.",
     ]
     if step:

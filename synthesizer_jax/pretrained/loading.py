@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -107,6 +108,7 @@ def load(
                 "name one with 'synthesizer-jax convert --vocabulary'"
             )
         vocabulary, model = pretrained.vocabulary.build(), pretrained.model
+        vocabulary.check_ids(model.ids)
         params = read_params(pretrained, mesh, dtype)
     return Loaded(replace(model, dtype=dtype or model.dtype), {"params": params}, vocabulary)
 
@@ -195,16 +197,18 @@ def encode(
     if pad_to is None:
         states = predictor.states(ids)
     else:
-        rows = [np.pad(row, (0, pad_to - len(row))) for row in ids]
-        states = predictor.states(rows, (lambda _: Mask()) if attend_to_padding else _see_real_tokens)
+        padding = loaded.model.ids.padding
+        rows = [np.pad(row, (0, pad_to - len(row)), constant_values=padding) for row in ids]
+        see = (lambda _: Mask()) if attend_to_padding else functools.partial(_see_real, padding=padding)
+        states = predictor.states(rows, see)
     if pad_to is None if pool is None else pool:
         return np.stack([x[: len(row)].mean(axis=0) for x, row in zip(states, ids, strict=True)])
     return states if pad_to is None else np.stack(states)
 
 
-def _see_real_tokens(tokens: jax.Array) -> Mask:
+def _see_real(tokens: jax.Array, *, padding: int) -> Mask:
     """Returns the mask in which padding, too, sees the real tokens ``[batch, k]``, as in transformers."""
-    return Mask(key_lengths=num_real_tokens(tokens), query_valid=jnp.ones_like(tokens, bool))
+    return Mask(key_lengths=num_real_tokens(tokens, padding), query_valid=jnp.ones_like(tokens, bool))
 
 
 def _predictor(loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding) -> Predictor:

@@ -44,15 +44,22 @@ def _layer_norm(x: jax.Array, epsilon: float, scale_and_bias: tuple[jax.Array, j
 
 @register
 class RMSNorm(nn.Module):
-    """T5's normalization, ``x / √(mean x² + ε) · scale``, statistics in float32, no bias."""
+    """T5's normalization, ``x / √(mean x² + ε) · (offset + scale)``, statistics in float32, no bias.
+
+    Attributes:
+      epsilon: ε.
+      offset: of the factor of a feature, which starts as 1: 0 in T5, 1 in Gemma.
+    """
 
     epsilon: Positive = 1e-6
+    offset: float = 0.0
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalizes ``[..., d]``."""
-        scale = self.param("scale", with_axes(nn.initializers.ones_init(), "norm"), x.shape[-1:])
-        return _rms_norm(x, self.epsilon, scale)
+        init = nn.initializers.constant(1.0 - self.offset)
+        scale = self.param("scale", with_axes(init, "norm"), x.shape[-1:])
+        return _rms_norm(x, self.epsilon, scale + self.offset if self.offset else scale)
 
 
 @register

@@ -108,7 +108,8 @@ def open_vocabulary(
       model: the run's.
 
     Raises:
-      ValueError: the model's embedding has fewer rows than the vocabulary has ids.
+      ValueError: the model's embedding has fewer rows than the vocabulary has ids, or its `ids`
+        are not those of the vocabulary.
     """
     config = with_absolute_path(vocabulary, directory)
     assert config is not None
@@ -118,4 +119,5 @@ def open_vocabulary(
             f"the vocabulary has {built.vocab_size} ids but model.vocab_size={model.vocab_size}; set "
             "model.vocab_size to at least that"
         )
+    built.check_ids(model.ids)
     return built

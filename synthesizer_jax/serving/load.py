@@ -33,15 +33,18 @@ class Model:
             self.pieces = library.SentencePieceProcessor(str(path))
 
     def tokens(self, texts: list[str], limit: int) -> np.ndarray:
-        """Returns ``[texts, n]`` ids, each with EOS; n is a power of two, or the limit."""
+        """Returns ``[texts, n]`` ids, each with EOS, or BOS; n is a power of two, or the limit."""
         encode = self.pieces.encode if self.pieces else lambda text: [x + 3 for x in text.encode()]
         rows = [encode(text)[: limit - 1] for text in texts]
         n = limit if self.info["lengths"] == "fixed" else 1 << max(map(len, rows)).bit_length()
-        return np.array([[*r, 1] + [0] * (min(limit, n) - len(r) - 1) for r in rows], np.int32)
+        padding, (first, last) = self.info["ids"]["padding"], self.info["around_inputs"]
+        rows = [[*first, *r, *last] + [padding] * (min(limit, n) - len(r) - 1) for r in rows]
+        return np.array(rows, np.int32)
 
     def text(self, ids: list[int]) -> str:
         """Returns the text of the ids before EOS."""
-        ids = ids[: [*ids, 1].index(1)]
+        end = self.info["ids"]["end"]
+        ids = ids[: [*ids, end].index(end)]
         if p := self.pieces:
             return str(p.decode([i if i < len(p) else p.unk_id() for i in ids]))
         return bytes(i - 3 for i in ids if 2 < i < 259).decode("utf-8", "ignore")

@@ -86,6 +86,8 @@ def write_directory(
         "platforms": PLATFORMS,
         "lengths": lengths,
         "limits": fields_of(limits),
+        "ids": fields_of(model.ids),
+        "around_inputs": vocabulary.around_inputs,
         "vocabulary": "bytes" if isinstance(vocabulary, Bytes) else "sentencepiece",
         "sha256": {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())

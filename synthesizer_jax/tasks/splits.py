@@ -7,6 +7,7 @@ import logging
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
 
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.pipeline import Member, Stream
@@ -148,6 +149,7 @@ def open_stream(
     vocabulary: Vocabulary,
     *,
     data_dir: pathlib.Path,
+    ids: SpecialIds = T5_IDS,
     shards: Sequence[int] | None = None,
     saved: Sequence[int] | None = None,
 ) -> Stream:
@@ -185,4 +187,4 @@ def open_stream(
                 "are known, or leave such rows out"
             )
         members[name] = Member(rates[name], examples, objective)
-    return Stream(config, members, vocabulary=vocabulary, shards=shards, saved=saved)
+    return Stream(config, members, vocabulary=vocabulary, ids=ids, shards=shards, saved=saved)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.attention.partition import match_varying_axes
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.primitives.products import plain_output_product
+from synthesizer_jax.primitives.products import cap_logits, plain_output_product
 
 
 @jax.tree_util.register_dataclass
@@ -43,6 +43,7 @@ class _Settings(NamedTuple):
     z_loss: float
     smoothing: float
     scale: float = 1.0
+    soft_cap: float | None = None
 
 
 class _Sums(NamedTuple):
@@ -102,6 +103,7 @@ def chunked_cross_entropy(
     scale: float = 1.0,
     z_loss: float = 1e-4,
     label_smoothing: float = 0.0,
+    soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> LossSums:
     """`cross_entropy` of ``(scale · hidden) kernel`` without ever holding all logits.
@@ -118,6 +120,7 @@ def chunked_cross_entropy(
       scale: factor of `hidden` (1/√d for tied embeddings).
       z_loss: coefficient of log² Z.
       label_smoothing: ε.
+      soft_cap: logits x become ``soft_cap · tanh(x / soft_cap)``; None: they stay.
       chunk: maximum number of tokens per chunk; None: an eighth of them, but 512 to 2,048. Every chunk
         reads and writes the kernel's whole gradient.
     """
@@ -130,7 +133,7 @@ def chunked_cross_entropy(
     x = jnp.pad(x, ((0, padding), (0, 0))).reshape(num_chunks, size, d)
     y, w = (jnp.pad(a, (0, padding)).reshape(num_chunks, size) for a in (y, w))
     arrays = match_varying_axes(x, kernel, y, w)
-    sums = _chunked_losses(*arrays, _Settings(z_loss, label_smoothing, scale))
+    sums = _chunked_losses(*arrays, _Settings(z_loss, label_smoothing, scale, soft_cap))
     return LossSums(*sums, weights.sum())
 
 
@@ -259,12 +262,15 @@ def _scan_chunks(
         sums, dkernel = carry
         x, y, w = chunk
         x = x * jnp.asarray(settings.scale, x.dtype)
-        logits = plain_output_product(x, cast_kernel)
+        logits = cap_logits(plain_output_product(x, cast_kernel), settings.soft_cap)
         chunk_sums, stats = _losses(logits, y, w, settings)
         sums = jax.tree.map(jnp.add, sums, chunk_sums)
         if not gradient:
             return (sums, None), None
-        dlogits = _logits_gradient(logits, y, w, stats, settings, 1.0).astype(x.dtype)
+        dlogits = _logits_gradient(logits, y, w, stats, settings, 1.0)
+        if settings.soft_cap is not None:
+            dlogits *= 1.0 - jnp.square(logits / settings.soft_cap)
+        dlogits = dlogits.astype(x.dtype)
         dkernel += jax.lax.dot_general(  # dK += xᵀ dl
             x, dlogits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )

@@ -101,6 +101,7 @@ def run(
                 experiment.data,
                 prepared.vocabulary,
                 data_dir=data_path,
+                ids=experiment.model.ids,
                 shards=trainer.shards,
                 saved=trainer.saved_shards,
             )
@@ -179,6 +180,8 @@ def missing_preparation(
     name = vocabulary.path if isinstance(vocabulary, SentencePiece) else "bytes"
     options = ["--vocabulary", name, "--extra-ids", str(vocabulary.extra_ids)]
     generated = synthetic.vocabulary(data_dir).file
+    if isinstance(vocabulary, SentencePiece) and vocabulary.bos:
+        options.append("--bos")
     if isinstance(vocabulary, SentencePiece) and vocabulary.file == generated:
         options = []  # it is generated with the data
     if options or generated.is_file():

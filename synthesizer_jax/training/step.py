@@ -14,7 +14,7 @@ from synthesizer_jax.models import LOSSES, Encoder, Rows, TextToText
 from synthesizer_jax.optimizers.rules import RuledOptimizer, merge_entries
 from synthesizer_jax.primitives.mesh import map_over_batch, mesh_axes
 from synthesizer_jax.primitives.parameters import Variables, apply_method
-from synthesizer_jax.primitives.products import output_product
+from synthesizer_jax.primitives.products import cap_logits, output_product
 from synthesizer_jax.training.adapters import adapted_variables
 from synthesizer_jax.training.experiment import Training
 from synthesizer_jax.training.losses import LossSums, chunked_cross_entropy, cross_entropy, loss_denominator
@@ -121,12 +121,14 @@ def loss_sums(
             scale=scale,
             z_loss=z_loss,
             label_smoothing=label_smoothing,
+            soft_cap=model.logits_soft_cap,
         )
 
     if kernel is None or targets.size * kernel.shape[1] <= DENSE_LOGITS:
         logits = states
         if kernel is not None:
             logits = output_product(states * jnp.asarray(scale, states.dtype), kernel)
+            logits = cap_logits(logits, model.logits_soft_cap)
         sums = cross_entropy(
             logits, targets, weights=weights, z_loss=z_loss, label_smoothing=label_smoothing
         )
@@ -261,7 +263,7 @@ def make_train_step(
             gradients, sums = jax.lax.scan(add_part, zeros, (jnp.arange(parts), split))[0]
         gradients = optimizer.mask_gradients(gradients)
         real_targets = jnp.maximum(sums.weight, 1.0)
-        tokens = (batch["encoder_input_tokens"] != 0).sum() + sums.weight
+        tokens = (batch["encoder_input_tokens"] != model.ids.padding).sum() + sums.weight
         metrics = {
             "loss": sums.loss / real_targets,
             "z_loss": sums.z_loss / real_targets,

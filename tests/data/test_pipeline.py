@@ -332,6 +332,8 @@ def test_classes_are_told_apart_by_all_of_their_tokens() -> None:
             classes.index(np.array(small.ids(wrong)), owner="x")
 
     class Unknowing:
+        eos_id = 1
+
         def encode(self, text: str) -> list[int]:
             return [2]
 

@@ -7,6 +7,7 @@ import pytest
 import sentencepiece
 import seqio
 
+from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
 from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary
@@ -58,11 +59,15 @@ def test_the_same_on_t5s_own_model(real_data):
     assert [ours.encode(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
 
 
-def test_a_foreign_file_is_one_sentence(tmp_path):
+def test_ids_that_a_model_does_not_have_are_one_sentence(tmp_path):
     path = tmp_path / "vocabulary.model"
     with path.open("wb") as file:  # SentencePiece's defaults: unknown 0, BOS 1, EOS 2, no padding
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(["a b c d"] * 9), model_writer=file, vocab_size=9, minloglevel=2
         )
-    with pytest.raises(ValueError, match=r"vocabulary\.model has padding -1 and EOS 2 where T5's"):
-        SentencePiece(str(path)).build()
+    vocabulary = SentencePiece(str(path)).build()
+    assert vocabulary.around_inputs == ([], [2]) and vocabulary.decode([3, 2, 4]) == vocabulary.decode([3])
+    vocabulary.check_ids(SpecialIds(padding=1, end=2))
+    for ids, message in (((0, 1), "has EOS 2 but model.ids.end=1"), ((5, 2), "padding=5 is text")):
+        with pytest.raises(ValueError, match=message):
+            vocabulary.check_ids(SpecialIds(*ids))

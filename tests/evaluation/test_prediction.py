@@ -31,6 +31,8 @@ RTE = ("entailment", "not_entailment")
 class Letters:
     """Letters as ids from 2 on."""
 
+    eos_id, around_inputs = 1, ([], [1])
+
     def encode(self, s):
         return [ord(c) - ord("a") + 2 for c in s]
 

@@ -5,13 +5,14 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
+from synthesizer_jax.base.ids import T5_IDS
 from synthesizer_jax.models import DecodingCache, LayerCache
 
 
 class Table:
     """A decoding step whose logits are looked up by position and a code of all tokens so far."""
 
-    CODES = 7
+    CODES, ids = 7, T5_IDS
 
     def __init__(self, logits):
         self.table = jnp.asarray(logits)  # [examples, positions, codes, vocab]

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from synthesizer_jax.inference import Decoding, decode_sequences, score_targets
-from synthesizer_jax.inference.decoder import EOS, Constraints
+from synthesizer_jax.inference.decoder import Constraints
 from synthesizer_jax.inference.decoding import run_decoding
 from synthesizer_jax.inference.sampling import Sampling, decode_rows, keep_most_probable
 from synthesizer_jax.models import Size, alignment, t5
@@ -218,8 +218,8 @@ def test_a_language_models_prompt_counts_as_repeated_wherever_its_padding_is(met
             tokens = [*prompt[prompt > 0], *tokens[tokens > 0]]
             assert len(set(tokens)) == len(tokens) > (prompt > 0).sum()
     # All tokens are in the input; its own end does not count.
-    spent = run(jnp.array([[*range(2, 2 * VOCAB), EOS]])).tokens
-    assert (np.asarray(spent)[0, 0, :2] == (EOS, 0)).all()
+    spent = run(jnp.array([[*range(2, 2 * VOCAB), 1]])).tokens
+    assert (np.asarray(spent)[0, 0, :2] == (1, 0)).all()
 
 
 def test_a_sample_depends_on_its_seed_example_and_number_alone(trained):

@@ -87,8 +87,12 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
     [
         # What the model is comes before its ids and sizes.
         *(
-            (CONFIG, {"model_type": name, **fields}, f"model_type is '{name}'; allowed: 't5', 'mt5'")
-            for name, fields in (("llama", {"pad_token_id": None}), ("t5gemma", {"d_model": None}))
+            (
+                CONFIG,
+                {"model_type": name, "d_model": None},
+                f"model_type is '{name}', {what}.*give the folder",
+            )
+            for name, what in (("llama", "a language model"), ("t5gemma2", "T5Gemma 2"), ("x", "another"))
         ),
         (
             CONFIG,
@@ -99,11 +103,13 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
         (CONFIG, {"num_layers": 1000}, "num_layers is 1000; allowed: 1 to 256"),
         (CONFIG, {"feed_forward_proj": "x" * 10**6}, "feed_forward_proj is 'x{56}…; allowed"),
         (CONFIG, {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected bool"),
-        (CONFIG, {"decoder_start_token_id": 5}, "models here have 0"),
-        (CONFIG, {"forced_bos_token_id": 250}, "forced_bos_token_id is 250, .* have null"),
+        (CONFIG, {"eos_token_id": True}, "eos_token_id is True, but models here have one id"),
+        (CONFIG, {"eos_token_id": 2}, "has EOS 1 but model.ids.end=2"),
+        (CONFIG, {"forced_bos_token_id": 250}, "forced_bos_token_id is 250, .* force no token"),
         (CONFIG, {"num_layers": 3}, "encoder.block.2.layer.0.SelfAttention.q.weight is missing"),
         (CONFIG, {"vocab_size": 400}, r"shared.weight is \(384, 20\), not \(400, 20\)"),
         (CONFIG, {"model_type": "umt5"}, "encoder.block.1.*relative_attention_bias"),
+        (GENERATION, {"pad_token_id": 2}, "pad_token_id is 2, but config.json has 0"),
         (GENERATION, {"eos_token_id": [1, 2]}, r"generation_config.json .*eos_token_id is \[1, 2\]"),
         (GENERATION, {"eos_token_id": [1], "forced_eos_token_id": None}, None),
     ],

@@ -8,6 +8,7 @@ import pathlib
 from typing import Annotated, Any, TypeAlias
 
 from synthesizer_jax.base.files import describing
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import check_types, format_value
 from synthesizer_jax.base.typing import Choices, Length, Range, Rate
 from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture
@@ -15,17 +16,27 @@ from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
-IDS: dict[str, object] = {
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "decoder_start_token_id": 0,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-}
-"""Ids of both files, and T5's values, which models here have."""
+IDS = {"pad_token_id": "padding", "eos_token_id": "end", "decoder_start_token_id": "start"}
+"""Ids of both files, and the fields of `SpecialIds`."""
+
+FORCED = ("forced_bos_token_id", "forced_eos_token_id")
+"""Tokens that transformers can force, and models here cannot."""
+
+TAKEN = "T5, FLAN-T5, ByT5, UL2, MADLAD, mT5, umT5 or T5Gemma"
+T5GEMMA = "t5gemma"
 
 CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
 """Values of ``model_type``, and the first part of the names of transformers' classes."""
+
+_OTHERS = {
+    "T5Gemma 2, whose decoder attends to itself and to the encoder at once": ("t5gemma2",),
+    "LongT5, whose encoder attends locally or to summaries of blocks": ("longt5",),
+    "Switch Transformers, a mixture of experts": ("switch_transformers",),
+    "an encoder of another architecture": ("bert", "roberta", "modernbert", "deberta-v2", "electra"),
+    "a language model without an encoder": ("llama", "mistral", "gemma2", "gemma3_text", "qwen3", "gpt2"),
+    "an encoder-decoder of another architecture": ("bart", "mbart", "marian", "pegasus", "m2m_100"),
+}
+"""Values of ``model_type`` that are not taken, by what they are."""
 
 ACTIVATIONS = {
     "relu": ("relu",),
@@ -77,17 +88,29 @@ def read_config(folder: pathlib.Path, *, output: bool | None, encoder_only: bool
     that is not known. `encoder_only` makes the architecture that of the encoder alone.
     """
     path = folder / CONFIG
+    data = read_json(path)
+    with describing(path, f"give the folder of a {TAKEN}"):
+        architecture = _architecture(data, output, encoder_only)
+    return dataclasses.replace(architecture, ids=read_ids(folder, data))
+
+
+def read_model_type(folder: pathlib.Path) -> str:
+    """Returns the ``model_type`` of a folder, which is taken here.
+
+    Raises:
+      FileNotFoundError: the folder holds no configuration.
+      ValueError: it is another; the message says what it is, if that is known.
+    """
+    path = folder / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {CONFIG}; give a folder that transformers has saved")
-    data = read_json(path)
-    with describing(path, "give the folder of a T5, FLAN-T5, ByT5, UL2, mT5 or umT5"):
-        architecture = _architecture(data, output, encoder_only)
-    for file in (path, folder / GENERATION_CONFIG):
-        if file.is_file():
-            config = read_json(file)
-            with describing(file, "change it if the model was trained with T5's ids"):
-                _check_ids(config)
-    return architecture
+    found = read_json(path).get("model_type", "t5")
+    if found not in (*CLASSES, T5GEMMA):
+        what = next((kind for kind, names in _OTHERS.items() if found in names), "another architecture")
+        raise ValueError(
+            f"{path}: model_type is {format_value(found)}, {what}; give the folder of a {TAKEN}"
+        )
+    return str(found)
 
 
 Layers: TypeAlias = Annotated[int, Range(1, MOST_LAYERS)]
@@ -97,7 +120,7 @@ Layers: TypeAlias = Annotated[int, Range(1, MOST_LAYERS)]
 class _Config:
     """The fields of ``config.json`` that are read, in the order of checks, with transformers' defaults."""
 
-    model_type: Annotated[str, Choices(tuple(CLASSES))] = "t5"
+    model_type: str = "t5"
     vocab_size: Length
     d_model: Length
     d_kv: Length
@@ -150,14 +173,35 @@ def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool)
     )
 
 
-def _check_ids(config: dict[str, Any]) -> None:
-    """Raises a `ValueError` if a file has other ids than T5's; version 5 may list the one EOS."""
-    for name, expected in IDS.items():
-        value = config.get(name, expected)
-        if value not in (expected, [expected]):
-            raise ValueError(
-                f"{name} is {format_value(value)}, but models here have {json.dumps(expected)}"
-            )
+def read_ids(folder: pathlib.Path, config: dict[str, Any], unsaid: SpecialIds = T5_IDS) -> SpecialIds:
+    """Returns the ids that a folder's two files name, and those of `unsaid` where they do not.
+
+    Raises:
+      ValueError: they name different ones, several, or a token that is forced.
+    """
+    found: dict[str, int] = {}
+    generation = folder / GENERATION_CONFIG
+    files = {folder / CONFIG: config}
+    if generation.is_file():
+        files[generation] = read_json(generation)
+    for file, values in files.items():
+        with describing(file, "change it, or take another model"):
+            for name, value in values.items():
+                if name in FORCED and value is not None:
+                    raise ValueError(f"{name} is {format_value(value)}, but models here force no token")
+                if name not in IDS or value is None:
+                    continue
+                ids = value if isinstance(value, list) else [value]  # version 5 may list the one EOS
+                if len(ids) != 1 or isinstance(ids[0], bool) or not isinstance(ids[0], int):
+                    raise ValueError(f"{name} is {format_value(value)}, but models here have one id")
+                if found.setdefault(IDS[name], ids[0]) != ids[0]:
+                    raise ValueError(f"{name} is {ids[0]}, but {CONFIG} has {found[IDS[name]]}")
+    return dataclasses.replace(unsaid, **found)
+
+
+def write_ids(ids: SpecialIds) -> dict[str, object]:
+    """Returns the fields of both files that name ids."""
+    return {theirs: getattr(ids, ours) for theirs, ours in IDS.items()} | dict.fromkeys(FORCED)
 
 
 def _version(config: _Config) -> int:
@@ -185,6 +229,6 @@ def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:
         "feed_forward_proj": activations[a.activations],
         "is_encoder_decoder": True,
         "tie_word_embeddings": a.tied,
-        **IDS,
+        **write_ids(a.ids),
         "torch_dtype": dtype,
     }

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
+from synthesizer_jax.models import EncoderDecoder
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
-from synthesizer_jax.pretrained.huggingface.config import CONFIG, GENERATION_CONFIG, IDS, write_config
+from synthesizer_jax.pretrained.huggingface import t5gemma
+from synthesizer_jax.pretrained.huggingface.config import CONFIG, GENERATION_CONFIG, write_config, write_ids
 from synthesizer_jax.pretrained.huggingface.names import torch_name
-from synthesizer_jax.pretrained.huggingface.tokenizer import SENTENCEPIECE, TOKENIZER_CONFIG
+from synthesizer_jax.pretrained.huggingface.t5gemma import T5Gemma, is_t5gemma
+from synthesizer_jax.pretrained.huggingface.tokenizer import GEMMA, SENTENCEPIECE, TOKENIZER_CONFIG
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
-from synthesizer_jax.pretrained.tensors import correspondences, named_tensors
+from synthesizer_jax.pretrained.tensors import NameOf, correspondences, named_tensors
 from synthesizer_jax.primitives.parameters import Variables
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 CARD = "README.md"
+
+
+class Kind(NamedTuple):
+    """The fields of a model's ``config.json`` for the dtype of its tensors, and their names."""
+
+    config: Callable[[str], dict[str, Any]]
+    name_of: NameOf
+
+
+def kind_of(model: TokenModel) -> Kind:
+    """Returns how transformers has a model with looped layers.
+
+    Raises:
+      ValueError: it has none such; the message names a part that differs.
+    """
+    if is_t5gemma(model):
+        whole = isinstance(model, EncoderDecoder)
+        name_of = t5gemma.torch_name if whole else t5gemma.torch_name_in_encoder
+        return Kind(T5Gemma.of(model).write, name_of)
+    return Kind(functools.partial(write_config, Architecture.of(model)), torch_name)
 
 
 def write_folder(
@@ -43,11 +69,13 @@ def write_folder(
     """
     if dtype not in DTYPES:
         raise ValueError(f"the dtype is {dtype!r}; use {' or '.join(DTYPES)}")
-    model, params = with_output_of_t5(model, variables["params"])
-    config = write_config(Architecture.of(model), dtype)
-    _write_json(folder / CONFIG, config)
-    _write_json(folder / GENERATION_CONFIG, IDS)
-    tensors = named_tensors(params, correspondences(model, torch_name))
+    params = variables["params"]
+    if not is_t5gemma(model):
+        model, params = with_output_of_t5(model, params)
+    kind = kind_of(model)
+    _write_json(folder / CONFIG, kind.config(dtype))
+    _write_json(folder / GENERATION_CONFIG, write_ids(model.ids))
+    tensors = named_tensors(params, correspondences(model, kind.name_of))
     arrays = {name: np.ascontiguousarray(x.astype(DTYPES[dtype])) for name, x in tensors}
     path = folder / SAFETENSORS
     try:
@@ -56,12 +84,12 @@ def write_folder(
         raise OSError(f"{path} cannot be written ({error}); nothing was exported") from None
     path.chmod(0o644)  # safetensors writes it for the owner alone
     if vocabulary is not None:
-        _write_tokenizer(folder, vocabulary)
+        _write_tokenizer(folder, vocabulary, model.ids)
     if card:
         (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary) -> None:
+def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialIds) -> None:
     """Writes what `AutoTokenizer` needs to give a text the ids that the vocabulary gives it.
 
     A SentencePiece file contains the sentinels, as mT5's does: only then are they found where
@@ -79,8 +107,15 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary) -> None:
         fields |= {"tokenizer_class": "ByT5Tokenizer", "extra_ids": vocabulary.extra_ids}
         fields["additional_special_tokens"] = sentinels
     elif isinstance(vocabulary, SentencePiece):
+        processor = vocabulary.processor
+        special = {"pad_token": ids.padding, "eos_token": ids.end, "unk_token": processor.unk_id()}
         fields |= {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
-        (folder / SENTENCEPIECE[0]).write_bytes(vocabulary.processor.serialized_model_proto())
+        file = SENTENCEPIECE[0]
+        if vocabulary.bos:
+            fields |= {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False}
+            special["bos_token"], file = processor.bos_id(), GEMMA
+        fields |= {name: processor.id_to_piece(i) for name, i in special.items()}
+        (folder / file).write_bytes(processor.serialized_model_proto())
     else:
         raise ValueError(
             f"a {type(vocabulary).__name__} is no tokenizer of transformers; use Bytes or SentencePiece"

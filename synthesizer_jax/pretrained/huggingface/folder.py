@@ -11,7 +11,8 @@ import pathlib
 import numpy as np
 
 from synthesizer_jax.pretrained.architecture import Pretrained
-from synthesizer_jax.pretrained.huggingface.config import CONFIG, read_config
+from synthesizer_jax.pretrained.huggingface import t5gemma
+from synthesizer_jax.pretrained.huggingface.config import CONFIG, T5GEMMA, read_config, read_model_type
 from synthesizer_jax.pretrained.huggingface.names import (
     EMBEDDINGS,
     OUTPUT,
@@ -35,6 +36,8 @@ def open_folder(
     architecture, which lists all tensors that do not fit.
     """
     # Before the weights: it says best what is wrong with a folder.
+    if read_model_type(folder) == T5GEMMA:
+        return _open_t5gemma(folder, scratch, encoder_only=encoder_only)
     read_config(folder, output=None, encoder_only=encoder_only)
     tensors = open_weights(folder, is_in_encoder) if encoder_only else open_weights(folder)
     shared = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
@@ -60,7 +63,22 @@ def open_folder(
     if model.tied:
         ignored.add(OUTPUT)
     params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
-    return Pretrained(model, params, read_vocabulary(folder, scratch))
+    return Pretrained(model, params, read_vocabulary(folder, scratch, ids=model.ids, rows=model.vocab_size))
+
+
+def _open_t5gemma(folder: pathlib.Path, scratch: pathlib.Path, *, encoder_only: bool) -> Pretrained:
+    """Opens a T5Gemma, whose tied projection no folder holds twice; see `open_folder`."""
+    config = t5gemma.T5Gemma.read(folder, encoder_only=encoder_only)
+    model = config.build()
+    tensors, name_of = open_weights(folder), t5gemma.torch_name
+    if config.decoder is None:
+        name_of, prefix = t5gemma.torch_name_in_encoder, t5gemma.PREFIX
+        alone = open_weights(folder, lambda name: name.removeprefix(prefix).startswith("encoder."))
+        tensors = {name.removeprefix(prefix): x for name, x in alone.items()}
+    ignored = {t5gemma.OUTPUT} if model.tied else ()
+    parameters = correspondences(model, name_of)
+    params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
+    return Pretrained(model, params, read_vocabulary(folder, scratch, ids=model.ids, rows=model.vocab_size))
 
 
 def _are_equal(tensors: Tensors, name: str, other: str) -> bool:

@@ -16,10 +16,11 @@ from synthesizer_jax.base.registry import format_value
 from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.pretrained.architecture import Architecture, Pretrained
-from synthesizer_jax.pretrained.huggingface.config import read_json, write_config
+from synthesizer_jax.pretrained.architecture import Pretrained
+from synthesizer_jax.pretrained.huggingface.config import read_json
+from synthesizer_jax.pretrained.huggingface.export import kind_of
 from synthesizer_jax.pretrained.huggingface.hub import find_folder
-from synthesizer_jax.pretrained.huggingface.names import is_in_encoder, torch_name
+from synthesizer_jax.pretrained.huggingface.names import is_in_encoder
 from synthesizer_jax.pretrained.huggingface.weights import open_safetensors
 from synthesizer_jax.pretrained.tensors import Correspondence, Tensor, correspondences, reading
 from synthesizer_jax.primitives.parameters import Variables
@@ -85,7 +86,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
     Raises:
       ValueError: the adapters are of another kind or another model; all tensors that do not fit are listed.
     """
-    Architecture.of(base.model)
+    name_of = kind_of(base.model).name_of
     path = folder / ADAPTER_CONFIG
     config = read_json(path)
     with describing(path, "merge the adapters into the model with PEFT, and give that folder"):
@@ -100,7 +101,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
         tensors = {name: x for name, x in tensors.items() if not of_decoder(name)}
     params: dict[tuple[str, ...], Unread] = traverse_util.flatten_dict(base.params)
     updated, known, problems = dict[tuple[str, ...], Unread](), set[str](), list[str]()
-    for c in correspondences(base.model, torch_name):
+    for c in correspondences(base.model, name_of):
         names = _names(c)
         if not any(name in tensors for name in names):
             continue
@@ -131,10 +132,9 @@ def write_adapters(folder: pathlib.Path, model: TokenModel, adapters: Variables,
     Raises:
       ValueError: the model is not a T5; the message names what transformers lacks.
     """
-    write_config(Architecture.of(model), "float32")
     params = traverse_util.flatten_dict(adapters["params"])
     tensors, modules = dict[str, np.ndarray](), set[str]()
-    found = correspondences(model, torch_name)
+    found = correspondences(model, kind_of(model).name_of)
     for c in found:
         if (*c.path, LORA_A) in params:
             a, b = (np.asarray(params[*c.path, leaf]) for leaf in (LORA_A, LORA_B))

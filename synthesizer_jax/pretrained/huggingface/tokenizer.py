@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import base64
+import math
 import operator
 import pathlib
+import re
 from types import ModuleType
 from typing import Any
 
 from synthesizer_jax.base.files import describing, storage_path
-from synthesizer_jax.data.vocabularies import EOS, EXTRA_IDS, PAD, Bytes, SentencePiece
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
+from synthesizer_jax.base.registry import replace
+from synthesizer_jax.data.vocabularies import EXTRA_IDS, Bytes, SentencePiece
 from synthesizer_jax.pretrained.huggingface.config import read_json
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-SENTENCEPIECE = ("spiece.model", "sentencepiece.model")
+GEMMA = "tokenizer.model"
+SENTENCEPIECE = ("spiece.model", "sentencepiece.model", GEMMA)
 TEXT_ENCODER = "text_encoder"
 BYTES = "bytes"
 """The name of the vocabulary that needs no file."""
@@ -27,11 +32,14 @@ MOST_ADDED = 2**16
 """Tokens that a tokenizer adds to its pieces; a file that names more is damaged."""
 
 
-def read_vocabulary(folder: pathlib.Path, scratch: pathlib.Path) -> Bytes | SentencePiece | None:
+def read_vocabulary(
+    folder: pathlib.Path, scratch: pathlib.Path, *, ids: SpecialIds = T5_IDS, rows: int = MOST_ADDED**2
+) -> Bytes | SentencePiece | None:
     """Returns the configuration of a folder's vocabulary; None where there is none that is known.
 
     Pipelines of diffusers have it in ``tokenizer_2``, say, beside ``text_encoder_2``. A SentencePiece model
-    that is made of a ``tokenizer.json`` is put into the directory `scratch`.
+    that is made of a ``tokenizer.json`` is put into the directory `scratch`. The model has `ids`, and an
+    embedding of so many `rows`.
     """
     path = folder / TOKENIZER_CONFIG
     fields = read_json(path) if path.is_file() else {}
@@ -42,13 +50,17 @@ def read_vocabulary(folder: pathlib.Path, scratch: pathlib.Path) -> Bytes | Sent
         return named_vocabulary(BYTES, extra_ids)
     for name in SENTENCEPIECE:
         if (folder / name).is_file():
-            return named_vocabulary(str(folder / name), extra_ids)
+            vocabulary = named_vocabulary(str(folder / name), extra_ids)
+            if extra_ids is None and vocabulary.build().vocab_size > rows:
+                return replace(vocabulary, extra_ids=0)  # MADLAD has no sentinels
+            return vocabulary
     if (folder / TOKENIZER).is_file():
         file = scratch / SENTENCEPIECE[0]
-        file.write_bytes(sentencepiece_model(folder / TOKENIZER))
-        return SentencePiece(str(file), 0)
+        file.write_bytes(sentencepiece_model(folder / TOKENIZER, ids))
+        return named_vocabulary(str(file), 0)
     if folder.name.startswith(TEXT_ENCODER):
-        return read_vocabulary(folder.with_name(folder.name.replace(TEXT_ENCODER, "tokenizer")), scratch)
+        beside = folder.with_name(folder.name.replace(TEXT_ENCODER, "tokenizer"))
+        return read_vocabulary(beside, scratch, ids=ids, rows=rows)
     return None
 
 
@@ -56,18 +68,23 @@ def named_vocabulary(name: str, extra_ids: int | None = None) -> Bytes | Sentenc
     """Returns the configuration of a vocabulary, a SentencePiece file or ``bytes``.
 
     `extra_ids` is the number of sentinels after the pieces of the file; None: ByT5's 125, none for a file
-    that contains them, as mT5's does, and otherwise T5's 100.
+    that contains them, as mT5's does, or has no place for them, as Gemma's, and otherwise T5's 100.
     """
     if name == BYTES:
         return Bytes(BYTES_EXTRA_IDS if extra_ids is None else extra_ids)
+    path = storage_path(name).expanduser()
+    data = path.read_bytes() if path.is_file() else b""
+    is_gemma = _GEMMA_BOS in data
     if extra_ids is None:
-        path = storage_path(name).expanduser()
-        has_sentinels = path.is_file() and b"<extra_id_0>" in path.read_bytes()
-        extra_ids = 0 if has_sentinels else EXTRA_IDS
-    return SentencePiece(name, extra_ids)
+        extra_ids = 0 if is_gemma or b"<extra_id_0>" in data else EXTRA_IDS
+    return SentencePiece(name, extra_ids, bos=is_gemma)
 
 
-def sentencepiece_model(path: pathlib.Path) -> bytes:
+_GEMMA_BOS = b"<bos>"
+"""The piece of Gemma's SentencePiece models with which inputs begin."""
+
+
+def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
     """Returns the SentencePiece model that a ``tokenizer.json`` describes, sentinels included."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
@@ -76,22 +93,27 @@ def sentencepiece_model(path: pathlib.Path) -> bytes:
     data = read_json(path)
     remedy = "put the model's spiece.model beside it, or name one with --vocabulary"
     with describing(path, remedy):
-        model = _to_sentencepiece(data, messages)
+        model = _to_sentencepiece(data, messages, ids)
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        if (processor.pad_id(), processor.eos_id()) != (PAD, EOS):
-            raise ValueError("its ids of padding and EOS are not T5's")
+        if (processor.pad_id(), processor.eos_id()) != (ids.padding, ids.end):
+            raise ValueError("its ids of padding and EOS are not the model's")
     return model
 
 
-def _to_sentencepiece(data: dict[str, Any], messages: ModuleType) -> bytes:
+def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: SpecialIds) -> bytes:
     """Returns the SentencePiece model of the JSON data; wrong data raise errors of several types."""
     model = data["model"]
-    if model["type"] != "Unigram":
-        raise ValueError("it is no SentencePiece unigram model, as T5's tokenizers are")
-    pieces = [(str(piece), float(score)) for piece, score in model["vocab"]]
-    unknown = operator.index(model["unk_id"])
+    is_bpe = model["type"] == "BPE" and bool(model.get("byte_fallback"))
+    if is_bpe:
+        pieces, unknown = _scored(model), model["vocab"][model["unk_token"]]
+    elif model["type"] == "Unigram":
+        pieces = [(str(piece), float(score)) for piece, score in model["vocab"]]
+        unknown = operator.index(model["unk_id"])
+    else:
+        raise ValueError("it is no SentencePiece model, as tokenizers of T5 and Gemma are")
     tokens = data.get("added_tokens") or ()
     added = {operator.index(token["id"]): str(token["content"]) for token in tokens}
+    symbols = {i for i in added if is_bpe and i > max(special.padding, special.end, special.start, unknown)}
     charsmap = _charsmap(data.get("normalizer"))
     count = max(len(pieces), max(added, default=-1) + 1)
     if count > len(pieces) + MOST_ADDED:
@@ -105,19 +127,43 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType) -> bytes:
             kind = kinds.UNKNOWN
         elif piece.removeprefix("▁").startswith("<extra_id_"):
             piece, kind = f"▁{piece.removeprefix('▁')}", kinds.USER_DEFINED
+        elif i in symbols:
+            kind = kinds.USER_DEFINED
         elif i in added:
             kind = kinds.CONTROL
+        elif is_bpe and _BYTE.fullmatch(piece):
+            kind = kinds.BYTE
+        elif score == -math.inf:
+            kind, score = kinds.UNUSED, -1e9
         proto.pieces.add(piece=piece, score=score, type=kind)
-    proto.trainer_spec.model_type = messages.TrainerSpec.UNIGRAM
-    proto.trainer_spec.vocab_size = count
-    proto.trainer_spec.pad_id, proto.trainer_spec.eos_id = 0, 1
-    proto.trainer_spec.unk_id, proto.trainer_spec.bos_id = unknown, -1
-    proto.trainer_spec.unk_piece = pieces[unknown][0]
-    proto.trainer_spec.pad_piece, proto.trainer_spec.eos_piece = pieces[0][0], pieces[1][0]
+    spec = proto.trainer_spec
+    spec.model_type = messages.TrainerSpec.BPE if is_bpe else messages.TrainerSpec.UNIGRAM
+    spec.vocab_size, spec.byte_fallback = count, is_bpe
+    spec.pad_id, spec.eos_id, spec.unk_id, spec.bos_id = special.padding, special.end, unknown, -1
+    spec.unk_piece = pieces[unknown][0]
+    spec.pad_piece, spec.eos_piece = pieces[special.padding][0], pieces[special.end][0]
+    if is_bpe:
+        spec.bos_id, spec.bos_piece = special.start, pieces[special.start][0]
+        proto.normalizer_spec.add_dummy_prefix = False
+        proto.normalizer_spec.remove_extra_whitespaces = False
     proto.normalizer_spec.name = "nmt_nfkc" if charsmap else "identity"
     proto.normalizer_spec.precompiled_charsmap = charsmap
     serialized: bytes = proto.SerializeToString()
     return serialized
+
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def _scored(model: dict[str, Any]) -> list[tuple[str, float]]:
+    """Returns the pieces of a BPE with scores in whose order they are merged, −∞ for those that are not."""
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    ranks: dict[str, int] = {}
+    for rank, (first, second) in enumerate(merges):
+        ranks.setdefault(first + second, rank)
+    pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    unmerged = lambda piece: 0.0 if len(piece) == 1 else -math.inf
+    return [(piece, -float(ranks[piece]) if piece in ranks else unmerged(piece)) for piece in pieces]
 
 
 def _charsmap(normalizer: object) -> bytes:

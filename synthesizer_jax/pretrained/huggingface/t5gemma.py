@@ -1,0 +1,271 @@
+"""T5Gemma in transformers: ``config.json``, and names of parameters (Zhang et al. 2025).
+
+An encoder and a decoder as those of Gemma 2, perhaps of different sizes, each with its embedding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Annotated, Any
+
+import flax.linen as nn
+
+from synthesizer_jax.alignments import DotProduct
+from synthesizer_jax.base.files import describing
+from synthesizer_jax.base.ids import SpecialIds
+from synthesizer_jax.base.registry import check_types, fields_of
+from synthesizer_jax.base.typing import Choices, Length, Number, Positive
+from synthesizer_jax.mixers import Attention
+from synthesizer_jax.models import Block, Encoder, EncoderDecoder, FeedForward, Run, Stack
+from synthesizer_jax.pretrained.architecture import check_same_function, first_block, other_part
+from synthesizer_jax.pretrained.huggingface.config import (
+    CONFIG,
+    FORCED,
+    IDS,
+    T5GEMMA,
+    TAKEN,
+    Layers,
+    read_ids,
+    read_json,
+    write_ids,
+)
+from synthesizer_jax.pretrained.huggingface.names import HEADS_OF_OUTPUTS, TRANSPOSED
+from synthesizer_jax.pretrained.tensors import SAME, Layout
+from synthesizer_jax.primitives.norms import RMSNorm
+
+PREFIX, OUTPUT, _EMBEDDING = "model.", "lm_head.out_proj.weight", "embed_tokens.weight"
+
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "silu": "silu", "relu": "relu"}
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Stack:
+    """The fields of ``encoder`` and ``decoder`` that are read, with transformers' defaults."""
+
+    vocab_size: Length = 256_000
+    hidden_size: Length = 2304
+    intermediate_size: Length = 9216
+    num_hidden_layers: Layers = 26
+    num_attention_heads: Length = 8
+    num_key_value_heads: Length = 4
+    head_dim: Length = 256
+    hidden_activation: Annotated[str, Choices(tuple(_ACTIVATIONS))] = "gelu_pytorch_tanh"
+    rms_norm_eps: Positive = 1e-6
+    query_pre_attn_scalar: Length = 256
+    sliding_window: Length | None = 4096
+    layer_types: tuple[Annotated[str, Choices((_LOCAL, _GLOBAL))], ...] | None = None
+    attn_logit_softcapping: Positive | None = 50.0
+    final_logit_softcapping: Positive | None = 30.0
+    attention_bias: Annotated[bool, Choices((False,))] = False
+    rope_theta: Positive = 10_000.0
+    rope_type: Annotated[str, Choices(("default",))] = "default"
+    bos_token_id: Number = 2
+
+    @classmethod
+    def read(cls, data: dict[str, Any], path: str) -> _Stack:
+        """Returns the fields of a part of ``config.json``; raises a `ValueError` for a wrong one."""
+        data = {**data, **(data.get("rope_parameters") or {})}
+        if isinstance(data.get("layer_types"), list):
+            data["layer_types"] = tuple(data["layer_types"])
+        names = [f.name for f in dataclasses.fields(cls) if f.name in data]
+        check_types(cls, {name: data[name] for name in names}, path)
+        return cls(**{name: data[name] for name in names})
+
+    def build(self, *, in_decoder: bool, dropout_rate: float, attention_dropout: float) -> Stack:
+        """Returns the stack."""
+        scale = self.query_pre_attn_scalar**-0.5
+        cross = Attention(
+            self.num_attention_heads,
+            self.head_dim,
+            alignment=DotProduct(scale=scale),
+            num_kv_heads=self.num_key_value_heads,
+            soft_cap=self.attn_logit_softcapping,
+            dropout_rate=attention_dropout,
+        )
+        global_mixer = cross.copy(alignment=DotProduct(scale=scale, rotary_base=self.rope_theta))
+        window = self.sliding_window
+        if window is not None and not in_decoder:
+            window += 1  # encoders of transformers 5 see one key more, on both sides
+        activations = (_ACTIVATIONS[self.hidden_activation], "linear")
+        norm = RMSNorm(epsilon=self.rms_norm_eps, offset=1.0)
+        block = Block(
+            global_mixer,
+            FeedForward(self.intermediate_size, activations, dropout_rate),
+            cross_mixer=cross if in_decoder else None,
+            dropout_rate=dropout_rate,
+            norm=norm,
+            output_norm=True,
+        )
+        blocks = {_GLOBAL: block, _LOCAL: block.copy(self_mixer=global_mixer.copy(window=window))}
+        kinds = self.layer_types or (_LOCAL, _GLOBAL) * self.num_hidden_layers
+        runs = tuple(Run(blocks[kind], 1) for kind in kinds[: self.num_hidden_layers])
+        return Stack(runs, norm=norm, dropout_rate=dropout_rate)
+
+    @classmethod
+    def of(cls, stack: Stack, name: str, **fields: Any) -> _Stack:
+        """Returns the fields of a stack; raises a `ValueError` that names a part that has none."""
+        block, mixer, feed_forward = first_block(stack, name)
+        dot = mixer.alignment
+        if not isinstance(dot, DotProduct) or not dot.scale:
+            raise ValueError(other_part(f"{name}.layers.0.self_mixer.alignment", type(dot).__name__))
+        mixers = [run.block.self_mixer for run in stack.runs for _ in range(run.repeats)]
+        windows = [getattr(mixer, "window", None) for mixer in mixers]
+        window = next(filter(None, windows), None)
+        if window is not None and block.cross_mixer is None:
+            window -= 1
+        activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+        return cls(
+            intermediate_size=feed_forward.hidden_dim,
+            num_hidden_layers=stack.num_layers,
+            num_attention_heads=mixer.num_heads,
+            num_key_value_heads=mixer.num_value_heads,
+            head_dim=mixer.head_dim,
+            hidden_activation=activations.get(feed_forward.activations[0], "relu"),
+            rms_norm_eps=block.norm.epsilon if isinstance(block.norm, RMSNorm) else 1e-6,
+            query_pre_attn_scalar=round(dot.scale**-2),
+            sliding_window=window,
+            layer_types=tuple(_LOCAL if w else _GLOBAL for w in windows),
+            attn_logit_softcapping=mixer.soft_cap,
+            rope_theta=dot.rotary_base or 10_000.0,
+            **fields,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Gemma:
+    """The configuration of a T5Gemma; `decoder` None: there is only an encoder."""
+
+    encoder: _Stack
+    decoder: _Stack | None
+    tied: bool
+    dropout_rate: float
+    attention_dropout: float
+    ids: SpecialIds
+
+    @classmethod
+    def read(cls, folder: pathlib.Path, *, encoder_only: bool = False) -> T5Gemma:
+        """Returns what a folder's ``config.json`` describes."""
+        path = folder / CONFIG
+        data = read_json(path)
+        with describing(path, f"give the folder of a {TAKEN}"):
+            parts = {name: data.get(name) or {} for name in ("encoder", "decoder")}
+            encoder, decoder = (_Stack.read(part, name) for name, part in parts.items())
+            for name in map(str, data.get("architectures") or ()):
+                if name.endswith("Classification"):
+                    raise ValueError(f"a {name} is not read")
+                encoder_only = encoder_only or name.endswith("EncoderModel")
+            rates = {name: data.get(name, 0.0) for name in ("dropout_rate", "attention_dropout")}
+            tied = data.get("tie_word_embeddings", True)
+            check_types(cls, {"tied": tied, **rates})
+        ids = {name: parts["decoder"].get(name) for name in IDS} | data
+        unsaid = SpecialIds(start=decoder.bos_token_id)
+        return cls(
+            encoder, None if encoder_only else decoder, tied, ids=read_ids(folder, ids, unsaid), **rates
+        )
+
+    @classmethod
+    def of(cls, model: nn.Module) -> T5Gemma:
+        """Returns the configuration of a model; raises a `ValueError` that names a part that differs."""
+        assert isinstance(model, EncoderDecoder | Encoder)
+        common: dict[str, Any] = {"vocab_size": model.vocab_size, "bos_token_id": model.ids.start}
+        common["final_logit_softcapping"] = model.logits_soft_cap
+        width, decoder = model.d_model, None
+        if isinstance(model, EncoderDecoder):
+            width = model.width("encoder")
+            decoder = _Stack.of(model.decoder, "decoder", hidden_size=model.d_model, **common)
+        encoder = _Stack.of(model.encoder, "encoder", hidden_size=width, **common)
+        block, mixer, _ = first_block(model.encoder, "encoder")
+        config = cls(encoder, decoder, model.tied, block.dropout_rate, mixer.dropout_rate, model.ids)
+        check_same_function(model, config.build())
+        return config
+
+    def build(self) -> EncoderDecoder | Encoder:
+        """Returns the unbound model."""
+        rates = {"dropout_rate": self.dropout_rate, "attention_dropout": self.attention_dropout}
+        encoder = self.encoder.build(in_decoder=False, **rates)
+        width = self.encoder.hidden_size
+        common: Any = {"vocab_size": self.encoder.vocab_size, "ids": self.ids}
+        if self.decoder is None:
+            return Encoder(d_model=width, encoder=encoder, embedding_scale=width**0.5, **common)
+        return EncoderDecoder(
+            d_model=self.decoder.hidden_size,
+            encoder=encoder,
+            decoder=self.decoder.build(in_decoder=True, **rates),
+            tied=self.tied,
+            embedding_scale=self.decoder.hidden_size**0.5,
+            logits_scale=1.0,
+            logits_soft_cap=self.decoder.final_logit_softcapping,
+            encoder_d_model=width,
+            encoder_embedding_scale=width**0.5,
+            **common,
+        )
+
+    def write(self, dtype: str) -> dict[str, Any]:
+        """Returns the fields of ``config.json``, which versions 4 and 5 of transformers read alike."""
+        ids = {name: value for name, value in write_ids(self.ids).items() if name not in FORCED}
+        ids["bos_token_id"] = self.ids.start
+
+        def part(stack: _Stack) -> dict[str, Any]:
+            fields = fields_of(stack)
+            theta, kind = fields.pop("rope_theta"), fields.pop("rope_type")
+            rope = {"rope_parameters": {"rope_theta": theta, "rope_type": kind}, "rope_theta": theta}
+            return {"model_type": "t5_gemma_module", **fields, **rope, **ids}
+
+        kind = "ForConditionalGeneration" if self.decoder else "EncoderModel"
+        return {
+            "architectures": [f"T5Gemma{kind}"],
+            "model_type": T5GEMMA,
+            "encoder": part(self.encoder),
+            "decoder": part(self.decoder or self.encoder),
+            "is_encoder_decoder": self.decoder is not None,
+            "tie_word_embeddings": self.tied,
+            "vocab_size": self.encoder.vocab_size,
+            "dropout_rate": self.dropout_rate,
+            "attention_dropout": self.attention_dropout,
+            **ids,
+            "torch_dtype": dtype,
+        }
+
+
+_SUBLAYERS = {"attention": "self_attn", "self_attention": "self_attn", "cross_attention": "cross_attn"}
+_SUBLAYERS["encoder_decoder_attention"] = "cross_attn"
+_LEAVES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
+_LEAVES |= {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
+
+
+def is_t5gemma(model: nn.Module) -> bool:
+    """Whether a model is a T5Gemma, but for what `T5Gemma.of` finds."""
+    stack = getattr(model, "encoder", None)
+    return isinstance(stack, Stack) and stack.runs[0].block.output_norm
+
+
+def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
+    """Returns the name and layout in ``T5GemmaForConditionalGeneration`` of a parameter of ours.
+
+    The parameter is that of an `EncoderDecoder` with looped layers.
+    """
+    if path == ("logits_kernel",):
+        return OUTPUT, TRANSPOSED
+    if path == ("embedding",):
+        return f"{PREFIX}decoder.{_EMBEDDING}", SAME
+    name, layout = torch_name_in_encoder(path)
+    return PREFIX + name, layout
+
+
+def torch_name_in_encoder(path: tuple[str, ...]) -> tuple[str, Layout]:
+    """Returns the name and layout in ``T5GemmaEncoderModel`` of a parameter of an `Encoder`."""
+    if path in (("embedding",), ("encoder_embedding",)):
+        return f"encoder.{_EMBEDDING}", SAME
+    stack, part, *rest = path
+    if part == "final_norm":
+        return f"{stack}.norm.weight", SAME
+    layer = f"{stack}.layers.{part.removeprefix('layers_')}"
+    place, _, sublayer = rest[0].removesuffix("_layer_norm").partition("_")
+    if rest[-1] == "scale":
+        name = _SUBLAYERS.get(sublayer, "feedforward")
+        return f"{layer}.{place}_{name}_layernorm.weight", SAME
+    leaf = rest[-2]
+    name = f"{layer}.{_SUBLAYERS.get(rest[0], 'mlp')}.{_LEAVES[leaf]}.weight"
+    return name, HEADS_OF_OUTPUTS if leaf == "out" else TRANSPOSED

@@ -1,0 +1,36 @@
+"""Every kind of folder that is taken, and the tokenizer of T5Gemma: `make test-peers`."""
+
+import importlib
+import pathlib
+
+import pytest
+import transformers
+
+from synthesizer_jax.base.ids import SpecialIds
+from synthesizer_jax.pretrained.huggingface.tokenizer import read_vocabulary
+from tests.peers.test_transformers import ODD
+from tests.pretrained.gemma import CONFIGS, make_folder
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def test_every_kind_computes_what_transformers_computes(tmp_path, monkeypatch):
+    """The rows of the table in docs/finetune.md."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for row in importlib.import_module("pretrained").rows(tmp_path):
+        assert row["in"] <= 1e-5 and row["out"] <= 1e-5 and "no" not in row.values(), row
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_gemmas_tokenizer_gives_the_same_ids(tmp_path, saved):
+    """From its SentencePiece model, and from the ``tokenizer.json`` that transformers makes of it."""
+    folder = make_folder(tmp_path / "a", CONFIGS["balanced"], {})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    if saved:
+        tokenizer.save_pretrained(tmp_path / "b")
+        folder = tmp_path / "b"
+    vocabulary = read_vocabulary(folder, tmp_path, ids=SpecialIds(0, 1, 2)).build()
+    assert vocabulary.vocab_size == len(tokenizer) == 600
+    for text in ODD:
+        first, last = vocabulary.around_inputs
+        assert tokenizer(text).input_ids == [*first, *vocabulary.encode(text), *last], text

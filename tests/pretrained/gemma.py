@@ -1,0 +1,173 @@
+"""T5Gemma's configuration, tokenizer and block, written down from its public definition, in NumPy."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import sentencepiece
+from safetensors.numpy import save_file
+
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+
+VOCAB_SIZE = 600
+MADLAD = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "vocab_size": VOCAB_SIZE}
+"""Ids of MADLAD-400, a T5 1.1."""
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "query_pre_attn_scalar": 10,
+    "sliding_window": 3,
+    "max_position_embeddings": 64,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+_LARGE = _SMALL | {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 8}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "balanced": {"encoder": _SMALL, "decoder": _SMALL, "vocab_size": VOCAB_SIZE},
+    "unbalanced": {"encoder": _LARGE, "decoder": _SMALL, "vocab_size": VOCAB_SIZE},
+}
+CONFIGS["unbalanced"]["tie_word_embeddings"] = False
+
+
+def write_tokenizer(folder: pathlib.Path, *, gemma: bool = True) -> None:
+    """Writes a small tokenizer with Gemma's ids, or with MADLAD's: unknown 0, padding 1, EOS 2."""
+    options: dict[str, Any] = {"normalization_rule_name": "identity", "byte_fallback": True}
+    fields, file = {"tokenizer_class": "T5Tokenizer", "pad_token": "<s>", "extra_ids": 0}, "spiece.model"
+    if gemma:
+        options |= {"model_type": "bpe", "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+        options |= {"eos_piece": "<eos>", "bos_piece": "<bos>", "user_defined_symbols": ["<mask>", "\n"]}
+        options |= {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
+        fields, file = {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True}, "tokenizer.model"
+    model = io.BytesIO()
+    texts = (DOCS / "training.md").read_text(encoding="utf-8").splitlines()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        vocab_size=VOCAB_SIZE,
+        num_threads=1,
+        minloglevel=2,
+        **options,
+    )
+    (folder / file).write_bytes(model.getvalue())
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+
+
+def make_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Random tensors under the names of ``T5GemmaForConditionalGeneration``."""
+    rng, tensors = np.random.default_rng(0), {}
+
+    def add(name: str, *shape: int) -> None:
+        scale = 0.3 if len(shape) == 1 else shape[-1] ** -0.5
+        tensors[f"{name}.weight"] = rng.normal(0.0, scale, shape).astype(np.float32)
+
+    for stack in ("encoder", "decoder"):
+        c = config[stack]
+        d, q, kv = (c[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+        q, kv = q * c["head_dim"], kv * c["head_dim"]
+        add(f"model.{stack}.embed_tokens", c["vocab_size"], d)
+        add(f"model.{stack}.norm", d)
+        for i in range(c["num_hidden_layers"]):
+            layer = f"model.{stack}.layers.{i}"
+            for mixer in ("self_attn", "cross_attn")[: 1 + (stack == "decoder")]:
+                memory = d if mixer == "self_attn" else config["encoder"]["hidden_size"]
+                for part, shape in (("q", (q, d)), ("k", (kv, memory)), ("v", (kv, memory)), ("o", (d, q))):
+                    add(f"{layer}.{mixer}.{part}_proj", *shape)
+                add(f"{layer}.pre_{mixer}_layernorm", d)
+                add(f"{layer}.post_{mixer}_layernorm", d)
+            for part in ("gate", "up"):
+                add(f"{layer}.mlp.{part}_proj", c["intermediate_size"], d)
+            add(f"{layer}.mlp.down_proj", d, c["intermediate_size"])
+            add(f"{layer}.pre_feedforward_layernorm", d)
+            add(f"{layer}.post_feedforward_layernorm", d)
+    if not config.get("tie_word_embeddings", True):
+        add("lm_head.out_proj", c["vocab_size"], d)
+    return tensors
+
+
+def make_folder(
+    folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.ndarray]
+) -> pathlib.Path:
+    """Writes ``config.json``, safetensors and a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5gemma", **config}))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(folder)
+    return folder
+
+
+def logits(
+    config: dict[str, Any], tensors: dict[str, np.ndarray], inputs: np.ndarray, targets: np.ndarray
+) -> np.ndarray:
+    """What ``T5GemmaForConditionalGeneration`` computes for ``[k]`` inputs and ``[q]`` decoder inputs."""
+    w = {name.removesuffix(".weight"): x.astype(np.float64) for name, x in tensors.items()}
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * (1 + w[name])
+
+    def rotate(x: np.ndarray, base: float) -> np.ndarray:
+        half = x.shape[-1] // 2
+        angle = np.arange(x.shape[1])[:, None] * base ** (-np.arange(half) / half)
+        a, b = x[..., :half], x[..., half:]
+        return np.concatenate(
+            [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
+        )
+
+    def attend(
+        c: dict[str, Any], x: np.ndarray, memory: np.ndarray, name: str, seen: np.ndarray
+    ) -> np.ndarray:
+        def heads(y: np.ndarray, part: str) -> np.ndarray:
+            y = (y @ w[f"{name}.{part}_proj"].T).reshape(len(y), -1, c["head_dim"]).transpose(1, 0, 2)
+            return np.repeat(y, c["num_attention_heads"] // len(y), axis=0)
+
+        q, k, v = heads(x, "q"), heads(memory, "k"), heads(memory, "v")
+        if name.endswith("self_attn"):
+            base = c["rope_parameters"]["rope_theta"]
+            q, k = rotate(q, base), rotate(k, base)
+        scores, cap = q @ k.transpose(0, 2, 1) * c["query_pre_attn_scalar"] ** -0.5, 2.0
+        scores = np.where(seen, np.exp(cap * np.tanh(scores / cap)), 0.0)
+        y = scores / scores.sum(-1, keepdims=True) @ v
+        return y.transpose(1, 0, 2).reshape(len(x), -1) @ w[f"{name}.o_proj"].T
+
+    def feed_forward(x: np.ndarray, name: str) -> np.ndarray:
+        h = x @ w[f"{name}.gate_proj"].T
+        h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+        return (h * (x @ w[f"{name}.up_proj"].T)) @ w[f"{name}.down_proj"].T
+
+    def stack(tokens: np.ndarray, name: str, memory: np.ndarray | None) -> np.ndarray:
+        c = config[name]
+        x = w[f"model.{name}.embed_tokens"][tokens] * np.sqrt(c["hidden_size"])
+        distance = np.arange(len(x))[:, None] - np.arange(len(x))
+        for i in range(c["num_hidden_layers"]):
+            layer, window = f"model.{name}.layers.{i}", c["sliding_window"] if i % 2 == 0 else len(x)
+            seen = abs(distance) <= window if memory is None else (distance >= 0) & (distance < window)
+
+            def add(x: np.ndarray, part: str, function: Any, layer: str = layer) -> np.ndarray:
+                y = function(norm(x, f"{layer}.pre_{part}_layernorm"))
+                return x + norm(y, f"{layer}.post_{part}_layernorm")
+
+            mixer = f"{layer}.self_attn"
+            x = add(x, "self_attn", lambda h, c=c, m=mixer, s=seen: attend(c, h, h, m, s))
+            if memory is not None:
+                mixer, seen = f"{layer}.cross_attn", np.ones((1, len(memory)), bool)
+                x = add(x, "cross_attn", lambda h, c=c, m=mixer, s=seen: attend(c, h, memory, m, s))
+            x = add(x, "feedforward", lambda h, m=f"{layer}.mlp": feed_forward(h, m))
+        return norm(x, f"model.{name}.norm")
+
+    hidden = stack(targets, "decoder", stack(inputs, "encoder", None))
+    output = w.get("lm_head.out_proj", w["model.decoder.embed_tokens"])
+    return 3.0 * np.tanh(hidden @ output.T / 3.0)

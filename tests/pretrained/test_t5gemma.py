@@ -1,0 +1,116 @@
+"""T5Gemma in, decoded and out, against a NumPy oracle of its public definition."""
+
+import dataclasses
+import json
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from synthesizer_jax.base.registry import from_json, replace, to_json
+from synthesizer_jax.inference import decode
+from synthesizer_jax.models import stack_layers, stacks_of
+from synthesizer_jax.pretrained import Loaded, encode, generate, load
+from synthesizer_jax.pretrained.convert import convert_checkpoint
+from synthesizer_jax.pretrained.export import export_run
+from synthesizer_jax.primitives.parameters import apply_method
+from synthesizer_jax.training.losses import chunked_cross_entropy, cross_entropy
+from tests.pretrained.gemma import CONFIGS, logits, make_folder, make_tensors
+
+INPUTS = np.array([2, 9, 50, 7, 88, 31, 6, 12, 40])
+TARGETS = np.array([2, 30, 8, 77, 5, 60, 11])
+"""Each longer than the windows of the layers."""
+
+
+class Case(NamedTuple):
+    folder: object
+    config: dict
+    tensors: dict
+    loaded: Loaded
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request, tmp_path_factory):
+    config, folder = CONFIGS[request.param], tmp_path_factory.mktemp("t5gemma")
+    make_folder(folder, config, tensors := make_tensors(config))
+    return Case(folder, config, tensors, load(folder))
+
+
+def deviation(model, variables, case):
+    """The largest of two rows, one padded on the left, as a share of the largest logit."""
+    inputs = np.zeros((2, 12), np.int32)
+    inputs[0, :9], inputs[1, 3:] = INPUTS, INPUTS
+    targets = jnp.asarray(np.stack([TARGETS] * 2))
+    found = apply_method(model.__call__, variables, jnp.asarray(inputs), targets)
+    expected = logits(case.config, case.tensors, INPUTS, TARGETS)
+    return np.abs(np.asarray(found) - expected).max() / np.abs(expected).max()
+
+
+def test_it_computes_what_its_definition_says(case):
+    model, variables, vocabulary = case.loaded
+    assert dataclasses.astuple(model.ids) == (0, 1, 2) and from_json(to_json(model)) == model
+    assert vocabulary.around_inputs == ([2], []) and vocabulary.vocab_size == 600
+    assert deviation(model, variables, case) < 1e-5
+    states, alone = (
+        encode(x, ["a"], pool=False)[0] for x in (case.loaded, load(case.folder, encoder_only=True))
+    )
+    np.testing.assert_allclose(alone, states, atol=1e-6)
+
+
+def test_scanned_layers_compute_the_same(case):
+    model, variables, _ = case.loaded
+    stacks = stacks_of(model)
+    scanned = replace(model, **{name: replace(stack, scan=True) for name, stack in stacks.items()})
+    params = {name: stack_layers(stack, variables["params"][name]) for name, stack in stacks.items()}
+    assert deviation(scanned, {"params": {**variables["params"], **params}}, case) < 1e-5
+
+
+def test_decoding_takes_the_most_probable_tokens(case):
+    model, variables, _ = case.loaded
+    found = decode(variables, jnp.asarray(INPUTS)[None], model=model, max_length=8).tokens[0]
+    row = [2]
+    while len(row) < 9 and row[-1] != 1:
+        row.append(int(logits(case.config, case.tensors, INPUTS, np.array(row))[-1].argmax()))
+    assert found.tolist() == row[1:] + [0] * (9 - len(row))
+
+
+def test_a_run_of_it_is_exported_with_the_same_tensors(case, tmp_path):
+    convert_checkpoint(case.folder, tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == case.tensors.keys()
+    for name, x in case.tensors.items():
+        np.testing.assert_array_equal(back[name], x)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    for stack in ("encoder", "decoder"):
+        assert case.config[stack].items() <= {**written[stack], "max_position_embeddings": 64}.items()
+    again = load(tmp_path / "back")
+    assert again.model == case.loaded.model
+    assert generate(again, ["a run"], max_length=3) == generate(case.loaded, ["a run"], max_length=3)
+
+
+def test_other_alignments_start_as_it(case, tmp_path):
+    convert_checkpoint(case.folder, tmp_path / "run", encoder="rv", max_length=16)
+    model, variables, _ = load(tmp_path / "run")
+    assert deviation(model, variables, case) < 1e-5
+    with pytest.raises(ValueError, match=r"encoder\.layers\.0\.self_mixer\.alignment is 'Mixture', which"):
+        export_run(tmp_path / "run", tmp_path / "back")
+
+
+def test_the_chunked_loss_has_the_soft_cap():
+    rng = np.random.default_rng(0)
+    hidden, kernel = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 6, 8), (8, 20)))
+    rest = {"targets": jnp.asarray(rng.integers(0, 20, (2, 6))), "weights": jnp.ones((2, 6))}
+
+    def whole(hidden, kernel):
+        return cross_entropy(3.0 * jnp.tanh(hidden @ kernel / 3.0), **rest).total
+
+    def chunked(hidden, kernel):
+        return chunked_cross_entropy(hidden, kernel, soft_cap=3.0, chunk=5, **rest).total
+
+    gradients = (jax.grad(function, (0, 1))(hidden, kernel) for function in (chunked, whole))
+    for found, expected in zip(*gradients, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
