@@ -95,10 +95,11 @@ class LanguageModel(TextToText, kw_only=True):
     def _read(self, tokens: jax.Array, mask: Mask, *, max_length: int) -> DecodingCache:
         """Returns the cache after tokens ``[batch, k]``, with room for `max_length` more."""
         x = self.embed(tokens)
-        layers = self.decoder.init_cache(x, max_length=tokens.shape[1] + max_length)
+        length = tokens.shape[1] + max_length
+        layers = self.decoder.init_cache(x, max_length=length, whole=self.prefix)
         if tokens.shape[1]:
             _, layers = self.decoder.extend(x, layers, mask=mask)
-        return DecodingCache(layers)
+        return DecodingCache(layers, prefix_lengths=mask.prefix_lengths)
 
     @on_any_mesh
     def begin_targets(self, targets: jax.Array, *, max_length: int) -> tuple[jax.Array, DecodingCache]:
@@ -124,7 +125,8 @@ class LanguageModel(TextToText, kw_only=True):
     @on_any_mesh
     def extend(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
         """Decodes the next tokens, every example at a position of its own; see `TextToText`."""
-        x, layers = self.decoder.extend(self.embed(tokens), cache.layers)
+        mask = None if cache.prefix_lengths is None else Mask(prefix_lengths=cache.prefix_lengths)
+        x, layers = self.decoder.extend(self.embed(tokens), cache.layers, mask=mask)
         return x, dataclasses.replace(cache, layers=layers)
 
 

@@ -129,6 +129,7 @@ class Stack(nn.Module):
         memory: Memory | None = None,
         *,
         max_length: int,
+        whole: bool = False,
         shared_positions: PositionEmbedding | None = None,
     ) -> tuple[LayerCache, ...]:
         """Returns the layers' empty caches, with the keys and values of the memory.
@@ -137,6 +138,7 @@ class Stack(nn.Module):
           x: ``[batch, any, d_model]``; only the shape and the dtype are read.
           memory: the encoder's side, for decoders.
           max_length: number of positions that `extend` may reach.
+          whole: see `Mixer.init_cache`; so they are where the stack has a bias, which is for all positions.
           shared_positions: as in `__call__`.
 
         Raises:
@@ -151,7 +153,7 @@ class Stack(nn.Module):
                     "tokens"
                 )
         blocks = self._blocks()
-        whole = self.bias is not None  # which is for all positions
+        whole = whole or self.bias is not None
         return tuple(b.init_cache(x[:, :0], memory, max_length=max_length, whole=whole) for b in blocks)
 
     def extend(

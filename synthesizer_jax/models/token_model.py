@@ -191,10 +191,12 @@ class DecodingCache:
     Attributes:
       layers: the caches of the decoder's layers.
       memory_mask: which tokens of the memory are real, one row per example; None without a memory.
+      prefix_lengths: ``[rows]`` tokens that all later ones see, whatever a window says; None: none.
     """
 
     layers: tuple[LayerCache, ...]
     memory_mask: Mask | None = None
+    prefix_lengths: jax.Array | None = None
 
     def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> DecodingCache:
         """Applies a function to the arrays that every row of targets has for itself.
@@ -205,7 +207,8 @@ class DecodingCache:
           function: maps ``[rows, ...]`` to ``[other rows, ...]``, such as ``lambda x: x[order]``.
         """
         layers = tuple(layer.map_rows(function) for layer in self.layers)
-        return dataclasses.replace(self, layers=layers)
+        prefix = None if self.prefix_lengths is None else function(self.prefix_lengths)
+        return dataclasses.replace(self, layers=layers, prefix_lengths=prefix)
 
 
 class TextToText(TokenModel, kw_only=True):

@@ -28,8 +28,8 @@ def encoder_decoder():
     return base.copy(decoder=blocks((WINDOW, 1), base.decoder.runs[0].block.cross_mixer))
 
 
-def language_model():
-    return LanguageModel(vocab_size=VOCAB, d_model=8, decoder=blocks((WINDOW, None)), prefix=True)
+def language_model(**options):
+    return LanguageModel(vocab_size=VOCAB, d_model=8, decoder=blocks((WINDOW, None)), **options)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,24 @@ def test_texts_are_those_of_the_whole_cache(make, beams, room, monkeypatch):
     np.testing.assert_array_equal(found.tokens, whole.tokens)
     np.testing.assert_allclose(found.scores, whole.scores, rtol=1e-4, atol=1e-5)
     assert len({tuple(row) for row in np.asarray(found.tokens[:, 0]).tolist()}) > 2
+
+
+def test_a_prefix_is_seen_beyond_a_window():
+    """In steps as in training, where two rows of targets follow each prefix."""
+    model = language_model(prefix=True)
+    targets = np.random.default_rng(1).integers(2, VOCAB, (2 * len(INPUTS), 4))
+    inputs = np.repeat(INPUTS, 2, axis=0)
+
+    @jax.jit
+    def run(variables):
+        cache = apply_method(model.init_cache, variables, INPUTS, max_length=4)
+        cache = cache.map_rows(lambda x: jnp.repeat(x, 2, axis=0))
+        step = lambda cache, token: apply_method(model.extend, variables, token[:, None], cache)[::-1]
+        _, states = jax.lax.scan(step, cache, jnp.asarray(targets.T))
+        return states[:, :, 0].swapaxes(0, 1), model.apply(variables, inputs, targets, method=model.hidden)
+
+    stepped, whole = run(jax.jit(model.init)(jax.random.key(0), inputs, targets))
+    np.testing.assert_allclose(stepped, whole, atol=1e-5)
 
 
 def test_a_window_has_no_room_for_a_bias_of_all_positions():
