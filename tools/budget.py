@@ -11,17 +11,17 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 LINES = {
-    "synthesizer_jax": 34_910,
+    "synthesizer_jax": 36_100,
     "synthesizer_jax/data + synthesizer_jax/tasks + synthesizer_jax/preparation + "
-    "synthesizer_jax/evaluation": 7_700,
-    "synthesizer_jax/attention": 6_200,
-    "tests": 18_400,
-    "benchmarks + tools": 4_600,
+    "synthesizer_jax/evaluation": 7_860,
+    "synthesizer_jax/attention": 6_220,
+    "tests": 19_290,
+    "benchmarks + tools": 4_700,
     "tpu_scripts": 450,
 }
 """The most lines of folders, as ``wc -l`` counts them: Python's, and all of the launcher."""
 
-WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 26_500}
+WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 27_550}
 """The most words of pages, as ``wc -w`` counts them."""
 
 
