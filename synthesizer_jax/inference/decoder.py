@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from synthesizer_jax.attention.terms import cap_logits
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.models import DecodingCache, LanguageModel, TextToText
 from synthesizer_jax.primitives.parameters import Variables, apply_method
-from synthesizer_jax.primitives.products import cap_logits
 
 
 class Sequences(NamedTuple):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention import Mask
+from synthesizer_jax.attention.terms import cap_logits
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import check_types, fields_of, replace
 from synthesizer_jax.base.typing import Dtype, Length, Positive, PyTree
@@ -20,7 +21,7 @@ from synthesizer_jax.models.stack import Stack, unstack_layers
 from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.primitives.mesh import map_over_batch, mesh_axes, on_any_mesh
 from synthesizer_jax.primitives.parameters import Variables, with_axes
-from synthesizer_jax.primitives.products import cap_logits, output_product
+from synthesizer_jax.primitives.products import output_product
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

@@ -23,11 +23,6 @@ def plain_output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jnp.matmul(x, kernel, preferred_element_type=logits_dtype(x, kernel))
 
 
-def cap_logits(x: jax.Array, cap: float | None) -> jax.Array:
-    """Returns ``cap · tanh(x / cap)``; None: x."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
-
-
 def _output_product_bwd(
     inputs: tuple[jax.Array, jax.Array], dout: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

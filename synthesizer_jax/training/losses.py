@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.partition import match_varying_axes
+from synthesizer_jax.attention.terms import cap_logits
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.primitives.products import cap_logits, plain_output_product
+from synthesizer_jax.primitives.products import plain_output_product
 
 
 @jax.tree_util.register_dataclass
