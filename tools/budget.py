@@ -11,17 +11,17 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 LINES = {
-    "synthesizer_jax": 36_100,
+    "synthesizer_jax": 36_120,
     "synthesizer_jax/data + synthesizer_jax/tasks + synthesizer_jax/preparation + "
     "synthesizer_jax/evaluation": 7_860,
     "synthesizer_jax/attention": 6_220,
-    "tests": 19_290,
+    "tests": 19_300,
     "benchmarks + tools": 4_700,
     "tpu_scripts": 450,
 }
 """The most lines of folders, as ``wc -l`` counts them: Python's, and all of the launcher."""
 
-WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 27_550}
+WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 27_600}
 """The most words of pages, as ``wc -w`` counts them."""
 
 

@@ -23,7 +23,7 @@ def convert(
     max_length: Length | None = None,
     imports: Imports = None,
 ) -> None:
-    """Convert a pretrained T5 to a run: T5, FLAN-T5, mT5, umT5, ByT5, UL2.
+    """Convert a pretrained T5 to a run: T5, FLAN-T5, mT5, umT5, ByT5, UL2, MADLAD-400, T5Gemma.
 
     Nothing in a checkpoint is executed. `eval` and `generate` take the run; `train DIR` starts from it.
 

@@ -147,7 +147,7 @@ def _keep_splits(installed: pathlib.Path, written: pathlib.Path, *, renew: bool)
         if path.name != INFO and path.read_bytes() != (installed / path.name).read_bytes():
             problems.append(f"was imported with another {path.name}")
     if problems:
-        remedy = "replace the data set with --renew, or add other splits alone"
+        remedy = "give other splits and the same options as before, or replace it with --renew"
         raise ValueError(f"{installed} {problems[0]}; {remedy}; nothing was imported")
     info["splits"] += load_info(installed / INFO)["splits"]
     for path in itertools.chain(*(installed.glob(f"*-{split}.*-of-*") for split in here)):

@@ -129,6 +129,11 @@ class Experiment:
                 "data.inputs_length is 0, and the encoder of an EncoderDecoder reads inputs; set it to a "
                 "positive number, or train a LanguageModel"
             )
+        if self.training.adapters and getattr(self.training.optimizer, "parameter_scale", False):
+            raise ValueError(
+                "training.adapters begin at zero, and Adafactor's steps are as small as the parameters; "
+                "set training.optimizer.parameter_scale=false, or training.optimizer=AdamW"
+            )
         profile, steps = self.training.profile, self.training.steps
         if profile is not None and not profile[0] < profile[1] <= steps:
             raise ValueError(

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.optimizers import AdamW
 from synthesizer_jax.pretrained import load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
@@ -99,7 +100,8 @@ def test_a_run_is_exported_and_read_again(tmp_path, base, targets, modules):
     run, lora, folder = tmp_path / "run", tmp_path / "lora", tmp_path / "peft"
     convert_checkpoint(base, run, vocabulary=Bytes(125))
     experiment = load_experiment(run).starting_from(str(run))
-    training = replace(experiment.training, adapters=LoRA(RANK, ALPHA, targets))
+    lora_of = LoRA(RANK, ALPHA, targets)
+    training = replace(experiment.training, adapters=lora_of, optimizer=AdamW())
     experiment = find_base(replace(experiment, training=training))
     state = Trainer(experiment, jax.devices()[:1]).init()
     state = dataclasses.replace(state, params=jax.tree.map(lambda x: x + 0.1, state.params))

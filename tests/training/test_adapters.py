@@ -12,7 +12,7 @@ from flax import traverse_util
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import Checkpoints, restore_variables
 from synthesizer_jax.models import ZOO, Size, UniversalStack, alignment, stacks_of, t5, unroll_variables
-from synthesizer_jax.optimizers import OptimizerRule
+from synthesizer_jax.optimizers import Adafactor, OptimizerRule
 from synthesizer_jax.primitives.parameters import abstract_variables
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.adapters import LoRA, abstract_adapters
@@ -178,6 +178,8 @@ def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
         initializer_of(unnamed, report=print)
     with pytest.raises(ValueError, match="init_optimizer goes on with an optimizer of all parameters"):
         initializer_of(adapting(recipe, directory, init_optimizer=True), report=print)
+    with pytest.raises(ValueError, match=r"begin at zero.*set training\.optimizer\.parameter_scale=false"):
+        adapting(recipe, directory, optimizer=Adafactor())
 
 
 def test_targets_that_fit_nothing_are_named():
