@@ -123,7 +123,7 @@ def test_runs_that_differ_in_seeds_are_one_system(tmp_path):
     settings = [[text for _, text, _ in row] for row in rows_of(page, "Settings that differ")]
     assert settings == [
         ["model.d_model", "8", "16"],
-        ["model.encoder.norm", "RMSNorm(epsilon=1e-06)", "OfTheUser(size=[1, –])"],
+        ["model.encoder.norm", "RMSNorm(epsilon=1e-06, offset=0.0)", "OfTheUser(size=[1, –])"],
     ]
     several, alone = read_systems([*runs, other])
     assert several.name == "rv" and alone.name == "v"
