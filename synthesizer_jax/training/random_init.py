@@ -7,10 +7,11 @@ which a key is an argument; the keys themselves are computed outside of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.extend import core as jex_core
 
 from synthesizer_jax.base.typing import PyTree
@@ -40,7 +41,7 @@ def init_arrays(init: Callable[[jax.Array], _Tree], key: jax.Array, shardings: P
         if not part.inputs or any(len(eqn.outvars) > 1 for eqn in part.equations):
             rest.append(i)  # no random bits, or a loop that makes several arrays
             continue
-        name = part.canonical_text(), sharding
+        name = part.signature(), sharding
         if name not in programs:
             programs[name] = jax.jit(part, out_shardings=[sharding])
         (arrays[i],) = programs[name](*part.arguments(known))
@@ -92,18 +93,19 @@ class _Part:
             env |= zip(eqn.outvars, results, strict=True)
         return [read(value) for value in self.outputs]
 
-    def canonical_text(self) -> str:
-        """Returns a text that is equal for parts that are equal but for the names of variables."""
+    def signature(self) -> Hashable:
+        """Returns what is equal for parts that are equal but for the names of variables."""
         variables = [*self.inputs, *(var for eqn in self.equations for var in eqn.outvars)]
         numbers = {var: i for i, var in enumerate(variables)}
 
-        def name(value: jex_core.Var | jex_core.Literal) -> tuple[object, str]:
+        def name(value: jex_core.Var | jex_core.Literal) -> Hashable:
             if isinstance(value, jex_core.Literal):
-                return str(value.val), str(value.aval)
-            return numbers[value], str(value.aval)
+                return np.asarray(value.val).tobytes(), value.aval
+            return numbers[value], value.aval
 
-        lines = [(eqn.primitive.name, str(eqn.params), *map(name, eqn.invars)) for eqn in self.equations]
-        return str((lines, *map(name, self.outputs)))
+        # Functions in the parameters are the same objects where JAX has traced them once.
+        lines = [(e.primitive, *e.params.items(), *map(name, e.invars)) for e in self.equations]
+        return *lines, *map(name, self.outputs)
 
 
 def _is_key(var: jex_core.Var) -> bool:

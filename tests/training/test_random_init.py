@@ -12,19 +12,16 @@ from synthesizer_jax.training.random_init import init_arrays
 
 
 def state(layers: int, *, scan: bool = False):
-    """An initializer of parameters, ones as large, and a count."""
+    """An initializer of parameters, ones as large, draws that inner functions scale, and a count."""
     kind = alignment("rv", head_dim=4, max_length=8)
     model = t5(Size(8, layers, 16, 2, 4), encoder=kind, vocab_size=16, scan=scan)
     tokens = jnp.zeros((1, 8), jnp.int32)
 
     def init(key):
         params = model.init(key, tokens, tokens)["params"]
-        return {
-            "params": params,
-            "ones": jax.tree.map(jnp.ones_like, params),
-            "average": params,
-            "count": 0,
-        }
+        draw, ones = jax.random.normal(key, (2,)), jax.tree.map(jnp.ones_like, params)
+        scaled = [jax.jit(lambda x, c=c: c * x)(draw) for c in np.array([[1.0, 2.0], [3.0, 4.0]])]
+        return {"params": params, "ones": ones, "average": params, "scaled": scaled, "count": 0}
 
     return init
 
