@@ -126,8 +126,8 @@ ad.primitive_jvps[_opaque_p] = _raise_first_order
 batching.primitive_batchers[_opaque_p] = _opaque_batch
 mlir.register_lowering(_opaque_p, mlir.lower_fun(_evaluate_on("default"), multiple_results=True))
 for _name in ("cuda", "rocm", "tpu"):
-    lower = mlir.lower_fun(_evaluate_on(_name), multiple_results=True)
-    mlir.register_lowering(_opaque_p, lower, platform=_name)
+    _lowering = mlir.lower_fun(_evaluate_on(_name), multiple_results=True)
+    mlir.register_lowering(_opaque_p, _lowering, platform=_name)
 
 
 _tangent_p = Primitive("reverse_only")

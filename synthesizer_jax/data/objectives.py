@@ -178,9 +178,8 @@ class Denoising(SegmentObjective):
         inputs = replace_spans(tokens, noise, vocab_size=form.vocab_size)
         targets = replace_spans(tokens, ~noise, vocab_size=form.vocab_size)
         inputs = np.concatenate([np.asarray(self.mode, tokens.dtype), inputs])
-        return _with_eos(inputs, form.inputs_length, form.ids.end), _with_eos(
-            targets, form.targets_length, form.ids.end
-        )
+        eos = form.ids.end
+        return _with_eos(inputs, form.inputs_length, eos), _with_eos(targets, form.targets_length, eos)
 
 
 def span_counts(length: int, density: float, mean_span: float | None) -> tuple[int, int]:

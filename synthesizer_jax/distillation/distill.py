@@ -269,13 +269,11 @@ class DistillationTrainer(Trainer):
             gradients_of = jax.value_and_grad(loss_fn, has_aux=True)
             (loss, unexplained), gradients = gradients_of(self.optimizer.trained(state.params))
             gradients = self.optimizer.mask_gradients(gradients)
+            inputs = batch["encoder_input_tokens"] != self.student.ids.padding
             metrics = {
                 "loss": loss,
                 "unexplained": unexplained,
-                "tokens": (batch["encoder_input_tokens"] != self.student.ids.padding)
-                .sum()
-                .astype(jnp.float32)
-                + batch["decoder_loss_weights"].sum(),
+                "tokens": inputs.sum().astype(jnp.float32) + batch["decoder_loss_weights"].sum(),
                 "gradient_norm": optax.tree.norm(gradients),
                 **self.optimizer.learning_rate(state.opt_state),
             }

@@ -63,9 +63,6 @@ class Evaluation:
 
     def decoding(self, max_length: int, **given: Any) -> Decoding:
         """Returns settings of decoding: those that are given, else these, except beams and dtype."""
-        lengths, repetition = (
-            ("relative_length", "extra_length"),
-            ("repetition_penalty", "no_repeat_ngram_size"),
-        )
-        names = ("alpha", *lengths, *repetition, "stop_strings")
-        return Decoding(max_length=max_length, **{name: getattr(self, name) for name in names} | given)
+        names = ("alpha", "relative_length", "extra_length", "repetition_penalty", "no_repeat_ngram_size")
+        own = {name: getattr(self, name) for name in (*names, "stop_strings")}
+        return Decoding(max_length=max_length, **own | given)

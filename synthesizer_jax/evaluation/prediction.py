@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from synthesizer_jax.attention import Mask
-from synthesizer_jax.base.ids import T5_IDS, SpecialIds
+from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.data.stop_strings import stop_table
 from synthesizer_jax.data.vocabularies import Classes, Vocabulary, index_by_tokens
 from synthesizer_jax.inference import (
@@ -314,14 +314,14 @@ class Predictor:
         return answers
 
 
-def _until_end(tokens: np.ndarray, ids: SpecialIds = T5_IDS) -> list[int]:
+def _until_end(tokens: np.ndarray, ids: SpecialIds) -> list[int]:
     """Returns the ids of a row before EOS or padding."""
     ends = np.flatnonzero((tokens == ids.end) | (tokens == ids.padding))
     return tokens[: ends[0] if len(ends) else len(tokens)].tolist()
 
 
 def _length_batches(
-    inputs: Sequence[np.ndarray], batch_size: int, lengths: Sequence[int], padding: int = 0
+    inputs: Sequence[np.ndarray], batch_size: int, lengths: Sequence[int], padding: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """Yields indices of inputs, sorted by length, and ``[batch_size, length]`` tokens; lengths ascend."""
     order = sorted(range(len(inputs)), key=lambda i: (len(inputs[i]), i))
@@ -332,7 +332,7 @@ def _length_batches(
         yield rows, _pad_tokens([inputs[i] for i in rows], batch_size, length, padding)
 
 
-def _pad_tokens(rows: Sequence[np.ndarray], count: int, length: int, padding: int = 0) -> np.ndarray:
+def _pad_tokens(rows: Sequence[np.ndarray], count: int, length: int, padding: int) -> np.ndarray:
     """Returns token ids as ``[count, length]`` int32, truncated and padded."""
     result = np.full((count, length), padding, np.int32)
     for slot, ids in zip(result, rows, strict=False):

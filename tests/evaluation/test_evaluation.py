@@ -142,7 +142,7 @@ def test_every_task_has_a_loss_over_at_most_so_many_batches(measured):
     assert evaluator.lacking == ["glue_ax_v002"]
     nats, tokens = 0.0, 0.0
     for examples, result in zip(evaluator.loss_sets, results, strict=True):
-        sources, targets = _pad_tokens(examples.inputs, 4, 32), _pad_tokens(examples.targets, 4, 40)
+        sources, targets = _pad_tokens(examples.inputs, 4, 32, 0), _pad_tokens(examples.targets, 4, 40, 0)
         logp = score_targets(variables, sources, targets=targets, model=evaluator.model).sum()
         length = sum(map(len, examples.targets))
         np.testing.assert_allclose(result.loss.per_token, -logp / length, rtol=1e-5)
@@ -168,7 +168,7 @@ def test_scores_are_the_log_probabilities_of_the_answers(measured, beams):
     options = {"inputs_length": 32, "decoding": decoding, "batch_size": 4}
     predictor = Predictor(evaluator.model, variables, BYTES, **options)
     inputs = evaluator.sets[0].inputs[:4]
-    batch = _pad_tokens(inputs, 4, 32)
+    batch = _pad_tokens(inputs, 4, 32, 0)
     tokens = predictor._generate(range(4), jnp.asarray(batch)).tokens[:, 0]
     wanted = score_targets(variables, batch, targets=tokens, model=predictor.model)
     np.testing.assert_allclose(predictor.predict(inputs).scores, wanted, rtol=1e-4)
@@ -256,7 +256,7 @@ def test_a_classifier_has_metrics_and_a_loss_per_class(run, data_dir):
     assert device == jax.local_devices()[0]
     ((result,), overall) = evaluator.measure(variables)
     (examples,) = evaluator.sets
-    outputs = jax.jit(recipe.model.apply)(variables, _pad_tokens(examples.inputs, 6, 32)).outputs
+    outputs = jax.jit(recipe.model.apply)(variables, _pad_tokens(examples.inputs, 6, 32, 0)).outputs
     ranked = np.asarray(jax.nn.log_softmax(outputs[:, ::-1]))
     right = np.arange(6) % 2  # the stored labels
     np.testing.assert_allclose(result.ranked, ranked, atol=1e-4)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax import Attention, Block, FeedForward, LanguageModel, RelativeBias, Run, Stack
+from synthesizer_jax.base.ids import T5_IDS
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import prediction
@@ -78,11 +79,11 @@ def test_several_texts_depend_on_no_batch(predictor, options):
 
 def test_ranking_takes_the_most_probable_word(predictor):
     p = predictor("rank")
-    targets = _pad_tokens([np.array([*Letters().encode(w), 1], np.int32) for w in WORDS], 3, 4)
+    targets = _pad_tokens([np.array([*Letters().encode(w), 1], np.int32) for w in WORDS], 3, 4, 0)
     answers = p.predict(encoded(p), WORDS)
     np.testing.assert_array_equal(answers.scores, answers.ranked.max(axis=-1))
     for x, answer, found in zip(encoded(p), answers.texts, answers.ranked, strict=True):
-        sources = _pad_tokens([x] * 3, 3, 16)
+        sources = _pad_tokens([x] * 3, 3, 16, 0)
         scores = score_targets(p.variables, sources, targets=targets, model=p.model)
         np.testing.assert_allclose(found, scores, rtol=1e-5)
         assert answer == WORDS[int(np.argmax(scores))]
@@ -151,7 +152,7 @@ def test_batches_are_sorted_padded_and_whole():
     rng = np.random.default_rng(0)
     inputs = [np.ones(n, np.int32) * (i + 1) for i, n in enumerate(rng.integers(1, 90, 23))]
     seen = []
-    for rows, batch in _length_batches(inputs, 5, (32, 64)):
+    for rows, batch in _length_batches(inputs, 5, (32, 64), 0):
         assert batch.shape[0] == 5
         assert batch.shape[1] in (32, 64)
         for row, slot in zip(rows, batch, strict=False):
@@ -159,9 +160,9 @@ def test_batches_are_sorted_padded_and_whole():
             assert slot[0] == row + 1
         seen += rows
     assert sorted(seen) == list(range(23))
-    assert _until_end(np.array([5, 6, 1, 7])) == [5, 6]
-    assert _until_end(np.array([5, 0, 0])) == [5]
-    assert _until_end(np.array([5, 6])) == [5, 6]
+    assert _until_end(np.array([5, 6, 1, 7]), T5_IDS) == [5, 6]
+    assert _until_end(np.array([5, 0, 0]), T5_IDS) == [5]
+    assert _until_end(np.array([5, 6]), T5_IDS) == [5, 6]
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +238,7 @@ def test_beams_and_samples_continue_texts(writer, log_probabilities, options):
     texts = encoded(writer, ("a", "a few words"))
     found = decode_sequences(
         writer.variables,
-        _pad_tokens(texts, 2, 11),
+        _pad_tokens(texts, 2, 11, 0),
         model=writer.model,
         decoding=Decoding(max_length=5, **options),
         continues=True,
@@ -274,7 +275,7 @@ def test_label_words_are_ranked_by_their_classes(classifier):
     inputs = encoded(classifier, ("a b", "rte", "the dog sleeps", "c", "d e f g"))
     found = classifier.rank(inputs, RTE)
     apply = jax.jit(classifier.model.apply)
-    logits = apply(classifier.variables, _pad_tokens(inputs, 5, 32)).outputs[:, ::-1]
+    logits = apply(classifier.variables, _pad_tokens(inputs, 5, 32, 0)).outputs[:, ::-1]
     np.testing.assert_allclose(found, jax.nn.log_softmax(logits), atol=1e-4)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(classifier.rank(inputs, RTE[1:]), found[:, 1:])
