@@ -74,7 +74,7 @@ def applied(layer, *inputs, **options):
 def functional(layer, *inputs):
     """The parameters, and a function of parameters and inputs."""
     if isinstance(layer, nn.Module):
-        return layer.init(jax.random.key(0), *inputs), layer.apply
+        return jax.jit(layer.init)(jax.random.key(0), *inputs), layer.apply
     graph, state = nnx.split(layer)
     return nnx.to_pure_dict(state), lambda s, *xs, **o: nnx.merge(graph, nnx.State(s))(*xs, **o)
 
@@ -179,7 +179,7 @@ def test_alignments_equal_attention_and_steps_the_full_pass(name):
     alignment, x = ALIGNMENTS.get(name), tokens(0, B, Q, 10)
     fields = {"qkv_features": 16, "use_bias": False, "alignment": alignment}
     layer = sj.MultiHeadAttention(4, **fields)
-    variables = layer.init(jax.random.key(0), x)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
     causal, lengths = nn.make_causal_mask(jnp.ones((B, Q))), jnp.array([Q, 3])
     padding = (jnp.arange(Q) < lengths[:, None])[:, None, None]
     masks = [causal, causal * padding, sj.Mask(causal=True), sj.Mask(causal=True, key_lengths=lengths)]

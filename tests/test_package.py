@@ -52,7 +52,7 @@ print(len(names), *sorted({name.split(".")[1] for name in names if "." in name})
 def test_a_loaded_run_brings_nothing_that_it_was_trained_with(tmp_path):
     experiment = runs.experiment()
     x = jnp.zeros((1, 1), jnp.int32)
-    params = experiment.model.init(jax.random.key(0), x, x)["params"]
+    params = jax.jit(experiment.model.init)(jax.random.key(0), x, x)["params"]
     state = {"step": np.int32(1), "params": params, "constants": {}, "opt_state": {}}
     save_streamed(tmp_path / "checkpoints", 1, jax.tree.map(Unread.of, state))
     save_run(experiment, tmp_path)

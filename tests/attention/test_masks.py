@@ -110,7 +110,8 @@ def test_windows_of_packed_cross_attention(form: str, counted: dict) -> None:
     term = banded(weights, first=-1, starts=starts)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     mask = Mask.packed(CROSS.key_segments, CROSS.query_segments, **counted)
-    out = attend((term,), values, mask=mask, q_length=KEYS)
+    out = np.asarray(attend((term,), values, mask=mask, q_length=KEYS))
+    weights, values = np.asarray(weights), np.asarray(values)
     for b in range(2):
         for segment in (1, 2, 3):
             rows = np.flatnonzero(np.asarray(CROSS.query_segments[b]) == segment)
@@ -121,8 +122,7 @@ def test_windows_of_packed_cross_attention(form: str, counted: dict) -> None:
                 expected = np.zeros((HEADS, WIDTH))
                 for tap in range(width):
                     if 0 <= first + tap < len(columns):
-                        value = np.asarray(values[b, columns[first + tap]])
-                        expected += np.asarray(weights[own][:, tap])[:, None] * value
+                        expected += weights[own][:, tap, None] * values[b, columns[first + tap]]
                 np.testing.assert_allclose(out[b, row], expected, atol=1e-5)
 
 

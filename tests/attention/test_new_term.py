@@ -1,6 +1,7 @@
 """A made-up term: one file, from outside the package, that every layer then knows."""
 
 import dataclasses
+import functools
 from typing import Annotated
 
 import flax.linen as nn
@@ -58,17 +59,18 @@ def pair_of_layers(make):
 def test_layers_know_a_new_term(make):
     new, known = pair_of_layers(make)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 6)), jnp.float32)
-    variables = new.init(jax.random.key(0), x)
+    variables = jax.jit(new.init)(jax.random.key(0), x)
     segments = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 2, 2, 2]])
     for mask in (
         Mask(),
         Mask(causal=True, key_lengths=jnp.array([8, 5])),
         Mask.packed(segments, segments=2, causal=True),
     ):
-        y, expected = (layer.apply(variables, x, mask=mask) for layer in (new, known))
+        y, expected = (jax.jit(layer.apply)(variables, x, mask=mask) for layer in (new, known))
         np.testing.assert_allclose(y, expected, atol=1e-5)
     gradients = [
-        jax.grad(lambda v, layer=layer: (layer.apply(v, x) ** 2).sum())(variables) for layer in (new, known)
+        jax.jit(jax.grad(lambda v, layer=layer: (layer.apply(v, x) ** 2).sum()))(variables)
+        for layer in (new, known)
     ]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *gradients)
 
@@ -76,12 +78,13 @@ def test_layers_know_a_new_term(make):
 def test_it_decodes():
     layer, _ = pair_of_layers(lambda own: Mixture((DotProduct(), own)))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 6, 6)), jnp.float32)
-    variables = layer.init(jax.random.key(0), x)
-    expected = layer.apply(variables, x, mask=Mask(causal=True))
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
+    expected = jax.jit(layer.apply)(variables, x, mask=Mask(causal=True))
     cache = apply_method(layer.init_cache, variables, x, max_length=6)
     assert [key.shape for key in cache.keys] == [(2, 6, 4, 3), (2, 6, 4)]
+    step = jax.jit(functools.partial(apply_method, layer.extend))
     for at in range(6):
-        y, cache = apply_method(layer.extend, variables, x[:, at : at + 1], cache)
+        y, cache = step(variables, x[:, at : at + 1], cache)
         np.testing.assert_allclose(y[:, 0], expected[:, at], atol=1e-5)
 
 

@@ -49,7 +49,7 @@ def predictor_of(model, variables, vocabulary, decoding, **options):
 @pytest.fixture(scope="module")
 def predictor():
     model = t5(Size(8, 1, 16, 2, 4), vocab_size=16)
-    variables = model.init(jax.random.key(0), jnp.ones((1, 4), int), jnp.ones((1, 3), int))
+    variables = jax.jit(model.init)(jax.random.key(0), jnp.ones((1, 4), int), jnp.ones((1, 3), int))
 
     def make(method="greedy", **options):
         options = {"ranks": method == "rank", "variables": variables} | options

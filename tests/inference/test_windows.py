@@ -1,5 +1,7 @@
 """Attention with a window decodes the same from a cache that holds no more than the window."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +42,8 @@ def test_texts_are_those_of_the_whole_cache(make, beams, room, monkeypatch):
     model = make()
     decoding = Decoding(max_length=LENGTH, min_length=7, beams=beams, samples=beams)
     variables = jax.tree.map(lambda x: 1.5 * x, jax.jit(model.init)(jax.random.key(0), INPUTS, INPUTS))
-    cache = apply_method(model.init_cache, variables, INPUTS, max_length=LENGTH)
+    init_cache = functools.partial(apply_method, model.init_cache, max_length=LENGTH)
+    cache = jax.eval_shape(init_cache, variables, INPUTS)
     assert [layer.self_attention.capacity for layer in cache.layers] == [WINDOW - 1, room]
     run = lambda: decode_sequences(variables, jnp.asarray(INPUTS), model=model, decoding=decoding)
     found = run()

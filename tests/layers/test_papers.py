@@ -51,10 +51,10 @@ def test_heads_of_two_kinds_share_keys_that_are_values():
         for alignment in (sj.DotProduct(), two)
     ]
     x = jax.random.normal(KEY, X.shape)
-    params = layers[1].init(KEY, x)["params"]
+    params = jax.jit(layers[1].init)(KEY, x)["params"]
     kernels = [params["align"][f"part_{i}"]["query"]["kernel"] for i in range(2)]
     whole = params | {"align": {"query": {"kernel": jnp.concatenate(kernels, axis=1)}}}
-    outputs = (y.apply({"params": p}, x) for y, p in zip(layers, (whole, params), strict=True))
+    outputs = (jax.jit(y.apply)({"params": p}, x) for y, p in zip(layers, (whole, params), strict=True))
     np.testing.assert_allclose(*outputs, atol=1e-6)
 
 

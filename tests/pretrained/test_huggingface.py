@@ -4,7 +4,6 @@ import contextlib
 import json
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ TARGETS = np.array([[0, 15, 220, 3, 18, 2]])
 
 
 def deviation(model, variables, config, tensors):
-    found = model.apply(variables, jnp.asarray(INPUTS), jnp.asarray(TARGETS))[0]
+    found = jax.jit(model.apply)(variables, INPUTS, TARGETS)[0]
     expected = logits(config, tensors, INPUTS[0], TARGETS[0])
     return np.abs(found - expected).max() / np.abs(expected).max()
 

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from synthesizer_jax.inference import Decoding, decode
 from synthesizer_jax.pretrained import load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
-from synthesizer_jax.primitives.parameters import apply_method
 from tests.pretrained.folders import TINY, UNTIED, logits, make_folder, make_tensors
 from tests.pretrained.gemma import MADLAD, write_tokenizer
 
@@ -36,7 +36,7 @@ def test_padding_and_start_are_those_of_the_model(madlad):
     assert model.ids == SpecialIds(1, 2, 0) and vocabulary.around_inputs == ([], [2])
     rows = jnp.asarray([[*INPUTS, 1, 1], [1, 1, *INPUTS]])
     row = [0]
-    found = apply_method(model.__call__, variables, rows, jnp.asarray([[0, 5, 1], [0, 5, 1]]))
+    found = jax.jit(model.apply)(variables, rows, jnp.asarray([[0, 5, 1], [0, 5, 1]]))
     expected = logits(CONFIG, tensors, INPUTS, np.array([0, 5, 1]))
     np.testing.assert_allclose(found, np.stack([expected] * 2), atol=1e-4)
     while len(row) < 7 and row[-1] != 2:

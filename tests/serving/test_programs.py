@@ -61,7 +61,7 @@ def encoder(kind="d", vocab_size=VOCAB):
 
 
 def variables_of(model):
-    made = model.init(jax.random.key(0), *(jnp.ones(x.shape, int) for x in model.example(4, 4)))
+    made = jax.jit(model.init)(jax.random.key(0), *(jnp.ones(x.shape, int) for x in model.example(4, 4)))
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), made)
 
 

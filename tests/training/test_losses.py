@@ -43,7 +43,7 @@ def test_loss_and_gradient(smoothing):
         sums = cross_entropy(logits, targets, weights=weights, z_loss=Z, label_smoothing=smoothing)
         return sums.total, sums
 
-    (_, sums), found = jax.value_and_grad(total, has_aux=True)(jnp.float32(logits))
+    (_, sums), found = jax.jit(jax.value_and_grad(total, has_aux=True))(jnp.float32(logits))
     np.testing.assert_allclose(sums.loss, loss, rtol=1e-5)
     np.testing.assert_allclose(sums.z_loss, z_loss, rtol=1e-5)
     np.testing.assert_allclose(found, gradient, atol=1e-5)

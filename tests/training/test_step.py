@@ -58,7 +58,8 @@ def test_the_loss_is_the_cross_entropy_of_the_head(head, tied, monkeypatch):
     batch["decoder_target_tokens"][weights == 0] = -100  # the weights choose the targets
     for most in (step.DENSE_LOGITS, 0):  # at once, and in chunks
         monkeypatch.setattr(step, "DENSE_LOGITS", most)
-        sums = loss_sums(model, variables, batch, z_loss=Z, label_smoothing=SMOOTHING)
+        compiled = jax.jit(lambda v, b: loss_sums(model, v, b, z_loss=Z, label_smoothing=SMOOTHING))
+        sums = compiled(variables, batch)
         np.testing.assert_allclose([sums.loss, sums.z_loss], [loss, z_loss], rtol=1e-5)
         assert (sums.correct, sums.weight, sums.penalty) == (hits.sum(), weights.sum(), 0)
 
@@ -67,10 +68,8 @@ def test_dropout_acts_where_there_is_a_key():
     model, batch = encoder(dropout_rate=0.5), next(ClassStream())
     variables = initialized(model, batch)
     options = {"z_loss": 0.0, "label_smoothing": 0.0}
-    losses = [
-        float(loss_sums(model, variables, batch, **options, dropout_key=key).loss)
-        for key in (None, None, jax.random.key(1), jax.random.key(2))
-    ]
+    loss = jax.jit(lambda key: loss_sums(model, variables, batch, **options, dropout_key=key).loss)
+    losses = [float(loss(key)) for key in (None, None, jax.random.key(1), jax.random.key(2))]
     assert losses[0] == losses[1] and len(set(losses)) == 3
 
 
@@ -87,13 +86,14 @@ def universal(cost):
 def test_a_ponder_cost_is_part_of_the_loss():
     """Averaged over the batch, once a stack, on top of what the tokens cost."""
     batch = {k: jnp.asarray(v) for k, v in next(CopyStream()).items()}
-    variables = universal(0.0).init(
+    variables = jax.jit(universal(0.0).init)(
         jax.random.key(0), batch["encoder_input_tokens"], batch["decoder_input_tokens"]
     )
-    free, dear, dearer = (
-        loss_sums(universal(cost), variables, batch, z_loss=0.0, label_smoothing=0.0)
-        for cost in (0.0, 0.5, 1.0)
-    )
+    free, dear, dearer = jax.jit(
+        lambda v: [
+            loss_sums(universal(c), v, batch, z_loss=0.0, label_smoothing=0.0) for c in (0.0, 0.5, 1.0)
+        ]
+    )(variables)
     assert free.penalty == 0 and dear.loss == free.loss
     assert 2 * 0.5 < dear.penalty / dear.weight < 2 * 0.5 * 4  # one to three steps and a remainder
     np.testing.assert_allclose(dearer.penalty, 2 * dear.penalty, rtol=1e-6)
@@ -185,7 +185,7 @@ def test_bfloat16_logits_of_the_loss_are_not_rounded(most, monkeypatch):
     model = t5(TINY, vocab_size=16, dtype="bfloat16")
     batch = next(CopyStream())
     inputs = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
-    variables = model.init(jax.random.key(0), *inputs)
+    variables = jax.jit(model.init)(jax.random.key(0), *inputs)
     kernel = variables["params"]["logits_kernel"] * 30.0
     variables["params"]["logits_kernel"] = kernel
 
