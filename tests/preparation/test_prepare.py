@@ -333,7 +333,8 @@ def test_prepared_data_needs_no_tensorflow(synthetic_data: pathlib.Path, tmp_pat
     write_atomic(tmp_path / "data" / MIXTURE / vocabulary.name, vocabulary.read_bytes())
     where = f"--workdir {tmp_path}/run --data-dir {tmp_path}/data"
     settings = ("training.steps=1", "data.batch_size=8", "evaluation.max_examples=2",
-                "evaluation.loss_batches=1", "evaluation.batch_size=2")  # fmt: skip
+                "evaluation.loss_batches=1", "evaluation.batch_size=2",
+                "model.encoder.runs.0.repeats=1", "model.decoder.runs.0.repeats=1")  # fmt: skip
     options = " ".join(f"--set {setting}" for setting in settings)
     commands = (
         f"train quickstart:random_vanilla {where} {options}\n"
