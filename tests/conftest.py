@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import pathlib
+import re
 import shutil
 import signal
 import tempfile
@@ -51,6 +52,11 @@ MOST_MAPPINGS = 40_000
 TESTS = itertools.count(1)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def snippets(page: str) -> list[str]:
+    """The Python of a page, block by block."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,8 @@
 """The environment of processes that tests start."""
 
 import os
+import subprocess
+import sys
 
 OPTIMIZED = "TESTS_OPTIMIZED" in os.environ
 """Whether programs are compiled as users' are; by default the tests compile much and compute little."""
@@ -20,6 +22,13 @@ for command in json.load(open(sys.argv[1])):
         os.write(1, f"=== exit {end.code}\\n".encode())  # whole, whatever other threads print
 """
 """A program that runs the commands that a JSON file lists: libraries are loaded once."""
+
+
+def python(*words: object, code: int = 0, **options) -> subprocess.CompletedProcess:
+    """A process of Python that ends with a code."""
+    ended = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **options)
+    assert ended.returncode == code, ended.stderr
+    return ended
 
 
 def without_devices() -> dict[str, str]:

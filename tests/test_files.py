@@ -3,12 +3,11 @@
 import fcntl
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from synthesizer_jax.base.files import new_directory, open_atomic, temporary_directory, write_atomic
+from tests.environment import python
 
 
 @pytest.mark.parametrize("content", ["Größe\n", "Größe\n".encode(), ["Grö", "ße\n"]], ids=repr)
@@ -63,7 +62,7 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path):
         directory.mkdir()
     lock = os.open(held, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "b")], check=False)
+    python("-c", KILLED, tmp_path / "b", code=-9)
     assert len(list(tmp_path.iterdir())) == 3
     with new_directory(tmp_path / "b"):
         os.close(lock)

@@ -1,13 +1,10 @@
 """The snippets of docs/migration.md run, and what they convert is T5's attention."""
 
-import pathlib
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "migration.md"
+from tests.conftest import snippets
 
 
 def t5_attention(state: dict, x: np.ndarray, heads: int, lengths: list[int]) -> np.ndarray:
@@ -27,7 +24,7 @@ def t5_attention(state: dict, x: np.ndarray, heads: int, lengths: list[int]) -> 
 
 def test_the_pages_snippets_run_in_order():
     scope: dict = {"__name__": "migration"}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S):
+    for block in snippets("docs/migration.md"):
         exec(block, scope)
     state = {name: np.asarray(x, np.float64) for name, x in scope["state"].items()}
     expected = t5_attention(state, np.asarray(scope["x"], np.float64), 4, [16, 9])

@@ -1,11 +1,6 @@
-"""Imports, the code in README and docs, and errors of the command line."""
+"""Imports, the code in README and docs, and what the command line lists."""
 
 import json
-import os
-import pathlib
-import re
-import subprocess
-import sys
 import tomllib
 
 import jax
@@ -16,15 +11,14 @@ import typer
 from typer.testing import CliRunner
 
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
-from synthesizer_jax.cli.main import _one_line_message, app
+from synthesizer_jax.cli.main import app
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.mixtures import MIXTURES
 from synthesizer_jax.training.run_directory import save_run
-from tests.environment import COMMANDS
+from tests.conftest import ROOT, snippets
+from tests.environment import python
 from tests.evaluation import runs
 from tools.tables import TABLES, renewed
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def test_importing_the_package_loads_no_tensorflow_and_no_network():
@@ -35,8 +29,7 @@ def test_importing_the_package_loads_no_tensorflow_and_no_network():
         "heavy = {'tensorflow', 'seqio', 'tensorflow_datasets', 'orbax', 'torch', 'matplotlib'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert process.stdout.strip() == "[]", process.stderr
+    assert python("-c", program).stdout.strip() == "[]"
 
 
 LOADED = """
@@ -56,10 +49,7 @@ def test_a_loaded_run_brings_nothing_that_it_was_trained_with(tmp_path):
     state = {"step": np.int32(1), "params": params, "constants": {}, "opt_state": {}}
     save_streamed(tmp_path / "checkpoints", 1, jax.tree.map(Unread.of, state))
     save_run(experiment, tmp_path)
-    command = [sys.executable, "-c", LOADED, str(tmp_path)]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    count, *rooms = process.stdout.split()
+    count, *rooms = python("-c", LOADED, tmp_path).stdout.split()
     absent = {"cli", "distillation", "optimizers", "preparation", "reports", "tasks", "training"}
     assert not absent & set(rooms)
     assert int(count) <= 80
@@ -112,10 +102,7 @@ model.apply(variables, x)
 @pytest.mark.parametrize("method", ["Compact", "Setup", "Block"])
 def test_no_first_use_makes_modules_that_become_children_of_the_callers(method):
     """Neither a name nor a module, which import each other lazily; their first uses are imports."""
-    command = [sys.executable, "-c", FIRST_USES, method]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    assert set(process.stdout.splitlines()) <= {"[]"}
+    assert set(python("-c", FIRST_USES, method).stdout.splitlines()) <= {"[]"}
 
 
 def test_a_wheel_holds_every_package():
@@ -126,9 +113,8 @@ def test_a_wheel_holds_every_package():
 
 
 def test_the_readmes_examples_run_as_written():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
     namespace: dict = {}
-    for block in blocks:
+    for block in snippets("README.md"):
         exec(block, namespace)
     assert namespace["y"].shape == (2, 128, 512)
     assert float(abs(namespace["y"] - namespace["y_ref"]).max()) < 1e-5
@@ -137,8 +123,7 @@ def test_the_readmes_examples_run_as_written():
 @pytest.mark.parametrize("page", ["layers", "extending"])
 def test_a_pages_snippets_run_in_order(page, monkeypatch):
     monkeypatch.setattr(task_registry, "TASKS", dict(task_registry.TASKS))
-    text = (ROOT / f"docs/{page}.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    blocks = snippets(f"docs/{page}.md")
     assert len(blocks) > 3
     namespace: dict = {"__name__": page}  # `register` tells two classes of a name apart by it
     for block in blocks:
@@ -176,40 +161,3 @@ def test_every_option_has_a_help_text():
         assert command.help
         assert [option.name for option in command.params if not option.help] == [], command.name
     assert len(commands) > 20
-
-
-ERRORS = {
-    "no model is called 'nothing*'": ["models", "nothing*"],
-    "there is no recipe 'nowhere'": ["train", "nowhere", "--workdir", "w"],
-    "Training has no field 'stps', did you mean 'steps'": [
-        *("train", "finetune", "--workdir", "w", "--set", "training.stps=1")
-    ],
-    "nothing holds no experiment.json": ["eval", "--workdir", "nothing"],
-    "nothing holds no experiment.json ": ["generate", "--workdir", "nothing", "hello"],
-    "there is no SentencePiece model spiece.model": [
-        *("train", "finetune", "--workdir", "w", "--data-dir", "d")
-    ],
-    "there is no mixture or task 'glue'": ["data", "list", "glue", "--data-dir", "d"],
-}
-
-
-def test_errors_are_one_line(tmp_path):
-    (tmp_path / "commands").write_text(json.dumps(list(ERRORS.values())))
-    process = subprocess.run(
-        [sys.executable, "-c", COMMANDS, "commands"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert process.stdout.count("=== exit 2\n") == len(ERRORS), process.stderr
-    lines = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
-    for message, line in zip(ERRORS, lines, strict=True):
-        assert message.strip() in line
-    assert "Traceback" not in process.stderr
-    assert len(list(tmp_path.iterdir())) == 1, "a failing command must not write files"
-
-
-def test_error_messages_are_one_line():
-    assert _one_line_message(ValueError("a\n  b")) == "a b"
-    assert "SYNTHESIZER_JAX_TRACEBACK=1" in _one_line_message(RuntimeError("x"))

@@ -14,6 +14,9 @@ from synthesizer_jax.cli.main import app
 from tests.conftest import ROOT
 from tests.environment import COMMANDS, without_devices
 
+RECIPE = ROOT / "benchmarks" / "reliability_run.py"
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
 
 def call(command: str, *words: object, code: int = 0) -> str:
     """What a command prints that ends with a code; errors are raised."""
@@ -27,9 +30,13 @@ def call(command: str, *words: object, code: int = 0) -> str:
     return result.output
 
 
-def run_all(
-    place: pathlib.Path, commands: Sequence[str | Sequence[str]], **environment: str
-) -> list[tuple[int, str]]:
+def start(command: str, environment: dict[str, str] | None = None, **options) -> subprocess.Popen:
+    """The real command, in a process of its own."""
+    own = [sys.executable, "-m", "synthesizer_jax", *command.split()]
+    return subprocess.Popen(own, env=without_devices() | (environment or {}), **options)
+
+
+def run_all(place: pathlib.Path, commands: Sequence, **environment: str) -> list[tuple[int, str]]:
     """Runs commands one after the other in one process; returns the exit code and the text of each."""
     words = [command.split() if isinstance(command, str) else command for command in commands]
     (place / "commands.json").write_text(json.dumps(words))

@@ -2,8 +2,6 @@
 
 import pathlib
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -12,10 +10,7 @@ from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
 from tests import buckets
-from tests.cli.commands import run_all
-from tests.environment import without_devices
-
-RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliability_run.py"
+from tests.cli.commands import PIPES, RECIPE, run_all, start
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +46,7 @@ WRONG = {
 
 
 def test_a_run_that_is_killed_and_what_a_user_gets_wrong(store, tmp_path) -> None:
-    environment = without_devices() | store.environment
-    command = train("gs://bucket/run", 100_000).split()
-    with subprocess.Popen(
-        [sys.executable, "-m", "synthesizer_jax", *command],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with start(train("gs://bucket/run", 100_000), store.environment, **PIPES) as process:
         while "evaluated" not in (line := process.stdout.readline()):
             assert line, process.stderr.read()
         process.send_signal(signal.SIGKILL)

@@ -3,10 +3,7 @@
 import io
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -34,14 +31,10 @@ def place(tmp_path_factory):
     experiment = runs.experiment(mesh=MeshShape(fsdp=8))
     evaluation = Evaluation(method="rank", batch_size=8, loss_batches=1)
     runs.write_run(place / "run", replace(experiment, evaluation=evaluation))
+    splits = {"training_splits": (), "evaluation_splits": ("train", "validation", "test")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(mixtures.MIXTURES, runs.MIXTURE, runs.RATES)
-        prepare.prepare(
-            runs.MIXTURE,
-            PreparedTasks(place / "data", Bytes().build()),
-            training_splits=(),
-            evaluation_splits=("train", "validation", "test"),
-        )
+        prepare.prepare(runs.MIXTURE, PreparedTasks(place / "data", Bytes().build()), **splits)
         yield place
 
 
@@ -95,27 +88,16 @@ def test_every_checkpoint_and_each_tasks_best(place):
 
 
 @pytest.mark.parametrize(
-    ("command", "options", "error", "message"),
+    ("command", "message"),
     [
-        (
-            *("eval", "--task glue_rte_v2", ValueError),
-            r"mixture 'small_evaluation' has no task 'glue_rte_v2', did you mean 'glue_rte_v002'\?; its "
-            "tasks: .*multi30k_en_de",
-        ),
-        (
-            *("eval", "--task super_glue_record_v102 --split test", FileNotFoundError),
-            r"super_glue_record_v102 has no .* split 'test' in",
-        ),
-        (
-            *("predict", f"{RTE} --split tset", FileNotFoundError),
-            "'tset' in .*; choose train or validation or test by --split or evaluation.split, "
-            "or import .* with",
-        ),
+        ("eval --task glue_rte_v2", "no task 'glue_rte_v2', did you mean .*; its tasks: .*multi30k_en_de"),
+        ("eval --task super_glue_record_v102 --split test", "record_v102 has no .* split 'test' in"),
+        (f"predict {RTE} --split tset", "'tset' in .*; choose train or validation or test .* or import"),
     ],
 )
-def test_what_is_not_there_is_answered_with_what_is(place, command, options, error, message):
-    with pytest.raises(error, match=message):
-        call(place, options, command=command)
+def test_what_is_not_there_is_answered_with_what_is(place, command, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        call(place, "", command=command)
 
 
 def test_a_part_does_not_replace_the_results_of_the_whole(place):
@@ -221,10 +203,8 @@ def test_several_texts_and_their_scores(place):
 
 
 def test_samples_are_repeated_by_their_seed_and_stay_alone(place):
-    options = (
-        "--max-length 4 --temperature 0.9 --top-k 99 --top-p 0.95 --samples 2 --min-length 2 "
-        "--relative-length 2"
-    )
+    options = "--max-length 4 --temperature 0.9 --top-k 99 --top-p 0.95 --samples 2 --min-length 2"
+    options += " --relative-length 2"
     found = say(place, f"{options} --seed 3", *TEXTS)
     assert len(found.splitlines()) == 4
     assert say(place, f"{options} --seed 3 --batch-size 1", *TEXTS) == found
@@ -233,29 +213,9 @@ def test_samples_are_repeated_by_their_seed_and_stay_alone(place):
         say(place, "--top-p 1.5 --temperature 1", "text")
 
 
-ALONE = """
-import sys
-for name in ("tensorflow", "tensorflow_datasets", "tensorflow_text", "seqio"):
-    sys.modules[name] = None  # importing it ends in an ImportError
-from synthesizer_jax.cli.main import run
-run()
-"""
-
-
-def test_one_device_without_tensorflow_and_files_say_the_same(place, tmp_path):
-    """A process of its own: neither TensorFlow nor SeqIO can be imported, and there is one device."""
+def test_files_say_the_same(place, tmp_path):
     shown = say(place, "", *TEXTS)
     assert len(shown.splitlines()) == 2
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    alone = subprocess.run(
-        [sys.executable, "-c", ALONE, "generate", "--workdir", str(place / "run"), *TEXTS],
-        env=environment | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert alone.returncode == 0, alone.stderr
-    assert alone.stdout == shown
     (tmp_path / "in.txt").write_text("\ufeff" + "\r\n".join(TEXTS) + "\r\n", "utf-8", newline="")
     say(place, f"--input {tmp_path}/in.txt --output {tmp_path}/out.txt --batch-size 1")
     assert (tmp_path / "out.txt").read_text() == shown

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from tests.environment import without_devices
+from tests.cli.commands import RECIPE
+from tests.environment import python, without_devices
 
 pytestmark = pytest.mark.hosts
 
 STEPS = 12
 """With checkpoints of steps 5 and 10."""
-RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliability_run.py"
 
 
 @pytest.fixture(scope="module")
@@ -136,13 +136,9 @@ def test_an_error_of_one_process_ends_all(tmp_path):
 
 
 def test_two_kills_change_nothing(tmp_path):
-    script, found = RECIPE.with_name("reliability.py"), tmp_path / "found.json"
     options = "--kills 2 --stride 5 --seed 7 --processes 2 1 --json"
-    result = subprocess.run(
-        [sys.executable, str(script), *options.split(), str(found)], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    result = json.loads(found.read_text())
+    python(RECIPE.with_name("reliability.py"), *options.split(), tmp_path / "found.json")
+    result = json.loads((tmp_path / "found.json").read_text())
     assert len(result["kills"]) == 2
     assert {k["lost"] for k in result["kills"] if k["signal"] != "SIGKILL"} == {0}
     assert result["same"]

@@ -1,8 +1,6 @@
 """The program around the commands: it ends, whatever still runs; the doctor, and compiled programs."""
 
 import os
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -13,6 +11,7 @@ from synthesizer_jax.hosts.compilation_cache import VARIABLE, enable_compilation
 from synthesizer_jax.hosts.processes import print_line
 from synthesizer_jax.runs.progress import show_phases
 from tests.cli.commands import call
+from tests.environment import python
 
 STUCK = """
 import sys, threading
@@ -25,17 +24,19 @@ main.main()
 
 
 def test_a_stuck_thread_does_not_keep_the_program() -> None:
-    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True)
-    assert ended.returncode == 2, ended.stderr
+    ended = python("-c", STUCK, code=2)
+    assert (ended.stdout, ended.stderr.count("\n")) == ("", 1)
+    assert ended.stderr.startswith("error: no model is called 'nope'")
 
 
 @pytest.mark.parametrize(
     ("message", "line"),
     [
         ("no\x1b]0;title\x07 run\u202e\n", r"no\x1b]0;title\x07 run\u202e"),
+        ("a\n  b", "a b"),
         ("runs/x: " + "name, " * 10**5 + "remedy", f"runs/x: {'name, ' * 248}name … {'name, ' * 49}remedy"),
     ],
-    ids=["escapes", "long"],
+    ids=["escapes", "lines", "long"],
 )
 def test_what_a_file_holds_cannot_fill_or_command_the_terminal(message, line, capfd) -> None:
     assert len(_one_line_message(ValueError(message))) < 2000
@@ -44,6 +45,7 @@ def test_what_a_file_holds_cannot_fill_or_command_the_terminal(message, line, ca
         phase(message, 1)
     print_line(message)
     assert "\x1b" not in capfd.readouterr().err
+    assert "SYNTHESIZER_JAX_TRACEBACK=1" in _one_line_message(RuntimeError("x"))
 
 
 def test_the_doctor_finds_a_healthy_machine_and_hosts_that_differ(tmp_path, monkeypatch) -> None:
@@ -77,9 +79,7 @@ def test_a_second_process_compiles_nothing_but_what_a_killed_one_has_left(tmp_pa
     own |= {"XDG_CACHE_HOME": str(tmp_path), **always}
 
     def hits() -> int:
-        program = [sys.executable, "-c", PROGRAM]
-        found = subprocess.run(program, env=own, check=True, capture_output=True, text=True)
-        return int(found.stdout.splitlines()[-1])
+        return int(python("-c", PROGRAM, env=own).stdout.splitlines()[-1])
 
     assert hits() == 0
     assert hits() > 0

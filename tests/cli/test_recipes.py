@@ -1,9 +1,6 @@
 """Recipes on the command line: listed, named wrongly, broken; what needs no JAX or lacks an extra."""
 
 import os
-import re
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -13,13 +10,11 @@ from synthesizer_jax.cli.plan import known_costs
 from synthesizer_jax.cli.recipes import complete_recipe, load_recipe
 from synthesizer_jax.models import ZOO
 from tests.cli.commands import run_all
-from tests.conftest import ROOT
+from tests.conftest import ROOT, snippets
+from tests.environment import python
 from tools.zoo_costs import costs
 
-IMPORTS = (
-    "from synthesizer_jax.training.experiment import Experiment\n"
-    "from tests.training.tiny import experiment\n"
-)
+IMPORT = "from tests.training.tiny import experiment\n"
 WITHOUT_JAX = {
     "--help": (0, "recipes"),
     "--version": (0, "."),
@@ -39,7 +34,7 @@ def test_what_needs_no_jax_is_said_without_it(tmp_path):
 
 
 def test_the_page_on_recipes_writes_one_that_loads(tmp_path):
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), flags=re.S)
+    (block,) = snippets("docs/recipes.md")
     (tmp_path / "mine.py").write_text(block)
     settings = ["training.optimizer.learning_rate=3e-4", "model.encoder.runs.0.repeats=4"]
     recipe = load_recipe(str(tmp_path / "mine.py"), settings)
@@ -56,22 +51,19 @@ def test_the_page_on_recipes_writes_one_that_loads(tmp_path):
     ],
 )
 def test_a_recipe_needs_no_annotation(tmp_path, function, source):
-    (tmp_path / "mine.py").write_text(IMPORTS + source)
+    (tmp_path / "mine.py").write_text(IMPORT + source)
     assert load_recipe(f"{tmp_path / 'mine.py'}:{function}").data.mixture == "copy"
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("def default(:\n", r"mine\.py, line 3: SyntaxError: "),
-        ("x = 1\ny = x / 0\n", r"mine\.py, line 4: ZeroDivisionError: division by zero"),
-        ("import no_such_module\n", r"mine\.py, line 3: ModuleNotFoundError: No module named 'no_"),
-        ("def default():\n    return 1 / 0\n", r"mine\.py, line 4: ZeroDivisionError: division"),
-        ("raise SystemExit(0)\n", r"mine\.py, line 3: SystemExit: 0"),
-        (
-            "def default():\n    return experiment(steps=-3)\n",
-            r"mine\.py, line 4: ValueError: training\.steps is -3; allowed: 1 to",
-        ),
+        ("def default(:\n", r"mine\.py, line 2: SyntaxError: "),
+        ("x = 1\ny = x / 0\n", r"mine\.py, line 3: ZeroDivisionError: division by zero"),
+        ("import no_such_module\n", r"mine\.py, line 2: ModuleNotFoundError: No module named 'no_"),
+        ("def default():\n    return 1 / 0\n", r"mine\.py, line 3: ZeroDivisionError: division"),
+        ("raise SystemExit(0)\n", r"mine\.py, line 2: SystemExit: 0"),
+        ("def default():\n    return experiment(steps=-3)\n", r"line 3: ValueError: training\.steps is -3"),
         ("def default(size):\n    return 3\n", r"mine\.py: missing a required argument: 'size'$"),
         ("def default():\n    return 3\n", r"mine\.py returns 3, expected Experiment"),
         ("def small():\n    pass\n", r"mine\.py has no recipe 'default'; it has: small$"),
@@ -79,7 +71,7 @@ def test_a_recipe_needs_no_annotation(tmp_path, function, source):
     ],
 )
 def test_a_broken_recipe_is_one_sentence_with_its_file(tmp_path, source, message):
-    (tmp_path / "mine.py").write_text(IMPORTS + source)
+    (tmp_path / "mine.py").write_text(IMPORT + source)
     with pytest.raises(ValueError, match=message) as error:
         load_recipe(str(tmp_path / "mine.py"))
     assert "\n" not in str(error.value)
@@ -88,7 +80,7 @@ def test_a_broken_recipe_is_one_sentence_with_its_file(tmp_path, source, message
 def test_a_module_of_ones_own_package_is_a_recipe(tmp_path, monkeypatch):
     (tmp_path / "own_recipes").mkdir()
     (tmp_path / "own_recipes/__init__.py").write_text("")
-    (tmp_path / "own_recipes/small.py").write_text(IMPORTS + "def default():\n    return experiment()\n")
+    (tmp_path / "own_recipes/small.py").write_text(IMPORT + "def default():\n    return experiment()\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("synthesizer_jax.runs.code._imported", set())
     assert load_recipe("own_recipes.small").data.mixture == "copy"
@@ -110,10 +102,7 @@ def test_shells_are_offered_recipes_and_models(tmp_path, monkeypatch, typed, off
     assert completed.output.split() == [offered]
 
 
-STALE = (
-    "synthesizer_jax/costs/zoo.json is out of date: run python -m tools.zoo_costs "
-    "(a minute or two) and commit it"
-)
+STALE = "synthesizer_jax/costs/zoo.json is out of date: run python -m tools.zoo_costs and commit it"
 
 
 @pytest.mark.parametrize("name", ["synthesizer_rv_small", "mesh_random_base", "linformer_base", "alr_s"])
@@ -147,10 +136,5 @@ def test_tensorflow_is_loaded_without_a_word():
         "print(sum(tf.data.Dataset.range(4).as_numpy_iterator()))\n"
     )
     own = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**own, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", program, env={**own, "PYTHONPATH": str(ROOT)})
     assert (done.stdout, done.stderr) == ("6\n", "")

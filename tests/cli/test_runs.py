@@ -9,8 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import termios
 from unittest import mock
 
@@ -26,24 +24,12 @@ from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import check_same_run, load_experiment, save_run
 from synthesizer_jax.training.trainer import Trainer
-from tests.cli.commands import call
-from tests.environment import without_devices
-
-RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliability_run.py"
+from tests.cli.commands import PIPES, RECIPE, call, start
 
 
 def train(workdir: pathlib.Path, data: pathlib.Path, *settings: str) -> str:
     changes = " ".join(f"--set {setting}" for setting in settings)
     return f"train {RECIPE} --workdir {workdir} --data-dir {data} {changes}"
-
-
-PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-
-
-def start(command: str, **options) -> subprocess.Popen:
-    """The real command, in a process of its own."""
-    own = [sys.executable, "-m", "synthesizer_jax", *command.split()]
-    return subprocess.Popen(own, env=without_devices(), **options)
 
 
 def test_stopped_before_the_first_step_nothing_is_left(tmp_path, synthetic_data, monkeypatch) -> None:
@@ -139,7 +125,6 @@ def copied(finished, tmp_path) -> pathlib.Path:
         ("data.split=nope", "nope"),
         ("model.vocab_size=20", r"set model\.vocab_size to at least"),
         ("mesh.tensor=3", "3"),
-        ("init_from=nowhere", "nowhere"),
     ],
 )
 def test_a_start_that_is_refused_leaves_nothing(tmp_path, synthetic_data, wrong, message) -> None:
@@ -158,9 +143,7 @@ def test_a_start_that_came_to_nothing_blocks_nothing(copied, synthetic_data) -> 
     assert saved["training"]["seed"] == 7
 
 
-def test_a_vocabulary_that_is_another_or_was_changed_is_noticed(
-    finished, copied, synthetic_data, tmp_path
-) -> None:
+def test_another_vocabulary_or_a_changed_one_is_noticed(finished, copied, synthetic_data, tmp_path) -> None:
     given = synthetic.vocabulary(synthetic_data)
     mine = replace(load_experiment(finished), vocabulary=given)
     save_run(mine, copied)

@@ -29,8 +29,6 @@ GENERATE = "generate --workdir runs/{} review:good"
 
 SESSION = [
     # What there is, and what is mistaken before anything is computed.
-    ("--version", 0, "."),
-    ("recipes", 0, "quickstart:random_vanilla"),
     ("recipes quickstart", 0, "training.steps=1200 int: 1 to"),
     ("recipes papers.replacement:alr", 0, "replace.0.scope=mixer 'mixer' or 'sublayer' or 'layer'"),
     ("recipes papers.replacement:alr:encoder:huge", 2, "alr.size is 'huge', expected 'xs' or"),
@@ -39,11 +37,12 @@ SESSION = [
     ("recipes papers.translation:multi30k:x", 2, "there is no system 'x'; there are v, d, r"),
     ("train quickstrat --workdir runs/x", 2, "did you mean 'quickstart'"),
     ("train papers.replacement:alr --workdir runs/x", 2, "returns a Distillation, expected Exper"),
-    ("models t5_1_1_small", 0, "76,9"),
     (f"{TRAIN} --set evaluation.method=sample", 2, "error: evaluation.method"),
     (f"{TRAIN} --set init_from=a.jsonl", 2, "holds no experiment.json; give the directory"),
     (TRAIN, 2, "own_files"),  # not imported yet
+    ("train finetune --workdir runs/x --data-dir d", 2, "there is no SentencePiece model spiece.model"),
     # Data of one's own.
+    ("data list glue --data-dir d", 2, "there is no mixture or task 'glue'"),
     ("data import glu --from .", 2, "'glu' cannot be imported, did you mean 'glue'"),
     ("data import glue --from .", 2, "error: . lacks CoLA/train.tsv"),
     ("data import glue --from . --name x", 2, "glue has its own format; --name"),
@@ -55,21 +54,15 @@ SESSION = [
     ),
     ("data list own_files --data-dir DATA", 0, "train 40, validation 6"),
     ("data list", 0, "mixtures: "),
-    ("data show own_files --data-dir DATA --rows 1", 0, "lengths of 40 rows in bytes"),
+    ("data show own_files --data-dir DATA --rows 1 --vocabulary bytes", 0, "lengths of 40 rows in bytes"),
     ("data check own_files --data-dir DATA", 0, "train 3"),  # good 1, 3 and 5 are in both
     ("data vocabulary own_files --output v --data-dir DATA --size 32", 0, "32 pieces from 80"),
     ("data vocabulary multi30k_en_de --output v --data-dir DATA", 2, "a split 'train' in DATA"),
     ("data prepare own_files --data-dir DATA --workers 0", 2, "--workers is 0; allowed: 1 to"),
     # Training: prepared by itself, continued, refused.
     (f"{TRAIN} --set training.steps=2", 0, "runs/mine has finished its 2 steps: score "),
-    (f"{TRAIN} --set training.steps=4 --set data.batch_size=4", 2, "batch_size was 8 and is 4"),
     (f"{TRAIN} --set training.steps=4", 0, "step 4/4 evaluated in"),
     (f"{TRAIN} --set training.steps=4", 0, "next: synthesizer-jax eval --workdir runs/mine"),
-    (
-        f"train quickstart:dot_product --workdir runs/other {SMALL} --set init_from=runs/mine",
-        2,
-        "a checkpoint of another model: 4 arrays",
-    ),
     (
         f"train runs/mine --workdir runs/again {SMALL} --set training.steps=1",
         *(0, "initialized 0 parameters in 0 arrays"),
@@ -86,7 +79,6 @@ SESSION = [
     (GENERATE.format("mine"), 0, ""),
     (f"{GENERATE.format('mine')} --input a.jsonl", 2, "arguments or with --input, not both"),
     ("report runs/mine runs/again --output page.html", 0, "own_files │ accuracy"),
-    ("doctor --workdir runs/new", 0, "runs/new is writable"),
     ("doctor --workdir a.jsonl", 2, "File exists"),
     # Other runs from it.
     ("average runs/mine runs/mean", 0, "holds the mean of the steps 2, 4"),
@@ -94,16 +86,11 @@ SESSION = [
     ("convert runs/mine runs/mixture --encoder r", 2, "cannot start as the model; fit and distill"),
     ("convert runs/mine runs/mixture --max-length 3", 2, "belongs to --encoder and --decoder"),
     ("convert runs/mine runs/mixture --extra-ids 3", 2, "--extra-ids belongs to --vocabulary"),
-    (
-        "convert google/flan-t5-small runs/mixture",
-        *(2, "'hf download google/flan-t5-small --local-dir flan-t5-small' downloads a model"),
-    ),
     ("convert runs/mine runs/mixture --encoder rv --max-length 1000000000", 2, "--max-length is"),
     ("convert runs/mine runs/mixture --encoder rv --max-length 1000000", 2, "GiB of memory"),
     ("convert runs/mine runs/mixture --encoder rv --max-length 32", 0, "parameters of runs/mine"),
     (GENERATE.format("mixture"), 0, ""),
     ("export runs/mine exported --to onnx", 2, "--to is 'onnx'; use huggingface, peft"),
-    ("export runs/mine exported", 2, "no published T5 has"),
     (DISTILL, 0, "fitted 1 layers to 2 batches"),
     (GENERATE.format(f"random/{FINE_TUNED}"), 0, ""),
     ("distill quickstart --teacher runs/mine --workdir runs/x", 2, "expected Distillation"),
@@ -115,13 +102,13 @@ SESSION = [
 
 
 def check(place: pathlib.Path, expected: list[tuple[str, int, str]]) -> dict[str, str]:
-    """Runs commands, and looks for an exit code and a text in what each says, which is returned."""
+    """Runs commands, and looks for an exit code, a text, and one line of an error in what each says."""
     found = run_all(place, [command for command, _, _ in expected])
     texts = [(code, " ".join(text.split())) for code, text in found]
     other = [
         f"{command}: {code}: {text}"
         for (command, wanted, part), (code, text) in zip(expected, texts, strict=True)
-        if code != wanted or part not in text or "Traceback" in text
+        if code != wanted or part not in text or "Traceback" in text or text.count("error: ") != code // 2
     ]
     assert not other, "\n".join(other)
     return {command: text for (command, _, _), (_, text) in zip(expected, found, strict=True)}
@@ -147,17 +134,15 @@ def test_from_a_file_to_a_report(tmp_path) -> None:
     # A converted run answers the same, which depends on every parameter.
     assert said[GENERATE.format("mixture")] == said[GENERATE.format("mine")]
     left = {path.name for path in (*tmp_path.iterdir(), *(tmp_path / "runs").iterdir())}
-    assert not {"exported", "x"} & left
+    assert not {"d", "exported", "x"} & left
 
     random = tmp_path / "runs" / "random"
     heads = json.loads((random / "fit.json").read_text())
     assert list(heads) == ["encoder/layers_0"]
     assert all(len(kl) == 4 and 0 <= min(kl) < max(kl) < 3 for kl in heads.values())
     assert (random / "distillation.json").is_file()
-    taught, student, tuned = (
-        restore_variables(place / "checkpoints")[1]["params"]
-        for place in (run, random, random / FINE_TUNED)
-    )
+    params_of = lambda place: restore_variables(place / "checkpoints")[1]["params"]
+    taught, student, tuned = map(params_of, (run, random, random / FINE_TUNED))
     np.testing.assert_array_equal(student["embedding"], taught["embedding"])
     assert 0 < np.abs(tuned["embedding"] - student["embedding"]).max() < 0.01
     table = student["encoder"]["layers_0"]["attention"]["align"]["table"]

@@ -9,17 +9,11 @@ from collections.abc import Iterator
 import msgpack
 import numpy as np
 
+from synthesizer_jax.data import prepared as files
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import FullLM
 from synthesizer_jax.data.pipeline import Stream
-from synthesizer_jax.data.prepared import (
-    FORMAT,
-    Chunk,
-    PreparedInfo,
-    PreparedTasks,
-    RaggedTokens,
-    rows_file,
-)
+from synthesizer_jax.data.prepared import Chunk, PreparedInfo, PreparedTasks, RaggedTokens, rows_file
 from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.preparation.prepare import write_chunks
@@ -101,23 +95,12 @@ def _write_split(prepared: PreparedTasks, name: str, split: str, count: int) -> 
         rows = [dict(zip(sides, map(VOCABULARY.decode, e), strict=True)) for e in examples]
         (directory / rows_file(file)).write_bytes(b"".join(map(msgpack.packb, rows)))
     PreparedInfo(
-        format=FORMAT,
-        task=f"small_{name}",
-        split=split,
-        vocabulary=VOCABULARY.digest,
-        vocab_size=VOCABULARY.vocab_size,
-        source=None,
-        source_rows=count,
-        epochs=1,
-        lengths=None,
+        format=files.FORMAT, task=f"small_{name}", split=split, source=None, epochs=1, lengths=None,
+        vocabulary=VOCABULARY.digest, vocab_size=VOCABULARY.vocab_size, source_rows=count, examples=count,
         keep_last=dict.fromkeys(("inputs", "targets"), 1 + (name == "sentinel")),
-        has_inputs=name not in TEXTS,
-        has_rows=split == "validation",
-        examples=count,
-        tokens=shard.tokens,
-        files={file: count},
-        checksum=shard.checksum,
-    ).save(directory)
+        has_inputs=name not in TEXTS, has_rows=split == "validation",
+        files={file: count}, tokens=shard.tokens, checksum=shard.checksum,
+    ).save(directory)  # fmt: skip
 
 
 def stream(data_dir: pathlib.Path, config: DataConfig = CONFIG, **changes: object) -> Stream:
@@ -132,9 +115,7 @@ def examples_of(batch: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]
     sides = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
     for row in range(len(batch["decoder_target_tokens"])):
         parts = {name: values[row] for name, values in batch.items()}
-        segments = {
-            side: parts.get(f"{side}_segment_ids", parts[tokens] != 0) for side, tokens in sides.items()
-        }
+        segments = {s: parts.get(f"{s}_segment_ids", parts[tokens] != 0) for s, tokens in sides.items()}
         for number in range(1, int(segments["decoder"].max(initial=0)) + 1):
             yield {name: x[segments[name[:7]] == number] for name, x in parts.items()}
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import pathlib
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -134,9 +135,7 @@ def test_hosts_read_disjoint_shards_that_cover_everything(data_dir: pathlib.Path
     ],
     ids=["pairs", "packed", "buckets", "classes", "packed texts", "ul2", "packed spans"],
 )
-def test_every_step_can_be_restored_from_the_files_of_other_hosts(
-    data_dir: pathlib.Path, tmp_path: pathlib.Path, changes: dict
-) -> None:
+def test_every_step_can_be_restored_from_the_files_of_other_hosts(data_dir, tmp_path, changes) -> None:
     whole, expected = small.stream(data_dir, **changes), []
     shards = np.array_split(range(changes.get("shards", 8)), 2)
     hosts = [small.stream(data_dir, here=p.tolist(), saved=p.tolist(), **changes) for p in shards]
@@ -151,9 +150,7 @@ def test_every_step_can_be_restored_from_the_files_of_other_hosts(
         assert small.digests(again, 2)[: 25 - step] == expected[step : step + 2]
 
 
-def test_large_tasks_keep_few_chunks(
-    data_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_tasks_keep_few_chunks(data_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch) -> None:
     """Every epoch yields every example once, the first in the same order as of a task in memory."""
     changes = {"mixture": "small_many", "batch_size": 50, "shards": 2}
     whole = small.inputs(small.stream(data_dir, **changes), 50)
@@ -243,10 +240,7 @@ def test_settings_that_cannot_work_are_said_in_one_sentence(data_dir: pathlib.Pa
         ({"shards": 64, "batch_size": 64}, r"small_few.* has 40 examples, fewer than shards=64"),
         ({"mixture": "small_few", "inputs_length": 0}, r"small_few has inputs.*set data\.inputs_l"),
         ({"objective": SPANS}, r"data\.objective makes examples of texts"),
-        (
-            {"mixture": "small_texts", "inputs_length": 0, "objective": SPANS},
-            r"inputs_length is 0; .* needs 2 or more",
-        ),
+        ({"mixture": "small_texts", "inputs_length": 0, "objective": SPANS}, "is 0; .* needs 2 or more"),
     ):
         with pytest.raises(ValueError, match=message):
             small.stream(data_dir, **changes)
@@ -273,9 +267,8 @@ def test_spans_restore_the_text(data_dir: pathlib.Path) -> None:
     changes = {"inputs_length": 32, "shards": 1, "mixture": "small_notes", "objective": SPANS}
     found = ""
     for example in small.examples_of(next(small.stream(data_dir, small.TEXT_CONFIG, **changes))):
-        (*source, end), (*target, last) = (
-            example[f"{name}_tokens"].tolist() for name in ("encoder_input", "decoder_target")
-        )
+        sides = ("encoder_input_tokens", "decoder_target_tokens")
+        (*source, end), (*target, last) = (example[side].tolist() for side in sides)
         assert end == last == 1 and 1 not in source + target
         starts = [i for i, token in enumerate(target) if token >= 259]
         for a, b in itertools.pairwise([*starts, len(target)]):
@@ -330,15 +323,9 @@ def test_classes_are_told_apart_by_all_of_their_tokens() -> None:
     for wrong in ("ab", "", "<unk>"):
         with pytest.raises(ValueError, match="x has the target"):
             classes.index(np.array(small.ids(wrong)), owner="x")
-
-    class Unknowing:
-        eos_id = 1
-
-        def encode(self, text: str) -> list[int]:
-            return [2]
-
+    unknowing = types.SimpleNamespace(eos_id=1, encode=lambda text: [2])
     with pytest.raises(ValueError, match="'a' and 'b', which are the same to the vocabulary"):
-        Classes(("a", "b"), Unknowing())
+        Classes(("a", "b"), unknowing)
 
 
 def test_a_thread_makes_batches_ahead_of_position(data_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -103,9 +103,7 @@ def classifier(**changes) -> Experiment:
     )
 
 
-def write_run(
-    directory: pathlib.Path, experiment: Experiment, *, steps=(2, 4), value: float | None = None
-) -> None:
+def write_run(directory: pathlib.Path, experiment: Experiment, *, steps=(2, 4), value=None) -> None:
     """A run's directory; every step holds other fresh parameters, or all of that value."""
     save_experiment(experiment, directory)
     checkpoints = Checkpoints(directory / "checkpoints", keep_latest=len(steps))

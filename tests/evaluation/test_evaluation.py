@@ -13,15 +13,10 @@ from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.evaluation import scoring
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, metric_groups
 from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.prediction import Predictor, _pad_tokens
-from synthesizer_jax.evaluation.scoring import (
-    evaluate_tasks,
-    flatten_results,
-    write_predictions,
-    write_results,
-)
 from synthesizer_jax.inference import Decoding, score_targets
 from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.sharding import MeshShape
@@ -96,14 +91,9 @@ def test_a_record_tells_an_example(load):
     multirc = load("super_glue_multirc_v102").record(1, "True")
     assert multirc["idx"] == {"paragraph": 0, "question": 0, "answer": 1}
     assert (multirc["target"], multirc["label"], multirc["target_label"]) == ("True", 1, 1)
-    assert load("glue_rte_v002", "test").record(3, "nonsense") == {
-        "idx": 3,
-        "input": "rte sentence1: a 3 sentence2: b 3",
-        "target": None,
-        "prediction": "nonsense",
-        "label": -1,
-        "target_label": None,
-    }
+    shown = {"input": "rte sentence1: a 3 sentence2: b 3", "target": None, "prediction": "nonsense"}
+    record = load("glue_rte_v002", "test").record(3, "nonsense")
+    assert record == {"idx": 3, **shown, "label": -1, "target_label": None}
     assert set(load("multi30k_en_de").record(2, "x")) == {"idx", "input", "target", "prediction"}
 
 
@@ -118,10 +108,9 @@ def test_answers_after_a_sentinel_in_bytes_are_those_of_seqio():
     assert in_bytes.record(0, " True")["label"] == 1
 
 
-def evaluator_of(experiment, data_dir):
-    return Evaluator(
-        *(experiment.model, experiment.data, experiment.evaluation), prepared=PreparedTasks(data_dir, BYTES)
-    )
+def evaluator_of(experiment, data_dir, **options):
+    parts = (experiment.model, experiment.data, experiment.evaluation)
+    return Evaluator(*parts, prepared=PreparedTasks(data_dir, BYTES), **options)
 
 
 @pytest.fixture(scope="module")
@@ -161,11 +150,10 @@ def test_no_batches_for_the_loss_take_none(measured, data_dir):
     assert "loss" not in overall and "score" in overall
 
 
-@pytest.mark.parametrize("beams", [1, 4])
-def test_scores_are_the_log_probabilities_of_the_answers(measured, beams):
+def test_scores_are_the_log_probabilities_of_the_answers(measured):
+    """Of beams without the length penalty; tests/evaluation/test_prediction.py has the greedy ones."""
     evaluator, variables, _ = measured
-    decoding = Decoding(max_length=8, beams=beams)
-    options = {"inputs_length": 32, "decoding": decoding, "batch_size": 4}
+    options = {"inputs_length": 32, "decoding": Decoding(max_length=8, beams=4), "batch_size": 4}
     predictor = Predictor(evaluator.model, variables, BYTES, **options)
     inputs = evaluator.sets[0].inputs[:4]
     batch = _pad_tokens(inputs, 4, 32, 0)
@@ -179,11 +167,8 @@ def test_an_evaluation_decodes_as_it_says(measured, data_dir):
     settings = {"beams": 3, "alpha": 0.2, "relative_length": 0.1, "extra_length": 2}
     settings |= {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2}
     evaluation = replace(evaluator.evaluation, method="beam", loss_batches=0, **settings)
-    asked = Evaluator(
-        *(evaluator.model, evaluator.data, evaluation),
-        prepared=PreparedTasks(data_dir, BYTES),
-        only=["multi30k_en_de"],
-    )
+    recipe = replace(runs.experiment(), evaluation=evaluation)
+    asked = evaluator_of(recipe, data_dir, only=["multi30k_en_de"])
     ((result,), _) = asked.measure(variables)
     decoding = Decoding(max_length=8, **settings)
     options = {"inputs_length": 32, "decoding": decoding, "batch_size": 2}
@@ -216,8 +201,8 @@ def test_results_and_predictions_are_files_of_json(measured, load, tmp_path):
     broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), variables)
     for values in (variables, broken):
         predictor = Predictor(evaluator.model, values, BYTES, ranks=True, **options)
-        known, hidden = evaluate_tasks(predictor, sets, phase=phase)
-        path = write_predictions(tmp_path / "new", known, examples=sets[0])
+        known, hidden = scoring.evaluate_tasks(predictor, sets, phase=phase)
+        path = scoring.write_predictions(tmp_path / "new", known, examples=sets[0])
         assert path == tmp_path / "new" / "glue_rte_v002.jsonl"
         lines = [strict(line) for line in path.read_text().splitlines()]
         assert [line["idx"] for line in lines] == list(range(6))
@@ -228,9 +213,9 @@ def test_results_and_predictions_are_files_of_json(measured, load, tmp_path):
     titles = [f"glue_rte_v002, {split}: {n} examples" for split, n in (("validation", 6), ("test", 5))]
     assert said == list(zip(titles, (6, 5), strict=True)) * 2 and sum(done) == 22
     metrics = {"accuracy": np.float32("nan"), "f1": np.inf}
-    assert flatten_results([known]) == {"glue_rte_v002/accuracy": known.metrics["accuracy"]}
+    assert scoring.flatten_results([known]) == {"glue_rte_v002/accuracy": known.metrics["accuracy"]}
     known = dataclasses.replace(known, metrics=metrics)
-    path = write_results(tmp_path, 7, [known, hidden], overall={"score": 50.0, "loss": -np.inf})
+    path = scoring.write_results(tmp_path, 7, [known, hidden], overall={"score": 50.0, "loss": -np.inf})
     written = strict(path.read_text())
     assert (written["step"], written["score"], written["loss"]) == (7, 50.0, None)
     scored = {"task": "glue_rte_v002", "split": "validation", "n": 6, "labeled": 6}
@@ -266,11 +251,8 @@ def test_a_classifier_has_metrics_and_a_loss_per_class(run, data_dir):
     assert result.loss.tokens == 1
     assert overall["loss"] == overall["label_loss"] == pytest.approx(nats, rel=1e-4)
     assert overall["label_prior_entropy"] == pytest.approx(np.log(2))
-    masked = replace(
-        recipe,
-        model=recipe.model.copy(outputs=None, masked_lm=True),
-        data=replace(recipe.data, classes=(), targets_length=32),
-    )
+    data = replace(recipe.data, classes=(), targets_length=32)
+    masked = replace(recipe, model=recipe.model.copy(outputs=None, masked_lm=True), data=data)
     with pytest.raises(ValueError, match="glue_rte_v002 is not made for a masked language model"):
         evaluator_of(masked, data_dir)
 

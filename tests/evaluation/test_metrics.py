@@ -3,13 +3,8 @@
 import numpy as np
 import pytest
 
-from synthesizer_jax.evaluation.benchmarks import (
-    BENCHMARKS,
-    averages,
-    best_average,
-    best_by_task,
-    best_single_step,
-)
+from synthesizer_jax.evaluation import benchmarks
+from synthesizer_jax.evaluation.benchmarks import BENCHMARKS, averages
 from synthesizer_jax.tasks import metrics
 from synthesizer_jax.tasks.postprocessors import parse_number
 
@@ -80,15 +75,15 @@ def test_best_steps_per_task_per_group_and_for_all():
     second["super_glue_copa_v102"] = {"accuracy": 99}
     by_step = {100: first, 200: second, 300: {"super_glue_copa_v102": {"accuracy": 100}}}
     # The other groups are best at 100, COPA at 200; 300 lacks the other groups.
-    assert best_average(by_step, "SuperGLUE") == pytest.approx((7 * 51 + 99) / 8)
-    assert best_single_step(by_step, "SuperGLUE") == (100, pytest.approx(51))
-    assert best_average({}, "GLUE") is best_single_step({}, "GLUE") is None
+    assert benchmarks.best_average(by_step, "SuperGLUE") == pytest.approx((7 * 51 + 99) / 8)
+    assert benchmarks.best_single_step(by_step, "SuperGLUE") == (100, pytest.approx(51))
+    assert benchmarks.best_average({}, "GLUE") is benchmarks.best_single_step({}, "GLUE") is None
     found = {
         2: {"a": {"x": 1.0, "y": 3.0}, "b": {"x": 5.0}, "c": {}},
         4: {"a": {"x": 3.0, "y": 2.0}, "b": {"x": 5.0}, "c": {}},
         6: {"a": {"x": float("nan"), "y": 9.0}, "b": {"x": 4.0}, "c": {}},
     }
-    assert best_by_task(found) == {"a": 4, "b": 2}
+    assert benchmarks.best_by_task(found) == {"a": 4, "b": 2}
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "bleu", "f1_with_invalid", "pearson", "squad"])

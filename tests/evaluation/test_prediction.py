@@ -169,11 +169,8 @@ def test_batches_are_sorted_padded_and_whole():
 def writer():
     """A language model of texts alone."""
     block = Block(Attention(2, 4), FeedForward(16))
-    model = LanguageModel(
-        vocab_size=BYTES.vocab_size,
-        d_model=8,
-        decoder=Stack((Run(block, 1),), bias=RelativeBias(bidirectional=False)),
-    )
+    stack = Stack((Run(block, 1),), bias=RelativeBias(bidirectional=False))
+    model = LanguageModel(vocab_size=BYTES.vocab_size, d_model=8, decoder=stack)
     variables = model.init(jax.random.key(0), NOTHING, jnp.ones((1, 4), jnp.int32))
     decoding = Decoding(max_length=WINDOW)
     return predictor_of(model, variables, BYTES, decoding, inputs_length=0, batch_size=4)
@@ -236,13 +233,9 @@ def test_a_model_without_inputs_continues_texts(writer, log_probabilities):
 def test_beams_and_samples_continue_texts(writer, log_probabilities, options):
     """The scores are the log-probabilities of what follows the text."""
     texts = encoded(writer, ("a", "a few words"))
-    found = decode_sequences(
-        writer.variables,
-        _pad_tokens(texts, 2, 11, 0),
-        model=writer.model,
-        decoding=Decoding(max_length=5, **options),
-        continues=True,
-    )
+    tokens, decoding = _pad_tokens(texts, 2, 11, 0), Decoding(max_length=5, **options)
+    given = {"model": writer.model, "decoding": decoding, "continues": True}
+    found = decode_sequences(writer.variables, tokens, **given)
     for text, sequences, scores in zip(texts, found.tokens, found.log_probabilities, strict=True):
         for sequence, score in zip(np.asarray(sequences), scores, strict=True):
             length = list(sequence).index(1) + 1 if 1 in sequence else len(sequence)

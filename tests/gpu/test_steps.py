@@ -20,9 +20,7 @@ from synthesizer_jax.optimizers import Adafactor
 from synthesizer_jax.training import plan
 from synthesizer_jax.training.experiment import Experiment, Training
 
-pytest.importorskip(
-    "jax_cuda13_plugin", reason="JAX's plugin for CUDA is not installed; make test-gpu does that"
-)
+pytest.importorskip("jax_cuda13_plugin", reason="JAX has no plugin for CUDA; make test-gpu installs it")
 pytestmark = pytest.mark.gpu
 
 INPUTS, TARGETS, ROWS = 512, 114, 8

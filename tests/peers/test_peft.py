@@ -1,23 +1,16 @@
 """Adapters in PEFT's T5 and in ours compute the same, read and written: `make test-peers`."""
 
-import dataclasses
-
-import jax
-import numpy as np
 import pytest
 import torch
 import transformers
 
-from synthesizer_jax.base.registry import replace
-from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.pretrained import load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.training.adapters import LoRA
-from synthesizer_jax.training.run_directory import find_base, load_experiment, save_run
-from synthesizer_jax.training.trainer import Trainer
 from tests.peers.test_transformers import compare_logits, load_reference, make_model
 from tests.pretrained.folders import FAMILIES, TINY
+from tests.pretrained.test_peft import adapt
 
 peft = pytest.importorskip("peft")
 
@@ -56,16 +49,7 @@ def test_what_peft_saves_is_read(base, targets, options):
 @pytest.mark.parametrize("targets", [LoRA().targets, ".*", "decoder/layers_1/.*"])
 def test_peft_reads_what_is_exported(base, tmp_path, targets):
     convert_checkpoint(base, tmp_path / "run")
-    experiment = load_experiment(tmp_path / "run").starting_from(str(tmp_path / "run"))
-    training = replace(experiment.training, adapters=LoRA(3, 7.0, targets))
-    experiment = find_base(replace(experiment, training=training))
-    state = Trainer(experiment, jax.devices()[:1]).init()
-    rng = np.random.default_rng(0)
-    moved = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, "f"), state.params)
-    save_run(experiment, tmp_path / "lora")
-    checkpoints = Checkpoints(tmp_path / "lora" / "checkpoints")
-    checkpoints.save(dataclasses.replace(state, params=moved), None)
-    checkpoints.close()
+    adapt(tmp_path / "run", tmp_path / "lora", LoRA(3, 7.0, targets))
     export_run(tmp_path / "lora", tmp_path / "adapters", to="peft")
     model, variables, _ = load(tmp_path / "lora")
     adapted = peft.PeftModel.from_pretrained(load_reference(base, model), tmp_path / "adapters")

@@ -7,17 +7,13 @@ import json
 import os
 import resource
 import shlex
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
 from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.registry import replace
-from synthesizer_jax.cli.main import app
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
@@ -32,6 +28,8 @@ from synthesizer_jax.tasks.postprocessors import UNKNOWN
 from synthesizer_jax.tasks.splits import SplitRequest, is_current, open_stream
 from synthesizer_jax.tasks.task import Task
 from synthesizer_jax.training.run import find_prepared, run
+from tests.cli.commands import call
+from tests.environment import python
 from tests.evaluation import runs
 from tests.tasks.loading import BYTES, load, quiet
 
@@ -101,13 +99,11 @@ def test_arguments_name_files_folders_and_columns(tmp_path):
         "f/train-0.jsonl": JSON_LINES, "f/train-1.jsonl": JSON_LINES, "f/dev.csv": CSV, "f/README.md": "",
     })  # fmt: skip
     lines = [{"text": text} for text in ("one", "two")]
+    pairs = [{"en": "one", "de": "eins"}, {"en": "two", "de": "zwei"}]
     at = f"{tmp_path}/"
     assert rows(f"train={at}long.csv") == {"train": [{"text": LONG}]}
     assert rows(f"train={at}bare.csv", columns=["text", "label"]) == {"train": ROWS}
-    assert rows(f"train={at}a.txt,dev={at}a.en+{at}a.de") == {
-        "train": lines,
-        "dev": [{"en": "one", "de": "eins"}, {"en": "two", "de": "zwei"}],
-    }
+    assert rows(f"train={at}a.txt,dev={at}a.en+{at}a.de") == {"train": lines, "dev": pairs}
     aligned = rows(f"train={at}more.txt+{at}part-1.txt")
     assert aligned == {"train": [{"more": "d", "part-1": "c"}]}
     many = rows(f"train={at}part-*.txt,train={at}more.txt")["train"]
@@ -123,9 +119,8 @@ def test_a_line_ends_at_a_newline_alone(tmp_path):
         "a.csv": f'x,y\r\n"{odd}",1\r\n"a\r\nb",2\r\n',
     })  # fmt: skip
     at = f"{tmp_path}/"
-    assert rows(f"train={at}a.en+{at}a.de") == {
-        "train": [{"en": odd, "de": "eins"}, {"en": "two", "de": "zwei\rdrei"}]
-    }
+    pairs = [{"en": odd, "de": "eins"}, {"en": "two", "de": "zwei\rdrei"}]
+    assert rows(f"train={at}a.en+{at}a.de") == {"train": pairs}
     assert rows(f"train={at}a.tsv") == {"train": [{"x": odd, "y": "1"}]}
     quoted = [{"x": odd, "y": "1"}, {"x": "a\nb", "y": "2"}]
     assert rows(f"train={at}a.csv") == {"train": quoted}
@@ -253,17 +248,15 @@ def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
 
 
 def test_an_empty_target_belongs_to_a_split_that_is_only_predicted(tmp_path):
-    text = {"targets": Template("{label}"), "labels": {}}
+    text, data_dir = {"targets": Template("{label}"), "labels": {}}, tmp_path / "data"
     for lacking, options in (("", {}), ("<unk>", {}), ("", text), ("<unk>", text)):
         write(tmp_path, {"a.csv": CSV + f"a film,{lacking}\r\n".encode()})
         for split in ("train", "validation"):
             said = r"a\.csv, line 4: the target is empty or '<unk>'.* --from test=FILE; nothing was"
             with pytest.raises(ValueError, match=said):
-                import_files(
-                    describe(**options), find_splits([f"{split}={tmp_path}/a.csv"]), tmp_path / "data"
-                )
+                import_files(describe(**options), find_splits([f"{split}={tmp_path}/a.csv"]), data_dir)
         splits = find_splits([f"test={tmp_path}/a.csv"])
-        import_files(describe(**options), splits, tmp_path / "data", renew=True)
+        import_files(describe(**options), splits, data_dir, renew=True)
     with pytest.raises(ValueError, match="the target '' is none of the labels a"):
         FileTask("my_texts", None, Template("{x}"), labels={"a": "a"}).texts({"x": ""})
 
@@ -333,8 +326,7 @@ def test_a_task_of_a_script_is_prepared_from_python(tmp_path, monkeypatch, capsy
         import_files(describe(), splits, tmp_path, renew=True)
     command = shlex.split(str(e.value).split("'")[1])[1:]
     command[command.index(task.name)] = "my_reviews"
-    done = CliRunner().invoke(app, command)
-    assert "my_reviews, validation: 2 examples" in done.output, done.exception
+    assert "my_reviews, validation: 2 examples" in call("", *command)
 
 
 def test_splits_are_added_to_a_task_of_the_same_definition(tmp_path):
@@ -416,11 +408,9 @@ run()
 
 def test_sigterm_leaves_nothing(tmp_path):
     write(tmp_path, {"a.txt": "a\n"})
-    arguments = ["data", "import", "mine", "--name", "x", "--target", "{text}", "--data-dir", "out"]
-    command = [sys.executable, "-c", TERMINATED, *arguments, "--from", "train=a.txt"]
+    words = "data import mine --name x --target {text} --data-dir out --from train=a.txt"
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 143, ended.stderr
+    python("-c", TERMINATED, *words.split(), code=143, cwd=tmp_path, env=environment)
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -440,9 +430,5 @@ def test_a_split_that_is_missing_is_said_before_anything_is_prepared(tmp_path):
 def test_processes_that_prepare_know_imported_tasks(tmp_path):
     write(tmp_path, {"a.jsonl": JSON_LINES})
     import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path)
-    options = ["--data-dir", str(tmp_path), "--epochs", "2", "--workers", "2"]
-    result = CliRunner().invoke(app, ["data", "prepare", "my_reviews", *options])
-    assert "my_reviews, train: 4 examples" in result.output, result.exception
-    command = ["data", "show", "my_reviews", "--vocabulary", "bytes", "--data-dir", str(tmp_path)]
-    result = CliRunner().invoke(app, command)
-    assert "lengths of 2 rows in bytes" in result.output, result.exception
+    said = call(f"data prepare my_reviews --data-dir {tmp_path} --epochs 2 --workers 2")
+    assert "my_reviews, train: 4 examples" in said

@@ -65,10 +65,8 @@ WSC = {
     "idx": 0,
 }
 ANSWERS = [{"text": "0", "idx": 0, "label": 0}, {"text": "no", "idx": 1, "label": 0}]
-MULTIRC = {
-    "idx": 4,
-    "passage": {"text": "T", "questions": [{"question": "Q", "idx": 7, "answers": ANSWERS}]},
-}
+QUESTION = {"question": "Q", "idx": 7, "answers": ANSWERS}
+MULTIRC = {"idx": 4, "passage": {"text": "T", "questions": [QUESTION]}}
 RECORD = {
     "idx": 2,
     "passage": {"text": "Bob met Al", "entities": [{"start": 8, "end": 9}, {"start": 0, "end": 2}]},

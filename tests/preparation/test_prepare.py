@@ -3,8 +3,6 @@
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -25,6 +23,7 @@ from synthesizer_jax.tasks import seqio_tasks, task_registry
 from synthesizer_jax.tasks.splits import SplitRequest, is_current, names_of_split
 from synthesizer_jax.tasks.synthetic import MIXTURE, QUICKSTART
 from synthesizer_jax.tasks.synthetic import vocabulary as vocabulary_of
+from tests.environment import python
 from tests.tasks.loading import BYTES, quiet
 
 BOOLQ, THEIRS = "super_glue_boolq_v102", "prepared_boolq"
@@ -118,9 +117,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]
             numbers = range(part * count // 3, (part + 1) * count // 3)
             text = "".join(f"{n} is a number{' indeed' * (n % 3)}\n" for n in numbers)
             (folder / f"{split}-{part}.txt").write_text(text)
-    rows = [
-        {"question": f"is {i} even", "passage": f"{i} is.", "label": i % 2, "idx": i} for i in range(40)
-    ]
+    rows = [{"question": f"is {i} even", "passage": f"{i}.", "label": i % 2, "idx": i} for i in range(40)]
     text = tfds.features.Text()
     features = {"question": text, "passage": text, "label": np.int64, "idx": np.int32}
     splits = {"train": lambda: rows, "validation": lambda: rows[:9]}
@@ -144,9 +141,7 @@ def prepared_in(folder: pathlib.Path, name: str, **options: object) -> PreparedT
     return prepared
 
 
-def seqio_rows(
-    folder: pathlib.Path, name: str, split: str = "train", *, lengths: object = LENGTHS, seed: int = 0
-) -> list[dict]:
+def seqio_rows(folder: pathlib.Path, name: str, split="train", *, lengths=LENGTHS, seed=0) -> list[dict]:
     """The rows of SeqIO's own pipeline."""
     task = seqio_tasks.find_registered(name.replace(BOOLQ, THEIRS)).to_seqio(BYTES, folder)
     dataset = task.get_dataset(lengths, split, shuffle=False, seed=seed, try_in_mem_cache=False)
@@ -319,7 +314,7 @@ def test_records_are_data() -> None:
 
 WITHOUT_TENSORFLOW = """
 import sys
-for name in ("tensorflow", "tensorflow_datasets", "seqio"):
+for name in ("tensorflow", "tensorflow_datasets", "tensorflow_text", "seqio"):
     sys.modules[name] = None
 from synthesizer_jax.cli.main import app
 for line in sys.stdin:
@@ -340,16 +335,9 @@ def test_prepared_data_needs_no_tensorflow(synthetic_data: pathlib.Path, tmp_pat
         f"train quickstart:random_vanilla {where} {options}\n"
         f"eval {where} --max-examples 2 --task synthetic_cola\n"
         f"predict {where} --split validation --max-examples 2 --task synthetic_wic\n"
+        f"generate --workdir {tmp_path}/run --max-length 2 text\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TENSORFLOW],
-        input=commands,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", WITHOUT_TENSORFLOW, input=commands, env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert not synthetic.is_written(tmp_path / "data"), "another process has prepared"
     assert (tmp_path / "run" / "evaluation" / "1" / "results.json").is_file()
     assert list((tmp_path / "run" / "evaluation").rglob("synthetic_wic.jsonl"))

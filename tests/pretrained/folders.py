@@ -11,31 +11,17 @@ import math
 import pathlib
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-TINY: dict[str, Any] = {
-    "architectures": ["T5ForConditionalGeneration"],
-    "model_type": "t5",
-    "vocab_size": 384,
-    "d_model": 20,
-    "d_kv": 6,
-    "d_ff": 28,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 3,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16,
-    "dropout_rate": 0.1,
-    "layer_norm_epsilon": 1e-6,
-    "feed_forward_proj": "relu",
-    "tie_word_embeddings": True,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "decoder_start_token_id": 0,
-    "is_encoder_decoder": True,
-}
+TINY: dict[str, Any] = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}
+TINY |= {"vocab_size": 384, "d_model": 20, "d_kv": 6, "d_ff": 28, "num_heads": 3}
+TINY |= {"num_layers": 2, "num_decoder_layers": 2, "is_encoder_decoder": True}
+TINY |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
+TINY |= {"dropout_rate": 0.1, "layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu"}
+TINY |= {"tie_word_embeddings": True, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 UNTIED = {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "T5 1.0": {},
@@ -88,15 +74,8 @@ def make_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
     return tensors
 
 
-def make_folder(
-    folder: pathlib.Path,
-    config: dict[str, Any],
-    tensors: dict[str, np.ndarray],
-    *,
-    shards: int = 1,
-    dtype: Any = np.float32,
-) -> pathlib.Path:
-    """Writes ``config.json``, safetensors and ByT5's tokenizer."""
+def make_folder(folder: pathlib.Path, config: dict, tensors: dict, *, shards=1, dtype: Any = np.float32):
+    """Writes ``config.json``, safetensors and ByT5's tokenizer; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": 125}
@@ -122,14 +101,7 @@ def rounded(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {n: x.astype(ml_dtypes.bfloat16).astype(np.float32) for n, x in tensors.items()}
 
 
-def logits(
-    config: dict[str, Any],
-    tensors: dict[str, np.ndarray],
-    inputs: np.ndarray,
-    targets: np.ndarray | None,
-    *,
-    real: int | None = None,
-) -> np.ndarray:
+def logits(config: dict, tensors: dict, inputs: np.ndarray, targets, *, real=None) -> np.ndarray:
     """What ``T5ForConditionalGeneration`` computes for ``[k]`` inputs and ``[q]`` decoder inputs.
 
     Without targets the encoder's states, where all tokens see the first `real` ones; None: all.
@@ -145,9 +117,8 @@ def logits(
         return x.reshape(len(x), heads, width).transpose(1, 0, 2)
 
     def attend(x: np.ndarray, memory: np.ndarray, name: str, bias: np.ndarray) -> np.ndarray:
-        q, k, v = (
-            split(y @ w[f"{name}.{p}.weight"].T) for y, p in ((x, "q"), (memory, "k"), (memory, "v"))
-        )
+        project = lambda y, part: split(y @ w[f"{name}.{part}.weight"].T)
+        q, k, v = project(x, "q"), project(memory, "k"), project(memory, "v")
         scores = q @ k.transpose(0, 2, 1) + bias
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         weights = scores / scores.sum(-1, keepdims=True)
@@ -195,13 +166,23 @@ def logits(
     return hidden @ w["lm_head.weight"].T
 
 
+INPUTS = np.array([[7, 300, 12, 5, 9, 44, 8, 21, 3, 1]])
+TARGETS = np.array([[0, 15, 220, 3, 18, 2]])
+
+
+def deviation(model: Any, variables: Any, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> float:
+    """That of a model's logits from those of the tensors, as a share of the largest."""
+    found = jax.jit(model.apply)(variables, INPUTS, TARGETS)[0]
+    expected = logits(config, tensors, INPUTS[0], TARGETS[0])
+    return np.abs(found - expected).max() / np.abs(expected).max()
+
+
 def buckets(n: int, config: dict[str, Any], causal: bool) -> np.ndarray:
     """T5's bucket of every pair ``[q, k]``, one by one (Raffel et al. 2020, section 2.1)."""
     found = np.zeros((n, n), int)
     for q in range(n):
         for k in range(n):
-            count, distance = config["relative_attention_num_buckets"], k - q
-            first = 0
+            count, distance, first = config["relative_attention_num_buckets"], k - q, 0
             if causal:
                 distance = max(-distance, 0)
             else:

@@ -17,25 +17,12 @@ VOCAB_SIZE = 600
 MADLAD = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "vocab_size": VOCAB_SIZE}
 """Ids of MADLAD-400, a T5 1.1."""
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "query_pre_attn_scalar": 10,
-    "sliding_window": 3,
-    "max_position_embeddings": 64,
-    "attn_logit_softcapping": 2.0,
-    "final_logit_softcapping": 3.0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-    "rms_norm_eps": 1e-6,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-}
+_SMALL: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "vocab_size": VOCAB_SIZE}
+_SMALL |= {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "head_dim": 6}
+_SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 10}
+_SMALL |= {"sliding_window": 3, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
+_SMALL |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+_SMALL |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 _LARGE = _SMALL | {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
     "balanced": {"encoder": _SMALL, "decoder": _SMALL, "vocab_size": VOCAB_SIZE},
@@ -55,14 +42,8 @@ def write_tokenizer(folder: pathlib.Path, *, gemma: bool = True) -> None:
         fields, file = {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True}, "tokenizer.model"
     model = io.BytesIO()
     texts = (DOCS / "training.md").read_text(encoding="utf-8").splitlines()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_writer=model,
-        vocab_size=VOCAB_SIZE,
-        num_threads=1,
-        minloglevel=2,
-        **options,
-    )
+    options |= {"vocab_size": VOCAB_SIZE, "num_threads": 1, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **options)
     (folder / file).write_bytes(model.getvalue())
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
 
@@ -99,9 +80,7 @@ def make_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
     return tensors
 
 
-def make_folder(
-    folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.ndarray]
-) -> pathlib.Path:
+def make_folder(folder: pathlib.Path, config: dict, tensors: dict[str, np.ndarray]) -> pathlib.Path:
     """Writes ``config.json``, safetensors and a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "t5gemma", **config}))
@@ -110,9 +89,7 @@ def make_folder(
     return folder
 
 
-def logits(
-    config: dict[str, Any], tensors: dict[str, np.ndarray], inputs: np.ndarray, targets: np.ndarray
-) -> np.ndarray:
+def logits(config: dict, tensors: dict, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """What ``T5GemmaForConditionalGeneration`` computes for ``[k]`` inputs and ``[q]`` decoder inputs."""
     w = {name.removesuffix(".weight"): x.astype(np.float64) for name, x in tensors.items()}
 
@@ -122,14 +99,10 @@ def logits(
     def rotate(x: np.ndarray, base: float) -> np.ndarray:
         half = x.shape[-1] // 2
         angle = np.arange(x.shape[1])[:, None] * base ** (-np.arange(half) / half)
-        a, b = x[..., :half], x[..., half:]
-        return np.concatenate(
-            [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
-        )
+        a, b, cos, sin = x[..., :half], x[..., half:], np.cos(angle), np.sin(angle)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def attend(
-        c: dict[str, Any], x: np.ndarray, memory: np.ndarray, name: str, seen: np.ndarray
-    ) -> np.ndarray:
+    def attend(c: dict, x: np.ndarray, memory: np.ndarray, name: str, seen: np.ndarray) -> np.ndarray:
         def heads(y: np.ndarray, part: str) -> np.ndarray:
             y = (y @ w[f"{name}.{part}_proj"].T).reshape(len(y), -1, c["head_dim"]).transpose(1, 0, 2)
             return np.repeat(y, c["num_attention_heads"] // len(y), axis=0)

@@ -47,9 +47,8 @@ def test_padding_and_start_are_those_of_the_model(madlad):
 
 def test_targets_are_scored_up_to_the_padding(madlad):
     _, tensors, (model, variables, vocabulary) = madlad
-    predictor = Predictor(
-        model, variables, vocabulary, inputs_length=16, decoding=Decoding(max_length=8), batch_size=2
-    )
+    options = {"inputs_length": 16, "decoding": Decoding(max_length=8), "batch_size": 2}
+    predictor = Predictor(model, variables, vocabulary, **options)
     target = np.array([5, 0, 2])
     scores = predictor.log_probabilities([INPUTS, INPUTS[2:]], [target, target[1:]])
     for inputs, ids, score in zip((INPUTS, INPUTS[2:]), (target, target[1:]), scores, strict=True):

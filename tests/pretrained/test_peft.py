@@ -9,22 +9,23 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from synthesizer_jax.base.registry import replace
-from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.optimizers import AdamW
 from synthesizer_jax.pretrained import load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
-from synthesizer_jax.pretrained.opening import open_pretrained, read_params
+from synthesizer_jax.pretrained.opening import open_pretrained
 from synthesizer_jax.training.adapters import LoRA
-from synthesizer_jax.training.run_directory import find_base, load_experiment, save_run
+from synthesizer_jax.training.run_directory import find_base, load_experiment
 from synthesizer_jax.training.trainer import Trainer
 from tests.pretrained.folders import TINY, UNTIED, make_folder, make_tensors
+from tests.training.tiny import close, save
 
+MLP = "decoder.block.1.layer.2.DenseReluDense"
 MATRICES = (
     "encoder.block.1.layer.0.SelfAttention.q",
     "decoder.block.0.layer.1.EncDecAttention.o",
-    "decoder.block.1.layer.2.DenseReluDense.wi_0",
+    f"{MLP}.wi_0",
     "lm_head",
 )
 RANK, ALPHA = 3, 7.0
@@ -53,6 +54,15 @@ def write(folder, base, tensors, **config):
     return folder
 
 
+def adapt(source, directory, lora, **changes):
+    """Saves a run of adapters of a run, all of whose parameters have moved."""
+    recipe = load_experiment(source).starting_from(str(source))
+    recipe = find_base(replace(recipe, training=replace(recipe.training, adapters=lora, **changes)))
+    state, rng = Trainer(recipe, jax.devices()[:1]).init(), np.random.default_rng(0)
+    moved = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, "f"), state.params)
+    save(directory, recipe, dataclasses.replace(state, params=moved))
+
+
 @pytest.mark.parametrize(("rslora", "scale"), [(False, ALPHA / RANK), (True, ALPHA / RANK**0.5)])
 def test_updates_are_added_to_the_base(tmp_path, base, rslora, scale):
     tensors = make_tensors(TINY | UNTIED)
@@ -63,12 +73,8 @@ def test_updates_are_added_to_the_base(tmp_path, base, rslora, scale):
     merged = make_folder(tmp_path / "merged", TINY | UNTIED, tensors)
     folder = write(tmp_path / "adapters", base, updates, use_rslora=rslora)
     for encoder_only in (False, True):
-        with (
-            open_pretrained(folder, encoder_only=encoder_only) as ours,
-            open_pretrained(merged, encoder_only=encoder_only) as expected,
-        ):
-            close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5)
-            jax.tree.map(close, read_params(ours), read_params(expected))
+        found, expected = (load(x, encoder_only=encoder_only).variables for x in (folder, merged))
+        close(found, expected, atol=1e-5)
 
 
 def test_what_does_not_fit_is_named(tmp_path, base):
@@ -90,25 +96,13 @@ def test_what_does_not_fit_is_named(tmp_path, base):
     ("targets", "modules"),
     [
         (LoRA().targets, ["q", "v"]),
-        (
-            "decoder/layers_1/mlp/.*",
-            [f"decoder.block.1.layer.2.DenseReluDense.{n}" for n in ("wi_0", "wi_1", "wo")],
-        ),
+        ("decoder/layers_1/mlp/.*", [f"{MLP}.{n}" for n in ("wi_0", "wi_1", "wo")]),
     ],
 )
 def test_a_run_is_exported_and_read_again(tmp_path, base, targets, modules):
     run, lora, folder = tmp_path / "run", tmp_path / "lora", tmp_path / "peft"
     convert_checkpoint(base, run, vocabulary=Bytes(125))
-    experiment = load_experiment(run).starting_from(str(run))
-    lora_of = LoRA(RANK, ALPHA, targets)
-    training = replace(experiment.training, adapters=lora_of, optimizer=AdamW())
-    experiment = find_base(replace(experiment, training=training))
-    state = Trainer(experiment, jax.devices()[:1]).init()
-    state = dataclasses.replace(state, params=jax.tree.map(lambda x: x + 0.1, state.params))
-    save_run(experiment, lora)
-    checkpoints = Checkpoints(lora / "checkpoints")
-    checkpoints.save(state, None)
-    checkpoints.close()
+    adapt(run, lora, LoRA(RANK, ALPHA, targets), optimizer=AdamW())
     export_run(lora, folder, to="peft")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (RANK, ALPHA, modules)
@@ -118,7 +112,6 @@ def test_a_run_is_exported_and_read_again(tmp_path, base, targets, modules):
     convert_checkpoint(folder, tmp_path / "again")
     expected = load(lora).variables
     for place in (folder, tmp_path / "again"):
-        close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6)
-        jax.tree.map(close, load(place).variables, expected)
+        close(load(place).variables, expected, atol=1e-6)
     with pytest.raises(ValueError, match=r"run has no training\.adapters; export it to huggingface"):
         export_run(run, tmp_path / "none", to="peft")

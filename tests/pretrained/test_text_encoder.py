@@ -1,8 +1,6 @@
 """T5 as a text encoder: rows of fixed length, folders of diffusers, the encoder's tensors alone."""
 
 import json
-import pathlib
-import re
 
 import jax
 import numpy as np
@@ -12,9 +10,9 @@ from synthesizer_jax.pretrained import encode, load
 from synthesizer_jax.pretrained.huggingface import folder as opening
 from synthesizer_jax.pretrained.huggingface.weights import open_weights
 from synthesizer_jax.sharding import MeshShape, make_mesh
+from tests.conftest import snippets
 from tests.pretrained.folders import FAMILIES, TINY, UNTIED, logits, make_folder, make_tensors
 
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "text_encoder.md"
 TEXTS = ["a cat", "a longer prompt of a dog"]
 
 
@@ -94,7 +92,7 @@ def test_the_pages_snippets_run_in_order(tmp_path, monkeypatch):
     make_folder(tmp_path / "FLUX.1-dev" / "text_encoder_2", config, tensors, shards=2)
     monkeypatch.chdir(tmp_path)
     page, states = {}, []
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S):
+    for block in snippets("docs/text_encoder.md"):
         exec(block, page)
         states.append(np.asarray(page["states"], np.float32))
     assert len(states) == 3 and len(page["states"].sharding.device_set) == 8

@@ -1,10 +1,7 @@
 """Exported programs against the functions that they are exported from."""
 
 import json
-import pathlib
-import re
 import runpy
-import subprocess
 import sys
 import threading
 import urllib.request
@@ -38,6 +35,8 @@ from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.serving.load import Model
 from synthesizer_jax.serving.programs import LOADER, PLATFORMS, Limits, export_programs, write_directory
+from tests.conftest import snippets
+from tests.environment import python
 from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
 
 VOCAB, LIMITS = 384, Limits(inputs_length=12, targets_length=5)
@@ -152,15 +151,7 @@ assert not [m for m in sys.modules if m.startswith(("synthesizer_jax", "flax"))]
 
 def test_the_loader_runs_where_this_package_is_not_installed(synthesizer):
     model, variables, directory = synthesizer
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_THE_PACKAGE],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    *texts, last = run.stdout.splitlines()
+    *texts, last = python("-c", WITHOUT_THE_PACKAGE, cwd=directory).stdout.splitlines()
     vocabulary = Bytes()
     rows = [[*vocabulary.encode(x)[:11], 1] for x in ("a text", "another, which is longer")]
     ids = np.array([row + [0] * (12 - len(row)) for row in rows])
@@ -172,8 +163,7 @@ def test_the_loader_runs_where_this_package_is_not_installed(synthesizer):
 
 
 def test_the_pages_server_answers(tmp_path, monkeypatch):
-    page = pathlib.Path(__file__).resolve().parents[2] / "docs" / "serving.md"
-    first, server = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)[:2]
+    first, server = snippets("docs/serving.md")[:2]
     exported(tmp_path / "rv-programs", encoder_decoder("rv"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

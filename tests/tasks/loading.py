@@ -1,10 +1,7 @@
 """Preparing and reading of evaluation sets in one call."""
 
-import pathlib
-from collections.abc import Mapping
-
 from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
+from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, load_evaluation_set
 from synthesizer_jax.preparation.prepare import prepare
 
@@ -16,15 +13,7 @@ def quiet(_: str) -> None:
     """Shows nothing."""
 
 
-def load(
-    name: str,
-    split: str,
-    data_dir: pathlib.Path,
-    *,
-    lengths: Mapping[str, int] = LENGTHS,
-    vocabulary: Vocabulary = BYTES,
-    max_examples: int | None = None,
-) -> EvaluationSet:
+def load(name, split, data_dir, *, lengths=LENGTHS, vocabulary=BYTES, max_examples=None) -> EvaluationSet:
     """The examples of a task and split, prepared first."""
     prepared = PreparedTasks(data_dir, vocabulary)
     options = {"training_splits": (), "evaluation_splits": (split,), "lengths": lengths}

@@ -39,11 +39,6 @@ def double(dataset):
     )
 
 
-def without_texts(dataset):
-    """Drops the strings, as preprocessors do that tokenize themselves."""
-    return dataset.map(lambda row: {k: v for k, v in row.items() if "pretokenized" not in k})
-
-
 def to_integer(answer, example=None, is_target=False):
     del is_target
     assert 0 <= int(example["number"]) < 12
@@ -84,32 +79,26 @@ class MeanLength(seqio.metrics.Metric):
 @pytest.fixture(scope="module")
 def registered():
     """Two tasks, a task whose data is missing, and a mixture of a mixture, for a vocabulary of SeqIO's."""
-    features = {
-        name: seqio.Feature(seqio.PassThroughVocabulary(99), add_eos=True) for name in ("inputs", "targets")
-    }
+    feature = seqio.Feature(seqio.PassThroughVocabulary(99), add_eos=True)
     steps = [double, seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
+    steps.append(seqio.preprocessors.append_eos_after_trim)
     source = seqio.FunctionDataSource(numbers, splits=list(COUNTS), num_input_examples=COUNTS)
-    add = functools.partial(seqio.TaskRegistry.add, output_features=features)
+    add = functools.partial(seqio.TaskRegistry.add, output_features=dict.fromkeys(LENGTHS, feature))
     add(
         "outside_double",
         source=source,
-        preprocessors=[*steps, seqio.preprocessors.append_eos_after_trim],
+        preprocessors=steps,
         postprocess_fn=to_integer,
         metric_fns=[closeness, confidence, both],
         metric_objs=[MeanLength()],
     )
-    add(
-        "outside_silent",
-        source=source,
-        preprocessors=[*steps, without_texts, seqio.preprocessors.append_eos_after_trim],
-    )
+    add("outside_plain", source=source, preprocessors=steps)
     add("outside_missing", source=seqio.TfdsDataSource("absent/data:1.0.0"), preprocessors=steps)
-    seqio.MixtureRegistry.add("outside_part", [("outside_silent", 1.0), ("outside_missing", 9.0)])
-    seqio.MixtureRegistry.add(
-        "outside_all", [("outside_double", seqio.mixing_rate_num_examples), ("outside_part", 4)]
-    )
+    seqio.MixtureRegistry.add("outside_part", [("outside_plain", 1.0), ("outside_missing", 9.0)])
+    own_rate = ("outside_double", seqio.mixing_rate_num_examples)
+    seqio.MixtureRegistry.add("outside_all", [own_rate, ("outside_part", 4)])
     yield
-    for name in ("outside_double", "outside_silent", "outside_missing"):
+    for name in ("outside_double", "outside_plain", "outside_missing"):
         seqio.TaskRegistry.remove(name)
     for name in ("outside_part", "outside_all"):
         seqio.MixtureRegistry.remove(name)
@@ -121,9 +110,9 @@ pytestmark = pytest.mark.usefixtures("registered")
 def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, monkeypatch):
     vocabulary = Bytes().build()
     names = task_registry.member_names("outside_all")
-    assert names == ["outside_double", "outside_missing", "outside_silent"]
+    assert names == ["outside_double", "outside_missing", "outside_plain"]
     # Of the part's rate, 4, the task without data takes nothing.
-    rates = {"outside_double": 12.0, "outside_silent": 4.0}
+    rates = {"outside_double": 12.0, "outside_plain": 4.0}
     assert task_registry.mixture_rates("outside_all", tmp_path) == rates
     for name in rates:
         task = task_registry.find_task(name).to_seqio(vocabulary, tmp_path)
@@ -148,11 +137,11 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, m
 def test_what_is_not_there_is_one_sentence(tmp_path):
     data = PreparedTasks(tmp_path, Bytes().build())
     splits = {"training_splits": ("test",), "evaluation_splits": (), "log": quiet}
-    assert task_registry.mixture_rates("outside_part", tmp_path) == {"outside_silent": 1.0}
+    assert task_registry.mixture_rates("outside_part", tmp_path) == {"outside_plain": 1.0}
     with pytest.raises(FileNotFoundError, match=r"no task of 'outside_missing' has data .*give the sou"):
         prepare("outside_missing", data, log=quiet)
-    with pytest.raises(FileNotFoundError, match=r"of 'outside_silent' .*it has train, valid"):
-        prepare("outside_silent", data, **splits)
+    with pytest.raises(FileNotFoundError, match=r"of 'outside_plain' .*it has train, valid"):
+        prepare("outside_plain", data, **splits)
     with pytest.raises(ValueError, match=r"no mixture or task 'outside_al', did you mean .*; tasks"):
         task_registry.member_names("outside_al")
     with pytest.raises(ValueError, match=r"there is no task 'outside_dou'"):
@@ -165,42 +154,25 @@ def test_metrics_are_computed_by_their_own_rules(tmp_path):
     assert examples.task.scores_targets and examples.task.label_words is None
     assert examples.target_words == ["0", "2", "4", "6", "8"]
     texts = ["0", "3", "4", "no", "8"]
-    answers = Answers(
-        texts,
-        [np.array(vocabulary.encode(text)) for text in texts],
-        scores=np.array([-1.0, -2.0, -3.0, -4.0, -5.0]),
-        target_scores=np.array([-0.5, -0.5, -0.5, -0.5, -3.0]),
-    )
+    tokens = [np.array(vocabulary.encode(text)) for text in texts]
+    scores, target_scores = -np.arange(1.0, 6.0), np.array([-0.5] * 4 + [-3.0])
+    answers = Answers(texts, tokens, scores=scores, target_scores=target_scores)
     assert examples.score(answers) == {
         "distance": pytest.approx((0 + 1 + 0 + 7 + 0) / 5),
         "log_probability": pytest.approx(-1.0),
         "mean_score": pytest.approx(-3.0),
         "length": pytest.approx(6 / 5),
     }
-    assert examples.record(3, "no") == {
-        "idx": 3,
-        "input": "twice 3",
-        "target": "6",
-        "prediction": "no",
-        "label": -1,
-        "target_label": 6,
-    }
-
-
-def test_texts_that_a_task_drops_are_decoded(tmp_path):
-    examples = load("outside_silent", "validation", tmp_path, lengths=LENGTHS)
-    assert examples.target_words == ["0", "2", "4", "6", "8"]
-    assert examples.record(1, "2")["input"] == "twice 1"
-    assert examples.score(["0"] * 5) == {}
+    shown = {"input": "twice 3", "target": "6", "prediction": "no"}
+    assert examples.record(3, "no") == {"idx": 3, **shown, "label": -1, "target_label": 6}
+    plain = load("outside_plain", "validation", tmp_path, lengths=LENGTHS)
+    assert plain.score(texts) == {}
 
 
 def test_features_that_are_no_tokens_are_refused(tmp_path):
-    seqio.TaskRegistry.add(
-        "outside_images",
-        source=seqio.FunctionDataSource(numbers, splits=["train"]),
-        preprocessors=[],
-        output_features={"targets": seqio.ContinuousFeature(rank=3)},
-    )
+    source = seqio.FunctionDataSource(numbers, splits=["train"])
+    options = {"preprocessors": [], "output_features": {"targets": seqio.ContinuousFeature(rank=3)}}
+    seqio.TaskRegistry.add("outside_images", source=source, **options)
     with pytest.raises(ValueError, match="'targets' of the task 'outside_images' is no sequence"):
         task_registry.find_task("outside_images").to_seqio(Bytes().build(), tmp_path)
     seqio.TaskRegistry.remove("outside_images")

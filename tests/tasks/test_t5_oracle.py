@@ -158,9 +158,8 @@ def rows_of_t5(task, dataset, vocabulary, *, whole):
     if not whole:
         for step in itertools.takewhile(lambda s: s is not seqio.preprocessors.tokenize, steps):
             dataset = step(dataset)
-        return [
-            {f"{s}_pretokenized": row.pop(s) for s in SIDES} | row for row in dataset.as_numpy_iterator()
-        ]
+        rows = dataset.as_numpy_iterator()
+        return [{f"{s}_pretokenized": row.pop(s) for s in SIDES} | row for row in rows]
     feature = seqio.Feature(seqio_vocabulary(vocabulary), add_eos=True)
     source = seqio.FunctionDataSource(lambda split, shuffle_files, seed=None: dataset, ["train"])
     features = dict.fromkeys(SIDES, feature)

@@ -1,8 +1,6 @@
 """What T5's own code does not show: coreference, sentinels, names; see also `test_t5_oracle`."""
 
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
@@ -10,6 +8,7 @@ import tensorflow as tf
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.coreference import SPECIAL, _wnli_question
 from synthesizer_jax.tasks.postprocessors import is_labeled, to_text
+from tests.environment import python
 
 
 def rows_of(name, **row):
@@ -23,14 +22,8 @@ def finished(name, **row):
     return [(to_text(r["inputs"]), to_text(r["targets"])) for r in rows_of(name, **row)]
 
 
-WSC = {
-    "text": "Ann told Sue that she won .",
-    "span1_text": "Ann",
-    "span2_text": "she",
-    "span1_index": 0,
-    "span2_index": 4,
-    "idx": 0,
-}
+WSC = {"text": "Ann told Sue that she won .", "span1_text": "Ann", "span2_text": "she"}
+WSC |= {"span1_index": 0, "span2_index": 4, "idx": 0}
 
 
 def test_wsc_marks_the_pronoun_and_asks_for_the_referent():
@@ -64,19 +57,10 @@ def test_hidden_labels_of_coreference_stay_hidden(name):
 
 def test_wsc_predictions():
     task = task_registry.find_task("super_glue_wsc_v102_simple_eval")
-    for prediction, referent, value in (
-        ("the dog", "dog", 1),
-        ("DOG", "his dog", 1),
-        ("the big dog", "dog", 1),
-        ("big dog", "small dog", 0),
-        ("cat", "dog", 0),
-        ("Mark's dog", "dog", 0),
-        ("mark's dog", "Mark's dog", 1),
-        ("", "dog", -1),
-        ("the", "dog", -1),
-        ("dog", "her", 0),
-        ("dog", "", 0),
-    ):
+    right = (("the dog", "dog"), ("DOG", "his dog"), ("the big dog", "dog"), ("mark's dog", "Mark's dog"))
+    wrong = (("big dog", "small dog"), ("cat", "dog"), ("Mark's dog", "dog"), ("dog", "her"), ("dog", ""))
+    values = {**dict.fromkeys(right, 1), **dict.fromkeys(wrong, 0), ("", "dog"): -1, ("the", "dog"): -1}
+    for (prediction, referent), value in values.items():
         example = {"targets_pretokenized": referent.encode(), "label": 1}
         assert task.postprocess(prediction, example=example) == value
         assert task.postprocess(referent, example=example, is_target=True) == 1
@@ -120,7 +104,7 @@ def test_names_are_suggested_without_tensorflow_and_network():
         "assert task_registry.mixture_rates('glue_v002_proportional', pathlib.Path('x')) == {}\n"
         "assert not {'tensorflow', 'seqio', 'pyarrow', 'sklearn'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    python("-c", program)
     with pytest.raises(ValueError, match="did you mean 'glue_cola_v002'"):
         task_registry.find_task("glue_cola")
     with pytest.raises(ValueError, match="mixtures: glue_v002_proportional"):

@@ -34,17 +34,12 @@ def recipe(variant, name):
     rows = ROWS * chips.parse_topology(name).devices // mesh.tensor
     common = {"dropout_rate": 0.1, "dtype": "bfloat16", "scan": True, "remat": "dots"}
     if variant == "gaussian":
-        model = t5(
-            shape, encoder=Gaussian((-1, 1)), decoder=Gaussian((-1, 0)), relative_bias=False, **common
-        )
+        hard = {"encoder": Gaussian((-1, 1)), "decoder": Gaussian((-1, 0)), "relative_bias": False}
+        model = t5(shape, **hard, **common)
     else:
         model = t5(shape, encoder=alignment(variant, head_dim=shape.head_dim), **common)
-    return Experiment(
-        model=model,
-        data=DataConfig("none", INPUTS, TARGETS, rows),
-        training=Training(steps=1, optimizer=Adafactor()),
-        mesh=mesh,
-    )
+    data, training = DataConfig("none", INPUTS, TARGETS, rows), Training(steps=1, optimizer=Adafactor())
+    return Experiment(model=model, data=data, training=training, mesh=mesh)
 
 
 @functools.cache

@@ -157,10 +157,8 @@ class Stage(launch.Pod):
 
 
 def test_a_preempted_run_is_started_again_on_new_machines():
-    pod = Stage(
-        ["NONE", "ACTIVE", "ACTIVE", "SUSPENDED", "SUSPENDED", "ACTIVE"],
-        [["idle"], ["running"], [], ["idle"], ["0", "0"]],
-    )
+    states = ["NONE", "ACTIVE", "ACTIVE", "SUSPENDED", "SUSPENDED", "ACTIVE"]
+    pod = Stage(states, [["idle"], ["running"], [], ["idle"], ["0", "0"]])
     pod.babysit(["train"])
     assert pod.did == ["create", "scp", "setsid", "delete", "create", "scp", "setsid"]
 
@@ -184,9 +182,8 @@ def test_the_commands_that_are_shown_can_run_where_they_run():
         command = shlex.split(line.partition(" -- ")[2].replace("$RUN", " ".join(RUN)))
         shown.append((command if " run " in line else ["train", *command], extras, 16))
     (extras,) = re.findall(r"pip install .*\.\[(.*)\]", page.partition("## SLURM")[2])
-    slurm, jobset = (
-        (launch.CHECKOUT / "tpu_scripts" / n).read_text() for n in ("slurm.sbatch", "jobset.yaml")
-    )
+    scripts = launch.CHECKOUT / "tpu_scripts"
+    slurm, jobset = ((scripts / name).read_text() for name in ("slurm.sbatch", "jobset.yaml"))
     for nodes, line in re.findall(r"sbatch .*--nodes=(\d+) \S+slurm.sbatch (.*)", slurm + page):
         shown.append((shlex.split(line), extras, 8 * int(nodes)))
     hosts = yaml.safe_load(jobset)["spec"]["replicatedJobs"][0]["template"]["spec"]

@@ -10,7 +10,7 @@ import pytest
 from flax import traverse_util
 
 from synthesizer_jax.base.registry import replace
-from synthesizer_jax.checkpoints.manager import Checkpoints, restore_variables
+from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.models import ZOO, Size, UniversalStack, alignment, stacks_of, t5, unroll_variables
 from synthesizer_jax.optimizers import Adafactor, OptimizerRule
 from synthesizer_jax.primitives.parameters import abstract_variables
@@ -23,7 +23,7 @@ from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import Trainer
 from tests.layers.cases import ALIGNMENT_CASES, MIXER_CASES
 from tests.layers.contract import LENGTH, D
-from tests.training.tiny import VOCAB, CopyStream, encoder, experiment
+from tests.training.tiny import VOCAB, CopyStream, close, encoder, experiment, save
 from tests.training.tiny import run as train
 
 EVERYTHING = LoRA(rank=3, alpha=6.0, targets=".*")
@@ -40,10 +40,8 @@ def test_a_kernel_is_split_where_its_layer_sums():
     modules = [(name, case.layer, (tokens,)) for name, case in cases.items() if "full" in case.modes]
     stack = UniversalStack(encoder().encoder.runs)
     models = [ZOO["t5_1_1_tiny"](), encoder(), encoder(masked_lm=True), encoder().copy(encoder=stack)]
-    for name, module, arguments in [
-        *modules,
-        *((str(i), m, m.example(8, 8)) for i, m in enumerate(models)),
-    ]:
+    modules += [(str(i), model, model.example(8, 8)) for i, model in enumerate(models)]
+    for name, module, arguments in modules:
         summed = {}
 
         def record(call, args, kwargs, context, summed=summed):
@@ -73,13 +71,6 @@ def source(tmp_path_factory):
     recipe = experiment(model, seed=3)
     save(directory, recipe)
     return directory, recipe
-
-
-def save(directory, recipe, state=None):
-    save_run(recipe, directory)
-    checkpoints = Checkpoints(directory / "checkpoints")
-    checkpoints.save(Trainer(recipe).init() if state is None else state, None)
-    checkpoints.close()
 
 
 def adapting(recipe, directory, lora=EVERYTHING, **changes):
@@ -120,14 +111,11 @@ def test_the_adapters_alone_are_trained(source, tmp_path, scan, mesh):
     _, found = restore_run(tmp_path)
     looped = lambda params: unroll_variables(model, {"params": params})["params"]
     expected = merged(looped(before["params"]), looped(jax.device_get(state.params)), 2.0)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), looped(found["params"]), expected
-    )
+    close(looped(found["params"]), expected, atol=1e-6)
     # The next step's loss is that of the plain model with these parameters.
     batch = next(stream)
-    sums = jax.jit(lambda found, batch: loss_sums(model, found, batch, z_loss=0.0, label_smoothing=0.0))(
-        jax.device_get(found), batch
-    )
+    plain = jax.jit(lambda v, batch: loss_sums(model, v, batch, z_loss=0.0, label_smoothing=0.0))
+    sums = plain(jax.device_get(found), batch)
     _, metrics = trainer.step(state, trainer.shard_batch(batch))
     np.testing.assert_allclose(metrics["loss"], sums.loss / sums.weight, rtol=2e-5)
 
@@ -163,20 +151,14 @@ def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
     path = tmp_path / "run" / "experiment.json"
     saved = json.loads(path.read_text())
     path.write_text(json.dumps(saved | {"init_from": str(tmp_path / "gone")}))
-    with pytest.raises(
-        ValueError, match=r"gone, the base of the adapters, is no checkpoint of a run; put it"
-    ):
+    with pytest.raises(ValueError, match="gone, the base of the adapters, is no checkpoint of a run; put"):
         restore_run(tmp_path / "run")
     save(tmp_path / "other", replace(recipe, training=replace(recipe.training, seed=4)))
     path.write_text(json.dumps(saved | {"init_from": str(tmp_path / "other")}))
-    with pytest.raises(
-        ValueError, match="checkpoints/0 is not the base with which the adapters were trained"
-    ):
+    with pytest.raises(ValueError, match="checkpoints/0 is not the base with which the adapters were"):
         restore_run(tmp_path / "run")
     unnamed = replace(recipe, training=replace(recipe.training, adapters=EVERYTHING))
-    with pytest.raises(
-        ValueError, match=r"training\.adapters say what a run makes of a checkpoint; set init_"
-    ):
+    with pytest.raises(ValueError, match=r"adapters say what a run makes of a checkpoint; set init_from"):
         initializer_of(unnamed, report=print)
     with pytest.raises(ValueError, match="init_optimizer goes on with an optimizer of all parameters"):
         initializer_of(adapting(recipe, directory, init_optimizer=True), report=print)
@@ -186,17 +168,10 @@ def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
 
 def test_targets_that_fit_nothing_are_named():
     recipe = experiment(layers=2)
+    scan, misspelt = scanned(recipe.model), "encoder/layers_0/attention/valu/kernel"
     for model, targets, message in (
-        (
-            recipe.model,
-            "encoder/layers_0/attention/valu/kernel",
-            "no kernel, did you mean 'encoder/layers_0/at",
-        ),
-        (
-            scanned(recipe.model),
-            "encoder/layers_0/.*",
-            "matches layers of a scanned stack, but not 'encoder/l",
-        ),
+        (recipe.model, misspelt, "no kernel, did you mean 'encoder/layers_0/at"),
+        (scan, "encoder/layers_0/.*", "matches layers of a scanned stack, but not 'encoder/l"),
     ):
         training = replace(recipe.training, adapters=LoRA(targets=targets))
         with pytest.raises(ValueError, match=message):

@@ -13,7 +13,7 @@ from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import load_experiment
 from tests.cli.commands import call
 from tests.evaluation.runs import experiment, write_run
-from tests.training.tiny import damage
+from tests.training.tiny import close, damage
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,7 @@ def test_it_is_the_mean_and_loads_like_a_run(source, tmp_path):
     expected = jax.tree.map(lambda *x: np.mean([np.asarray(a, np.float64) for a in x], axis=0), *params)
     step, found = restore_variables(tmp_path / "mean" / "checkpoints")
     assert step == 6
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found["params"], expected
-    )
+    close(found["params"], expected, rtol=1e-6, atol=1e-6)
     assert {x.dtype for x in jax.tree.leaves(found["params"])} == {np.dtype(np.float32)}
     loaded = load(tmp_path / "mean")
     jax.tree.map(np.testing.assert_array_equal, loaded.variables["params"], found["params"])
@@ -61,8 +59,6 @@ def test_by_default_all_that_a_run_keeps_are_averaged(source, tmp_path):
 def test_what_is_wrong_is_one_sentence_and_writes_nothing(source, tmp_path):
     with pytest.raises(ValueError, match=r"holds 3 of the 5 checkpoints .* \(2, 4, 6\); .*keep_latest=5"):
         call("average", source, tmp_path / "mean", "--last", 5)
-    with pytest.raises(FileNotFoundError, match="holds no experiment"):
-        call("average", tmp_path, tmp_path / "mean")
     damaged = shutil.copytree(source, tmp_path / "damaged")
     damage(damaged / "checkpoints" / "2")
     with pytest.raises(ValueError, match=r"checkpoints/2 cannot be read"):

@@ -76,7 +76,6 @@ WRONG = [
     (PLAIN, "model.encoder.runs.7.repeats=1", "'7' is not an index below 1"),
     (PLAIN, "training.steps.more=1", "inside a plain value"),
     (PLAIN, 'training.optimizer={"type": "Sgd"}', "unknown type 'Sgd'"),
-    (PLAIN, "data.shards=3", r"data.batch_size=8 is not divisible by data.shards=3"),
     (PLAIN, "model=t5_1_1_tin", "there is no model 't5_1_1_tin', did you mean 't5_1_1_tiny'"),
     (PLAIN, 'model={"type": "Bytes"}', "model=Bytes: expected TextToText or Encoder"),
     (PLAIN, "training.steps=0", "training.steps is 0; allowed: 1 to 2,147,483,647"),
@@ -118,8 +117,6 @@ def test_a_masked_model_is_given_no_other_objective():
     masked = replace(MASKED.data, objective=OBJECTIVES["masked_lm"])
     check_masked_tasks(MASKED.model, replace(masked, mixture="lm1b_v100_full_lm"))
     check_masked_tasks(CLASSIFIER.model, replace(MASKED.data, mixture="glue_rte_v002"))
-    with pytest.raises(ValueError, match="glue_rte_v002 is not made for a masked language model"):
-        check_masked_tasks(MASKED.model, replace(masked, mixture="glue_rte_v002"))
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,6 @@ import contextlib
 import itertools
 import json
 import math
-import pathlib
-import subprocess
-import sys
 import types
 
 import jax
@@ -25,11 +22,9 @@ from synthesizer_jax.training.loop import has_stopped
 from synthesizer_jax.training.run_log import NonFiniteLossError
 from synthesizer_jax.training.step import restart_ema
 from synthesizer_jax.training.trainer import Trainer
-from tests.environment import without_devices
-from tests.training.tiny import VOCAB, CopyStream, experiment, logged, run, stepped
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
+from tests.conftest import ROOT
+from tests.environment import python, without_devices
+from tests.training.tiny import VOCAB, CopyStream, close, experiment, logged, run, stepped
 
 KILLS = [
     ("term-in-compilation", -1, -15),
@@ -46,14 +41,7 @@ def test_killed_and_started_again_and_again(tmp_path):
     """Every loss and every score is bit-identical, none lost, none repeated."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     plays = [(str(killed), at, how) for how, at, _ in KILLS] + [(str(whole), -1, "never")]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.tiny", json.dumps(plays)],
-        cwd=ROOT,
-        env=without_devices(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-m", "tests.training.tiny", json.dumps(plays), cwd=ROOT, env=without_devices())
     assert json.loads(done.stdout) == [code for *_, code in KILLS] + [0], done.stderr
     for name, kind in (("loss", "train"), ("score", "eval")):
         assert logged(killed, name, kind) == logged(whole, name, kind)
@@ -101,9 +89,7 @@ def test_an_average_equals_numpy_and_goes_on(tmp_path):
         checkpoint = tmp_path / "checkpoints" / str(step)
         params = read_arrays(checkpoint, {"params": state.params}, ("params",))["params"]
         average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, params)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), saved(step), average
-        )
+        close(saved(step), average, rtol=1e-5, atol=1e-7)
     assert state.averaged_variables["params"] is state.ema
     moved = jax.tree.map(lambda a, p: bool(np.any(a != p)), state.ema, state.params)
     assert all(jax.tree.leaves(moved["encoder"])) and not any(jax.tree.leaves(moved["decoder"]))

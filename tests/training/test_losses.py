@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from synthesizer_jax.costs.summary import flops
 from synthesizer_jax.training.losses import chunked_cross_entropy, cross_entropy, loss_denominator
@@ -67,19 +68,23 @@ def chunked(logits, targets, *, chunk=4, **options):
 BOTH = pytest.mark.parametrize("losses", [cross_entropy, chunked])
 
 
-@pytest.mark.parametrize(("b", "t", "chunk"), [(1, 1, 4), (3, 5, 4), (2, 6, 12), (2, 7, 1)])
-def test_chunks_equal_the_whole(b, t, chunk):
+@pytest.mark.parametrize(
+    ("b", "t", "chunk", "cap"), [(1, 1, 4, None), (3, 5, 4, 1.0), (2, 6, 12, None), (2, 7, 1, None)]
+)
+def test_chunks_equal_the_whole(b, t, chunk, cap):
     _, targets, weights = made((b, t))
     rng = np.random.default_rng(1)
     hidden, kernel = (jnp.float32(rng.normal(size=shape)) for shape in ((b, t, 6), (6, V)))
     options = {"weights": weights, "z_loss": Z, "label_smoothing": 0.1}
+    own = {"targets": jnp.asarray(targets), "scale": 0.5, "soft_cap": cap, "chunk": chunk}
 
     def whole(h, k):
-        sums = cross_entropy((0.5 * h) @ k, targets, **options)
+        logits = (0.5 * h) @ k
+        sums = cross_entropy(logits if cap is None else cap * jnp.tanh(logits / cap), targets, **options)
         return sums.total, sums
 
     def chunks(h, k):
-        sums = chunked_cross_entropy(h, k, targets=jnp.asarray(targets), scale=0.5, chunk=chunk, **options)
+        sums = chunked_cross_entropy(h, k, **own, **options)
         return sums.total, sums
 
     @jax.jit
@@ -191,7 +196,7 @@ def test_under_shard_map(losses):
     """With its default `check_vma`, logits divided over devices and a kernel shared by them."""
     logits, targets, weights = made((8, 5))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.PartitionSpec("data")
+    rows = P("data")
 
     def total(factor, x, y, w):
         return losses(factor * x, y, weights=w, z_loss=Z).total
@@ -199,9 +204,7 @@ def test_under_shard_map(losses):
     def divided(factor, *arrays):
         return jax.lax.psum(total(factor, *arrays), "data")
 
-    spread = jax.shard_map(
-        divided, mesh=mesh, in_specs=(None, rows, rows, rows), out_specs=jax.sharding.PartitionSpec()
-    )
+    spread = jax.shard_map(divided, mesh=mesh, in_specs=(None, rows, rows, rows), out_specs=P())
     arguments = jnp.float32(1.5), jnp.float32(logits), jnp.asarray(targets), jnp.asarray(weights)
     found, expected = (jax.jit(jax.value_and_grad(f, (0, 1)))(*arguments) for f in (spread, total))
     for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):

@@ -18,7 +18,7 @@ from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import VOCAB, encoder
 from tests.training.tiny import experiment as make
 
-PLACE = chips.parse_topology("v5e:2x4")
+PLACE, ONE = map(chips.parse_topology, ("v5e:2x4", "v5e:1x1"))
 KIND = alignment("rv", head_dim=4, max_length=8)
 MODEL = t5(Size(8, 1, 16, 2, 4), encoder=KIND, vocab_size=VOCAB, dropout_rate=0.1)
 
@@ -81,9 +81,7 @@ def test_activations_grow_with_the_rows_and_shrink_with_remat():
     assert three - two == four - three > 0
     found = [plan._residual_bytes(plan.with_remat(recipe, remat), 2)[1] for remat in plan.REMATS]
     assert found == sorted(found, reverse=True) and found[-1] < found[0] / 2
-    whole, parts = (
-        plan.make_plan(experiment(micro_batches=n), chips.parse_topology("v5e:1x1")) for n in (1, 4)
-    )
+    whole, parts = (plan.make_plan(experiment(micro_batches=n), ONE) for n in (1, 4))
     assert (whole.rows, parts.rows) == (8, 2)
     assert whole.needs.activations - parts.needs.activations == 6 * (three - two)
     assert parts.needs.gradients == 2 * whole.needs.gradients
@@ -97,9 +95,7 @@ def test_what_is_made_of_tables_is_whole_on_every_device(dtype):
     recipe = experiment(model, data={"inputs_length": 32})
     two, three = (plan._residual_bytes(recipe, rows)[1] for rows in (2, 3))
     assert tables <= two - 2 * (three - two) < 3 * tables
-    alone, divided = (
-        plan.make_plan(replace(recipe, mesh=MeshShape(data=-1, fsdp=n)), PLACE).needs for n in (1, 4)
-    )
+    alone, divided = (plan.make_plan(replace(recipe, mesh=MeshShape(fsdp=n)), PLACE).needs for n in (1, 4))
     assert alone.activations == divided.activations == plan._residual_bytes(recipe, 1)[1]
     assert alone.copies == 4 * divided.copies > 0
 
@@ -130,17 +126,14 @@ def test_advice_fits_begins_with_what_costs_least_and_can_be_typed():
         assert changed_settings(changed, changed) == []
     huge = t5(Size(8192, 48, 65536, 64, 128), vocab_size=128, scan=True).encoder
     huge = replace(recipe, model=encoder().copy(encoder=huge, d_model=8192))
-    assert plan.advise(huge, chips.parse_topology("v5e:1x1")) == []
+    assert plan.advise(huge, ONE) == []
 
 
 def test_parameters_are_shared_by_as_many_as_divide_the_width():
     place = chips.parse_topology("v5e:4x4")
     assert plan.candidate_meshes(place, 64)[1] == MeshShape(data=1, fsdp=-1)
-    assert plan.candidate_meshes(place, 24)[1:3] == [
-        MeshShape(data=-1, fsdp=8),
-        MeshShape(data=1, fsdp=-1, tensor=2),
-    ]
-    assert plan.candidate_meshes(chips.parse_topology("v5e:1x1"), 64) == [MeshShape()]
+    assert plan.candidate_meshes(place, 24)[1:3] == [MeshShape(fsdp=8), MeshShape(1, fsdp=-1, tensor=2)]
+    assert plan.candidate_meshes(ONE, 64) == [MeshShape()]
     narrow = experiment(t5(Size(24, 2, 64, 2, 8), vocab_size=128), mesh=MeshShape(1, -1))
     narrow = replace(narrow, data=replace(narrow.data, batch_size=16))
     with pytest.raises(ValueError, match=r"embed=24 .* 16 and 32, and fsdp=8 divides it"):

@@ -31,9 +31,8 @@ def test_they_are_those_of_one_program_on_a_mesh(scan):
     init = state(2, scan=scan)
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
     shapes = jax.eval_shape(init, jax.random.key(3))
-    shardings = jax.tree.map(
-        lambda x: NamedSharding(mesh, P("x") if x.ndim and x.shape[0] % 2 == 0 else P()), shapes
-    )
+    place = lambda x: NamedSharding(mesh, P("x") if x.ndim and x.shape[0] % 2 == 0 else P())
+    shardings = jax.tree.map(place, shapes)
     found = init_arrays(init, jax.random.key(3), shardings)
     assert jax.tree.map(lambda x: x.sharding, found) == shardings
     jax.tree.map(np.testing.assert_array_equal, found, jax.jit(init)(jax.random.key(3)))

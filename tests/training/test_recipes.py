@@ -59,21 +59,9 @@ def calls_of(recipe: str) -> list[str]:
 
 
 LENGTH = 8
-SMALL = {
-    "batch_size": 4,
-    "d_model": 8,
-    "groups": 4,
-    "head_dim": 4,
-    "hidden_dim": 8,
-    "inputs_length": LENGTH,
-    "max_length": LENGTH,
-    "num_heads": 4,
-    "rank": 2,
-    "repeats": 1,
-    "shards": 1,
-    "targets_length": LENGTH,
-    "vocab_size": 32,
-}
+SMALL = {"d_model": 8, "hidden_dim": 8, "rank": 2, "repeats": 1, "shards": 1, "vocab_size": 32}
+SMALL |= dict.fromkeys(("batch_size", "groups", "head_dim", "num_heads"), 4)
+SMALL |= dict.fromkeys(("inputs_length", "max_length", "targets_length"), LENGTH)
 
 
 def shrunk(value: Any) -> Any:

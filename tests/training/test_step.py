@@ -17,9 +17,12 @@ from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import step
 from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import Trainer
-from tests.training.tiny import HEADS, STREAMS, VOCAB, ClassStream, CopyStream, encoder, experiment, stepped
+from tests.training import tiny
+from tests.training.test_losses import oracle
+from tests.training.tiny import STREAMS, VOCAB, ClassStream, CopyStream, close, encoder, experiment, stepped
 
 Z, SMOOTHING = 0.01, 0.1
+PLAIN = {"z_loss": 0.0, "label_smoothing": 0.0}
 TINY = Size(8, 1, 16, 2, 4)
 
 
@@ -32,30 +35,16 @@ def initialized(model, batch):
     return jax.tree.unflatten(tree, moved)
 
 
-def oracle(logits, batch):
-    """The loss and the z-loss in float64, target by target."""
-    loss = z_loss = 0.0
-    targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
-    for place in zip(*np.nonzero(weights), strict=True):
-        row = np.float64(logits[place])
-        log_z = np.log(np.exp(row).sum())
-        y = np.full(len(row), SMOOTHING / (len(row) - 1))
-        y[targets[place]] = 1 - SMOOTHING
-        loss += log_z - y @ row + (y * np.log(y)).sum()
-        z_loss += Z * log_z**2
-    return loss, z_loss
-
-
 @pytest.mark.parametrize(("head", "tied"), [("classes", True), ("masked", True), ("masked", False)])
 def test_the_loss_is_the_cross_entropy_of_the_head(head, tied, monkeypatch):
-    model, batch = encoder(**HEADS[head]).copy(tied=tied), next(STREAMS[head]())
+    model, batch = encoder(**tiny.HEADS[head]).copy(tied=tied), next(STREAMS[head]())
     variables = initialized(model, batch)
     encoded = model.apply(variables, batch["encoder_input_tokens"])
     logits = encoded.token_logits if head == "masked" else encoded.outputs[:, None]
-    loss, z_loss = oracle(np.asarray(logits), batch)
-    weights = batch["decoder_loss_weights"]
-    hits = (np.asarray(logits).argmax(-1) == batch["decoder_target_tokens"]) * weights
-    batch["decoder_target_tokens"][weights == 0] = -100  # the weights choose the targets
+    targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
+    loss, z_loss, _ = oracle(np.float64(logits), targets, weights, Z, SMOOTHING)
+    hits = (np.asarray(logits).argmax(-1) == targets) * weights
+    targets[weights == 0] = -100  # the weights choose the targets
     for most in (step.DENSE_LOGITS, 0):  # at once, and in chunks
         monkeypatch.setattr(step, "DENSE_LOGITS", most)
         compiled = jax.jit(lambda v, b: loss_sums(model, v, b, z_loss=Z, label_smoothing=SMOOTHING))
@@ -67,8 +56,7 @@ def test_the_loss_is_the_cross_entropy_of_the_head(head, tied, monkeypatch):
 def test_dropout_acts_where_there_is_a_key():
     model, batch = encoder(dropout_rate=0.5), next(ClassStream())
     variables = initialized(model, batch)
-    options = {"z_loss": 0.0, "label_smoothing": 0.0}
-    loss = jax.jit(lambda key: loss_sums(model, variables, batch, **options, dropout_key=key).loss)
+    loss = jax.jit(lambda key: loss_sums(model, variables, batch, **PLAIN, dropout_key=key).loss)
     losses = [float(loss(key)) for key in (None, None, jax.random.key(1), jax.random.key(2))]
     assert losses[0] == losses[1] and len(set(losses)) == 3
 
@@ -86,14 +74,10 @@ def universal(cost):
 def test_a_ponder_cost_is_part_of_the_loss():
     """Averaged over the batch, once a stack, on top of what the tokens cost."""
     batch = {k: jnp.asarray(v) for k, v in next(CopyStream()).items()}
-    variables = jax.jit(universal(0.0).init)(
-        jax.random.key(0), batch["encoder_input_tokens"], batch["decoder_input_tokens"]
-    )
-    free, dear, dearer = jax.jit(
-        lambda v: [
-            loss_sums(universal(c), v, batch, z_loss=0.0, label_smoothing=0.0) for c in (0.0, 0.5, 1.0)
-        ]
-    )(variables)
+    inputs = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
+    variables = jax.jit(universal(0.0).init)(jax.random.key(0), *inputs)
+    losses = lambda v: [loss_sums(universal(c), v, batch, **PLAIN) for c in (0.0, 0.5, 1.0)]
+    free, dear, dearer = jax.jit(losses)(variables)
     assert free.penalty == 0 and dear.loss == free.loss
     assert 2 * 0.5 < dear.penalty / dear.weight < 2 * 0.5 * 4  # one to three steps and a remainder
     np.testing.assert_allclose(dearer.penalty, 2 * dear.penalty, rtol=1e-6)
@@ -122,7 +106,7 @@ def test_micro_batches_make_the_same_update(model, stream, normalizer):
     (one, (found,)), (four, (other,)) = (
         stepped(experiment(model, micro_batches=n, loss_normalizer=normalizer), stream()) for n in (1, 4)
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one.params, four.params)
+    close(one.params, four.params, atol=1e-5)
     assert found == pytest.approx(other, rel=1e-5)
 
 
@@ -139,13 +123,8 @@ def test_eight_micro_batches_need_less_than_a_third_of_the_temporaries():
     assert temporaries[1] <= 0.3 * temporaries[0], temporaries
 
 
-SCANNED = t5(
-    Size(16, 2, 32, 4, 4),
-    encoder=alignment("rv", head_dim=4, max_length=8),
-    vocab_size=VOCAB,
-    dropout_rate=0.1,
-    scan=True,
-)
+KIND = alignment("rv", head_dim=4, max_length=8)
+SCANNED = t5(Size(16, 2, 32, 4, 4), encoder=KIND, vocab_size=VOCAB, dropout_rate=0.1, scan=True)
 FACTORED = Adafactor(learning_rate=Constant(0.01), min_size=4)
 ON_MESHES = {
     "data": (SCANNED, CopyStream, {}, [MeshShape(data=8), MeshShape(data=2, tensor=2, sequence=2)]),
@@ -169,11 +148,7 @@ def test_meshes_have_the_same_losses(name, monkeypatch):
         for one, many in zip(single, metrics, strict=True):
             assert many == pytest.approx(one, rel=2e-3)
             assert many["data_checksum"] == one["data_checksum"]
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=5e-4),
-            found.averaged_variables,
-            state.averaged_variables,
-        )
+        close(found.averaged_variables, state.averaged_variables, atol=5e-4)
         if name == "fsdp":
             table = found.params["encoder"]["run_0"]["attention"]["align"]["part_0"]["table"]
             assert table.sharding.spec == P(None, "tensor", "fsdp", None)
@@ -191,7 +166,7 @@ def test_bfloat16_logits_of_the_loss_are_not_rounded(most, monkeypatch):
 
     def total(kernel):
         params = {**variables["params"], "logits_kernel": kernel}
-        return loss_sums(model, {"params": params}, batch, z_loss=0.0, label_smoothing=0.0).total
+        return loss_sums(model, {"params": params}, batch, **PLAIN).total
 
     loss, gradient = jax.value_and_grad(total)(kernel)
     hidden = model.apply(variables, *inputs, method=model.hidden).reshape(-1, 8)
@@ -205,8 +180,7 @@ def test_bfloat16_logits_of_the_loss_are_not_rounded(most, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_promotes_neither_ranks_nor_dtypes(dtype):
-    kind = alignment("rv", head_dim=4, max_length=8)
-    model = t5(TINY, encoder=kind, vocab_size=16, dtype=dtype, dropout_rate=0.1)
+    model = t5(TINY, encoder=KIND, vocab_size=16, dtype=dtype, dropout_rate=0.1)
     numbers = jnp.array([[1] * 4 + [2] * 4] * 8)
     batch = {k: jnp.asarray(x) for k, x in next(CopyStream()).items()}
     packed = batch | {f"{side}_segment_ids": numbers for side in ("encoder", "decoder")}

@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 
+from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.hosts.preemption import Preempted, StopSignal
@@ -17,6 +18,7 @@ from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.loop import train
+from synthesizer_jax.training.run_directory import save_run
 from synthesizer_jax.training.trainer import Trainer
 
 VOCAB, LENGTH, ROWS = 16, 8, 8
@@ -138,6 +140,19 @@ def run(directory, recipe, stream=None, **options):
         return train(trainer, stream or CopyStream(), directory, stop=stop, **options)
 
 
+def save(directory, recipe, state=None):
+    """A run's directory with one checkpoint, of a state or of fresh parameters."""
+    save_run(recipe, directory)
+    checkpoints = Checkpoints(directory / "checkpoints")
+    checkpoints.save(Trainer(recipe).init() if state is None else state, None)
+    checkpoints.close()
+
+
+def close(found, expected, **tolerance):
+    """Checks that trees are the same within a tolerance."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), found, expected)
+
+
 def logged(directory, name="loss", kind="train"):
     """The values of the log by step; none is logged twice."""
     records = [r for r in read_metrics(directory / METRICS_FILE) if r["kind"] == kind]
@@ -157,13 +172,10 @@ def stepped(recipe, stream, steps=1, devices=1):
 
 
 def play(directory: str, kill_at: int, how: str) -> None:
-    """Trains; kills itself with SIGKILL before batch `kill_at`, or with another signal somewhere.
+    """Trains; signals itself before batch `kill_at`, or in an evaluation from that step on.
 
-    Args:
-      directory: of the run.
-      kill_at: number of the batch, or of the step that is evaluated.
-      how: ``never``, or the signal (``kill``, ``term``, ``int``), followed by ``-in-evaluation`` or
-        ``-in-compilation`` if it comes there; ``int-int`` are two of them.
+    `how` is ``never``, or the signal (``kill``, ``term``, ``int``), followed by ``-in-evaluation`` or
+    ``-in-compilation`` if it comes there; ``int-int`` are two of them.
     """
 
     def signal_here(names):
