@@ -63,7 +63,7 @@ class Choices(Limit):
 
 
 class NotEmpty(Limit):
-    """Tuples with an entry."""
+    """Tuples with an entry, texts with a character."""
 
     def __contains__(self, value: Any) -> bool:
         return bool(value)

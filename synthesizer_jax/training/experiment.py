@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 import jax
 
 from synthesizer_jax.base.registry import check_fields, register, replace
-from synthesizer_jax.base.typing import Choices, Count, NotNegative, Number, Positive, Rate, Seed, Share
+from synthesizer_jax.base.typing import (
+    Choices,
+    Count,
+    NotEmpty,
+    NotNegative,
+    Number,
+    Positive,
+    Rate,
+    Seed,
+    Share,
+)
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.config import RANK, Evaluation
@@ -117,7 +127,7 @@ class Experiment:
     evaluation: Evaluation = Evaluation()
     vocabulary: Bytes | SentencePiece | None = None
     mesh: MeshShape = MeshShape()
-    init_from: str | None = None
+    init_from: Annotated[str, NotEmpty()] | None = None
     init_rules: tuple[InitRule, ...] = ()
     init_optimizer: bool = False
 

@@ -87,6 +87,7 @@ WRONG = [
     (PLAIN, "evaluation.method=x", "evaluation.method is 'x'; allowed: 'greedy', 'beam', 'rank'"),
     (PLAIN, "evaluation.patience=2", r"evaluation\.every is 0; set evaluation\.every"),
     (PLAIN, "data.inputs_length=0", "data.inputs_length is 0, and the encoder of an EncoderDecod"),
+    (PLAIN, "init_from=''", "init_from is ''; allowed: one or more"),
     (PLAIN, "mesh.tensor=0", "mesh.tensor is 0; allowed: -1 or 1 to"),
     (PLAIN, "model.dtype=float17", "allowed: 'float32', 'bfloat16'"),
     (PLAIN, "model.encoder.runs.0.repeats=257", r"runs.0.repeats is 257; allowed: 1 to 256"),
