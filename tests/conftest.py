@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # The tests were started in a shell's background; what they start would ignore Ctrl-C too.
@@ -57,6 +58,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def snippets(page: str) -> list[str]:
     """The Python of a page, block by block."""
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
+
+
+def run_page(page: str) -> dict[str, Any]:
+    """What the Python of a page defines, run in order."""
+    names = {"__name__": pathlib.Path(page).stem}  # `register` tells two classes of a name apart by it
+    for block in snippets(page):
+        exec(block, names)
+    return names
 
 
 @pytest.fixture(autouse=True)

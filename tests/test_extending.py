@@ -1,4 +1,4 @@
-"""The optimizer, schedule and mesh axis of docs/extending.md in training."""
+"""docs/extending.md, and its optimizer, schedule and mesh axis in training."""
 
 import json
 
@@ -9,19 +9,16 @@ from jax.sharding import PartitionSpec
 
 from synthesizer_jax.base.registry import from_json, replace, to_json
 from synthesizer_jax.sharding import MeshShape, make_mesh, partition_spec, register_mesh_axis
+from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.training.trainer import Trainer
-from tests.conftest import snippets
+from tests.conftest import run_page
 from tests.training.tiny import CopyStream, experiment, stepped
 
-BLOCKS = snippets("docs/extending.md")
 
-
-def test_an_optimizer_and_a_mesh_axis_train_and_are_saved():
-    page: dict = {"__name__": "extending"}
-
-    for block in BLOCKS:
-        if block is BLOCKS[0] or "SignDescent" in block or "register_mesh_axis" in block:
-            exec(block, page)
+def test_an_optimizer_and_a_mesh_axis_train_and_are_saved(monkeypatch):
+    monkeypatch.setattr(task_registry, "TASKS", dict(task_registry.TASKS))
+    page = run_page("docs/extending.md")
+    assert page["default"]().data.mixture == "my_reviews"
     optimizer = page["SignDescent"](page["Halving"](0.005, every_steps=15))
     recipe = experiment(optimizer=optimizer)
     schedule = Trainer(recipe, jax.devices()[:1]).optimizer.schedule

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.conftest import snippets
+from tests.conftest import run_page
 
 
 def t5_attention(state: dict, x: np.ndarray, heads: int, lengths: list[int]) -> np.ndarray:
@@ -23,9 +23,7 @@ def t5_attention(state: dict, x: np.ndarray, heads: int, lengths: list[int]) -> 
 
 
 def test_the_pages_snippets_run_in_order():
-    scope: dict = {"__name__": "migration"}
-    for block in snippets("docs/migration.md"):
-        exec(block, scope)
+    scope = run_page("docs/migration.md")
     state = {name: np.asarray(x, np.float64) for name, x in scope["state"].items()}
     expected = t5_attention(state, np.asarray(scope["x"], np.float64), 4, [16, 9])
     for i, length in enumerate([16, 9]):

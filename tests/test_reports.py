@@ -141,12 +141,8 @@ def test_answers_that_differ_stand_first_and_any_text_is_shown_as_it_is(tmp_path
     for name, answers in (("A", ("a", "")), ("B", ("b", "b"))):
         for seed, answer in enumerate(answers):
             given = {"prediction": answer, "label": {"a": 0, "b": 1}.get(answer, -1)}
-            run = logged(
-                tmp_path / f"{name}-{seed}",
-                seed=seed,
-                answers=(same, differs | given),
-                **{"rte/accuracy": 100.0 if answer == "b" else 50.0},
-            )
+            scores = {"rte/accuracy": 100.0 if answer == "b" else 50.0}
+            run = logged(tmp_path / f"{name}-{seed}", seed=seed, answers=(same, differs | given), **scores)
             text = (run / "experiment.json").read_text()
             (run / "experiment.json").write_text(text.replace('"copy"', f'"copy {name}"'))
     runs = [tmp_path / f"{name}-{seed}" for name in "AB" for seed in (0, 1)]

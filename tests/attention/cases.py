@@ -17,6 +17,8 @@ BATCH, QUERIES, KEYS, HEADS, WIDTH = 3, 7, 11, 2, 5
 
 EVERY_TERM = ("static", "relative", "factorized", "dot_product", "dense", "outer")
 PARAMETERS = ("static", "relative", "factorized")
+ROUTES = {"static": PARAMETERS, "fused": EVERY_TERM, "reference": EVERY_TERM}
+"""What each takes."""
 
 
 def normal(name: str, *shape: int, dtype: jnp.dtype = jnp.float32) -> jax.Array:
@@ -107,38 +109,28 @@ def packed_masks() -> dict[str, Mask]:
     }
 
 
-@functools.partial(
-    jax.jit, static_argnames=("implementation", "rate", "cap"), compiler_options=FAST_COMPILE
-)
-def run(terms, values, mask, g, implementation="auto", rate=0.0, key=None, cap=None):
-    """Output and the cotangents of terms and values."""
+STATIC_OPTIONS = ("implementation", "dropout_rate", "soft_cap", "partition")
 
-    def f(terms, values):
-        return attend(
-            terms,
-            values,
-            mask=mask,
-            q_length=g.shape[1],
-            dropout_rate=rate,
-            dropout_key=key,
-            soft_cap=cap,
-            implementation=implementation,
-        )
 
-    out, back = jax.vjp(f, terms, values)
+@functools.partial(jax.jit, static_argnames=STATIC_OPTIONS, compiler_options=FAST_COMPILE)
+def run(terms, values, mask, g, implementation="auto", sinks=None, **options):
+    """Output and the cotangents of terms, values and, where they are given, sinks."""
+    options |= {"mask": mask, "q_length": g.shape[1], "implementation": implementation}
+    own = () if sinks is None else (sinks,)
+    call = lambda terms, values, sinks=None: attend(terms, values, sinks=sinks, **options)
+    out, back = jax.vjp(call, terms, values, *own)
     return out, *back(g)
 
 
 def check(terms: Terms, values: jax.Array, mask: Mask, g: jax.Array, route: str, bound: float) -> None:
     """A route's output and every gradient against the oracle."""
-    out, dterms, dvalues = run(terms, values, mask, g, route)
-    compare((out, dterms, dvalues), oracle.attention(terms, values, mask, g), bound)
+    compare(run(terms, values, mask, g, route), oracle.attention(terms, values, mask, g), bound)
 
 
-def compare(found, answer: oracle.Answer, bound: float) -> None:
+def compare(found, answer: oracle.Answer, bound: float, error=oracle.error) -> None:
     out, dterms, dvalues = found
-    assert oracle.error(out, answer.out) < bound
-    assert oracle.error(dvalues, answer.values) < bound
+    assert error(out, answer.out) < bound
+    assert error(dvalues, answer.values) < bound
     for term, expected in zip(oracle.gradients_of(dterms), answer.terms, strict=True):
         for name, array in expected.items():
-            assert oracle.error(term[name], array) < bound, name
+            assert error(term[name], array) < bound, name

@@ -52,8 +52,7 @@ def attention(
     weights, lost = weights[..., :-1], weights[..., -1]
     dweights = np.einsum("bqhe,bkhe->bhqk", g, v)
     mean = np.sum(weights * dweights, axis=-1, keepdims=True)
-    dlogits = weights * (dweights - mean)
-    dlogits = dlogits * slope
+    dlogits = weights * (dweights - mean) * slope
     dvalues = np.einsum("bhqk,bqhe->bkhe", weights, g)
     return Answer(
         out=np.einsum("bhqk,bkhe->bqhe", weights, v),
@@ -65,8 +64,10 @@ def attention(
 
 
 def masked_softmax(logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Over the seen keys; rows without any are zero."""
+    logits, seen = np.broadcast_arrays(logits, seen)
     out = np.zeros(seen.shape)
-    for index in np.ndindex(*seen.shape[:3]):
+    for index in np.ndindex(*seen.shape[:-1]):
         if seen[index].any():
             row = logits[index][seen[index]]
             e = np.exp(row - row.max())
@@ -170,16 +171,10 @@ def term_gradient(
             dx = np.einsum("bhqk,bkhr->bqhr", dlogits, y)
             dy = np.einsum("bhqk,bqhr->bkhr", dlogits, x)
             for i in range(b):
-                np.add.at(
-                    out["queries"][i if t.queries.shape[0] > 1 else 0],
-                    np.arange(q) if t.token_queries else rows[i],
-                    dx[i],
-                )
-                np.add.at(
-                    out["keys"][i if t.keys.shape[0] > 1 else 0],
-                    np.arange(k) if t.token_keys else columns[i],
-                    dy[i],
-                )
+                row = np.arange(q) if t.token_queries else rows[i]
+                column = np.arange(k) if t.token_keys else columns[i]
+                np.add.at(out["queries"][i % len(t.queries)], row, dx[i])
+                np.add.at(out["keys"][i % len(t.keys)], column, dy[i])
         case Outer(x, y):
             for i, key in np.ndindex(b, k):
                 p, r = divmod(columns[i, key], y.shape[-1])
@@ -204,6 +199,15 @@ def error(found, expected: np.ndarray) -> float:
     assert found.shape == expected.shape, (found.shape, expected.shape)
     assert np.isfinite(found).all()
     return float(np.abs(found - expected).max(initial=0) / max(np.abs(expected).max(initial=0), 1e-30))
+
+
+def close(found, expected, bound: float = 2e-6, least: float = 1.0) -> None:
+    """Two trees, dtypes included; differences are relative to an array's largest entry, or `least`."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(x, y, rtol=0, atol=bound * max(least, np.abs(y).max()))
 
 
 def rms_error(found, expected: np.ndarray) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -11,9 +12,7 @@ import pytest
 
 from synthesizer_jax.attention import Mask, attend, attention_weights, banded, low_rank, relative, static
 from tests.attention import cases, oracle
-from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, WIDTH
-
-ROUTES = {"static": PARAMETERS, "fused": EVERY_TERM, "reference": EVERY_TERM}
+from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, WIDTH
 
 
 def cast(tree, dtype):
@@ -42,7 +41,7 @@ def test_one_example_in_half_precision() -> None:
 @pytest.mark.parametrize("route", ["static", "fused"])
 def test_64_bit_integers_by_default(route: str) -> None:
     """`jax_enable_x64` makes Python's integers 64 bits wide, also in kernels that do not run."""
-    terms = cases.make_terms(ROUTES[route], BATCH, KEYS, KEYS)
+    terms = cases.make_terms(cases.ROUTES[route], BATCH, KEYS, KEYS)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     mask = Mask.padded(jnp.array([11, 4, 0], jnp.int32), causal=True)
 
@@ -68,11 +67,9 @@ def test_float16_of_tables(gap: float) -> None:
     values, g = (cases.normal(x, b, n, HEADS, WIDTH, dtype="float16") for x in ("values", "g"))
     mask = Mask(key_lengths=jnp.full(b, 20))
     answer = oracle.attention((static(logits),), values, mask, g)
-    out, dterms, dvalues = cases.run((static(logits),), values, mask, g, "static")
-    assert out.dtype == dvalues.dtype == jnp.float16
-    assert oracle.rms_error(out, answer.out) < 2e-3
-    assert oracle.rms_error(dvalues, answer.values) < 2e-3
-    assert oracle.rms_error(dterms[0].logits, answer.terms[0]["logits"]) < 2e-3
+    found = cases.run((static(logits),), values, mask, g, "static")
+    assert found[0].dtype == found[2].dtype == jnp.float16
+    cases.compare(found, answer, 2e-3, oracle.rms_error)
 
 
 @pytest.mark.parametrize("route", ["static", "fused", "reference"])
@@ -82,15 +79,10 @@ def test_logits_of_minus_infinity_and_equal_ones_of_any_size(route: str) -> None
     logits = logits.at[:, 3].set(-jnp.inf).at[:, 4, 2:].set(-jnp.inf)
     values, g = (cases.normal(x, BATCH, KEYS, HEADS, WIDTH) for x in ("values", "g"))
     for mask in (Mask(), Mask.padded(jnp.array([11, 5, 2]))):
-        out, dterms, dvalues = cases.run((static(logits),), values, mask, g, route)
-        hidden = Mask(
-            allowed=(logits > -jnp.inf)[None]
-            & (mask.pairs(KEYS, KEYS) if mask.key_lengths is not None else True)
-        )
+        found = cases.run((static(logits),), values, mask, g, route)
+        hidden = dataclasses.replace(mask, allowed=(logits > -jnp.inf)[None])
         answer = oracle.attention((static(jnp.maximum(logits, -50.0)),), values, hidden, g)
-        assert oracle.error(out, answer.out) < 2e-5
-        assert oracle.error(dvalues, answer.values) < 2e-5
-        assert oracle.error(dterms[0].logits, answer.terms[0]["logits"]) < 2e-5
+        cases.compare(found, answer, 2e-5)
     mean = np.asarray(values.mean(1, keepdims=True))
     for size in (float(jnp.finfo(jnp.float32).min), 3e38):
         terms = (static(jnp.full((HEADS, KEYS, KEYS), size)),)
@@ -102,7 +94,7 @@ def test_logits_of_minus_infinity_and_equal_ones_of_any_size(route: str) -> None
 @pytest.mark.parametrize("sizes", [(0, 5, 7), (2, 0, 7), (2, 5, 0)], ids=str)
 def test_empty_arrays(route: str, sizes: tuple[int, int, int]) -> None:
     b, q, k = sizes
-    names = ROUTES.get(route, EVERY_TERM)
+    names = cases.ROUTES[route]
     terms = cases.make_terms([n for n in names if n != "relative" and (k or n != "outer")], b, q, k)
     values = cases.normal("values", b, k, HEADS, WIDTH)
     mask = Mask(causal=True, key_lengths=jnp.zeros(b, int))
@@ -125,16 +117,15 @@ def test_weights_of_a_window_see_as_far_as_the_mask(first: int, mask: Mask) -> N
     pairs = Mask(allowed=mask.pairs(KEYS, KEYS))
     expected = cases.run(term, values, pairs, g, "reference")
     found = cases.run(term, values, mask, g, "banded")
-    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
 
 
 @pytest.mark.parametrize("mask", ["causal and padding", "packed causal"])
-@pytest.mark.parametrize("route", [*ROUTES, "banded"])
+@pytest.mark.parametrize("route", [*cases.ROUTES, "banded"])
 def test_no_dtype_is_promoted_by_accident(route: str, mask: str) -> None:
     """Strict promotion, forward and backward; logits may have another dtype than the values."""
     masks = cases.self_masks() | cases.packed_masks()
-    terms = cast(cases.make_terms(ROUTES.get(route, ()), BATCH, KEYS, KEYS), "bfloat16")
+    terms = cast(cases.make_terms(cases.ROUTES.get(route, ()), BATCH, KEYS, KEYS), "bfloat16")
     if route == "banded":
         terms = (banded(cases.normal("w", 1, KEYS, HEADS, 3, dtype="bfloat16"), first=-2),)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH, dtype="bfloat16")
@@ -157,8 +148,7 @@ def test_padding_may_hold_anything(route: str) -> None:
     """NaN in what padding tokens made changes neither values nor gradients."""
     lengths = jnp.array([11, 4, 0])
     real = (jnp.arange(KEYS) < lengths[:, None])[..., None, None]
-    names = PARAMETERS if route == "static" else EVERY_TERM
-    terms = cases.make_terms(names, BATCH, KEYS, KEYS)
+    terms = cases.make_terms(cases.ROUTES.get(route, ()), BATCH, KEYS, KEYS)
     if route == "banded":
         terms = (banded(cases.normal("w", 1, 1, HEADS, 3), first=-1),)
     values, g = (cases.normal(x, BATCH, KEYS, HEADS, WIDTH) for x in ("values", "g"))
@@ -170,8 +160,7 @@ def test_padding_may_hold_anything(route: str) -> None:
         cases.run(*pair, Mask.padded(lengths), g, route)
         for pair in ((terms, values), jax.tree.map(poison, (terms, values)))
     )
-    for x, y in zip(*map(jax.tree.leaves, (dirty, clean)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
 
 
 def test_a_traced_position_beyond_a_bias_is_nan() -> None:

@@ -20,10 +20,10 @@ from synthesizer_jax import Mask, dot_product_attention, relative_bias
 from synthesizer_jax.attention import functional, low_rank, static
 from synthesizer_jax.attention.relative import relative_buckets
 from tests.attention.cases import FAST_COMPILE, normal
-from tests.attention.oracle import rms_error
+from tests.attention.oracle import close, rms_error
 
 B, Q, K, N, H = 3, 7, 11, 4, 5
-BOUND = 2e-5
+check = functools.partial(close, bound=2e-5, least=0.1)
 fast_jit = functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 expected_attention = functools.partial(jax.nn.dot_product_attention, implementation="xla")
 
@@ -75,14 +75,6 @@ def with_gradients(function: Any, x: Any, bias: Any, **options: Any) -> Any:
         return out, back(g)
 
     return fast_jit(run)(x, bias)
-
-
-def check(found: Any, expected: Any, bound: float = BOUND) -> None:
-    found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
-    for x, y in zip(found, expected, strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype
-        atol = bound * max(float(np.abs(y).max()), 0.1)
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +142,7 @@ def test_long_rows_take_the_fused_route() -> None:
         bias = p["shared"] + p["own"] + p["keys"] + p["table"][bucket].transpose(2, 0, 1)
         return expected_attention(q, k, v, bias, **options)
 
-    check(*(with_gradients(f, x, pieces, **options) for f in (ours, theirs)), 1e-4)
+    check(*(with_gradients(f, x, pieces, **options) for f in (ours, theirs)), bound=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["array", "relative", "each example's keys"])

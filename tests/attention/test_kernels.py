@@ -25,56 +25,30 @@ every = pytest.mark.parametrize("platform", FUSED)
 
 def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None):
     """Output, rows and cotangents of the fused kernels and of the loop."""
-    terms = jax.tree.map(lambda x: x.astype(dtype), cases.make_terms(names, BATCH, q, k))
-    values = cases.normal("values", BATCH, k, HEADS, WIDTH, dtype=dtype)
-    g = cases.normal("cotangent", BATCH, q, HEADS, WIDTH, dtype=dtype)
+    terms, values, g = jax.tree.map(lambda x: x.astype(dtype), cases.problem(names, q, k))
     inputs, offset = fused.fused_inputs(Call(terms, values, mask, q)), mask.query_offset
     kernels = FUSED[platform]
     assert kernels.obstacle(inputs) is None
 
-    @functools.partial(jax.jit, static_argnums=0, compiler_options=cases.FAST_COMPILE)
-    def run(ways, inputs):
-        out, rows = ways[0](inputs)
-        back = ways[1](inputs, rows, softmax_vjp_delta(out, g, jnp.float32), g)
+    @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=cases.FAST_COMPILE)
+    def run(forward, backward, inputs):
+        out, rows = forward(inputs)
+        back = backward(inputs, rows, softmax_vjp_delta(out, g, jnp.float32), g)
         return out, rows.inverse_row_sum, back
 
-    return run(
-        (
-            lambda x: kernels.forward(q, offset, soft_cap, x, interpret=True),
-            lambda *x: kernels.backward(offset, soft_cap, *x, interpret=True),
-        ),
-        inputs,
-    ), run(
-        (
-            functools.partial(fused.loop_forward, q, soft_cap=soft_cap),
-            functools.partial(fused.loop_backward, soft_cap=soft_cap),
-        ),
-        inputs,
-    )
+    forward = functools.partial(kernels.forward, q, offset, soft_cap, interpret=True)
+    backward = functools.partial(kernels.backward, offset, soft_cap, interpret=True)
+    loop_forward = functools.partial(fused.loop_forward, q, soft_cap=soft_cap)
+    loop_backward = functools.partial(fused.loop_backward, soft_cap=soft_cap)
+    return run(forward, backward, inputs), run(loop_forward, loop_backward, inputs)
 
 
 def check_fused(platform, names, mask, q, k, bound=2e-5, soft_cap=None):
-    ours, expected = both_ways(platform, names, mask, q, k, soft_cap=soft_cap)
-    assert jax.tree.structure(ours) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
-        assert x.dtype == y.dtype and x.shape == y.shape
-        np.testing.assert_allclose(x, y, atol=bound * max(1.0, float(np.abs(y).max())))
+    oracle.close(*both_ways(platform, names, mask, q, k, soft_cap=soft_cap), bound)
 
 
-MASKS = {
-    "tpu": ["padding", "holes", "window and offset", "causal and holes", "packed causal", "packed cross"],
-    "gpu": [
-        *(
-            "padding",
-            "holes",
-            "window and offset",
-            "offset beyond the keys",
-            "packed causal",
-            "packed cross",
-        ),
-        "prefix and padding",
-    ],
-}
+BOTH = ("padding", "holes", "window and offset", "packed causal", "packed cross")
+MASKS = {"tpu": (*BOTH, "causal and holes"), "gpu": (*BOTH, "offset beyond the keys", "prefix and padding")}
 
 
 @pytest.mark.parametrize(("platform", "name"), [(p, name) for p in FUSED for name in MASKS[p]])
@@ -158,13 +132,6 @@ def _zero(x):
     return jnp.zeros_like(x) if exact else np.zeros(x.shape, jax.dtypes.float0)
 
 
-def problem(q, k=KEYS, dtype=jnp.float32):
-    return (
-        cases.normal("values", BATCH, k, HEADS, WIDTH, dtype=dtype),
-        cases.normal("cotangent", BATCH, q, HEADS, WIDTH, dtype=dtype),
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "names"),
     [
@@ -180,7 +147,7 @@ def problem(q, k=KEYS, dtype=jnp.float32):
 )
 def test_static_under_every_kind_of_mask(name, names):
     mask, q = (CROSS | OWN)[name]
-    terms, (values, g) = cases.make_terms(names, BATCH, q, KEYS), problem(q)
+    terms, values, g = cases.problem(names, q)
     found, _ = run_static(mask.query_offset, terms, values, mask, g)
     cases.compare(found, oracle.attention(terms, values, mask, g), 2e-6)
 
@@ -190,7 +157,7 @@ def test_logits_far_under_the_maximum_are_noticed(gap):
     """Keys that are padding in some examples lie far above all others; then the loop runs."""
     mask, q = CROSS["padding"]
     logits = cases.normal("far", HEADS, q, KEYS) + gap * (jnp.arange(KEYS) >= 6)
-    terms, (values, g) = (static(logits),), problem(q)
+    terms, (_, values, g) = (static(logits),), cases.problem((), q)
     found, largest = run_static(0, terms, values, mask, g)
     assert (largest < 1 / MIN_ROW_SUM) == (gap < 44)
     if gap < 44:
@@ -199,8 +166,8 @@ def test_logits_far_under_the_maximum_are_noticed(gap):
 
 def test_static_bfloat16_is_as_close_as_the_other_way():
     mask, q = CROSS["padding"]
-    terms = cases.make_terms(("static",), BATCH, q, KEYS)
-    values, g = problem(q, dtype=jnp.bfloat16)
+    terms, *full = cases.problem(("static",), q)
+    values, g = (x.astype(jnp.bfloat16) for x in full)
     expected = oracle.attention(terms, values, mask, g)
 
     def errors(found):
@@ -214,16 +181,14 @@ def test_static_bfloat16_is_as_close_as_the_other_way():
     # A table in bfloat16 has its gradient summed in float32.
     narrow = Static(terms[0].logits.astype(jnp.bfloat16))
     wide = Static(narrow.logits.astype(jnp.float32))
-    values, g = problem(q)
     (_, (found,), _), (_, (exact,), _) = (
-        run_static(0, (term,), values, mask, g)[0] for term in (narrow, wide)
+        run_static(0, (term,), full[0], mask, full[1])[0] for term in (narrow, wide)
     )
     np.testing.assert_array_equal(found.logits, exact.logits.astype(jnp.bfloat16))
 
 
 def test_what_the_kernels_do_not_take():
-    terms = cases.make_terms(("static",), BATCH, QUERIES, KEYS)
-    values, _ = problem(QUERIES)
+    terms, values, _ = cases.problem(("static",), QUERIES)
 
     def obstacles(mask, values=values, q=QUERIES):
         inputs = fused.fused_inputs(Call(terms, values, mask, QUERIES))

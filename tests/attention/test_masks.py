@@ -21,8 +21,7 @@ def test_one_mask_for_all_examples(route: str) -> None:
     terms, values, g = cases.problem(PARAMETERS)
     masks = (Mask(key_lengths=jnp.array([4])), Mask(key_lengths=jnp.full(BATCH, 4)))
     found, expected = (cases.run(terms, values, mask, g, route) for mask in masks)
-    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize(

@@ -12,21 +12,18 @@ import pytest
 from synthesizer_jax.attention import Mask, attend, attention_weights, fused, static
 from synthesizer_jax.attention.terms import Call
 from tests.attention import cases, oracle
-from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, QUERIES
+from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES
 
-ROUTES = {"static": PARAMETERS, "fused": EVERY_TERM, "reference": EVERY_TERM}
 BOUND = 2e-5
-
-
 MASKS = {n: (m, QUERIES) for n, m in cases.cross_masks().items()}
 MASKS |= {n: (m, KEYS) for n, m in (cases.self_masks() | cases.packed_masks()).items()}
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", cases.ROUTES)
 @pytest.mark.parametrize("name", MASKS)
 def test_under_every_mask(route: str, name: str) -> None:
     mask, q = MASKS[name]
-    terms, values, g = cases.problem(ROUTES[route], q, KEYS)
+    terms, values, g = cases.problem(cases.ROUTES[route], q, KEYS)
     cases.check(terms, values, mask, g, route, BOUND)
 
 
@@ -44,9 +41,7 @@ def test_all_heads_at_once_as_on_gpus(name: str) -> None:
         return out, stats, fused.loop_backward(inputs, stats, delta, g, parallel=parallel)
 
     inputs = fused.fused_inputs(Call(terms, values, mask, q))
-    for x, y in zip(*map(jax.tree.leaves, (run(inputs, True), run(inputs, False))), strict=True):
-        assert x.dtype == y.dtype and x.shape == y.shape
-        np.testing.assert_allclose(x, y, atol=2e-5 * max(1.0, float(np.abs(y).max())))
+    oracle.close(run(inputs, True), run(inputs, False), 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +60,9 @@ def test_soft_cap(route: str, name: str) -> None:
     mask, q = MASKS[name]
     terms, values, g = cases.problem(EVERY_TERM, q, KEYS)
     answer = oracle.attention(terms, values, mask, g, soft_cap=2.5)
-    cases.compare(cases.run(terms, values, mask, g, route, cap=2.5), answer, BOUND)
+    cases.compare(cases.run(terms, values, mask, g, route, soft_cap=2.5), answer, BOUND)
     with pytest.raises(ValueError, match="it has no soft cap"):
-        cases.run(terms[:1], values, mask, g, "static", cap=2.5)
+        cases.run(terms[:1], values, mask, g, "static", soft_cap=2.5)
 
 
 @pytest.mark.parametrize("route", ["fused", "reference"])
@@ -76,21 +71,14 @@ def test_sinks(route: str, name: str) -> None:
     mask, q = MASKS[name]
     terms, values, g = cases.problem(EVERY_TERM, q, KEYS)
     sinks = jnp.array([0.5, 400.0])  # the second takes all
-    run = functools.partial(attend, mask=mask, q_length=q, implementation=route)
-
-    @jax.jit
-    def differentiate(*args):
-        out, back = jax.vjp(lambda *args: run(*args[:2], sinks=args[2]), *args)
-        return out, *back(g)
-
-    *found, dsinks = differentiate(terms, values, sinks)
+    *found, dsinks = cases.run(terms, values, mask, g, route, sinks)
     answer = oracle.attention(terms, values, mask, g, sinks=sinks)
     cases.compare(found, answer, BOUND)
     assert oracle.error(dsinks, answer.sinks) < BOUND
     with pytest.raises(ValueError, match="it has no sinks"):
-        attend(terms[:1], values, sinks=sinks, implementation="static")
+        cases.run(terms[:1], values, mask, g, "static", sinks)
     with pytest.raises(ValueError, match=r"sinks have shape \(1,\)"):
-        run(terms, values, sinks=sinks[:1])
+        cases.run(terms, values, mask, g, route, sinks[:1])
 
 
 @pytest.mark.parametrize("name", EVERY_TERM)

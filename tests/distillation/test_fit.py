@@ -1,19 +1,13 @@
 """Static alignments fitted to attention: the best there are, from sums alone."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.alignments import (
-    Dense,
-    FactorizedRandom,
-    GaussianBias,
-    Mixture,
-    PerHead,
-    Random,
-    RelativeBias,
-)
+import synthesizer_jax as sj
 from synthesizer_jax.distillation.fit import (
     Statistics,
     collect_statistics,
@@ -23,17 +17,12 @@ from synthesizer_jax.distillation.fit import (
     position_logits,
 )
 from synthesizer_jax.distillation.replacement import STACKS
-from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Size, t5
+from tests.layers.oracles import softmax
 from tests.training.tiny import VOCAB, CopyStream
 
 N, HEADS, D = 6, 2, 8
 MODEL = t5(Size(D, 2, 16, HEADS, 4), vocab_size=VOCAB)
-
-
-def softmax(x):
-    x = np.exp(x - x.max(-1, keepdims=True))
-    return x / x.sum(-1, keepdims=True)
 
 
 def make_rows(*, causal, examples=40, seed=0):
@@ -82,7 +71,7 @@ def test_divergence_is_the_mean_over_rows(causal):
 def test_a_random_table_is_the_best_table(causal):
     weights, seen = make_rows(causal=causal)
     statistics = summed(weights, seen)
-    attention = Attention(HEADS, 4, alignment=Random(max_length=N))
+    attention = sj.Attention(HEADS, 4, alignment=sj.Random(max_length=N))
     _, logits = fit(attention, statistics, d_model=D, causal=causal)
     kl = divergence(logits, statistics)
     logits = np.asarray(logits)
@@ -93,14 +82,14 @@ def test_a_random_table_is_the_best_table(causal):
 
 
 FORMS = {
-    "table": (Random(max_length=N + 3), None),
-    "factors": (FactorizedRandom(max_length=N + 3, rank=2), None),
+    "table": (sj.Random(max_length=N + 3), None),
+    "factors": (sj.FactorizedRandom(max_length=N + 3, rank=2), None),
     "relative": (
-        RelativeBias(num_buckets=8, max_distance=16),
+        sj.RelativeBias(num_buckets=8, max_distance=16),
         {"rel_embedding": jax.random.normal(jax.random.key(0), (HEADS, 8))},
     ),
     "Gaussian": (
-        GaussianBias(trainable=True),
+        sj.GaussianBias(trainable=True),
         {"offset": jnp.asarray([-1.5, 2.0]), "precision": jnp.asarray([0.7, 0.1])},
     ),
 }
@@ -117,49 +106,39 @@ def test_a_form_is_found_again(name):
     bias = rng.normal(size=(HEADS, N, N))
     weights = np.broadcast_to(softmax(np.asarray(logits) + bias), (500, HEADS, N, N))
     statistics = summed(weights, np.full((500, N), N))
-    attention = Attention(HEADS, 4, alignment=alignment)
+    attention = sj.Attention(HEADS, 4, alignment=alignment)
     found, logits = fit(attention, statistics, d_model=D, causal=False, bias=bias)
     assert divergence(logits + bias, statistics).max() < 1e-3
     np.testing.assert_allclose(softmax(np.asarray(logits) + bias), weights[0], atol=0.01)
-    for name, x in params.items() if isinstance(alignment, GaussianBias) else ():
+    for name, x in params.items() if isinstance(alignment, sj.GaussianBias) else ():
         np.testing.assert_allclose(found[name], x, rtol=0.1)
 
 
 def test_statistics_are_those_of_the_weights():
     stream = CopyStream()
     batches = [{k: jnp.asarray(v) for k, v in next(stream).items()} for _ in range(3)]
-    first = batches[0]
-    variables = MODEL.init(jax.random.key(0), first["encoder_input_tokens"], first["decoder_input_tokens"])
+    whole = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    tokens = whole["encoder_input_tokens"], whole["decoder_input_tokens"]
+    variables = jax.jit(MODEL.init)(jax.random.key(0), *tokens)
     layers = [("encoder", 1), ("decoder", 0)]
     found = collect_statistics(MODEL, variables, batches, layers)
+    _, sown = jax.jit(functools.partial(MODEL.apply, mutable=["intermediates"]))(variables, *tokens)
+    real = whole["decoder_target_tokens"] != 0
     for stack, layer in layers:
-        statistics, name = found[stack, layer], STACKS[stack]
-        weights, seen = [], []
-        for batch in batches:
-            _, sown = MODEL.apply(
-                variables,
-                batch["encoder_input_tokens"],
-                batch["decoder_input_tokens"],
-                mutable=["intermediates"],
-            )
-            real = np.asarray(batch["decoder_target_tokens"] != 0)
-            (w,) = sown["intermediates"][stack][f"layers_{layer}"][name]["attention_weights"]
-            weights.append(np.asarray(w) * real[:, None, :, None])
-            lengths = real.sum(1, keepdims=True)
-            seen.append((lengths if stack == "encoder" else np.arange(1, 9)) * real)
-        expected = np.concatenate(weights).sum(0)
-        np.testing.assert_allclose(statistics.mass, expected, rtol=1e-4, atol=1e-5)
-        seen = np.concatenate(seen)
+        (weights,) = sown["intermediates"][stack][f"layers_{layer}"][STACKS[stack]]["attention_weights"]
+        expected = (np.asarray(weights) * real[:, None, :, None]).sum(0)
+        np.testing.assert_allclose(found[stack, layer].mass, expected, rtol=1e-4, atol=1e-5)
+        seen = (real.sum(1, keepdims=True) if stack == "encoder" else np.arange(1, 9)) * real
         for q in range(8):
             counts = np.bincount(seen[:, q][seen[:, q] > 0], minlength=9)
-            np.testing.assert_array_equal(statistics.queries[q], counts)
+            np.testing.assert_array_equal(found[stack, layer].queries[q], counts)
 
 
 def test_only_alignments_that_read_no_tokens_are_static():
-    static = Mixture((Random(4), PerHead((RelativeBias(), FactorizedRandom(4)))))
-    assert is_static(static) and not is_static(Mixture((Random(4), Dense(4))))
-    assert is_static(GaussianBias(trainable=True)) and not is_static(GaussianBias())
-    assert not is_static(Random(4, trainable=False))
+    static = sj.Mixture((sj.Random(4), sj.PerHead((sj.RelativeBias(), sj.FactorizedRandom(4)))))
+    assert is_static(static) and not is_static(sj.Mixture((sj.Random(4), sj.Dense(4))))
+    assert is_static(sj.GaussianBias(trainable=True)) and not is_static(sj.GaussianBias())
+    assert not is_static(sj.Random(4, trainable=False))
     params = {"rel_embedding": jnp.arange(2.0)[:, None] * jnp.ones((2, 32))}
-    logits = position_logits(RelativeBias(), params, num_heads=2, length=3, d_model=8)
+    logits = position_logits(sj.RelativeBias(), params, num_heads=2, length=3, d_model=8)
     np.testing.assert_array_equal(logits, np.arange(2.0)[:, None, None] * np.ones((2, 3, 3)))

@@ -33,9 +33,8 @@ def kept_tokens(logits, top_k, top_p, min_p=0.0):
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[:top_k]
     mass = np.exp(logits[order] - logits.max())
     sums = np.cumsum(mass / mass.sum())
-    if top_p is None or top_p == 1:
-        return [token for token, p in zip(order, mass, strict=True) if p >= min_p], sums
-    order = order[: 1 + int(np.argmax(sums >= top_p))]
+    if top_p not in (None, 1):
+        order = order[: 1 + int(np.argmax(sums >= top_p))]
     return [token for token, p in zip(order, mass, strict=False) if p >= min_p], sums
 
 

@@ -185,9 +185,8 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
     window, own, cross = (
         numbers["layers"][name]["end"] for name in ("encoder 1", "decoder 1", "decoder 1 cross")
     )
-    assert (
-        None not in own["near"] + own["spread"] + cross["spread"] + window["near"] + cross["off_diagonal"]
-    )
+    known = own["near"] + own["spread"] + cross["spread"] + window["near"] + cross["off_diagonal"]
+    assert None not in known
     assert set(cross["near"] + cross["profile"][0] + window["spread"]) == {None}
     said = {name: sentence(layer) for name, layer in found["layers"].items()}
     assert "local" not in said["decoder 1 cross"] and "off the diagonal" in said["decoder 1 cross"]

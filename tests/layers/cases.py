@@ -7,6 +7,10 @@ from tests.layers.contract import HEADS, ROOM, WIDTH, Case
 
 DOT, DENSE = sj.DotProduct(), sj.Dense(max_length=ROOM)
 RANDOM = sj.Random(max_length=ROOM, table_init=Normal(1.0))
+EVERYTHING = (
+    *(sj.FactorizedDense(max_length=ROOM), sj.FactorizedRandom(max_length=ROOM), sj.RelativeBias()),
+    *(sj.GaussianBias(), sj.Mixture((DOT, sj.Random(max_length=ROOM, trainable=False)))),
+)
 
 ALIGNMENT_CASES = {
     "DotProduct": Case.of(DOT),
@@ -46,17 +50,7 @@ ALIGNMENT_CASES = {
     "Mixture": Case.of(sj.Mixture((DOT, RANDOM, DENSE))),
     "Mixture, sigmoid": Case.of(sj.Mixture((DOT, RANDOM), weights="sigmoid")),
     "Mixture, sum, shared query": Case.of(sj.Mixture((DOT, DENSE), weights="sum", share_query=True)),
-    "Mixture of everything": Case.of(
-        sj.Mixture(
-            (
-                sj.FactorizedDense(max_length=ROOM),
-                sj.FactorizedRandom(max_length=ROOM),
-                sj.RelativeBias(),
-                sj.GaussianBias(),
-                sj.Mixture((DOT, sj.Random(max_length=ROOM, trainable=False))),
-            )
-        )
-    ),
+    "Mixture of everything": Case.of(sj.Mixture(EVERYTHING)),
 }
 
 

@@ -180,10 +180,6 @@ def mask(mode: str, lengths: tuple[int, ...] = LENGTHS) -> Mask:
     return Mask(causal=mode == "causal", key_lengths=jnp.array(lengths))
 
 
-def tokens(seed: int, dtype: Any = np.float64) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(BATCH, LENGTH, D)), dtype)
-
-
 def general(init: Any, *arguments: Any, dtype: Any = np.float32, **options: Any) -> Any:
     """Variables in general position: no zeros and ones that would hide a mistake."""
     rng, init = np.random.default_rng(1), functools.partial(init, jax.random.key(0), **options)

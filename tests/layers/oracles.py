@@ -9,21 +9,12 @@ import math
 import numpy as np
 
 import synthesizer_jax as sj
+from tests.attention.oracle import masked_softmax
 
 
 def softmax(x):
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
-
-
-def masked_softmax(logits, seen):
-    """Over the seen keys; rows without any are zero."""
-    out = np.zeros(np.broadcast_shapes(logits.shape, seen.shape))
-    logits, seen = np.broadcast_to(logits, out.shape), np.broadcast_to(seen, out.shape)
-    for index in np.ndindex(*out.shape[:-1]):
-        if seen[index].any():
-            out[index][seen[index]] = softmax(logits[index][seen[index]])
-    return out
 
 
 def attention(layer, p, constants, x, seen):
@@ -275,23 +266,16 @@ def sentence_network(p, flat, net):
 def sentence_feed_forward(layer, p, constants, x, seen):
     b, n, d = x.shape
     real = seen.any(axis=1)
-    nets = layer.num_heads if layer.separate_heads else 1
+    tokens = np.zeros((b, layer.max_length, d))
+    tokens[:, :n] = x * real[:, :, None]
+    run = lambda row, net: sentence_network(p["network"], row.reshape(-1), net)
     heads = []
-    for net in range(nets):
-        out = []
-        for row in range(b):
-            tokens = np.zeros((layer.max_length, d))
-            tokens[:n] = x[row] * real[row][:, None]
-            if layer.causal:
-                each = []
-                for i in range(n):
-                    masked = tokens.copy()
-                    masked[i + 1 :] = 0
-                    each.append(sentence_network(p["network"], masked.reshape(-1), net)[0])
-                out.append(np.stack(each))
-            else:
-                out.append(sentence_network(p["network"], tokens.reshape(-1), net)[:n])
-        heads.append(np.stack(out))
+    for net in range(layer.num_heads if layer.separate_heads else 1):
+        if layer.causal:  # position i reads the first i + 1
+            until = np.tri(n, layer.max_length)[:, :, None]
+            heads.append([[run(row * read, net)[0] for read in until] for row in tokens])
+        else:
+            heads.append([run(row, net)[:n] for row in tokens])
     y = np.concatenate(heads, axis=-1) * real[:, :, None]
     if layer.num_heads is None:
         return y

@@ -10,18 +10,7 @@ import pytest
 
 import synthesizer_jax as sj
 from synthesizer_jax.costs.summary import flops
-from synthesizer_jax.models import (
-    LOSSES,
-    EncoderDecoder,
-    Rows,
-    SinusoidalPositions,
-    Size,
-    alignment,
-    stack_layers,
-    t5,
-    unroll,
-    unroll_variables,
-)
+from synthesizer_jax.models import LOSSES, Rows, Size, alignment, stack_layers, t5, unroll
 from synthesizer_jax.models.layers import Dropout
 from synthesizer_jax.models.published import hard_coded
 from synthesizer_jax.primitives.parameters import apply_method
@@ -56,7 +45,7 @@ def test_scan_equals_loop_and_layouts_convert_back(batch):
     model = model.copy(encoder=model.encoder.copy(runs=runs))
     variables = general(model.init, *batch)
     assert model.encoder.num_layers == 4
-    loop = unroll_variables(model, variables)
+    loop = sj.models.unroll_variables(model, variables)
 
     @jax.jit
     def run(variables, loop):
@@ -107,7 +96,7 @@ def test_one_configuration_object_used_everywhere_shares_no_parameters(batch):
     encoder, decoder = (
         sj.Stack((sj.Run(b, 2),), scan=True) for b in (block, block.copy(cross_mixer=mixer))
     )
-    model = EncoderDecoder(vocab_size=VOCAB, d_model=D, encoder=encoder, decoder=decoder)
+    model = sj.EncoderDecoder(vocab_size=VOCAB, d_model=D, encoder=encoder, decoder=decoder)
     params = jax.jit(model.init)(jax.random.key(0), *batch)["params"]
     leaves = jax.tree.leaves_with_path(params)
     tables = [x[:, 0, 0, 0] for path, x in leaves if path[-1].key == "table"]
@@ -310,7 +299,7 @@ def test_universal_transformer_halts_position_by_position():
                 (causal, {"counted": counted}),
             )
         ]
-        sines, states, probabilities, h = SinusoidalPositions(), [], [], x
+        sines, states, probabilities, h = sj.models.SinusoidalPositions(), [], [], x
         for step in range(4):
             h = h + sines.apply({}, places, D) + sines.apply({}, jnp.full((1, 1), step), D)
             gate = h @ params["halting"]["kernel"] + params["halting"]["bias"]

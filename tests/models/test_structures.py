@@ -19,18 +19,8 @@ from tests.environment import FAST_COMPILE
 from tests.layers.contract import general
 
 VOCAB, LENGTH, STEPS = 24, 7, 5
-SMALL = {
-    "d_model": 12,
-    "embedding_scale": 2.0,
-    "groups": 3,
-    "head_dim": 6,
-    "hidden_dim": 10,
-    "max_length": 13,
-    "num_heads": 2,
-    "projected_length": 4,
-    "repeats": 1,
-    "vocab_size": VOCAB,
-}
+SMALL = {"d_model": 12, "embedding_scale": 2.0, "groups": 3, "head_dim": 6, "hidden_dim": 10}
+SMALL |= {"max_length": 13, "num_heads": 2, "projected_length": 4, "repeats": 1, "vocab_size": VOCAB}
 STRUCTURES = (
     *("t5_small", "t5_1_1_small"),
     *(f"synthesizer_{variant}_small" for variant in VARIANTS if variant != "v"),
@@ -41,10 +31,8 @@ STRUCTURES = (
     *("bert_large", "linformer_base", "alr_s", "alsr_s", "alrr_s", "elr_s"),
 )
 PACKED = (
-    "synthesizer_rv_small",
-    "mesh_learned_dense_plus_base",
-    "lightweight_convolution_base",
-    "universal_transformer_base",
+    *("synthesizer_rv_small", "mesh_learned_dense_plus_base"),
+    *("lightweight_convolution_base", "universal_transformer_base"),
 )
 
 
@@ -137,7 +125,6 @@ def parameters(name):
 
 MILLIONS = {
     # Narang et al. 2021, table 2, and Tay et al. 2021.
-    "mesh_vanilla_base": 223,
     "mesh_random_base": 254,
     "mesh_factorized_base": 207,
     "mesh_dense_base": 224,

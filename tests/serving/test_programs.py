@@ -12,24 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax import Alignment
+import synthesizer_jax as sj
 from synthesizer_jax.attention import static
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
 from synthesizer_jax.inference import decode, encode_tokens, score_targets
-from synthesizer_jax.mixers import Attention
-from synthesizer_jax.models import (
-    Block,
-    Encoder,
-    FeedForward,
-    LanguageModel,
-    Run,
-    Size,
-    Stack,
-    alignment,
-    t5,
-    unroll,
-    unroll_variables,
-)
+from synthesizer_jax.models import Size, alignment, t5, unroll, unroll_variables
 from synthesizer_jax.pretrained import load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
@@ -52,11 +39,11 @@ def encoder_decoder(kind, size=SIZE, **options):
 
 def language_model():
     stack = encoder_decoder("fix", size=Size(8, 2, 16, 2, 4), scan=True).encoder
-    return LanguageModel(vocab_size=VOCAB, d_model=8, decoder=stack, prefix=True)
+    return sj.LanguageModel(vocab_size=VOCAB, d_model=8, decoder=stack, prefix=True)
 
 
 def encoder(kind="d", vocab_size=VOCAB):
-    return Encoder(vocab_size=vocab_size, d_model=8, encoder=encoder_decoder(kind).encoder)
+    return sj.Encoder(vocab_size=vocab_size, d_model=8, encoder=encoder_decoder(kind).encoder)
 
 
 def variables_of(model):
@@ -106,7 +93,7 @@ def agrees(loaded, model, variables, shapes=SHAPES[:1], beams=1):
 @pytest.fixture(scope="module")
 def synthesizer(tmp_path_factory):
     model = encoder_decoder("rv")
-    return model, *exported(tmp_path_factory.mktemp("programs") / "rv", model)
+    return model, *exported(tmp_path_factory.mktemp("programs") / "rv-programs", model)
 
 
 def test_a_synthesizer_runs_at_every_batch_and_length_on_every_platform(synthesizer):
@@ -162,10 +149,9 @@ def test_the_loader_runs_where_this_package_is_not_installed(synthesizer):
     np.testing.assert_array_equal(tokens, expected)
 
 
-def test_the_pages_server_answers(tmp_path, monkeypatch):
+def test_the_pages_server_answers(synthesizer, monkeypatch):
     first, server = snippets("docs/serving.md")[:2]
-    exported(tmp_path / "rv-programs", encoder_decoder("rv"))
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(synthesizer[2].parent)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "load", raising=False)
     names: dict = {}
@@ -202,7 +188,7 @@ def test_texts_are_those_of_the_vocabulary(tmp_path):
     assert loaded.tokens(["abc", "abcde"], 12).shape == (2, 8)
 
 
-class ReadsLengths(Alignment):
+class ReadsLengths(sj.Alignment):
     """Needs to know lengths when it is traced."""
 
     @nn.compact
@@ -212,8 +198,8 @@ class ReadsLengths(Alignment):
 
 
 def test_lengths_are_fixed_where_a_part_must_know_them(tmp_path):
-    block = Block(Attention(2, 4, alignment=ReadsLengths()), FeedForward(16))
-    model = Encoder(vocab_size=VOCAB, d_model=8, encoder=Stack((Run(block, 1),)))
+    block = sj.Block(sj.Attention(2, 4, alignment=ReadsLengths()), sj.FeedForward(16))
+    model = sj.Encoder(vocab_size=VOCAB, d_model=8, encoder=sj.Stack((sj.Run(block, 1),)))
     variables, directory = exported(tmp_path / "fixed", model)
     loaded = Model(directory)
     assert loaded.info["lengths"] == "fixed"

@@ -10,34 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import synthesizer_jax as sj
 from synthesizer_jax.alignments.base import dense_product
 from synthesizer_jax.attention import Partition
 from synthesizer_jax.models import Size, t5
-from synthesizer_jax.primitives.parameters import abstract_variables
+from synthesizer_jax.primitives.parameters import abstract_variables, is_axes
 from tests.attention import cases, oracle
 
 FAST = cases.FAST_COMPILE
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
-RULES = (
-    ("batch", ("replica", "shard")),
-    ("heads", "model"),
-    ("embed", "shard"),
-    ("mlp", "model"),
-    ("vocab", "model"),
-)
+AXES = {"batch": ("replica", "shard"), "heads": "model", "embed": "shard", "mlp": "model", "vocab": "model"}
+RULES = tuple(AXES.items())
 """A user's logical axis rules."""
 
 
 def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
     return jax.make_mesh((2, 2, 2), ("replica", "shard", "model"), (kind,) * 3)
-
-
-def put_tree(tree, spec):
-    return jax.tree.map(lambda x: jax.device_put(x, spec(x)), tree)
 
 
 def assert_close(actual, expected, bound: float = 1e-4) -> None:
@@ -48,18 +39,10 @@ def assert_close(actual, expected, bound: float = 1e-4) -> None:
 B, N, D, H, E = 8, 16, 12, 4, 3
 
 
-@functools.cache
-def tokens() -> jax.Array:
-    return cases.normal("tokens", B, N, D)
-
-
-LENGTHS = jnp.array([16, 3, 5, 6, 1, 16, 0, 8])
-
-
 def test_functions_with_a_partition_need_no_communication_on_automatic_axes() -> None:
     q, k, v = (cases.normal(name, B, N, H, E) for name in "qkv")
     table = cases.normal("table", H, 32)
-    lengths = LENGTHS.astype(jnp.int32)
+    lengths = jnp.array([16, 3, 5, 6, 1, 16, 0, 8])
 
     def loss(q, k, v, table, partition=None):
         out = sj.dot_product_attention(
@@ -73,7 +56,7 @@ def test_functions_with_a_partition_need_no_communication_on_automatic_axes() ->
 
     expected = compiled(q, k, v, table)(q, k, v, table)
     with jax.set_mesh(mesh_of(AUTO)):
-        sharded_inputs = put_tree((q, k, v), lambda _: P(("replica", "shard"), None, "model"))
+        sharded_inputs = jax.device_put((q, k, v), P(("replica", "shard"), None, "model"))
         partition = Partition(batch=("replica", "shard"), heads=("model",))
         arguments = (*sharded_inputs, jax.device_put(table, P("model")))
         program = compiled(*arguments, partition=partition)
@@ -128,35 +111,18 @@ ALIGNMENTS = {
 }
 
 
-def partition_spec(names: tuple[str | None, ...]) -> P:
-    """The partition of a parameter, by the names of its axes."""
-    rules = dict(RULES)
-    return P(*(rules.get(name) for name in names))
-
-
-def with_shardings(shapes, specs, mesh: jax.sharding.Mesh):
-    """Shapes with their shardings on a mesh."""
-    return jax.tree.map(
-        lambda s, spec: jax.ShapeDtypeStruct(
-            s.shape, s.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
-        ),
-        shapes,
-        specs,
-    )
-
-
 def lower_step(name: str, mesh: jax.sharding.Mesh, **options) -> jax.stages.Lowered:
     """A step of a user's model, with FSDP and tensor parallelism."""
     x, model = jax.ShapeDtypeStruct((B, LONG, D), jnp.float32), Model(*ALIGNMENTS[name])
     shapes, axes = abstract_variables(model, x)
-    specs = jax.tree.map(partition_spec, axes, is_leaf=lambda t: isinstance(t, tuple))
+    specs = jax.tree.map(lambda names: P(*map(AXES.get, names)), axes, is_leaf=is_axes)
+    place = lambda s, spec: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
 
     def step(variables, x):
         return jax.value_and_grad(lambda v: (model.apply(v, x) ** 2).mean())(variables)
 
     with nn.logical_axis_rules(RULES), jax.set_mesh(mesh):
-        variables = with_shardings(shapes, specs, mesh)
-        x = with_shardings(x, P(("replica", "shard")), mesh)
+        variables, x = jax.tree.map(place, shapes, specs), place(x, P(("replica", "shard")))
         return jax.jit(step).trace(variables, x).lower(**options)
 
 
@@ -196,12 +162,12 @@ def test_models_under_explicit_axes() -> None:
     run = jax.jit(jax.value_and_grad(loss), compiler_options=FAST)
     expected = run(variables, inputs, targets)
     with jax.set_mesh(mesh_of(EXPLICIT)):
-        sharded_inputs = put_tree((inputs, targets), lambda _: P(("replica", "shard")))
+        sharded_inputs = jax.device_put((inputs, targets), P(("replica", "shard")))
         assert_close(run(variables, *sharded_inputs), expected)
 
 
 def test_vmap_under_a_mesh() -> None:
-    layer, x = sj.Attention(H, E, sj.Random(N)), jnp.stack([tokens(), 2 * tokens()])
+    layer, x = sj.Attention(H, E, sj.Random(N)), cases.normal("tokens", 2, B, N, D)
     variables = layer.init(jax.random.key(0), x[0])
     run = jax.jit(lambda v, x: jax.vmap(layer.apply, (None, 0))(v, x))
     expected = run(variables, x)
