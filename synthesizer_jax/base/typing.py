@@ -69,7 +69,7 @@ class NotEmpty(Limit):
         return bool(value)
 
     def __str__(self) -> str:
-        return "one or more"
+        return "not empty"
 
 
 _LARGEST = 2**31 - 1  # counts and lengths are 32-bit integers on devices

@@ -114,7 +114,11 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
     (EXPERIMENT, '{"a":' * 500 + "1" + "}" * 500, r"recursion|expected an Experiment"),
     (EXPERIMENT, saved(lambda d: d["data"].update({"x" * 10**6: 1})), r"DataConfig has no field 'x{56}…"),
     (EXPERIMENT, saved(lambda d: d["model"].update(encoder={"type": "os.x"})), "encoder: unknown type"),
-    (EXPERIMENT, saved(lambda d: d["model"]["encoder"].update(runs=[])), r"runs is \(\); allowed: one"),
+    (
+        EXPERIMENT,
+        saved(lambda d: d["model"]["encoder"].update(runs=[])),
+        r"runs is \(\); allowed: not empty",
+    ),
     (EXPERIMENT, saved(lambda d: d["model"].update(parent="x")), "EncoderDecoder has no field 'parent'"),
     *(
         (IMPORTS, names, r"code/imports\.json cannot be read: ")

@@ -88,16 +88,27 @@ def test_every_checkpoint_and_each_tasks_best(place):
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("command", "options", "error", "message"),
     [
-        ("eval --task glue_rte_v2", "no task 'glue_rte_v2', did you mean .*; its tasks: .*multi30k_en_de"),
-        ("eval --task super_glue_record_v102 --split test", "record_v102 has no .* split 'test' in"),
-        (f"predict {RTE} --split tset", "'tset' in .*; choose train or validation or test .* or import"),
+        (
+            *("eval", "--task glue_rte_v2", ValueError),
+            r"mixture 'small_evaluation' has no task 'glue_rte_v2', did you mean 'glue_rte_v002'\?; its "
+            "tasks: .*multi30k_en_de",
+        ),
+        (
+            *("eval", "--task super_glue_record_v102 --split test", FileNotFoundError),
+            r"super_glue_record_v102 has no .* split 'test' in",
+        ),
+        (
+            *("predict", f"{RTE} --split tset", FileNotFoundError),
+            "'tset' in .*; choose train or validation or test by --split or evaluation.split, "
+            "or import .* with",
+        ),
     ],
 )
-def test_what_is_not_there_is_answered_with_what_is(place, command, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        call(place, "", command=command)
+def test_what_is_not_there_is_answered_with_what_is(place, command, options, error, message):
+    with pytest.raises(error, match=message):
+        call(place, options, command=command)
 
 
 def test_a_part_does_not_replace_the_results_of_the_whole(place):

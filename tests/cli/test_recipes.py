@@ -63,7 +63,10 @@ def test_a_recipe_needs_no_annotation(tmp_path, function, source):
         ("import no_such_module\n", r"mine\.py, line 2: ModuleNotFoundError: No module named 'no_"),
         ("def default():\n    return 1 / 0\n", r"mine\.py, line 3: ZeroDivisionError: division"),
         ("raise SystemExit(0)\n", r"mine\.py, line 2: SystemExit: 0"),
-        ("def default():\n    return experiment(steps=-3)\n", r"line 3: ValueError: training\.steps is -3"),
+        (
+            "def default():\n    return experiment(steps=-3)\n",
+            r"mine\.py, line 3: ValueError: training\.steps is -3; allowed: 1 to",
+        ),
         ("def default(size):\n    return 3\n", r"mine\.py: missing a required argument: 'size'$"),
         ("def default():\n    return 3\n", r"mine\.py returns 3, expected Experiment"),
         ("def small():\n    pass\n", r"mine\.py has no recipe 'default'; it has: small$"),

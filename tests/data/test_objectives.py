@@ -202,7 +202,7 @@ def test_errors_name_field_and_remedy() -> None:
         (lambda: FullLM(documents=0), r"documents is 0; allowed: 1 to"),
         (lambda: Denoising(1.0), r"density is 1.0; allowed: 0 to below 1"),
         (lambda: Denoising(0.15, 0.5), r"mean_span is 0.5; allowed: 1 or more"),
-        (lambda: ObjectiveMixture(()), r"objectives is \(\); allowed: one or more"),
+        (lambda: ObjectiveMixture(()), r"objectives is \(\); allowed: not empty"),
         (lambda: ObjectiveMixture((FullLM(), Denoising())), r"objectives differ in documents or d"),
         (lambda: ObjectiveMixture((FullLM(),), (1, 2)), r"rates is \(1, 2\); allowed: none, or 1 n"),
         (lambda: ObjectiveMixture((OBJECTIVES["ul2"],)), "objectives is .*, expected"),

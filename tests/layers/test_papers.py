@@ -134,7 +134,7 @@ REFUSED = [
     (sj.Random(6), {}, r"Random/align has max_length=6 but was given 7 .*max_length>=7"),
     (sj.Gaussian((-1, 0, 1)), {}, "3 offsets for 2 heads"),
     (sj.PerHead((DOT,), heads=(3,)), {}, "adding up"),
-    (sj.Mixture(()), {}, r"alignment.parts is \(\); allowed: one or more"),
+    (sj.Mixture(()), {}, r"alignment.parts is \(\); allowed: not empty"),
     (sj.Mixture((DOT,), weights="mean"), {}, "allowed: 'softmax', 'sigmoid', 'sum'"),
     (sj.Mixture((DOT,), weights="sigmoid"), {}, "two parts, not 1"),
     (sj.Mixture((DOT, sj.Dense)), {}, "alignment.parts is .*, expected tuple"),
