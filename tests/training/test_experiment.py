@@ -86,7 +86,6 @@ WRONG = [
     (PLAIN, 'training.optimizer={"type": "Constant"}', "optimizer=Constant: expected Optimizer"),
     (PLAIN, "evaluation.method=x", "evaluation.method is 'x'; allowed: 'greedy', 'beam', 'rank'"),
     (PLAIN, "evaluation.patience=2", r"evaluation\.every is 0; set evaluation\.every"),
-    (PLAIN, "data.shards=3", r"data.batch_size=8 is not divisible by data.shards=3"),
     (PLAIN, "data.inputs_length=0", "data.inputs_length is 0, and the encoder of an EncoderDecod"),
     (PLAIN, "init_from=''", "init_from is ''; allowed: not empty"),
     (PLAIN, "mesh.tensor=0", "mesh.tensor is 0; allowed: -1 or 1 to"),
