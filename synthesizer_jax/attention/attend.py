@@ -40,9 +40,8 @@ from synthesizer_jax.attention.terms import (
     Split,
     Static,
     Term,
-    TermArray,
     Terms,
-    map_arrays,
+    clear_padding,
     repeat_heads,
     stands_alone,
     uses_segment_positions,
@@ -178,30 +177,19 @@ def _make_call(
 ) -> Call:
     """Checks the arguments of `attend`, and returns them as the routes take them.
 
-    Padding is zero in tokens' queries, keys and values, so that a NaN there stays without effect. Heads
-    that are shared are repeated. The mask's arrays have their full shapes.
+    Heads that are shared are repeated. The mask's arrays have their full shapes.
     """
     if jnp.ndim(values) != 4:
         raise ValueError(f"attend: values have shape {jnp.shape(values)}; it must be [batch, k, heads, e]")
     batch, k_length, heads, _ = values.shape
     terms, mask, q_length, _ = _checked(terms, mask, q_length, k_length, batch=batch, heads=heads)
-    keys, queries = mask.keys(k_length), mask.queries(q_length)
-
-    def clear(a: TermArray) -> jax.Array:
-        real = queries if "q" in a.axes else keys
-        made = a.from_tokens and real is not None and a.x.shape[:2] == real.shape
-        return zero_padding(a.x, real) if made else a.x
 
     def prepare(term: Term) -> Term:
-        if term.is_weights or isinstance(term, Split):
-            return term
-        term = map_arrays(clear, term)
         if isinstance(term, LowRank):
             return dataclasses.replace(term, keys=repeat_heads(term.keys, term.num_heads))
         return term
 
-    values = repeat_heads(zero_padding(values, keys), terms[0].num_heads)
-    return Call(tuple(map(prepare, terms)), values, mask, q_length)
+    return Call(tuple(map(prepare, terms)), repeat_heads(values, terms[0].num_heads), mask, q_length)
 
 
 def _checked(
@@ -268,6 +256,10 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
     def run(call: Call) -> jax.Array:
         (call,) = match_varying_axes(call)
         route = ROUTES[choice.route]
+        if choice.route in ("static", "reference"):  # the others clear padding where it costs least
+            values = zero_padding(call.values, call.mask.keys(call.k_length))
+            terms = clear_padding(call.terms, call.mask, call.q_length, call.k_length)
+            call = dataclasses.replace(call, terms=terms, values=values)
         return attend_unpacked(route, call) if choice.unpack else route(call)
 
     _log_route(choice, run, call, partition)

@@ -28,7 +28,7 @@ from jax import lax
 
 from synthesizer_jax.attention.derivatives import platform_dependent, with_gradient
 from synthesizer_jax.attention.explanations import warn_once
-from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.masks import Mask, zero_padding
 from synthesizer_jax.attention.packed import with_segment_positions
 from synthesizer_jax.attention.partition import match_varying_axes
 from synthesizer_jax.attention.terms import (
@@ -40,6 +40,7 @@ from synthesizer_jax.attention.terms import (
     Term,
     Terms,
     cap_logits,
+    clear_padding,
     cut_diagonals,
     expand_diagonals,
     logits_dtype,
@@ -96,6 +97,12 @@ class FusedInputs(NamedTuple):
     values: jax.Array
     mask: Mask
     positions: tuple[jax.Array, jax.Array] | None = None
+
+    def cleared(self, q_length: int) -> FusedInputs:
+        """Returns the inputs with zeros for padding, see `clear_padding`."""
+        k_length = self.values.shape[1]
+        products = clear_padding(self.products, self.mask, q_length, k_length)
+        return self._replace(products=products, values=zero_padding(self.values, self.mask.keys(k_length)))
 
     def cotangents(self, products: Products, biases: Biases, values: jax.Array) -> FusedInputs:
         """Returns the inputs' cotangents from those of what may have a gradient."""
@@ -308,7 +315,7 @@ def loop_forward(
     q_length: int, inputs: FusedInputs, *, soft_cap: float | None = None, parallel: bool = False
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the attention output ``[b, q, h, e]`` and the row statistics that `loop_backward` needs."""
-    products, biases, values, _, positions = inputs
+    products, biases, values, _, positions = inputs.cleared(q_length)
     batch, k_length, heads, _ = values.shape
     dtype = logits_dtype(values, *jax.tree.leaves((products, biases)))
     mask, allowed = _mask_of_heads(q_length, inputs)
@@ -372,7 +379,7 @@ def loop_backward(
     `stats` has c and 1 / l as `loop_forward` returned them, and `delta` is `softmax_vjp_delta`.
     """
     q_length = dout.shape[1]
-    products, biases, values, _, positions = inputs
+    products, biases, values, _, positions = inputs.cleared(q_length)
     batch, k_length, heads, _ = values.shape
     mask, allowed = _mask_of_heads(q_length, inputs)
     make_bias = functools.partial(_sum_biases, q_length=_num_bias_rows(inputs, q_length))

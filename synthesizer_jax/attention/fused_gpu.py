@@ -34,8 +34,8 @@ from synthesizer_jax.base.typing import PyTree
 MAX_WIDTH = 256
 """Widest rows of queries, keys and values."""
 
-BIAS_PROGRAMS = 512
-"""About as many programs as the kernel of a bias is to have, to fill a GPU."""
+BIAS_PROGRAMS, BIAS_EXAMPLES = 1024, 4
+"""About how many programs a bias's kernel is to have, to fill a GPU, and the fewest examples of one."""
 
 Ref: TypeAlias = Any
 """An array, or in a kernel a Pallas reference to one."""
@@ -85,10 +85,10 @@ def choose_blocks(kernel: str, row_bytes: int, *, has_bias: bool) -> Blocks:
     """
     if row_bytes <= 128:
         return {
-            "forward": Blocks(64, 32, 4, 4) if has_bias else Blocks(128, 64, 4, 3),
+            "forward": Blocks(64, 32, 4, 3) if has_bias else Blocks(128, 64, 4, 3),
             "queries": Blocks(64, 32, 4, 3),
             "keys": Blocks(64, 64, 4, 3),
-            "bias": Blocks(128, 128, 8, 3),
+            "bias": Blocks(64, 64, 4, 2),
         }[kernel]
     if row_bytes <= 256:
         return Blocks(128, 64, 8, 2) if kernel == "forward" else Blocks(64, 64, 4, 2)
@@ -105,6 +105,7 @@ class _Operands(NamedTuple):
       table: ``[h, q, k]``, the sum of all `Static` terms; None: there are none.
       columns: ``[h, q + k - 1]`` float32, the sum of all `Relative` terms; None: there are none.
       ends: ``[b]`` int32, keys from there on are padding; None: there is none.
+      query_ends: ``[b]`` int32 likewise; None: there is none, or it is cleared.
       real: ``[b, k]``, which keys are real; None: those before `ends`.
       prefix: ``[b]`` int32, `Mask.prefix_lengths`.
       query_segments: ``[b, q]`` int32, in packed rows.
@@ -118,6 +119,7 @@ class _Operands(NamedTuple):
     table: Ref
     columns: Ref
     ends: Ref
+    query_ends: Ref
     real: Ref
     prefix: Ref
     query_segments: Ref
@@ -143,21 +145,19 @@ class _Residuals(NamedTuple):
 
 def _operand_axes(blocks: _Operands) -> _Operands:
     names = ("bqhr",) * len(blocks.queries), ("bkhr",) * len(blocks.keys)
-    return _Operands(*names, "bkhr", "hqk", "hr", "b", "bk", "b", "bq", "bk", "bhqk")
+    return _Operands(*names, "bkhr", "hqk", "hr", "b", "b", "bk", "b", "bq", "bk", "bhqk")
 
 
 _RESIDUAL_AXES = _Residuals("bqhr", "bhq", "bhq", "bhq")
 
 
-def _operands(inputs: FusedInputs) -> _Operands:
+def _operands(inputs: FusedInputs, q_length: int) -> _Operands:
     """Returns the inputs as the kernels read them."""
-    products, biases, values, mask, _ = inputs
-    keys = mask.keys(values.shape[1])
-    ends = None
-    if keys is not None:
-        last = values.shape[1] - jnp.argmax(keys[:, ::-1], axis=1)
-        ends = jnp.where(keys.any(axis=1), last, 0).astype(jnp.int32)
-    is_end = mask.key_valid is None and mask.key_segments is None
+    mask = inputs.mask
+    holes = (mask.query_valid, mask.key_valid, mask.query_segments, mask.key_segments)
+    is_end = all(x is None for x in holes)  # of which rows the kernels load no padding
+    products, biases, values, *_ = inputs if is_end else inputs.cleared(q_length)
+    keys, queries = mask.keys(values.shape[1]), mask.queries(q_length) if is_end else None
     cast = lambda x, dtype: None if x is None else x.astype(dtype)
     pairs = [
         (term.queries, term.keys, jnp.result_type(term.queries, term.keys)) for term in products.low_rank
@@ -169,13 +169,22 @@ def _operands(inputs: FusedInputs) -> _Operands:
         _fill_width(values),
         table,
         columns,
-        ends=ends,
+        ends=_ends(keys),
+        query_ends=_ends(queries),
         real=None if is_end else cast(keys, jnp.int8),
         prefix=cast(mask.prefix_lengths, jnp.int32),
         query_segments=cast(mask.query_segments, jnp.int32),
         key_segments=cast(mask.key_segments, jnp.int32),
         allowed=cast(mask.allowed, jnp.int8),
     )
+
+
+def _ends(real: jax.Array | None) -> jax.Array | None:
+    """Returns where the padding after the last real of ``[b, n]`` begins, ``[b]``."""
+    if real is None:
+        return None
+    last = real.shape[1] - jnp.argmax(real[:, ::-1], axis=1)
+    return jnp.where(real.any(axis=1), last, 0).astype(jnp.int32)
 
 
 def _fill_width(x: jax.Array) -> jax.Array:
@@ -228,6 +237,17 @@ class _Tiles:
         if before is not None:
             last = jnp.clip(key + self.blocks.k + before, 0, last)
         return _floor_divide(first, self.blocks.q), _floor_divide(last + self.blocks.q - 1, self.blocks.q)
+
+    def load_queries(self, blocks: _Operands, example: Ref, block: Ref) -> list[jax.Array]:
+        """Returns a block of the queries of every term, zeros for padding: a NaN there has no effect."""
+        place = example, block, self.blocks.q, self.lengths[0]
+        return [_load_rows(x, *place, blocks.query_ends) for x in blocks.queries]
+
+    def load_keys(self, blocks: _Operands, example: Ref, block: Ref) -> tuple[list[jax.Array], jax.Array]:
+        """Returns a block of the keys of every term, and of the values, likewise."""
+        place = example, block, self.blocks.k, self.lengths[1]
+        keys = [_load_rows(x, *place, blocks.ends) for x in blocks.keys]
+        return keys, _load_rows(blocks.values, *place, blocks.ends)
 
     @property
     def _band(self) -> tuple[int | None, int | None]:
@@ -314,18 +334,17 @@ def forward(
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the attention output ``[b, q, h, e]`` and what `backward` needs."""
     batch, _, heads, width = inputs.values.shape
-    operands = _operands(inputs)
+    operands = _operands(inputs, q_length)
     tiles = _make_tiles("forward", inputs.mask, operands, (q_length, query_offset), soft_cap)
     q_block, length = tiles.blocks.q, q_length
 
     def kernel(blocks: _Operands, out: Ref, row_max: Ref, inverse_row_sum: Ref) -> None:
         block, example = pl.program_id(0), pl.program_id(2)
-        queries = [_load_rows(x, example, block, q_block, length) for x in blocks.queries]
+        queries = tiles.load_queries(blocks, example, block)
 
         def add_keys(j: Ref, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             total, largest, row_sum = carry
-            keys = [_load_rows(x, example, j, tiles.blocks.k, tiles.lengths[1]) for x in blocks.keys]
-            values = _load_rows(blocks.values, example, j, tiles.blocks.k, tiles.lengths[1])
+            keys, values = tiles.load_keys(blocks, example, j)
             logits, allowed = _logits(blocks, queries, keys, example, (block, j), tiles)
             logits = _forbid(logits, allowed)
             new = jnp.maximum(largest, jnp.max(logits, axis=1))
@@ -341,6 +360,8 @@ def forward(
         first, last = tiles.key_blocks(block, None if blocks.ends is None else blocks.ends[example])
         total, largest, row_sum = lax.fori_loop(first, last, add_keys, start)
         has_keys = row_sum > 0.0
+        if blocks.query_ends is not None:
+            has_keys &= _before_end(blocks.query_ends, example, block, q_block)
         inverse = jnp.where(has_keys, 1.0 / jnp.where(has_keys, row_sum, 1.0), 0.0)
         _store_rows(out, example, block, total * inverse[:, None], length)
         _store_row(row_max, example, block, jnp.where(has_keys, largest, 0.0), length)
@@ -362,7 +383,7 @@ def forward(
     )
     out = out[..., :width]
     real = inputs.mask.queries(q_length)
-    if real is not None:
+    if real is not None and operands.query_ends is None:
         out = jnp.where(real[..., None, None], out, 0)
         inverse_row_sum = jnp.where(real[:, None], inverse_row_sum, 0.0)
     return out, SoftmaxStats(*(x.swapaxes(1, 2)[..., None] for x in (row_max, inverse_row_sum)))
@@ -380,7 +401,7 @@ def backward(
     interpret: bool = False,
 ) -> FusedInputs:
     """Returns the cotangents of the inputs of `forward`; `delta` is `softmax_vjp_delta`."""
-    blocks = _operands(inputs)
+    blocks = _operands(inputs, dout.shape[1])
     rows = (x[..., 0].swapaxes(1, 2) for x in (*stats, delta))
     arguments = blocks, _Residuals(_fill_width(dout), *rows)
     tiles = lambda kernel: _make_tiles(kernel, inputs.mask, blocks, (dout.shape[1], query_offset), soft_cap)
@@ -416,17 +437,16 @@ def _call_by_queries(tiles: _Tiles, arguments: _Arguments, *, interpret: bool) -
     operands, residuals = arguments
     if not operands.queries:
         return ()
-    q_block, length = tiles.blocks.q, tiles.lengths[0]
+    length = tiles.lengths[0]
     batch, _, heads, _ = operands.values.shape
 
     def kernel(blocks: _Operands, residuals: _Residuals, results: tuple[Ref, ...]) -> None:
         block, example = pl.program_id(0), pl.program_id(2)
-        queries = [_load_rows(x, example, block, q_block, length) for x in blocks.queries]
+        queries = tiles.load_queries(blocks, example, block)
         rest = _load_residuals(residuals, example, block, tiles)
 
         def add_keys(j: Ref, totals: list[jax.Array]) -> list[jax.Array]:
-            keys = [_load_rows(x, example, j, tiles.blocks.k, tiles.lengths[1]) for x in blocks.keys]
-            values = _load_rows(blocks.values, example, j, tiles.blocks.k, tiles.lengths[1])
+            keys, values = tiles.load_keys(blocks, example, j)
             _, dlogits = _backward_tile(blocks, queries, keys, values, rest, example, (block, j), tiles)
             # dQ = dS K
             return [t + _matmul(dlogits.astype(k.dtype), k) for t, k in zip(totals, keys, strict=True)]
@@ -463,13 +483,12 @@ def _call_by_keys(
 
     def kernel(blocks: _Operands, residuals: _Residuals, dkeys: tuple[Ref, ...], dvalues: Ref) -> None:
         block, example = pl.program_id(0), pl.program_id(2)
-        keys = [_load_rows(x, example, block, k_block, length) for x in blocks.keys]
-        values = _load_rows(blocks.values, example, block, k_block, length)
+        keys, values = tiles.load_keys(blocks, example, block)
 
         def add_queries(
             i: Ref, totals: tuple[list[jax.Array], jax.Array]
         ) -> tuple[list[jax.Array], jax.Array]:
-            queries = [_load_rows(x, example, i, tiles.blocks.q, tiles.lengths[0]) for x in blocks.queries]
+            queries = tiles.load_queries(blocks, example, i)
             rest = _load_residuals(residuals, example, i, tiles)
             weights, dlogits = _backward_tile(
                 blocks, queries, keys, values, rest, example, (i, block), tiles, transposed=True
@@ -515,7 +534,8 @@ def _call_by_bias(
     q_count, k_count = tiles.counts
     by_diagonal = operands.table is None
     count = q_count + k_count - 1 if by_diagonal else q_count * k_count
-    parts = _divisor(batch, BIAS_PROGRAMS // (count * heads))
+    programs = 4 * BIAS_PROGRAMS if by_diagonal else BIAS_PROGRAMS  # long diagonals need more time
+    parts = _divisor(batch, min(programs // (count * heads), batch // BIAS_EXAMPLES))
     examples = batch // parts
 
     def kernel(blocks: _Operands, residuals: _Residuals, result: Ref) -> None:
@@ -530,9 +550,8 @@ def _call_by_bias(
         def add_tile(t: Ref, total: jax.Array) -> jax.Array:
             example, step = (lax.div(t, number), lax.rem(t, number)) if by_diagonal else (t, 0)
             example, i, j = part * examples + example, first_i + step, first_j + step
-            queries = [_load_rows(x, example, i, side, tiles.lengths[0]) for x in blocks.queries]
-            keys = [_load_rows(x, example, j, side, tiles.lengths[1]) for x in blocks.keys]
-            values = _load_rows(blocks.values, example, j, side, tiles.lengths[1])
+            queries = tiles.load_queries(blocks, example, i)
+            keys, values = tiles.load_keys(blocks, example, j)
             rest = _load_residuals(residuals, example, i, tiles)
             _, dlogits = _backward_tile(
                 blocks, queries, keys, values, rest, example, (i, j), tiles, bias=bias
@@ -718,9 +737,17 @@ def _rows(block: Ref, size: int, length: int) -> tuple[Ref, jax.Array | None]:
     return pl.ds(first, size), inside
 
 
-def _load_rows(ref: Ref, example: Ref, block: Ref, size: int, length: int) -> jax.Array:
-    """Returns a block of rows ``[size, r]`` of ``[b or 1, n, r]``, zeros beyond its length."""
+def _before_end(ends: Ref, example: Ref, block: Ref, size: int) -> jax.Array:
+    """Returns which rows of a block ``[size]`` are before the example's end."""
+    before: jax.Array = block * size + jnp.arange(size) < ends[example]
+    return before
+
+
+def _load_rows(ref: Ref, example: Ref, block: Ref, size: int, length: int, ends: Ref = None) -> jax.Array:
+    """Returns a block of rows ``[size, r]`` of ``[b or 1, n, r]``, zeros from its length or end on."""
     rows, inside = _rows(block, size, length)
+    if ends is not None:
+        inside = _before_end(ends, example, block, size)
     ref = ref.at[jnp.minimum(example, ref.shape[0] - 1), rows, :]
     return _load(ref, None if inside is None else inside[:, None])
 

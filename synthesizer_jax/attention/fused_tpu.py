@@ -161,7 +161,7 @@ def forward(
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the attention output ``[b, q, h, e]`` and what `backward` needs."""
     batch, k_length, heads, width = inputs.values.shape
-    blocks = _operands(inputs, prepare_bias(inputs.biases))
+    blocks = _operands(inputs.cleared(q_length), prepare_bias(inputs.biases))
     tiles = _Tiles(inputs.mask, query_offset, q_length, k_length, soft_cap)
 
     def kernel(
@@ -248,7 +248,7 @@ def backward(
     """Returns the cotangents of the inputs of `forward`; `delta` is `softmax_vjp_delta`."""
     q_length, k_length = dout.shape[1], inputs.values.shape[1]
     bias, bias_vjp = jax.vjp(prepare_bias, inputs.biases)
-    blocks = _operands(inputs, bias)
+    blocks = _operands(inputs.cleared(q_length), bias)
     residuals = _Residuals(_heads_first(dout), *(x.transpose(0, 2, 3, 1) for x in (*stats, delta)))
     tiles = _Tiles(inputs.mask, query_offset, q_length, k_length, soft_cap)
     primals = _Cotangents(_without(blocks.products, "keys"), None, bias)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
-from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.masks import Mask, zero_padding
 from synthesizer_jax.base.typing import PyTree
 
 Axes: TypeAlias = tuple[str | None, ...]
@@ -189,6 +189,18 @@ def map_arrays(function: Callable[[TermArray], Any], terms: PyTree) -> Any:
 
     is_leaf = lambda x: isinstance(x, Term) and not isinstance(x, Split)
     return jax.tree.map(of_term, terms, is_leaf=is_leaf)
+
+
+def clear_padding(terms: PyTree, mask: Mask, q_length: int, k_length: int) -> Any:
+    """Returns terms with zeros for padding in what tokens made: a NaN there has no effect."""
+    keys, queries = mask.keys(k_length), mask.queries(q_length)
+
+    def clear(a: TermArray) -> jax.Array:
+        real = queries if "q" in a.axes else keys
+        made = a.from_tokens and real is not None and a.x.shape[:2] == real.shape
+        return zero_padding(a.x, real) if made and not a.term.is_weights else a.x
+
+    return map_arrays(clear, terms)
 
 
 @jax.tree_util.register_dataclass

@@ -24,9 +24,15 @@ every = pytest.mark.parametrize("platform", FUSED)
 
 
 def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None):
-    """Output, rows and cotangents of the fused kernels and of the loop."""
+    """Output, rows and cotangents of the fused kernels and of the loop; NaN is all over the padding."""
     terms, values, g = jax.tree.map(lambda x: x.astype(dtype), cases.problem(names, q, k))
     inputs, offset = fused.fused_inputs(Call(terms, values, mask, q)), mask.query_offset
+    products, values = inputs.products, inputs.values
+    ones = jax.tree.map(jnp.ones_like, (products, values))
+    cleared = inputs._replace(products=ones[0], values=ones[1]).cleared(q)
+    poison = lambda one, x: jnp.where(one == 0, jnp.nan, x)
+    products, values = jax.tree.map(poison, (cleared.products, cleared.values), (products, values))
+    inputs = inputs._replace(products=products, values=values)
     kernels = FUSED[platform]
     assert kernels.obstacle(inputs) is None
 
