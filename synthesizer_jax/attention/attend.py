@@ -257,8 +257,8 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
         (call,) = match_varying_axes(call)
         route = ROUTES[choice.route]
         if choice.route in ("static", "reference"):  # the others clear padding where it costs least
-            values = zero_padding(call.values, call.mask.keys(call.k_length))
-            terms = clear_padding(call.terms, call.mask, call.q_length, call.k_length)
+            queries, keys = call.mask.queries(call.q_length), call.mask.keys(call.k_length)
+            terms, values = clear_padding(call.terms, queries, keys), zero_padding(call.values, keys)
             call = dataclasses.replace(call, terms=terms, values=values)
         return attend_unpacked(route, call) if choice.unpack else route(call)
 

@@ -100,9 +100,9 @@ class FusedInputs(NamedTuple):
 
     def cleared(self, q_length: int) -> FusedInputs:
         """Returns the inputs with zeros for padding, see `clear_padding`."""
-        k_length = self.values.shape[1]
-        products = clear_padding(self.products, self.mask, q_length, k_length)
-        return self._replace(products=products, values=zero_padding(self.values, self.mask.keys(k_length)))
+        queries, keys = self.mask.queries(q_length), self.mask.keys(self.values.shape[1])
+        products = clear_padding(self.products, queries, keys)
+        return self._replace(products=products, values=zero_padding(self.values, keys))
 
     def cotangents(self, products: Products, biases: Biases, values: jax.Array) -> FusedInputs:
         """Returns the inputs' cotangents from those of what may have a gradient."""
@@ -315,10 +315,11 @@ def loop_forward(
     q_length: int, inputs: FusedInputs, *, soft_cap: float | None = None, parallel: bool = False
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the attention output ``[b, q, h, e]`` and the row statistics that `loop_backward` needs."""
-    products, biases, values, _, positions = inputs.cleared(q_length)
+    products, biases, values, _, positions = inputs
     batch, k_length, heads, _ = values.shape
     dtype = logits_dtype(values, *jax.tree.leaves((products, biases)))
     mask, allowed = _mask_of_heads(q_length, inputs)
+    real = inputs.mask.queries(q_length), inputs.mask.keys(k_length)
 
     def head(
         products: Products, biases: Biases, values: jax.Array, allowed: jax.Array | None
@@ -327,6 +328,9 @@ def loop_forward(
 
         def example(i: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
             block_products, block_values, block_positions = _select((products, values, positions), i)
+            queries, keys = _select(real, i)
+            block_products = clear_padding(block_products, queries, keys)
+            block_values = zero_padding(block_values, keys)
             block_mask = _select_mask(mask, allowed, i)
             # S = Σ terms, and -inf where the mask forbids a key
             logits = _logits(
@@ -344,7 +348,6 @@ def loop_forward(
             weights = jnp.exp(logits - row_max).astype(values.dtype)
             row_sum = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
             is_nonzero = row_sum > 0
-            queries = block_mask.queries(q_length)
             is_nonzero = is_nonzero if queries is None else is_nonzero & queries[:, None]
             inverse_row_sum = jnp.where(is_nonzero, 1 / jnp.where(is_nonzero, row_sum, 1), 0)
             # O = (E V) / l
@@ -379,9 +382,10 @@ def loop_backward(
     `stats` has c and 1 / l as `loop_forward` returned them, and `delta` is `softmax_vjp_delta`.
     """
     q_length = dout.shape[1]
-    products, biases, values, _, positions = inputs.cleared(q_length)
+    products, biases, values, _, positions = inputs
     batch, k_length, heads, _ = values.shape
     mask, allowed = _mask_of_heads(q_length, inputs)
+    real = inputs.mask.queries(q_length), inputs.mask.keys(k_length)
     make_bias = functools.partial(_sum_biases, q_length=_num_bias_rows(inputs, q_length))
     # Examples share these; their cotangents are summed, in the precision of the logits.
     is_shared = [x.shape[0] == 1 for x in jax.tree.leaves(products)]
@@ -396,8 +400,10 @@ def loop_backward(
             make_logits = functools.partial(
                 _logits, lengths=(q_length, k_length), positions=_select(positions, i), soft_cap=soft_cap
             )
-            logits, logits_vjp = jax.vjp(make_logits, bias, _select(products, i))
+            block_products = clear_padding(_select(products, i), *_select(real, i))
+            logits, logits_vjp = jax.vjp(make_logits, bias, block_products)
             block_values, (row_max, inverse_row_sum), block_delta, block_dout = _select(rest, i)
+            block_values = zero_padding(block_values, _select(real[1], i))
             # P = exp(S - c) / l
             logits = _mask_logits(logits, _select_mask(mask, allowed, i))
             weights = jnp.exp(logits - row_max) * inverse_row_sum

@@ -456,7 +456,7 @@ def zero_padding(x: jax.Array, real: jax.Array | None) -> jax.Array:
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _zero_padding(x: jax.Array, real: jax.Array) -> jax.Array:
-    return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
+    return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim)), x, 0)
 
 
 _STATIC = tuple(f.name for f in dataclasses.fields(Mask) if f.metadata.get("static"))

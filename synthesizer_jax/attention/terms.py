@@ -191,14 +191,18 @@ def map_arrays(function: Callable[[TermArray], Any], terms: PyTree) -> Any:
     return jax.tree.map(of_term, terms, is_leaf=is_leaf)
 
 
-def clear_padding(terms: PyTree, mask: Mask, q_length: int, k_length: int) -> Any:
-    """Returns terms with zeros for padding in what tokens made: a NaN there has no effect."""
-    keys, queries = mask.keys(k_length), mask.queries(q_length)
+def clear_padding(terms: PyTree, queries: jax.Array | None, keys: jax.Array | None) -> Any:
+    """Returns terms with zeros for padding in what tokens made: a NaN there has no effect.
+
+    `queries` and `keys` tell which are real, ``[b, q]`` and ``[b, k]``; None: all. They are ``[q]`` and
+    ``[k]`` for terms of one example, without that axis.
+    """
 
     def clear(a: TermArray) -> jax.Array:
         real = queries if "q" in a.axes else keys
-        made = a.from_tokens and real is not None and a.x.shape[:2] == real.shape
-        return zero_padding(a.x, real) if made and not a.term.is_weights else a.x
+        if real is None or not a.from_tokens or a.term.is_weights or a.x.shape[: real.ndim] != real.shape:
+            return a.x
+        return zero_padding(a.x, real)
 
     return map_arrays(clear, terms)
 
