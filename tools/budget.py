@@ -14,7 +14,7 @@ LINES = {
     "synthesizer_jax": 36_120,
     "synthesizer_jax/data + synthesizer_jax/tasks + synthesizer_jax/preparation + "
     "synthesizer_jax/evaluation": 7_860,
-    "synthesizer_jax/attention": 6_260,
+    "synthesizer_jax/attention": 6_270,
     "tests": 18_450,
     "benchmarks + tools": 4_700,
     "tpu_scripts": 450,

@@ -437,8 +437,7 @@ def _call_by_queries(tiles: _Tiles, arguments: _Arguments, *, interpret: bool) -
     operands, residuals = arguments
     if not operands.queries:
         return ()
-    length = tiles.lengths[0]
-    batch, _, heads, _ = operands.values.shape
+    length, (batch, _, heads, _) = tiles.lengths[0], operands.values.shape
 
     def kernel(blocks: _Operands, residuals: _Residuals, results: tuple[Ref, ...]) -> None:
         block, example = pl.program_id(0), pl.program_id(2)
@@ -534,7 +533,7 @@ def _call_by_bias(
     q_count, k_count = tiles.counts
     by_diagonal = operands.table is None
     count = q_count + k_count - 1 if by_diagonal else q_count * k_count
-    programs = 4 * BIAS_PROGRAMS if by_diagonal else BIAS_PROGRAMS  # long diagonals need more time
+    programs = BIAS_PROGRAMS * (4 if by_diagonal else 1)  # long diagonals need more time
     parts = _divisor(batch, min(programs // (count * heads), batch // BIAS_EXAMPLES))
     examples = batch // parts
 
@@ -739,15 +738,13 @@ def _rows(block: Ref, size: int, length: int) -> tuple[Ref, jax.Array | None]:
 
 def _before_end(ends: Ref, example: Ref, block: Ref, size: int) -> jax.Array:
     """Returns which rows of a block ``[size]`` are before the example's end."""
-    before: jax.Array = block * size + jnp.arange(size) < ends[example]
-    return before
+    return jnp.less(block * size + jnp.arange(size), ends[example])
 
 
 def _load_rows(ref: Ref, example: Ref, block: Ref, size: int, length: int, ends: Ref = None) -> jax.Array:
     """Returns a block of rows ``[size, r]`` of ``[b or 1, n, r]``, zeros from its length or end on."""
     rows, inside = _rows(block, size, length)
-    if ends is not None:
-        inside = _before_end(ends, example, block, size)
+    inside = inside if ends is None else _before_end(ends, example, block, size)
     ref = ref.at[jnp.minimum(example, ref.shape[0] - 1), rows, :]
     return _load(ref, None if inside is None else inside[:, None])
 
