@@ -54,10 +54,10 @@ def write(folder, base, tensors, **config):
     return folder
 
 
-def adapt(source, directory, lora, **changes):
+def adapt(source, directory, lora):
     """Saves a run of adapters of a run, all of whose parameters have moved."""
     recipe = load_experiment(source).starting_from(str(source))
-    recipe = find_base(replace(recipe, training=replace(recipe.training, adapters=lora, **changes)))
+    recipe = find_base(replace(recipe, training=replace(recipe.training, adapters=lora, optimizer=AdamW())))
     state, rng = Trainer(recipe, jax.devices()[:1]).init(), np.random.default_rng(0)
     moved = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, "f"), state.params)
     save(directory, recipe, dataclasses.replace(state, params=moved))
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_named(tmp_path, base):
 def test_a_run_is_exported_and_read_again(tmp_path, base, targets, modules):
     run, lora, folder = tmp_path / "run", tmp_path / "lora", tmp_path / "peft"
     convert_checkpoint(base, run, vocabulary=Bytes(125))
-    adapt(run, lora, LoRA(RANK, ALPHA, targets), optimizer=AdamW())
+    adapt(run, lora, LoRA(RANK, ALPHA, targets))
     export_run(lora, folder, to="peft")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (RANK, ALPHA, modules)
