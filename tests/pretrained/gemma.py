@@ -22,7 +22,7 @@ _SMALL |= {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "
 _SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 10}
 _SMALL |= {"sliding_window": 3, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
 _SMALL |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-_SMALL |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+_SMALL |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "rope_theta": 100.0}
 _LARGE = _SMALL | {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
     "balanced": {"encoder": _SMALL, "decoder": _SMALL, "vocab_size": VOCAB_SIZE},
