@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import TypeVar
@@ -62,6 +63,7 @@ def summarize(model: TokenModel, *, inputs_length: int = 512, targets_length: in
     )
 
 
+@functools.lru_cache(maxsize=32)
 def forward_flops(model: TokenModel, *, inputs_length: int, targets_length: int) -> int:
     """Returns the floating-point operations of the matrix products of one example's forward pass.
 

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-import jax
 import numpy as np
 from flax import traverse_util
 from safetensors import SafetensorError
@@ -22,6 +21,7 @@ from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.models import unroll
 from synthesizer_jax.models.token_model import TokenModel
+from synthesizer_jax.primitives.parameters import abstract_variables
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ NameOf: TypeAlias = Callable[[tuple[str, ...]], tuple[str, Layout]]
 def correspondences(model: TokenModel, name_of: NameOf) -> list[Correspondence]:
     """Returns where every parameter of a model, with looped layers, is found in another library."""
     looped = unroll(model)
-    shapes = jax.eval_shape(looped.init, jax.random.key(0), *looped.example(1, 1))["params"]
+    shapes = abstract_variables(looped, *looped.example(1, 1))[0]["params"]
     flat = traverse_util.flatten_dict(shapes)
     return [Correspondence(path, x.shape, *name_of(path)) for path, x in sorted(flat.items())]
 

@@ -123,6 +123,17 @@ def with_axes(init: Callable[..., jax.Array], *axes: str | None) -> Initializer:
     return lambda *args, **kwargs: NamedAxes(init(*args, **kwargs), axes)
 
 
+@functools.lru_cache(maxsize=64)
+def _boxed_init(module: nn.Module) -> Callable[..., PyTree]:
+    """Returns a function that is the same for equal modules: JAX traces it once for equal arguments."""
+
+    def init(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        with logical_axes():
+            return module.init(*args, **kwargs)
+
+    return init
+
+
 def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the shapes and logical axes of a module's variables without allocating arrays.
 
@@ -134,9 +145,7 @@ def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tu
     Returns:
       Two pytrees of the same structure, whose leaves are `jax.ShapeDtypeStruct` and tuples of axis names.
     """
-    with logical_axes():
-        init = functools.partial(module.init, jax.random.key(0))
-        boxed = jax.eval_shape(init, *args, **kwargs)
+    boxed = jax.eval_shape(_boxed_init(module), jax.random.key(0), *args, **kwargs)
     is_box = lambda x: isinstance(x, nn.Partitioned)
     axes_of = lambda x: tuple(x.names) if is_box(x) else (None,) * x.ndim
     shapes = jax.tree.map(lambda x: x.value if is_box(x) else x, boxed, is_leaf=is_box)

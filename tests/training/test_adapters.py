@@ -51,9 +51,10 @@ def test_a_kernel_is_split_where_its_layer_sums():
             return call(*args, **kwargs)
 
         with nn.intercept_methods(record):
-            shapes, axes = abstract_variables(module, *arguments)
+            jax.make_jaxpr(module.init)(jax.random.key(0), *arguments)
         if not summed:
             continue
+        shapes, axes = abstract_variables(module, *arguments)
         adapters, names = (traverse_util.flatten_dict(x["params"])
                            for x in abstract_adapters(EVERYTHING, module, shapes, axes))  # fmt: skip
         found = {keys[:-1]: len(x.shape) - 1 for keys, x in adapters.items() if keys[-1] == "lora_a"}
