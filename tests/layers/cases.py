@@ -14,7 +14,6 @@ EVERYTHING = (
 
 ALIGNMENT_CASES = {
     "DotProduct": Case.of(DOT),
-    "DotProduct, free width": Case.of(sj.DotProduct(head_dim=13)),
     "DotProduct, biases": Case.of(sj.DotProduct(use_bias=True), use_bias=True),
     "DotProduct, rotary": Case.of(sj.DotProduct(4, normalize_qk=True, rotary_base=100.0), window=4),
     "DotProduct, part rotary": Case.of(
@@ -47,7 +46,6 @@ ALIGNMENT_CASES = {
     "PerHead of mixtures": Case.of(
         sj.PerHead((sj.Mixture((DOT, RANDOM)), sj.Mixture((sj.GaussianBias(), DOT))))
     ),
-    "Mixture": Case.of(sj.Mixture((DOT, RANDOM, DENSE))),
     "Mixture, sigmoid": Case.of(sj.Mixture((DOT, RANDOM), weights="sigmoid")),
     "Mixture, sum, shared query": Case.of(sj.Mixture((DOT, DENSE), weights="sum", share_query=True)),
     "Mixture of everything": Case.of(sj.Mixture(EVERYTHING)),

@@ -127,11 +127,11 @@ KIND = alignment("rv", head_dim=4, max_length=8)
 SCANNED = t5(Size(16, 2, 32, 4, 4), encoder=KIND, vocab_size=VOCAB, dropout_rate=0.1, scan=True)
 FACTORED = Adafactor(learning_rate=Constant(0.01), min_size=4)
 ON_MESHES = {
-    "data": (SCANNED, CopyStream, {}, [MeshShape(data=8), MeshShape(data=2, tensor=2, sequence=2)]),
+    "data": (SCANNED, CopyStream, {}, [MeshShape(data=2, tensor=2, sequence=2)]),
     "fsdp": (SCANNED, CopyStream, {"optimizer": FACTORED}, [MeshShape(data=1, fsdp=4, tensor=2)]),
     "masked": (
         *(encoder(masked_lm=True), STREAMS["masked"], {"ema": 0.9}),
-        [MeshShape(data=2, fsdp=2, tensor=2)],
+        [MeshShape(data=8), MeshShape(data=2, fsdp=2, tensor=2)],
     ),
 }
 
@@ -168,8 +168,8 @@ def test_bfloat16_logits_of_the_loss_are_not_rounded(most, monkeypatch):
         params = {**variables["params"], "logits_kernel": kernel}
         return loss_sums(model, {"params": params}, batch, **PLAIN).total
 
-    loss, gradient = jax.value_and_grad(total)(kernel)
-    hidden = model.apply(variables, *inputs, method=model.hidden).reshape(-1, 8)
+    loss, gradient = jax.jit(jax.value_and_grad(total))(kernel)
+    hidden = jax.jit(functools.partial(model.apply, method=model.hidden))(variables, *inputs).reshape(-1, 8)
     x, k = np.float64(hidden), np.float64(kernel.astype(jnp.bfloat16))
     targets, weights = (batch[f"decoder_{n}"].reshape(-1) for n in ("target_tokens", "loss_weights"))
     p = np.exp(x @ k) / np.exp(x @ k).sum(-1, keepdims=True)
