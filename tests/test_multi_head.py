@@ -180,10 +180,10 @@ def test_alignments_equal_attention_and_steps_the_full_pass(name):
         if name == "DotProduct":
             params = {"align": {n: params.pop(n) for n in ("query", "key")}, **params}
         attention = sj.Attention(4, 4, alignment=alignment)
-        close(attention.apply({**variables, "params": params}, x, mask=masks[2]), whole)
+        close(run(lambda v: attention.apply(v, x, mask=masks[2]))({**variables, "params": params}), whole)
 
     decoder = layer.copy(decode=True)
-    cache = decoder.init(jax.random.key(0), x)["cache"]
+    cache = run(decoder.init)(jax.random.key(0), x)["cache"]
     module = make("nnx", heads=4, in_features=10, **fields)
     flat = flatten_dict(variables["params"]) | flatten_dict(variables.get("constants", {}))
     state = dict(nnx.to_flat_state(nnx.state(module)))

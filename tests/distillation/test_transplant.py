@@ -60,7 +60,7 @@ def test_a_mixture_starts_as_the_teacher_and_all_its_parts_learn(variables, name
         return -jax.nn.log_softmax(logits)[..., 3].sum(), logits
 
     (_, found), _ = loss(params)
-    expected = TEACHER.apply(variables, INPUTS, TARGETS)
+    expected = jax.jit(TEACHER.apply)(variables, INPUTS, TARGETS)
     np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.abs(expected).max()))
     for _ in range(2):  # where two factors make a zero, the second moves after the first
         before, (_, gradients) = params, loss(params)

@@ -28,7 +28,7 @@ TINY = Size(8, 1, 16, 2, 4)
 
 def initialized(model, batch):
     """Variables with no zero among the parameters, so that biases count."""
-    variables = model.init(jax.random.key(0), batch["encoder_input_tokens"])
+    variables = jax.jit(model.init)(jax.random.key(0), batch["encoder_input_tokens"])
     leaves, tree = jax.tree.flatten(variables)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     moved = [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
@@ -39,7 +39,7 @@ def initialized(model, batch):
 def test_the_loss_is_the_cross_entropy_of_the_head(head, tied, monkeypatch):
     model, batch = encoder(**tiny.HEADS[head]).copy(tied=tied), next(STREAMS[head]())
     variables = initialized(model, batch)
-    encoded = model.apply(variables, batch["encoder_input_tokens"])
+    encoded = jax.jit(model.apply)(variables, batch["encoder_input_tokens"])
     logits = encoded.token_logits if head == "masked" else encoded.outputs[:, None]
     targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
     loss, z_loss, _ = oracle(np.float64(logits), targets, weights, Z, SMOOTHING)

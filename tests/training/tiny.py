@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from synthesizer_jax.checkpoints.manager import Checkpoints
+from synthesizer_jax.costs import utilization
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.hosts.preemption import Preempted, StopSignal
@@ -203,7 +204,7 @@ def play(directory: str, kill_at: int, how: str) -> None:
 
 def main(plays: str) -> None:
     """Plays one after the other in forked processes, and prints their exit codes."""
-    codes = []
+    codes, utilization.SIDE["cpu"] = [], 64
     for arguments in json.loads(plays):
         if (pid := os.fork()) == 0:
             try:
