@@ -2,7 +2,7 @@
 
     python benchmarks/pretrained.py --page docs/finetune.md
 
-It runs in the environment of `make bench-peers`, or in one with version 4, and has a row for PEFT where it is.
+It runs in the environment of `make bench-peers`, or one with version 4; PEFT has a row where it is installed.
 """
 
 from __future__ import annotations
