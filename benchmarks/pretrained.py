@@ -2,7 +2,7 @@
 
     python benchmarks/pretrained.py --page docs/finetune.md
 
-It runs in the environment of `make bench-peers`, or one with version 4; PEFT has a row where it is installed.
+It runs in the environment of `make bench-peers`, or one with version 4. PEFT is optional.
 """
 
 from __future__ import annotations
