@@ -264,20 +264,11 @@ TIMES = {"name": "", "forward_ms": "forward, ms|.3f", "both_ms": "+ backward, ms
 TIMES |= {"forward_tflops": "TFLOP/s|.0f", "both_tflops": "+ backward, TFLOP/s|.0f", "spread": "spread|.0%"}
 TIMES |= {"temporaries_mb": "temporaries, MB|.1f", "compile_seconds": "compiling, s|.1f", "error": "error"}
 STEP = {"name": "system", "micro_batches": "micro-batches|d", "tokens": "tokens/s|,.0f"}
-STEP |= {
-    "ms": "step, ms|.1f",
-    "mfu": "MFU|.1%",
-    "speed": "speed|.2f",
-    "device_gb": "peak memory, GB|.1f",
-    "parameters": "parameters|,d",
-}
+STEP |= {"ms": "step, ms|.1f", "mfu": "MFU|.1%", "speed": "speed|.2f"}
+STEP |= {"device_gb": "peak memory, GB|.1f", "parameters": "parameters|,d"}
 STEP |= {"compile_seconds": "compiling, s|.0f", "error": "error"}
-DECODED = {
-    "name": "system",
-    "beams": "beams|d",
-    "tokens_per_second": "tokens/s|,.0f",
-    "seconds": "batch, s|.3f",
-}
+DECODED = {"name": "system", "beams": "beams|d", "tokens_per_second": "tokens/s|,.0f"}
+DECODED |= {"seconds": "batch, s|.3f"}
 DECODED |= {"device_gb": "peak memory, GB|.1f", "compile_seconds": "compiling, s|.0f", "error": "error"}
 CHECKED = {"kind": "dtype, by", "passed": "calls", "difference": "largest ‖x − r‖ / ‖r‖|.1e"}
 CHECKED |= {"bound": "bound|.0e", "error": "error"}

@@ -86,8 +86,7 @@ def rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
     for kind in KINDS:
         make(folder := scratch / kind, kind)
         yield row(kind, folder)
-    alone = ("T5 1.1, FLAN-T5", "umT5", "T5Gemma, unbalanced")
-    for kind in (k for k in alone if k in KINDS):
+    for kind in filter(KINDS.get, ("T5 1.1, FLAN-T5", "umT5", "T5Gemma, unbalanced")):
         whole, folder = scratch / kind, scratch / kind / "text_encoder"  # as pipelines of diffusers have it
         cls = getattr(transformers, CLASSES[KINDS[kind]["model_type"]] + "EncoderModel")
         config = transformers.AutoConfig.from_pretrained(whole, is_encoder_decoder=False)

@@ -11,7 +11,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 LINES = {
-    "synthesizer_jax": 36_120,
+    "synthesizer_jax": 36_140,
     "synthesizer_jax/data + synthesizer_jax/tasks + synthesizer_jax/preparation + "
     "synthesizer_jax/evaluation": 7_860,
     "synthesizer_jax/attention": 6_270,
@@ -21,7 +21,7 @@ LINES = {
 }
 """The most lines of folders, as ``wc -l`` counts them: Python's, and all of the launcher."""
 
-WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 28_520}
+WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 28_720}
 """The most words of pages, as ``wc -w`` counts them."""
 
 
