@@ -316,7 +316,7 @@ class Predictor:
 
 def _until_end(tokens: np.ndarray, ids: SpecialIds) -> list[int]:
     """Returns the ids of a row before EOS or padding."""
-    ends = np.flatnonzero((tokens == ids.end) | (tokens == ids.padding))
+    ends = np.flatnonzero(np.isin(tokens, (*ids.ends, ids.padding)))
     return tokens[: ends[0] if len(ends) else len(tokens)].tolist()
 
 

@@ -74,12 +74,12 @@ class Constraints(NamedTuple):
                 logits = logits.at[row, ends].set(-jnp.inf, mode="drop")
         if self.shortest is None:
             return logits
-        is_eos = jnp.arange(logits.shape[-1])[None] == self.ids.end
-        return jnp.where(is_eos & (at + 1 < self.shortest), -jnp.inf, logits)
+        is_end = jnp.isin(jnp.arange(logits.shape[-1]), jnp.array(self.ids.ends))
+        return jnp.where(is_end & (at + 1 < self.shortest), -jnp.inf, logits)
 
     def follow(self, text: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the states of `stops` after tokens, from those before, and which tokens end sequences."""
-        ends = token == self.ids.end
+        ends = jnp.isin(token, jnp.array(self.ids.ends))
         if self.stops is None:
             return text, ends
         stops = jnp.asarray(self.stops)

@@ -86,7 +86,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
         (CONFIG, {"vocab_size": 400}, r"shared.weight is \(384, 20\), not \(400, 20\)"),
         (CONFIG, {"model_type": "umt5"}, "encoder.block.1.*relative_attention_bias"),
         (GENERATION, {"pad_token_id": 2}, "pad_token_id is 2, but config.json has 0"),
-        (GENERATION, {"eos_token_id": [1, 2]}, r"generation_config.json .*eos_token_id is \[1, 2\]"),
+        (GENERATION, {"pad_token_id": [0, 2]}, r"generation_config.json .*pad_token_id is \[0, 2\]"),
         (GENERATION, {"eos_token_id": [1], "forced_eos_token_id": None}, None),
     ],
 )

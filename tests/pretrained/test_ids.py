@@ -1,6 +1,7 @@
 """Models with other ids of padding, end and start than T5's: MADLAD's are 1, 2 and 0."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,26 @@ def test_padding_and_start_are_those_of_the_model(madlad):
         row.append(int(logits(CONFIG, tensors, INPUTS, np.array(row))[-1].argmax()))
     decoded = decode(variables, rows, model=model, max_length=6).tokens
     np.testing.assert_array_equal(decoded, [row[1:] + [1] * (7 - len(row))] * 2)
+
+
+def test_text_also_ends_at_other_ids(madlad, tmp_path):
+    """As an instruction-tuned T5Gemma's, whose turns have an end of their own."""
+    folder, _, (model, variables, vocabulary) = madlad
+    tokens = decode(variables, INPUTS[None], model=model, max_length=6).tokens[0].tolist()
+    turn = tokens[2]
+    until = tokens[: tokens.index(turn)]
+    shutil.copytree(folder, tmp_path / "turns")
+    (tmp_path / "turns" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, turn]}))
+    loaded = load(tmp_path / "turns")
+    assert loaded.model.ids == SpecialIds(1, 2, 0, (turn,))
+    found = decode(variables, INPUTS[None], model=loaded.model, max_length=6).tokens[0]
+    np.testing.assert_array_equal(found, [*until, turn] + [1] * (5 - len(until)))
+    options = {"inputs_length": 8, "decoding": Decoding(max_length=6), "batch_size": 1}
+    ((text,),) = Predictor(loaded.model, variables, vocabulary, **options).generate_texts([INPUTS])
+    assert text.text == vocabulary.decode(until)
+    convert_checkpoint(tmp_path / "turns", tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "back")
+    assert load(tmp_path / "back").model == loaded.model
 
 
 def test_targets_are_scored_up_to_the_padding(madlad):

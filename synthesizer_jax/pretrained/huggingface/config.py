@@ -19,6 +19,9 @@ GENERATION_CONFIG = "generation_config.json"
 IDS = {"pad_token_id": "padding", "eos_token_id": "end", "decoder_start_token_id": "start"}
 """Ids of both files, and the fields of `SpecialIds`."""
 
+MOST_ENDS = 64
+"""Ids of EOS; a file that names more is damaged."""
+
 FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 """Tokens that transformers can force, and models here cannot."""
 
@@ -177,9 +180,10 @@ def read_ids(folder: pathlib.Path, config: dict[str, Any], unsaid: SpecialIds = 
     """Returns the ids that a folder's two files name, and those of `unsaid` where they do not.
 
     Raises:
-      ValueError: they name different ones, several, or a token that is forced.
+      ValueError: they name different ones, several but of EOS, or a token that is forced.
     """
     found: dict[str, int] = {}
+    also_end: tuple[int, ...] = ()
     generation = folder / GENERATION_CONFIG
     files = {folder / CONFIG: config}
     if generation.is_file():
@@ -191,17 +195,20 @@ def read_ids(folder: pathlib.Path, config: dict[str, Any], unsaid: SpecialIds = 
                     raise ValueError(f"{name} is {format_value(value)}, but models here force no token")
                 if name not in IDS or value is None:
                     continue
-                ids = value if isinstance(value, list) else [value]  # version 5 may list the one EOS
-                if len(ids) != 1 or isinstance(ids[0], bool) or not isinstance(ids[0], int):
+                ids = value if isinstance(value, list) else [value]
+                most = MOST_ENDS if name == "eos_token_id" else 1
+                if not 0 < len(ids) <= most or any(type(i) is not int for i in ids):
                     raise ValueError(f"{name} is {format_value(value)}, but models here have one id")
+                also_end = max(also_end, tuple(ids[1:]), key=len)
                 if found.setdefault(IDS[name], ids[0]) != ids[0]:
                     raise ValueError(f"{name} is {ids[0]}, but {CONFIG} has {found[IDS[name]]}")
-    return dataclasses.replace(unsaid, **found)
+    return dataclasses.replace(unsaid, **found, also_end=also_end)
 
 
 def write_ids(ids: SpecialIds) -> dict[str, object]:
     """Returns the fields of both files that name ids."""
-    return {theirs: getattr(ids, ours) for theirs, ours in IDS.items()} | dict.fromkeys(FORCED)
+    fields = {theirs: getattr(ids, ours) for theirs, ours in IDS.items()} | dict.fromkeys(FORCED)
+    return fields | ({"eos_token_id": list(ids.ends)} if ids.also_end else {})
 
 
 def _version(config: _Config) -> int:
