@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -82,6 +83,8 @@ def main() -> None:
             shutil.copytree(inputs, root / "copy")
             damage, outcome, line = attempt(*KINDS[kind], root / "copy", rng)
             shutil.rmtree(root / "copy")
+            with contextlib.redirect_stderr(io.StringIO()):
+                gc.collect()  # Orbax's coroutines print their errors when they are collected
             lines.append(f"{kind} {number}: {damage}: {outcome}: {line}")
             counts[kind][outcome if outcome in counts[kind] else "wrong"] += 1
             if outcome not in counts[kind]:

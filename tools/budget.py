@@ -21,7 +21,7 @@ LINES = {
 }
 """The most lines of folders, as ``wc -l`` counts them: Python's, and all of the launcher."""
 
-WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 28_720}
+WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 28_760}
 """The most words of pages, as ``wc -w`` counts them."""
 
 

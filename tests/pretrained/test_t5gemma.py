@@ -1,6 +1,5 @@
 """T5Gemma in, decoded and out, against a NumPy oracle of its public definition."""
 
-import dataclasses
 import json
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.base.registry import from_json, replace, to_json
 from synthesizer_jax.inference import decode
 from synthesizer_jax.models import stack_layers, stacks_of
@@ -54,7 +54,7 @@ def deviation(model, variables, case):
 @both
 def test_it_computes_what_its_definition_says(case):
     model, variables, vocabulary = case.loaded
-    assert dataclasses.astuple(model.ids) == (0, 1, 2) and from_json(to_json(model)) == model
+    assert model.ids == SpecialIds(0, 1, 2) and from_json(to_json(model)) == model
     assert vocabulary.around_inputs == ([2], []) and vocabulary.vocab_size == 600
     assert deviation(model, variables, case) < 1e-5
     alone = load(case.folder, encoder_only=True)
