@@ -16,7 +16,7 @@ from synthesizer_jax.attention.explanations import Explanation, explained_platfo
 from synthesizer_jax.attention.fused import attend_fused
 from synthesizer_jax.attention.fused import kernel_obstacle as fused_kernel_obstacle
 from synthesizer_jax.attention.fused import obstacle as fused_obstacle
-from synthesizer_jax.attention.masks import Mask, zero_padding
+from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import (
     MAX_UNPACKING_FACTOR,
     attend_unpacked,
@@ -41,7 +41,6 @@ from synthesizer_jax.attention.terms import (
     Static,
     Term,
     Terms,
-    clear_padding,
     repeat_heads,
     stands_alone,
     uses_segment_positions,
@@ -256,10 +255,6 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
     def run(call: Call) -> jax.Array:
         (call,) = match_varying_axes(call)
         route = ROUTES[choice.route]
-        if choice.route in ("static", "reference"):  # the others clear padding where it costs least
-            queries, keys = call.mask.queries(call.q_length), call.mask.keys(call.k_length)
-            terms, values = clear_padding(call.terms, queries, keys), zero_padding(call.values, keys)
-            call = dataclasses.replace(call, terms=terms, values=values)
         return attend_unpacked(route, call) if choice.unpack else route(call)
 
     _log_route(choice, run, call, partition)

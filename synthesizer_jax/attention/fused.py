@@ -28,7 +28,7 @@ from jax import lax
 
 from synthesizer_jax.attention.derivatives import platform_dependent, with_gradient
 from synthesizer_jax.attention.explanations import warn_once
-from synthesizer_jax.attention.masks import Mask, zero_padding
+from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import with_segment_positions
 from synthesizer_jax.attention.partition import match_varying_axes
 from synthesizer_jax.attention.terms import (
@@ -100,9 +100,9 @@ class FusedInputs(NamedTuple):
 
     def cleared(self, q_length: int) -> FusedInputs:
         """Returns the inputs with zeros for padding, see `clear_padding`."""
-        queries, keys = self.mask.queries(q_length), self.mask.keys(self.values.shape[1])
-        products = clear_padding(self.products, queries, keys)
-        return self._replace(products=products, values=zero_padding(self.values, keys))
+        real = self.mask.queries(q_length), self.mask.keys(self.values.shape[1])
+        products, values = clear_padding(self.products, self.values, *real)
+        return self._replace(products=products, values=values)
 
     def cotangents(self, products: Products, biases: Biases, values: jax.Array) -> FusedInputs:
         """Returns the inputs' cotangents from those of what may have a gradient."""
@@ -329,8 +329,7 @@ def loop_forward(
         def example(i: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
             block_products, block_values, block_positions = _select((products, values, positions), i)
             queries, keys = _select(real, i)
-            block_products = clear_padding(block_products, queries, keys)
-            block_values = zero_padding(block_values, keys)
+            block_products, block_values = clear_padding(block_products, block_values, queries, keys)
             block_mask = _select_mask(mask, allowed, i)
             # S = Σ terms, and -inf where the mask forbids a key
             logits = _logits(
@@ -400,10 +399,11 @@ def loop_backward(
             make_logits = functools.partial(
                 _logits, lengths=(q_length, k_length), positions=_select(positions, i), soft_cap=soft_cap
             )
-            block_products = clear_padding(_select(products, i), *_select(real, i))
-            logits, logits_vjp = jax.vjp(make_logits, bias, block_products)
             block_values, (row_max, inverse_row_sum), block_delta, block_dout = _select(rest, i)
-            block_values = zero_padding(block_values, _select(real[1], i))
+            block_products, block_values = clear_padding(
+                _select(products, i), block_values, *_select(real, i)
+            )
+            logits, logits_vjp = jax.vjp(make_logits, bias, block_products)
             # P = exp(S - c) / l
             logits = _mask_logits(logits, _select_mask(mask, allowed, i))
             weights = jnp.exp(logits - row_max) * inverse_row_sum

@@ -23,6 +23,7 @@ from synthesizer_jax.attention.terms import (
 
 def attend_reference(call: Call) -> jax.Array:
     """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, with all weights in memory."""
+    call = call.cleared()
     values = call.values
     weights = softmax_weights(
         call.terms,

@@ -50,6 +50,7 @@ of the cotangent cannot overflow.
 
 def attend_static(call: Call) -> jax.Array:
     """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, for terms without a batch axis."""
+    call = call.cleared()
     dtype, q_length = call.values.dtype, call.q_length
     if dtype == jnp.float16 and not _is_separable(call.mask):
         # E would underflow in float16

@@ -164,6 +164,12 @@ class Call:
         """Number of keys."""
         return self.values.shape[1]
 
+    def cleared(self) -> Call:
+        """Returns the call with zeros for padding, see `clear_padding`."""
+        real = self.mask.queries(self.q_length), self.mask.keys(self.k_length)
+        terms, values = clear_padding(self.terms, self.values, *real)
+        return dataclasses.replace(self, terms=terms, values=values)
+
 
 def cap_logits(logits: jax.Array, soft_cap: float | None) -> jax.Array:
     """Returns ``soft_cap · tanh(logits / soft_cap)``, between -soft_cap and soft_cap; None: no change."""
@@ -191,8 +197,10 @@ def map_arrays(function: Callable[[TermArray], Any], terms: PyTree) -> Any:
     return jax.tree.map(of_term, terms, is_leaf=is_leaf)
 
 
-def clear_padding(terms: PyTree, queries: jax.Array | None, keys: jax.Array | None) -> Any:
-    """Returns terms with zeros for padding in what tokens made: a NaN there has no effect.
+def clear_padding(
+    terms: PyTree, values: jax.Array, queries: jax.Array | None, keys: jax.Array | None
+) -> tuple[Any, jax.Array]:
+    """Returns terms and values with zeros for padding in what tokens made: a NaN there has no effect.
 
     `queries` and `keys` tell which are real, ``[b, q]`` and ``[b, k]``; None: all. They are ``[q]`` and
     ``[k]`` for terms of one example, without that axis.
@@ -204,7 +212,7 @@ def clear_padding(terms: PyTree, queries: jax.Array | None, keys: jax.Array | No
             return a.x
         return zero_padding(a.x, real)
 
-    return map_arrays(clear, terms)
+    return map_arrays(clear, terms), zero_padding(values, keys)
 
 
 @jax.tree_util.register_dataclass
