@@ -145,7 +145,11 @@ def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tu
     Returns:
       Two pytrees of the same structure, whose leaves are `jax.ShapeDtypeStruct` and tuples of axis names.
     """
-    boxed = jax.eval_shape(_boxed_init(module), jax.random.key(0), *args, **kwargs)
+    try:
+        init = _boxed_init(module)
+    except TypeError:  # of a field that has no hash, such as a list
+        init = _boxed_init.__wrapped__(module)
+    boxed = jax.eval_shape(init, jax.random.key(0), *args, **kwargs)
     is_box = lambda x: isinstance(x, nn.Partitioned)
     axes_of = lambda x: tuple(x.names) if is_box(x) else (None,) * x.ndim
     shapes = jax.tree.map(lambda x: x.value if is_box(x) else x, boxed, is_leaf=is_box)

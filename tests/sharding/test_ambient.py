@@ -93,21 +93,21 @@ class Layer(nn.Module):
 
 class Model(nn.Module):
     alignment: sj.Alignment
-    route: str
+    routes: list[str]  # which has no hash
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        for _ in range(2):
-            x = Layer(self.alignment, self.route)(x)
+        for route in self.routes:
+            x = Layer(self.alignment, route)(x)
         return x
 
 
 LONG = 48
 ALIGNMENTS = {
-    "random": (sj.Random(LONG), "static"),
-    "rv": (sj.Mixture((sj.DotProduct(), sj.Random(LONG))), "fused"),
-    "dense": (sj.Dense(LONG), "fused"),
-    "gaussian": (sj.Gaussian(), "banded"),
+    "random": (sj.Random(LONG), ["static"] * 2),
+    "rv": (sj.Mixture((sj.DotProduct(), sj.Random(LONG))), ["fused"] * 2),
+    "dense": (sj.Dense(LONG), ["fused"] * 2),
+    "gaussian": (sj.Gaussian(), ["banded"] * 2),
 }
 
 
