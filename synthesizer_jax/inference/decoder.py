@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -74,17 +76,20 @@ class Constraints(NamedTuple):
                 logits = logits.at[row, ends].set(-jnp.inf, mode="drop")
         if self.shortest is None:
             return logits
-        is_end = jnp.isin(jnp.arange(logits.shape[-1]), jnp.array(self.ids.ends))
+        is_end = self._are_ends(jnp.arange(logits.shape[-1]))
         return jnp.where(is_end & (at + 1 < self.shortest), -jnp.inf, logits)
 
     def follow(self, text: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the states of `stops` after tokens, from those before, and which tokens end sequences."""
-        ends = jnp.isin(token, jnp.array(self.ids.ends))
+        ends = self._are_ends(token)
         if self.stops is None:
             return text, ends
         stops = jnp.asarray(self.stops)
         text = stops[text, token].astype(text.dtype)
         return text, ends | (text == len(stops) - 1)
+
+    def _are_ends(self, tokens: jax.Array) -> jax.Array:
+        return functools.reduce(operator.or_, [tokens == end for end in self.ids.ends])
 
 
 def _repeats_ngram(past: jax.Array, length: jax.Array, n: int) -> jax.Array:

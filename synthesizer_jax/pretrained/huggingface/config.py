@@ -19,9 +19,6 @@ GENERATION_CONFIG = "generation_config.json"
 IDS = {"pad_token_id": "padding", "eos_token_id": "end", "decoder_start_token_id": "start"}
 """Ids of both files, and the fields of `SpecialIds`."""
 
-MOST_ENDS = 64
-"""Ids of EOS; a file that names more is damaged."""
-
 FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 """Tokens that transformers can force, and models here cannot."""
 
@@ -196,8 +193,8 @@ def read_ids(folder: pathlib.Path, config: dict[str, Any], unsaid: SpecialIds = 
                 if name not in IDS or value is None:
                     continue
                 ids = value if isinstance(value, list) else [value]
-                most = MOST_ENDS if name == "eos_token_id" else 1
-                if not 0 < len(ids) <= most or any(type(i) is not int for i in ids):
+                one = len(ids) == 1 or (ids and name == "eos_token_id")
+                if not one or any(type(i) is not int for i in ids):
                     raise ValueError(f"{name} is {format_value(value)}, but models here have one id")
                 also_end = max(also_end, tuple(ids[1:]), key=len)
                 if found.setdefault(IDS[name], ids[0]) != ids[0]:
