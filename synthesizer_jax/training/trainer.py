@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.checkpoints.placement import layout_over
+from synthesizer_jax.checkpoints.placement import layout_over, with_shardings
 from synthesizer_jax.costs.utilization import step_flops, utilizations
 from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.config import DataConfig
@@ -20,7 +20,7 @@ from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.optimizers.adafactor import state_axes
 from synthesizer_jax.optimizers.rules import RuledOptimizer, build_optimizer
 from synthesizer_jax.primitives.parameters import Variables, abstract_variables
-from synthesizer_jax.sharding import batch_sharding, check_batch, make_mesh, replicated, shardings, use_mesh
+from synthesizer_jax.sharding import batch_sharding, check_batch, make_mesh, replicated, use_mesh
 from synthesizer_jax.training.adapters import abstract_adapters, adapted_variables, init_adapters
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import read_base
@@ -57,25 +57,15 @@ def make_layout(
     optimizer = build_optimizer(
         experiment.training.optimizer, rules, model=model, params=shapes["params"], axes=axes["params"]
     )
-    constants = shapes.get("constants", {})
-    state = TrainState(
-        step=jax.ShapeDtypeStruct((), jnp.int32),
-        params=shapes["params"],
-        constants=constants,
-        opt_state=jax.eval_shape(optimizer.init, shapes["params"]),
-        ema=shapes["params"] if ema else {},
-    )
-    opt_axes = state_axes(state.opt_state, axes["params"], shapes["params"])
-    of_params = shardings(axes["params"], shapes["params"], mesh)
-    state_shardings = TrainState(
-        step=replicated(mesh),
-        params=of_params,
-        constants=shardings(axes.get("constants", {}), constants, mesh),
-        opt_state=shardings(opt_axes, state.opt_state, mesh),
-        ema=of_params if ema else {},
-    )
-    abstract = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, state_shardings
+    params = with_shardings(shapes["params"], axes["params"], mesh)
+    opt_state = jax.eval_shape(optimizer.init, shapes["params"])
+    opt_axes = state_axes(opt_state, axes["params"], shapes["params"])
+    abstract = TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh)),
+        params=params,
+        constants=with_shardings(shapes.get("constants", {}), axes.get("constants", {}), mesh),
+        opt_state=with_shardings(opt_state, opt_axes, mesh),
+        ema=params if ema else {},
     )
     return optimizer, Layout(abstract=abstract, axes=axes["params"])
 
