@@ -150,7 +150,6 @@ def heat_maps(
     y_label: str,
     names: tuple[Sequence[object], Sequence[object]] | None = None,
     number: str = "{:.2f}",
-    title: str = "",
 ) -> Markup:
     """Shows matrices of the same shape as tables whose cells are shaded from 0; NaN is an empty cell.
 
@@ -162,7 +161,6 @@ def heat_maps(
         "heat_maps.html.jinja",
         panels={name: values.tolist() for name, values in panels.items()},
         most=max(1e-6, *(np.nanmax(np.abs(values)) for values in panels.values())),
-        title=title,
         labels=(x_label, y_label),
         names=names or (range(1, width + 1), range(1, height + 1)),
         number=number,
