@@ -86,7 +86,7 @@ def to_json(value: object) -> JSON:
         return [to_json(v) for v in value]
     if isinstance(value, dict):
         return {str(k): to_json(v) for k, v in value.items()}
-    if _is_config(value):
+    if is_config(value):
         name = type(value).__name__
         if REGISTRY.get(name) is not type(value):
             raise ValueError(f"{name} is not registered: decorate the class with @register")
@@ -155,7 +155,7 @@ def field_types(cls: Any, *, limits: bool = False) -> dict[str, Annotation]:
 def check_fields(obj: object, path: str = "") -> None:
     """Raises a `ValueError` that names the first wrong field in a tree of modules and dataclasses."""
     children: Any = enumerate(obj) if isinstance(obj, tuple) else ()
-    if _is_config(obj):
+    if is_config(obj):
         check_types(type(obj), fields_of(obj), path)
         children = fields_of(obj).items()
     for name, child in children:
@@ -251,12 +251,13 @@ def format_type(annotation: Annotation) -> str:
 
 def format_value(value: object) -> str:
     """Formats a value for errors, with at most 60 characters."""
-    if _is_config(value):
+    if is_config(value):
         return f"a {type(value).__name__}"
     formatted = repr(value) if not isinstance(value, dict) else json.dumps(value, default=str)
     formatted = " ".join(formatted.split())  # modules are shown on several lines
     return formatted if len(formatted) <= 60 else f"{formatted[:57]}…"
 
 
-def _is_config(value: object) -> bool:
+def is_config(value: object) -> bool:
+    """Returns whether a value is a module or a dataclass, which has fields."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -30,6 +30,7 @@ from synthesizer_jax.base.registry import (
     format_type,
     format_value,
     from_json,
+    is_config,
     matches_type,
     replace,
     to_json,
@@ -224,24 +225,20 @@ def settings(obj: object, path: str = "") -> Iterator[Setting]:
             yield from settings(child, child_at)
 
 
-def _has_fields(value: object) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
 def _nested_objects(value: object, path: str) -> Iterator[tuple[object, str]]:
     """Yields the objects with fields that a value is or holds, and their paths."""
     if isinstance(value, tuple):
         for i, entry in enumerate(value):
             yield from _nested_objects(entry, child_path(path, i))
-    elif _has_fields(value):
+    elif is_config(value):
         yield value, path
 
 
 def _format_setting(value: object) -> str:
     """Returns a plain value as ``--set`` reads it, an object as the name of its class."""
-    if _has_fields(value):
+    if is_config(value):
         return type(value).__name__
-    if isinstance(value, tuple) and any(map(_has_fields, value)):
+    if isinstance(value, tuple) and any(map(is_config, value)):
         return f"({', '.join(map(_format_setting, value))})"
     try:
         text = json.dumps(to_json(value))
@@ -299,7 +296,7 @@ def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path
     if isinstance(value, tuple):
         entries = {str(i): entry for i, entry in enumerate(value)}
         missing = f"{{!r}} is not an index below {len(value)}"
-    elif _has_fields(value):
+    elif is_config(value):
         cls: type = type(value)
         entries, kinds = fields_of(value), field_types(cls)
         missing = f"{type(value).__name__} has no field {{!r}}"
@@ -339,6 +336,6 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
     for option in options:
         if matches_type(value, option):
             return float(value) if option is float else value
-    given = type(value).__name__ if _has_fields(value) else text
+    given = type(value).__name__ if is_config(value) else text
     given = given if len(given) <= 60 else f"{given[:57]}…"
     raise ValueError(f"--set {path}={given}: expected {format_type(kind)}")
