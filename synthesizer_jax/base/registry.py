@@ -94,6 +94,21 @@ def to_json(value: object) -> JSON:
     raise ValueError(f"{value!r} cannot be saved as JSON")
 
 
+def plain_json(value: Any, *, digits: int = 17) -> JSON:
+    """Returns JSON data: arrays as lists, floats with so many digits, NaN and infinities as null.
+
+    By default floats are as they are. A tuple as a key becomes its parts, separated by spaces.
+    """
+    if hasattr(value, "tolist"):  # an array, or a number of NumPy
+        value = value.tolist()
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        text = lambda key: " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+        return {text(key): plain_json(part, digits=digits) for key, part in value.items()}
+    return [plain_json(part, digits=digits) for part in value] if isinstance(value, list | tuple) else value
+
+
 def from_json(data: JSON, path: str = "") -> Any:
     """Converts JSON data from `to_json` back to a value.
 

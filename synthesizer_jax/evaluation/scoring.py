@@ -12,6 +12,7 @@ import numpy as np
 
 from synthesizer_jax.base.files import refuse_links, write_atomic
 from synthesizer_jax.base.messages import Phase, silent_phase
+from synthesizer_jax.base.registry import plain_json
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.tasks.task import Answers
@@ -254,7 +255,7 @@ def write_results(
         }
         for result in results
     ]
-    text = json.dumps(_replace_nonfinite({"step": step, "tasks": tasks, **overall}), indent=1)
+    text = json.dumps(plain_json({"step": step, "tasks": tasks, **overall}), indent=1)
     return write_atomic(folder / RESULTS_FILE, text + "\n")
 
 
@@ -271,19 +272,6 @@ def write_predictions(folder: pathlib.Path, result: TaskResult, *, examples: Eva
             record = {**examples.record(i, prediction), "score": float(result.scores[i])}
             if result.ranked is not None:
                 record["scores"] = dict(zip(result.words, result.ranked[i].tolist(), strict=True))
-            yield json.dumps(_replace_nonfinite(record), ensure_ascii=False) + "\n"
+            yield json.dumps(plain_json(record), ensure_ascii=False) + "\n"
 
     return write_atomic(folder / f"{result.task}.jsonl", lines())
-
-
-def _replace_nonfinite(value: object) -> object:
-    """Returns JSON data with None in the place of NaN and infinities, and NumPy's numbers as Python's."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: _replace_nonfinite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_replace_nonfinite(part) for part in value]
-    return value

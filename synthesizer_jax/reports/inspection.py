@@ -13,7 +13,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from synthesizer_jax.base.files import write_atomic
-from synthesizer_jax.base.registry import JSON
+from synthesizer_jax.base.registry import plain_json
 from synthesizer_jax.inspection.measures import EDGES, NEAR, REACH, Measures
 from synthesizer_jax.inspection.static_attention import TABLE
 from synthesizer_jax.reports.figures import (
@@ -63,7 +63,7 @@ NUMBERS = ("entropy", "spread", "near", "off_diagonal", "static", "rank")
 def write_inspection(path: pathlib.Path, inspected: Inspected, *, title: str) -> pathlib.Path:
     """Writes the page of what `inspect_run` returns, and its numbers beside it, whose path is returned."""
     axes = {"histogram_edges": EDGES, "profile_distances": DISTANCES}
-    text = json.dumps(_plain({"title": title, **axes, **inspected}), allow_nan=False)
+    text = json.dumps(plain_json({"title": title, **axes, **inspected}, digits=4), allow_nan=False)
     numbers = write_atomic(path.with_suffix(".json"), text + "\n")
     layers, example = inspected["layers"], [x for x in inspected["example"] if x]
     cut = (f"“{x[:MOST_LETTERS]}{'…' * (len(x) > MOST_LETTERS)}”" for x in example)
@@ -338,15 +338,3 @@ def _rows(layers: Mapping[str, Inspected]) -> Iterator[list[str]]:
         m = layer["end"]
         for i in range(len(m["spread"])):
             yield [f"{name}.{i + 1}", *(text(m[x][i]) for x in NUMBERS)]
-
-
-def _plain(value: Any) -> JSON:
-    """Returns JSON data: arrays as lists, four digits, NaN and infinities as null."""
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, float):
-        return float(f"{value:.4g}") if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        text = lambda key: " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
-        return {text(key): _plain(part) for key, part in value.items()}
-    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
