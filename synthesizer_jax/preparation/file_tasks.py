@@ -56,10 +56,7 @@ def _field_text(row: Row, field: str) -> str:
     value: JSON = row
     for name in [field] if field in row else field.split("."):
         value = find_field(value if isinstance(value, dict) else {}, name, field=field)
-    try:
-        return value_text(value)
-    except ValueError as error:
-        raise ValueError(f"the field {field!r} is {error}") from None
+    return value_text(value, field)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -128,16 +128,13 @@ def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str])
     if isinstance(feature, tfds.features.Sequence):
         if not isinstance(value, list):
             raise ValueError(f"the field {name!r} is {str(value)[:60]!r}, which is no list of texts")
-        return [value_text(text) for text in value]
+        return [value_text(text, name) for text in value]
     if isinstance(feature, tfds.features.ClassLabel):
         return _label(value, feature.names, labels)
     if not isinstance(feature, tfds.features.Text):
         is_number = isinstance(feature, tfds.features.Tensor) and feature.np_dtype == np.float32
         return float(value) if is_number else value  # STS-B's
-    try:
-        return value_text(value)
-    except ValueError as error:
-        raise ValueError(f"the field {name!r} is {error}") from None
+    return value_text(value, name)
 
 
 def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON:

@@ -224,13 +224,14 @@ def find_field(row: Mapping[str, JSON], name: str, *, field: str = "") -> JSON:
     return row[name]
 
 
-def value_text(value: JSON) -> str:
-    """Returns a field as text: strings and bytes as they are, other values as Python writes them.
+def value_text(value: JSON, field: str) -> str:
+    """Returns a value of a field as text: strings and bytes as they are, others as Python writes them.
 
     Raises:
-      ValueError: the field is null, a list or an object, or no finite number.
+      ValueError: it is null, a list or an object, or no finite number.
     """
     infinite = isinstance(value, float) and not math.isfinite(value)
     if value is None or infinite or isinstance(value, list | dict):
-        raise ValueError(f"{json.dumps(value, default=str)[:60]}, which is no text")
+        shown = json.dumps(value, default=str)[:60]
+        raise ValueError(f"the field {field!r} is {shown}, which is no text")
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
