@@ -189,17 +189,14 @@ def assemble_batch(
 ) -> dict[str, np.ndarray]:
     """Returns the `batch_fields` of rows of examples, put one after another; a row of none is padding."""
     inputs, targets = lengths or (config.inputs_length, config.targets_length)
-    encoder_tokens, encoder_segments = _lay_out(
-        [[e.inputs for e in row] for row in rows], inputs, ids.padding
-    )
-    target_tokens, target_segments = _lay_out(
-        [[e.targets for e in row] for row in rows], targets, ids.padding
-    )
-    decoder_inputs = np.where(target_segments > 0, ids.start, ids.padding).astype(np.int32)
+    pad = ids.padding
+    encoder_tokens, encoder_segments = _lay_out([[e.inputs for e in row] for row in rows], inputs, pad)
+    target_tokens, target_segments = _lay_out([[e.targets for e in row] for row in rows], targets, pad)
+    decoder_inputs = np.where(target_segments > 0, ids.start, pad).astype(np.int32)
     continues = target_segments[:, 1:] == target_segments[:, :-1]  # others begin an example, or are padding
     decoder_inputs[:, 1:] = np.where(continues, target_tokens[:, :-1], decoder_inputs[:, 1:])
     # A class may have the number of padding.
-    predicted = target_segments > 0 if config.classes else target_tokens != ids.padding
+    predicted = target_segments > 0 if config.classes else target_tokens != pad
     batch = {
         "encoder_input_tokens": encoder_tokens,
         "decoder_input_tokens": decoder_inputs,

@@ -266,20 +266,15 @@ class Stream:
         shard, streams = (index, config.shards), list[TaskStream]()
         for number, member in enumerate(members, 1):
             seed = np.random.SeedSequence(config.seed, spawn_key=(index, number))
-            if member.objective is None:
-                order = seed if config.shuffle else None
-                streams.append(ExampleStream(member.examples, shard=shard, seed=order))
+            examples, objective = member.examples, member.objective
+            stream: TaskStream
+            if objective is None:
+                stream = ExampleStream(examples, shard=shard, seed=seed if config.shuffle else None)
             else:
-                streams.append(
-                    SegmentStream(
-                        member.examples,
-                        member.objective,
-                        self._form,
-                        shard=shard,
-                        seed=seed,
-                        shuffle=config.shuffle,
-                    )
+                stream = SegmentStream(
+                    examples, objective, self._form, shard=shard, seed=seed, shuffle=config.shuffle
                 )
+            streams.append(stream)
         return VirtualShard(
             streams,
             [member.rate for member in members],
@@ -301,9 +296,7 @@ class PrefetchedStream(contextlib.AbstractContextManager["PrefetchedStream"]):
     def __init__(self, stream: Stream):
         self._stream = stream
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "batches")
-        self._ahead: collections.deque[
-            concurrent.futures.Future[tuple[dict[str, np.ndarray], Position]]
-        ] = collections.deque()
+        self._ahead = collections.deque[concurrent.futures.Future[tuple[dict[str, np.ndarray], Position]]]()
         self._position = stream.position()
 
     def __exit__(self, *_: object) -> None:
@@ -311,7 +304,7 @@ class PrefetchedStream(contextlib.AbstractContextManager["PrefetchedStream"]):
 
     def __next__(self) -> dict[str, np.ndarray]:
         while len(self._ahead) <= DEPTH:
-            self._ahead.append(self._thread.submit(self._make_batch))
+            self._ahead.append(self._thread.submit(lambda: (next(self._stream), self._stream.position())))
         batch, self._position = self._ahead.popleft().result()
         return batch
 
@@ -323,6 +316,3 @@ class PrefetchedStream(contextlib.AbstractContextManager["PrefetchedStream"]):
         """Continues after a saved position, before a batch is taken; see `Stream.restore`."""
         self._stream.restore(directory)
         self._position = self._stream.position()
-
-    def _make_batch(self) -> tuple[dict[str, np.ndarray], Position]:
-        return next(self._stream), self._stream.position()

@@ -83,7 +83,11 @@ class ExampleStream:
         self._epoch, self._chunk, self._num_taken = position
         start, stop = 0, len(self._examples)
         if self._reads_chunks:
-            start = self._stored_chunk() * CHUNK
+            stored = self._chunk  # its number in the files
+            if self._epoch and self._seed is not None:
+                count = -(-len(self._examples) // CHUNK)
+                stored = int(_order_of_chunks(self._seed.entropy, self._epoch, count)[self._chunk])
+            start = stored * CHUNK
             stop = min(start + CHUNK, stop)
         index, num_shards = self._shard
         order = np.arange(start + (index - start) % num_shards, stop, num_shards)
@@ -96,13 +100,6 @@ class ExampleStream:
     def _reads_chunks(self) -> bool:
         """Whether the examples of a chunk are used before those of the next."""
         return not self._epoch or not self._examples.is_resident
-
-    def _stored_chunk(self) -> int:
-        """Returns the number of the chunk in the files."""
-        if not self._epoch or self._seed is None:
-            return self._chunk
-        count = -(-len(self._examples) // CHUNK)
-        return int(_order_of_chunks(self._seed.entropy, self._epoch, count)[self._chunk])
 
 
 @functools.lru_cache(maxsize=64)

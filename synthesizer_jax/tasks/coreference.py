@@ -87,9 +87,7 @@ def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
     T5's authors have verified the conversion on the validation and test splits only.
     """
-
-    def question(premise: bytes, hypothesis: bytes) -> tuple[str, str]:
-        return _wnli_question(premise.decode(), hypothesis.decode())
+    question = lambda premise, hypothesis: _wnli_question(premise.decode(), hypothesis.decode())
 
     def convert(row: Row) -> Row:
         pair = [row["sentence1"], row["sentence2"]]

@@ -13,7 +13,7 @@ from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.tasks import metrics, postprocessors, stored
 from synthesizer_jax.tasks.metrics import Value
-from synthesizer_jax.tasks.postprocessors import Example
+from synthesizer_jax.tasks.postprocessors import Example, to_text
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -41,12 +41,8 @@ class Answers(NamedTuple):
     def select(self, indices: Sequence[int]) -> Answers:
         """Returns the answers to some of the examples."""
         chosen = list(indices)
-        return Answers(
-            [self.texts[i] for i in chosen],
-            tokens=None if self.tokens is None else [self.tokens[i] for i in chosen],
-            scores=None if self.scores is None else self.scores[chosen],
-            target_scores=None if self.target_scores is None else self.target_scores[chosen],
-        )
+        pick = lambda x: x[chosen] if isinstance(x, np.ndarray) else [x[i] for i in chosen]
+        return Answers._make(None if part is None else pick(part) for part in self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +124,7 @@ class Task:
           vocabulary: the vocabulary of the tokens; None: only the texts are used.
         """
         targets = [
-            self.postprocess(
-                postprocessors.to_text(row["targets_pretokenized"]), example=row, is_target=True
-            )
+            self.postprocess(to_text(row["targets_pretokenized"]), example=row, is_target=True)
             for row in examples
         ]
         predictions = [

@@ -99,8 +99,7 @@ def find_task(name: str) -> Task:
         return TASKS[name]
     if name in seqio_tasks.task_names():
         return seqio_tasks.find_registered(name)
-    known = [*TASKS, *seqio_tasks.task_names()]
-    raise ValueError(f"there is no task {name!r}{did_you_mean(name, known)}; {_REMEDY}")
+    raise ValueError(f"there is no task {name!r}{did_you_mean(name, task_names())}; {_REMEDY}")
 
 
 def task_names() -> list[str]:
