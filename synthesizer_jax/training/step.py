@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -213,30 +214,6 @@ def make_train_step(
     """
     parts = training.micro_batches
 
-    def normalized_loss(
-        trained: PyTree,
-        state: TrainState,
-        base: Variables,
-        batch: Batch,
-        key: jax.Array,
-        denominator: jax.Array,
-        num_targets: jax.Array,
-    ) -> tuple[jax.Array, LossSums]:
-        variables = {**state.variables, "params": merge_entries(trained, state.params)}
-        sums = loss_sums(
-            model,
-            adapted_variables(variables, base, training.adapters),
-            batch,
-            z_loss=training.z_loss,
-            label_smoothing=training.label_smoothing,
-            dropout_key=key,
-            max_segments=max_segments,
-            penalty_weight=num_targets / parts,
-        )
-        return (sums.total + sums.penalty) / denominator, sums
-
-    gradients_of = jax.grad(normalized_loss, has_aux=True)
-
     def step(
         state: TrainState, batch: Batch, key: jax.Array, base: Variables
     ) -> tuple[TrainState, Metrics]:
@@ -245,21 +222,34 @@ def make_train_step(
         denominator = loss_denominator(weights, training.loss_normalizer)
         trained, num_targets = optimizer.trained(state.params), weights.sum()
 
-        def gradients_of_part(part: Batch, key: jax.Array) -> tuple[PyTree, LossSums]:
-            return gradients_of(trained, state, base, part, key, denominator, num_targets)
+        def normalized_loss(trained: PyTree, part: Batch, key: jax.Array) -> tuple[jax.Array, LossSums]:
+            variables = {**state.variables, "params": merge_entries(trained, state.params)}
+            sums = loss_sums(
+                model,
+                adapted_variables(variables, base, training.adapters),
+                part,
+                z_loss=training.z_loss,
+                label_smoothing=training.label_smoothing,
+                dropout_key=key,
+                max_segments=max_segments,
+                penalty_weight=num_targets / parts,
+            )
+            return (sums.total + sums.penalty) / denominator, sums
+
+        gradients_of = functools.partial(jax.grad(normalized_loss, has_aux=True), trained)
 
         def add_part(total: PyTree, indexed_part: tuple[jax.Array, Batch]) -> tuple[PyTree, None]:
             index, part = indexed_part
-            gradients = gradients_of_part(part, jax.random.fold_in(key, index))
+            gradients = gradients_of(part, jax.random.fold_in(key, index))
             return jax.tree.map(jnp.add, total, gradients), None
 
         if parts == 1:
-            gradients, sums = gradients_of_part(batch, key)
+            gradients, sums = gradients_of(batch, key)
         else:
             split = jax.tree.map(lambda x: _split_micro_batches(x, parts), batch)
             first = jax.tree.map(lambda x: x[0], split)
             zeros = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients_of_part, first, key)
+                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients_of, first, key)
             )
             gradients, sums = jax.lax.scan(add_part, zeros, (jnp.arange(parts), split))[0]
         gradients = optimizer.mask_gradients(gradients)
