@@ -18,6 +18,8 @@ from synthesizer_jax.base.registry import replace
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.checkpoints.placement import place_variables
+from synthesizer_jax.data.batch import assemble_batch
+from synthesizer_jax.data.task_streams import SIDES, DrawnExample
 from synthesizer_jax.distillation.distill import DISTILLATION_FILE
 from synthesizer_jax.distillation.replacement import blocks_of
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, evenly_spaced
@@ -278,26 +280,16 @@ def _batches(
     rows = [row for s in sets for row in evenly_spaced(s.examples, each)]
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:count]]
     batch_size = -(-min(batch_size, -(-len(rows) // 2)) // mesh.size) * mesh.size
-    limits, special, padded = experiment.data.lengths, experiment.model.ids, {}
-    for name in ("inputs", "targets"):
-        ids = [np.asarray(row[name])[: limits[name]] for row in rows]
-        longest = max(1 if limits[name] else 0, *map(len, ids))
-        whole = -(-len(ids) // batch_size) * batch_size
-        padded[name] = np.full((whole, longest), special.padding, np.int32)
-        for i, x in enumerate(ids):
-            padded[name][i, : len(x)] = x
-    arrays = {
-        "encoder_input_tokens": padded["inputs"],
-        "decoder_input_tokens": np.pad(
-            padded["targets"][:, :-1], ((0, 0), (1, 0)), constant_values=special.start
-        ),
-        "decoder_target_tokens": padded["targets"],
-        "decoder_loss_weights": (padded["targets"] != special.padding).astype(np.float32),
-    }
-    parts = range(0, len(padded["inputs"]), batch_size)
-    batches = [{name: x[i : i + batch_size] for name, x in arrays.items()} for i in parts]
-    texts = [to_text(rows[0][f"{name}_pretokenized"]) for name in padded]
-    return len(rows), texts, [jax.device_put(batch, batch_sharding(mesh)) for batch in batches]
+    limits, data = experiment.data.lengths, replace(experiment.data, pack=False)
+    cut = [{side: np.asarray(row[side])[: limits[side]] for side in SIDES} for row in rows]
+    inputs, targets = (max(min(limits[side], 1), *(len(ids[side]) for ids in cut)) for side in SIDES)
+    batches = []
+    for i in range(0, len(rows), batch_size):
+        part = [[DrawnExample(**ids, member=0, epoch=0)] for ids in cut[i : i + batch_size]]
+        part += [[]] * (batch_size - len(part))
+        host = assemble_batch(part, data, lengths=(inputs, targets), ids=experiment.model.ids)
+        batches.append(jax.device_put(host, batch_sharding(mesh)))
+    return len(rows), [to_text(rows[0][f"{side}_pretokenized"]) for side in SIDES], batches
 
 
 def _fresh_variables(experiment: Experiment, layout: Variables, mesh: Mesh) -> Variables:
