@@ -23,14 +23,7 @@ import numpy as np
 from etils import epy
 
 from synthesizer_jax.base.files import describing, in_bucket, open_atomic, temporary_directory, write_atomic
-from synthesizer_jax.data.prepared import (
-    FORMAT,
-    HIDDEN,
-    Chunk,
-    PreparedInfo,
-    PreparedTasks,
-    rows_file,
-)
+from synthesizer_jax.data.prepared import FORMAT, HIDDEN, Chunk, PreparedInfo, PreparedTasks, rows_file
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Vocabulary, index_by_tokens
 from synthesizer_jax.preparation import synthetic

@@ -37,11 +37,9 @@ def classification(
 
     Without `prefix` the input begins with the last part of the name of the data set.
     """
+    prefix = prefix or dataset.rpartition("/")[2]
     preprocess = functools.partial(
-        preprocessors.classification,
-        prefix=prefix or dataset.rpartition("/")[2],
-        features=features,
-        labels=labels,
+        preprocessors.classification, prefix=prefix, features=features, labels=labels
     )
     return Task(name, dataset, preprocess, label_words=labels, **options)
 
@@ -87,15 +85,9 @@ GLUE = (
 
 
 def _wsc(split: str, splits: tuple[str, ...], **options: Any) -> Task:
+    name, dataset = f"super_glue_wsc_v102_simple_{split}", "super_glue/wsc.fixed"
     preprocess = functools.partial(coreference.wsc, positive_only=split == "train")
-    return Task(
-        f"super_glue_wsc_v102_simple_{split}",
-        "super_glue/wsc.fixed",
-        preprocess,
-        splits=splits,
-        postprocess_fn=postprocessors.referent,
-        **options,
-    )
+    return Task(name, dataset, preprocess, splits=splits, postprocess_fn=postprocessors.referent, **options)
 
 
 SUPER_GLUE = (
@@ -213,15 +205,8 @@ QUESTION_ANSWERING = (  # Rajpurkar et al. 2016
 
 
 def _texts(name: str, dataset: str, splits: tuple[str, ...], objective: str | None = None) -> Task:
-    return Task(
-        name,
-        dataset,
-        preprocessors.language_modeling,
-        metrics=(),
-        splits=splits,
-        has_inputs=False,
-        objective=OBJECTIVES[objective] if objective else None,
-    )
+    preprocess, made_by = preprocessors.language_modeling, OBJECTIVES[objective] if objective else None
+    return Task(name, dataset, preprocess, (), splits, has_inputs=False, objective=made_by)
 
 
 LANGUAGE_MODELING = (
