@@ -316,9 +316,6 @@ def finished_steps(directory: pathlib.Path) -> list[int]:
     if not directory.is_dir():
         return []
     numbered = [p for p in directory.iterdir() if re.fullmatch("0|[1-9][0-9]*", p.name)]
-    return sorted(int(p.name) for p in numbered if _is_committed(p))
-
-
-def _is_committed(checkpoint: pathlib.Path) -> bool:
-    """Whether Orbax has finished a checkpoint: in a bucket, which has no renaming, by a file in it."""
-    return (checkpoint / COMMITTED).exists() if in_bucket(checkpoint) else checkpoint.is_dir()
+    # In a bucket, which has no renaming, a finished one has a file that says so.
+    is_committed = lambda p: (p / COMMITTED).exists() if in_bucket(p) else p.is_dir()
+    return sorted(int(p.name) for p in numbered if is_committed(p))

@@ -56,16 +56,6 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_types(DataConfig, fields_of(self), "data")
-        self._check_buckets()
-        self._check_classes()
-        if self.batch_size % self.shards:
-            by, size = f"data.shards={self.shards}", self.batch_size
-            raise ValueError(
-                f"{not_divisible('data.batch_size', size, by=by, divisor=self.shards)}; or set data.shards "
-                "too, and to save memory alone training.micro_batches"
-            )
-
-    def _check_buckets(self) -> None:
         if self.buckets and self.pack:
             raise ValueError(
                 "data.buckets is for rows that are not packed; set data.pack=false or data.buckets=()"
@@ -78,18 +68,20 @@ class DataConfig:
                     f"data.buckets holds ({inputs}, {targets}); allowed: {shortest} to inputs_length="
                     f"{self.inputs_length} and 1 to targets_length={self.targets_length}"
                 )
-
-    def _check_classes(self) -> None:
-        if not self.classes:
-            return
-        if self.targets_length != 1 or self.pack:
+        if self.classes and (self.targets_length != 1 or self.pack):
             raise ValueError(
                 f"data.classes gives every row one class, with data.targets_length={self.targets_length} "
                 f"and data.pack={str(self.pack).lower()}; set data.targets_length=1 and data.pack=false"
             )
-        if len(set(self.classes)) < max(2, len(self.classes)):
+        if self.classes and len(set(self.classes)) < max(2, len(self.classes)):
             raise ValueError(
                 f"data.classes is {', '.join(self.classes)}; give two or more label words, each once"
+            )
+        if self.batch_size % self.shards:
+            by, size = f"data.shards={self.shards}", self.batch_size
+            raise ValueError(
+                f"{not_divisible('data.batch_size', size, by=by, divisor=self.shards)}; or set data.shards "
+                "too, and to save memory alone training.micro_batches"
             )
 
     @property

@@ -26,15 +26,11 @@ def enable_compilation_cache() -> None:
     except OSError:
         return
     if os.access(directory, os.W_OK):
-        _remove_partial_entries(directory)
+        for program in directory.glob("*-cache"):
+            # Without a time of use its process was killed, and JAX would warn for ever.
+            if not program.with_name(f"{program.name.removesuffix('cache')}atime").exists():
+                program.unlink(missing_ok=True)
         os.environ[VARIABLE] = str(directory)
         os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(MAX_BYTES))
         # A start has dozens of small programs, which take longer to compile than to read.
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-
-
-def _remove_partial_entries(directory: pathlib.Path) -> None:
-    """Removes programs without a time of use: their process was killed, and JAX would warn for ever."""
-    for program in directory.glob("*-cache"):
-        if not program.with_name(f"{program.name.removesuffix('cache')}atime").exists():
-            program.unlink(missing_ok=True)

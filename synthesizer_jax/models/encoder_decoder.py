@@ -135,7 +135,10 @@ class EncoderDecoder(TextToText, kw_only=True):
         if mask is None:
             tokens, _ = move_token_padding_last(tokens, self.ids.padding)
             mask = Mask.padded(num_real_tokens(tokens, self.ids.padding))
-        x = self._embed_inputs(tokens)
+        if self.encoder_d_model is None:
+            x = self.embed(tokens)
+        else:
+            x = self.look_up(self.encoder_embedding, tokens, self.encoder_embedding_scale)
         return self.encoder(x, mask=mask, shared_positions=self.positions)
 
     @on_any_mesh
@@ -158,12 +161,6 @@ class EncoderDecoder(TextToText, kw_only=True):
             self.embed(tokens), cache.layers, memory_mask=cache.memory_mask, shared_positions=self.positions
         )
         return x, dataclasses.replace(cache, layers=layers)
-
-    def _embed_inputs(self, tokens: jax.Array) -> jax.Array:
-        """Embeds the encoder's tokens ``[batch, k]``."""
-        if self.encoder_d_model is None:
-            return self.embed(tokens)
-        return self.look_up(self.encoder_embedding, tokens, self.encoder_embedding_scale)
 
     def _memory_mask(self, tokens: jax.Array, mask: Mask | None) -> Mask:
         """Returns the mask of attention to encoded tokens ``[batch, k]``, given that of the encoder."""

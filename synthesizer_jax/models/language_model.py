@@ -115,9 +115,8 @@ class LanguageModel(TextToText, kw_only=True):
         """
         count = num_real_tokens(targets, self.ids.padding)
         tokens, _ = move_token_padding_last(targets, self.ids.padding)
-        tokens = jnp.pad(
-            tokens, ((0, 0), (1, 0)), constant_values=self.ids.start
-        )  # the decoder's first input, then the targets
+        # The decoder's first input, then the targets.
+        tokens = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=self.ids.start)
         last = jnp.take_along_axis(tokens, count[:, None], axis=1)[:, 0]  # [b]
         mask = Mask(causal=True, key_lengths=count)
         return last, self._read(tokens[:, :-1], mask, max_length=max_length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from flax.core.spmd import get_logical_axis_rules
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from synthesizer_jax.attention import Mask
-from synthesizer_jax.base.registry import fields_of
+from synthesizer_jax.base.registry import fields_of, is_config
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.mixers import Mixer
 from synthesizer_jax.models import LOSSES, Block, FeedForward, Memory, TokenModel
@@ -254,6 +253,5 @@ def _parts(config: object) -> Iterator[object]:
     """Yields a configuration and everything in its fields."""
     yield config
     entries = config if isinstance(config, tuple) else ()
-    is_object = dataclasses.is_dataclass(config) and not isinstance(config, type)
-    for value in fields_of(config).values() if is_object else entries:
+    for value in fields_of(config).values() if is_config(config) else entries:
         yield from _parts(value)
