@@ -109,18 +109,11 @@ def attention_statistics(
 
 
 def collect_statistics(
-    model: EncoderDecoder,
-    variables: Variables,
-    batches: Iterable[Batch],
-    layers: Iterable[Layer],
+    model: EncoderDecoder, variables: Variables, batches: Iterable[Batch], layers: Iterable[Layer]
 ) -> dict[Layer, Statistics]:
-    """Returns the sums of `attention_statistics` over batches, as NumPy arrays."""
-    total: dict[Layer, Statistics] | None = None
-    for batch in batches:
-        new = attention_statistics(variables, batch, model=model, layers=tuple(layers))
-        total = new if total is None else jax.tree.map(jnp.add, total, new)
-    if total is None:
-        raise ValueError("there are no batches to fit to; give at least one")
+    """Returns the sums of `attention_statistics` over batches, at least one, as NumPy arrays."""
+    of_batch = functools.partial(attention_statistics, variables, model=model, layers=tuple(layers))
+    total = functools.reduce(functools.partial(jax.tree.map, jnp.add), map(of_batch, batches))
     return jax.tree.map(gather_to_host, total)
 
 
