@@ -112,20 +112,13 @@ def loss_sums(
         )
         kernel, scale = apply_method(model.output_kernel, variables)
     targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
-
-    def chunked(kernel: jax.Array, *rows: jax.Array) -> LossSums:
-        hidden, targets, weights = rows
-        return chunked_cross_entropy(
-            hidden,
-            kernel,
-            targets=targets,
-            weights=weights,
-            scale=scale,
-            z_loss=z_loss,
-            label_smoothing=label_smoothing,
-            soft_cap=model.logits_soft_cap,
-        )
-
+    chunked = functools.partial(
+        chunked_cross_entropy,
+        scale=scale,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+        soft_cap=model.logits_soft_cap,
+    )
     if kernel is None or targets.size * kernel.shape[1] <= DENSE_LOGITS:
         logits = states
         if kernel is not None:
@@ -135,14 +128,15 @@ def loss_sums(
             logits, targets, weights=weights, z_loss=z_loss, label_smoothing=label_smoothing
         )
     elif mesh_axes("batch"):  # on every device's own rows; the projection is gathered once
+        of_rows = lambda kernel, x, y, w: chunked(x, kernel, targets=y, weights=w)
         parts = map_over_batch(
-            lambda *arrays: jax.tree.map(lambda x: jnp.asarray(x)[None], chunked(*arrays)),
+            lambda *arrays: jax.tree.map(lambda x: jnp.asarray(x)[None], of_rows(*arrays)),
             kernel.astype(states.dtype),
             *(states, targets, weights),
         )
         sums = jax.tree.map(jnp.sum, parts)
     else:
-        sums = chunked(kernel, states, targets, weights)
+        sums = chunked(states, kernel, targets=targets, weights=weights)
     penalty = sum(jax.tree.leaves(sown), start=jnp.zeros(()))
     weight = sums.weight if penalty_weight is None else penalty_weight
     return dataclasses.replace(sums, penalty=penalty * weight)
