@@ -249,10 +249,7 @@ def _universal() -> EncoderDecoder:
     3.6 times: nothing that was released says with which settings of Mesh-TensorFlow's code.
     """
     base = t5(T5_1_0["base"], gated=False, relative_bias=False)
-
-    def shared(stack: Stack) -> UniversalStack:
-        return UniversalStack((Run(stack.runs[0].block, 24),), halting_threshold=0.5)
-
+    shared = lambda stack: UniversalStack((Run(stack.runs[0].block, 24),), halting_threshold=0.5)
     return base.copy(encoder=shared(base.encoder), decoder=shared(base.decoder))
 
 

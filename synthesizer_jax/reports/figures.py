@@ -148,13 +148,13 @@ def heat_maps(
     *,
     x_label: str,
     y_label: str,
-    names: tuple[Sequence[object], Sequence[object]] | None = None,
+    columns: Sequence[str] = (),
     number: str = "{:.2f}",
 ) -> Markup:
     """Shows matrices of the same shape as tables whose cells are shaded from 0; NaN is an empty cell.
 
     Negative numbers have another color.
-    `names` are those of the columns and of the rows; None counts both from 1.
+    Rows, and columns without names, are counted from 1.
     """
     height, width = next(iter(panels.values())).shape
     return render(
@@ -162,7 +162,7 @@ def heat_maps(
         panels={name: values.tolist() for name, values in panels.items()},
         most=max(1e-6, *(np.nanmax(np.abs(values)) for values in panels.values())),
         labels=(x_label, y_label),
-        names=names or (range(1, width + 1), range(1, height + 1)),
+        names=(columns or range(1, width + 1), range(1, height + 1)),
         number=number,
     )
 

@@ -305,13 +305,12 @@ def _grid(
     scale: float = 100.0,
     columns: Sequence[str] = (),
 ) -> Markup:
-    """Shows a matrix as numbers, times a scale; rows and columns without names are counted from 1."""
-    rows, width = values.shape
+    """Shows a matrix as numbers, times a scale; see `heat_maps`."""
     return heat_maps(
         {title: scale * values},
         x_label=x_label,
         y_label=y_label,
-        names=(columns or range(1, width + 1), range(1, rows + 1)),
+        columns=columns,
         number="{:.0f}" if scale == 100.0 else "{:.2f}",
     )
 
