@@ -102,13 +102,7 @@ def export(
 
     code.load_user_code(imports or ())
     export_run(
-        run,
-        directory,
-        to=to,
-        dtype=dtype,
-        inputs_length=inputs_length,
-        max_length=max_length,
-        beams=beams,
+        run, directory, to=to, dtype=dtype, inputs_length=inputs_length, max_length=max_length, beams=beams
     )
     typer.echo(f"{directory} holds the {'adapters' if to == 'peft' else 'model'} of {run}")
 

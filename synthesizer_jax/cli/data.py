@@ -48,11 +48,7 @@ def _vocabulary(name: str | None, extra_ids: int = EXTRA_IDS, bos: bool = False)
 
 
 def prepare_missing(
-    experiment: Experiment,
-    data_dir: pathlib.Path | None,
-    *,
-    trains: bool = True,
-    only: Sequence[str] = (),
+    experiment: Experiment, data_dir: pathlib.Path | None, *, trains: bool = True, only: Sequence[str] = ()
 ) -> None:
     """Prepares what is missing of the data of a run, in a process that imports TensorFlow and ends.
 

@@ -60,11 +60,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, imports: Sequence[s
 
 
 def load_with_code(
-    name: str,
-    overrides: Sequence[str] = (),
-    *,
-    kinds: tuple[type[Kind], ...],
-    imports: Sequence[str] = (),
+    name: str, overrides: Sequence[str] = (), *, kinds: tuple[type[Kind], ...], imports: Sequence[str] = ()
 ) -> tuple[Kind, Code]:
     """Calls a recipe; returns its result with some fields changed, and the code to record with a run.
 

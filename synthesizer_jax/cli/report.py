@@ -12,11 +12,7 @@ from synthesizer_jax.base.typing import Count
 from synthesizer_jax.cli.options import DataDir, Imports, print_table
 
 
-def report(
-    runs: list[pathlib.Path],
-    *,
-    output: pathlib.Path = pathlib.Path("report.html"),
-) -> None:
+def report(runs: list[pathlib.Path], *, output: pathlib.Path = pathlib.Path("report.html")) -> None:
     """Show a run, or compare several: scores, curves, answers, speed and settings, in one page.
 
     Runs whose experiments differ in seeds alone are one system, with standard errors and bands. Only the

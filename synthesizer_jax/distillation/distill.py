@@ -156,11 +156,7 @@ def distill(
 
 
 def _fit_state(
-    state: TrainState,
-    trainer: DistillationTrainer,
-    layers: list[Layer],
-    *,
-    data_dir: pathlib.Path | None,
+    state: TrainState, trainer: DistillationTrainer, layers: list[Layer], *, data_dir: pathlib.Path | None
 ) -> tuple[TrainState, dict[Layer, np.ndarray]]:
     """Returns a state with alignments fitted to the teacher's attention, and every head's divergence."""
     experiment = trainer.experiment

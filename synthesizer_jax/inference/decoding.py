@@ -177,13 +177,7 @@ def run_decoding(
             # The end of the output is another one.
             prompt = jnp.where(prompt == model.ids.end, model.ids.start, prompt)
     constraints = Constraints(
-        min_length,
-        longest,
-        repetition_penalty,
-        decoding.no_repeat_ngram_size,
-        prompt,
-        stops,
-        model.ids,
+        min_length, longest, repetition_penalty, decoding.no_repeat_ngram_size, prompt, stops, model.ids
     )
     decoder = Decoder(
         unroll(model),

@@ -179,15 +179,7 @@ def with_output_of_t5(model: TokenModel, params: PyTree) -> tuple[TokenModel, Py
     return model.copy(tied=False, logits_scale=None), {**params, "logits_kernel": kernel * scale}
 
 
-_FREE = (
-    "dropout_rate",
-    "elementwise_dropout",
-    "drop_output",
-    "dtype",
-    "scan",
-    "remat",
-    "implementation",
-)
+_FREE = ("dropout_rate", "elementwise_dropout", "drop_output", "dtype", "scan", "remat", "implementation")
 """Fields that change neither the parameters nor, without dropout, what is computed from them."""
 
 

@@ -54,10 +54,7 @@ def convert_checkpoint(
     Returns:
       The parameters as nested dictionaries of `Unread`, for their shapes.
     """
-    with (
-        new_directory(directory) as staging,
-        open_pretrained(source, revision=revision) as pretrained,
-    ):
+    with new_directory(directory) as staging, open_pretrained(source, revision=revision) as pretrained:
         experiment = _experiment(pretrained, source, vocabulary)
         params = pretrained.params
         if encoder or decoder:

@@ -28,11 +28,7 @@ from synthesizer_jax.sharding import replicate_to_devices
 
 @contextlib.contextmanager
 def open_pretrained(
-    source: pathlib.Path,
-    *,
-    revision: str | None = None,
-    compare: bool = True,
-    encoder_only: bool = False,
+    source: pathlib.Path, *, revision: str | None = None, compare: bool = True, encoder_only: bool = False
 ) -> Iterator[Pretrained]:
     """Opens a checkpoint of another library, or a run; parameters are read inside the context.
 

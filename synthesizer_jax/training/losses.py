@@ -238,11 +238,7 @@ _dense_losses.defvjp(_dense_forward, _dense_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _chunked_losses(
-    hidden: jax.Array,
-    kernel: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    settings: _Settings,
+    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array, settings: _Settings
 ) -> _Sums:
     return _scan_chunks(hidden, kernel, targets, weights, settings, gradient=False)[0]
 

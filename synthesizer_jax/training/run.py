@@ -134,11 +134,7 @@ def run(
 
 
 def find_prepared(
-    experiment: Experiment,
-    data_dir: pathlib.Path,
-    *,
-    trains: bool = True,
-    only: Sequence[str] = (),
+    experiment: Experiment, data_dir: pathlib.Path, *, trains: bool = True, only: Sequence[str] = ()
 ) -> PreparedTasks:
     """Returns the prepared data of a run, which is current.
 
@@ -162,11 +158,7 @@ def find_prepared(
 
 
 def missing_preparation(
-    experiment: Experiment,
-    data_dir: pathlib.Path,
-    *,
-    trains: bool = True,
-    only: Sequence[str] = (),
+    experiment: Experiment, data_dir: pathlib.Path, *, trains: bool = True, only: Sequence[str] = ()
 ) -> list[str]:
     """Returns the arguments of ``synthesizer-jax`` that prepare what is missing of a run's data.
 

@@ -41,12 +41,7 @@ class RunLog:
     """
 
     def __init__(
-        self,
-        experiment: Experiment,
-        directory: pathlib.Path,
-        checkpoints: Checkpoints,
-        *,
-        visible: bool,
+        self, experiment: Experiment, directory: pathlib.Path, checkpoints: Checkpoints, *, visible: bool
     ):
         training = experiment.training
         self._experiment, self._log_every = experiment, training.log_every

@@ -103,12 +103,7 @@ def loss_sums(
         scale = 1.0
     else:
         states, sown = teacher_forced(
-            model,
-            variables,
-            batch,
-            collection=LOSSES,
-            dropout_key=dropout_key,
-            max_segments=max_segments,
+            model, variables, batch, collection=LOSSES, dropout_key=dropout_key, max_segments=max_segments
         )
         kernel, scale = apply_method(model.output_kernel, variables)
     targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
