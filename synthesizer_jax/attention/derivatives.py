@@ -68,12 +68,19 @@ def platform_dependent(
     """Calls the implementation for the platform of the program, by name, or the default.
 
     Each returns what the default returns. It closes over no arrays, since it is traced when the program is
-    lowered. JAX looks into none of them, and there are no derivatives.
+    lowered; the caller's precision of products holds there too. JAX looks into none of them, and there are
+    no derivatives.
     """
     leaves, treedef = jax.tree.flatten(args)
 
+    precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
     def flat(function: Callable[..., PyTree]) -> Callable[..., list[jax.Array]]:
-        return lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(treedef, leaves)))
+        def evaluate(*leaves: jax.Array) -> list[jax.Array]:
+            with jax.default_matmul_precision(precision):
+                return jax.tree.leaves(function(*jax.tree.unflatten(treedef, leaves)))
+
+        return evaluate
 
     jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*args)
     others = tuple((name, flat(function)) for name, function in implementations.items())

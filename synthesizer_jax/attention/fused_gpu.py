@@ -52,6 +52,8 @@ def obstacle(inputs: FusedInputs) -> str | None:
         return "Mask.query_offset is not known when the function is traced"
     if logits_dtype(values, *jax.tree.leaves((products, biases))) != jnp.float32:
         return "the kernels have no 64-bit numbers"
+    if mask.allowed is not None and mask.allowed.size > 2**31:
+        return "Mask.allowed is too large for the kernels"  # its int8's offsets have 32 bits until 4 GiB
     widest = max(x.shape[-1] for x in (values, *jax.tree.leaves(products)))
     return f"rows of {widest} numbers are too wide for the kernels" if widest > MAX_WIDTH else None
 
@@ -610,7 +612,10 @@ def _divisor(number: int, wanted: int) -> int:
 def _load_residuals(residuals: _Residuals, example: Ref, block: Ref, tiles: _Tiles) -> _Residuals:
     dout, *rows = residuals
     args = example, block, tiles.blocks.q, tiles.lengths[0]
-    return _Residuals(_load_rows(dout, *args), *(_load_row(x, *args) for x in rows))
+    loaded = _Residuals(_load_rows(dout, *args), *(_load_row(x, *args) for x in rows))
+    # The weights of rows that are padding or beyond the length are exp(-∞), whatever their bias is.
+    row_max = jnp.where(loaded.inverse_row_sum > 0.0, loaded.row_max, jnp.inf)
+    return loaded._replace(row_max=row_max)
 
 
 def _backward_tile(

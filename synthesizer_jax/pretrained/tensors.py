@@ -132,10 +132,14 @@ def match_tensors(
     problems += [f"{name} is not part of the model" for name in sorted(superfluous)]
     if problems:
         raise ValueError(f"{source}: the tensors do not fit: {'; '.join(problems)}; nothing was read")
-    read = lambda c: c.layout.to_ours(tensors[c.name].read(None), c.shape)  # in the dtype that is stored
-    unread = {c.path: Unread(c.shape, functools.partial(read, c)) for c in parameters}
+    unread = {c.path: Unread(c.shape, functools.partial(_read, tensors[c.name], c)) for c in parameters}
     params: dict[str, PyTree] = traverse_util.unflatten_dict(unread)
     return params
+
+
+def _read(tensor: Tensor, c: Correspondence) -> np.ndarray:
+    """Reads a parameter in the dtype in which it is stored."""
+    return c.layout.to_ours(tensor.read(None), c.shape)
 
 
 def named_tensors(params: PyTree, parameters: Sequence[Correspondence]) -> Iterator[tuple[str, np.ndarray]]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.attention import Mask, Static, attend, fused, fused_gpu, fused_tpu, static, static_tpu
+from synthesizer_jax.attention.derivatives import platform_dependent
 from synthesizer_jax.attention.fused import softmax_vjp_delta
 from synthesizer_jax.attention.static import MIN_ROW_SUM, _is_separable, static_inputs
 from synthesizer_jax.attention.terms import Call
@@ -23,9 +24,10 @@ TERMS = {"tpu": EVERY_TERM, "gpu": tuple(name for name in EVERY_TERM if name != 
 every = pytest.mark.parametrize("platform", FUSED)
 
 
-def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None):
+def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None, bias=0.0):
     """Output, rows and cotangents of the fused kernels and of the loop; NaN is all over the padding."""
     terms, values, g = jax.tree.map(lambda x: x.astype(dtype), cases.problem(names, q, k))
+    terms = jax.tree.map(lambda x: x + bias, terms)
     inputs, offset = fused.fused_inputs(Call(terms, values, mask, q)), mask.query_offset
     products, values = inputs.products, inputs.values
     ones = jax.tree.map(jnp.ones_like, (products, values))
@@ -49,8 +51,8 @@ def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None):
     return run(forward, backward, inputs), run(loop_forward, loop_backward, inputs)
 
 
-def check_fused(platform, names, mask, q, k, bound=2e-5, soft_cap=None):
-    oracle.close(*both_ways(platform, names, mask, q, k, soft_cap=soft_cap), bound)
+def check_fused(platform, names, mask, q, k, bound=2e-5, **options):
+    oracle.close(*both_ways(platform, names, mask, q, k, **options), bound)
 
 
 BOTH = ("padding", "holes", "window and offset", "packed causal", "packed cross")
@@ -91,6 +93,14 @@ def test_blocks_of_queries_and_keys(platform, names, monkeypatch):
         mask = dataclasses.replace(mask, allowed=cases.holes(1, 1, 140, 140))
     names = tuple(name for name in names if name in TERMS[platform])
     check_fused(platform, names, mask, 140, 140, 1e-4, soft_cap=None if names == EVERY_TERM else 2.0)
+
+
+@every
+@pytest.mark.parametrize("name", ["relative", "static"])
+def test_rows_without_queries_do_not_overflow(platform, name, monkeypatch):
+    """Padding, and the end of the last block: exp of such a bias is infinite in float32."""
+    monkeypatch.setattr(fused_gpu, "choose_blocks", lambda *_, **__: fused_gpu.Blocks(16, 16, 4, 2))
+    check_fused(platform, (name,), Mask(query_lengths=jnp.array([20, 5, 0])), 20, 20, bias=100.0)
 
 
 @every
@@ -207,6 +217,10 @@ def test_what_the_kernels_do_not_take():
         assert all(name in obstacle for obstacle in obstacles(mask))
     assert "allowed" in obstacles(Mask(allowed=cases.holes(1, HEADS, QUERIES, KEYS)))[0]
     assert obstacles(Mask()) == (None, None)
+    pattern = jax.ShapeDtypeStruct((48, 1, 8192, 8192), bool)
+    inputs = fused.fused_inputs(Call(terms, values, Mask(), QUERIES))
+    inputs = inputs._replace(mask=dataclasses.replace(inputs.mask, allowed=pattern))
+    assert "allowed is too large" in fused_gpu.obstacle(inputs)
     for shape, word in (((1, 10**6, 2, 64), "keys"), ((1, 8, 12, 80), "width")):
         large = jax.ShapeDtypeStruct(shape, jnp.float32)
         assert word in obstacles(Mask(), large, 8)[1]
@@ -222,3 +236,16 @@ def test_tpus_run_the_kernels():
 
     lowered = jax.jit(jax.grad(loss, (0, 1))).trace(table, values).lower(lowering_platforms=("tpu",))
     assert lowered.as_text().count("tpu_custom_call") == 2
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_the_callers_precision_reaches_what_a_platform_runs(platform):
+    """It is traced when the program is lowered, after the context has ended."""
+    square = lambda x: (x @ x,)
+
+    def run(x):
+        with jax.default_matmul_precision("highest"):
+            return platform_dependent(x, default=square, tpu=square, cuda=square)
+
+    traced = jax.jit(run).trace(jax.ShapeDtypeStruct((2, 2), jnp.float32))
+    assert "HIGHEST" in traced.lower(lowering_platforms=(platform,)).as_text()
