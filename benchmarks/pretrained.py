@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import report
+import tokenizers
 import torch
 import transformers
 from safetensors.numpy import load_file
@@ -33,8 +34,22 @@ from tests.pretrained.folders import FAMILIES, TINY
 
 KINDS: dict[str, dict[str, Any]] = {k: TINY | x for k, x in FAMILIES.items() if k != "efficient"}
 KINDS["MADLAD-400"] = KINDS["T5 1.1, FLAN-T5"] | gemma.MADLAD
+KINDS["CodeT5"] = KINDS["T5 1.0"] | gemma.CODET5
 KINDS |= {f"T5Gemma, {k}": x | {"model_type": "t5gemma"} for k, x in gemma.CONFIGS.items()}
 TEXTS, LENGTH = ["what is it", "a longer text, of two parts"], 12
+
+
+def write_byte_level(folder: pathlib.Path) -> None:
+    """Writes a small tokenizer such as CodeT5's: a BPE of bytes, sentinels last."""
+    special = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
+    trainer = tokenizers.ByteLevelBPETokenizer()
+    texts, size = (gemma.DOCS / "training.md").read_text().splitlines(), gemma.VOCAB_SIZE - 100
+    trainer.train_from_iterator(texts, size, special_tokens=special, show_progress=False)
+    files = dict(zip(("vocab", "merges"), trainer.save_model(str(folder)), strict=True))
+    sentinels = [tokenizers.AddedToken(f"<extra_id_{i}>", lstrip=True) for i in reversed(range(100))]
+    pieces = {"vocab_file": files["vocab"], "merges_file": files["merges"]} | files  # of versions 4 and 5
+    theirs = transformers.RobertaTokenizer(**pieces, additional_special_tokens=sentinels)
+    theirs.save_pretrained(folder)
 
 
 def make(folder: pathlib.Path, kind: str) -> None:
@@ -44,7 +59,9 @@ def make(folder: pathlib.Path, kind: str) -> None:
     if "encoder" not in config and not config["tie_word_embeddings"]:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
     model.save_pretrained(folder)
-    if config["vocab_size"] == gemma.VOCAB_SIZE:
+    if kind == "CodeT5":
+        write_byte_level(folder)
+    elif config["vocab_size"] == gemma.VOCAB_SIZE:
         gemma.write_tokenizer(folder, gemma="encoder" in config)
     else:
         transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(folder)

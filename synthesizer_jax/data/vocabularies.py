@@ -18,6 +18,7 @@ from synthesizer_jax.base.files import absolute, open_atomic, storage_path
 from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Number
+from synthesizer_jax.data import byte_level
 
 if TYPE_CHECKING:
     import numpy as np
@@ -140,7 +141,8 @@ class SentencePiece(Vocabulary):
       path: a file, on a disk or in a bucket (``gs://…``).
       extra_ids: number of sentinels to add after the pieces of the file: 100 for T5's file of
         32,000 pieces, 0 for files that contain sentinels.
-      bos: whether inputs begin with the file's BOS and do not end with EOS, as Gemma's do.
+      bos: whether inputs begin with the file's BOS, and, but for a BPE of bytes, do not end with EOS: as
+        Gemma's do.
     """
 
     path: str
@@ -191,7 +193,15 @@ class SentencePiece(Vocabulary):
     @property
     def around_inputs(self) -> tuple[list[int], list[int]]:
         """The ids before and after those of an input."""
-        return ([self.processor.bos_id()], []) if self.bos else super().around_inputs
+        if not self.bos:
+            return super().around_inputs
+        return [self.processor.bos_id()], [self.eos_id] if self.byte_level else []
+
+    @functools.cached_property
+    def byte_level(self) -> byte_level.ByteLevel | None:
+        """What encodes and decodes if it is a BPE of bytes, such as CodeT5's."""
+        is_byte_level = byte_level.NAME.encode() in self.contents()
+        return byte_level.ByteLevel(self.processor) if is_byte_level else None
 
     @property
     def digest(self) -> str:
@@ -210,12 +220,13 @@ class SentencePiece(Vocabulary):
 
         A sentinel in the text is recognized at the beginning of a word.
         """
-        return self.processor.EncodeAsIds(text)
+        return self.byte_level.encode(text) if self.byte_level else self.processor.EncodeAsIds(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the pieces before the first EOS; unknown pieces give ``⁇``."""
         size, unknown = self.vocab_size, self.unk_id
-        return self.processor.DecodeIds([unknown if i >= size else i for i in _until(ids, self.eos_id)])
+        known = [unknown if i >= size else i for i in _until(ids, self.eos_id)]
+        return self.byte_level.decode(known) if self.byte_level else self.processor.DecodeIds(known)
 
     def token_bytes(self, size: int, *, first: bool) -> list[bytes]:
         processor = self.processor
@@ -223,6 +234,8 @@ class SentencePiece(Vocabulary):
         def convert(i: int) -> bytes:
             i = i if i < self.vocab_size else self.unk_id
             piece = processor.IdToPiece(i)
+            if self.byte_level:
+                return self.byte_level.bytes_of(i)
             if processor.IsByte(i):  # <0x41>
                 return bytes([int(piece[3:5], 16)])
             if first or processor.IsUnknown(i) or processor.IsControl(i):

@@ -126,7 +126,7 @@ class Predictor:
         ids = self.vocabulary.encode(text)
         if self.inputs_length:
             first, last = self.vocabulary.around_inputs
-            ids = [*first, *ids[: self.inputs_length - 1], *last]
+            ids = [*first, *ids[: self.inputs_length - len(first) - len(last)], *last]
         return np.asarray(ids, np.int32)
 
     def predict(

@@ -69,10 +69,10 @@ def write_directory(
     for name, x in parameters.items():
         if x.dtype != np.float32:
             raise ValueError(f"{name} is {x.dtype}; only models of float32 parameters are exported")
-    if not isinstance(vocabulary, Bytes | SentencePiece):
-        raise ValueError(
-            f"a {type(vocabulary).__name__} cannot be exported; use bytes or a SentencePiece model"
-        )
+    of_bytes = isinstance(vocabulary, SentencePiece) and vocabulary.byte_level
+    if of_bytes or not isinstance(vocabulary, Bytes | SentencePiece):
+        kind = "BPE of bytes" if of_bytes else type(vocabulary).__name__
+        raise ValueError(f"a {kind} cannot be exported; use bytes or a SentencePiece model")
     if isinstance(vocabulary, SentencePiece):
         (directory / VOCABULARY).write_bytes(vocabulary.contents())
     programs, lengths = export_programs(model, parameters, limits)

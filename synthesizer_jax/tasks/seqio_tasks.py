@@ -23,6 +23,7 @@ from synthesizer_jax.tasks.task import Answers, Task
 
 with epy.lazy_imports():
     import seqio
+    import tensorflow as tf
 
 LABEL_WORDS: dict[str, tuple[str, ...]] = {}
 """The allowed answers by name of a task, which SeqIO's tasks do not tell; a package may add its own."""
@@ -172,9 +173,41 @@ def _adapt_mixture(name: str, tasks: frozenset[str], data_dir: pathlib.Path) -> 
 def seqio_vocabulary(vocabulary: Vocabulary) -> seqio.Vocabulary:
     """Returns SeqIO's vocabulary with the same ids."""
     if isinstance(vocabulary, SentencePiece):
-        return seqio.SentencePieceVocabulary(str(vocabulary.file), vocabulary.extra_ids)
+        kind = _byte_level_vocabulary if vocabulary.byte_level else seqio.SentencePieceVocabulary
+        return kind(str(vocabulary.file), vocabulary.extra_ids)
     assert isinstance(vocabulary, Bytes)
     return seqio.ByteVocabulary(vocabulary.extra_ids)
+
+
+def _byte_level_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
+    """Returns a vocabulary that encodes each text in Python: TensorFlow Text has no BPE of bytes."""
+    vocabulary = SentencePiece(path, extra_ids)
+
+    def encode(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = [vocabulary.encode(text.decode("utf-8", "replace")) for text in texts]
+        return np.array(list(itertools.chain(*rows)), np.int32), np.array(list(map(len, rows)), np.int64)
+
+    def decode(ids: np.ndarray) -> np.ndarray:
+        texts = [vocabulary.decode(row).encode() for row in ids.reshape(-1, ids.shape[-1]).tolist()]
+        return np.array(texts, object).reshape(ids.shape[:-1])
+
+    class ByteLevelVocabulary(seqio.SentencePieceVocabulary):
+        def _encode(self, s: str) -> list[int]:
+            return vocabulary.encode(s)
+
+        def _decode(self, ids: Sequence[int]) -> str:
+            return vocabulary.decode(ids)
+
+        def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
+            texts = tf.convert_to_tensor(s)
+            found = tf.numpy_function(encode, [tf.reshape(texts, [-1])], [tf.int32, tf.int64])
+            rows = tf.RaggedTensor.from_row_lengths(*(tf.ensure_shape(x, [None]) for x in found))
+            return rows if texts.shape.rank else rows.values
+
+        def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
+            return tf.ensure_shape(tf.numpy_function(decode, [ids], tf.string), ids.shape[:-1])
+
+    return ByteLevelVocabulary(path, extra_ids)
 
 
 def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Feature]:

@@ -16,6 +16,8 @@ DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 VOCAB_SIZE = 600
 MADLAD = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "vocab_size": VOCAB_SIZE}
 """Ids of MADLAD-400, a T5 1.1."""
+CODET5 = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0, "vocab_size": VOCAB_SIZE}
+"""Ids of CodeT5, a T5 1.0."""
 
 _SMALL: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "vocab_size": VOCAB_SIZE}
 _SMALL |= {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "head_dim": 6}

@@ -22,7 +22,13 @@ from synthesizer_jax.pretrained.huggingface import t5gemma
 from synthesizer_jax.pretrained.huggingface.config import CONFIG, GENERATION_CONFIG, write_config, write_ids
 from synthesizer_jax.pretrained.huggingface.names import torch_name
 from synthesizer_jax.pretrained.huggingface.t5gemma import T5Gemma, is_t5gemma
-from synthesizer_jax.pretrained.huggingface.tokenizer import GEMMA, SENTENCEPIECE, TOKENIZER_CONFIG
+from synthesizer_jax.pretrained.huggingface.tokenizer import (
+    GEMMA,
+    SENTENCEPIECE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    write_byte_level,
+)
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
 from synthesizer_jax.pretrained.tensors import NameOf, correspondences, named_tensors
 from synthesizer_jax.primitives.parameters import Variables
@@ -106,6 +112,10 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
         sentinels = [f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)]
         fields |= {"tokenizer_class": "ByT5Tokenizer", "extra_ids": vocabulary.extra_ids}
         fields["additional_special_tokens"] = sentinels
+    elif isinstance(vocabulary, SentencePiece) and vocabulary.byte_level:
+        fields["tokenizer_class"] = "RobertaTokenizer"
+        fields |= {"bos_token": "<s>", "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
+        _write_json(folder / TOKENIZER, write_byte_level(vocabulary.processor))
     elif isinstance(vocabulary, SentencePiece):
         processor = vocabulary.processor
         special = {"pad_token": ids.padding, "eos_token": ids.end, "unk_token": processor.unk_id()}

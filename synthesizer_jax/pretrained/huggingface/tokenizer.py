@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 import operator
 import pathlib
 import re
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from synthesizer_jax.base.files import describing, storage_path
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import replace
+from synthesizer_jax.data import byte_level
 from synthesizer_jax.data.vocabularies import EXTRA_IDS, Bytes, SentencePiece
 from synthesizer_jax.pretrained.huggingface.config import read_json
 
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+VOCABULARY = "vocab.json"
 GEMMA = "tokenizer.model"
 SENTENCEPIECE = ("spiece.model", "sentencepiece.model", GEMMA)
 TEXT_ENCODER = "text_encoder"
@@ -54,10 +60,11 @@ def read_vocabulary(
             if extra_ids is None and vocabulary.build().vocab_size > rows:
                 return replace(vocabulary, extra_ids=0)  # MADLAD has no sentinels
             return vocabulary
-    if (folder / TOKENIZER).is_file():
-        file = scratch / SENTENCEPIECE[0]
-        file.write_bytes(sentencepiece_model(folder / TOKENIZER, ids))
-        return named_vocabulary(str(file), 0)
+    for name in (TOKENIZER, VOCABULARY):
+        if (folder / name).is_file():
+            file = scratch / SENTENCEPIECE[0]
+            file.write_bytes(sentencepiece_model(folder / name, ids))
+            return named_vocabulary(str(file), 0)
     if folder.name.startswith(TEXT_ENCODER):
         beside = folder.with_name(folder.name.replace(TEXT_ENCODER, "tokenizer"))
         return read_vocabulary(beside, scratch, ids=ids, rows=rows)
@@ -68,24 +75,28 @@ def named_vocabulary(name: str, extra_ids: int | None = None) -> Bytes | Sentenc
     """Returns the configuration of a vocabulary, a SentencePiece file or ``bytes``.
 
     `extra_ids` is the number of sentinels after the pieces of the file; None: ByT5's 125, none for a file
-    that contains them, as mT5's does, or has no place for them, as Gemma's, and otherwise T5's 100.
+    that contains them, as mT5's does, or has no place for them, as Gemma's, and otherwise T5's 100. Inputs
+    begin with BOS in the vocabularies of Gemma and CodeT5.
     """
     if name == BYTES:
         return Bytes(BYTES_EXTRA_IDS if extra_ids is None else extra_ids)
     path = storage_path(name).expanduser()
     data = path.read_bytes() if path.is_file() else b""
-    is_gemma = _GEMMA_BOS in data
+    bos = any(mark in data for mark in _WITH_BOS)
     if extra_ids is None:
-        extra_ids = 0 if is_gemma or b"<extra_id_0>" in data else EXTRA_IDS
-    return SentencePiece(name, extra_ids, bos=is_gemma)
+        extra_ids = 0 if bos or b"<extra_id_0>" in data else EXTRA_IDS
+    return SentencePiece(name, extra_ids, bos)
 
 
-_GEMMA_BOS = b"<bos>"
-"""The piece of Gemma's SentencePiece models with which inputs begin."""
+_WITH_BOS = b"<bos>", byte_level.NAME.encode()
+"""What the SentencePiece models of Gemma, and those made of CodeT5's tokenizer, contain."""
 
 
 def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
-    """Returns the SentencePiece model that a ``tokenizer.json`` describes, sentinels included."""
+    """Returns the SentencePiece model that a ``tokenizer.json`` describes, sentinels included.
+
+    Or a ``vocab.json``, with ``merges.txt`` and perhaps ``added_tokens.json`` beside it.
+    """
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
@@ -93,6 +104,8 @@ def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
     data = read_json(path)
     remedy = "put the model's spiece.model beside it, or name one with --vocabulary"
     with describing(path, remedy):
+        if path.name == VOCABULARY:
+            data = _join_files(data, path.parent)
         model = _to_sentencepiece(data, messages, ids)
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         if (processor.pad_id(), processor.eos_id()) != (ids.padding, ids.end):
@@ -100,20 +113,36 @@ def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
     return model
 
 
+def _join_files(vocabulary: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
+    """Returns what the ``tokenizer.json`` of GPT-2's older files would hold."""
+    merges = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()  # after the version
+    beside = folder / "added_tokens.json"
+    added = read_json(beside) if beside.is_file() else {}
+    added |= {name: vocabulary[name] for name in ("<pad>", "<s>", "</s>", "<unk>", "<mask>")}
+    return {
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges[1:]},
+        "added_tokens": [{"id": i, "content": name} for name, i in added.items()],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
+    }
+
+
 def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: SpecialIds) -> bytes:
     """Returns the SentencePiece model of the JSON data; wrong data raise errors of several types."""
-    model = data["model"]
-    is_bpe = model["type"] == "BPE" and bool(model.get("byte_fallback"))
-    if is_bpe:
+    model, start = data["model"], special.start
+    is_bpe, is_byte_level = model["type"] == "BPE", _is_byte_level(data.get("pre_tokenizer"))
+    if is_bpe and is_byte_level:
+        pieces, unknown, start = _scored(model), model["vocab"]["<unk>"], model["vocab"]["<s>"]
+    elif is_bpe and model.get("byte_fallback"):
         pieces, unknown = _scored(model), model["vocab"][model["unk_token"]]
     elif model["type"] == "Unigram":
         pieces = [(str(piece), float(score)) for piece, score in model["vocab"]]
         unknown = operator.index(model["unk_id"])
     else:
-        raise ValueError("it is no SentencePiece model, as tokenizers of T5 and Gemma are")
+        raise ValueError("it is no tokenizer such as those of T5, Gemma and CodeT5")
     tokens = data.get("added_tokens") or ()
     added = {operator.index(token["id"]): str(token["content"]) for token in tokens}
-    symbols = {i for i in added if is_bpe and i > max(special.padding, special.end, special.start, unknown)}
+    last_control = max(special.padding, special.end, special.start, unknown)
+    symbols = {i for i in added if is_bpe and not is_byte_level and i > last_control}
     charsmap = _charsmap(data.get("normalizer"))
     count = max(len(pieces), max(added, default=-1) + 1)
     if count > len(pieces) + MOST_ADDED:
@@ -138,18 +167,27 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
         proto.pieces.add(piece=piece, score=score, type=kind)
     spec = proto.trainer_spec
     spec.model_type = messages.TrainerSpec.BPE if is_bpe else messages.TrainerSpec.UNIGRAM
-    spec.vocab_size, spec.byte_fallback = count, is_bpe
+    spec.vocab_size, spec.byte_fallback = count, is_bpe and not is_byte_level
     spec.pad_id, spec.eos_id, spec.unk_id, spec.bos_id = special.padding, special.end, unknown, -1
     spec.unk_piece = pieces[unknown][0]
     spec.pad_piece, spec.eos_piece = pieces[special.padding][0], pieces[special.end][0]
     if is_bpe:
-        spec.bos_id, spec.bos_piece = special.start, pieces[special.start][0]
+        spec.bos_id, spec.bos_piece = start, pieces[start][0]
         proto.normalizer_spec.add_dummy_prefix = False
         proto.normalizer_spec.remove_extra_whitespaces = False
-    proto.normalizer_spec.name = "nmt_nfkc" if charsmap else "identity"
+        proto.normalizer_spec.escape_whitespaces = not is_byte_level
+    table = "nmt_nfkc" if charsmap else "identity"
+    proto.normalizer_spec.name = byte_level.NAME if is_byte_level else table
     proto.normalizer_spec.precompiled_charsmap = charsmap
     serialized: bytes = proto.SerializeToString()
     return serialized
+
+
+def _is_byte_level(pre_tokenizer: object) -> bool:
+    """Whether words are split as GPT-2 does it, and their bytes are spelled by characters."""
+    wanted = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    fields = pre_tokenizer if isinstance(pre_tokenizer, dict) else {}
+    return wanted.items() <= ({"use_regex": True} | fields).items()
 
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -175,3 +213,40 @@ def _charsmap(normalizer: object) -> bytes:
             if table := _charsmap(part):
                 return table
     return b""
+
+
+def write_byte_level(processor: SentencePieceProcessor) -> dict[str, Any]:
+    """Returns the ``tokenizer.json`` of a BPE of bytes, as RoBERTa's.
+
+    The file has ranks of pieces, not pairs: a piece's pair is what its bytes become by lower ranks.
+    """
+    pieces = [processor.IdToPiece(i) for i in range(processor.GetPieceSize())]
+    ranks = {x: -processor.GetScore(i) for i, x in enumerate(pieces) if not processor.IsUnused(i)}
+    added, merges = [], []
+    for i, piece in enumerate(pieces):
+        is_special = processor.IsControl(i) or processor.IsUnknown(i)
+        if is_special or piece.startswith("▁"):
+            token = {"id": i, "content": piece.removeprefix("▁"), "special": is_special}
+            token |= {"single_word": False, "lstrip": not is_special, "rstrip": False, "normalized": False}
+            added.append(token)
+        elif piece in ranks and len(piece) > 1:
+            parts = list(piece)
+            while len(parts) > 2:
+                joined = [ranks.get(a + b, math.inf) for a, b in itertools.pairwise(parts)]
+                first = joined.index(min(joined))
+                parts[first : first + 2] = ["".join(parts[first : first + 2])]
+            merges.append(parts)
+    words = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    around = {"sep": ["</s>", processor.eos_id()], "cls": ["<s>", processor.bos_id()], "trim_offsets": True}
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": words,
+        "post_processor": {"type": "RobertaProcessing", "add_prefix_space": False} | around,
+        "decoder": words,
+        "model": {
+            "type": "BPE",
+            "vocab": {piece: i for i, piece in enumerate(pieces) if not piece.startswith("▁")},
+            "merges": sorted(merges, key=lambda parts: ranks["".join(parts)]),
+        },
+    }
