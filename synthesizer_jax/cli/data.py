@@ -141,7 +141,8 @@ def import_files(
         files = splits()
         import_tensorflow()
         reports = file_tasks.import_files(task, files, directory, renew=renew)
-        hint.append(f"train with --set data.mixture={name}")
+        of_split = "" if "train" in files else f" --set data.split={min(files)}"
+        hint.append(f"train with --set data.mixture={name}{of_split}")
     elif any(x is not None for x in (name, inputs, target, metrics)):
         raise ValueError(
             f"{benchmark} has its own format; --name, --input, --target and --metric belong to "

@@ -28,7 +28,8 @@ def read_rows(
     splits = task.stored_splits(data_dir)
     if split not in splits:
         raise FileNotFoundError(
-            f"{name} has no split {split!r} in {data_dir} (found: {', '.join(splits) or 'none'})"
+            f"{name} has no split {split!r} in {data_dir}, which has {', '.join(splits) or 'none of it'}; "
+            "choose another by --split, or add it with 'synthesizer-jax data import'"
         )
     with reading_errors(f"{name}'s split {split!r}"):
         rows = (
