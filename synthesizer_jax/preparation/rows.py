@@ -181,8 +181,9 @@ def reading_errors(what: str) -> Iterator[None]:
     except (tf.errors.OpError, json_format.Error, *builtin_errors) as error:
         text = getattr(error, "message", None) or str(error)
         reason = " ".join(re.sub(r"\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*", "", text).split())[:200]
+        own = "correct what the task's functions do, or " if isinstance(error, LookupError) else ""
         raise ValueError(
-            f"{what} cannot be read ({reason or type(error).__name__}); {stored.REMEDY}"
+            f"{what} cannot be read ({reason or type(error).__name__}); {own}{stored.REMEDY}"
         ) from error
 
 

@@ -56,7 +56,6 @@ SESSION = [
         IMPORT.replace("own_files", "typo").replace("train=", "traim="),
         *(0, "train with --set data.mixture=typo --set data.split=traim"),
     ),
-    ("data show others --split dev --data-dir DATA", 2, "has no split 'dev' in DATA, which has train, valid"),
     ("data list own_files --data-dir DATA", 0, "train 40, validation 6"),
     ("data list", 0, "mixtures: "),
     ("data show own_files --data-dir DATA --rows 1 --vocabulary bytes", 0, "lengths of 40 rows in bytes"),

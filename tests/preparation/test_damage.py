@@ -1,5 +1,6 @@
 """Damaged files of data: each ends in one sentence with its place and a remedy."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -8,9 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
+from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
 from synthesizer_jax.preparation.file_tasks import FileTask, Template, import_files
 from synthesizer_jax.preparation.importers.files import find_splits
+from synthesizer_jax.preparation.inspection import read_rows
 from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.tasks import task_registry
 from tests.tasks.loading import LENGTHS, quiet
@@ -110,3 +112,14 @@ def test_files_of_another_version_are_not_prepared(whole, tmp_path):
     info.write_text(json.dumps(record | {"format": 2}))
     with pytest.raises(FileNotFoundError, match=r"is not prepared in .*; run 'synthesizer-jax data"):
         prepared.open(TASK, "validation", LENGTHS)
+
+
+def test_a_tasks_own_error_is_not_taken_for_damage_alone(whole, monkeypatch):
+    monkeypatch.setattr(task_registry, "TASKS", dict(task_registry.TASKS))
+    task_registry.add_imported(whole)
+    broken = lambda rows: rows.map(lambda row: row["txt"])
+    task = dataclasses.replace(task_registry.TASKS[TASK], preprocess=broken)
+    monkeypatch.setattr(task_registry, "TASKS", {TASK: task})
+    rows = read_rows(TASK, "validation", Bytes(), data_dir=whole)
+    with pytest.raises(ValueError, match=r"'txt'.*correct what the task's functions do, or import"):
+        next(rows)
