@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.masks import Mask, zero_padding
+from synthesizer_jax.attention.partition import match_varying_axes
 from synthesizer_jax.attention.terms import Banded, Call, logits_dtype
 
 
@@ -25,6 +26,8 @@ def attend_banded(call: Call) -> jax.Array:
     if tap_mask is not None:
         term = dataclasses.replace(term, weights=jnp.where(tap_mask, term.weights, 0))
     values = zero_padding(values, keys)
+    if queries is not None and term.weights.shape[:2] == queries.shape:  # tokens made them
+        term = dataclasses.replace(term, weights=zero_padding(term.weights, queries))
     out = _sum_window(term, values, mask, q_length=q_length)
     if term.normalize:
         is_real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys
@@ -142,7 +145,7 @@ def _sum_shifted_values(weights: jax.Array, window: jax.Array, q_length: int) ->
     """
     forward = functools.partial(_sum_shifted_values_fwd, q_length=q_length)
     sum_shifted_values = with_gradient(forward, _sum_shifted_values_bwd, reads_output=False)
-    return sum_shifted_values((weights, window))
+    return sum_shifted_values(match_varying_axes(weights, window))
 
 
 def _sum_shifted_values_fwd(

@@ -44,6 +44,7 @@ def with_gradient(
     with None for integers and booleans; unless `reads_output`, it gets None for the output, which is not
     saved. `name` is the checkpoint name of output and residuals, for `jax.checkpoint` policies.
     """
+    forward, backward = _keep_precision(forward), _keep_precision(backward)
 
     @jax.custom_vjp
     def call(inputs: PyTree) -> _Output:
@@ -73,19 +74,25 @@ def platform_dependent(
     """
     leaves, treedef = jax.tree.flatten(args)
 
-    precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-
     def flat(function: Callable[..., PyTree]) -> Callable[..., list[jax.Array]]:
-        def evaluate(*leaves: jax.Array) -> list[jax.Array]:
-            with jax.default_matmul_precision(precision):
-                return jax.tree.leaves(function(*jax.tree.unflatten(treedef, leaves)))
-
-        return evaluate
+        run = _keep_precision(function)
+        return lambda *leaves: jax.tree.leaves(run(*jax.tree.unflatten(treedef, leaves)))
 
     jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*args)
     others = tuple((name, flat(function)) for name, function in implementations.items())
     results = _opaque_p.bind(*leaves, jaxpr=jaxpr, others=others)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that is traced, whenever that is, with the precision of products of its caller."""
+    precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+    def run(*args: PyTree) -> Any:
+        with jax.default_matmul_precision(precision):
+            return function(*args)
+
+    return run
 
 
 def _raise_first_order(*_: object, **__: object) -> NoReturn:

@@ -248,13 +248,15 @@ def _add_sinks(out: jax.Array, stats: SoftmaxStats, sinks: jax.Array) -> tuple[j
 
     It takes a share of every weight: ``Σ exp(S) / (exp(sink) + Σ exp(S))`` of them is left.
     """
-    left = jax.nn.sigmoid(stats.row_max - jnp.log(stats.inverse_row_sum) - sinks[:, None])
-    return (out * left).astype(out.dtype), stats._replace(inverse_row_sum=stats.inverse_row_sum * left)
+    column = sinks.astype(stats.row_max.dtype)[:, None]
+    left = jax.nn.sigmoid(stats.row_max - jnp.log(stats.inverse_row_sum) - column)
+    out = (out.astype(left.dtype) * left).astype(out.dtype)
+    return out, stats._replace(inverse_row_sum=stats.inverse_row_sum * left)
 
 
 def _sinks_gradient(stats: SoftmaxStats, delta: jax.Array, sinks: jax.Array) -> jax.Array:
     """Returns ``-Σ P · delta`` over queries and examples: the value of the key is zero, and so dP is."""
-    weights = jnp.exp(sinks[:, None] - stats.row_max + jnp.log(stats.inverse_row_sum))
+    weights = jnp.exp(sinks.astype(delta.dtype)[:, None] - stats.row_max + jnp.log(stats.inverse_row_sum))
     return -jnp.sum(weights * delta, axis=(0, 1, 3)).astype(sinks.dtype)
 
 
@@ -409,7 +411,7 @@ def loop_backward(
             weights = jnp.exp(logits - row_max) * inverse_row_sum
             # dP = dO Vᵀ,  dS = P ∘ (dP - delta)
             dlogits = weights * (_matmul_nt(block_dout, block_values) - block_delta)
-            dbias, dproducts = logits_vjp(dlogits)
+            dbias, dproducts = logits_vjp(dlogits.astype(logits.dtype))
             # dV = Pᵀ dO
             dvalues = _matmul_tn(weights.astype(dout.dtype), block_dout).astype(values.dtype)
             shared, unshared = _split_by_flag(jax.tree.leaves(dproducts), is_shared)

@@ -56,6 +56,7 @@ def obstacle(inputs: FusedInputs) -> str | None:
 
 def block_size(rows: int, columns: int) -> int:
     """Returns the rows of a tile: all, or a multiple of `LANES`, so that it is not much above `TILE`."""
+    columns = max(columns, LANES)  # a row fills whole registers
     if rows * columns <= TILE:
         return rows
     return min(rows, max(LANES, TILE // columns // LANES * LANES))

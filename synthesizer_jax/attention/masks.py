@@ -26,6 +26,8 @@ class _Fields(TypedDict, total=False):
     allowed: jax.Array | None
 
 
+_FAR = 2**30
+
 CROSS_ATTENTION = (
     "give Mask.padded or Mask.packed `queries` too, or Mask(key_lengths=…) if all queries are real"
 )
@@ -278,7 +280,9 @@ class Mask:
         before, after = window
         if self.causal:
             after = 0 if after is None else min(after, 0)
-        return before, after
+        # Farther than any two positions are apart, so that adding it to one is no overflow.
+        limit = lambda n: None if n is None else max(-_FAR, min(n, _FAR))
+        return limit(before), limit(after)
 
     @property
     def has_band(self) -> bool:

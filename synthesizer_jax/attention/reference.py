@@ -69,6 +69,7 @@ def softmax_weights(
         return softmax(logits, pairs)
     column = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1)).astype(logits.dtype)
     if pairs is not None:
+        pairs = jnp.broadcast_to(pairs, (*pairs.shape[:-1], k_length))
         pairs = jnp.concatenate([pairs, jnp.ones_like(pairs[..., :1])], axis=-1)
     return softmax(jnp.concatenate([logits, column], axis=-1), pairs)[..., :-1]
 

@@ -57,7 +57,10 @@ def obstacle(inputs: FusedInputs) -> str | None:
         return "the kernels do not read Mask.prefix_lengths"
     if not isinstance(mask.query_offset, int):
         return "Mask.query_offset is not known when the function is traced"
-    if logits_dtype(values, *jax.tree.leaves((products, biases))) != jnp.float32:
+    leaves = values, *jax.tree.leaves((products, biases))
+    if any(x.dtype == jnp.float16 for x in leaves):
+        return "the kernels have no float16 numbers"
+    if logits_dtype(*leaves) != jnp.float32:
         return "the kernels have no 64-bit numbers"
     return None
 
@@ -136,6 +139,8 @@ def sum_diagonals(tile: Ref, first: int | jax.Array, *, rows: int, count: int) -
 def matmul(x: jax.Array, y: jax.Array, *, axes: tuple[int, int], exact: bool = False) -> jax.Array:
     """Sums products of matrices over an axis of each, in float32; `exact`: factors are not rounded."""
     dims = (((axes[0],), (axes[1],)), ((), ()))
+    if 1 in (*x.shape, *y.shape):  # Mosaic cannot broadcast bfloat16 to float32
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     precision = lax.Precision.HIGHEST if exact and x.dtype == jnp.float32 else None
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 

@@ -59,6 +59,26 @@ def test_64_bit_integers_by_default(route: str) -> None:
         assert oracle.error(x, np.asarray(y, np.float64)) < 2e-5
 
 
+@pytest.mark.parametrize("route", ["fused", "reference"])
+def test_values_and_sinks_may_be_wider_than_logits(route: str) -> None:
+    """And where queries alone are masked, a sink is seen by real ones."""
+    terms, values = (
+        cases.make_terms(("dot_product",), BATCH, KEYS, KEYS),
+        ("values", BATCH, KEYS, HEADS, WIDTH),
+    )
+    mask, sinks = Mask(query_lengths=jnp.array([11, 4, 0])), jnp.array([0.5, -1.0])
+
+    def loss(terms, values, sinks):
+        return jnp.sin(attend(terms, values, mask=mask, sinks=sinks, implementation=route)).sum()
+
+    narrow = jax.grad(loss, (0, 1, 2))(terms, cases.normal(*values), sinks)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wide = [x.astype(jnp.float64) for x in (cases.normal(*values), sinks)]
+        found = jax.grad(loss, (0, 1, 2))(terms, *wide)
+    assert [x.dtype.name for x in jax.tree.leaves(found)[-2:]] == ["float64"] * 2
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, narrow)
+
+
 @pytest.mark.parametrize("gap", [14.0, 30.0])
 def test_float16_of_tables(gap: float) -> None:
     """Padding keys above the others take no digits away."""
@@ -150,7 +170,7 @@ def test_padding_may_hold_anything(route: str) -> None:
     real = (jnp.arange(KEYS) < lengths[:, None])[..., None, None]
     terms = cases.make_terms(cases.ROUTES.get(route, ()), BATCH, KEYS, KEYS)
     if route == "banded":
-        terms = (banded(cases.normal("w", 1, 1, HEADS, 3), first=-1),)
+        terms = (banded(cases.normal("w", BATCH, KEYS, HEADS, 3), first=-1),)
     values, g = (cases.normal(x, BATCH, KEYS, HEADS, WIDTH) for x in ("values", "g"))
 
     def poison(x):

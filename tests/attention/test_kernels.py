@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.attention import Mask, Static, attend, fused, fused_gpu, fused_tpu, static, static_tpu
+from synthesizer_jax.attention import (
+    Mask,
+    Static,
+    attend,
+    fused,
+    fused_gpu,
+    fused_tpu,
+    low_rank,
+    static,
+    static_tpu,
+)
 from synthesizer_jax.attention.derivatives import platform_dependent
 from synthesizer_jax.attention.fused import softmax_vjp_delta
 from synthesizer_jax.attention.static import MIN_ROW_SUM, _is_separable, static_inputs
@@ -221,6 +231,9 @@ def test_what_the_kernels_do_not_take():
     inputs = fused.fused_inputs(Call(terms, values, Mask(), QUERIES))
     inputs = inputs._replace(mask=dataclasses.replace(inputs.mask, allowed=pattern))
     assert "allowed is too large" in fused_gpu.obstacle(inputs)
+    half = values.astype(jnp.float16)
+    assert all("float16" in obstacle for obstacle in obstacles(Mask(), half))
+    assert fused_tpu.block_size(16384, 16) * 128 <= fused_tpu.TILE  # a row of few keys fills registers
     for shape, word in (((1, 10**6, 2, 64), "keys"), ((1, 8, 12, 80), "width")):
         large = jax.ShapeDtypeStruct(shape, jnp.float32)
         assert word in obstacles(Mask(), large, 8)[1]
@@ -247,5 +260,12 @@ def test_the_callers_precision_reaches_what_a_platform_runs(platform):
         with jax.default_matmul_precision("highest"):
             return platform_dependent(x, default=square, tpu=square, cuda=square)
 
+    def loss(x):
+        with jax.default_matmul_precision("highest"):
+            return attend((low_rank(x, x, token_keys=True),), x, implementation="fused").sum()
+
+    x = jax.ShapeDtypeStruct((1, 8, 1, 4), jnp.float32)
+    text = jax.jit(jax.grad(jax.jit(loss))).lower(x).as_text()
+    assert text.count("dot_general") == text.count("[HIGHEST, HIGHEST]") > 5
     traced = jax.jit(run).trace(jax.ShapeDtypeStruct((2, 2), jnp.float32))
     assert "HIGHEST" in traced.lower(lowering_platforms=(platform,)).as_text()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.attention import Mask, attend, attention_weights, banded, explain
+from synthesizer_jax.attention import Mask, attend, attention_weights, banded, explain, static
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, HEADS, KEYS, PARAMETERS, WIDTH
 
@@ -42,6 +42,12 @@ def test_shapes_are_checked(mask: Mask, message: str) -> None:
     terms, values, _ = cases.problem(("static",))
     with pytest.raises(ValueError, match=message):
         attend(terms, values, mask=mask)
+
+
+@pytest.mark.parametrize("window", [(None, 2**31 - 1), (2**40, None)])
+def test_windows_beyond_all_positions_hide_nothing(window) -> None:
+    weights = attention_weights((static(jnp.zeros((1, 3, 3))),), mask=Mask(window=window), k_length=3)
+    np.testing.assert_allclose(weights, jnp.full((1, 1, 3, 3), 1 / 3), rtol=1e-6)
 
 
 def test_what_is_no_mask() -> None:

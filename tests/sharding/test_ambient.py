@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import synthesizer_jax as sj
 from synthesizer_jax.alignments.base import dense_product
-from synthesizer_jax.attention import Partition
+from synthesizer_jax.attention import Partition, attend, banded
 from synthesizer_jax.models import Size, t5
 from synthesizer_jax.primitives.parameters import abstract_variables, is_axes
 from tests.attention import cases, oracle
@@ -37,6 +37,19 @@ def assert_close(actual, expected, bound: float = 1e-4) -> None:
 
 
 B, N, D, H, E = 8, 16, 12, 4, 3
+
+
+def test_a_normalized_window_has_gradients_on_a_mesh() -> None:
+    weights, values = cases.normal("w", 1, 1, H, 3), cases.normal("values", B, N, H, E)
+
+    def loss(weights, values):
+        term = banded(jnp.abs(weights), first=-1, normalize=True)
+        return jnp.sin(attend((term,), values, q_length=N, implementation="banded")).sum()
+
+    run = jax.jit(jax.grad(loss, (0, 1)))
+    expected = run(weights, values)
+    with jax.set_mesh(mesh_of(EXPLICIT)):
+        assert_close(run(weights, jax.device_put(values, P(("replica", "shard")))), expected)
 
 
 def test_functions_with_a_partition_need_no_communication_on_automatic_axes() -> None:

@@ -142,6 +142,23 @@ def test_kernels_with_a_pattern_and_capped_logits(name, n):
     assert text.count('"tpu_custom_call"') == (2 if n == 500 else 3)
 
 
+@pytest.mark.parametrize(
+    ("q", "k", "dtype"), [(16384, 16, "bfloat16"), (9, 1, "bfloat16"), (256, 256, "float16")]
+)
+def test_few_keys_and_half_precision(q, k, dtype):
+    """A tile of few keys fills registers, and one key is no matrix; float16 has no kernels."""
+    mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology("v5e:2x2"))[:1], ("data",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shape = lambda n: jax.ShapeDtypeStruct((2, n, 2, 64), dtype)
+
+    def loss(x, y):
+        terms = (low_rank(x, y, token_keys=True),)
+        return attend(terms, y, q_length=q, implementation="fused").astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh):
+        jax.jit(jax.grad(loss, (0, 1)), in_shardings=place).lower(shape(q), shape(k)).compile()
+
+
 @every
 def test_memory_is_within_the_plan(variant, name):
     place = chips.parse_topology(name)
