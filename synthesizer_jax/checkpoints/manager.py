@@ -130,10 +130,7 @@ class Checkpoints:
         arrays, positions = zip(*processes.all_gather("contents", local), strict=True)
         position = dict(file for files in positions for file in files.items())
         contents = Contents(step, checksums.combine_checksums(arrays), position)
-        items = {
-            "state": ocp.args.StandardSave(tree),
-            CONTENTS: ocp.args.JsonSave(contents.to_json()),
-        }
+        items = {"state": ocp.args.StandardSave(tree), CONTENTS: ocp.args.JsonSave(contents.to_json())}
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._begun.append(step)
 

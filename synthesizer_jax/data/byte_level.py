@@ -40,21 +40,23 @@ def _kind(character: str) -> str:
 class ByteLevel:
     """Encodes and decodes by a model whose pieces are written in `CHARACTERS`.
 
-    Sentinels, which begin with ``▁``, are found in a text as they are, and spaces before them are dropped.
+    Sentinels are found as they are; spaces before those whose pieces begin with ``▁`` are dropped.
     """
 
     def __init__(self, processor: SentencePieceProcessor):
         self._processor = processor
         pieces = map(processor.IdToPiece, range(processor.GetPieceSize()))
-        names = [re.escape(piece[1:]) for piece in pieces if piece.startswith("▁")]
-        self._sentinels = re.compile(rf"[^\S\x1c-\x1f]*({'|'.join(names) or '(?!)'})")
+        sentinels = [piece for piece in pieces if re.fullmatch(r"▁?<extra_id_\d+>", piece)]
+        self._before = "▁" if sentinels and sentinels[0].startswith("▁") else ""
+        names = "|".join(piece.removeprefix("▁") for piece in sentinels) or "(?!)"
+        self._sentinels = re.compile(rf"[^\S\x1c-\x1f]*({names})" if self._before else f"({names})")
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of the pieces of a text."""
         words = []
         for i, part in enumerate(self._sentinels.split(text)):
             if i % 2:
-                words.append("▁" + part)
+                words.append(self._before + part)
                 continue
             for word in _WORDS.finditer("".join(map(_kind, part))):
                 data = part[word.start() : word.end()].encode("utf-8", "replace")

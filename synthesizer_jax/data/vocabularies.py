@@ -248,7 +248,7 @@ class SentencePiece(Vocabulary):
         return self.processor.serialized_model_proto()
 
 
-_REMEDY = "give a file with --set vocabulary.path=FILE"
+_REMEDY = "name another file (--vocabulary, vocabulary.path)"
 
 
 def _until(ids: Iterable[int], eos: int) -> list[int]:
@@ -268,6 +268,8 @@ def _load_processor(path: pathlib.Path, data: bytes, extra_ids: int) -> Sentence
     processor = sentencepiece.SentencePieceProcessor()
     try:
         model = messages.ModelProto.FromString(data)
+        if extra_ids and any("<extra_id_0>" in x.piece for x in model.pieces):
+            raise ValueError(f"{path} has sentinels; set vocabulary.extra_ids=0, or --extra-ids 0")
         for i in reversed(range(extra_ids)):
             kind = model.SentencePiece.USER_DEFINED
             model.pieces.add(piece=f"▁<extra_id_{i}>", score=0.0, type=kind)

@@ -246,10 +246,7 @@ def _factorize(start: np.ndarray, params: PyTree, rank: int, *, causal: bool) ->
     mean = (start * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
     u, s, v = np.linalg.svd(np.where(visible > 0, start - mean, 0.0), full_matrices=False)
     roots = np.sqrt(s[:, None, :rank])
-    factors = {
-        "query_factor": u[:, :, :rank] * roots,
-        "key_factor": v.swapaxes(1, 2)[:, :, :rank] * roots,
-    }
+    factors = {"query_factor": u[:, :, :rank] * roots, "key_factor": v.swapaxes(1, 2)[:, :, :rank] * roots}
     missing = max(rank - roots.shape[-1], 0)
     wider = {k: jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for k, x in factors.items()}
     return {name: resize(x, params[name], "edge") for name, x in wider.items()}

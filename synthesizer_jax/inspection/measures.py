@@ -117,9 +117,7 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     near = np.abs(distance) <= NEAR
     offset = (np.clip(distance, -REACH, REACH) + REACH).ravel()
     shown = np.s_[
-        :,
-        : np.flatnonzero(queries.sum(1)).max(initial=0) + 1,
-        : max(np.flatnonzero(seen), default=1),
+        :, : np.flatnonzero(queries.sum(1)).max(initial=0) + 1, : max(np.flatnonzero(seen), default=1)
     ]
     return {
         "entropy": -negentropy / counts,

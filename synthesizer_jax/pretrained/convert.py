@@ -54,7 +54,10 @@ def convert_checkpoint(
     Returns:
       The parameters as nested dictionaries of `Unread`, for their shapes.
     """
-    with new_directory(directory) as staging, open_pretrained(source, revision=revision) as pretrained:
+    with (
+        new_directory(directory) as staging,
+        open_pretrained(source, revision=revision, vocabulary=vocabulary) as pretrained,
+    ):
         experiment = _experiment(pretrained, source, vocabulary)
         params = pretrained.params
         if encoder or decoder:
@@ -101,7 +104,7 @@ def _experiment(
     if size > model.vocab_size:
         raise ValueError(
             f"the vocabulary has {size} ids, but the embedding of {source} has {model.vocab_size} rows; "
-            "name the model's own with --vocabulary"
+            "name the model's own with --vocabulary, without sentinels by --extra-ids 0"
         )
     if is_run(source):
         saved = load_experiment(find_checkpoint(source)[0])

@@ -55,11 +55,7 @@ _HEADS = dict.fromkeys(("query", "key", "value"), Layout(1)) | {"out": Layout(2)
 """Kernels with heads: ``[d_model, heads, width]`` and ``[heads, width, d_model]`` are matrices there."""
 
 
-_ASSUMED = {
-    "activations": (("relu",), ("gelu", "linear")),
-    "max_distance": (128,),
-    "epsilon": (1e-6,),
-}
+_ASSUMED = {"activations": (("relu",), ("gelu", "linear")), "max_distance": (128,), "epsilon": (1e-6,)}
 """What `open_checkpoint` takes models to have, as files do not tell."""
 
 

@@ -163,10 +163,7 @@ class Throughput:
         """Returns the rates, ``padding`` and utilizations since the last call."""
         now = time.perf_counter()
         seconds = max(now - self._time, 1e-9)
-        rates = {
-            "steps_per_second": self._steps / seconds,
-            "tokens_per_second": self._tokens / seconds,
-        }
+        rates = {"steps_per_second": self._steps / seconds, "tokens_per_second": self._tokens / seconds}
         if self._steps:
             rates["padding"] = 1 - self._tokens / self._capacity
         for name, share in self.utilizations.items():

@@ -104,6 +104,7 @@ EXPERIMENT, IMPORTS = "run/experiment.json", "run/code/imports.json"
 CONTENTS = "checkpoints/1/contents/contents.json"
 SHARD, INDEX = "transformers/model-00002-of-00003.safetensors", "transformers/model.safetensors.index.json"
 ZARRAY = "tensorstore/checkpoint_1/target.token_embedder.embedding/.zarray"
+BPE = {"type": "BPE", "byte_fallback": True, "unk_token": "a", "vocab": {"a": 0, "b": 1}, "merges": []}
 T5X, TOKENIZER = "t5x/checkpoint_1", "tokenizer/tokenizer.json"
 DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = [
     # The file; what it holds instead (None: it is gone); the sentence.
@@ -149,6 +150,12 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
             {"added_tokens": [{"id": 2 * 10**9, "content": "x"}]},
             {"added_tokens": []},
             {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "?"}},
+            {"model": BPE | {"vocab": {"a": 0, "b": 2}}},
+            # What another library makes of text, and not SentencePiece.
+            {"added_tokens": [*GOOD["added_tokens"], {"id": 8, "content": "<sep>"}]},
+            {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}},
+            {"pre_tokenizer": {"type": "Digits", "individual_digits": True}},
+            {"model": BPE, "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
         )
     ),
     (T5X, lambda data: data[:-50], "checkpoint_1 cannot be read"),

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from synthesizer_jax.alignments import Mixture
 from synthesizer_jax.base.registry import replace
+from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.distillation.transplant import with_variants
 from synthesizer_jax.inference import Decoding
@@ -81,6 +82,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
         (CONFIG, {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected bool"),
         (CONFIG, {"eos_token_id": True}, "eos_token_id is True, but models here have one id"),
         (CONFIG, {"eos_token_id": 2}, "has EOS 1 but model.ids.end=2"),
+        (CONFIG, {"pad_token_id": 384}, r"has 384 ids, and not all of SpecialIds\(padding=384"),
         (CONFIG, {"forced_bos_token_id": 250}, "forced_bos_token_id is 250, .* force no token"),
         (CONFIG, {"num_layers": 3}, "encoder.block.2.layer.0.SelfAttention.q.weight is missing"),
         (CONFIG, {"vocab_size": 400}, r"shared.weight is \(384, 20\), not \(400, 20\)"),
@@ -95,6 +97,16 @@ def test_a_configuration_that_does_not_fit_is_an_error(tmp_path, file, fields, m
     (folder / file).write_text(json.dumps(fields if file == GENERATION else TINY | fields))
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         load(folder)
+
+
+def test_what_is_given_or_whole_comes_before_a_tokenizer_and_an_index(tmp_path):
+    folder = make_folder(tmp_path / "source", TINY, make_tensors(TINY))
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')  # transformers reads none
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="or name one with --vocabulary"):
+        convert_checkpoint(folder, tmp_path / "run")
+    convert_checkpoint(folder, tmp_path / "run", vocabulary=Bytes(125))
 
 
 def test_three_lines_generate_and_encode(tmp_path):

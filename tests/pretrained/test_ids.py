@@ -53,6 +53,7 @@ def test_text_also_ends_at_other_ids(madlad, tmp_path):
     turn = tokens[2]
     until = tokens[: tokens.index(turn)]
     shutil.copytree(folder, tmp_path / "turns")
+    (tmp_path / "turns" / "config.json").write_text(json.dumps(CONFIG | {"eos_token_id": [2, 5]}))
     (tmp_path / "turns" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, turn]}))
     loaded = load(tmp_path / "turns")
     assert loaded.model.ids == SpecialIds(1, 2, 0, (turn,))

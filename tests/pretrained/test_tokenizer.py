@@ -1,5 +1,6 @@
 """Tokenizers of folders become vocabularies, or one sentence."""
 
+import functools
 import json
 import pathlib
 
@@ -93,6 +94,31 @@ def test_a_bpe_of_bytes_is_read(byte_level, tmp_path):
     half = vocabulary.encode("²")[:1]
     assert vocabulary.decode(half) == "\ufffd"
     assert stop_table(vocabulary, ["é1"], vocabulary.vocab_size).shape == (5, vocabulary.vocab_size)
+
+
+def test_spaces_before_a_sentinel_stay_where_its_token_says_so(byte_level, tmp_path):
+    read = functools.partial(tokenizer.read_vocabulary, scratch=tmp_path, ids=CODET5)
+    data = json.loads(tokenizer.tokenizer_json(read(byte_level)))
+    data["added_tokens"][0]["lstrip"] = False
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "tokenizer.json").write_text(json.dumps(data))
+    vocabulary = read(tmp_path / "saved").build()
+    ids = vocabulary.encode("1 <extra_id_0>")
+    assert list(map(vocabulary.processor.IdToPiece, ids)) == ["1", "Ġ", "<extra_id_0>"]
+    assert vocabulary.decode(ids) == "1 <extra_id_0>"
+
+
+def test_tokens_that_were_added_to_a_sentencepiece_file_are_refused(tmp_path):
+    train_sentencepiece(["a b c", "b c d"] * 9, tmp_path / "spiece.model", vocab_size=9)
+    for file, fields in (
+        ("tokenizer_config.json", {"added_tokens_decoder": {"109": {"content": "<sep>"}}}),
+        ("added_tokens.json", {"<extra_id_0>": 108, "<sep>": 109}),
+    ):
+        (tmp_path / file).write_text(json.dumps(fields))
+        with pytest.raises(ValueError, match=r"cannot be read: it adds '<sep>'.*; put the"):
+            tokenizer.read_vocabulary(tmp_path, tmp_path)
+        (tmp_path / file).write_text("{}")
+    assert tokenizer.read_vocabulary(tmp_path, tmp_path).extra_ids == 100
 
 
 def test_seqio_gives_texts_the_same_ids(byte_level, tmp_path):

@@ -196,7 +196,7 @@ def read_ids(folder: pathlib.Path, config: dict[str, Any], unsaid: SpecialIds = 
                 one = len(ids) == 1 or (ids and name == "eos_token_id")
                 if not one or any(type(i) is not int for i in ids):
                     raise ValueError(f"{name} is {format_value(value)}, but models here have one id")
-                also_end = max(also_end, tuple(ids[1:]), key=len)
+                also_end = tuple(ids[1:]) if name == "eos_token_id" else also_end  # as generate() has it
                 if found.setdefault(IDS[name], ids[0]) != ids[0]:
                     raise ValueError(f"{name} is {ids[0]}, but {CONFIG} has {found[IDS[name]]}")
     return dataclasses.replace(unsaid, **found, also_end=also_end)

@@ -27,7 +27,7 @@ from synthesizer_jax.pretrained.huggingface.tokenizer import (
     SENTENCEPIECE,
     TOKENIZER,
     TOKENIZER_CONFIG,
-    write_byte_level,
+    tokenizer_json,
 )
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
 from synthesizer_jax.pretrained.tensors import NameOf, correspondences, named_tensors
@@ -115,7 +115,8 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
     elif isinstance(vocabulary, SentencePiece) and vocabulary.byte_level:
         fields["tokenizer_class"] = "RobertaTokenizer"
         fields |= {"bos_token": "<s>", "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
-        _write_json(folder / TOKENIZER, write_byte_level(vocabulary.processor))
+        del fields["split_special_tokens"]  # or sentinels would be split
+        (folder / TOKENIZER).write_text(tokenizer_json(vocabulary), encoding="utf-8")
     elif isinstance(vocabulary, SentencePiece):
         processor = vocabulary.processor
         special = {"pad_token": ids.padding, "eos_token": ids.end, "unk_token": processor.unk_id()}

@@ -20,24 +20,20 @@ from synthesizer_jax.pretrained.huggingface.names import (
     is_in_encoder,
     torch_name,
 )
-from synthesizer_jax.pretrained.huggingface.tokenizer import read_vocabulary
 from synthesizer_jax.pretrained.huggingface.weights import open_weights
 from synthesizer_jax.pretrained.tensors import FLOATS, Tensors, correspondences, match_tensors
 
 
-def open_folder(
-    folder: pathlib.Path, scratch: pathlib.Path, *, compare: bool = True, encoder_only: bool = False
-) -> Pretrained:
-    """Opens a model, its parameters and its vocabulary.
+def open_folder(folder: pathlib.Path, *, compare: bool = True, encoder_only: bool = False) -> Pretrained:
+    """Opens a model and its parameters.
 
-    `scratch` is a directory for temporary files. Without `compare`, an output projection is taken for the
-    model's own, and only headers are read; with it, tensors that are one in the model must be equal.
-    `encoder_only` opens the encoder alone, of a whole model too. Raises a `ValueError` for another
-    architecture, which lists all tensors that do not fit.
+    Without `compare`, an output projection is taken for the model's own, and only headers are read; with
+    it, tensors that are one in the model must be equal. `encoder_only` opens the encoder alone, of a whole
+    model too. Raises a `ValueError` for another architecture, which lists all tensors that do not fit.
     """
     # Before the weights: it says best what is wrong with a folder.
     if read_model_type(folder) == T5GEMMA:
-        return _open_t5gemma(folder, scratch, encoder_only=encoder_only)
+        return _open_t5gemma(folder, encoder_only=encoder_only)
     read_config(folder, output=None, encoder_only=encoder_only)
     tensors = open_weights(folder, is_in_encoder) if encoder_only else open_weights(folder)
     shared = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
@@ -63,10 +59,10 @@ def open_folder(
     if model.tied:
         ignored.add(OUTPUT)
     params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
-    return Pretrained(model, params, read_vocabulary(folder, scratch, ids=model.ids, rows=model.vocab_size))
+    return Pretrained(model, params, None)
 
 
-def _open_t5gemma(folder: pathlib.Path, scratch: pathlib.Path, *, encoder_only: bool) -> Pretrained:
+def _open_t5gemma(folder: pathlib.Path, *, encoder_only: bool) -> Pretrained:
     """Opens a T5Gemma, whose tied projection no folder holds twice; see `open_folder`."""
     config = t5gemma.T5Gemma.read(folder, encoder_only=encoder_only)
     model = config.build()
@@ -78,7 +74,7 @@ def _open_t5gemma(folder: pathlib.Path, scratch: pathlib.Path, *, encoder_only: 
     ignored = {t5gemma.OUTPUT} if model.tied else ()
     parameters = correspondences(model, name_of)
     params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
-    return Pretrained(model, params, read_vocabulary(folder, scratch, ids=model.ids, rows=model.vocab_size))
+    return Pretrained(model, params, None)
 
 
 def _are_equal(tensors: Tensors, name: str, other: str) -> bool:

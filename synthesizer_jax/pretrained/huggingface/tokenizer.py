@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
-import itertools
+import json
 import math
 import operator
 import pathlib
 import re
+from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from synthesizer_jax.base.files import describing, storage_path
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
@@ -18,12 +19,9 @@ from synthesizer_jax.data import byte_level
 from synthesizer_jax.data.vocabularies import EXTRA_IDS, Bytes, SentencePiece
 from synthesizer_jax.pretrained.huggingface.config import read_json
 
-if TYPE_CHECKING:
-    from sentencepiece import SentencePieceProcessor
-
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-VOCABULARY = "vocab.json"
+VOCABULARY, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
 GEMMA = "tokenizer.model"
 SENTENCEPIECE = ("spiece.model", "sentencepiece.model", GEMMA)
 TEXT_ENCODER = "text_encoder"
@@ -36,6 +34,9 @@ BYTES_EXTRA_IDS = 125
 
 MOST_ADDED = 2**16
 """Tokens that a tokenizer adds to its pieces; a file that names more is damaged."""
+
+
+_REMEDY = "put the model's spiece.model beside it, or name one with --vocabulary"
 
 
 def read_vocabulary(
@@ -58,10 +59,16 @@ def read_vocabulary(
         if (folder / name).is_file():
             vocabulary = named_vocabulary(str(folder / name), extra_ids)
             if extra_ids is None and vocabulary.build().vocab_size > rows:
-                return replace(vocabulary, extra_ids=0)  # MADLAD has no sentinels
+                vocabulary = replace(vocabulary, extra_ids=0)  # MADLAD has no sentinels
+            with describing(folder, _REMEDY):
+                decoder = fields.get("added_tokens_decoder") or {}
+                added = {int(i): token["content"] for i, token in decoder.items()}
+                if (folder / ADDED).is_file():
+                    added |= {i: token for token, i in read_json(folder / ADDED).items()}
+                _refuse_others(added, vocabulary.build().vocab_size)
             return vocabulary
-    for name in (TOKENIZER, VOCABULARY):
-        if (folder / name).is_file():
+    for name, other in ((TOKENIZER, TOKENIZER), (VOCABULARY, MERGES)):
+        if (folder / name).is_file() and (folder / other).is_file():
             file = scratch / SENTENCEPIECE[0]
             file.write_bytes(sentencepiece_model(folder / name, ids))
             return named_vocabulary(str(file), 0)
@@ -102,8 +109,7 @@ def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
 
     messages: ModuleType = sentencepiece_model_pb2
     data = read_json(path)
-    remedy = "put the model's spiece.model beside it, or name one with --vocabulary"
-    with describing(path, remedy):
+    with describing(path, _REMEDY):
         if path.name == VOCABULARY:
             data = _join_files(data, path.parent)
         model = _to_sentencepiece(data, messages, ids)
@@ -113,24 +119,38 @@ def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
     return model
 
 
-def _join_files(vocabulary: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
-    """Returns what the ``tokenizer.json`` of GPT-2's older files would hold."""
-    merges = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()  # after the version
-    beside = folder / "added_tokens.json"
-    added = read_json(beside) if beside.is_file() else {}
-    added |= {name: vocabulary[name] for name in ("<pad>", "<s>", "</s>", "<unk>", "<mask>")}
+def _join_files(vocab: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
+    """Returns what the ``tokenizer.json`` of RoBERTa's older files would hold."""
+    merges = (folder / MERGES).read_text(encoding="utf-8").splitlines()
+    added = read_json(folder / ADDED) if (folder / ADDED).is_file() else {}
+    added |= {name: vocab[name] for name in ("<pad>", "<s>", "</s>", "<unk>", "<mask>")}
+    token = {"single_word": False, "rstrip": False, "normalized": False, "special": True}
+    words = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    around = {"sep": ["</s>", vocab["</s>"]], "cls": ["<s>", vocab["<s>"]]}
     return {
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges[1:]},
-        "added_tokens": [{"id": i, "content": name} for name, i in added.items()],
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
+        "version": "1.0",
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": [x for x in merges if x and x[:8] != "#version"],
+        },
+        "added_tokens": [
+            token | {"id": i, "content": name, "lstrip": name.startswith("<extra_id_")}
+            for name, i in added.items()
+        ],
+        "pre_tokenizer": words,
+        "post_processor": words | {"type": "RobertaProcessing"} | around,
+        "decoder": words,
     }
 
 
 def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: SpecialIds) -> bytes:
     """Returns the SentencePiece model of the JSON data; wrong data raise errors of several types."""
     model, start = data["model"], special.start
-    is_bpe, is_byte_level = model["type"] == "BPE", _is_byte_level(data.get("pre_tokenizer"))
-    if is_bpe and is_byte_level:
+    steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
+    is_bpe = model["type"] == "BPE"
+    is_byte_level = is_bpe and [step["type"] for step in steps] == ["ByteLevel"]
+    if is_byte_level:
         pieces, unknown, start = _scored(model), model["vocab"]["<unk>"], model["vocab"]["<s>"]
     elif is_bpe and model.get("byte_fallback"):
         pieces, unknown = _scored(model), model["vocab"][model["unk_token"]]
@@ -140,10 +160,17 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
     else:
         raise ValueError("it is no tokenizer such as those of T5, Gemma and CodeT5")
     tokens = data.get("added_tokens") or ()
+    strips = (token.get("lstrip", True) for token in tokens if token["content"] == "<extra_id_0>")
+    before_sentinel = "▁" if not is_byte_level or all(strips) else ""
     added = {operator.index(token["id"]): str(token["content"]) for token in tokens}
+    _refuse_others(added, len(pieces))
     last_control = max(special.padding, special.end, special.start, unknown)
     symbols = {i for i in added if is_bpe and not is_byte_level and i > last_control}
-    charsmap = _charsmap(data.get("normalizer"))
+    charsmap = b"".join(
+        base64.b64decode(x["precompiled_charsmap"], validate=True)
+        for x in steps
+        if "precompiled_charsmap" in x
+    )
     count = max(len(pieces), max(added, default=-1) + 1)
     if count > len(pieces) + MOST_ADDED:
         raise ValueError(f"{count} ids")
@@ -155,7 +182,7 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
         if i == unknown:
             kind = kinds.UNKNOWN
         elif piece.removeprefix("▁").startswith("<extra_id_"):
-            piece, kind = f"▁{piece.removeprefix('▁')}", kinds.USER_DEFINED
+            piece, kind = f"{before_sentinel}{piece.removeprefix('▁')}", kinds.USER_DEFINED
         elif i in symbols:
             kind = kinds.USER_DEFINED
         elif i in added:
@@ -171,6 +198,8 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
     spec.pad_id, spec.eos_id, spec.unk_id, spec.bos_id = special.padding, special.end, unknown, -1
     spec.unk_piece = pieces[unknown][0]
     spec.pad_piece, spec.eos_piece = pieces[special.padding][0], pieces[special.end][0]
+    if is_byte_level:
+        spec.input.append(json.dumps(data))  # for `tokenizer_json`
     if is_bpe:
         spec.bos_id, spec.bos_piece = start, pieces[start][0]
         proto.normalizer_spec.add_dummy_prefix = False
@@ -183,13 +212,6 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
     return serialized
 
 
-def _is_byte_level(pre_tokenizer: object) -> bool:
-    """Whether words are split as GPT-2 does it, and their bytes are spelled by characters."""
-    wanted = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    fields = pre_tokenizer if isinstance(pre_tokenizer, dict) else {}
-    return wanted.items() <= ({"use_regex": True} | fields).items()
-
-
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -200,53 +222,50 @@ def _scored(model: dict[str, Any]) -> list[tuple[str, float]]:
     for rank, (first, second) in enumerate(merges):
         ranks.setdefault(first + second, rank)
     pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    if sorted(model["vocab"].values()) != list(range(len(pieces))):
+        raise ValueError("its ids do not count its pieces")
     unmerged = lambda piece: 0.0 if len(piece) == 1 else -math.inf
     return [(piece, -float(ranks[piece]) if piece in ranks else unmerged(piece)) for piece in pieces]
 
 
-def _charsmap(normalizer: object) -> bytes:
-    """Returns the table of a ``Precompiled`` normalizer, alone or in a sequence; empty without one."""
-    if isinstance(normalizer, dict):
-        if normalizer.get("type") == "Precompiled":
-            return base64.b64decode(normalizer["precompiled_charsmap"], validate=True)
-        for part in normalizer.get("normalizers") or ():
-            if table := _charsmap(part):
-                return table
-    return b""
+def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yields the steps of a normalizer or pre-tokenizer; raises a `ValueError` for others' steps."""
+    if component is None:
+        return
+    for step in component.get("normalizers") or component.get("pretokenizers") or ():
+        yield from _steps(step)
+    kind = component["type"]
+    others = {"content": "▁", "add_prefix_space": False, "use_regex": True} if kind != "Metaspace" else {}
+    if kind not in _STEPS or any(component.get(name, x) not in (x, " ") for name, x in others.items()):
+        raise ValueError(f"its step {kind} is not read, or not with these settings")
+    if kind != "Sequence":
+        yield component
 
 
-def write_byte_level(processor: SentencePieceProcessor) -> dict[str, Any]:
-    """Returns the ``tokenizer.json`` of a BPE of bytes, as RoBERTa's.
+_STEPS = (
+    "Sequence",
+    "Precompiled",
+    "Strip",
+    "Replace",
+    "WhitespaceSplit",
+    "Metaspace",
+    "Split",
+    "ByteLevel",
+)
+"""The steps of T5's tokenizers, which are SentencePiece's, of Gemma's, and of CodeT5's."""
 
-    The file has ranks of pieces, not pairs: a piece's pair is what its bytes become by lower ranks.
-    """
-    pieces = [processor.IdToPiece(i) for i in range(processor.GetPieceSize())]
-    ranks = {x: -processor.GetScore(i) for i, x in enumerate(pieces) if not processor.IsUnused(i)}
-    added, merges = [], []
-    for i, piece in enumerate(pieces):
-        is_special = processor.IsControl(i) or processor.IsUnknown(i)
-        if is_special or piece.startswith("▁"):
-            token = {"id": i, "content": piece.removeprefix("▁"), "special": is_special}
-            token |= {"single_word": False, "lstrip": not is_special, "rstrip": False, "normalized": False}
-            added.append(token)
-        elif piece in ranks and len(piece) > 1:
-            parts = list(piece)
-            while len(parts) > 2:
-                joined = [ranks.get(a + b, math.inf) for a, b in itertools.pairwise(parts)]
-                first = joined.index(min(joined))
-                parts[first : first + 2] = ["".join(parts[first : first + 2])]
-            merges.append(parts)
-    words = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    around = {"sep": ["</s>", processor.eos_id()], "cls": ["<s>", processor.bos_id()], "trim_offsets": True}
-    return {
-        "version": "1.0",
-        "added_tokens": added,
-        "pre_tokenizer": words,
-        "post_processor": {"type": "RobertaProcessing", "add_prefix_space": False} | around,
-        "decoder": words,
-        "model": {
-            "type": "BPE",
-            "vocab": {piece: i for i, piece in enumerate(pieces) if not piece.startswith("▁")},
-            "merges": sorted(merges, key=lambda parts: ranks["".join(parts)]),
-        },
-    }
+
+def _refuse_others(added: Mapping[int, str], size: int) -> None:
+    """Raises a `ValueError` for tokens added to `size` pieces that are no sentinels."""
+    for i, name in added.items():
+        if i >= size and not name.startswith("<extra_id_"):
+            raise ValueError(f"it adds {name!r} to the pieces, which is not read")
+
+
+def tokenizer_json(vocabulary: SentencePiece) -> str:
+    """Returns the ``tokenizer.json`` of which the model of a BPE of bytes was made."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    messages: ModuleType = sentencepiece_model_pb2
+    source: str = messages.ModelProto.FromString(vocabulary.contents()).trainer_spec.input[0]
+    return source

@@ -33,7 +33,7 @@ def open_weights(folder: pathlib.Path, wanted: Callable[[str], bool] = lambda _:
         )
     file, index = present[0], indices[present[0]]
     shards = {folder / file}
-    if index.is_file():
+    if not (folder / file).is_file():
         with describing(index, "copy or download it again"):
             names = {f for name, f in read_json(index)["weight_map"].items() if wanted(name)}
             if outside := [n for n in names if pathlib.PurePath(n).name != n or "\\" in n]:
