@@ -195,7 +195,7 @@ def prepare_tasks(
       mixture: mixture or task to prepare.
       vocabulary: a SentencePiece model, or bytes; by default bytes, or the synthetic mixtures' own.
       extra_ids: sentinels added to the vocabulary.
-      bos: whether inputs begin with BOS and have no EOS, as Gemma's.
+      bos: whether inputs begin with BOS, as CodeT5's, and as Gemma's, which have no EOS then.
       split: split to train on; by default train. Repeatable.
       evaluation_split: split to evaluate on; by default validation. Repeatable.
       inputs_length: input tokens of a row, for tasks whose steps depend on it.

@@ -121,7 +121,8 @@ def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
 
 def _join_files(vocab: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     """Returns what the ``tokenizer.json`` of RoBERTa's older files would hold."""
-    merges = (folder / MERGES).read_text(encoding="utf-8").splitlines()
+    lines = (folder / MERGES).read_text(encoding="utf-8").splitlines()
+    merges = [line for line in lines if line and not line.startswith("#version")]
     added = read_json(folder / ADDED) if (folder / ADDED).is_file() else {}
     added |= {name: vocab[name] for name in ("<pad>", "<s>", "</s>", "<unk>", "<mask>")}
     token = {"single_word": False, "rstrip": False, "normalized": False, "special": True}
@@ -129,11 +130,7 @@ def _join_files(vocab: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     around = {"sep": ["</s>", vocab["</s>"]], "cls": ["<s>", vocab["<s>"]]}
     return {
         "version": "1.0",
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": [x for x in merges if x and x[:8] != "#version"],
-        },
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
         "added_tokens": [
             token | {"id": i, "content": name, "lstrip": name.startswith("<extra_id_")}
             for name, i in added.items()
@@ -166,11 +163,8 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
     _refuse_others(added, len(pieces))
     last_control = max(special.padding, special.end, special.start, unknown)
     symbols = {i for i in added if is_bpe and not is_byte_level and i > last_control}
-    charsmap = b"".join(
-        base64.b64decode(x["precompiled_charsmap"], validate=True)
-        for x in steps
-        if "precompiled_charsmap" in x
-    )
+    tables = (step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled")
+    charsmap = base64.b64decode(next(tables, ""), validate=True)
     count = max(len(pieces), max(added, default=-1) + 1)
     if count > len(pieces) + MOST_ADDED:
         raise ValueError(f"{count} ids")
@@ -232,26 +226,18 @@ def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     """Yields the steps of a normalizer or pre-tokenizer; raises a `ValueError` for others' steps."""
     if component is None:
         return
-    for step in component.get("normalizers") or component.get("pretokenizers") or ():
-        yield from _steps(step)
     kind = component["type"]
+    if kind == "Sequence":
+        for step in component.get("normalizers") or component["pretokenizers"]:
+            yield from _steps(step)
+        return
     others = {"content": "▁", "add_prefix_space": False, "use_regex": True} if kind != "Metaspace" else {}
     if kind not in _STEPS or any(component.get(name, x) not in (x, " ") for name, x in others.items()):
         raise ValueError(f"its step {kind} is not read, or not with these settings")
-    if kind != "Sequence":
-        yield component
+    yield component
 
 
-_STEPS = (
-    "Sequence",
-    "Precompiled",
-    "Strip",
-    "Replace",
-    "WhitespaceSplit",
-    "Metaspace",
-    "Split",
-    "ByteLevel",
-)
+_STEPS = ("Precompiled", "Strip", "Replace", "WhitespaceSplit", "Metaspace", "Split", "ByteLevel")
 """The steps of T5's tokenizers, which are SentencePiece's, of Gemma's, and of CodeT5's."""
 
 
