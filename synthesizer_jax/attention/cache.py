@@ -81,8 +81,9 @@ def init_cache(
       allow_window: keep only the values that a window of weights still needs; in self-attention,
         where new keys come with new queries, so that the window moves along.
     """
-    window = _window_size(terms) if allow_window and memory is None else None
-    length = max_length if window is None else window
+    term, length, window = terms[0], max_length, False
+    if allow_window and memory is None and isinstance(term, Banded) and term.starts is None:
+        length, window = max(0, -term.first), True
     batch = jax.tree.leaves(values)[0].shape[0]
 
     def empty(x: jax.Array) -> jax.Array:
@@ -92,7 +93,7 @@ def init_cache(
         keys=tuple(empty(x) for x in _cached_arrays(terms)),
         values=jax.tree.map(empty, values),
         empty_memory=None if memory is None else memory[:, :0],
-        window=window is not None,
+        window=window,
     )
 
 
@@ -131,24 +132,36 @@ def extend(
         capacity=None if cache.window else cache.capacity,
         exact=cache.window,
     )
-    if cache.window:
-        return _extend_window(cache, terms, values, at=at, mask=mask, length=length, valid=valid)
-    values = jax.tree.map(lambda x: fill_invalid(x, valid), values)
-    keys = _cached_arrays(terms)
+    keys = tuple(_cached_arrays(terms))
     if len(keys) != len(cache.keys):
         raise ValueError(
             f"extend: the cache holds keys of {len(cache.keys)} terms but {len(keys)} were given; "
             "make the cache with init_cache from terms of the same alignment"
         )
-    cache = dataclasses.replace(
-        cache,
-        keys=tuple(_write_at(old, new, at) for old, new in zip(cache.keys, keys, strict=True)),
-        values=jax.tree.map(lambda old, new: _write_at(old, new, at), cache.values, values),
-        length=length,
-    )
-    cached = iter(cache.keys)
+
+    def append(past: jax.Array, x: jax.Array) -> jax.Array:
+        return fill_invalid(jnp.concatenate([past, x.astype(past.dtype)], axis=1), valid)
+
+    def last(x: jax.Array) -> jax.Array:
+        if mask.key_lengths is None:
+            return x[:, n:]
+        end = jnp.clip(mask.key_lengths - at, 0, n)  # the examples have different lengths
+        index = end[:, None] + jnp.arange(cache.capacity)[None]
+        return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+    past = cache.keys, cache.values
+    if cache.window:  # the past is what lies before `at`
+        attended = jax.tree.map(append, past, (keys, values))
+        kept = jax.tree.map(last, attended)
+        step_mask = mask.slice_keys(at - cache.capacity, cache.capacity + n)
+    else:
+        values = jax.tree.map(lambda x: fill_invalid(x, valid), values)
+        attended = kept = jax.tree.map(lambda old, x: _write_at(old, x, at), past, (keys, values))
+        step_mask = mask
+    cached = iter(attended[0])
     terms = map_arrays(lambda a: next(cached) if a.is_cached else a.x, terms)
-    return terms, cache.values, mask, cache
+    cache = dataclasses.replace(cache, keys=kept[0], values=kept[1], length=length)
+    return terms, attended[1], step_mask, cache
 
 
 def advance_length(
@@ -212,45 +225,6 @@ def fill_invalid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
         return x
     valid = jnp.reshape(valid, (*jnp.shape(valid), *(1,) * (x.ndim - jnp.ndim(valid))))
     return jnp.where(valid, x, jnp.nan)
-
-
-def _extend_window(
-    cache: Cache,
-    terms: Terms,
-    values: Values,
-    *,
-    at: _Length,
-    mask: Mask,
-    length: _Length,
-    valid: jax.Array | None,
-) -> tuple[Terms, Values, Mask, Cache]:
-    """Extends a window: the past is what lies before `at`. Of logits all keys are cached."""
-    size, new = cache.capacity, _num_positions(values)
-
-    def concatenate(past: jax.Array, x: jax.Array) -> jax.Array:
-        return fill_invalid(jnp.concatenate([past, x.astype(past.dtype)], axis=1), valid)
-
-    def last(x: jax.Array) -> jax.Array:
-        if mask.key_lengths is None:
-            return x[:, new:]
-        end = jnp.clip(mask.key_lengths - at, 0, new)  # the examples have different lengths
-        index = end[:, None] + jnp.arange(size)[None]
-        return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-    values = jax.tree.map(concatenate, cache.values, values)
-    keys = tuple(map(concatenate, cache.keys, _cached_arrays(terms)))
-    cache = dataclasses.replace(
-        cache, keys=tuple(map(last, keys)), values=jax.tree.map(last, values), length=length
-    )
-    cached = iter(keys)
-    terms = map_arrays(lambda a: next(cached) if a.is_cached else a.x, terms)
-    return terms, values, mask.slice_keys(at - size, size + new), cache
-
-
-def _window_size(terms: Terms) -> int | None:
-    """Returns how many past values a window of weights needs; None: all, it is no window."""
-    term = terms[0]
-    return max(0, -term.first) if isinstance(term, Banded) and term.starts is None else None
 
 
 def _cached_arrays(terms: Terms) -> list[jax.Array]:
