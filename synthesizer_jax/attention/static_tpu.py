@@ -425,28 +425,17 @@ def _add_all_examples(
     return matmul(scratch.transposed[head], cast, axes=(1, 0))  # dv = Eᵀ D
 
 
-def _head_logits(tiling: _Tiling, bias: Bias, head: int, *, tile: Ref) -> jax.Array:
-    """Returns the logits of a head, ``[q, k]`` float32."""
-    table: Ref = None if bias.table is None else bias.table[head].astype(jnp.float32)
-    if bias.columns is None:
-        return table
-    roll_diagonals(tile, bias.columns[head], 0, rows=tiling.shape[2])
-    return tile[...] if table is None else tile[...] + table
-
-
-def _band_mask(tiling: _Tiling) -> jax.Array | None:
-    """Returns what `Mask.band_rules` allow, ``[q, k]``; None: everything."""
-    shape = tiling.shape[2:]
-    query = lax.broadcasted_iota(jnp.int32, shape, 0) + tiling.offset
-    rules = tiling.mask.band_rules(query, lax.broadcasted_iota(jnp.int32, shape, 1))
-    return functools.reduce(jnp.logical_and, rules) if rules else None
-
-
 def _shared_weights(tiling: _Tiling, blocks: _Operands, head: int, *, tile: Ref) -> jax.Array:
     """Returns the weights of a head for all examples, float32; see `_Scratch.weights`."""
-    logits, allowed = _head_logits(tiling, blocks.bias, head, tile=tile), _band_mask(tiling)
-    if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)
+    bias, shape = blocks.bias, tiling.shape[2:]
+    parts = [] if bias.table is None else [bias.table[head].astype(jnp.float32)]
+    if bias.columns is not None:
+        roll_diagonals(tile, bias.columns[head], 0, rows=shape[0])
+        parts.append(tile[...])
+    logits = functools.reduce(jnp.add, parts)  # [q, k]
+    query = lax.broadcasted_iota(jnp.int32, shape, 0) + tiling.offset
+    if rules := tiling.mask.band_rules(query, lax.broadcasted_iota(jnp.int32, shape, 1)):
+        logits = jnp.where(functools.reduce(jnp.logical_and, rules), logits, -jnp.inf)
     row_max = jnp.max(logits, axis=1, keepdims=True)
     weights = jnp.exp(logits - jnp.maximum(row_max, LOW))
     if blocks.keys is None:
