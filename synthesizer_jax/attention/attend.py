@@ -215,8 +215,7 @@ def _checked(
     if batch is None:
         of_mask = [x.shape[0] for x in jax.tree.leaves(mask) if jnp.ndim(x)]
         batch = max([1, *of_mask, *(term.batch for term in terms)])
-    sizes = {"batch": batch, "heads": heads}
-    sizes |= {"q_length": q_length, "k_length": k_length}
+    sizes = {"batch": batch, "heads": heads, "q_length": q_length, "k_length": k_length}
     mask = mask.broadcast_to(**sizes)
     for term in terms:
         check_term(term, mask, **sizes)

@@ -212,14 +212,12 @@ class Mask:
             query_lengths=self.key_lengths,
             query_valid=self.key_valid,
             query_segments=segments,
-            query_offset=0,
             self_attention=True,
         )
 
     def map_arrays(self, function: Callable[[str, jax.Array], jax.Array]) -> Mask:
         """Returns the mask with ``function(name, array)`` in the place of every array but the offset."""
-        names = [name for name in _ARRAYS if name != "query_offset"]
-        arrays = {name: getattr(self, name) for name in names}
+        arrays = {name: getattr(self, name) for name in _ARRAYS if name != "query_offset"}
         changed: dict[str, Any] = {name: function(name, x) for name, x in arrays.items() if x is not None}
         return dataclasses.replace(self, **changed)
 
