@@ -34,7 +34,6 @@ from synthesizer_jax.mixers.base import (
     MixerInput,
     TokenCount,
     dropout_options,
-    is_cross,
     merge_heads,
     query_ends,
 )
@@ -267,7 +266,7 @@ def _extend(
     cache: Cache, terms: Terms, values: Values, *, n: int, mask: Mask, position: int | jax.Array
 ) -> tuple[Terms, Values, Mask, Cache]:
     """`attention.extend` for n queries, which in cross-attention come without new keys."""
-    if not is_cross(cache):
+    if cache.empty_memory is None:
         return extend(cache, terms, values, at=position, mask=mask)
     terms, values, mask, cache = extend(cache, terms, values, at=0, mask=mask)
     _, length = advance_length(

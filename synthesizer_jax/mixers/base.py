@@ -223,7 +223,7 @@ class Mixer(nn.Module):
         mask = Mask.of(mask)
         position = resolve_position(position, cache.length)
         order = None
-        if not is_cross(cache) and mask.key_valid is not None:
+        if cache.empty_memory is None and mask.key_valid is not None:
             x, mask, order = move_padding_last(x, mask, position=position)
         inputs = MixerInput(x, mask, cache.empty_memory, bias, cache, position)
         y, cache = self._extend_rows(inputs)
@@ -315,11 +315,6 @@ class Mixer(nn.Module):
     def is_sowing_weights(self) -> bool:
         """Whether attention weights are to be sown in ``intermediates``."""
         return self.is_mutable_collection("intermediates") and not self.is_initializing()
-
-
-def is_cross(cache: MixerCache) -> bool:
-    """Whether a mixer's cache is that of cross-attention."""
-    return cache.empty_memory is not None
 
 
 def merge_heads(
