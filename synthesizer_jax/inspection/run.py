@@ -44,7 +44,7 @@ from synthesizer_jax.sharding import batch_sharding, gather_to_host, use_mesh
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import to_text
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.initial_parameters import restore_run
+from synthesizer_jax.training.initial_parameters import fresh_variables, restore_run
 from synthesizer_jax.training.run import open_evaluator
 from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
 from synthesizer_jax.training.step import Batch, teacher_forced
@@ -118,7 +118,8 @@ def inspect_run(
             start, before = "those saved at step 0", restore(step=0)[1]
     elif is_trained and experiment.init_from is None:
         start = f"those that the experiment’s seed {experiment.training.seed} makes"
-        before = _fresh_variables(experiment, layout, mesh)
+        with use_mesh(mesh):
+            before = fresh_variables(experiment, jax.tree.map(lambda x: x.sharding, layout))
     model, looped = unroll(experiment.model), functools.partial(unroll_variables, experiment.model)
     mixers, end = mixers_of(model), looped(variables)
     advance = phase(f"weights of {count} examples at the end and at the start", 2)
@@ -290,17 +291,6 @@ def _batches(
         host = assemble_batch(part, data, lengths=(inputs, targets), ids=experiment.model.ids)
         batches.append(jax.device_put(host, batch_sharding(mesh)))
     return len(rows), [to_text(rows[0][f"{side}_pretokenized"]) for side in SIDES], batches
-
-
-def _fresh_variables(experiment: Experiment, layout: Variables, mesh: Mesh) -> Variables:
-    """Returns the variables that a training begins with, which its seed makes."""
-    shardings = jax.tree.map(lambda x: x.sharding, layout)
-    make = lambda key: experiment.model.init(
-        key, *(jnp.zeros(t.shape, t.dtype) for t in experiment.example)
-    )
-    with use_mesh(mesh):
-        fresh: Variables = jax.jit(make, out_shardings=shardings)(jax.random.key(experiment.training.seed))
-    return fresh
 
 
 def _mixtures(model: TokenModel, variables: Variables) -> dict[str, tuple[list[str], np.ndarray]]:

@@ -17,6 +17,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from synthesizer_jax.base.files import storage_path
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import read_newest, restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over, read_arrays, with_shardings
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
@@ -193,11 +194,16 @@ def _initial_variables(
         return step, variables
     sharding = None if mesh is None else shardings(axes, shapes, mesh)
     if fresh is None:
-        example = [jnp.zeros(t.shape, t.dtype) for t in experiment.example]
-        init = jax.jit(experiment.model.init, out_shardings=sharding)
-        fresh = init(jax.random.key(experiment.training.seed), *example)
+        fresh = fresh_variables(experiment, sharding)
     # The fresh arrays become the result, so that there is no third copy of the parameters.
     return step, jax.jit(initialize, out_shardings=sharding, donate_argnums=1)(variables, fresh)
+
+
+def fresh_variables(experiment: Experiment, sharding: PyTree) -> Variables:
+    """Returns the variables that an experiment's seed makes; a sharding of None is one device."""
+    example = [jnp.zeros(t.shape, t.dtype) for t in experiment.example]
+    init = jax.jit(experiment.model.init, out_shardings=sharding)
+    return init(jax.random.key(experiment.training.seed), *example)
 
 
 def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> dict[str, Origin]:
