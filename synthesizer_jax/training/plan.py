@@ -137,7 +137,9 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     Raises:
       ValueError: the mesh does not fit the topology, or the batch cannot be divided over it.
     """
-    mesh = _abstract_mesh(experiment.mesh, topology)
+    within, between = experiment.mesh.sizes(topology.devices, topology.slices)
+    sizes = tuple(a * b for a, b in zip(within, between, strict=True))
+    mesh = AbstractMesh(sizes, experiment.mesh.axis_names, axis_types=(AxisType.Auto,) * len(sizes))
     data, training = experiment.data, experiment.training
     check_batch(data.batch_size, mesh, micro_batches=training.micro_batches)
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -174,12 +176,6 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
         ),
         peak=chip.peak(experiment.model.dtype),
     )
-
-
-def _abstract_mesh(shape: MeshShape, topology: Topology) -> AbstractMesh:
-    within, between = shape.sizes(topology.devices, topology.slices)
-    sizes = tuple(a * b for a, b in zip(within, between, strict=True))
-    return AbstractMesh(sizes, shape.axis_names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def _shard_bytes(tree: PyTree, chip: Chip) -> int:
@@ -276,11 +272,7 @@ def _residuals(experiment: Experiment, variables: Variables, rows: int) -> Array
 
 
 def _num_bytes(counts: ArrayCounts) -> int:
-    def size(dtype: np.dtype) -> int:
-        is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)  # two 32-bit words
-        return 8 if is_key else dtype.itemsize
-
-    return sum(n * math.prod(shape) * size(dtype) for (shape, dtype), n in counts.items())
+    return sum(n * math.prod(shape) * dtype.itemsize for (shape, dtype), n in counts.items())
 
 
 def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment, MemoryPlan]]:
