@@ -151,7 +151,9 @@ def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool)
     flag = config.tie_word_embeddings
     flag = family != "mt5" if flag is None else flag
     tied = scaled = flag
-    if _version(config) >= 5:
+    unsaid = "4" if config.scale_decoder_outputs is None else "5"
+    major = str(config.transformers_version or unsaid).split(".")[0]  # of the version that wrote it
+    if major.isdecimal() and int(major) >= 5:
         tied = tied if output is None else not output
         scaled = family == "umt5" and tied
         if family == "t5":
@@ -206,13 +208,6 @@ def write_ids(ids: SpecialIds) -> dict[str, object]:
     """Returns the fields of both files that name ids."""
     fields = {theirs: getattr(ids, ours) for theirs, ours in IDS.items()} | dict.fromkeys(FORCED)
     return fields | ({"eos_token_id": list(ids.ends)} if ids.also_end else {})
-
-
-def _version(config: _Config) -> int:
-    """Returns the major version of transformers that wrote a configuration; 4 if it does not tell."""
-    unsaid = "4" if config.scale_decoder_outputs is None else "5"
-    major = str(config.transformers_version or unsaid).split(".")[0]
-    return int(major) if major.isdecimal() else 4
 
 
 def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:

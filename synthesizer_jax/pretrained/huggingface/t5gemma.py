@@ -69,9 +69,9 @@ class _Stack:
         data = {**data, **(data.get("rope_parameters") or {})}
         if isinstance(data.get("layer_types"), list):
             data["layer_types"] = tuple(data["layer_types"])
-        names = [f.name for f in dataclasses.fields(cls) if f.name in data]
-        check_types(cls, {name: data[name] for name in names}, path)
-        return cls(**{name: data[name] for name in names})
+        fields = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
+        check_types(cls, fields, path)
+        return cls(**fields)
 
     def build(self, *, in_decoder: bool, dropout_rate: float, attention_dropout: float) -> Stack:
         """Returns the stack."""
