@@ -34,7 +34,11 @@ def with_variants(
     Raises:
       ValueError: there is no such variant, or the self-attention is not `Attention`.
     """
-    check_stacks(model)
+    for field, layers in stacks_of(model).items():
+        if isinstance(layers, UniversalStack):
+            raise ValueError(
+                f"the {field} is a {type(layers).__name__}, whose layers have no alignments of their own"
+            )
     replacements = []
     for stack, name in (("encoder", encoder), ("decoder", decoder)):
         if name is None:
@@ -109,12 +113,3 @@ def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTr
             f"{type(alignment).__name__} has tables that are not trained; choose another alignment"
         )
     return variables.get("params", {})
-
-
-def check_stacks(model: EncoderDecoder) -> None:
-    """Raises a `ValueError` where layers share their parameters."""
-    for name, stack in stacks_of(model).items():
-        if isinstance(stack, UniversalStack):
-            raise ValueError(
-                f"the {name} is a {type(stack).__name__}, whose layers have no alignments of their own"
-            )

@@ -173,7 +173,9 @@ def run_decoding(
     if not (repetition_penalty is decoding.no_repeat_ngram_size is None):
         prompt = jnp.full_like(encoder_tokens[:, :1], model.ids.start)  # the decoder's first input
         if isinstance(model, LanguageModel):
-            prompt = _align_right(encoder_tokens, model.ids.padding)
+            # Padding after the last token moves to the beginning.
+            after = jnp.argmax(encoder_tokens[:, ::-1] != model.ids.padding, axis=1)
+            prompt = jax.vmap(jnp.roll)(encoder_tokens, after)
             # The end of the output is another one.
             prompt = jnp.where(prompt == model.ids.end, model.ids.start, prompt)
     constraints = Constraints(
@@ -191,9 +193,3 @@ def run_decoding(
     if decoding.beams > 1:
         return beam_search(decoder, constraints, beams=decoding.beams, alpha=alpha, samples=samples)
     return decode_rows(decoder, constraints, samples=samples, sampling=sampling, top_k=decoding.top_k)
-
-
-def _align_right(tokens: jax.Array, padding: int) -> jax.Array:
-    """Returns rows ``[batch, k]`` whose padding after the last token is moved to the beginning."""
-    after = jnp.argmax(tokens[:, ::-1] != padding, axis=1)
-    return jax.vmap(jnp.roll)(tokens, after)
