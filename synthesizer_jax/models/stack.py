@@ -267,14 +267,13 @@ class Stack(nn.Module):
         """Makes the terms of the bias that all layers share."""
         if self.bias is None:
             return ()
-        mixers = [run.block.self_mixer for run in self.runs]
-        counts = {mixer.bias_heads for mixer in mixers} - {None}
+        counts = {n for run in self.runs if (n := run.block.self_mixer.bias_heads) is not None}
         if len(counts) != 1:
             raise ValueError(
                 "Stack: a shared position bias needs attention, with the same number of heads in "
                 "every layer; set bias=None, or put RelativeBias into the layers' own Mixture"
             )
-        heads = next(mixer.bias_heads for mixer in mixers if mixer.bias_heads)
+        (heads,) = counts
         context = AttentionContext(
             heads, x.shape[-1] // heads, Span(position, x.shape[1]), Span(0, num_keys)
         )
