@@ -11,17 +11,17 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 LINES = {
-    "synthesizer_jax": 36_180,
+    "synthesizer_jax": 36_170,
     "synthesizer_jax/data + synthesizer_jax/tasks + synthesizer_jax/preparation + "
-    "synthesizer_jax/evaluation": 7_910,
-    "synthesizer_jax/attention": 6_280,
-    "tests": 18_590,
+    "synthesizer_jax/evaluation": 7_920,
+    "synthesizer_jax/attention": 6_270,
+    "tests": 18_750,
     "benchmarks + tools": 4_715,
     "tpu_scripts": 450,
 }
 """The most lines of folders, as ``wc -l`` counts them: Python's, and all of the launcher."""
 
-WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 28_770}
+WORDS = {"docs + README.md + CONTRIBUTING.md + CHANGELOG.md": 28_785}
 """The most words of pages, as ``wc -w`` counts them."""
 
 

@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
-NAME = "BPE of bytes"
-"""The name of the model's normalizer, which no piece is called: their spaces are ``▁``."""
-
 _PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 _others = itertools.count(256)
 CHARACTERS = "".join(chr(byte if byte in _PRINTABLE else next(_others)) for byte in range(256))

@@ -18,14 +18,18 @@ from synthesizer_jax.base.files import absolute, open_atomic, storage_path
 from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Number
-from synthesizer_jax.data import byte_level
 
 if TYPE_CHECKING:
     import numpy as np
     from sentencepiece import SentencePieceProcessor
 
+    from synthesizer_jax.data.byte_level import ByteLevel
+
 EXTRA_IDS = 100
 """Number of T5's sentinels, ``<extra_id_0>`` … ``<extra_id_99>``, at the end of the vocabulary."""
+
+BPE_OF_BYTES = "BPE of bytes"
+"""The name of such a model's normalizer, which no piece is called: their spaces are ``▁``."""
 
 PAD, EOS, UNKNOWN = 0, 1, 2
 """T5's ids of padding, of the end of a text, and of unknown text."""
@@ -198,10 +202,13 @@ class SentencePiece(Vocabulary):
         return [self.processor.bos_id()], [self.eos_id] if self.byte_level else []
 
     @functools.cached_property
-    def byte_level(self) -> byte_level.ByteLevel | None:
+    def byte_level(self) -> ByteLevel | None:
         """What encodes and decodes if it is a BPE of bytes, such as CodeT5's."""
-        is_byte_level = byte_level.NAME.encode() in self.contents()
-        return byte_level.ByteLevel(self.processor) if is_byte_level else None
+        if BPE_OF_BYTES.encode() not in self.contents():
+            return None
+        from synthesizer_jax.data.byte_level import ByteLevel
+
+        return ByteLevel(self.processor)
 
     @property
     def digest(self) -> str:

@@ -15,8 +15,7 @@ from typing import Any
 from synthesizer_jax.base.files import describing, storage_path
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import replace
-from synthesizer_jax.data import byte_level
-from synthesizer_jax.data.vocabularies import EXTRA_IDS, Bytes, SentencePiece
+from synthesizer_jax.data.vocabularies import BPE_OF_BYTES, EXTRA_IDS, Bytes, SentencePiece
 from synthesizer_jax.pretrained.huggingface.config import read_json
 
 TOKENIZER = "tokenizer.json"
@@ -95,7 +94,7 @@ def named_vocabulary(name: str, extra_ids: int | None = None) -> Bytes | Sentenc
     return SentencePiece(name, extra_ids, bos)
 
 
-_WITH_BOS = b"<bos>", byte_level.NAME.encode()
+_WITH_BOS = b"<bos>", BPE_OF_BYTES.encode()
 """What the SentencePiece models of Gemma, and those made of CodeT5's tokenizer, contain."""
 
 
@@ -200,7 +199,7 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
         proto.normalizer_spec.remove_extra_whitespaces = False
         proto.normalizer_spec.escape_whitespaces = not is_byte_level
     table = "nmt_nfkc" if charsmap else "identity"
-    proto.normalizer_spec.name = byte_level.NAME if is_byte_level else table
+    proto.normalizer_spec.name = BPE_OF_BYTES if is_byte_level else table
     proto.normalizer_spec.precompiled_charsmap = charsmap
     serialized: bytes = proto.SerializeToString()
     return serialized
