@@ -142,7 +142,7 @@ def import_files(
         import_tensorflow()
         reports = file_tasks.import_files(task, files, directory, renew=renew)
         of_split = "" if "train" in files else f" --set data.split={min(files)}"
-        hint.append(f"train with --set data.mixture={name}{of_split}")
+        hint += [f"train with --set data.mixture={name}{of_split}"] if target else []
     elif any(x is not None for x in (name, inputs, target, metrics)):
         raise ValueError(
             f"{benchmark} has its own format; --name, --input, --target and --metric belong to "
@@ -358,10 +358,11 @@ def train_vocabulary(
     directory, codec = _open_directory(data_dir, imports), Bytes().build()
     members = _members(mixture, directory, "train")
     texts = [
-        text_of(row, side, codec)
+        text
         for name in members
         for row in read_rows(name, "train", codec, data_dir=directory, count=examples)
         for side in SIDES
+        if (text := text_of(row, side, codec))
     ]
     train_sentencepiece(texts, output, vocab_size=size)
     typer.echo(f"{output}: {size:,} pieces from {len(texts):,} texts of {', '.join(members)}")

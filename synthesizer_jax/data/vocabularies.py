@@ -318,6 +318,7 @@ def train_sentencepiece(
                 character_coverage=1.0,
                 num_threads=1,  # the result does not depend on the machine
                 minloglevel=2,
+                max_sentence_length=2**30,  # in bytes; longer texts would be left out
             )
         except RuntimeError as error:
             raise ValueError(f"vocab_size={vocab_size} cannot be trained: {error}") from None

@@ -71,7 +71,7 @@ class EvaluationSet:
           answers: those to all examples, or their texts; those to examples without a label are ignored.
 
         Raises:
-          ValueError: the number of answers differs from that of examples.
+          ValueError: the number of answers differs from that of examples, or a metric is no number.
         """
         if not isinstance(answers, Answers):
             answers = Answers(list(answers))
@@ -83,7 +83,11 @@ class EvaluationSet:
             return {}
         rows = [self.examples[i] for i in self.labeled]
         known = answers._replace(texts=list(map(self._shown, answers.texts))).select(self.labeled)
-        return dict(self.task.score(rows, known, vocabulary=self.vocabulary))
+        result = dict(self.task.score(rows, known, vocabulary=self.vocabulary))
+        for name, value in result.items():
+            if not hasattr(value, "__float__"):
+                raise ValueError(f"{self.task.name}: the metric {name!r} is {value!r}, which is no number")
+        return result
 
     def predicted_value(self, index: int, prediction: str) -> Value:
         """Returns the value of a prediction for an example that metrics compare."""

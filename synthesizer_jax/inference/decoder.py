@@ -66,13 +66,13 @@ class Constraints(NamedTuple):
             row, length = jnp.arange(len(past))[:, None], prompt.shape[1] + at
             nowhere = logits.shape[1]
             if (penalty := self.repetition_penalty) is not None:
-                known = jnp.where(jnp.arange(past.shape[1]) < length, past, nowhere)
+                known = jnp.where((jnp.arange(past.shape[1]) < length) & (past >= 0), past, nowhere)
                 seen = jnp.zeros(logits.shape, bool).at[row, known].set(True, mode="drop")
                 scaled = jnp.where(logits < 0, logits * penalty, logits / penalty)
                 logits = jnp.where(seen, scaled, logits)
             if self.no_repeat_ngram_size is not None:
                 repeats = _repeats_ngram(past, length, self.no_repeat_ngram_size)
-                ends = jnp.where(repeats, past, nowhere)
+                ends = jnp.where(repeats & (past >= 0), past, nowhere)
                 logits = logits.at[row, ends].set(-jnp.inf, mode="drop")
         if self.shortest is None:
             return logits

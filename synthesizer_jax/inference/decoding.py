@@ -176,8 +176,10 @@ def run_decoding(
             # Padding after the last token moves to the beginning.
             after = jnp.argmax(encoder_tokens[:, ::-1] != model.ids.padding, axis=1)
             prompt = jax.vmap(jnp.roll)(encoder_tokens, after)
-            # The end of the output is another one.
+            is_token = prompt != model.ids.padding
+            # The end of the output is another one, and padding is nothing that could repeat.
             prompt = jnp.where(prompt == model.ids.end, model.ids.start, prompt)
+            prompt = jnp.where(is_token, prompt, -1)
     constraints = Constraints(
         min_length, longest, repetition_penalty, decoding.no_repeat_ngram_size, prompt, stops, model.ids
     )

@@ -83,7 +83,8 @@ def attention_fn(
       dtype: dtype of the computation; None: inferred from `query`, `key` and `value`.
       module: a Flax module in which the weights are sown as ``attention_weights``, which requires an
         array of q × k.
-      force_fp32_for_softmax: has an effect only where Flax's own function computes the attention.
+      force_fp32_for_softmax: has an effect, on the output's dtype too, only where Flax's own function
+        computes the attention.
       is_causal: whether queries attend only to keys up to their own position.
         For all other arguments see Linen's and NNX's `dot_product_attention`.
 

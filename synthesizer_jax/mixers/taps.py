@@ -17,6 +17,9 @@ OVERRIDES = "overrides"
 LOGITS = "logits"
 """The collection in which attention that sows its weights also sows its logits, if it is mutable."""
 
+LOSSES = "losses"
+"""The collection in which modules sow what is added to a training loss."""
+
 READ_ONLY: Any = DenyList(("intermediates", LOGITS, OVERRIDES, TAPS))
 """The collections that copies of a module under `vmap` share."""
 

@@ -19,7 +19,7 @@ from synthesizer_jax.attention.relative import arange
 from synthesizer_jax.base.registry import check_fields, fields_of, register
 from synthesizer_jax.base.typing import Choices, NotEmpty, Range, Rate
 from synthesizer_jax.mixers.base import move_padding_last, resolve_position, take_positions
-from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
+from synthesizer_jax.mixers.taps import LOGITS, LOSSES, OVERRIDES, TAPS
 from synthesizer_jax.models.block import Block, LayerCache, Memory
 from synthesizer_jax.models.layers import Dropout, PositionEmbedding
 from synthesizer_jax.primitives.norms import RMSNorm
@@ -250,10 +250,11 @@ class Stack(nn.Module):
 
     def _scan(self, x: jax.Array, mask: Mask | None, bias: Terms, memory: Memory | None) -> jax.Array:
         """Applies the layers of every run in a scan."""
+        stacked = "params", "constants", "intermediates", LOGITS, LOSSES, TAPS, OVERRIDES
         for index, run in enumerate(self.runs):
             scanned = nn.scan(
                 self._block_type(),
-                variable_axes=dict.fromkeys(("params", "constants", "intermediates", TAPS, OVERRIDES), 0),
+                variable_axes=dict.fromkeys(stacked, 0),
                 split_rngs={"params": True, "dropout": True},
                 in_axes=nn.broadcast,
                 length=run.repeats,

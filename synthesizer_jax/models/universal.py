@@ -10,13 +10,11 @@ import jax.numpy as jnp
 
 from synthesizer_jax.base.registry import fields_of, register
 from synthesizer_jax.base.typing import NotNegative, PyTree, Share
+from synthesizer_jax.mixers.taps import LOSSES
 from synthesizer_jax.models.block import Block
 from synthesizer_jax.models.layers import SinusoidalPositions
 from synthesizer_jax.models.stack import Positions, Stack
 from synthesizer_jax.primitives.parameters import with_axes
-
-LOSSES = "losses"
-"""The collection in which modules sow what is added to a training loss."""
 
 
 @register

@@ -204,17 +204,22 @@ def state_axes(opt_state: PyTree, axes: PyTree, shapes: PyTree) -> PyTree:
     shapes are those of the parameters.
     """
     axes_by_keys: dict[tuple[str, ...], Axes] = {}
+    shape_by_keys: dict[tuple[str, ...], tuple[int, ...]] = {}
     nodes = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
     for (path, names), param in zip(nodes, jax.tree.leaves(shapes), strict=True):
         keys = _dict_keys(path)
         axes_by_keys[keys] = names
+        shape_by_keys[keys] = param.shape
         factored = factored_dims(names, param.shape, min_size=0)
         for dims in (factored, FactoredDims(())):
             for moment, kept in _moment_dims(dims, len(names)).items():
                 axes_by_keys[(*keys, moment)] = tuple(names[i] for i in kept)
 
     def find_axes(path: KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> Axes:
-        return axes_by_keys.get(_dict_keys(path), (None,) * leaf.ndim)
+        keys = _dict_keys(path)
+        if shape_by_keys.get(keys, leaf.shape) != leaf.shape:  # such as the factors of optax.adafactor
+            return (None,) * leaf.ndim
+        return axes_by_keys.get(keys, (None,) * leaf.ndim)
 
     return jax.tree.map_with_path(find_axes, opt_state)
 

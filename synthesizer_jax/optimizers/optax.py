@@ -20,7 +20,11 @@ Argument: TypeAlias = float | int | bool | str | None
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     name: f
     for name, f in vars(optax).items()
-    if inspect.isfunction(f) and next(iter(inspect.signature(f).parameters), "") == "learning_rate"
+    if inspect.isfunction(f)
+    and next(iter(inspect.signature(f).parameters), "") == "learning_rate"
+    # The last three take no schedule, or more than gradients.
+    and not name.startswith(("_", "scale_by_"))
+    and name not in ("rprop", "sm3", "lbfgs")
 }
 
 SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {

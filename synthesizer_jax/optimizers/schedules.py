@@ -59,7 +59,7 @@ class InverseSquareRoot:
     """
 
     factor: NotNegative = 1.0
-    warmup_steps: Number = 10_000
+    warmup_steps: Count = 10_000
 
     def build(self) -> optax.Schedule:
         return lambda step: (

@@ -46,7 +46,7 @@ def is_labeled(example: Example) -> bool:
     (ReCoRD), and for all other tasks the target `UNKNOWN`.
     """
     if "label" in example:
-        return float(example["label"]) >= 0
+        return bool(example["label"] != -1)
     if "answers" in example:
         return len(example["answers"]) > 0
     return to_text(example["targets_pretokenized"]) != UNKNOWN

@@ -46,7 +46,10 @@ _REMEDY = (
 
 
 def add(tasks: Iterable[Task], mixtures: Mapping[str, Rates] = {}) -> None:
-    """Adds tasks and mixtures, which recipes then name."""
+    """Adds tasks and mixtures, which recipes then name; raises a `ValueError` for a negative rate."""
+    for name, rates in mixtures.items():
+        if not any(rates.values()) or any(isinstance(r, float | int) and r < 0 for r in rates.values()):
+            raise ValueError(f"the rates of the mixture {name!r} are {rates}; give none below 0, one above")
     TASKS.update({task.name: task for task in tasks})
     MIXTURES.update(mixtures)
 
@@ -119,7 +122,7 @@ def member_names(name: str) -> list[str]:
       ValueError: there is neither a mixture nor a task of that name.
     """
     if name in MIXTURES:
-        return [task for task in MIXTURES[name] if task in TASKS]
+        return [find_task(task).name for task in MIXTURES[name]]
     if name in seqio_tasks.mixture_names():
         return seqio_tasks.member_names(name)
     if name in TASKS or name in seqio_tasks.task_names():

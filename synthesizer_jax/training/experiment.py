@@ -17,7 +17,6 @@ from synthesizer_jax.base.typing import (
     Positive,
     Rate,
     Seed,
-    Share,
 )
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
@@ -64,7 +63,7 @@ class Training:
     adapters: LoRA | None = None
     ema: Rate | None = None
     z_loss: NotNegative = 1e-4
-    label_smoothing: Share = 0.0
+    label_smoothing: Rate = 0.0
     loss_normalizer: Positive | Annotated[str, Choices(("tokens_with_padding",))] | None = None
     micro_batches: Count = 1
     seed: Seed = 0

@@ -89,7 +89,7 @@ def cross_entropy(
       z_loss: coefficient of log² Z.
       label_smoothing: ε.
     """
-    arrays = match_varying_axes(logits, jnp.asarray(targets), jnp.asarray(weights))
+    arrays = match_varying_axes(logits, jnp.asarray(targets).astype(jnp.int32), jnp.asarray(weights))
     sums = _dense_losses(*arrays, _Settings(z_loss, label_smoothing))
     return LossSums(*sums, weights.sum())
 
@@ -126,7 +126,7 @@ def chunked_cross_entropy(
         reads and writes the kernel's whole gradient.
     """
     d = hidden.shape[-1]
-    x, y, w = hidden.reshape(-1, d), targets.reshape(-1), weights.reshape(-1)
+    x, y, w = hidden.reshape(-1, d), targets.reshape(-1).astype(jnp.int32), weights.reshape(-1)
     chunk = chunk or min(max(512, x.shape[0] // 8), 2048)
     num_chunks = max(1, -(-x.shape[0] // chunk))
     size = -(-x.shape[0] // num_chunks)

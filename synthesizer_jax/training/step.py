@@ -132,7 +132,7 @@ def loss_sums(
         sums = jax.tree.map(jnp.sum, parts)
     else:
         sums = chunked(states, kernel, targets=targets, weights=weights)
-    penalty = sum(jax.tree.leaves(sown), start=jnp.zeros(()))
+    penalty = sum(map(jnp.sum, jax.tree.leaves(sown)), start=jnp.zeros(()))  # scanned: [layers]
     weight = sums.weight if penalty_weight is None else penalty_weight
     return dataclasses.replace(sums, penalty=penalty * weight)
 

@@ -59,6 +59,11 @@ def test_the_same_on_t5s_own_model(real_data):
     assert [ours.encode(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
 
 
+def test_long_texts_are_trained_on_too(tmp_path):
+    train_sentencepiece(["a b c " * 3000 + "é"], tmp_path / "v.model", vocab_size=8)
+    assert 2 not in SentencePiece(str(tmp_path / "v.model"), 0).encode("a é")
+
+
 def test_ids_that_a_model_does_not_have_are_one_sentence(tmp_path):
     path = tmp_path / "vocabulary.model"
     with path.open("wb") as file:  # SentencePiece's defaults: unknown 0, BOS 1, EOS 2, no padding

@@ -85,6 +85,9 @@ def test_only_labeled_examples_are_scored(load):
     assert [e["idx"] for e in mixed.labeled_part(3).examples] == [0, 2, 4]
     with pytest.raises(ValueError, match="glue_rte_v002: 1 predictions for 6 examples"):
         known.score(["entailment"])
+    wrong = dataclasses.replace(known.task, metrics=(lambda *_: {"mine": "good"},))
+    with pytest.raises(ValueError, match="glue_rte_v002: the metric 'mine' is 'good', which is no number"):
+        dataclasses.replace(known, task=wrong).score(known.target_words)
 
 
 def test_a_record_tells_an_example(load):

@@ -216,6 +216,11 @@ def test_a_language_models_prompt_counts_as_repeated_wherever_its_padding_is(met
         for tokens in samples:
             tokens = [*prompt[prompt > 0], *tokens[tokens > 0]]
             assert len(set(tokens)) == len(tokens) > (prompt > 0).sum()
+    decoding = dataclasses.replace(decoding, no_repeat_ngram_size=2, repetition_penalty=3.0)
+    run = functools.partial(decode_sequences, variables, model=model, decoding=decoding)
+    np.testing.assert_array_equal(run(jnp.asarray(prompts[:1, :3])).tokens, run(prompts).tokens[:1])
+    decoding = dataclasses.replace(METHODS[method], no_repeat_ngram_size=1)
+    run = functools.partial(decode_sequences, variables, model=model, decoding=decoding)
     # All tokens are in the input; its own end does not count.
     spent = run(jnp.array([[*range(2, 2 * VOCAB), 1]])).tokens
     assert (np.asarray(spent)[0, 0, :2] == (1, 0)).all()

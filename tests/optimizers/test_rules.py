@@ -18,6 +18,7 @@ from synthesizer_jax.optimizers import Adafactor, AdamW, Constant, optax_optimiz
 from synthesizer_jax.optimizers.adafactor import state_axes
 from synthesizer_jax.optimizers.base import schedule_of
 from synthesizer_jax.optimizers.rules import OptimizerRule, build_optimizer
+from synthesizer_jax.primitives.parameters import is_axes
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import CopyStream, experiment
@@ -270,6 +271,15 @@ def test_a_schedule_by_name_equals_optax_also_from_a_saved_recipe(name):
     np.testing.assert_allclose([schedule(s) for s in steps], [own(s) for s in steps], rtol=1e-6)
 
 
+def test_state_of_another_shape_than_its_parameter_is_on_every_device():
+    """As the factors of optax's own Adafactor."""
+    axes, params = {"a": ("embed", "mlp")}, {"a": jnp.ones((128, 256))}
+    state = optax_optimizer("adafactor").build(axes).init(params)
+    found = state_axes(state, axes, params)
+    for x, names in zip(jax.tree.leaves(state), jax.tree.leaves(found, is_leaf=is_axes), strict=True):
+        assert names == (("embed", "mlp") if x.shape == (128, 256) else (None,) * x.ndim)
+
+
 @pytest.mark.parametrize("kind", [AdamW, Adafactor, lambda rate: optax_optimizer("sgd", rate)])
 def test_a_number_is_a_constant_schedule(kind):
     recipe = experiment(optimizer=kind(0.25))
@@ -292,6 +302,7 @@ def test_a_number_is_a_constant_schedule(kind):
         (lambda: optax_optimizer("lyon"), r"optax has no 'lyon', did you mean 'lion'\?"),
         (lambda: optax_optimizer("sgd", beta=1.0), "optax.sgd: got an unexpected keyword argument"),
         (lambda: optax_optimizer("chain"), "optax has no 'chain'"),
+        (lambda: optax_optimizer("lbfgs"), "optax has no 'lbfgs'"),  # it takes more than gradients
         (lambda: optax_schedule("cosine_decay"), "did you mean 'cosine_decay_schedule'"),
         (lambda: optax_schedule("constant_schedule"), "missing a required argument: 'value'"),
     ],

@@ -63,6 +63,16 @@ def test_missing_data_is_one_sentence_with_the_remedy(data_dir):
         evaluation_sets.load_evaluation_set(BOOLQ, "test", prepared, lengths=LENGTHS)
 
 
+def test_a_mixture_names_tasks_and_gives_them_rates(monkeypatch):
+    monkeypatch.setattr(task_registry, "MIXTURES", {})
+    task_registry.add([], {"mine": {"glue_colla_v002": 1.0}})
+    with pytest.raises(ValueError, match="no task 'glue_colla_v002', did you mean 'glue_cola_v002'"):
+        task_registry.member_names("mine")
+    for rate in (-1.0, 0.0):
+        with pytest.raises(ValueError, match=r"the rates of the mixture 'mine' are .* none below 0"):
+            task_registry.add([], {"mine": {"glue_cola_v002": rate}})
+
+
 def test_evaluated_twins_stand_for_the_trained_task():
     joint = MIXTURES["glue_super_glue_proportional"]
     assert {name for rates in MIXTURES.values() for name in rates} <= set(task_registry.TASKS)

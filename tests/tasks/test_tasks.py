@@ -2,6 +2,7 @@
 
 import pathlib
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -53,6 +54,10 @@ def test_hidden_labels_of_coreference_stay_hidden(name):
         row["targets_pretokenized"] = row["targets"]
         assert task.postprocess("Ann", example=row, is_target=True) == row["label"] == label
         assert is_labeled(row) is (label >= 0)
+
+
+def test_labels_of_ones_own_may_be_words_and_negative():
+    assert is_labeled({"label": b"bad"}) and is_labeled({"label": np.float32(-0.5)})
 
 
 def test_wsc_predictions():

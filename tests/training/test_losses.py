@@ -147,6 +147,18 @@ def test_targets_of_weight_zero_are_ignored(losses):
     assert np.isfinite(cross_entropy(logits, targets, weights=weights).total)
 
 
+def test_targets_may_have_8_bits():
+    logits, targets = (
+        jax.random.normal(jax.random.key(0), (2, 3, 300)),
+        np.array([[0, 7, 255]] * 2, np.uint8),
+    )
+    weights = jnp.ones((2, 3))
+    found, expected = (
+        cross_entropy(logits, t, weights=weights) for t in (targets, targets.astype(np.int32))
+    )
+    assert found.total == expected.total
+
+
 @BOTH
 def test_second_derivatives(losses):
     """Beside differences of the gradient."""

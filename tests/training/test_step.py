@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,17 @@ from jax.sharding import PartitionSpec as P
 
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.inference import Decoding, decode_sequences, score_targets
-from synthesizer_jax.models import Run, Size, UniversalStack, alignment, stacks_of, t5
+from synthesizer_jax.models import (
+    LOSSES,
+    Run,
+    Size,
+    UniversalStack,
+    alignment,
+    stacks_of,
+    t5,
+    unroll,
+    unroll_variables,
+)
 from synthesizer_jax.optimizers import Adafactor, Constant
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import step
@@ -33,6 +44,27 @@ def initialized(model, batch):
     keys = jax.random.split(jax.random.key(1), len(leaves))
     moved = [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(tree, moved)
+
+
+class Auxiliary(nn.Module):
+    """A user's feed-forward layer with a loss of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        self.sow(LOSSES, "auxiliary", jnp.mean(x**2))
+        return nn.Dense(x.shape[-1])(x)
+
+
+def test_scanned_layers_sow_their_losses_too():
+    batch, model = next(CopyStream()), experiment(layers=3).model
+    runs = tuple(replace(run, block=run.block.copy(feed_forward=Auxiliary())) for run in model.decoder.runs)
+    model = model.copy(decoder=model.decoder.copy(runs=runs, scan=True))
+    tokens = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
+    variables = jax.jit(model.init)(jax.random.key(0), *tokens)
+    scanned = loss_sums(model, variables, batch, **PLAIN).penalty
+    looped = loss_sums(unroll(model), unroll_variables(model, variables), batch, **PLAIN).penalty
+    np.testing.assert_allclose(scanned, looped, rtol=1e-5)
+    assert looped > 1.0
 
 
 @pytest.mark.parametrize(("head", "tied"), [("classes", True), ("masked", True), ("masked", False)])

@@ -126,7 +126,7 @@ def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str])
         fields = value if isinstance(value, dict) else {name: value}
         return {part: _value(fields, part, kind, labels) for part, kind in feature.items()}
     if isinstance(feature, tfds.features.Sequence):
-        if not isinstance(value, list):
+        if not isinstance(value, list) or not value:
             raise ValueError(f"the field {name!r} is {str(value)[:60]!r}, which is no list of texts")
         return [value_text(text, name) for text in value]
     if isinstance(feature, tfds.features.ClassLabel):
