@@ -70,7 +70,7 @@ def replace(*changes: tuple[str, str]) -> Callable[[bytes], bytes]:
 
 
 STORED, PREPARED = f"imported/{TASK}/1.0.0", f"prepared/*/{TASK}/validation"
-IMPORT, RENEW, MODEL = "import it again with", "run 'synthesizer-jax data prepare .* --renew'", "name another"
+IMPORT, RENEW, MODEL = "import it again with", "run 'synthesizer-jax data prepare .* --renew'", "another"
 DAMAGE = {
     f"{STORED}/*.tfrecord*": (IMPORT, flip, cut, None),
     f"{STORED}/dataset_info.json": (IMPORT, other(""), other("[]"), other("\xff")),
