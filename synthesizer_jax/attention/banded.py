@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.masks import Mask, zero_padding
 from synthesizer_jax.attention.partition import match_varying_axes
-from synthesizer_jax.attention.terms import Banded, Call, logits_dtype
+from synthesizer_jax.attention.terms import Banded, Call, clear_padding, logits_dtype
 
 
 def attend_banded(call: Call) -> jax.Array:
@@ -25,9 +25,7 @@ def attend_banded(call: Call) -> jax.Array:
     tap_mask = _tap_mask(term, mask, q_length=q_length, k_length=k_length)
     if tap_mask is not None:
         term = dataclasses.replace(term, weights=jnp.where(tap_mask, term.weights, 0))
-    values = zero_padding(values, keys)
-    if queries is not None and term.weights.shape[:2] == queries.shape:  # tokens made them
-        term = dataclasses.replace(term, weights=zero_padding(term.weights, queries))
+    (term,), values = clear_padding((term,), values, queries, keys)
     out = _sum_window(term, values, mask, q_length=q_length)
     if term.normalize:
         is_real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys

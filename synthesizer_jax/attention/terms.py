@@ -208,7 +208,7 @@ def clear_padding(
 
     def clear(a: TermArray) -> jax.Array:
         real = queries if "q" in a.axes else keys
-        if real is None or not a.from_tokens or a.term.is_weights or a.x.shape[: real.ndim] != real.shape:
+        if real is None or not a.from_tokens or a.x.shape[: real.ndim] != real.shape:
             return a.x
         return zero_padding(a.x, real)
 

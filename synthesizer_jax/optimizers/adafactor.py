@@ -198,28 +198,24 @@ def _rms(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
 def state_axes(opt_state: PyTree, axes: PyTree, shapes: PyTree) -> PyTree:
     """Returns the logical axes of an optimizer's state.
 
-    A leaf whose path consists of a parameter's path, such as a moment of Adam, has the parameter's axes.
-    If the path continues with ``row``, ``col`` or ``full``, as in Adafactor, the leaf has the axes that
-    remain after the reduction. All other leaves have no axes. Only dictionary keys of paths count. Axes and
-    shapes are those of the parameters.
+    A leaf with a parameter's path and shape, such as a moment of Adam, has the parameter's axes. If the
+    path continues with ``row``, ``col`` or ``full``, as in Adafactor, the leaf has the axes that remain
+    after the reduction, and their sizes. All other leaves have no axes. Only dictionary keys of paths
+    count. Axes and shapes are those of the parameters.
     """
-    axes_by_keys: dict[tuple[str, ...], Axes] = {}
-    shape_by_keys: dict[tuple[str, ...], tuple[int, ...]] = {}
+    axes_by_leaf: dict[tuple[tuple[str, ...], tuple[int, ...]], Axes] = {}  # by path and shape
     nodes = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
     for (path, names), param in zip(nodes, jax.tree.leaves(shapes), strict=True):
         keys = _dict_keys(path)
-        axes_by_keys[keys] = names
-        shape_by_keys[keys] = param.shape
+        axes_by_leaf[keys, param.shape] = names
         factored = factored_dims(names, param.shape, min_size=0)
         for dims in (factored, FactoredDims(())):
             for moment, kept in _moment_dims(dims, len(names)).items():
-                axes_by_keys[(*keys, moment)] = tuple(names[i] for i in kept)
+                shape = tuple(param.shape[i] for i in kept)
+                axes_by_leaf[(*keys, moment), shape] = tuple(names[i] for i in kept)
 
     def find_axes(path: KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> Axes:
-        keys = _dict_keys(path)
-        if shape_by_keys.get(keys, leaf.shape) != leaf.shape:  # such as the factors of optax.adafactor
-            return (None,) * leaf.ndim
-        return axes_by_keys.get(keys, (None,) * leaf.ndim)
+        return axes_by_leaf.get((_dict_keys(path), leaf.shape), (None,) * leaf.ndim)
 
     return jax.tree.map_with_path(find_axes, opt_state)
 

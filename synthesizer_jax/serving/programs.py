@@ -72,7 +72,8 @@ def write_directory(
     of_bytes = isinstance(vocabulary, SentencePiece) and vocabulary.byte_level
     if of_bytes or not isinstance(vocabulary, Bytes | SentencePiece):
         kind = "BPE of bytes" if of_bytes else type(vocabulary).__name__
-        raise ValueError(f"a {kind} cannot be exported; use bytes or a SentencePiece model")
+        remedy = "use bytes or a SentencePiece model, or leave out --to"
+        raise ValueError(f"a {kind} cannot be exported; {remedy}")
     if isinstance(vocabulary, SentencePiece):
         (directory / VOCABULARY).write_bytes(vocabulary.contents())
     programs, lengths = export_programs(model, parameters, limits)

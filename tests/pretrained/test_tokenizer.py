@@ -10,6 +10,7 @@ from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.data.stop_strings import stop_table
 from synthesizer_jax.data.vocabularies import Bytes, train_sentencepiece
 from synthesizer_jax.pretrained.huggingface import tokenizer
+from synthesizer_jax.serving.programs import write_directory
 from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary
 
 PIECES = [["<pad>", 0.0], ["</s>", 0.0], ["<unk>", 0.0], ["▁a", -1.0], ["b", -2.0], ["▁", -3.0]]
@@ -49,7 +50,7 @@ def test_sentinels_are_added_where_there_are_none(tmp_path):
     assert named(str(with_sentinels)).extra_ids == 0
 
 
-MERGES = ("t h", "th e", "Ġ the", "o n", "' t", "on '", "Ġ 1", "Ġ Ġ", "Ã ©", "é 1", "Ċ Ċ")
+MERGES = ("t h", "th e", "Ġ the", "o n", "' t", "on '", "Ġ 1", "Ġ Ġ", "Ã ©", "é 1", "Ċ Ċ", "<0x0 A>")
 CODET5 = SpecialIds(padding=0, end=2, start=0)
 
 
@@ -91,6 +92,8 @@ def test_a_bpe_of_bytes_is_read(byte_level, tmp_path):
         assert vocabulary.decode([1, *ids, 2, 7]) == text.replace(" \t<", "<")
     accent = vocabulary.encode("é")[0]
     assert vocabulary.token_bytes(accent + 1, first=False)[accent] == "é".encode()
+    with pytest.raises(ValueError, match=r"a BPE of bytes cannot be exported; .* or leave out --to"):
+        write_directory(tmp_path, None, {}, vocabulary, limits=None)
     half = vocabulary.encode("²")[:1]
     assert vocabulary.decode(half) == "\ufffd"
     assert stop_table(vocabulary, ["é1"], vocabulary.vocab_size).shape == (5, vocabulary.vocab_size)

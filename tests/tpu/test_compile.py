@@ -156,7 +156,9 @@ def test_few_keys_and_half_precision(q, k, dtype):
         return attend(terms, y, q_length=q, implementation="fused").astype(jnp.float32).sum()
 
     with jax.set_mesh(mesh):
-        jax.jit(jax.grad(loss, (0, 1)), in_shardings=place).lower(shape(q), shape(k)).compile()
+        step = jax.jit(jax.grad(loss, (0, 1)), in_shardings=place).lower(shape(q), shape(k))
+        kernels = step.compile().as_text().count('"tpu_custom_call"')
+    assert (kernels > 0) == (dtype == "bfloat16")
 
 
 @every

@@ -146,9 +146,10 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
     steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
     is_bpe = model["type"] == "BPE"
     is_byte_level = is_bpe and [step["type"] for step in steps] == ["ByteLevel"]
+    falls_back = is_bpe and not is_byte_level  # to bytes, for characters without a piece
     if is_byte_level:
         pieces, unknown, start = _scored(model), model["vocab"]["<unk>"], model["vocab"]["<s>"]
-    elif is_bpe and model.get("byte_fallback"):
+    elif falls_back and model.get("byte_fallback"):
         pieces, unknown = _scored(model), model["vocab"][model["unk_token"]]
     elif model["type"] == "Unigram":
         pieces = [(str(piece), float(score)) for piece, score in model["vocab"]]
@@ -156,38 +157,27 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
     else:
         raise ValueError("it is no tokenizer such as those of T5, Gemma and CodeT5")
     tokens = data.get("added_tokens") or ()
-    strips = (token.get("lstrip", True) for token in tokens if token["content"] == "<extra_id_0>")
-    before_sentinel = "▁" if not is_byte_level or all(strips) else ""
     added = {operator.index(token["id"]): str(token["content"]) for token in tokens}
-    _refuse_others(added, len(pieces))
+    strips = all(t.get("lstrip", True) for t in tokens if t["content"] == "<extra_id_0>")
     last_control = max(special.padding, special.end, special.start, unknown)
-    symbols = {i for i in added if is_bpe and not is_byte_level and i > last_control}
-    tables = (step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled")
-    charsmap = base64.b64decode(next(tables, ""), validate=True)
-    count = max(len(pieces), max(added, default=-1) + 1)
-    if count > len(pieces) + MOST_ADDED:
-        raise ValueError(f"{count} ids")
-    proto = messages.ModelProto()
-    kinds = messages.ModelProto.SentencePiece
-    for i in range(count):
-        piece, score = pieces[i] if i < len(pieces) else (added.get(i, f"<unused_{i}>"), 0.0)
+    proto, kinds = messages.ModelProto(), messages.ModelProto.SentencePiece
+    for i, (piece, score) in enumerate(_with_added(pieces, added)):
         kind = kinds.NORMAL
         if i == unknown:
             kind = kinds.UNKNOWN
         elif piece.removeprefix("▁").startswith("<extra_id_"):
-            piece, kind = f"{before_sentinel}{piece.removeprefix('▁')}", kinds.USER_DEFINED
-        elif i in symbols:
             kind = kinds.USER_DEFINED
+            piece = ("▁" if strips or not is_byte_level else "") + piece.removeprefix("▁")
         elif i in added:
-            kind = kinds.CONTROL
-        elif is_bpe and _BYTE.fullmatch(piece):
+            kind = kinds.USER_DEFINED if falls_back and i > last_control else kinds.CONTROL
+        elif falls_back and _BYTE.fullmatch(piece):
             kind = kinds.BYTE
         elif score == -math.inf:
             kind, score = kinds.UNUSED, -1e9
         proto.pieces.add(piece=piece, score=score, type=kind)
     spec = proto.trainer_spec
     spec.model_type = messages.TrainerSpec.BPE if is_bpe else messages.TrainerSpec.UNIGRAM
-    spec.vocab_size, spec.byte_fallback = count, is_bpe and not is_byte_level
+    spec.vocab_size, spec.byte_fallback = len(proto.pieces), falls_back
     spec.pad_id, spec.eos_id, spec.unk_id, spec.bos_id = special.padding, special.end, unknown, -1
     spec.unk_piece = pieces[unknown][0]
     spec.pad_piece, spec.eos_piece = pieces[special.padding][0], pieces[special.end][0]
@@ -198,6 +188,8 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
         proto.normalizer_spec.add_dummy_prefix = False
         proto.normalizer_spec.remove_extra_whitespaces = False
         proto.normalizer_spec.escape_whitespaces = not is_byte_level
+    tables = (step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled")
+    charsmap = base64.b64decode(next(tables, ""), validate=True)
     table = "nmt_nfkc" if charsmap else "identity"
     proto.normalizer_spec.name = BPE_OF_BYTES if is_byte_level else table
     proto.normalizer_spec.precompiled_charsmap = charsmap
@@ -245,6 +237,15 @@ def _refuse_others(added: Mapping[int, str], size: int) -> None:
     for i, name in added.items():
         if i >= size and not name.startswith("<extra_id_"):
             raise ValueError(f"it adds {name!r} to the pieces, which is not read")
+
+
+def _with_added(pieces: list[tuple[str, float]], added: Mapping[int, str]) -> list[tuple[str, float]]:
+    """Returns the pieces, and after them the sentinels that are added."""
+    _refuse_others(added, len(pieces))
+    count = max(len(pieces), max(added, default=-1) + 1)
+    if count > len(pieces) + MOST_ADDED:
+        raise ValueError(f"{count} ids")
+    return pieces + [(added.get(i, f"<unused_{i}>"), 0.0) for i in range(len(pieces), count)]
 
 
 def tokenizer_json(vocabulary: SentencePiece) -> str:
