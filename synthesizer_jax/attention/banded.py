@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.masks import Mask, zero_padding
 from synthesizer_jax.attention.partition import match_varying_axes
-from synthesizer_jax.attention.terms import Banded, Call, clear_padding, logits_dtype
+from synthesizer_jax.attention.terms import Banded, Call, logits_dtype
 
 
 def attend_banded(call: Call) -> jax.Array:
     """Returns ``out[b, q, h] = Σ_t weights[b, q, h, t] · values[b, start(q) + t, h]``."""
+    call = call.cleared()
     (term,), values, mask, q_length = call.terms, call.values, call.mask, call.q_length
     assert isinstance(term, Banded)
     k_length, heads = values.shape[1:3]
@@ -25,7 +26,6 @@ def attend_banded(call: Call) -> jax.Array:
     tap_mask = _tap_mask(term, mask, q_length=q_length, k_length=k_length)
     if tap_mask is not None:
         term = dataclasses.replace(term, weights=jnp.where(tap_mask, term.weights, 0))
-    (term,), values = clear_padding((term,), values, queries, keys)
     out = _sum_window(term, values, mask, q_length=q_length)
     if term.normalize:
         is_real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys
