@@ -30,14 +30,18 @@ class Cache:
     convolutions) keeps as many values as it reaches back, whatever the length; so may a window of
     logits, with its keys.
 
+    Heads come before positions, so that a step multiplies keys and values without copying them.
+
     Attributes:
-      keys: ``[b, m, h, r]`` token-made keys of the terms, in their order.
-      values: ``[b, m, h, e]``, or a tuple of arrays ``[b, m, ...]``; the last m past ones if `window`.
+      keys: ``[b, h, m, r]`` token-made keys of the terms, in their order; ``[b, m, h]`` without a width.
+      values: ``[b, h, m, e]``, or a tuple of arrays; the last m past ones if `window`.
       length: the position of the next token, int32: how many tokens were read. A scalar if all
         examples have read equally many, otherwise ``[b]``. In cross-attention it counts queries.
       empty_memory: in cross-attention no tokens, ``[b, 0, width]``, of the memory's width and dtype;
         None in self-attention.
       window: the arrays hold the last m positions, not the first m.
+      positions_first: the arrays are ``[b, m, h, r]``, as in Flax's caches.
+      cleared: keys and values of padding are zeros, which need not be cleared in every step.
       num_queries: in cross-attention the number of query positions that a step may reach.
     """
 
@@ -46,6 +50,8 @@ class Cache:
     length: _Length = dataclasses.field(default_factory=lambda: np.int32(0))
     empty_memory: jax.Array | None = None
     window: bool = dataclasses.field(default=False, metadata={"static": True})
+    positions_first: bool = dataclasses.field(default=False, metadata={"static": True})
+    cleared: bool = dataclasses.field(default=False, metadata={"static": True})
     num_queries: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
@@ -56,11 +62,23 @@ class Cache:
     @property
     def capacity(self) -> int:
         """Number of positions that the arrays hold."""
-        return _num_positions(self.values)
+        x: jax.Array = jax.tree.leaves(self.values)[0]
+        return x.shape[self.position_axis(x)]
 
+    def position_axis(self, x: jax.Array) -> int:
+        """Returns the axis of the positions in an array of the cache."""
+        return 1 if self.positions_first or x.ndim < 4 else 2
 
-def _num_positions(values: Values) -> int:
-    return jax.tree.leaves(values)[0].shape[1]
+    def swap(self, x: jax.Array) -> jax.Array:
+        """Returns ``[b, k, ...]`` as the cache holds it, or what it holds as ``[b, k, ...]``."""
+        axis = self.position_axis(x)  # without the axis of a single example, see `multiply_examples`
+        return x[0].swapaxes(0, axis - 1)[None] if x.shape[0] == 1 else x.swapaxes(1, axis)
+
+    def as_window(self, capacity: int) -> Cache:
+        """Returns an empty cache for the last positions."""
+        cut = lambda x: jax.lax.slice_in_dim(x, 0, capacity, axis=self.position_axis(x))
+        keys, values = jax.tree.map(cut, (self.keys, self.values))
+        return dataclasses.replace(self, keys=keys, values=values, window=True)
 
 
 def init_cache(
@@ -69,7 +87,7 @@ def init_cache(
     *,
     max_length: int,
     memory: jax.Array | None = None,
-    allow_window: bool = True,
+    positions_first: bool = False,
 ) -> Cache:
     """Returns an empty cache for terms and values like these; only shapes and dtypes are read.
 
@@ -78,22 +96,21 @@ def init_cache(
       values: ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]``; any k.
       max_length: number of positions.
       memory: ``[b, k, width]`` the tokens attended to in cross-attention; None in self-attention.
-      allow_window: keep only the values that a window of weights still needs; in self-attention,
-        where new keys come with new queries, so that the window moves along.
+      positions_first: as in `Cache`. Otherwise, in self-attention, it keeps only the values that a window
+        of weights still needs, which moves along with the new queries.
     """
     term, length, window = terms[0], max_length, False
-    if allow_window and memory is None and isinstance(term, Banded) and term.starts is None:
+    if not positions_first and memory is None and isinstance(term, Banded) and term.starts is None:
         length, window = max(0, -term.first), True
     batch = jax.tree.leaves(values)[0].shape[0]
 
-    def empty(x: jax.Array) -> jax.Array:
-        return jnp.zeros((batch, length, *x.shape[2:]), x.dtype)
-
-    return Cache(
+    layout = Cache((), (), window=window, positions_first=positions_first)
+    empty = lambda x: layout.swap(jnp.zeros((batch, length, *x.shape[2:]), x.dtype))
+    return dataclasses.replace(
+        layout,
         keys=tuple(empty(x) for x in _cached_arrays(terms)),
         values=jax.tree.map(empty, values),
         empty_memory=None if memory is None else memory[:, :0],
-        window=window,
     )
 
 
@@ -121,7 +138,7 @@ def extend(
         that is allowed unless it is a window), or it was made for other terms. If a position is
         traced, the new values are NaN instead.
     """
-    n = _num_positions(values)
+    n = jax.tree.leaves(values)[0].shape[1]
     at = cache.length if at is None else at
     valid, length = advance_length(
         at,
@@ -140,28 +157,35 @@ def extend(
         )
 
     def append(past: jax.Array, x: jax.Array) -> jax.Array:
-        return fill_invalid(jnp.concatenate([past, x.astype(past.dtype)], axis=1), valid)
+        both = jnp.concatenate([past, x.astype(past.dtype)], axis=cache.position_axis(x))
+        return fill_invalid(both, valid)
 
     def last(x: jax.Array) -> jax.Array:
         if mask.key_lengths is None:
-            return x[:, n:]
+            return jax.lax.slice_in_dim(x, n, None, axis=cache.position_axis(x))
         end = jnp.clip(mask.key_lengths - at, 0, n)  # the examples have different lengths
         index = end[:, None] + jnp.arange(cache.capacity)[None]
-        return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
+        index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
+        return cache.swap(jnp.take_along_axis(cache.swap(x), index, axis=1))
 
-    past = cache.keys, cache.values
+    def write(past: jax.Array, x: jax.Array) -> jax.Array:
+        x = fill_invalid(x.astype(past.dtype), valid)
+        return jax.lax.dynamic_update_slice_in_dim(past, x, at, axis=cache.position_axis(x)) if n else past
+
+    past, new = (cache.keys, cache.values), jax.tree.map(cache.swap, (keys, values))
     if cache.window:  # the past is what lies before `at`
-        attended = jax.tree.map(append, past, (keys, values))
+        attended = jax.tree.map(append, past, new)
         kept = jax.tree.map(last, attended)
-        step_mask = mask.slice_keys(at - cache.capacity, cache.capacity + n)
+        mask = mask.slice_keys(at - cache.capacity, cache.capacity + n)
     else:
-        values = jax.tree.map(lambda x: fill_invalid(x, valid), values)
-        attended = kept = jax.tree.map(lambda old, x: _write_at(old, x, at), past, (keys, values))
-        step_mask = mask
-    cached = iter(attended[0])
+        attended = kept = jax.tree.map(write, past, new)
+    if n == 0:  # XLA would swap before a decoding loop, and copy in every step
+        attended = jax.lax.optimization_barrier(attended)
+    all_keys, all_values = jax.tree.map(cache.swap, attended)
+    cached = iter(all_keys)
     terms = map_arrays(lambda a: next(cached) if a.is_cached else a.x, terms)
     cache = dataclasses.replace(cache, keys=kept[0], values=kept[1], length=length)
-    return terms, attended[1], step_mask, cache
+    return terms, all_values, mask, cache
 
 
 def advance_length(
@@ -232,9 +256,3 @@ def _cached_arrays(terms: Terms) -> list[jax.Array]:
     arrays: list[jax.Array] = []
     map_arrays(lambda a: arrays.append(a.x) if a.is_cached else None, terms)
     return arrays
-
-
-def _write_at(old: jax.Array, new: jax.Array, at: _Length) -> jax.Array:
-    if new.shape[1] == 0:
-        return old
-    return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, axis=1)

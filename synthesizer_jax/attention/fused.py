@@ -100,7 +100,7 @@ class FusedInputs(NamedTuple):
 
     def cleared(self, q_length: int) -> FusedInputs:
         """Returns the inputs with zeros for padding, see `clear_padding`."""
-        real = self.mask.queries(q_length), self.mask.keys(self.values.shape[1])
+        real = self.mask.uncleared(q_length, self.values.shape[1])
         products, values = clear_padding(self.products, self.values, *real)
         return self._replace(products=products, values=values)
 
@@ -321,7 +321,7 @@ def loop_forward(
     batch, k_length, heads, _ = values.shape
     dtype = logits_dtype(values, *jax.tree.leaves((products, biases)))
     mask, allowed = _mask_of_heads(q_length, inputs)
-    real = inputs.mask.queries(q_length), inputs.mask.keys(k_length)
+    real = inputs.mask.uncleared(q_length, k_length)
 
     def head(
         products: Products, biases: Biases, values: jax.Array, allowed: jax.Array | None
@@ -386,7 +386,7 @@ def loop_backward(
     products, biases, values, _, positions = inputs
     batch, k_length, heads, _ = values.shape
     mask, allowed = _mask_of_heads(q_length, inputs)
-    real = inputs.mask.queries(q_length), inputs.mask.keys(k_length)
+    real = inputs.mask.uncleared(q_length, k_length)
     make_bias = functools.partial(_sum_biases, q_length=_num_bias_rows(inputs, q_length))
     # Examples share these; their cotangents are summed, in the precision of the logits.
     is_shared = [x.shape[0] == 1 for x in jax.tree.leaves(products)]

@@ -68,6 +68,7 @@ class Mask:
       allowed: ``[b or 1, h or 1, q or 1, k]`` bool, for what fits nowhere else; slower.
       self_attention: queries and keys are the same tokens, real or padding alike; set by `padded`,
         `packed` and `for_self_attention`.
+      cleared_keys: the keys and values of padding are zeros already; set by the cache of a memory.
     """
 
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -86,6 +87,7 @@ class Mask:
     query_offset: int | jax.Array = 0
     allowed: jax.Array | None = None
     self_attention: bool = dataclasses.field(default=False, metadata={"static": True})
+    cleared_keys: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def tree_flatten_with_keys(
         self,
@@ -258,6 +260,10 @@ class Mask:
     def queries(self, q_length: int) -> jax.Array | None:
         """Returns which queries are real, bool ``[b, q]``; None: all of them."""
         return _real(q_length, self.query_lengths, self.query_valid, segments=self.query_segments)
+
+    def uncleared(self, q_length: int, k_length: int) -> tuple[jax.Array | None, jax.Array | None]:
+        """Returns `queries` and `keys`, each None where no padding is left to be cleared."""
+        return self.queries(q_length), None if self.cleared_keys else self.keys(k_length)
 
     @property
     def counts_in_segments(self) -> bool:

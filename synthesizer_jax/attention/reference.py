@@ -17,6 +17,7 @@ from synthesizer_jax.attention.terms import (
     Terms,
     cap_logits,
     materialize,
+    multiply_examples,
     uses_segment_positions,
 )
 
@@ -24,7 +25,6 @@ from synthesizer_jax.attention.terms import (
 def attend_reference(call: Call) -> jax.Array:
     """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, with all weights in memory."""
     call = call.cleared()
-    values = call.values
     weights = softmax_weights(
         call.terms,
         mask=call.mask,
@@ -33,11 +33,15 @@ def attend_reference(call: Call) -> jax.Array:
         soft_cap=call.soft_cap,
         sinks=call.sinks,
     )
+    return weigh_values(weights, call.values)
+
+
+def weigh_values(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns ``Σ_k weights · values``, ``[b, q, h, e]``, of weights ``[b or 1, h, q, k]``."""
     weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))  # [b, h, q, k]
-    out = jnp.einsum(
-        "bhqk,bkhe->bqhe", weights.astype(values.dtype), values, preferred_element_type=weights.dtype
-    )
-    return out.astype(values.dtype)
+    # As [b, h, q, e], which XLA's CPU backend multiplies three times as fast as in the other order.
+    out = multiply_examples("bhqk,bkhe->bhqe", weights.astype(values.dtype), values, weights.dtype)
+    return out.swapaxes(1, 2).astype(values.dtype)
 
 
 def softmax_weights(

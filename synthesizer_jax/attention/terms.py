@@ -166,7 +166,7 @@ class Call:
 
     def cleared(self) -> Call:
         """Returns the call with zeros for padding, see `clear_padding`."""
-        real = self.mask.queries(self.q_length), self.mask.keys(self.k_length)
+        real = self.mask.uncleared(self.q_length, self.k_length)
         terms, values = clear_padding(self.terms, self.values, *real)
         return dataclasses.replace(self, terms=terms, values=values)
 
@@ -198,8 +198,8 @@ def map_arrays(function: Callable[[TermArray], Any], terms: PyTree) -> Any:
 
 
 def clear_padding(
-    terms: PyTree, values: jax.Array, queries: jax.Array | None, keys: jax.Array | None
-) -> tuple[Any, jax.Array]:
+    terms: PyTree, values: PyTree, queries: jax.Array | None, keys: jax.Array | None
+) -> tuple[Any, Any]:
     """Returns terms and values with zeros for padding in what tokens made: a NaN there has no effect.
 
     `queries` and `keys` tell which are real, ``[b, q]`` and ``[b, k]``; None: all. They are ``[q]`` and
@@ -212,7 +212,7 @@ def clear_padding(
             return a.x
         return zero_padding(a.x, real)
 
-    return map_arrays(clear, terms), zero_padding(values, keys)
+    return map_arrays(clear, terms), jax.tree.map(lambda x: zero_padding(x, keys), values)
 
 
 @jax.tree_util.register_dataclass
@@ -347,7 +347,17 @@ class LowRank(Term):
     def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
         dtype = logits_dtype(self.queries, self.keys)
         keys = repeat_heads(self.keys, self.num_heads)
-        return jnp.einsum("bqhr,bkhr->bhqk", self.queries, keys, preferred_element_type=dtype)
+        return multiply_examples("bqhr,bkhr->bhqk", self.queries, keys, dtype)
+
+
+def multiply_examples(subscripts: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`jnp.einsum` in a dtype, with a batch axis ``b``, which a product of single examples goes without.
+
+    Under `jax.vmap`, XLA's CPU backend copies factors that have one.
+    """
+    if x.shape[0] == y.shape[0] == 1:
+        return jnp.einsum(subscripts.replace("b", ""), x[0], y[0], preferred_element_type=dtype)[None]
+    return jnp.einsum(subscripts, x, y, preferred_element_type=dtype)
 
 
 def repeat_heads(x: jax.Array, heads: int) -> jax.Array:

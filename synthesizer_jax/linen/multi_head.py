@@ -270,12 +270,12 @@ def attend_with_alignment(
     if cache:
         names = [name for name in map(_key_name, range(len(cache))) if name in cache]
         keys = tuple(merge_batch_axes(cache[name], batch) for name in names)
-        past = Cache(keys, merge_batch_axes(cache["cached_value"], batch), index)
+        past = Cache(keys, merge_batch_axes(cache["cached_value"], batch), index, positions_first=True)
         mask = _step_mask(mask, index)
         terms, values, mask, past = extend(past, terms, values, at=index, mask=mask)
         cache = {**_cache_arrays(past, batch), "cache_index": cache["cache_index"] + 1}
     elif cache is not None:
-        past = init_cache(terms, values, max_length=length, allow_window=False)
+        past = init_cache(terms, values, max_length=length, positions_first=True)
         cache = {**_cache_arrays(past, batch), "cache_index": jnp.array(0, jnp.int32)}
     weights = None
     if return_weights:

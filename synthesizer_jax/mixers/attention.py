@@ -27,6 +27,7 @@ from synthesizer_jax.attention import (
 )
 from synthesizer_jax.attention.attend import ROUTES, check_terms
 from synthesizer_jax.attention.cache import Values, advance_length
+from synthesizer_jax.attention.terms import clear_padding
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, Positive, Rate
 from synthesizer_jax.mixers.base import (
@@ -125,16 +126,19 @@ class AttentionBase(Mixer):
             return init_cache(terms, values, max_length=max_length)
         # All keys and values are there; queries will come.
         cache = init_cache(terms, values, max_length=num_keys, memory=kv)
+        real = mask.keys(num_keys)
+        if real is not None:
+            terms, values = clear_padding(terms, values, None, jnp.broadcast_to(real, kv.shape[:2]))
         cache = extend(cache, terms, values, at=0, mask=Mask())[-1]
-        return dataclasses.replace(cache, length=TokenCount().length, num_queries=max_length)
+        cache = dataclasses.replace(cache, num_queries=max_length, cleared=real is not None)
+        return dataclasses.replace(cache, length=TokenCount().length)
 
     def shorten(self, cache: Cache) -> Cache:
         """Returns the cache with room for the ``window - 1`` last positions; see `Mixer.init_cache`."""
         room = cache.capacity if self.window is None else self.window - 1
         if room >= cache.capacity or not isinstance(self.alignment, DotProduct | Bilinear):
             return cache
-        keys, values = jax.tree.map(lambda x: x[:, :room], (cache.keys, cache.values))
-        return dataclasses.replace(cache, keys=keys, values=values, window=True)
+        return cache.as_window(room)
 
     def _narrow(self, mask: Mask) -> Mask:
         """Returns the mask with the layer's window."""
@@ -268,6 +272,7 @@ def _extend(
     """`attention.extend` for n queries, which in cross-attention come without new keys."""
     if cache.empty_memory is None:
         return extend(cache, terms, values, at=position, mask=mask)
+    mask = dataclasses.replace(mask, cleared_keys=cache.cleared)
     terms, values, mask, cache = extend(cache, terms, values, at=0, mask=mask)
     _, length = advance_length(
         position, n, length=position, lengths=query_ends(mask, position), batch=cache.batch

@@ -172,7 +172,8 @@ class Mixer(nn.Module):
           x: ``[batch, any, d_model]``; only the shape and the dtype are read.
           kv: ``[batch, k, width]`` the memory in cross-attention; None: self-attention.
           max_length: number of positions that `extend` may reach.
-          mask: in cross-attention which tokens of the memory are real, for mixers that sum over it.
+          mask: in cross-attention which tokens of the memory are real; what the others hold, a NaN too,
+            has no effect then.
           whole: keep all positions. False: attention with a window keeps those that it still reaches, if
             its logits are products of tokens alone; `extend` then takes no bias, and a prefix opens only
             what is kept. Models without a position bias decode so.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import project
 from synthesizer_jax.attention import Mask, Terms, drop_value_vectors, materialize_logits
+from synthesizer_jax.attention.reference import weigh_values
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, NotNegative
 from synthesizer_jax.mixers.attention import AttentionBase
@@ -97,9 +98,7 @@ class TalkingHeads(AttentionBase):
             self.sow("intermediates", "attention_weights", weights)
         dropout = dropout_options(self, self.dropout_rate)
         v = drop_value_vectors(v, dropout["dropout_rate"], dropout["dropout_key"])
-        weights = jnp.broadcast_to(weights, (v.shape[0], *weights.shape[1:]))  # [b, h, q, k]
-        y = jnp.einsum("bhqk,bkhe->bqhe", weights.astype(v.dtype), v, preferred_element_type=weights.dtype)
-        return y.astype(v.dtype)
+        return weigh_values(weights, v)
 
     def _num_heads_between(self, target: str) -> tuple[int, int]:
         """Returns the numbers of heads of P_l or P_w, as `target` is ``l`` or ``w``."""

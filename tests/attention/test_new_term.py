@@ -81,7 +81,7 @@ def test_it_decodes():
     variables = jax.jit(layer.init)(jax.random.key(0), x)
     expected = jax.jit(layer.apply)(variables, x, mask=Mask(causal=True))
     cache = apply_method(layer.init_cache, variables, x, max_length=6)
-    assert [key.shape for key in cache.keys] == [(2, 6, 4, 3), (2, 6, 4)]
+    assert [key.shape for key in cache.keys] == [(2, 4, 6, 3), (2, 6, 4)]
     step = jax.jit(functools.partial(apply_method, layer.extend))
     for at in range(6):
         y, cache = step(variables, x[:, at : at + 1], cache)

@@ -1,6 +1,7 @@
 """Decoding that cannot be misused: the cache knows how far it is filled, and says what does not fit."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -108,3 +109,27 @@ def test_queries_of_cross_attention_past_a_table(layer):
     for step in (lambda: extend(x[:, 4:], cache), lambda: init(max_length=5)):
         with pytest.raises(ValueError, match="max_length=4 but was given 5 positions"):
             jax.eval_shape(step)
+
+
+@pytest.mark.parametrize("is_cross", [False, True])
+def test_steps_copy_no_keys_and_padding_of_a_memory_has_no_effect(is_cross):
+    """Keys as the multiplied matrix ``[b, h, width, k]`` would be a copy of the cache in every step."""
+    layer, mask = sj.Attention(2, 3), sj.Mask(key_lengths=jnp.array([11, 13]))
+    variables = general(layer.init, X[:, :ROOM])
+    memory = (X,) if is_cross else ()
+
+    def decode(x, *memory, mask=mask):
+        given = {"mask": mask} if memory else {}
+        cache = apply_method(layer.init_cache, variables, x, *memory, max_length=ROOM, **given)
+
+        def step(carry, token):
+            y, cache = apply_method(layer.extend, variables, token[:, None], carry, **given)
+            return cache, y[:, 0]
+
+        return jax.lax.scan(step, cache, x.swapaxes(0, 1))[1]
+
+    compiled = jax.jit(decode).lower(X[:, :ROOM], *memory).compile()
+    assert not re.search(rf"= f32\[2,2,3,{X.shape[1] if is_cross else ROOM}\]", compiled.as_text())
+    if is_cross:
+        unknown = np.where(np.arange(X.shape[1])[None, :, None] < [[[11]], [[13]]], X, np.nan)
+        np.testing.assert_array_equal(compiled(X[:, :ROOM], unknown), compiled(X[:, :ROOM], X))

@@ -33,10 +33,10 @@ def test_alibi_slopes_are_the_released_codes():
 
 def test_caches_hold_what_they_need():
     for layer, shapes in (
-        (sj.Attention(2, 4, alignment=sj.Gaussian((-1, 0))), [(2, 7, 2, 4)]),
-        (sj.LightweightConvolution(width=9), [(2, 8, 10, 1)]),
-        (sj.Attention(2, 4, alignment=sj.Dense(max_length=500)), [(2, 500, 2, 4)]),
-        (sj.Attention(4, 3, num_kv_heads=2), [(2, 500, 2, 3)] * 2),  # each head of a group once
+        (sj.Attention(2, 4, alignment=sj.Gaussian((-1, 0))), [(2, 2, 7, 4)]),
+        (sj.LightweightConvolution(width=9), [(2, 10, 8, 1)]),
+        (sj.Attention(2, 4, alignment=sj.Dense(max_length=500)), [(2, 2, 500, 4)]),
+        (sj.Attention(4, 3, num_kv_heads=2), [(2, 2, 500, 3)] * 2),  # each head of a group once
     ):
         init = lambda x, y=layer: apply_method(y.init_cache, y.init(KEY, x), x, max_length=500)
         arrays = jax.tree.leaves(jax.eval_shape(init, X[:, :1]))
