@@ -7,11 +7,10 @@
 Every system runs in a process of its own; rounds alternate, and medians are reported. All have the same
 sizes, random weights and random batches, and the numbers of parameters are checked. A variant of this
 package is a key of `models.VARIANTS` (`v`: dot product, `r`: Random, …); `+small` selects scanned layers
-that save only matrix products for the backward pass. `+pages` runs with large memory pages, as this
-package's training steps always do. A training step is AdamW's. The FLOPs of a step are six times the
-multiply-adds of its forward pass; they are reported relative to the rate of a matrix product, which the
-system's process measures before the first round, or with `--peak` TFLOP/s as MFU. When decoding, no
-sequence ends before `--new-tokens`, and a round includes the encoder.
+that save only matrix products for the backward pass. A training step is AdamW's. The FLOPs of a step are
+six times the multiply-adds of its forward pass; they are reported relative to the rate of a matrix
+product, which the system's process measures before the first round, or with `--peak` TFLOP/s as MFU. When
+decoding, no sequence ends before `--new-tokens`, and a round includes the encoder.
 """
 
 from __future__ import annotations
@@ -91,16 +90,14 @@ def make_system(args: argparse.Namespace, name: str) -> racing.System:
     options |= {"scan": small, "remat": "dots" if small else None}
     del options["json"], options["page"]
     peer = kind in PEERS
-    if suffix not in ("", "pages", "small") or not (peer or kind in models.VARIANTS):
+    if suffix not in ("", "small") or not (peer or kind in models.VARIANTS):
         known = ", ".join([*PEERS, *models.VARIANTS])
-        raise SystemExit(f"{name} is no system; choose from {known}; +pages, a variant also +small")
+        raise SystemExit(f"{name} is no system; choose from {known}; a variant also +small")
     if kind == "keras-hub" and args.decode:
         raise SystemExit("keras-hub is compared in training only")
-    large_pages = suffix == "pages" or not (peer or args.decode)
-    environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if large_pages else {}
     if peer:
-        return racing.System(name, PEERS[kind], options, str(racing.PEERS), environment)
-    return racing.System(name, "ours.py", options, environment=environment)
+        return racing.System(name, PEERS[kind], options, str(racing.PEERS))
+    return racing.System(name, "ours.py", options)
 
 
 def parse_arguments() -> argparse.Namespace:
