@@ -126,10 +126,10 @@ class AttentionBase(Mixer):
             return init_cache(terms, values, max_length=max_length)
         # All keys and values are there; queries will come.
         cache = init_cache(terms, values, max_length=num_keys, memory=kv)
-        real = mask.keys(num_keys)
-        if real is not None:
-            terms, values = clear_padding(terms, values, None, jnp.broadcast_to(real, kv.shape[:2]))
-        cache = extend(cache, terms, values, at=0, mask=Mask())[-1]
+        sizes = {"batch": kv.shape[0], "heads": 1, "q_length": 1, "k_length": num_keys}
+        keys = Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid).broadcast_to(**sizes)
+        real = keys.keys(num_keys)
+        cache = extend(cache, *clear_padding(terms, values, None, real), at=0, mask=Mask())[-1]
         cache = dataclasses.replace(cache, num_queries=max_length, cleared=real is not None)
         return dataclasses.replace(cache, length=TokenCount().length)
 

@@ -1,5 +1,6 @@
 """Decoding that cannot be misused: the cache knows how far it is filled, and says what does not fit."""
 
+import dataclasses
 import functools
 import re
 
@@ -111,25 +112,34 @@ def test_queries_of_cross_attention_past_a_table(layer):
             jax.eval_shape(step)
 
 
-@pytest.mark.parametrize("is_cross", [False, True])
-def test_steps_copy_no_keys_and_padding_of_a_memory_has_no_effect(is_cross):
+@pytest.mark.parametrize("kind", ["self", "cross", "positions of examples"])
+def test_steps_copy_no_keys_and_padding_of_a_memory_has_no_effect(kind):
     """Keys as the multiplied matrix ``[b, h, width, k]`` would be a copy of the cache in every step."""
-    layer, mask = sj.Attention(2, 3), sj.Mask(key_lengths=jnp.array([11, 13]))
+    layer = sj.Attention(2, 3)
     variables = general(layer.init, X[:, :ROOM])
-    memory = (X,) if is_cross else ()
+    memory, length = ((X,), X.shape[1]) if kind == "cross" else ((), ROOM)
+    given = {"mask": sj.Mask(key_lengths=jnp.array([11, 13]))} if memory else {}
 
-    def decode(x, *memory, mask=mask):
-        given = {"mask": mask} if memory else {}
+    def decode(x, *memory):
         cache = apply_method(layer.init_cache, variables, x, *memory, max_length=ROOM, **given)
 
-        def step(carry, token):
-            y, cache = apply_method(layer.extend, variables, token[:, None], carry, **given)
-            return cache, y[:, 0]
+        def step(cache, i):
+            at = {"position": jnp.array([i, i])} if "positions" in kind else {}
+            token = jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1)
+            y, cache = apply_method(layer.extend, variables, token, cache, **given, **at)
+            return dataclasses.replace(cache, length=i + 1), y[:, 0]
 
-        return jax.lax.scan(step, cache, x.swapaxes(0, 1))[1]
+        return jax.lax.scan(step, dataclasses.replace(cache, length=0), jnp.arange(ROOM))[1]
 
     compiled = jax.jit(decode).lower(X[:, :ROOM], *memory).compile()
-    assert not re.search(rf"= f32\[2,2,3,{X.shape[1] if is_cross else ROOM}\]", compiled.as_text())
-    if is_cross:
-        unknown = np.where(np.arange(X.shape[1])[None, :, None] < [[[11]], [[13]]], X, np.nan)
+    assert not re.search(rf"= f32\[2,(1,)?2,3,{length}\]", compiled.as_text())
+    if memory:
+        unknown = np.where(np.arange(length)[None, :, None] < [[[11]], [[13]]], X, np.nan)
         np.testing.assert_array_equal(compiled(X[:, :ROOM], unknown), compiled(X[:, :ROOM], X))
+
+
+def test_a_mask_of_another_memory_is_named():
+    layer, mask = sj.Attention(2, 3), sj.Mask(key_valid=jnp.ones((2, 9), bool))
+    variables = general(layer.init, X, X)
+    with pytest.raises(ValueError, match=r"Mask.key_valid has shape \(2, 9\); it must be \[.*k=13\]"):
+        apply_method(layer.init_cache, variables, X, X, max_length=ROOM, mask=mask)
