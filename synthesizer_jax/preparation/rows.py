@@ -141,7 +141,7 @@ def encode(texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary) -> tf.dat
         rows = {f"{name}_pretokenized" if name in SIDES else name: batch[name] for name in batch}
         return rows | {side: encode_side(batch[side], side) for side in SIDES if side in batch}
 
-    return texts.map(convert)
+    return texts.map(convert, num_parallel_calls=tf.data.AUTOTUNE)
 
 
 def to_batches(rows: tf.data.Dataset) -> Iterator[Batch]:
