@@ -8,16 +8,7 @@ from typing import Annotated, Literal
 import jax
 
 from synthesizer_jax.base.registry import check_fields, register, replace
-from synthesizer_jax.base.typing import (
-    Choices,
-    Count,
-    NotEmpty,
-    NotNegative,
-    Number,
-    Positive,
-    Rate,
-    Seed,
-)
+from synthesizer_jax.base.typing import Choices, Count, NotEmpty, NotNegative, Number, Positive, Rate, Seed
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.config import RANK, Evaluation

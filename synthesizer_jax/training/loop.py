@@ -56,8 +56,7 @@ def train(
       directory: where checkpoints and logs lie.
       stop: listens for signals.
       evaluate: measures a state every `evaluation.every` steps and at the end, after it was saved.
-      initial: changes a fresh state, such as to put a checkpoint's parameters into it; a resumed
-        run does not need it.
+      initial: changes the state of a run that begins, such as to put a checkpoint's parameters into it.
       ready: called when the state exists and the step is compiled. Nothing was written before.
       visible: whether to show progress.
 
@@ -93,17 +92,22 @@ def train(
         with stop.region():
             newest = max(checkpoints.steps, default=0)
             has_steps = newest < training.steps and not has_stopped(evaluation, scores, newest)
-            # The checkpoint is read while the step is compiled: both leave Python to other threads.
+
+            def begin() -> TrainState:
+                saved = checkpoints.restore_newest(trainer.layout.abstract, stream)
+                return saved or (
+                    trainer.init() if initial is None else restart_ema(initial(trainer.init()))
+                )
+
+            # The state is read or made while the step is compiled: both leave Python to other threads.
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                reading = pool.submit(checkpoints.restore_newest, trainer.layout.abstract, stream)
+                beginning = pool.submit(begin)
                 if has_steps:
                     log.say(newest, f"compiling: {trainer.description}")
                     began = time.perf_counter()
                     trainer.compile()
                     log.say(newest, f"compiled in {format_duration(time.perf_counter() - began)}")
-                state = reading.result()
-            if state is None:
-                state = trainer.init() if initial is None else restart_ema(initial(trainer.init()))
+                state = beginning.result()
             start = int(state.step)
             scores = {step: score for step, score in scores.items() if step <= start}
         ready()
@@ -117,8 +121,7 @@ def train(
             log.report_saved()
             log.flush_writers()
 
-        trace = contextlib.ExitStack()
-        stack.callback(trace.close)
+        trace = stack.enter_context(contextlib.ExitStack())
         for step in range(start, training.steps + 1):  # `state` has done `step` steps
             if training.profile is not None and step == training.profile[1]:
                 jax.block_until_ready(state)
