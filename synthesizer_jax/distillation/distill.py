@@ -127,8 +127,8 @@ def distill(
         "user_code": code.recorded_code(teacher) + user_code,
     }
 
-    def initialize(state: TrainState) -> TrainState:
-        state = trainer.inherit(state)
+    def initialize(_: Trainer) -> TrainState:
+        state = trainer.inherit(trainer.init())
         layers = trainer.static_layers() if recipe.fit_batches else []
         if not layers:
             return state

@@ -9,7 +9,7 @@ import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,9 @@ from synthesizer_jax.training.adapters import abstract_adapters, adapted_variabl
 from synthesizer_jax.training.experiment import Experiment, InitRule
 from synthesizer_jax.training.run_directory import find_base, load_experiment
 from synthesizer_jax.training.step import TrainState
+
+if TYPE_CHECKING:
+    from synthesizer_jax.training.trainer import Trainer
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -53,7 +56,7 @@ class Origin(NamedTuple):
 
 def initializer_of(
     experiment: Experiment, *, report: Callable[[str], object]
-) -> Callable[[TrainState], TrainState] | None:
+) -> Callable[[Trainer], TrainState] | None:
     """Returns `initialize_from_checkpoint` of an experiment; None: it does not start from a checkpoint.
 
     Raises:
@@ -78,34 +81,29 @@ def initializer_of(
 
 
 def initialize_from_checkpoint(
-    state: TrainState, *, experiment: Experiment, report: Callable[[str], object] = print
+    trainer: Trainer, *, experiment: Experiment, report: Callable[[str], object] = print
 ) -> TrainState:
-    """Returns a fresh state with the parameters of the checkpoint `Experiment.init_from`.
+    """Returns a trainer's first state, with the parameters of the checkpoint `Experiment.init_from`.
 
     The optimizer starts anew unless the experiment has `init_optimizer`.
 
     Args:
-      state: the fresh state, over a mesh.
+      trainer: makes everything else of the state, and parameters that are not restored.
       experiment: the run that starts, with its `init_rules`.
       report: is called with a table of what was restored, resized, initialized, and not used.
 
     Raises:
       ValueError: there is no such run, an array does not fit, or it has another optimizer.
     """
-    mesh = jax.tree.leaves(state.params)[0].sharding.mesh
-    step, arrays = _initial_variables(experiment, mesh, fresh=state.variables, report=report)
-    opt_state = state.opt_state
-    if experiment.init_optimizer:
-        directory, _ = find_checkpoint(storage_path(str(experiment.init_from)))
-        read = functools.partial(read_arrays, entries={"opt_state": opt_state}, names=("opt_state",))
-        _, entries, _ = read_newest(directory / "checkpoints", read, step=step)
-        opt_state = entries["opt_state"]
-    return dataclasses.replace(
-        state,
-        params=arrays["params"],
-        constants=arrays.get("constants", state.constants),
-        opt_state=opt_state,
-    )
+    fresh = lambda: trainer.init().variables
+    step, variables = _initial_variables(experiment, trainer.mesh, fresh=fresh, report=report)
+    state = trainer.init(variables)
+    if not experiment.init_optimizer:
+        return state
+    directory, _ = find_checkpoint(storage_path(str(experiment.init_from)))
+    read = functools.partial(read_arrays, entries={"opt_state": state.opt_state}, names=("opt_state",))
+    _, entries, _ = read_newest(directory / "checkpoints", read, step=step)
+    return dataclasses.replace(state, opt_state=entries["opt_state"])
 
 
 def read_base(
@@ -145,12 +143,12 @@ def _initial_variables(
     experiment: Experiment,
     mesh: Mesh | None,
     *,
-    fresh: Variables | None = None,
+    fresh: Callable[[], Variables] | None = None,
     report: Callable[[str], object],
 ) -> tuple[int, Variables]:
     """Returns the step of the checkpoint `Experiment.init_from`, and an experiment's variables from it.
 
-    What the rules do not take from there is `fresh`; None: as the experiment's seed makes it.
+    What the rules do not take from there is made by `fresh`; None: as the experiment's seed makes it.
     """
     source = storage_path(str(experiment.init_from))
     directory, step = find_checkpoint(source)
@@ -193,10 +191,9 @@ def _initial_variables(
     if saved.model == experiment.model and all(o.status == RESTORED for o in origins.values()):
         return step, variables
     sharding = None if mesh is None else shardings(axes, shapes, mesh)
-    if fresh is None:
-        fresh = fresh_variables(experiment, sharding)
+    ours = fresh_variables(experiment, sharding) if fresh is None else fresh()
     # The fresh arrays become the result, so that there is no third copy of the parameters.
-    return step, jax.jit(initialize, out_shardings=sharding, donate_argnums=1)(variables, fresh)
+    return step, jax.jit(initialize, out_shardings=sharding, donate_argnums=1)(variables, ours)
 
 
 def fresh_variables(experiment: Experiment, sharding: PyTree) -> Variables:

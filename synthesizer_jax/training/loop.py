@@ -37,7 +37,7 @@ def train(
     *,
     stop: StopSignal,
     evaluate: Evaluate | None = None,
-    initial: Callable[[TrainState], TrainState] | None = None,
+    initial: Callable[[Trainer], TrainState] | None = None,
     ready: Callable[[], None] = lambda: None,
     visible: bool = True,
 ) -> TrainState:
@@ -56,7 +56,7 @@ def train(
       directory: where checkpoints and logs lie.
       stop: listens for signals.
       evaluate: measures a state every `evaluation.every` steps and at the end, after it was saved.
-      initial: changes the state of a run that begins, such as to put a checkpoint's parameters into it.
+      initial: makes the state of a run that begins, such as from a checkpoint's parameters.
       ready: called when the state exists and the step is compiled. Nothing was written before.
       visible: whether to show progress.
 
@@ -95,9 +95,7 @@ def train(
 
             def begin() -> TrainState:
                 saved = checkpoints.restore_newest(trainer.layout.abstract, stream)
-                return saved or (
-                    trainer.init() if initial is None else restart_ema(initial(trainer.init()))
-                )
+                return saved or (trainer.init() if initial is None else restart_ema(initial(trainer)))
 
             # The state is read or made while the step is compiled: both leave Python to other threads.
             with concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -44,7 +44,7 @@ def run(
     *,
     data_dir: pathlib.Path | None = None,
     trainer: Trainer | None = None,
-    initial: Callable[[TrainState], TrainState] | None = None,
+    initial: Callable[[Trainer], TrainState] | None = None,
     prepare: Callable[[Experiment, pathlib.Path], None] | None = None,
     visible: bool = True,
     user_code: code.Code = code.NOTHING,
@@ -56,7 +56,7 @@ def run(
       directory: the run's; an unfinished run in it is continued.
       data_dir: where data sets lie; None is `task_registry.default_data_dir()`.
       trainer: what makes the steps; None: one that trains the experiment's model on its targets.
-      initial: changes a fresh state; None: puts `init_from`'s parameters into it, if any.
+      initial: makes the state of a run that begins; None: from `init_from`, or fresh.
       prepare: prepares what is missing in the data directory, once all else is checked; None: nothing may
         be missing.
       visible: show a progress bar.

@@ -198,18 +198,14 @@ class Trainer:
             return {}
         return utilizations(flops, self.mesh, self.experiment.model.dtype)
 
-    def init(self) -> TrainState:
-        """Fresh parameters, made directly in their places on the mesh.
+    def init(self, variables: Variables | None = None) -> TrainState:
+        """A state with variables, whose arrays become its own; None: with fresh ones.
 
-        The values depend on the seed alone, not on the mesh (partitionable random bits).
+        These are made directly in their places on the mesh. Their values depend on the seed alone, not on
+        the mesh (partitionable random bits).
         """
 
-        def make(key: jax.Array) -> TrainState:
-            variables: Mapping[str, PyTree]
-            if self.base:
-                variables = {"params": init_adapters(key, self.layout.abstract.params, self.layout.axes)}
-            else:
-                variables = self.model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in self.example))
+        def make(variables: Mapping[str, PyTree]) -> TrainState:
             return TrainState(
                 step=jnp.zeros((), jnp.int32),
                 params=variables["params"],
@@ -218,7 +214,14 @@ class Trainer:
                 ema=variables["params"] if self.layout.abstract.ema else {},
             )
 
-        return init_arrays(make, self._key, self.layout.shardings)
+        def make_fresh(key: jax.Array) -> TrainState:
+            if self.base:
+                return make({"params": init_adapters(key, self.layout.abstract.params, self.layout.axes)})
+            return make(self.model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in self.example)))
+
+        if variables is None:
+            return init_arrays(make_fresh, self._key, self.layout.shardings)
+        return jax.jit(make, donate_argnums=0, out_shardings=self.layout.shardings)(variables)
 
     @property
     def description(self) -> str:

@@ -101,10 +101,9 @@ def source(tmp_path_factory):
 
 def started(recipe, directory):
     lines = []
-    state = Trainer(recipe).init()
-    recipe = replace(recipe, init_from=str(directory))
-    found = initialize_from_checkpoint(state, experiment=recipe, report=lines.append)
-    return state, found, "\n".join(lines)
+    trainer, recipe = Trainer(recipe), replace(recipe, init_from=str(directory))
+    found = initialize_from_checkpoint(trainer, experiment=recipe, report=lines.append)
+    return trainer.init(), found, "\n".join(lines)
 
 
 def test_the_same_model_is_restored_with_scanned_layers_over_a_mesh(source):
