@@ -26,7 +26,7 @@ from synthesizer_jax.attention import (
     materialize_logits,
 )
 from synthesizer_jax.attention.attend import ROUTES, check_terms
-from synthesizer_jax.attention.cache import Values, advance_length
+from synthesizer_jax.attention.cache import Values, advance_length, fill_invalid
 from synthesizer_jax.attention.terms import clear_padding
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, Positive, Rate
@@ -101,17 +101,17 @@ class AttentionBase(Mixer):
         context = self.context(query_span, key_span, position if kv is None else 0)
         if kv is not None:
             context = dataclasses.replace(context, packed_positions=mask.packed_positions)
-        terms = self._terms(x, attended, values, context)
+        terms, valid = self._terms(x, attended, values, context), None
         if cache is not None:
             if cache.window and inputs.bias:
                 raise ValueError(
                     f"{type(self).__name__}: bias is for all positions, and the cache holds those of a "
                     "window; leave it out, or make the cache with whole=True"
                 )
-            terms, values, mask, cache = _extend(
+            terms, values, mask, cache, valid = _extend(
                 cache, terms, values, n=x.shape[1], mask=mask, position=position
             )
-        y = self._attend(x, terms, values, bias=inputs.bias, mask=mask)
+        y = fill_invalid(self._attend(x, terms, values, bias=inputs.bias, mask=mask), valid)
         y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init, use_bias=self.use_bias)
         return y, cache
 
@@ -268,13 +268,16 @@ def _num_positions(mask: Mask, length: int) -> int:
 
 def _extend(
     cache: Cache, terms: Terms, values: Values, *, n: int, mask: Mask, position: int | jax.Array
-) -> tuple[Terms, Values, Mask, Cache]:
-    """`attention.extend` for n queries, which in cross-attention come without new keys."""
+) -> tuple[Terms, Values, Mask, Cache, jax.Array | None]:
+    """`attention.extend` for n queries, and in cross-attention whether these are at valid positions."""
     if cache.empty_memory is None:
-        return extend(cache, terms, values, at=position, mask=mask)
+        return *extend(cache, terms, values, at=position, mask=mask), None
+    if cache.cleared and mask.allowed is None and mask.keys(cache.capacity) is None:
+        raise ValueError("extend: the cache was made with a mask of its keys; give the step the same mask")
     mask = dataclasses.replace(mask, cleared_keys=cache.cleared)
     terms, values, mask, cache = extend(cache, terms, values, at=0, mask=mask)
-    _, length = advance_length(
-        position, n, length=position, lengths=query_ends(mask, position), batch=cache.batch
+    ends, capacity = query_ends(mask, position), cache.num_queries
+    valid, length = advance_length(
+        position, n, length=position, lengths=ends, batch=cache.batch, capacity=capacity
     )
-    return terms, values, mask, dataclasses.replace(cache, length=length)
+    return terms, values, mask, dataclasses.replace(cache, length=length), valid

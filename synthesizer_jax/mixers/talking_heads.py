@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from synthesizer_jax.alignments.base import project
 from synthesizer_jax.attention import Mask, Terms, drop_value_vectors, materialize_logits
 from synthesizer_jax.attention.reference import weigh_values
+from synthesizer_jax.attention.terms import clear_padding
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, NotNegative
 from synthesizer_jax.mixers.attention import AttentionBase
@@ -71,6 +72,8 @@ class TalkingHeads(AttentionBase):
         self, x: jax.Array, terms: Terms, values: tuple[jax.Array, ...], *, bias: Terms, mask: Mask
     ) -> jax.Array:
         """Sums the values with weights P_w softmax(P_l logits)."""
+        _, keys = mask.uncleared(x.shape[1], values[0].shape[1])
+        terms, values = clear_padding(terms, values, None, keys)
         v, *dynamic = values
         names = [name for name in ("m2l", "m2w") if name in self.dynamic]
         by_key = dict(zip(names, dynamic, strict=True))
