@@ -93,19 +93,18 @@ def train(
             newest = max(checkpoints.steps, default=0)
             has_steps = newest < training.steps and not has_stopped(evaluation, scores, newest)
 
-            def begin() -> TrainState:
-                saved = checkpoints.restore_newest(trainer.layout.abstract, stream)
-                return saved or (trainer.init() if initial is None else restart_ema(initial(trainer)))
-
-            # The state is read or made while the step is compiled: both leave Python to other threads.
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                beginning = pool.submit(begin)
-                if has_steps:
-                    log.say(newest, f"compiling: {trainer.description}")
-                    began = time.perf_counter()
-                    trainer.compile()
-                    log.say(newest, f"compiled in {format_duration(time.perf_counter() - began)}")
-                state = beginning.result()
+            # XLA compiles the step while the state is read or made; an error there need not wait for it.
+            pool = concurrent.futures.ThreadPoolExecutor(1)
+            stack.callback(pool.shutdown, wait=False)
+            if has_steps:
+                log.say(newest, f"compiling: {trainer.description}")
+                began = time.perf_counter()
+                compiling = pool.submit(trainer.compile, lowered=trainer.trace().lower())
+            saved_state = checkpoints.restore_newest(trainer.layout.abstract, stream)
+            state = saved_state or (trainer.init() if initial is None else restart_ema(initial(trainer)))
+            if has_steps:
+                compiling.result()
+                log.say(newest, f"ready in {format_duration(time.perf_counter() - began)}")
             start = int(state.step)
             scores = {step: score for step, score in scores.items() if step <= start}
         ready()

@@ -134,6 +134,7 @@ class Trainer:
         # order that saves memory needs far less for temporaries and is no slower.
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+        options["xla_disable_hlo_passes"] = "all-reduce-promotion"  # it aborts on sums of bfloat16
         self._jitted = jax.jit(
             self.make_step(),
             donate_argnums=0,
@@ -259,11 +260,13 @@ class Trainer:
         with use_mesh(self.mesh):
             return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
 
-    def compile(self, batch: Batch | None = None) -> jax.stages.Compiled:
-        """Returns the step compiled, once, for a batch's shape; None: for the full lengths."""
+    def compile(
+        self, batch: Batch | None = None, lowered: jax.stages.Lowered | None = None
+    ) -> jax.stages.Compiled:
+        """Returns the step compiled, once, for a batch's shape; None: for full lengths, as in `lowered`."""
         lengths = self.experiment.data.shapes[-1] if batch is None else _lengths(batch)
         if lengths not in self._compiled:
-            self._compiled[lengths] = self.trace(lengths).lower().compile()
+            self._compiled[lengths] = (lowered or self.trace(lengths).lower()).compile()
         return self._compiled[lengths]
 
     @property

@@ -186,6 +186,12 @@ def test_meshes_have_the_same_losses(name, monkeypatch):
             assert table.sharding.spec == P(None, "tensor", "fsdp", None)
 
 
+def test_bfloat16_on_several_cpus():
+    recipe = experiment(t5(TINY, vocab_size=VOCAB, dtype="bfloat16"))
+    (_, (one,)), (_, (two,)) = (stepped(recipe, CopyStream(), devices=n) for n in (1, 2))
+    assert two == pytest.approx(one, rel=2e-2)
+
+
 @pytest.mark.parametrize("most", [0, 2**22], ids=["chunks", "whole"])
 def test_bfloat16_logits_of_the_loss_are_not_rounded(most, monkeypatch):
     monkeypatch.setattr(step, "DENSE_LOGITS", most)

@@ -195,7 +195,7 @@ def play(directory: str, kill_at: int, how: str) -> None:
         return {"score": -float(state.step)}
 
     if how == "term-in-compilation":
-        Trainer.compile = lambda self: signal_here(["term"])
+        Trainer.compile = lambda self, lowered: signal_here(["term"])
     try:
         run(pathlib.Path(directory), experiment(every=2), Killing(), evaluate=evaluate)
     except Preempted as preempted:
