@@ -134,7 +134,7 @@ def test_a_second_damaged_checkpoint_of_a_step_is_set_aside_too(saved: pathlib.P
 
 
 def test_nothing_is_renamed_where_that_would_not_help(saved: pathlib.Path, monkeypatch) -> None:
-    with pytest.raises(ValueError, match=r"belongs to another model: params/x is \(40, 100\) there"):
+    with pytest.raises(ValueError, match=r"or optimizer: params/x is \(40, 100\) there"):
         newest(saved, name="y")
     for error in (ValueError("seed was 1 and is 2"), PermissionError("denied")):
         monkeypatch.setattr(Position, "error", error)
