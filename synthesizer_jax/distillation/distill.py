@@ -131,7 +131,7 @@ def distill(
         state = trainer.inherit(trainer.init())
         layers = trainer.static_layers() if recipe.fit_batches else []
         if not layers:
-            return state
+            return trainer.init(state.variables)
         state, divergences = _fit_state(state, trainer, layers, data_dir=data_dir)
         if processes.is_process_zero():
             by_layer = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()}
@@ -143,7 +143,7 @@ def distill(
                     f"diverges by {heads.mean():.3f} nats per query (worst head {heads.max():.3f})",
                     flush=True,
                 )
-        return state
+        return trainer.init(state.variables)
 
     run(experiment, directory, trainer=trainer, initial=initialize, **options)
     if processes.is_process_zero():

@@ -9,7 +9,7 @@ import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from synthesizer_jax.runs.saved import find_checkpoint, has_adapters
 from synthesizer_jax.sharding import shardings
 from synthesizer_jax.training.adapters import abstract_adapters, adapted_variables
 from synthesizer_jax.training.experiment import Experiment, InitRule
+from synthesizer_jax.training.random_init import init_arrays
 from synthesizer_jax.training.run_directory import find_base, load_experiment
 from synthesizer_jax.training.step import TrainState
 
@@ -95,8 +96,7 @@ def initialize_from_checkpoint(
     Raises:
       ValueError: there is no such run, an array does not fit, or it has another optimizer.
     """
-    fresh = lambda: trainer.init().variables
-    step, variables = _initial_variables(experiment, trainer.mesh, fresh=fresh, report=report)
+    step, variables = _initial_variables(experiment, trainer.mesh, report=report)
     state = trainer.init(variables)
     if not experiment.init_optimizer:
         return state
@@ -140,15 +140,11 @@ def restore_run(
 
 
 def _initial_variables(
-    experiment: Experiment,
-    mesh: Mesh | None,
-    *,
-    fresh: Callable[[], Variables] | None = None,
-    report: Callable[[str], object],
+    experiment: Experiment, mesh: Mesh | None, *, report: Callable[[str], object]
 ) -> tuple[int, Variables]:
     """Returns the step of the checkpoint `Experiment.init_from`, and an experiment's variables from it.
 
-    What the rules do not take from there is made by `fresh`; None: as the experiment's seed makes it.
+    What the rules do not take from there is as the experiment's seed makes it.
     """
     source = storage_path(str(experiment.init_from))
     directory, step = find_checkpoint(source)
@@ -191,16 +187,16 @@ def _initial_variables(
     if saved.model == experiment.model and all(o.status == RESTORED for o in origins.values()):
         return step, variables
     sharding = None if mesh is None else shardings(axes, shapes, mesh)
-    ours = fresh_variables(experiment, sharding) if fresh is None else fresh()
+    fresh = fresh_variables(experiment, sharding)
     # The fresh arrays become the result, so that there is no third copy of the parameters.
-    return step, jax.jit(initialize, out_shardings=sharding, donate_argnums=1)(variables, ours)
+    return step, jax.jit(initialize, out_shardings=sharding, donate_argnums=1)(variables, fresh)
 
 
 def fresh_variables(experiment: Experiment, sharding: PyTree) -> Variables:
     """Returns the variables that an experiment's seed makes; a sharding of None is one device."""
     example = [jnp.zeros(t.shape, t.dtype) for t in experiment.example]
-    init = jax.jit(experiment.model.init, out_shardings=sharding)
-    return init(jax.random.key(experiment.training.seed), *example)
+    make: Callable[[jax.Array], Any] = lambda key: experiment.model.init(key, *example)
+    return init_arrays(make, jax.random.key(experiment.training.seed), sharding)
 
 
 def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> dict[str, Origin]:

@@ -23,7 +23,7 @@ from synthesizer_jax.runs.events import read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 from synthesizer_jax.runs.progress import format_duration
 from synthesizer_jax.training.run_log import STOP, RunLog
-from synthesizer_jax.training.step import TrainState, restart_ema
+from synthesizer_jax.training.step import TrainState
 from synthesizer_jax.training.trainer import Trainer
 
 Evaluate = Callable[[TrainState], dict[str, float]]
@@ -37,7 +37,7 @@ def train(
     *,
     stop: StopSignal,
     evaluate: Evaluate | None = None,
-    initial: Callable[[Trainer], TrainState] | None = None,
+    initial: Callable[[Trainer], TrainState] = Trainer.init,
     ready: Callable[[], None] = lambda: None,
     visible: bool = True,
 ) -> TrainState:
@@ -92,16 +92,13 @@ def train(
         with stop.region():
             newest = max(checkpoints.steps, default=0)
             has_steps = newest < training.steps and not has_stopped(evaluation, scores, newest)
-
-            # XLA compiles the step while the state is read or made; an error there need not wait for it.
-            pool = concurrent.futures.ThreadPoolExecutor(1)
-            stack.callback(pool.shutdown, wait=False)
-            if has_steps:
+            if has_steps:  # XLA compiles while the state is read or made; an error there does not wait
+                pool = concurrent.futures.ThreadPoolExecutor(1)
+                stack.callback(pool.shutdown, wait=False)
                 log.say(newest, f"compiling: {trainer.description}")
                 began = time.perf_counter()
                 compiling = pool.submit(trainer.compile, lowered=trainer.trace().lower())
-            saved_state = checkpoints.restore_newest(trainer.layout.abstract, stream)
-            state = saved_state or (trainer.init() if initial is None else restart_ema(initial(trainer)))
+            state = checkpoints.restore_newest(trainer.layout.abstract, stream) or initial(trainer)
             if has_steps:
                 compiling.result()
                 log.say(newest, f"ready in {format_duration(time.perf_counter() - began)}")

@@ -32,7 +32,7 @@ def init_arrays(init: Callable[[jax.Array], _Tree], key: jax.Array, shardings: P
             if part.equations == [eqn]:
                 known |= zip(eqn.outvars, part(*part.arguments(known)), strict=True)
     treedef: Any = jax.tree.structure(shapes)
-    places = treedef.flatten_up_to(shardings)
+    places = [None] * treedef.num_leaves if shardings is None else treedef.flatten_up_to(shardings)
     arrays: list[Any] = [None] * len(places)
     programs: dict[Any, Callable[..., list[jax.Array]]] = {}
     rest = []

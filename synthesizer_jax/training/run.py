@@ -120,7 +120,7 @@ def run(
             directory,
             stop=stop,
             evaluate=functools.partial(evaluate_state, evaluator, directory, trainer=trainer),
-            initial=initial,
+            initial=initial or Trainer.init,
             ready=save_run,
             visible=visible,
         )

@@ -283,12 +283,6 @@ def apply_gradients(
     return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, ema=average)
 
 
-def restart_ema(state: TrainState) -> TrainState:
-    """Returns a fresh state whose average, if it has one, starts as a copy of its parameters."""
-    copied = jax.tree.map(jnp.copy, state.params) if state.ema else {}  # a step donates both
-    return dataclasses.replace(state, ema=copied)
-
-
 def _data_checksum(batch: Batch) -> jax.Array:
     """Returns a uint32 checksum of a batch's token ids and their positions, the same on every mesh."""
     total = jnp.zeros((), jnp.uint32)

@@ -110,10 +110,14 @@ def test_the_same_model_is_restored_with_scanned_layers_over_a_mesh(source):
     (directory, recipe, saved), mesh = source, MeshShape(data=2, fsdp=4)
     model = recipe.model
     scanned = model.copy(**{k: s.copy(scan=True) for k, s in stacks_of(model).items()})
-    fresh, found, table = started(replace(recipe, model=scanned, mesh=mesh), directory)
+    averaged = replace(recipe.training, ema=0.5)
+    fresh, found, table = started(replace(recipe, model=scanned, mesh=mesh, training=averaged), directory)
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, fresh)
-    looped = unroll_variables(scanned, {"params": found.params})["params"]
-    jax.tree.map(np.testing.assert_array_equal, looped, saved.params)
+    for params in (found.params, found.ema):
+        looped = unroll_variables(scanned, {"params": params})["params"]
+        jax.tree.map(np.testing.assert_array_equal, looped, saved.params)
+    pointer = lambda tree: tree["embedding"].addressable_data(0).unsafe_buffer_pointer()
+    assert pointer(found.params) != pointer(found.ema), "a step donates both"
     assert "initialized              0 parameters in 0 arrays" in table
 
 

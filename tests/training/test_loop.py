@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import math
+import threading
 import types
 
 import jax
@@ -20,7 +21,6 @@ from synthesizer_jax.runs import metrics
 from synthesizer_jax.runs.events import read_events
 from synthesizer_jax.training.loop import has_stopped
 from synthesizer_jax.training.run_log import NonFiniteLossError
-from synthesizer_jax.training.step import restart_ema
 from synthesizer_jax.training.trainer import Trainer
 from tests.conftest import ROOT
 from tests.environment import python, without_devices
@@ -95,9 +95,21 @@ def test_an_average_equals_numpy_and_goes_on(tmp_path):
     assert all(jax.tree.leaves(moved["encoder"])) and not any(jax.tree.leaves(moved["decoder"]))
     contents = (tmp_path / "checkpoints" / "6" / "contents" / "contents.json").read_text()
     assert '"ema/encoder/' in contents, "its checksums are among those that are verified"
-    fresh = restart_ema(state)
-    jax.tree.map(np.testing.assert_array_equal, fresh.ema, state.params)
-    assert fresh.ema["embedding"] is not state.params["embedding"]
+
+
+def test_a_run_starts_under_its_callers_settings_while_the_step_is_compiled(tmp_path, monkeypatch):
+    recipe, release, compiled = experiment(), threading.Event(), []
+    monkeypatch.setattr(Trainer, "compile", lambda *_, lowered: compiled.append(release.wait(60)))
+    with jax.threefry_partitionable(False), pytest.raises(ValueError, match="of another model"):
+        expected = Trainer(recipe).init().params["embedding"]
+
+        def start(trainer):
+            np.testing.assert_array_equal(trainer.init().params["embedding"], expected)
+            raise ValueError("a checkpoint of another model")
+
+        run(tmp_path, recipe, initial=start)
+    assert not compiled, "an error does not wait for XLA"
+    release.set()
 
 
 SCORES = {2: 50.0, 4: 60.0, 6: 60.5, 8: 60.0, 10: 70.0, 12: 60.0}
