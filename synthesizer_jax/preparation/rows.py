@@ -193,11 +193,13 @@ def import_tensorflow() -> None:
 
     It would take their memory from JAX.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # as JAX does, which keeps its own
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3" if level == "1" else level
     with _silent_stderr():
         importlib.import_module("seqio")  # with TensorFlow Text, which prints the messages again
         with contextlib.suppress(RuntimeError):  # already initialized: keep the caller's devices
             tf.config.set_visible_devices([], "GPU")
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = level
 
 
 @contextlib.contextmanager

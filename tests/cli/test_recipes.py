@@ -133,10 +133,10 @@ def test_without_the_data_extra_one_sentence_says_what_to_install(tmp_path, tmp_
 
 def test_tensorflow_is_loaded_without_a_word():
     program = (
-        "from synthesizer_jax.cli.data import _open_directory\n"
+        "import jax\nfrom synthesizer_jax.cli.data import _open_directory\n"
         "import pathlib\n_open_directory(pathlib.Path('nowhere'), None)\n"
-        "import tensorflow as tf\n"
-        "print(sum(tf.data.Dataset.range(4).as_numpy_iterator()))\n"
+        "import tensorflow as tf\nrows = tf.data.Dataset.range(4).batch(4)\n"
+        "print(sum(next(rows.map(lambda x: tf.transpose([x])).as_numpy_iterator()))[0])\n"
     )
     own = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
     done = python("-c", program, env={**own, "PYTHONPATH": str(ROOT)})
