@@ -128,22 +128,20 @@ def distill(
     }
 
     def initialize(_: Trainer) -> TrainState:
-        state = trainer.inherit(trainer.init())
-        layers = trainer.static_layers() if recipe.fit_batches else []
-        if not layers:
-            return trainer.init(state.variables)
-        state, divergences = _fit_state(state, trainer, layers, data_dir=data_dir)
-        if processes.is_process_zero():
-            by_layer = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()}
-            write_atomic(directory / FIT_FILE, json.dumps(by_layer, indent=1) + "\n")
-            if visible:
+        state = trainer.inherit()
+        if recipe.fit_batches and (layers := trainer.static_layers()):
+            state, divergences = _fit_state(state, trainer, layers, data_dir=data_dir)
+            if processes.is_process_zero():
+                by_layer = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()}
+                write_atomic(directory / FIT_FILE, json.dumps(by_layer, indent=1) + "\n")
+            if processes.is_process_zero() and visible:
                 heads = np.stack(list(divergences.values()))
                 print(
                     f"fitted {len(heads)} layers to {recipe.fit_batches} batches: the teacher's attention "
                     f"diverges by {heads.mean():.3f} nats per query (worst head {heads.max():.3f})",
                     flush=True,
                 )
-        return trainer.init(state.variables)
+        return state
 
     run(experiment, directory, trainer=trainer, initial=initialize, **options)
     if processes.is_process_zero():
@@ -173,7 +171,7 @@ def _fit_state(
     fitted, divergences = fit_layers(trainer.student, state.params, statistics)
     keep = lambda new, old: old if new is old else replicate_to_devices(new, old.sharding)
     params = jax.tree.map(keep, fitted, state.params)
-    return dataclasses.replace(state, params=params), divergences
+    return trainer.init({**state.variables, "params": params}), divergences
 
 
 class DistillationTrainer(Trainer):
@@ -208,8 +206,8 @@ class DistillationTrainer(Trainer):
         shapes, axes = abstract_variables(self.teacher, *self.example)
         self.variables = jax.tree.map(replicate_to_devices, variables, shardings(axes, shapes, self.mesh))
 
-    def inherit(self, state: TrainState) -> TrainState:
-        """Returns a state with the teacher's arrays of the same path and shape in the place of its own."""
+    def inherit(self) -> TrainState:
+        """Returns a fresh state, but with the teacher's arrays of the same path and shape."""
         of_teacher = dict(jax.tree.leaves_with_path(self.variables))
 
         def inherited(path: KeyPath, fresh: jax.Array) -> jax.Array:
@@ -219,8 +217,7 @@ class DistillationTrainer(Trainer):
             # A copy, because every step donates the state's buffers but needs the teacher's.
             return replicate_to_devices(jnp.copy(gather_to_host(array)), fresh.sharding)
 
-        arrays = {"params": state.params, "constants": state.constants}
-        return dataclasses.replace(state, **jax.tree.map_with_path(inherited, arrays))
+        return self.init(jax.tree.map_with_path(inherited, self.init().variables))
 
     def static_layers(self) -> list[Layer]:
         """Returns the layers in which a static alignment replaces the self-attention."""

@@ -76,8 +76,7 @@ def run(
     first = processes.is_process_zero()
     visible = visible and first
     report: Callable[[str], object] = print if visible else lambda _: None
-    if initial is None:
-        initial = initializer_of(experiment, report=report)
+    initial = initial or initializer_of(experiment, report=report) or Trainer.init
     if visible:
         print(escape_controls(f"{directory}: reading {experiment.data.mixture}"), flush=True)
     with contextlib.ExitStack() as stack:
@@ -120,7 +119,7 @@ def run(
             directory,
             stop=stop,
             evaluate=functools.partial(evaluate_state, evaluator, directory, trainer=trainer),
-            initial=initial or Trainer.init,
+            initial=initial,
             ready=save_run,
             visible=visible,
         )

@@ -19,7 +19,7 @@ from synthesizer_jax.training.step import teacher_forced
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import VOCAB, CopyStream, experiment
 
-TRAINING = Training(steps=40, optimizer=AdamW(learning_rate=Constant(0.01)))
+TRAINING = Training(steps=40, optimizer=AdamW(learning_rate=Constant(0.01)), ema=0.9)
 MODEL = t5(Size(8, 2, 16, 2, 4), vocab_size=VOCAB, relative_bias=False, scan=True)
 DOT = MODEL.encoder.runs[0].block.self_mixer.alignment
 
@@ -52,9 +52,9 @@ def make_trainer(taught, variables, replacements, **options):
 
 
 def distill_steps(trainer, steps):
-    """The initial parameters, those after some steps, and the metrics of every step."""
-    state, stream = trainer.inherit(trainer.init()), CopyStream()
-    initial_params = jax.tree.map(np.asarray, state.params)
+    """The initial averages, the parameters after some steps, and the metrics of every step."""
+    state, stream = trainer.inherit(), CopyStream()
+    initial_params = jax.tree.map(np.asarray, state.ema)
     history = []
     for _ in range(steps):
         state, metrics = trainer.step(state, trainer.shard_batch(next(stream)))
@@ -136,7 +136,7 @@ def test_constants_are_inherited():
     taught = replace(experiment(seed=1), model=model)
     variables = Trainer(taught, jax.devices()[:1]).init().variables
     trainer = make_trainer(taught, variables, (Replacement(Random(max_length=8)),))
-    constants = trainer.inherit(trainer.init()).constants["decoder"]
+    constants = trainer.inherit().constants["decoder"]
     jax.tree.map(np.testing.assert_array_equal, constants, variables["constants"]["decoder"])
 
 
