@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -227,20 +228,19 @@ def x64(s: Subject) -> None:
     near(actual, s.expected)
 
 
-TRANSFORMATIONS = (vmap, grad, checkpoint, scan, pmap, shard_map, explicit_mesh, x64)
 subject = functools.cache(Subject)
+TRANSFORMATIONS = (vmap, grad, checkpoint, scan, pmap, shard_map, explicit_mesh, x64)
+COMPOSED = [
+    *itertools.product(TRANSFORMATIONS, [*FUNCTIONS, "Attention"]),
+    *itertools.product([jvp, hessian], ["reference"]),
+    *itertools.product([explicit_mesh], ["MultiHeadAttention", "MultiHeadAttention, alignment"]),
+]
 
 
-@pytest.mark.parametrize("transformation", TRANSFORMATIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", [*FUNCTIONS, "Attention"])
-def test_composes(name: str, transformation: Callable[[Subject], None]) -> None:
-    """The gradients of a loss in parameters and inputs are those without the transformation."""
+@pytest.mark.parametrize(("transformation", "name"), COMPOSED)
+def test_composes(transformation: Callable[[Subject], None], name: str) -> None:
+    """The derivatives of a loss in parameters and inputs are those without the transformation."""
     transformation(subject(name))
-
-
-@pytest.mark.parametrize("derivative", [jvp, hessian])
-def test_the_reference_has_all_derivatives(derivative: Callable[[Subject], None]) -> None:
-    derivative(subject("reference"))
 
 
 @pytest.mark.parametrize("name", ["static", "fused", "banded", "own bias"])
@@ -257,11 +257,6 @@ def test_other_derivatives_of_fast_routes_name_the_reference(name: str) -> None:
     for other in (lambda: jax.jit(lambda *at: jax.jvp(loss, at, at))(*at), lambda: jax.grad(slope, 1)(*at)):
         with pytest.raises(TypeError, match='use implementation="reference"'):
             other()
-
-
-@pytest.mark.parametrize("name", ["MultiHeadAttention", "MultiHeadAttention, alignment"])
-def test_drop_in_layers_on_an_explicit_mesh(name: str) -> None:
-    explicit_mesh(subject(name))
 
 
 def test_the_page_is_complete() -> None:
