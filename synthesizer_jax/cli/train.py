@@ -50,7 +50,7 @@ def quickstart(
     overrides: Overrides = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train two small models on generated tasks, and compare them in a report: two minutes on two cores.
+    """Train two small models on generated tasks, and compare them in a report: a minute on two cores.
 
     Needs no files and no network, but the extras data and report.
 
