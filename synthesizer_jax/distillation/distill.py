@@ -37,7 +37,7 @@ from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.optimizers.rules import merge_entries
-from synthesizer_jax.primitives.parameters import abstract_variables
+from synthesizer_jax.primitives.parameters import Variables, abstract_variables
 from synthesizer_jax.runs import code
 from synthesizer_jax.sharding import gather_to_host, replicate_to_devices, shardings
 from synthesizer_jax.tasks.splits import open_stream
@@ -120,6 +120,7 @@ def distill(
     _, variables = restore_run(teacher)
     trainer = DistillationTrainer(taught, unroll_variables(taught.model, variables), recipe)
     experiment = trainer.experiment
+    first = processes.is_process_zero()
     options: dict[str, Any] = {
         "data_dir": data_dir,
         "prepare": prepare,
@@ -128,23 +129,23 @@ def distill(
     }
 
     def initialize(_: Trainer) -> TrainState:
-        state = trainer.inherit()
+        variables = trainer.inherited_variables()
         if recipe.fit_batches and (layers := trainer.static_layers()):
-            state, divergences = _fit_state(state, trainer, layers, data_dir=data_dir)
-            if processes.is_process_zero():
+            variables, divergences = _fit(variables, trainer, layers, data_dir)
+            heads = np.stack(list(divergences.values()))
+            if first:
                 by_layer = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()}
                 write_atomic(directory / FIT_FILE, json.dumps(by_layer, indent=1) + "\n")
-            if processes.is_process_zero() and visible:
-                heads = np.stack(list(divergences.values()))
+            if first and visible:
                 print(
                     f"fitted {len(heads)} layers to {recipe.fit_batches} batches: the teacher's attention "
                     f"diverges by {heads.mean():.3f} nats per query (worst head {heads.max():.3f})",
                     flush=True,
                 )
-        return state
+        return trainer.init(variables)
 
     run(experiment, directory, trainer=trainer, initial=initialize, **options)
-    if processes.is_process_zero():
+    if first:
         content = json.dumps(to_json(recipe), indent=1) + "\n"
         write_atomic(directory / DISTILLATION_FILE, content)
     if recipe.fine_tune is not None:
@@ -153,10 +154,10 @@ def distill(
     return experiment
 
 
-def _fit_state(
-    state: TrainState, trainer: DistillationTrainer, layers: list[Layer], *, data_dir: pathlib.Path | None
-) -> tuple[TrainState, dict[Layer, np.ndarray]]:
-    """Returns a state with alignments fitted to the teacher's attention, and every head's divergence."""
+def _fit(
+    variables: Variables, trainer: DistillationTrainer, layers: list[Layer], data_dir: pathlib.Path | None
+) -> tuple[Variables, dict[Layer, np.ndarray]]:
+    """Returns variables with alignments fitted to the teacher's attention, and every head's divergence."""
     experiment = trainer.experiment
     assert experiment.vocabulary is not None
     stream = open_stream(
@@ -168,10 +169,9 @@ def _fit_state(
     )
     batches = (trainer.shard_batch(next(stream)) for _ in range(trainer.recipe.fit_batches))
     statistics = collect_statistics(trainer.teacher, trainer.variables, batches, layers)
-    fitted, divergences = fit_layers(trainer.student, state.params, statistics)
+    fitted, divergences = fit_layers(trainer.student, variables["params"], statistics)
     keep = lambda new, old: old if new is old else replicate_to_devices(new, old.sharding)
-    params = jax.tree.map(keep, fitted, state.params)
-    return trainer.init({**state.variables, "params": params}), divergences
+    return {**variables, "params": jax.tree.map(keep, fitted, variables["params"])}, divergences
 
 
 class DistillationTrainer(Trainer):
@@ -206,8 +206,8 @@ class DistillationTrainer(Trainer):
         shapes, axes = abstract_variables(self.teacher, *self.example)
         self.variables = jax.tree.map(replicate_to_devices, variables, shardings(axes, shapes, self.mesh))
 
-    def inherit(self) -> TrainState:
-        """Returns a fresh state, but with the teacher's arrays of the same path and shape."""
+    def inherited_variables(self) -> Variables:
+        """Returns the teacher's arrays, and fresh ones where it has none of the same path and shape."""
         of_teacher = dict(jax.tree.leaves_with_path(self.variables))
 
         def inherited(path: KeyPath, fresh: jax.Array) -> jax.Array:
@@ -217,7 +217,7 @@ class DistillationTrainer(Trainer):
             # A copy, because every step donates the state's buffers but needs the teacher's.
             return replicate_to_devices(jnp.copy(gather_to_host(array)), fresh.sharding)
 
-        return self.init(jax.tree.map_with_path(inherited, self.init().variables))
+        return jax.tree.map_with_path(inherited, self.init().variables)
 
     def static_layers(self) -> list[Layer]:
         """Returns the layers in which a static alignment replaces the self-attention."""

@@ -53,22 +53,22 @@ def make_trainer(taught, variables, replacements, **options):
 
 def distill_steps(trainer, steps):
     """The initial averages, the parameters after some steps, and the metrics of every step."""
-    state, stream = trainer.inherit(), CopyStream()
-    initial_params = jax.tree.map(np.asarray, state.ema)
+    state, stream = trainer.init(trainer.inherited_variables()), CopyStream()
+    averages = jax.tree.map(np.asarray, state.ema)
     history = []
     for _ in range(steps):
         state, metrics = trainer.step(state, trainer.shard_batch(next(stream)))
         history.append({k: float(v) for k, v in metrics.items()})
-    return initial_params, state.params, history
+    return averages, state.params, history
 
 
 @pytest.mark.parametrize(("name", "together"), [*((name, False) for name in RECIPES), ("ALR", True)])
 def test_only_replacements_change_and_the_loss_decreases(teacher, name, together):
     """What is not replaced is inherited from the teacher, the output projection of ALR's heads too."""
     trainer = make_trainer(*teacher, RECIPES[name], together=together)
-    initial_params, params, history = distill_steps(trainer, 30)
+    initial, params, history = distill_steps(trainer, 30)
     replaced = {(pair.stack, pair.layer, pair.mixer) for pair in trainer.tap_pairs}
-    moved = jax.tree.map(lambda a, b: np.any(a != b), initial_params, params)
+    moved = jax.tree.map(lambda a, b: np.any(a != b), initial, params)
     changed = {tuple(k.key for k in path[:3]) for path, x in jax.tree.leaves_with_path(moved) if x}
     assert changed == replaced
     assert history[-1]["loss"] < 0.95 * history[0]["loss"]
@@ -77,7 +77,7 @@ def test_only_replacements_change_and_the_loss_decreases(teacher, name, together
         taught = teacher[1]["params"]
         projection = lambda tree: tree["encoder"]["layers_1"]["attention"]["out"]["kernel"]
         for part in (lambda p: (p["embedding"], p["decoder"]), projection):
-            jax.tree.map(np.testing.assert_array_equal, part(initial_params), part(taught))
+            jax.tree.map(np.testing.assert_array_equal, part(initial), part(taught))
 
 
 def test_a_student_that_is_its_teacher_has_no_loss(teacher):
@@ -136,7 +136,7 @@ def test_constants_are_inherited():
     taught = replace(experiment(seed=1), model=model)
     variables = Trainer(taught, jax.devices()[:1]).init().variables
     trainer = make_trainer(taught, variables, (Replacement(Random(max_length=8)),))
-    constants = trainer.inherit().constants["decoder"]
+    constants = trainer.inherited_variables()["constants"]["decoder"]
     jax.tree.map(np.testing.assert_array_equal, constants, variables["constants"]["decoder"])
 
 

@@ -94,7 +94,7 @@ def distill_once(recipe: Distillation) -> None:
     params = Trainer(taught, jax.devices()[:1]).init().params
     variables = unroll_variables(taught.model, {"params": params})
     trainer = DistillationTrainer(taught, variables, recipe, jax.devices()[:1])
-    take_step(trainer, trainer.inherit())
+    take_step(trainer, trainer.init(trainer.inherited_variables()))
 
 
 STEPPED = {
