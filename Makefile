@@ -38,11 +38,10 @@ quickstart: $(STAMP)  ## train two small models on the synthetic mixture and wri
 
 test: lint types tests  ## lint, types and the test suite
 
-lint: $(STAMP)  ## format, lint, the arrows between the rooms, the budget of lines and words
+lint: $(STAMP)  ## format, lint, and the direction of imports between packages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m tools.budget
 
 types: $(STAMP)  ## static types
 	$(BIN)/mypy
