@@ -17,12 +17,11 @@ import numpy as np
 import optax
 from flax import traverse_util
 
-from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import NotNegative, PyTree
 from synthesizer_jax.models import stacks_of
 from synthesizer_jax.optimizers.base import Optimizer, count_updates, schedule_of
-from synthesizer_jax.primitives.parameters import check_path_pattern
+from synthesizer_jax.primitives.parameters import check_path_pattern, check_patterns_decide
 
 
 @register
@@ -61,27 +60,16 @@ def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRul
       ValueError: a rule decides nothing, or every parameter is frozen.
     """
     every = (*rules, OptimizerRule(".*"))
-    used, all_paths, factors = set[OptimizerRule](), list[str](), {}
+    all_paths: list[str] = []
+    factors = {}
     for keys, x in traverse_util.flatten_dict(params).items():
         paths = looped_paths(model, keys)
         chosen = [next(r for r in every if re.fullmatch(r.pattern, path)) for path in paths]
-        used.update(chosen)
         all_paths += paths
         rates = np.asarray([rule.rate for rule in chosen], np.float32)
         same = len(set(chosen)) == 1
         factors[keys] = rates[0] if same else rates.reshape(len(rates), *[1] * (x.ndim - 1))
-    for rule in rules:
-        if rule not in used:
-            if any(re.fullmatch(rule.pattern, path) for path in all_paths):
-                raise ValueError(
-                    f"training.rules: earlier rules decide for all that {rule.pattern!r} matches; put it "
-                    "before them, or leave it out"
-                )
-            example = did_you_mean(rule.pattern, all_paths) or f", such as {min(all_paths)!r}"
-            raise ValueError(
-                f"training.rules: {rule.pattern!r} matches no parameter{example}; a pattern matches whole "
-                "paths"
-            )
+    check_patterns_decide("training.rules", [rule.pattern for rule in rules], all_paths)
     if not any(rate.any() for rate in factors.values()):
         raise ValueError("training.rules freeze every parameter; leave some to be trained")
     return traverse_util.unflatten_dict(factors)

@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 import flax.linen as nn
@@ -19,6 +19,7 @@ import jax
 from flax import struct
 from flax.typing import Initializer
 
+from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.typing import PyTree
 
 LOGICAL_AXES = (
@@ -76,6 +77,36 @@ def check_path_pattern(field: str, pattern: str) -> None:
         re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{field}: pattern {pattern!r} is wrong: {error}") from None
+
+
+def check_patterns_decide(field: str, patterns: Iterable[str], paths: Collection[str]) -> None:
+    """Checks that each pattern is the first that matches the whole path of some parameter.
+
+    The first pattern that matches a path decides what happens to that parameter, so any other pattern
+    has no effect, which is most likely a misspelling.
+
+    Args:
+      field: the field of the experiment that holds the patterns, for the message.
+      patterns: regular expressions, in the order in which they are tried.
+      paths: the paths of all parameters, with looped layers.
+
+    Raises:
+      ValueError: a pattern decides nothing.
+    """
+    undecided = set(paths)
+    for pattern in patterns:
+        matched = {path for path in paths if re.fullmatch(pattern, path)}
+        if not matched:
+            example = did_you_mean(pattern, paths) or f", such as {min(paths)!r}"
+            raise ValueError(
+                f"{field}: {pattern!r} matches no parameter{example}; a pattern matches whole paths"
+            )
+        if matched.isdisjoint(undecided):
+            raise ValueError(
+                f"{field}: earlier rules decide for all that {pattern!r} matches; put it before them, or "
+                "leave it out"
+            )
+        undecided -= matched
 
 
 def is_axes(node: object) -> TypeGuard[Axes]:

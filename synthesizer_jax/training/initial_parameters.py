@@ -22,7 +22,7 @@ from synthesizer_jax.checkpoints.manager import read_newest, restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over, read_arrays, with_shardings
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.primitives.parameters import Variables, abstract_variables
+from synthesizer_jax.primitives.parameters import Variables, abstract_variables, check_patterns_decide
 from synthesizer_jax.runs.saved import find_checkpoint, has_adapters
 from synthesizer_jax.sharding import shardings
 from synthesizer_jax.training.adapters import abstract_adapters, adapted_variables
@@ -207,7 +207,12 @@ def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> di
       new: the same of the fresh run.
       rules: the first whose pattern matches the path decides; without one the array of the same path
         and shape is restored.
+
+    Raises:
+      ValueError: a rule decides nothing, or its `source` does not fit its pattern.
     """
+    paths = {name.split("/", 1)[1] for name in new}
+    check_patterns_decide("init_rules", [rule.pattern for rule in rules], paths)
     return {name: _origin(name, shape, old, rules) for name, shape in new.items()}
 
 

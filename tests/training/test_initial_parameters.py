@@ -88,6 +88,23 @@ def test_a_source_that_does_not_fit_its_pattern_is_an_error():
     assert origin.problem == "(3,) there and (4,) here"
 
 
+UNUSED = {
+    "misspelled": (
+        InitRule("embeding", "fresh"),
+        r"'embeding' matches no parameter, did you mean 'embedding'",
+    ),
+    "no such part": (InitRule("nothing", "fresh"), r"'nothing' matches no parameter, such as 'embedding'"),
+    "shadowed": (InitRule(".*/table", "fresh"), r"earlier rules decide for all that '\.\*/table' matches"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_rule_that_decides_nothing_is_an_error(name):
+    rule, message = UNUSED[name]
+    with pytest.raises(ValueError, match=f"init_rules: {message}"):
+        find_origins(OLD, NEW, [*RULES, rule])
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """The directory of a run, its experiment and its state, as if an optimizer had worked."""
