@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -31,8 +30,8 @@ from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.sharding import (
-    BATCH_AXES,
     batch_sharding,
+    batch_shards,
     gather_to_host,
     replicate_to_devices,
     use_mesh,
@@ -113,8 +112,7 @@ class Predictor:
         self._stops = stop_table(vocabulary, strings, model.vocab_size) if strings else None
         self.classes = Classes(classes, vocabulary) if classes else None
         self.mesh = None if mesh is None or mesh.size == 1 else mesh
-        axes = [] if self.mesh is None else [self.mesh.shape[name] for name in BATCH_AXES]
-        self._num_shards = math.prod(axes)
+        self._num_shards = 1 if self.mesh is None else batch_shards(self.mesh)
         self.advance: Callable[[int], object] = lambda _: None
         self.batch_size = -(-batch_size // self._num_shards) * self._num_shards
 

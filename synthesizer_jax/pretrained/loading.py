@@ -78,16 +78,25 @@ def load(
         with a T5, or the encoder of one, and its tokenizer, which pipelines of diffusers have beside it; or
         ``OWNER/NAME`` of such a folder on the Hugging Face hub, if ``huggingface_hub`` is installed.
       revision: of a model of the hub: a branch, tag or commit; None: its main branch.
-      mesh: a mesh from `sharding.make_mesh`, over which the variables are sharded parameter by parameter;
-        None: one device.
+      mesh: a mesh from `sharding.make_mesh` or `jax.make_mesh`, over which the variables are sharded
+        parameter by parameter; None: one device. The axes ``fsdp`` and ``tensor`` shard parameters, and
+        ``data`` and ``fsdp`` divide examples. Nothing is sharded over an axis that the mesh lacks, and axes
+        with other names hold copies.
       dtype: of the parameters and of the computation; None: float32 parameters, and the model's own.
       encoder_only: whether only the encoder's tensors are read, of a folder of transformers; the model is
         an `Encoder`.
 
     Raises:
       FileNotFoundError: there is no model, or it has no vocabulary.
-      ValueError: its files cannot be read, or the dtype is another.
+      TypeError: `mesh` is not a mesh of devices.
+      ValueError: its files cannot be read, or the dtype is another, or the size of a mesh axis does not
+        divide the parameters.
     """
+    if not isinstance(mesh, Mesh | None):
+        raise TypeError(
+            f"mesh is {mesh!r}, but it must be a jax.sharding.Mesh; give one of sharding.make_mesh, such "
+            "as make_mesh(MeshShape(fsdp=8)), or one of jax.make_mesh"
+        )
     check_types(TokenModel, {"dtype": dtype or "float32"})
     source = storage_path(str(path)).expanduser()
     if is_run(source) and not encoder_only and revision is None:

@@ -8,6 +8,7 @@ from synthesizer_jax.sharding.rules import BATCH_AXES as BATCH_AXES
 from synthesizer_jax.sharding.rules import MESH_AXES as MESH_AXES
 from synthesizer_jax.sharding.rules import RULES as RULES
 from synthesizer_jax.sharding.rules import batch_sharding as batch_sharding
+from synthesizer_jax.sharding.rules import batch_shards as batch_shards
 from synthesizer_jax.sharding.rules import check_batch as check_batch
 from synthesizer_jax.sharding.rules import partition_spec as partition_spec
 from synthesizer_jax.sharding.rules import register_mesh_axis as register_mesh_axis

@@ -17,9 +17,14 @@ from synthesizer_jax.base.typing import KeyPath, PyTree
 from synthesizer_jax.primitives.parameters import LOGICAL_AXES, Axes, is_axes
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
-"""The mesh axes that every mesh has."""
+"""The axes of every mesh from `make_mesh`.
+
+Meshes made elsewhere may lack some of them, or have others. Nothing is sharded over an axis that the mesh
+lacks, or whose name is unknown here.
+"""
 
 BATCH_AXES = ("data", "fsdp")
+"""The mesh axes that divide the examples of a batch; see `batch_axes`."""
 
 RULES: types.MappingProxyType[str, str] = types.MappingProxyType(
     {
@@ -75,11 +80,22 @@ def check_mesh_axes(names: Sequence[str]) -> None:
 
 
 def _mesh_axis(logical_axis: str, mesh: Mesh | AbstractMesh) -> str | None:
-    """The axis of a mesh that shards a logical axis of parameters."""
+    """Returns the axis of a mesh that shards a logical axis of parameters, or None if the mesh has none."""
     for name, logical_axes in EXTRA_MESH_AXES.items():
         if logical_axis in logical_axes and mesh.shape.get(name, 1) > 1:
             return name
-    return RULES.get(logical_axis)
+    mesh_axis = RULES.get(logical_axis)
+    return mesh_axis if mesh_axis in mesh.shape else None
+
+
+def batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Returns the axes of a mesh that divide the examples of a batch, those of `BATCH_AXES` that it has."""
+    return tuple(name for name in BATCH_AXES if name in mesh.shape)
+
+
+def batch_shards(mesh: Mesh | AbstractMesh) -> int:
+    """Returns the number of parts into which a mesh divides the examples of a batch."""
+    return math.prod(mesh.shape[name] for name in batch_axes(mesh))
 
 
 def partition_spec(
@@ -120,8 +136,8 @@ def shardings(axes: PyTree, shapes: PyTree, mesh: Mesh | AbstractMesh) -> PyTree
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a batch: examples over the data and fsdp axes."""
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    """Returns the sharding of a batch: examples over the data and fsdp axes, if the mesh has them."""
+    return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -131,12 +147,12 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 def check_batch(batch_size: int, mesh: Mesh | AbstractMesh, *, micro_batches: int = 1) -> None:
     """Raises a `ValueError` unless a batch is divisible over the mesh and the micro-batches."""
-    divisor = mesh.shape["data"] * mesh.shape["fsdp"] * micro_batches
+    divisor = batch_shards(mesh) * micro_batches
     if batch_size % divisor:
-        by = (
-            f"data × fsdp × training.micro_batches = {mesh.shape['data']} × {mesh.shape['fsdp']} × "
-            f"{micro_batches} = {divisor}"
-        )
+        factors = {name: mesh.shape[name] for name in batch_axes(mesh)}
+        factors["training.micro_batches"] = micro_batches
+        by = f"{' × '.join(factors)} = {' × '.join(map(str, factors.values()))}"
+        by += f" = {divisor}" if len(factors) > 1 else ""
         raise ValueError(not_divisible("data.batch_size", batch_size, by=by, divisor=divisor))
 
 
@@ -150,6 +166,9 @@ def use_mesh(mesh: Mesh) -> Iterator[None]:
         yield
         return
     parameter_rules = {name: _mesh_axis(name, mesh) for name in LOGICAL_AXES}
-    rules = [(k, axes) for k, axes in {**parameter_rules, **ACTIVATIONS}.items() if axes is not None]
+    activation_rules = {
+        name: tuple(axis for axis in axes if axis in mesh.shape) for name, axes in ACTIVATIONS.items()
+    }
+    rules = [(name, axes) for name, axes in {**parameter_rules, **activation_rules}.items() if axes]
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         yield

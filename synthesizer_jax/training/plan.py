@@ -28,7 +28,7 @@ from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.optimizers.adafactor import TABLE
 from synthesizer_jax.optimizers.rules import merge_entries, resolve_rules, trained_entries
 from synthesizer_jax.primitives.parameters import Variables, abstract_variables, is_axes
-from synthesizer_jax.sharding import BATCH_AXES, MeshShape, check_batch
+from synthesizer_jax.sharding import MeshShape, batch_shards, check_batch
 from synthesizer_jax.training.adapters import abstract_adapters, adapted_variables
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.step import loss_sums
@@ -142,8 +142,7 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     mesh = AbstractMesh(sizes, experiment.mesh.axis_names, axis_types=(AxisType.Auto,) * len(sizes))
     data, training = experiment.data, experiment.training
     check_batch(data.batch_size, mesh, micro_batches=training.micro_batches)
-    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    rows = data.batch_size // ways // training.micro_batches
+    rows = data.batch_size // batch_shards(mesh) // training.micro_batches
     optimizer, layout = make_layout(experiment, mesh, rules=training.rules)
     state = layout.abstract
     base: Variables = {}

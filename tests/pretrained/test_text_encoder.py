@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from synthesizer_jax.pretrained import encode, load
 from synthesizer_jax.pretrained.huggingface import folder as opening
@@ -70,6 +71,33 @@ def test_only_the_encoders_tensors_are_read(tmp_path, family, monkeypatch):
         load(folder)
     with pytest.raises(ValueError, match="dtype is 'float16'; allowed"):
         load(folder, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("axes", "kinds"),
+    [
+        (("data", "fsdp"), (AxisType.Auto, AxisType.Auto)),
+        (("tensor", "context"), (AxisType.Explicit, AxisType.Explicit)),
+        (("dp",), (AxisType.Auto,)),
+    ],
+)
+def test_meshes_of_other_programs_give_the_same_states(tmp_path, axes, kinds):
+    """They may lack axes that are sharded over here, and have others."""
+    config = TINY | UNTIED | {"num_heads": 4}
+    folder = make_folder(tmp_path, config, make_tensors(config))
+    mesh = jax.make_mesh((2,) * len(axes), axes, kinds, devices=jax.devices()[: 2 ** len(axes)])
+    sharded = load(folder, encoder_only=True, mesh=mesh)
+    used = {axis for x in jax.tree.leaves(sharded.variables) for axis in x.sharding.spec if axis}
+    assert used == set(axes) & {"fsdp", "tensor"}
+    options = {"pad_to": 16, "attend_to_padding": True}
+    expected = encode(load(folder, encoder_only=True), TEXTS, **options)
+    np.testing.assert_allclose(encode(sharded, TEXTS, **options), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", MeshShape(fsdp=8), jax.sharding.AbstractMesh((2,), ("fsdp",))])
+def test_a_mesh_is_one_of_devices(tmp_path, mesh):
+    with pytest.raises(TypeError, match=r"must be a jax\.sharding\.Mesh; give one of sharding\.make_mesh"):
+        load(tmp_path, mesh=mesh)
 
 
 @pytest.mark.parametrize(("number", "kind"), [("", "UMT5"), ("_2", "T5")])

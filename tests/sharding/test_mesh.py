@@ -2,12 +2,24 @@
 
 from typing import NamedTuple
 
+import flax.linen as nn
+import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.primitives.parameters import with_axes
-from synthesizer_jax.sharding import MeshShape, check_batch, make_mesh, partition_spec
+from synthesizer_jax.sharding import (
+    MeshShape,
+    batch_sharding,
+    batch_shards,
+    check_batch,
+    make_mesh,
+    partition_spec,
+    use_mesh,
+)
 from synthesizer_jax.training.trainer import BatchShards
 
 
@@ -28,6 +40,32 @@ def test_sizes_that_are_not_divisible_are_errors():
     with pytest.raises(ValueError, match=r"batch_size=12 .*shards=8; .* 8 and 16"):
         DataConfig("m", 8, 8, 12)
     assert partition_spec(("embed", "heads"), (5, 3), make_mesh(MeshShape(data=8))) == P(None, None)
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec", "batch"),
+    [
+        (("data", "fsdp"), P("fsdp", None), ("data", "fsdp")),
+        (("data", "tensor"), P(None, "tensor"), ("data",)),
+        (("fsdp", "tensor"), P("fsdp", "tensor"), ("fsdp",)),
+        (("dp", "tp"), P(None, None), ()),
+        (("data",), P(None, None), ("data",)),
+    ],
+)
+def test_nothing_is_sharded_over_an_axis_that_a_mesh_lacks(axes, spec, batch):
+    mesh = jax.make_mesh((2,) * len(axes), axes, devices=jax.devices()[: 2 ** len(axes)])
+    assert partition_spec(("embed", "mlp"), (8, 6), mesh) == spec
+    assert batch_sharding(mesh) == NamedSharding(mesh, P(batch))
+    shards = 2 ** len(batch)
+    assert batch_shards(mesh) == shards
+    check_batch(shards * 3, mesh, micro_batches=3)
+    names = " × ".join((*batch, "training.micro_batches"))
+    with pytest.raises(ValueError, match=rf"batch_size=7 is not divisible by {names} = .*{shards * 3};"):
+        check_batch(7, mesh, micro_batches=3)
+    with use_mesh(mesh):
+        rules = dict(nn.get_logical_axis_rules())
+    assert {axis for value in rules.values() for axis in np.atleast_1d(value)} <= set(axes)
+    assert rules.get("batch", ()) == batch and rules.get("mlp") == spec[1]
 
 
 def test_sizes_within_and_between_slices():
