@@ -47,6 +47,24 @@ class _Beams(NamedTuple):
     cache: DecodingCache
 
 
+class _Continuations(NamedTuple):
+    """The best continuations of the unfinished sequences by one token, best first.
+
+    Attributes:
+      scores: ``[b, count]`` log-probabilities.
+      source: ``[b, count]`` the beams that they continue.
+      tokens: ``[b, count, m]`` the sequences with the new token.
+      text: ``[b, count]`` their states of `Constraints.stops`.
+      ends: ``[b, count]`` whether the new token ends the sequence.
+    """
+
+    scores: jax.Array
+    source: jax.Array
+    tokens: jax.Array
+    text: jax.Array
+    ends: jax.Array
+
+
 def beam_search(
     decoder: Decoder, constraints: Constraints, *, beams: int, alpha: ArrayLike, samples: int = 1
 ) -> Sequences:
@@ -58,25 +76,38 @@ def beam_search(
     """
     b, n, m = decoder.batch, beams, decoder.max_length
 
+    # At most this many continuations can end with an id of `Constraints.ids`, so that n others remain.
+    count = (1 + len(set(constraints.ids.ends))) * n
+
+    def continuations(state: _Beams, logits: jax.Array, scores: jax.Array, count: int) -> _Continuations:
+        """Returns the best continuations of the beams by `logits` ``[b, n, vocab]``."""
+        top, source, token = top_tokens(logits, scores, count)
+        tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)
+        tokens = tokens.at[:, :, state.at].set(token)
+        text, ends = constraints.follow(jnp.take_along_axis(state.text, source, axis=1), token)
+        return _Continuations(top, source, tokens, text, ends)
+
     def advance(state: _Beams, logits: jax.Array) -> tuple[_Beams, jax.Array]:
         """Extends all beams by one token; also returns the beam that each live one continues."""
         if constraints.repetition_penalty is not None:  # of log-probabilities, as in transformers
             logits = jax.nn.log_softmax(logits)
         scores = state.live - logsumexp(logits, axis=-1).reshape(b, n)  # [b, n]
-        allowed = constraints.apply(logits, state.tokens.reshape(b * n, m), state.at)
-        # Of 2n continuations at most n end with EOS, so n remain, but where more end with stop strings.
-        top, source, token = top_tokens(allowed.reshape(b, n, -1), scores, 2 * n)  # [b, 2n]
-        tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)  # [b, 2n, m]
-        tokens = tokens.at[:, :, state.at].set(token)
-        text, ends = constraints.follow(jnp.take_along_axis(state.text, source, axis=1), token)
-        real = ends & (top > NEVER / 2)
-        penalized = jnp.where(real, top / length_penalty(state.at + 1, alpha), NEVER)
+        allowed = constraints.apply(logits, state.tokens.reshape(b * n, m), state.at).reshape(b, n, -1)
+        found = continuations(state, allowed, scores, count)
+
+        real = found.ends & (found.scores > NEVER / 2)
+        penalized = jnp.where(real, found.scores / length_penalty(state.at + 1, alpha), NEVER)
         ended, order = jax.lax.top_k(jnp.concatenate([state.ended, penalized], axis=1), n)
-        ended_tokens = jnp.concatenate([state.ended_tokens, tokens], axis=1)
+        ended_tokens = jnp.concatenate([state.ended_tokens, found.tokens], axis=1)
         ended_tokens = jnp.take_along_axis(ended_tokens, order[:, :, None], axis=1)  # [b, n, m]
-        live, order = jax.lax.top_k(jnp.where(ends, NEVER, top), n)  # [b, n]
-        tokens = jnp.take_along_axis(tokens, order[:, :, None], axis=1)  # [b, n, m]
-        source, text = (jnp.take_along_axis(x, order, axis=1) for x in (source, text))  # [b, n] each
+
+        if constraints.stops is not None:
+            # Any number of continuations can complete stop strings, so the others are searched for alone.
+            found = continuations(state, constraints.without_stops(allowed, state.text), scores, count)
+        live, order = jax.lax.top_k(jnp.where(found.ends, NEVER, found.scores), n)  # [b, n]
+        tokens = jnp.take_along_axis(found.tokens, order[:, :, None], axis=1)  # [b, n, m]
+        source, text = (jnp.take_along_axis(x, order, axis=1) for x in (found.source, found.text))
+
         # An example at its maximum length keeps what it has.
         is_open = (state.at < constraints.longest)[:, None]
         new = _Beams(

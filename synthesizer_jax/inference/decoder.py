@@ -88,6 +88,15 @@ class Constraints(NamedTuple):
         text = stops[text, token].astype(text.dtype)
         return text, ends | (text == len(stops) - 1)
 
+    def without_stops(self, logits: jax.Array, text: jax.Array) -> jax.Array:
+        """Returns logits ``[..., vocab]`` with −∞ for tokens that complete a stop string.
+
+        `text` ``[...]`` are the states of `stops` before the tokens; there are stop strings.
+        """
+        assert self.stops is not None
+        stops = jnp.asarray(self.stops)
+        return jnp.where(stops[text] == len(stops) - 1, -jnp.inf, logits)
+
     def _are_ends(self, tokens: jax.Array) -> jax.Array:
         return functools.reduce(operator.or_, [tokens == end for end in self.ids.ends])
 

@@ -20,11 +20,13 @@ def t5x_beams(
     alpha: float,
     shortest: int = 1,
     ends: Callable[[tuple[int, ...]], bool] = lambda tokens: tokens[-1] == EOS,
+    num_ends: int = 1,
 ) -> list[tuple[tuple[int, ...], float]]:
     """The best sequences of one example and their scores, as T5X describes its beam search.
 
-    Each step takes the 2n best continuations; those that end compete with the ended ones by penalized
-    score, the n best others live on. Ended ones come first, then live ones.
+    Those of the 2n best continuations that end compete with the ended ones by penalized score; the n best
+    that do not end live on. If `num_ends` tokens end sequences, these are the (1 + `num_ends`) · n best, as
+    in transformers. Ended ones come first, then live ones.
     """
     live, ended, penalty = [(0.0, ())], [], 1.0
     for at in range(length):
@@ -35,9 +37,10 @@ def t5x_beams(
             for token in range(len(row))
             if token != EOS or at + 1 >= shortest
         ]
-        every = sorted(every, reverse=True)[: 2 * beams]
+        every = sorted(every, reverse=True)
+        best = every[: (1 + num_ends) * beams]
         penalty = ((5 + at + 1) / 6) ** alpha
-        ended += [(score / penalty, tokens) for score, tokens in every if ends(tokens)]
+        ended += [(score / penalty, tokens) for score, tokens in best if ends(tokens)]
         ended = sorted(ended, reverse=True)[:beams]
         live = [x for x in every if not ends(x[1])][:beams]
     live = [(score / penalty, tokens) for score, tokens in live]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synthesizer_jax import nnx as snnx
+from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.inference import Decoding, decode
 from synthesizer_jax.inference.beam_search import GROUP, beam_search, top_tokens
 from synthesizer_jax.inference.decoder import Constraints
@@ -87,6 +88,50 @@ def test_beam_search_is_that_of_t5x(beams, length, alpha, shortest, end, seed):
             np.testing.assert_allclose(score, expected, atol=1e-5)
             penalty = ((5 + len(best)) / 6) ** alpha
             np.testing.assert_allclose(log_p, expected * penalty, atol=1e-5)
+
+
+def exhaustive(log_p, length, ends, alpha):
+    """The best of all sequences that end, with its score."""
+    best, prefixes = (-np.inf, ()), [((), 0.0)]
+    for n in range(1, length + 1):
+        found = log_p([tokens for tokens, _ in prefixes])
+        every = [
+            ((*tokens, token), score + value)
+            for (tokens, score), row in zip(prefixes, found, strict=True)
+            for token, value in enumerate(row)
+        ]
+        penalty = ((5 + n) / 6) ** alpha
+        best = max(best, *((score / penalty, tokens) for tokens, score in every if tokens[-1] in ends))
+        prefixes = [(tokens, score) for tokens, score in every if tokens[-1] not in ends]
+    return best[1], best[0]
+
+
+def test_a_search_goes_on_after_several_ends():
+    """If all 2n best continuations end, each with one of two EOS ids, the n best others still live on."""
+    beams, alpha, ids = 2, 5.0, SpecialIds(also_end=(2,))
+    logits = np.random.default_rng(0).normal(size=(64, 4, Table.CODES, 5))
+    logits[..., 1:3] += 1
+    logits[0] = np.log(
+        [
+            [[0.01, 0.25, 0.25, 0.40, 0.09]],
+            [[0.01, 0.45, 0.45, 0.06, 0.03]],  # the best four continuations of both words end
+            [[0.01, 0.03, 0.03, 0.90, 0.03]],
+            [[0.01, 0.94, 0.01, 0.02, 0.02]],
+        ]
+    )
+    table = Table(np.float32(logits))
+    table.ids = ids
+    constraints = Constraints(None, jnp.full(64, 4), ids=ids)
+    found = jax.jit(lambda: beam_search(table, constraints, beams=beams, alpha=alpha, samples=beams))()
+    is_end = lambda tokens: tokens[-1] in ids.ends
+    for example, rows, scores in zip(logits, found.tokens, found.scores, strict=True):
+        wanted = t5x_beams(table_log_p(example), 4, beams, alpha, ends=is_end, num_ends=2)
+        for (best, expected), tokens, score in zip(wanted, rows, scores, strict=True):
+            assert tuple(tokens[: len(best)].tolist()) == best and not tokens[len(best) :].any()
+            np.testing.assert_allclose(score, expected, atol=1e-5)
+    best, score = exhaustive(table_log_p(logits[0]), 4, ids.ends, alpha)
+    assert tuple(found.tokens[0, 0].tolist()) == best == (3, 3, 3, 1)
+    np.testing.assert_allclose(found.scores[0, 0], score, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

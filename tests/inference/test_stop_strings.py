@@ -94,6 +94,31 @@ def test_decoding_ends_with_them():
     assert stopped > 3
 
 
+def test_a_search_goes_on_after_many_of_them():
+    """If more continuations than a search keeps complete a stop string, the best others still live on."""
+    words = {i: b"." for i in range(2, 12)} | {12: b"a", 13: b"b"}
+
+    class Words(Bytes):
+        def token_bytes(self, size, *, first):
+            return [words.get(i, b"") for i in range(size)]
+
+    logits = np.random.default_rng(0).normal(size=(8, 4, Table.CODES, 14))
+    logits[..., 0] -= 20
+    logits[..., 2:12] += 3
+    constraints = Constraints(None, jnp.full(8, 4), stops=jnp.asarray(stop_table(Words(), ["."], 14)))
+    model = Table(np.float32(logits))
+    found = jax.jit(lambda: beam_search(model, constraints, beams=2, alpha=6.0, samples=2))()
+    ends = lambda tokens: 1 <= tokens[-1] < 12
+    lengths = set()
+    for example, rows, scores in zip(logits, found.tokens, found.scores, strict=True):
+        wanted = t5x_beams(table_log_p(example), 4, 2, 6.0, ends=ends)
+        for (best, expected), tokens, score in zip(wanted, rows, scores, strict=True):
+            assert tuple(tokens.tolist()) == best + (0,) * (4 - len(best))
+            np.testing.assert_allclose(score, expected, atol=1e-5)
+            lengths.add(len(best))
+    assert max(lengths) > 1
+
+
 def test_texts_are_cut_before_them():
     vocabulary, source = Bytes(), jnp.ones((1, 4), int)
     model = t5(Size(16, 1, 32, 2, 8), vocab_size=vocabulary.vocab_size)
