@@ -232,6 +232,17 @@ class Predictor:
         rows = min(max(rows, 1) * self._num_shards, self.batch_size)
         return self._scores(inputs, "rank" if masked else "decode", score, batch_size=rows)
 
+    def count_tokens(self, targets: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the number of predicted tokens of given targets, ``[n]`` int64.
+
+        `log_probabilities` sums over these tokens: all of a target but padding, at which an objective
+        predicts nothing. A class is one token.
+        """
+        if self.classes is not None:
+            return np.ones(len(targets), np.int64)
+        padding = self.model.ids.padding
+        return np.array([np.count_nonzero(target != padding) for target in targets], np.int64)
+
     @property
     def _decoder(self) -> TextToText:
         """The model, if it generates text."""

@@ -130,7 +130,7 @@ def evaluate_tasks(
 def _evaluate_texts(predictor: Predictor, examples: EvaluationSet) -> TaskResult:
     """Returns the loss of all texts, and what follows from it; nothing is decoded."""
     nats = text_nats(predictor, examples.inputs, examples.targets)
-    tokens = np.array([np.count_nonzero(target) for target in examples.targets])
+    tokens = predictor.count_tokens(examples.targets)
     texts = None if any(map(len, examples.inputs)) else examples.target_words
     return TaskResult(
         task=examples.task.name,
@@ -158,7 +158,7 @@ def text_nats(
     Args:
       predictor: the model.
       inputs: token ids that the model reads before each text; empty arrays for texts alone.
-      targets: token ids of each text with EOS; 0 at tokens that an objective leaves out.
+      targets: token ids of each text with EOS; the model's padding at tokens that an objective leaves out.
     """
     length = predictor.decoding.max_length
     starts = [(i, s) for i, t in enumerate(targets) for s in range(0, len(t), length)]
@@ -200,8 +200,8 @@ def _target_loss(predictor: Predictor, examples: EvaluationSet) -> TargetLoss | 
     if not examples.inputs:
         return None
     logp = predictor.log_probabilities(examples.inputs, examples.targets)
-    tokens = np.mean([1 if predictor.classes else len(target) for target in examples.targets])
-    return TargetLoss(nats=-float(np.mean(logp)), tokens=float(tokens))
+    tokens = predictor.count_tokens(examples.targets)
+    return TargetLoss(nats=-float(np.mean(logp)), tokens=float(np.mean(tokens)))
 
 
 def mean_score(results: Sequence[TaskResult]) -> float:

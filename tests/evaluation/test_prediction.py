@@ -9,16 +9,24 @@ import numpy as np
 import pytest
 
 from synthesizer_jax import Attention, Block, FeedForward, LanguageModel, RelativeBias, Run, Stack
-from synthesizer_jax.base.ids import T5_IDS
+from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import prediction
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.prediction import Predictor, _length_batches, _pad_tokens, _until_end
-from synthesizer_jax.evaluation.scoring import TaskResult, mean_score, text_metrics, text_nats
+from synthesizer_jax.evaluation.scoring import (
+    TaskResult,
+    evaluate_tasks,
+    mean_score,
+    text_metrics,
+    text_nats,
+)
 from synthesizer_jax.inference import Decoding, Sequences, decode_sequences, score_targets
-from synthesizer_jax.models import Size, t5
+from synthesizer_jax.models import Encoder, Size, t5
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.tasks.definitions import GLUE, SUPER_GLUE
+from synthesizer_jax.tasks.task import Task
 from tests.evaluation import runs
 
 BYTES = Bytes()
@@ -243,6 +251,34 @@ def test_beams_and_samples_continue_texts(writer, log_probabilities, options):
             logp = log_probabilities(row)
             after = sum(logp[i - 1, row[i]] for i in range(len(text) + 1, len(row)))
             assert float(score) == pytest.approx(float(after), abs=1e-3)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_masked_language_model_is_measured_where_tokens_are_masked(padding):
+    """Whatever id pads its targets, of which most are padding."""
+    ids = SpecialIds(padding=padding)
+    model = Encoder(
+        vocab_size=16, d_model=8, encoder=t5(Size(8, 1, 16, 2, 4)).encoder, masked_lm=True, ids=ids
+    )
+    variables = jax.jit(model.init)(jax.random.key(0), jnp.ones((1, 4), int))
+    predictor = predictor_of(model, variables, Letters(), Decoding(max_length=16))
+    inputs = [np.array([5, 15, 7, 8, 15, 9, 1]), np.array([15, 6, 4, 1])]
+    targets = [np.full(len(row), padding) for row in inputs]
+    targets[0][[1, 4]] = 6, 7
+    targets[1][0] = 9
+    rows = [
+        {"inputs": row, "targets": target, "inputs_pretokenized": "", "targets_pretokenized": ""}
+        for row, target in zip(inputs, targets, strict=True)
+    ]
+    examples = EvaluationSet(Task("letters", "letters", metrics=(), has_inputs=False), "test", rows)
+    (result,) = evaluate_tasks(predictor, [examples])
+    nats = 0.0
+    for row, target in zip(inputs, targets, strict=True):
+        logits = np.float64(model.apply(variables, row[None]).token_logits[0])
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        nats -= sum(log_p[i, target[i]] for i in np.flatnonzero(target != padding))
+    assert result.text_metrics == {"perplexity": pytest.approx(np.exp(nats / 3), rel=1e-4)}
+    assert result.loss.per_token == pytest.approx(nats / 3, rel=1e-4)
 
 
 def test_measures_of_texts_do_not_enter_the_score():
