@@ -20,7 +20,7 @@ GROUP = 128
 """T5 concatenates this many documents before it splits them into segments."""
 
 RESERVED = 3
-"""Padding, EOS and unknown: ids that are never drawn as random tokens."""
+"""The first ids, T5's padding, EOS and unknown, are never drawn as random tokens."""
 
 
 class Draws:
@@ -313,12 +313,22 @@ class MaskedLM(SegmentObjective):
         uniform = replacements.uniform(len(tokens))
         is_mask = chosen & (uniform < self.mask_share)
         is_random = chosen & ~is_mask & (uniform < self.mask_share + self.random_share)
-        random = replacements.integers(len(tokens), low=RESERVED, high=form.vocab_size)
+        random = _random_tokens(replacements, len(tokens), form)
         inputs = np.where(is_random, random.astype(tokens.dtype), tokens)
         mask_id = form.vocab_size - 1 if self.mask_id is None else self.mask_id
         inputs = _with_eos(np.where(is_mask, mask_id, inputs), form.inputs_length, form.ids.end)
         targets = np.where(chosen, tokens, form.ids.padding)[: len(inputs) - 1]
         return inputs, np.append(targets, form.ids.padding).astype(np.int32)
+
+
+def _random_tokens(draws: Draws, count: int, form: ExampleFormat) -> np.ndarray:
+    """Returns random token ids ``[count]``, none of which stands for padding or another special token."""
+    special = {form.ids.padding, form.ids.start, *form.ids.ends}
+    special = sorted(id for id in special if RESERVED <= id < form.vocab_size)
+    tokens = draws.integers(count, low=RESERVED, high=form.vocab_size - len(special))
+    for id in special:  # in ascending order, each moves the ids from its own on by one
+        tokens = tokens + (tokens >= id)
+    return tokens
 
 
 @register

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.data.objectives import (
     OBJECTIVES,
     Denoising,
@@ -129,6 +130,17 @@ def test_masked_language_modeling_by_hand() -> None:
     np.testing.assert_array_equal(targets, [*np.where(NOISE, TOKENS, 0), 0])
     other = dataclasses.replace(objective, mask_id=4)
     assert other.example(TOKENS, Given(order, uniform, [11] * 11), FORM)[0][2] == 4
+
+
+def test_random_tokens_are_no_special_ones() -> None:
+    """A model's padding, start and ends may be among the ids that a random token is drawn from."""
+    special = SpecialIds(padding=5, end=1, start=8, also_end=(7, 20))
+    form = FORM._replace(vocab_size=12, ids=special)
+    draws = Draws(np.random.SeedSequence(0), 0, 0)
+    tokens = np.full(500, 3)
+    inputs, targets = MaskedLM(1.0, mask_share=0.0, random_share=1.0).example(tokens, draws, form)
+    assert set(inputs[:-1].tolist()) == {3, 4, 6, 9, 10, 11}
+    np.testing.assert_array_equal(targets, [3] * 500 + [5])
 
 
 def restored(inputs: np.ndarray, targets: np.ndarray) -> list[int]:
