@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -164,12 +164,13 @@ class Mask:
         return mask.for_self_attention() if queries is None else mask
 
     @classmethod
-    def of(cls, mask: Mask | jax.Array | None) -> Mask:
+    def of(cls, mask: MaskLike) -> Mask:
         """Returns a mask as it is, or the mask of an array of booleans, or of zeros and ones.
 
         Args:
           mask: None allows everything. An array is Flax's, and says nothing of padding queries:
             ``[batch or 1, heads or 1, q or 1, k]`` or ``[q, k]``; nonzero where a query may see a key.
+            (Models take two axes as ``[batch, keys]``; see `models.token_model.token_mask`.)
 
         Raises:
           ValueError: for other ranks, and see `as_bool`.
@@ -374,6 +375,14 @@ class Mask:
         return None if pairs is None else pairs.reshape((1,) * (4 - pairs.ndim) + pairs.shape)
 
 
+MaskLike: TypeAlias = Mask | jax.Array | np.ndarray | None
+"""What layers and models take as a mask.
+
+Layers read an array with two axes as ``[q, k]`` (`Mask.of`), models as ``[batch, keys]``
+(`models.token_model.token_mask`).
+"""
+
+
 def is_concrete(x: ArrayLike | None) -> bool:
     """Whether numbers can be read: they are not traced, nor on other processes' devices."""
     if isinstance(x, jax.core.Tracer):
@@ -381,7 +390,7 @@ def is_concrete(x: ArrayLike | None) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
-def as_bool(mask: jax.Array) -> jax.Array:
+def as_bool(mask: jax.Array | np.ndarray) -> jax.Array:
     """Returns which numbers of a mask are not zero.
 
     Raises:
@@ -395,7 +404,7 @@ def as_bool(mask: jax.Array) -> jax.Array:
                 f"attention: the mask contains {others[0]}; floating masks are 1 where a query may see a "
                 "key, else 0: instead of a mask that is added to the logits give mask == 0"
             )
-    return mask.astype(bool)
+    return jnp.asarray(mask).astype(bool)
 
 
 def add_pattern(mask: Mask, pattern: jax.Array, *, batch: int, q_length: int, k_length: int) -> Mask:
@@ -476,9 +485,16 @@ def _real(
 ) -> jax.Array | None:
     return _all(
         None if lengths is None else _before(lengths, length),
-        None if valid is None else valid.astype(bool),
+        None if valid is None else _for_all(valid.astype(bool), length),
         None if segments is None else segments > 0,
     )
+
+
+def _for_all(valid: jax.Array, length: int) -> jax.Array:
+    """Returns which positions are real, ``[..., length]``; a single entry stands for all of them."""
+    if valid.shape[-1] != 1:
+        return valid
+    return jnp.broadcast_to(valid, (*valid.shape[:-1], length))
 
 
 def _before(lengths: jax.Array, n: int) -> jax.Array:

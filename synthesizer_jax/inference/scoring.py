@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.attention import Mask
+from synthesizer_jax.attention.masks import MaskLike
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
 from synthesizer_jax.models.token_model import TokenModel
@@ -22,7 +22,7 @@ from synthesizer_jax.primitives.parameters import Variables, apply_method
 @functools.partial(jax.jit, static_argnames="model")
 @on_any_mesh
 def encode_tokens(
-    variables: Variables, tokens: jax.Array, *, model: TokenModel, mask: Mask | None = None
+    variables: Variables, tokens: jax.Array, *, model: TokenModel, mask: MaskLike = None
 ) -> jax.Array:
     """Returns the outputs of an encoder, ``[batch, k, d_model]`` float32.
 

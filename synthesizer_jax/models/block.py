@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention import Mask, Terms
+from synthesizer_jax.attention.masks import MaskLike
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Rate
 from synthesizer_jax.mixers import Mixer
@@ -158,7 +159,7 @@ class Block(nn.Module):
         *,
         mask: Mask | None = None,
         bias: Terms = (),
-        memory_mask: Mask | None = None,
+        memory_mask: MaskLike = None,
         position: int | jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """Applies the layer to new tokens; see `Stack.extend`, and `__call__` for the bias."""

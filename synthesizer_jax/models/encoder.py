@@ -11,11 +11,17 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import dense_layer
 from synthesizer_jax.attention import Mask
+from synthesizer_jax.attention.masks import MaskLike
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, Number
 from synthesizer_jax.mixers.base import take_positions
 from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.token_model import TokenModel, move_token_padding_last, num_real_tokens
+from synthesizer_jax.models.token_model import (
+    TokenModel,
+    move_token_padding_last,
+    num_real_tokens,
+    token_mask,
+)
 from synthesizer_jax.primitives.initializers import Initializer, Normal
 from synthesizer_jax.primitives.mesh import on_any_mesh
 from synthesizer_jax.primitives.norms import LayerNorm
@@ -85,15 +91,19 @@ class Encoder(TokenModel, kw_only=True):
 
     @on_any_mesh
     def __call__(
-        self, tokens: jax.Array, *, token_types: jax.Array | None = None, mask: Mask | None = None
+        self, tokens: jax.Array, *, token_types: jax.Array | None = None, mask: MaskLike = None
     ) -> Encoded:
         """Reads a batch.
 
         Args:
           tokens: ``[batch, length]`` integers; without a mask with padding on either side.
           token_types: ``[batch, length]`` numbers of the segments; None: all 0.
-          mask: the self-attention's mask, of the tokens where they stand; ``Mask()``: all are real. None:
-            by padding.
+          mask: the self-attention's mask, of the tokens where they stand; ``Mask()``: all are real. An
+            array ``[batch, keys]`` is a tokenizer's attention mask, nonzero for real tokens; a pattern of
+            pairs needs four axes, ``[batch or 1, heads or 1, q, keys]``. None: by padding.
+
+        Raises:
+          ValueError: the array has another shape.
         """
         hidden, pooled = self._encode(tokens, token_types, mask)
         return Encoded(
@@ -117,9 +127,10 @@ class Encoder(TokenModel, kw_only=True):
         return jnp.concatenate([self.output_kernel()[0], self.token_bias[None]])
 
     def _encode(
-        self, tokens: jax.Array, token_types: jax.Array | None, mask: Mask | None
+        self, tokens: jax.Array, token_types: jax.Array | None, mask: MaskLike
     ) -> tuple[jax.Array, jax.Array]:
         """Returns `Encoded.hidden` and `Encoded.pooled`."""
+        mask = token_mask(mask, batch=tokens.shape[0], length=tokens.shape[1])
         order = None
         if mask is None:
             tokens, order = move_token_padding_last(tokens, self.ids.padding)
@@ -139,8 +150,14 @@ class Encoder(TokenModel, kw_only=True):
         """Abstract arguments of `__call__` for one example: inputs only."""
         return super().example(inputs_length, targets_length)[:1]
 
-    def pool(self, hidden: jax.Array, mask: Mask) -> jax.Array:
-        """One vector a text, ``[batch, d_model]``, of the tokens that are keys by the mask."""
+    def pool(self, hidden: jax.Array, mask: MaskLike) -> jax.Array:
+        """Returns one vector for each text, ``[batch, d_model]``.
+
+        Args:
+          hidden: ``[batch, length, d_model]`` states.
+          mask: says which tokens are keys, as in `__call__`; only these are pooled. None: all.
+        """
+        mask = token_mask(mask, batch=hidden.shape[0], length=hidden.shape[1]) or Mask()
         real = mask.keys(hidden.shape[1])  # [b or 1, k]
         real = jnp.ones((1, hidden.shape[1]), bool) if real is None else real
         if self.pooling == "first":

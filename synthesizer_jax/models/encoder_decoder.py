@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention import Mask
+from synthesizer_jax.attention.masks import MaskLike
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Length
 from synthesizer_jax.mixers.taps import tap
@@ -22,6 +23,7 @@ from synthesizer_jax.models.token_model import (
     move_token_padding_last,
     num_real_tokens,
     real_targets_mask,
+    token_mask,
 )
 from synthesizer_jax.primitives.mesh import on_any_mesh
 from synthesizer_jax.primitives.parameters import with_axes
@@ -66,15 +68,20 @@ class EncoderDecoder(TextToText, kw_only=True):
         decoder_tokens: jax.Array,
         *,
         rows: Rows | None = None,
-        mask: Mask | None = None,
+        mask: MaskLike = None,
     ) -> jax.Array:
         """Returns the logits of every next token of the targets; see `TextToText`.
 
-        `mask` is that of the encoder's tokens where they stand; ``Mask()``: all are real. None: by padding.
-        The decoder sees those that are keys by `Mask.key_lengths` and `Mask.key_valid`.
+        `mask` is that of the encoder's tokens where they stand; ``Mask()``: all are real. An array
+        ``[batch, keys]`` is a tokenizer's attention mask, nonzero for real tokens; a pattern of pairs needs
+        four axes, ``[batch or 1, heads or 1, q, keys]``. None: by padding.
+
+        The decoder sees the tokens that are keys by `Mask.key_lengths`, `Mask.key_valid` or an array
+        ``[batch, keys]``; after a pattern of pairs it sees all.
 
         Raises:
-          ValueError: packed rows, whose segments say who sees whom, are given a mask.
+          ValueError: packed rows, whose segments say who sees whom, are given a mask; or an array has
+            another shape.
         """
         return self.logits(self.hidden(encoder_tokens, decoder_tokens, rows=rows, mask=mask))
 
@@ -85,10 +92,11 @@ class EncoderDecoder(TextToText, kw_only=True):
         decoder_tokens: jax.Array,
         *,
         rows: Rows | None = None,
-        mask: Mask | None = None,
+        mask: MaskLike = None,
     ) -> jax.Array:
         """Returns the decoder's output before the projection; see `__call__`."""
         rows = rows or Rows()
+        mask = self._token_mask(encoder_tokens, mask)
         if rows.segments is None:
             decoder_mask, cross = Mask(causal=True), self._memory_mask(encoder_tokens, mask)
         elif mask is not None:
@@ -107,7 +115,11 @@ class EncoderDecoder(TextToText, kw_only=True):
 
     @on_any_mesh
     def decode(self, tokens: jax.Array, memory: Memory) -> jax.Array:
-        """Returns the states of teacher-forced targets; see `TextToText`."""
+        """Returns the states of teacher-forced targets; see `TextToText`.
+
+        An array in the place of the memory's `Mask` is read as in `__call__`.
+        """
+        memory = Memory(memory.encoded, self._token_mask(memory.encoded, memory.mask) or Mask())
         return self._decode(tokens, memory, Mask(causal=True))
 
     def _decode(
@@ -121,17 +133,19 @@ class EncoderDecoder(TextToText, kw_only=True):
         )
 
     @on_any_mesh
-    def encode_inputs(self, tokens: jax.Array, *, mask: Mask | None = None) -> Memory:
+    def encode_inputs(self, tokens: jax.Array, *, mask: MaskLike = None) -> Memory:
         """Returns what `decode` attends to, from ``[batch, k]`` encoder tokens; see `__call__`."""
+        mask = self._token_mask(tokens, mask)
         return Memory(self.encode(tokens, mask=mask), self._memory_mask(tokens, mask))
 
     @on_any_mesh
-    def encode(self, tokens: jax.Array, *, mask: Mask | None = None) -> jax.Array:
+    def encode(self, tokens: jax.Array, *, mask: MaskLike = None) -> jax.Array:
         """Encodes ``[batch, k]`` tokens to ``[batch, k, d_model]``.
 
         With a mask, see `__call__`, the states are those of the tokens where they stand; without one those
         of the real tokens come first.
         """
+        mask = self._token_mask(tokens, mask)
         if mask is None:
             tokens, _ = move_token_padding_last(tokens, self.ids.padding)
             mask = Mask.padded(num_real_tokens(tokens, self.ids.padding))
@@ -143,7 +157,7 @@ class EncoderDecoder(TextToText, kw_only=True):
 
     @on_any_mesh
     def init_cache(
-        self, encoder_tokens: jax.Array, *, max_length: int, mask: Mask | None = None
+        self, encoder_tokens: jax.Array, *, max_length: int, mask: MaskLike = None
     ) -> DecodingCache:
         """Encodes the inputs and returns the cache from which `extend` decodes.
 
@@ -161,6 +175,10 @@ class EncoderDecoder(TextToText, kw_only=True):
             self.embed(tokens), cache.layers, memory_mask=cache.memory_mask, shared_positions=self.positions
         )
         return x, dataclasses.replace(cache, layers=layers)
+
+    def _token_mask(self, tokens: jax.Array, mask: MaskLike) -> Mask | None:
+        """Returns the mask of the encoder's tokens, or states, ``[batch, k, ...]``; see `__call__`."""
+        return token_mask(mask, batch=tokens.shape[0], length=tokens.shape[1])
 
     def _memory_mask(self, tokens: jax.Array, mask: Mask | None) -> Mask:
         """Returns the mask of attention to encoded tokens ``[batch, k]``, given that of the encoder."""

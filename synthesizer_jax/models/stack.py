@@ -14,7 +14,7 @@ import numpy as np
 from synthesizer_jax.alignments import Alignment, AttentionContext
 from synthesizer_jax.attention import Cache, Mask, Span, Terms
 from synthesizer_jax.attention.fused import CHECKPOINT_NAME
-from synthesizer_jax.attention.masks import segment_positions
+from synthesizer_jax.attention.masks import MaskLike, segment_positions
 from synthesizer_jax.attention.relative import arange
 from synthesizer_jax.base.registry import check_fields, fields_of, register
 from synthesizer_jax.base.typing import Choices, NotEmpty, Range, Rate
@@ -91,7 +91,7 @@ class Stack(nn.Module):
         self,
         x: jax.Array,
         *,
-        mask: Mask | None = None,
+        mask: MaskLike = None,
         memory: Memory | None = None,
         counted: jax.Array | None = None,
         shared_positions: PositionEmbedding | None = None,
@@ -100,7 +100,8 @@ class Stack(nn.Module):
 
         Args:
           x: ``[batch, q, d_model]`` embeddings.
-          mask: the self-attention's mask.
+          mask: the self-attention's mask; an array is read as layers do, with two axes as ``[q, k]``,
+            see `Mask.of`.
           memory: the encoder's side, for decoders.
           counted: ``[batch, q]`` bool, the positions that count in what modules add to a training
             loss; None: those that are real by the mask.
@@ -109,6 +110,7 @@ class Stack(nn.Module):
         Returns:
           ``[batch, q, d_model]``.
         """
+        mask = None if mask is None else Mask.of(mask)
         positions = _positions_of(mask, 0, q=x.shape[1])
         if counted is None and mask is not None:
             counted = mask.for_self_attention().queries(x.shape[1])
@@ -161,8 +163,8 @@ class Stack(nn.Module):
         x: jax.Array,
         caches: tuple[LayerCache, ...],
         *,
-        mask: Mask | None = None,
-        memory_mask: Mask | None = None,
+        mask: MaskLike = None,
+        memory_mask: MaskLike = None,
         shared_positions: PositionEmbedding | None = None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
         """Runs all layers on the tokens after those in the caches, see `Mixer.extend`.
@@ -177,6 +179,7 @@ class Stack(nn.Module):
         Returns:
           ``[batch · n, q, d_model]`` and the new caches.
         """
+        mask = None if mask is None else Mask.of(mask)
         position = resolve_position(None, caches[0].length)
         order = None
         if mask is not None and mask.key_valid is not None:

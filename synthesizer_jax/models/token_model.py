@@ -9,8 +9,10 @@ from typing import TypeAlias, TypeVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from synthesizer_jax.attention import Mask
+from synthesizer_jax.attention.masks import MaskLike
 from synthesizer_jax.attention.terms import cap_logits
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import check_types, fields_of, replace
@@ -136,6 +138,42 @@ def move_token_padding_last(tokens: jax.Array, padding: int) -> tuple[jax.Array,
     """
     order = jnp.argsort(tokens == padding, axis=1, stable=True)
     return take_positions(tokens, order), order
+
+
+def token_mask(mask: MaskLike, *, batch: int, length: int) -> Mask | None:
+    """Returns the mask that the argument of a model stands for; all models convert theirs here.
+
+    Models read tokens, whose usual mask is a tokenizer's attention mask, so an array with two axes says
+    which tokens are real. Layers read vectors, and follow Flax: two axes are ``[q, k]`` to them; see
+    `Mask.of`. Arrays hide keys only: the states of padding are those of a query that sees the real tokens,
+    as in transformers.
+
+    Args:
+      mask: None, a `Mask`, or an array of booleans or zeros and ones, ``[batch or 1, keys]`` or
+        ``[batch or 1, heads or 1, q or 1, keys]``.
+      batch: number of rows of the tokens.
+      length: number of tokens of a row.
+
+    Raises:
+      ValueError: an array has another shape, or other numbers.
+      TypeError: `mask` is something else.
+    """
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, jax.Array | np.ndarray):
+        fits = mask.ndim == 4 or (
+            mask.ndim == 2 and mask.shape[0] in (1, batch) and mask.shape[1] == length
+        )
+        if not fits:
+            raise ValueError(
+                f"the mask of a model has shape {mask.shape}; it must be [batch or 1={batch}, "
+                f"keys={length}], a tokenizer's attention mask, or a pattern with four axes, [batch or 1, "
+                "heads or 1, q, keys]: mask[None, None] is one of [q, keys], mask[:, None] one of "
+                "[batch, q, keys]"
+            )
+        if mask.ndim == 2:
+            mask = mask[:, None, None]
+    return Mask.of(mask)
 
 
 def real_targets_mask(tokens: jax.Array, padding: int) -> jax.Array:

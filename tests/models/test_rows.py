@@ -10,7 +10,7 @@ from flax import nnx
 
 import synthesizer_jax as sj
 from synthesizer_jax import nnx as snnx
-from synthesizer_jax.models import EncoderDecoder, LearnedPositions
+from synthesizer_jax.models import LOSSES, EncoderDecoder, LearnedPositions
 from synthesizer_jax.primitives.parameters import apply_method
 from tests.layers.contract import general
 from tests.models.test_structures import close
@@ -108,6 +108,73 @@ def test_a_mask_says_which_inputs_are_real(source):
     packed = sj.models.token_model.Rows(segments=(source, targets))
     with pytest.raises(ValueError, match=r"leave one of mask and rows.segments out"):
         model.apply(variables, source, targets, rows=packed, mask=everything)
+
+
+def test_an_array_is_a_tokenizers_attention_mask(source):
+    """In every method of a model it hides keys, and padding sees the real tokens."""
+    model = encoder_decoder(sj.Attention(2, 4), bias=sj.RelativeBias())
+    targets = jnp.array([[0, 3, 2], [0, 2, 0]])
+    variables = general(model.init, source, targets)
+    reader = sj.Encoder(vocab_size=VOCAB, d_model=D, encoder=model.encoder, outputs=2)
+    own = general(reader.init, source)
+    source = jnp.roll(source, 1, axis=1)  # so that padding is on both sides
+    real, pairs = np.asarray(source) != 0, np.tril(np.ones((6, 6), bool))
+
+    @jax.jit
+    def answers(variables, own, mask, keys, pattern):
+        states = apply_method(model.encode, variables, source, mask=mask)
+        memory = sj.models.Memory(states, keys)
+        cache = apply_method(model.init_cache, variables, source, max_length=3, mask=mask)
+        module = nnx.merge(nnx.graphdef(snnx.to_nnx(reader, rngs=nnx.Rngs(0))), own["params"])
+        return (
+            states,
+            apply_method(model.hidden, variables, source, targets, mask=mask),
+            apply_method(model.extend, variables, targets, cache)[0],
+            apply_method(model.decode, variables, targets, memory),
+            module(source, mask=mask),
+            module.pool(states, mask),
+            apply_method(model.encode, variables, source, mask=pattern),
+            module(source, mask=pattern),
+        )
+
+    expected = answers(
+        variables,
+        own,
+        sj.Mask(key_valid=jnp.asarray(real), query_valid=jnp.ones((2, 6), bool)),
+        sj.Mask(key_valid=jnp.asarray(real)),
+        sj.Mask(allowed=jnp.asarray(pairs[None, None])),
+    )
+    found = answers(variables, own, real.astype(np.int32), real, pairs[None, None])
+    jax.tree.map(close, found, expected)
+    close(found[1], found[3])
+    close(found[1], found[2])
+    for mask, message in (
+        (real[0], r"shape \(6,\); it must be \[batch or 1=2, keys=6\]"),
+        (pairs, r"shape \(6, 6\); .* mask\[None, None\] is one of \[q, keys\]"),
+        (np.stack([pairs] * 2), r"shape \(2, 6, 6\); .* mask\[:, None\] one of"),
+        (np.where(real, 0.0, -1e9), r"instead of a mask that is added .* give mask == 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.apply(variables, source, targets, mask=mask)
+        with pytest.raises(ValueError, match=message):
+            reader.apply(own, source, mask=mask)
+    for mask in (True, "causal"):
+        with pytest.raises(
+            TypeError, match=f"the mask is a {type(mask).__name__}; give a Mask, or an array"
+        ):
+            reader.apply(own, source, mask=mask)
+
+
+def test_stacks_read_arrays_as_layers_do():
+    """With two axes as ``[q, k]``; no position is hidden from what modules add to the training loss."""
+    stack = sj.UniversalStack((sj.Run(sj.Block(sj.Attention(2, 4), None), 2),), halting_threshold=0.5)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, D)), jnp.float32)
+    variables = {"params": general(stack.init, x)["params"]}
+    pairs, keys = jnp.tri(6), jnp.ones((2, 1, 1, 6)).at[1, :, :, 4:].set(0)
+    apply = jax.jit(lambda mask: stack.apply(variables, x, mask=mask, mutable=[LOSSES]))
+    found = apply(pairs), apply(keys)
+    masks = sj.Mask(causal=True), sj.Mask(key_valid=keys[:, 0, 0], query_valid=jnp.ones((2, 6), bool))
+    jax.tree.map(close, found, tuple(map(apply, masks)))
 
 
 @pytest.mark.parametrize("kind", [sj.Stack, sj.UniversalStack])

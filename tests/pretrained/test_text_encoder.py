@@ -39,6 +39,20 @@ def test_padded_texts_have_the_states_of_transformers(tmp_path, family, attend_t
         encode(loaded, TEXTS, attend_to_padding=True)
 
 
+@pytest.mark.parametrize("dtype", [bool, np.int64])
+def test_a_tokenizers_attention_mask_gives_the_states_of_transformers(tmp_path, dtype):
+    config = TINY | UNTIED
+    loaded = load(make_folder(tmp_path, config, tensors := make_tensors(config)), encoder_only=True)
+    rng = np.random.default_rng(0)
+    ids, lengths = rng.integers(2, 300, (3, 8)), np.array([8, 5, 2])
+    mask = np.arange(8) < lengths[:, None]
+    found = jax.jit(loaded.model.apply)(loaded.variables, ids, mask=mask.astype(dtype))
+    for row, real, states, pooled in zip(ids, lengths, found.hidden, found.pooled, strict=True):
+        expected = logits(config, tensors, row, None, real=real)
+        assert np.abs(states - expected).max() < 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(pooled, states[:real].mean(0), atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["T5 1.0", "umT5"])
 def test_only_the_encoders_tensors_are_read(tmp_path, family, monkeypatch):
     """Of a whole folder, over a mesh and in bfloat16; files of other tensors may be absent."""
