@@ -108,9 +108,7 @@ def load(
     # A run needs none of what reads other libraries' checkpoints.
     from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 
-    with open_pretrained(
-        source, revision=revision, compare=not encoder_only, encoder_only=encoder_only
-    ) as pretrained:
+    with open_pretrained(source, revision=revision, encoder_only=encoder_only) as pretrained:
         if pretrained.vocabulary is None:
             raise FileNotFoundError(
                 f"{source} has no vocabulary that is known here; put the model's spiece.model there, or "

@@ -101,3 +101,15 @@ def test_other_alignments_start_as_it(case, tmp_path):
     assert deviation(model, variables, case) < 1e-5
     with pytest.raises(ValueError, match=r"encoder\.layers\.0\.self_mixer\.alignment is 'Mixture', which"):
         export_run(tmp_path / "run", tmp_path / "back")
+
+
+def test_a_tied_projection_with_other_values_is_refused(tmp_path):
+    config = CONFIGS["balanced"]
+    tensors = make_tensors(config)
+    name, embedding = "lm_head.out_proj.weight", tensors["model.decoder.embed_tokens.weight"]
+    folder = make_folder(tmp_path, config, tensors | {name: embedding})
+    load(folder)
+    make_folder(folder, config, tensors | {name: embedding * 1.01})
+    with pytest.raises(ValueError, match=rf"{name} is not equal to model\.decoder.*correct tie_word_emb"):
+        load(folder)
+    load(folder, encoder_only=True)

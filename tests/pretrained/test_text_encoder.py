@@ -108,6 +108,17 @@ def test_meshes_of_other_programs_give_the_same_states(tmp_path, axes, kinds):
     np.testing.assert_allclose(encode(sharded, TEXTS, **options), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("encoder_only", [False, True])
+def test_two_embeddings_are_refused(tmp_path, encoder_only):
+    tensors = make_tensors(TINY)
+    tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"]
+    folder = make_folder(tmp_path, TINY, tensors)
+    load(folder, encoder_only=encoder_only)
+    make_folder(folder, TINY, tensors | {"encoder.embed_tokens.weight": tensors["shared.weight"] * 1.01})
+    with pytest.raises(ValueError, match=r"encoder\.embed_tokens\.weight is not equal to shared\.weight"):
+        load(folder, encoder_only=encoder_only)
+
+
 @pytest.mark.parametrize("mesh", ["fsdp", MeshShape(fsdp=8), jax.sharding.AbstractMesh((2,), ("fsdp",))])
 def test_a_mesh_is_one_of_devices(tmp_path, mesh):
     with pytest.raises(TypeError, match=r"must be a jax\.sharding\.Mesh; give one of sharding\.make_mesh"):

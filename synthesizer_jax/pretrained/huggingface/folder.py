@@ -33,7 +33,7 @@ def open_folder(folder: pathlib.Path, *, compare: bool = True, encoder_only: boo
     """
     # Before the weights: it says best what is wrong with a folder.
     if read_model_type(folder) == T5GEMMA:
-        return _open_t5gemma(folder, encoder_only=encoder_only)
+        return _open_t5gemma(folder, compare=compare, encoder_only=encoder_only)
     read_config(folder, output=None, encoder_only=encoder_only)
     tensors = open_weights(folder, is_in_encoder) if encoder_only else open_weights(folder)
     shared = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
@@ -46,10 +46,7 @@ def open_folder(folder: pathlib.Path, *, compare: bool = True, encoder_only: boo
     has_output = OUTPUT in tensors and not (compare and _are_equal(tensors, OUTPUT, shared))
     architecture = read_config(folder, output=has_output, encoder_only=encoder_only)
     if architecture.tied and has_output and compare and architecture.num_decoder_layers:
-        raise ValueError(
-            f"{folder / CONFIG} says that the model has no output projection of its own, but {OUTPUT} is "
-            f"not equal to {shared}; correct tie_word_embeddings"
-        )
+        raise _unequal_projection(folder, OUTPUT, shared)
     model = architecture.build()
     parameters = [
         c._replace(name=shared) if c.path == ("embedding",) else c
@@ -62,8 +59,8 @@ def open_folder(folder: pathlib.Path, *, compare: bool = True, encoder_only: boo
     return Pretrained(model, params, None)
 
 
-def _open_t5gemma(folder: pathlib.Path, *, encoder_only: bool) -> Pretrained:
-    """Opens a T5Gemma, whose tied projection no folder holds twice; see `open_folder`."""
+def _open_t5gemma(folder: pathlib.Path, *, compare: bool, encoder_only: bool) -> Pretrained:
+    """Opens a T5Gemma; see `open_folder`."""
     config = t5gemma.T5Gemma.read(folder, encoder_only=encoder_only)
     model = config.build()
     tensors, name_of = open_weights(folder), t5gemma.torch_name
@@ -73,8 +70,20 @@ def _open_t5gemma(folder: pathlib.Path, *, encoder_only: bool) -> Pretrained:
         tensors = {name.removeprefix(prefix): x for name, x in alone.items()}
     ignored = {t5gemma.OUTPUT} if model.tied else ()
     parameters = correspondences(model, name_of)
+    if compare and model.tied and t5gemma.OUTPUT in tensors:
+        (embedding,) = (c.name for c in parameters if c.path == ("embedding",))
+        if not _are_equal(tensors, t5gemma.OUTPUT, embedding):
+            raise _unequal_projection(folder, t5gemma.OUTPUT, embedding)
     params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
     return Pretrained(model, params, None)
+
+
+def _unequal_projection(folder: pathlib.Path, output: str, embedding: str) -> ValueError:
+    """Returns the error of a tied output projection that a folder holds with other values."""
+    return ValueError(
+        f"{folder / CONFIG} says that the model has no output projection of its own, but {output} is "
+        f"not equal to {embedding}; correct tie_word_embeddings"
+    )
 
 
 def _are_equal(tensors: Tensors, name: str, other: str) -> bool:
