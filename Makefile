@@ -103,8 +103,8 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt --group docs
 	touch $@
 
-docs: $(DOCS)/.installed  ## build the documentation as a site in build/site; a dead link is an error
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+docs: $(DOCS)/.installed  ## build the documentation as a site in build/site; warnings are errors, so a dead link is one
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 reliability: $(STAMP)  ## kill runs 100 times, and write docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py --kills 50 --processes 1 --page docs/reliability.md

@@ -1,6 +1,9 @@
 """Imports, the code in README and docs, and what the command line lists."""
 
+import ast
+import importlib
 import json
+import pathlib
 import tomllib
 
 import jax
@@ -10,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import synthesizer_jax as sj
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.tasks.mixtures import MIXTURES
@@ -17,18 +21,70 @@ from synthesizer_jax.training.run_directory import save_run
 from tests.conftest import ROOT, run_page
 from tests.environment import python
 from tests.evaluation import runs
+from tools.public_names import imported_names, names_without_entry, public_names
 from tools.tables import TABLES, renewed
 
 
-def test_importing_the_package_loads_no_tensorflow_and_no_network():
+def test_importing_the_package_loads_neither_jax_nor_tensorflow_and_no_network():
     program = (
         "import socket, sys\n"
         "socket.socket.connect = None\n"
         "import synthesizer_jax\n"
-        "heavy = {'tensorflow', 'seqio', 'tensorflow_datasets', 'orbax', 'torch', 'matplotlib'}\n"
+        "tensorflow = {'tensorflow', 'seqio', 'tensorflow_datasets'}\n"
+        "heavy = tensorflow | {'jax', 'flax', 'orbax', 'torch', 'matplotlib'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     assert python("-c", program).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("package", public_names())
+def test_all_lists_what_a_package_exports(package):
+    names = public_names()[package]
+    module = importlib.import_module(package)
+    assert len(set(names)) == len(names)
+    assert [name for name in names if not hasattr(module, name)] == []
+    assert {name for _, imported in imported_names(package) for name in imported} <= set(names)
+    defined = ast.parse(pathlib.Path(module.__file__).read_text(encoding="utf-8")).body
+    functions = {node.name for node in defined if isinstance(node, ast.FunctionDef)}
+    assert {name for name in functions if not name.startswith("_")} <= set(names)
+
+
+def test_every_package_that_imports_names_lists_them():
+    packages = {
+        ".".join(path.relative_to(ROOT).parent.parts)
+        for path in ROOT.glob("synthesizer_jax/**/__init__.py")
+    }
+    assert {package for package in packages if list(imported_names(package))} <= set(public_names())
+
+
+def test_the_root_imports_every_public_name_from_where_it_is_declared():
+    """The imports that type checkers read are those that the first use of a name does."""
+    declared = {name: module for module, names in imported_names("synthesizer_jax") for name in names}
+    assert set(declared) == set(sj.__all__)
+    for name, module in declared.items():
+        assert getattr(sj, name) is getattr(importlib.import_module(module), name)
+
+
+def test_a_public_name_without_an_entry_in_the_reference_is_found(tmp_path):
+    (tmp_path / "reference").mkdir()
+    every = [f"{package}.{name}" for package, names in public_names().items() for name in names]
+    entries = [f'<h2 id="{name}">' for name in every if not name.endswith((".Random", ".attend"))]
+    (tmp_path / "reference" / "page.html").write_text("\n".join(entries), encoding="utf-8")
+    assert names_without_entry(tmp_path) == [
+        "synthesizer_jax.Random",
+        "synthesizer_jax.attend",
+        "synthesizer_jax.alignments.Random",
+        "synthesizer_jax.attention.attend",
+    ]
+
+
+def test_a_computed_list_of_names_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tools.public_names.ROOT", tmp_path)
+    path = tmp_path / "synthesizer_jax" / "__init__.py"
+    path.parent.mkdir()
+    path.write_text('TABLE = {"Random": 1}\n__all__ = [*TABLE]\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="line 2: __all__ is computed; write a literal list of names"):
+        public_names()
 
 
 LOADED = """

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import ast
+import logging
 import pathlib
 import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import griffe
 import typer
 from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # MkDocs runs this file as a script, and restores the path after it
+
+from tools.public_names import (  # noqa: E402
+    PACKAGE,
+    hidden_names,
+    imported_names,
+    names_without_entry,
+    public_names,
+)
+
+log = logging.getLogger("mkdocs.hooks.site")
 OF_ROOT = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -34,7 +46,7 @@ def on_files(files: Files, config: Any) -> Files:
     for page in pages(config.nav):
         if page.startswith("reference/"):
             module = page.removeprefix("reference/").removesuffix(".md")
-            body = exported_names() if module == "synthesizer_jax" else reference(module)
+            body = exported_names() if module == PACKAGE else reference(module)
             files.append(File.generated(config, page, content=f"# {module}\n\n{body}\n"))
     return files
 
@@ -47,10 +59,25 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: object) -> str
     return re.sub(r"\[[\w/]+\.md\]\(([\w/]+\.md)", lambda m: f"[{title(files, m[1])}]({m[1]}", markdown)
 
 
-def on_page_content(html: str, **_: object) -> str:
-    """Links full names, such as those of the Linen classes behind NNX's, to the reference."""
+def on_page_content(html: str, page: Any, config: Any, **_: object) -> str:
+    """Registers the anchors of names, and links full names in code to their entries.
+
+    Full names are, for example, those of the Linen classes in the docstrings of the NNX classes.
+    """
+    for name in re.findall(r'<a id="(synthesizer_jax[\w.]+)"></a>', html):
+        config.plugins["autorefs"].register_anchor(page, name)
     name = r"<code>(synthesizer_jax(?:\.\w+)+)</code>"
     return re.sub(name, r'<autoref identifier="\1" optional><code>\1</code></autoref>', html)
+
+
+def on_post_build(config: Any) -> None:
+    """Warns of public names without an entry in the reference; a warning fails a strict build."""
+    for name in names_without_entry(pathlib.Path(config.site_dir)):
+        log.warning(
+            "%s is in __all__, but the reference has no entry for it; "
+            "give it a docstring where it is defined, and its package a page in the nav of mkdocs.yml",
+            name,
+        )
 
 
 def link(target: str) -> str:
@@ -87,39 +114,36 @@ def commands() -> str:
     return f"# Commands and options\n\n{described}\n{launcher}"
 
 
-def imported_names(module: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields the modules that a package imports from, and the public names."""
-    path = ROOT / module.replace(".", "/") / "__init__.py"
-    tree = ast.parse(path.read_text(encoding="utf-8")) if path.exists() else ast.parse("")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{module}."):
-            yield str(node.module), [x.name for x in node.names if x.name[0] not in "_*"]
-
-
-def hidden_names(module: str) -> dict[str, str]:
-    """Returns the names of a package that modules of the same name hide, and where they are defined."""
-    package = ROOT / module.replace(".", "/")
-    return {
-        name: f"{source}.{name}"
-        for source, names in imported_names(module)
-        for name in names
-        if (package / f"{name}.py").exists()
-    }
-
-
 def reference(module: str) -> str:
     """Returns the directives that document a module."""
-    shown = "    options: {show_root_heading: true, show_root_toc_entry: true, heading_level: 2}"
-    hidden = [f"::: {name}\n{shown}" for name in hidden_names(module).values()]
-    return "\n\n".join([f"::: {module}", *hidden])
+    blocks = [f"::: {module}"]
+    for name, full_name in hidden_names(module).items():
+        heading = "show_root_heading: true, show_root_toc_entry: true, show_root_full_path: false"
+        options = f"    options: {{{heading}, heading_level: 2}}"
+        blocks.append(f"{anchor(f'{module}.{name}')}\n\n::: {full_name}\n{options}")
+    return "\n\n".join(blocks)
+
+
+def anchor(name: str) -> str:
+    """Returns an anchor, to which references to a full name link; see `on_page_content`."""
+    return f'<a id="{name}"></a>'
 
 
 def exported_names() -> str:
-    """Returns the package's names, linked to the modules that define them."""
-    lines = ["What `import synthesizer_jax` offers; the modules hold more.\n"]
-    for module, names in imported_names("synthesizer_jax"):
-        hidden = hidden_names(module)
-        targets = {name: hidden.get(name, f"{module}.{name}") for name in names}
-        linked = ", ".join(f"[`{name}`][{target}]" for name, target in targets.items())
-        lines += [f"- `{module}`: {linked}"] if names else []
+    """Returns a table of the names of `import synthesizer_jax`, each with a link to its entry."""
+    modules = {name: module for module, names in imported_names(PACKAGE) for name in names}
+    package = griffe.load(PACKAGE, search_paths=[str(ROOT)])
+    lines = [
+        "`import synthesizer_jax as sj` offers these names. Follow a name to its documentation. "
+        "The pages of the other packages document further names.\n",
+        "| name | what it is | from |",
+        "| --- | --- | --- |",
+    ]
+    for name in sorted(public_names()[PACKAGE], key=str.lower):
+        module = modules[name]
+        target = hidden_names(module).get(name, f"{module}.{name}")
+        docstring = package[target.removeprefix(f"{PACKAGE}.")].docstring
+        summary = docstring.value.partition("\n")[0].replace("|", "\\|") if docstring else ""
+        shown = f"`{name}`" if module == f"{PACKAGE}.version" else f"[`{name}`][{target}]"
+        lines.append(f"| {anchor(f'{PACKAGE}.{name}')}{shown} | {summary} | `{module}` |")
     return "\n".join(lines)

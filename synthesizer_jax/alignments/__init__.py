@@ -1,21 +1,38 @@
-"""Alignments: who attends to whom. One line each in `ALIGNMENTS`."""
+"""Alignments, which compute the attention logits of a layer: they decide who attends to whom."""
 
-from synthesizer_jax.alignments.base import Alignment as Alignment
-from synthesizer_jax.alignments.base import AttentionContext as AttentionContext
-from synthesizer_jax.alignments.gaussian import Gaussian as Gaussian
-from synthesizer_jax.alignments.gaussian import GaussianBias as GaussianBias
-from synthesizer_jax.alignments.mixture import Mixture as Mixture
-from synthesizer_jax.alignments.mixture import PerHead as PerHead
-from synthesizer_jax.alignments.relative_bias import ALiBi as ALiBi
-from synthesizer_jax.alignments.relative_bias import RelativeBias as RelativeBias
-from synthesizer_jax.alignments.rotary import LinearScaling as LinearScaling
-from synthesizer_jax.alignments.rotary import YaRN as YaRN
-from synthesizer_jax.alignments.synthesizers import Bilinear as Bilinear
-from synthesizer_jax.alignments.synthesizers import Dense as Dense
-from synthesizer_jax.alignments.synthesizers import DotProduct as DotProduct
-from synthesizer_jax.alignments.synthesizers import FactorizedDense as FactorizedDense
-from synthesizer_jax.alignments.synthesizers import FactorizedRandom as FactorizedRandom
-from synthesizer_jax.alignments.synthesizers import Random as Random
+from synthesizer_jax.alignments.base import Alignment, AttentionContext
+from synthesizer_jax.alignments.gaussian import Gaussian, GaussianBias
+from synthesizer_jax.alignments.mixture import Mixture, PerHead
+from synthesizer_jax.alignments.relative_bias import ALiBi, RelativeBias
+from synthesizer_jax.alignments.rotary import LinearScaling, YaRN
+from synthesizer_jax.alignments.synthesizers import (
+    Bilinear,
+    Dense,
+    DotProduct,
+    FactorizedDense,
+    FactorizedRandom,
+    Random,
+)
+
+__all__ = [
+    "ALIGNMENTS",
+    "ALiBi",
+    "Alignment",
+    "AttentionContext",
+    "Bilinear",
+    "Dense",
+    "DotProduct",
+    "FactorizedDense",
+    "FactorizedRandom",
+    "Gaussian",
+    "GaussianBias",
+    "LinearScaling",
+    "Mixture",
+    "PerHead",
+    "Random",
+    "RelativeBias",
+    "YaRN",
+]
 
 _CLASSES: tuple[type[Alignment], ...] = (
     ALiBi,
@@ -32,4 +49,4 @@ _CLASSES: tuple[type[Alignment], ...] = (
     RelativeBias,
 )
 ALIGNMENTS = {cls.__name__: cls for cls in _CLASSES}
-"""All of them by name."""
+"""The alignment classes of this package by name."""

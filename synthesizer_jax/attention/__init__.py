@@ -1,33 +1,66 @@
-"""The attention core, pure JAX: terms say what logits are made of, `attend` sums the values."""
+"""The attention core in pure JAX, for layers of your own.
 
-from synthesizer_jax.attention.attend import attend as attend
-from synthesizer_jax.attention.attend import attention_weights as attention_weights
-from synthesizer_jax.attention.attend import drop_value_vectors as drop_value_vectors
-from synthesizer_jax.attention.cache import Cache as Cache
-from synthesizer_jax.attention.cache import extend as extend
-from synthesizer_jax.attention.cache import init_cache as init_cache
-from synthesizer_jax.attention.explanations import Explanation as Explanation
-from synthesizer_jax.attention.explanations import explain as explain
-from synthesizer_jax.attention.functional import dot_product_attention as dot_product_attention
-from synthesizer_jax.attention.masks import Mask as Mask
-from synthesizer_jax.attention.partition import Partition as Partition
-from synthesizer_jax.attention.reference import materialize_logits as materialize_logits
-from synthesizer_jax.attention.relative import RelativeTable as RelativeTable
-from synthesizer_jax.attention.relative import relative_bias as relative_bias
-from synthesizer_jax.attention.terms import Banded as Banded
-from synthesizer_jax.attention.terms import LowRank as LowRank
-from synthesizer_jax.attention.terms import Outer as Outer
-from synthesizer_jax.attention.terms import Relative as Relative
-from synthesizer_jax.attention.terms import Span as Span
-from synthesizer_jax.attention.terms import Split as Split
-from synthesizer_jax.attention.terms import Static as Static
-from synthesizer_jax.attention.terms import Term as Term
-from synthesizer_jax.attention.terms import Terms as Terms
-from synthesizer_jax.attention.terms import add as add
-from synthesizer_jax.attention.terms import banded as banded
-from synthesizer_jax.attention.terms import low_rank as low_rank
-from synthesizer_jax.attention.terms import materialize as materialize
-from synthesizer_jax.attention.terms import outer as outer
-from synthesizer_jax.attention.terms import relative as relative
-from synthesizer_jax.attention.terms import scale as scale
-from synthesizer_jax.attention.terms import static as static
+Terms describe what the attention logits are made of, and `attend` computes the attention from them.
+"""
+
+from synthesizer_jax.attention.attend import attend, attention_weights, drop_value_vectors
+from synthesizer_jax.attention.cache import Cache, extend, init_cache
+from synthesizer_jax.attention.explanations import Explanation, explain
+from synthesizer_jax.attention.functional import dot_product_attention
+from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.partition import Partition
+from synthesizer_jax.attention.reference import materialize_logits
+from synthesizer_jax.attention.relative import RelativeTable, relative_bias
+from synthesizer_jax.attention.terms import (
+    Banded,
+    LowRank,
+    Outer,
+    Relative,
+    Span,
+    Split,
+    Static,
+    Term,
+    Terms,
+    add,
+    banded,
+    low_rank,
+    materialize,
+    outer,
+    relative,
+    scale,
+    static,
+)
+
+__all__ = [
+    "Banded",
+    "Cache",
+    "Explanation",
+    "LowRank",
+    "Mask",
+    "Outer",
+    "Partition",
+    "Relative",
+    "RelativeTable",
+    "Span",
+    "Split",
+    "Static",
+    "Term",
+    "Terms",
+    "add",
+    "attend",
+    "attention_weights",
+    "banded",
+    "dot_product_attention",
+    "drop_value_vectors",
+    "explain",
+    "extend",
+    "init_cache",
+    "low_rank",
+    "materialize",
+    "materialize_logits",
+    "outer",
+    "relative",
+    "relative_bias",
+    "scale",
+    "static",
+]

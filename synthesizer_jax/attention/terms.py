@@ -136,6 +136,7 @@ class TermArray(NamedTuple):
 
 
 Terms: TypeAlias = tuple[Term, ...]
+"""Terms whose sum is the attention logits."""
 
 
 @jax.tree_util.register_dataclass

@@ -47,7 +47,10 @@ def decode(
       variables: the model's variables, with scanned or looped layers.
       encoder_tokens: ``[batch, k]`` integers, with padding on either side.
       model: an unbound model.
-      max_length, beams, alpha, logits_dtype: see `Decoding`; greedy decoding ignores `alpha`.
+      max_length: the largest number of tokens of a sequence; see `Decoding`.
+      beams: the number of beams; 1 decodes greedily.
+      alpha: the exponent of the length penalty of beam search; greedy decoding ignores it.
+      logits_dtype: the dtype of the logits; see `Decoding`.
 
     Returns:
       The best sequence of every example. As in T5X, beam search returns a finished sequence, however
@@ -79,7 +82,9 @@ def decode_sequences(
     another.
 
     Args:
-      variables, encoder_tokens, model: see `decode`.
+      variables: the model's variables, with scanned or looped layers.
+      encoder_tokens: ``[batch, k]`` integers, with padding on either side.
+      model: an unbound model.
       decoding: the settings.
       examples: ``[batch]`` integers that tell the examples apart, whatever the batch; their samples
         depend on it. None: their positions in the batch.

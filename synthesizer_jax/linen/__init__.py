@@ -1,4 +1,4 @@
-"""The engine in Flax Linen's own attention layers."""
+"""This library's attention in Flax Linen's own attention layers."""
 
 from synthesizer_jax.linen.functional import attention_fn
 from synthesizer_jax.linen.multi_head import MultiHeadAttention

@@ -1,17 +1,31 @@
-"""Mixers: whole token-mixing sub-layers, ``[batch, length, d_model]`` in and out."""
+"""Mixers, whole sub-layers that mix tokens: attention, and layers that replace it.
 
-from synthesizer_jax.mixers.attention import Attention as Attention
-from synthesizer_jax.mixers.attention import AttentionBase as AttentionBase
-from synthesizer_jax.mixers.base import Mixer as Mixer
-from synthesizer_jax.mixers.base import MixerCache as MixerCache
-from synthesizer_jax.mixers.base import MixerInput as MixerInput
-from synthesizer_jax.mixers.convolution import DynamicConvolution as DynamicConvolution
-from synthesizer_jax.mixers.convolution import LightweightConvolution as LightweightConvolution
-from synthesizer_jax.mixers.feed_forward import SentenceFeedForward as SentenceFeedForward
-from synthesizer_jax.mixers.feed_forward import TokenFeedForward as TokenFeedForward
-from synthesizer_jax.mixers.linformer import Linformer as Linformer
-from synthesizer_jax.mixers.talking_heads import TalkingHeads as TalkingHeads
-from synthesizer_jax.mixers.taps import TAPS as TAPS
+Inputs and outputs have the shape ``[batch, length, d_model]``.
+"""
+
+from synthesizer_jax.mixers.attention import Attention, AttentionBase
+from synthesizer_jax.mixers.base import Mixer, MixerCache, MixerInput
+from synthesizer_jax.mixers.convolution import DynamicConvolution, LightweightConvolution
+from synthesizer_jax.mixers.feed_forward import SentenceFeedForward, TokenFeedForward
+from synthesizer_jax.mixers.linformer import Linformer
+from synthesizer_jax.mixers.talking_heads import TalkingHeads
+from synthesizer_jax.mixers.taps import TAPS
+
+__all__ = [
+    "MIXERS",
+    "TAPS",
+    "Attention",
+    "AttentionBase",
+    "DynamicConvolution",
+    "LightweightConvolution",
+    "Linformer",
+    "Mixer",
+    "MixerCache",
+    "MixerInput",
+    "SentenceFeedForward",
+    "TalkingHeads",
+    "TokenFeedForward",
+]
 
 _CLASSES: tuple[type[Mixer], ...] = (
     Attention,
@@ -23,4 +37,4 @@ _CLASSES: tuple[type[Mixer], ...] = (
     TokenFeedForward,
 )
 MIXERS = {cls.__name__: cls for cls in _CLASSES}
-"""All of them by name."""
+"""The mixer classes of this package by name."""

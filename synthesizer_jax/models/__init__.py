@@ -5,39 +5,65 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from synthesizer_jax.models.block import Block as Block
-from synthesizer_jax.models.block import LayerCache as LayerCache
-from synthesizer_jax.models.block import Memory as Memory
-from synthesizer_jax.models.encoder import Encoded as Encoded
-from synthesizer_jax.models.encoder import Encoder as Encoder
-from synthesizer_jax.models.encoder_decoder import EncoderDecoder as EncoderDecoder
-from synthesizer_jax.models.language_model import LanguageModel as LanguageModel
-from synthesizer_jax.models.layers import FeedForward as FeedForward
-from synthesizer_jax.models.layers import LearnedPositions as LearnedPositions
-from synthesizer_jax.models.layers import PositionEmbedding as PositionEmbedding
-from synthesizer_jax.models.layers import SinusoidalPositions as SinusoidalPositions
-from synthesizer_jax.models.stack import Run as Run
-from synthesizer_jax.models.stack import Stack as Stack
-from synthesizer_jax.models.stack import stack_layers as stack_layers
-from synthesizer_jax.models.stack import unstack_layers as unstack_layers
-from synthesizer_jax.models.token_model import DecodingCache as DecodingCache
-from synthesizer_jax.models.token_model import Rows as Rows
-from synthesizer_jax.models.token_model import TextToText as TextToText
-from synthesizer_jax.models.token_model import TokenModel as TokenModel
-from synthesizer_jax.models.token_model import stacks_of as stacks_of
-from synthesizer_jax.models.token_model import unroll as unroll
-from synthesizer_jax.models.token_model import unroll_variables as unroll_variables
-from synthesizer_jax.models.universal import LOSSES as LOSSES
-from synthesizer_jax.models.universal import UniversalStack as UniversalStack
-from synthesizer_jax.primitives.norms import LayerNorm as LayerNorm
-from synthesizer_jax.primitives.norms import RMSNorm as RMSNorm
+from synthesizer_jax.models.block import Block, LayerCache, Memory
+from synthesizer_jax.models.encoder import Encoded, Encoder
+from synthesizer_jax.models.encoder_decoder import EncoderDecoder
+from synthesizer_jax.models.language_model import LanguageModel
+from synthesizer_jax.models.layers import (
+    FeedForward,
+    LearnedPositions,
+    PositionEmbedding,
+    SinusoidalPositions,
+)
+from synthesizer_jax.models.stack import Run, Stack, stack_layers, unstack_layers
+from synthesizer_jax.models.token_model import (
+    DecodingCache,
+    Rows,
+    TextToText,
+    TokenModel,
+    stacks_of,
+    unroll,
+    unroll_variables,
+)
+from synthesizer_jax.models.universal import LOSSES, UniversalStack
+from synthesizer_jax.primitives.norms import LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
-    from synthesizer_jax.models.zoo import VARIANTS as VARIANTS
-    from synthesizer_jax.models.zoo import ZOO as ZOO
-    from synthesizer_jax.models.zoo import Size as Size
-    from synthesizer_jax.models.zoo import alignment as alignment
-    from synthesizer_jax.models.zoo import t5 as t5
+    from synthesizer_jax.models.zoo import VARIANTS, ZOO, Size, alignment, t5
+
+__all__ = [
+    "LOSSES",
+    "VARIANTS",
+    "ZOO",
+    "Block",
+    "DecodingCache",
+    "Encoded",
+    "Encoder",
+    "EncoderDecoder",
+    "FeedForward",
+    "LanguageModel",
+    "LayerCache",
+    "LayerNorm",
+    "LearnedPositions",
+    "Memory",
+    "PositionEmbedding",
+    "RMSNorm",
+    "Rows",
+    "Run",
+    "SinusoidalPositions",
+    "Size",
+    "Stack",
+    "TextToText",
+    "TokenModel",
+    "UniversalStack",
+    "alignment",
+    "stack_layers",
+    "stacks_of",
+    "t5",
+    "unroll",
+    "unroll_variables",
+    "unstack_layers",
+]
 
 
 def __getattr__(name: str) -> object:

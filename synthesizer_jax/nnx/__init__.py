@@ -17,10 +17,48 @@ from synthesizer_jax import models
 from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.mixers import Mixer
 from synthesizer_jax.nnx import layers
-from synthesizer_jax.nnx.layers import *  # noqa: F403
+from synthesizer_jax.nnx.layers import (
+    Attention,
+    Block,
+    DynamicConvolution,
+    Encoder,
+    EncoderDecoder,
+    FeedForward,
+    LanguageModel,
+    LightweightConvolution,
+    Linformer,
+    SentenceFeedForward,
+    Stack,
+    TalkingHeads,
+    TokenFeedForward,
+    UniversalStack,
+)
 from synthesizer_jax.nnx.module import LinenModule, Loss, linen_variables
 from synthesizer_jax.nnx.multi_head import MultiHeadAttention
 from synthesizer_jax.primitives.parameters import ACTIVATION_AXES, LOGICAL_AXES
+
+__all__ = [
+    "Attention",
+    "Block",
+    "DynamicConvolution",
+    "Encoder",
+    "EncoderDecoder",
+    "FeedForward",
+    "LanguageModel",
+    "LightweightConvolution",
+    "LinenModule",
+    "Linformer",
+    "Loss",
+    "MultiHeadAttention",
+    "SentenceFeedForward",
+    "Stack",
+    "TalkingHeads",
+    "TokenFeedForward",
+    "UniversalStack",
+    "axis_rules",
+    "linen_variables",
+    "to_nnx",
+]
 
 
 def to_nnx(layer: linen.Module, *, rngs: nnx.Rngs, **options: Any) -> Any:
@@ -69,14 +107,3 @@ def axis_rules(
     for name in axes.keys() - set(names):
         raise ValueError(f"axis_rules: unknown axis {name!r}{did_you_mean(name, names)}")
     return tuple((name, axes.get(name)) for name in names)
-
-
-__all__ = [
-    "LinenModule",
-    "Loss",
-    "MultiHeadAttention",
-    "axis_rules",
-    "linen_variables",
-    "to_nnx",
-    *layers.__all__,
-]

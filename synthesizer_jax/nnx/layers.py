@@ -3,6 +3,23 @@
 from synthesizer_jax import mixers, models
 from synthesizer_jax.nnx.module import LinenModule
 
+__all__ = [
+    "Attention",
+    "Block",
+    "DynamicConvolution",
+    "Encoder",
+    "EncoderDecoder",
+    "FeedForward",
+    "LanguageModel",
+    "LightweightConvolution",
+    "Linformer",
+    "SentenceFeedForward",
+    "Stack",
+    "TalkingHeads",
+    "TokenFeedForward",
+    "UniversalStack",
+]
+
 
 class Attention(LinenModule, linen_class=mixers.Attention):
     """`synthesizer_jax.mixers.Attention` as an NNX module."""
@@ -58,15 +75,3 @@ class Stack(LinenModule, linen_class=models.Stack):
 
 class UniversalStack(LinenModule, linen_class=models.UniversalStack):
     """`synthesizer_jax.models.UniversalStack` as an NNX module."""
-
-
-__all__ = [
-    *mixers.MIXERS,
-    "Block",
-    "Encoder",
-    "EncoderDecoder",
-    "FeedForward",
-    "LanguageModel",
-    "Stack",
-    "UniversalStack",
-]

@@ -116,12 +116,13 @@ class LinenModule(nnx.Module):
         """Calls a method of the Linen module; ``module.encode(...)`` calls `encode` in the same way.
 
         Args:
-          *args, **kwargs: arguments of the method.
+          *args: arguments of the method.
           deterministic: if True, dropout is off; None uses the module's attribute.
           rngs: random streams, one stream or a PRNG key for dropout; None uses the module's stream.
           sow_weights: whether to sow the attention weights ``attention_weights``
             ``[batch or 1, heads, q, k]`` as `nnx.Intermediate`, for `nnx.capture`.
           method: the method's name.
+          **kwargs: keyword arguments of the method.
 
         Raises:
           ValueError: dropout needs a random stream, `deterministic` is not set, or there are no weights.

@@ -66,7 +66,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """Applies multi-head attention.
 
         Args:
-          inputs_q, inputs_k, inputs_v, mask: as in `synthesizer_jax.MultiHeadAttention`.
+          inputs_q: the features of the queries, ``[batch..., q, in_features]``.
+          inputs_k: the features of the keys, ``[batch..., k, in_kv_features]``; None uses `inputs_q`.
+          inputs_v: the features of the values, of the same shape; None uses `inputs_k`.
+          mask: which keys a query may attend to: an array, bool or 0/1, that broadcasts to
+            ``[batch..., heads, q, k]``, or a `Mask`, which needs no array of q × k.
           decode: whether to use the cache; overrides the attribute.
           is_causal: whether queries attend only to keys up to their own position; always the case during
             decoding.
