@@ -274,19 +274,28 @@ CHECKED = {"kind": "dtype, by", "passed": "calls", "difference": "largest ‖x �
 CHECKED |= {"bound": "bound|.0e", "error": "error"}
 COLUMNS = {"correctness": CHECKED, "decode": DECODED, "steps": STEP, "long": STEP}
 TITLES = {
-    "correctness": "Values and gradients against the reference route in float32 (products at the highest "
-    "precision), all drawn anew. On a GPU, float32 products are tf32's.",
-    "steps": "T5 1.1 base, a step of AdamW, bfloat16 with float32 parameters, dropout 0.1. transformers is "
-    "compiled by `torch.compile`, whole or layer by layer, with autocast. *scanned*: layers are one "
-    "`lax.scan`. MFU: six FLOPs for each multiply-add of the forward pass. Systems compiled beside others.",
-    "decode": "T5 1.1 base, 64 new tokens for 32 × 512 inputs, bfloat16. transformers is not compiled.",
-    "functions": "Attention alone, 12 heads of 64, bfloat16, with a padding mask; *bias*: T5's, learned. "
-    "Means of two measurements, and how far they are apart. TFLOP/s: two products, seven with the backward "
-    "pass, of all pairs of positions.",
-    "sublayers": "Sub-layers with projections, d_model 768, 12 heads of 64, bfloat16, with a padding mask. "
-    "All pairs of positions count; Random has one product, three with the backward pass.",
+    "correctness": "Values and gradients of attention compared with the reference route in float32, whose "
+    "matrix products have the highest precision. Inputs are drawn anew for every call. On a "
+    "GPU, matrix products of float32 arrays are computed in TF32.",
+    "steps": "One training step of T5 1.1 base with AdamW, in bfloat16 with float32 parameters and "
+    "dropout 0.1. transformers runs under autocast and is compiled by `torch.compile`, either "
+    "as a whole or layer by layer. It divides the batch into 4 micro-batches, because it "
+    "stores the attention weights of all heads for the backward pass; ours does not, and "
+    "takes the batch at once. Whether transformers would be faster with fewer micro-batches "
+    "was not measured. *scanned*: the layers are one `lax.scan`. MFU counts six FLOPs for "
+    "each multiply-add of the forward pass.",
+    "long": "The same step with longer inputs.",
+    "decode": "Greedy decoding and beam search of 64 new tokens with T5 1.1 base, for 32 inputs of 512 "
+    "tokens, in bfloat16. transformers is not compiled.",
+    "functions": "The attention function without projections, 12 heads of 64, in bfloat16, with a padding "
+    "mask. *bias*: a learned relative bias, as T5 has. Times are means of two measurements; "
+    "*spread* is the relative difference between them. TFLOP/s count two matrix products for "
+    "the forward pass and seven for forward and backward together, over all pairs of "
+    "positions, masked ones included.",
+    "sublayers": "Attention sub-layers with their projections, d_model 768, 12 heads of 64, in bfloat16, "
+    "with a padding mask. TFLOP/s include masked pairs of positions. Random has one matrix "
+    "product of all pairs in the forward pass and three in forward and backward together.",
 }
-TITLES["long"] = "The same for longer inputs."
 
 
 def write_page(args: argparse.Namespace) -> None:
@@ -304,7 +313,9 @@ def write_page(args: argparse.Namespace) -> None:
     versions = ", ".join(r["versions"] for r in rows if "versions" in r).split(", ")
     rates = f"{facts['product_tflops']:.0f} TFLOP/s and copies {facts['copy_gbytes']:,.0f} GB/s"
     device = f"{facts['device']}, {facts['date']}, {', '.join(dict.fromkeys(versions))}. "
-    device += f"It multiplies bfloat16 matrices at {rates}.\n"
+    device += f"It multiplies bfloat16 matrices at {rates}. "
+    device += "All measurements are in [gpu.json](gpu.json); this command writes the tables from them:\n\n"
+    device += "`python benchmarks/gpu.py --results docs/gpu.json --page docs/performance.md`\n"
     page = args.page.read_text(encoding="utf-8") if args.page.exists() else ""
     page = report.with_section(page, "gpu device", device)
     for part, rows in first.parts.items():
@@ -315,6 +326,7 @@ def write_page(args: argparse.Namespace) -> None:
             columns = COLUMNS.get(part, TIMES)
             used = {k: c for k, c in columns.items() if any(r.get(k) is not None for r in shown)}
             tables.append(f"{shape}\n\n{report.table(shown, used)}".strip())
+        tables.append(f"`python benchmarks/gpu.py --out results --parts {part}`: {facts['device']}.")
         page = report.with_section(page, f"gpu {part}", "\n\n".join(tables) + "\n")
     report.write_file(args.page, page)
     if args.json:

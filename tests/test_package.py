@@ -184,6 +184,14 @@ def test_a_generated_table_is_current(name):
     assert path.read_text(encoding="utf-8") == text, "run: python -m tools.tables"
 
 
+def test_the_gpu_tables_are_what_their_script_writes(tmp_path):
+    source = ROOT / "docs" / "performance.md"
+    page = tmp_path / "performance.md"
+    page.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    python(ROOT / "benchmarks/gpu.py", "--results", ROOT / "docs/gpu.json", "--page", page)
+    assert page.read_text(encoding="utf-8") == source.read_text(encoding="utf-8")
+
+
 def test_the_page_of_tasks_names_every_mixture():
     page = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
     own = {n: rates for n, rates in MIXTURES.items() if all(task in page for task in rates)}  # no tests'
