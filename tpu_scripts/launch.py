@@ -145,7 +145,8 @@ class Pod:
         if not self.call(command):
             fail(
                 f"{args.name} was not created; if gcloud speaks of quota, ask for more under IAM & Admin, "
-                "Quotas, or take another --zone, --type or --spot"
+                "Quotas (--spot and flex-start use the preemptible quota), or take another --zone, --type "
+                "or --spot"
             )
 
     def state(self) -> str:
