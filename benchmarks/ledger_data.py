@@ -28,7 +28,7 @@ Row = dict[str, str]
 def lines(path: pathlib.Path) -> Iterator[str]:
     """Yields the lines of a compressed file."""
     with gzip.open(path) as file:
-        yield from decode_lines(file)
+        yield from decode_lines(file, path)
 
 
 def pairs(sources: pathlib.Path, targets: pathlib.Path) -> Iterator[Row]:
@@ -92,16 +92,19 @@ def main() -> None:
     if (valid := files / "wikitext-2" / "valid.txt.gz").exists():
         articles = f"validation={valid},test={valid.with_name('test.txt.gz')}"
         command("data", "import", "wikitext/wikitext-2-v1", "--from", articles, *data)
-        mine("wikitext_lines", {"train": ({"target": x} for x in lines(valid))}, *text[2:])
+        mine("wikitext_lines", {"train": ({"target": x} for x in lines(valid) if x.strip())}, *text[2:])
         vocabulary("wikitext_lines", "wikitext.model", 7000)
     if (folder := files / "ag_news").is_dir():
         labels = ("--labels", "1=World,2=Sports,3=Business,4=Sci/Tech")
-        options = ("--input", "{text}", "--target", "{label}", *labels, *data)
-        start = ("data", "import", "mine", "--name", "ag_descriptions", "--from")
-        train = folder / "train_subset10k_description_only.tsv.gz"
-        command(*start, f"train={train}", "--columns", "text,label", *options)
-        test = ("--columns", "label,title,text", *options[:-1])  # beside the other split
-        command(*start, f"validation={folder / 'test.csv.gz'}", *test)
+        options = ("--input", "{text}", "--target", "{label}", *labels)
+        # Its cells are quoted as in CSV where they have quotes.
+        table = csv.reader(lines(folder / "train_subset10k_description_only.tsv.gz"), delimiter="\t")
+        rows = ({"text": text, "label": label} for text, label in table)
+        mine("ag_descriptions", {"train": rows}, *options)
+        test = (f"validation={folder / 'test.csv.gz'}", "--columns", "label,title,text")
+        name = ("--name", "ag_descriptions")
+        beside = data[:-1]  # the split is added to the other
+        command("data", "import", "mine", *name, "--from", *test, *options, *beside)
         vocabulary("ag_descriptions", "ag.model", 8000)
     if (folder := files / "wmt15_ende_sample").is_dir():
         newstest = files / "wmt_newstest" / "en-de"

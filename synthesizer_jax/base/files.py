@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
 import importlib.util
@@ -10,6 +11,7 @@ import os
 import pathlib
 import re
 import secrets
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, cast
@@ -93,14 +95,51 @@ def describing(path: pathlib.Path, remedy: str = "restore it, or delete it") -> 
         raise ValueError(f"{path} cannot be read: {reason}; {remedy}") from error
 
 
-def decode_lines(file: BinaryIO, errors: str = "strict") -> Iterator[str]:
+def decode_lines(file: BinaryIO, path: pathlib.Path | None) -> Iterator[str]:
     """Yields the lines of UTF-8 text without their ends, LF or CRLF, and without a byte-order mark.
 
     A CR or U+2028 is text, so that the lines of two files that belong together stay together.
+
+    Args:
+      file: the file, which is closed in the end.
+      path: the path of the file, for errors; None: it is the standard input.
+
+    Raises:
+      ValueError: a line is not UTF-8. The message has the line and the command that converts the file.
     """
-    with io.TextIOWrapper(file, "utf-8-sig", errors, newline="\n") as lines:
-        for line in lines:
-            yield line.removesuffix("\n").removesuffix("\r")
+    seen_utf8 = False
+    with file:
+        for number, line in enumerate(file, 1):
+            content = line.removesuffix(b"\n").removesuffix(b"\r")
+            if number == 1:
+                content = content.removeprefix(codecs.BOM_UTF8)
+            try:
+                text = content.decode("utf-8")
+            except UnicodeDecodeError as error:
+                where, byte = f"{path or 'stdin'}, line {number}", content[error.start]
+                remedy = _decoding_remedy(path, seen_utf8=seen_utf8)
+                raise ValueError(f"{where}: the byte 0x{byte:02x} is not UTF-8; {remedy}") from None
+            seen_utf8 = seen_utf8 or not text.isascii()
+            yield text
+
+
+def _decoding_remedy(path: pathlib.Path | None, *, seen_utf8: bool) -> str:
+    """Returns what to do about a file with bytes that are not UTF-8.
+
+    A file of which earlier lines are UTF-8 with other characters than ASCII is damaged. Conversion from
+    Latin-1 would spoil these lines.
+    """
+    name = "FILE" if path is None else shlex.quote(str(path))
+    unpack = {".gz": "gzip -dc", ".zst": "zstd -dc"}.get("" if path is None else path.suffix, "cat")
+    if seen_utf8:
+        return (
+            "earlier lines are UTF-8, so correct this one, or leave such bytes out: "
+            f"{unpack} {name} | iconv -c -f utf-8 -t utf-8 > NEW"
+        )
+    return (
+        "if the file is Latin-1, as Excel writes it, convert it: "
+        f"{unpack} {name} | iconv -f cp1252 -t utf-8 > NEW"
+    )
 
 
 @contextlib.contextmanager

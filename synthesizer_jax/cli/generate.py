@@ -141,12 +141,8 @@ def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list
         raise ValueError("give inputs as arguments or with --input, not both")
     if text:
         return text
-    source = "stdin" if input_file is None else f"--input {input_file}"
-    try:
-        if input_file is not None:
-            return list(decode_lines(input_file.open("rb")))
-        if not sys.stdin.isatty() and (lines := list(decode_lines(sys.stdin.buffer))):
-            return lines
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8 text ({error}); convert it to UTF-8") from None
+    if input_file is not None:
+        return list(decode_lines(input_file.open("rb"), input_file))
+    if not sys.stdin.isatty() and (lines := list(decode_lines(sys.stdin.buffer, None))):
+        return lines
     raise ValueError("there is no input; give texts as arguments, --input FILE, or lines to stdin")

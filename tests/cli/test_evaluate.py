@@ -238,7 +238,7 @@ def test_inputs_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"--output .*there is no directory .*absent"):
         commands.call(f"{nowhere} --output {tmp_path}/absent/x text")
     (tmp_path / "latin").write_bytes("Größe".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"--input .*latin is not UTF-8 text"):
+    with pytest.raises(ValueError, match=r"latin, line 1: the byte 0xf6 is not UTF-8; .*iconv"):
         commands.call(f"{nowhere} --input {tmp_path}/latin")
     message = "there is no input; give texts as arguments, --input FILE, or lines to stdin"
     with pytest.raises(ValueError, match=message):

@@ -1,9 +1,12 @@
 """Users' files become tasks: every format, the report, every error."""
 
+import bz2
 import csv
+import dataclasses
 import datetime
 import gzip
 import json
+import lzma
 import os
 import resource
 import shlex
@@ -126,6 +129,31 @@ def test_a_line_ends_at_a_newline_alone(tmp_path):
     assert rows(f"train={at}a.csv") == {"train": quoted}
 
 
+@pytest.mark.parametrize("header", ["text,label", "label,text", ' Text,"LABEL"'])
+def test_columns_that_the_file_names_too_are_refused(tmp_path, header):
+    """Otherwise the header would be a row; values that are no header are one."""
+    _, _, lines = CSV.partition(b"\n")
+    write(tmp_path, {"a.csv": header.encode() + b"\n" + lines, "b.csv": lines + b"label,text\n"})
+    source, names = f"train={tmp_path}/a.csv", ["text", "label"]
+    with pytest.raises(
+        ValueError, match=r"a\.csv, line 1: the line is a header with .* leave --columns out"
+    ):
+        rows(source, columns=names)
+    assert len(rows(source, columns=["a", "b"])["train"]) == 3
+    with pytest.raises(ValueError, match=r"b\.csv, line 3: the line repeats the header; .* with --columns"):
+        rows(f"train={tmp_path}/b.csv", columns=names)
+
+
+def test_lines_that_are_like_a_header_or_quoted_are_rows(tmp_path):
+    write(tmp_path, {"a.tsv": 'x\ty\nx\tx\n"a"\t""\n""b""\t"c\n', "b.csv": "x\nx;y\n", "c.txt": "a;b\n"})
+    cells = [("x", "x"), ('"a"', '""'), ('""b""', '"c')]
+    assert rows(f"train={tmp_path}/a.tsv") == {"train": [dict(zip("xy", c, strict=True)) for c in cells]}
+    assert rows(f"train={tmp_path}/b.csv") == {"train": [{"x": "x;y"}]}
+    (tmp_path / "b.csv").write_text("a;b\n")
+    assert rows(f"train={tmp_path}/b.csv", columns=["x"]) == {"train": [{"x": "a;b"}]}
+    assert rows(f"train={tmp_path}/c.txt") == {"train": [{"text": "a;b"}]}
+
+
 def test_parquet_values_are_what_was_written(tmp_path):
     numbers = pa.table({"x": pa.array([0.1, None, 16777216, 3.4e38], pa.float32())})
     write(tmp_path, {"a.parquet": parquet(numbers)})
@@ -135,12 +163,14 @@ def test_parquet_values_are_what_was_written(tmp_path):
 
 DAY = pa.table({"day": pa.array([2**31 - 1], pa.int32()).cast(pa.date32())})
 NOW = pa.table({"time": pa.array([1], pa.timestamp("ns"))})
+LATIN = pa.table({"x": pa.Array.from_buffers(pa.string(), 1, pa.array([b"sch\xf6n"]).buffers())})
 TWICE = pa.Table.from_arrays([pa.array([1])] * 5, ["a", "b", "c", "b", "a"])
 BROKEN = {
     "not JSON": ("a.jsonl", b'{"text": 1}\n{"text": \n', "a.jsonl, line 2: JSONDecodeError: .*column"),
     "no object": ("a.jsonl", b"1\n", "a.jsonl, line 1: a JSON object was expected, not int"),
     "columns": ("a.csv", b"x,y\n1,2\n1\n", r"a.csv, line 3: 1 columns instead of 2 \(x, y\)"),
-    "quote": ("a.csv", b'x,y\n"1,2\n', "after .*a.csv, line 1: Error: unexpected end of data"),
+    "quote": ("a.csv", b'x,y\n"1,2\n', "after .*a.csv, line 1: a quoted cell has no end; close its quotes"),
+    "text after a quote": ("a.csv", b'x,y\n"1"2,3\n', "a quoted cell goes on after its end; double the"),
     "same name": ("a.tsv", b"x\tx\n1\t2\n", "a.tsv, line 1: several columns are called 'x'"),
     "gzip": ("a.csv.gz", gzip.compress(CSV * 99)[:-20], r"a.csv.gz, after line \d+: .*[Tt]runcated"),
     "no gzip": ("a.csv.gz", CSV, "a.csv.gz, after line 0: zlib inflate failed"),
@@ -151,10 +181,102 @@ BROKEN = {
     "a column twice": ("a.parquet", parquet(TWICE), "several columns are called 'a', 'b'; every"),
     "array": ("a.json", b'[\n{"text": 1}\n]', r"line 1: a JSON array; .*: jq -c '.\[\]' FILE"),
     "semicolons": ("a.csv", b"x;y\n1;2\n", "'x;y' is one column; separate columns by ','"),
-    "UTF-16": ("a.txt", "Größe".encode("utf-16"), "a.txt is UTF-16; convert it to UTF-8; nothing"),
-    "a bare CR": ("a.csv", b"x,y\ra,b\r", "a.csv: Error: new-line character seen in unquoted"),
+    "tabs": ("a.csv", b"x\ty\n1\t2\n", r"'x\\ty' is one column; separate columns by ',' \(.tsv: tabs\)"),
+    "commas": ("a.tsv", b"x,y\n1,2\n", r"'x,y' is one column; separate columns by tabs \(.csv: ','\)"),
+    "Excel's separator": ("a.csv", b"sep=;\nx;y\n1;2\n", "'sep=;' is Excel's note, not a row; remove"),
+    "Excel's comma": ("a.csv", b"sep=,\nx,y\n1,2\n", "'sep=' is Excel's note, not a row; remove"),
+    "UTF-16": (
+        "a.txt",
+        "Größe".encode("utf-16"),
+        "a.txt is UTF-16; .*: iconv -f utf-16 -t utf-8 .*a.txt >",
+    ),
+    "UTF-16 without its mark": (
+        "a.csv",
+        "x,y\n".encode("utf-16-le"),
+        "line 1: there is a NUL character, as",
+    ),
+    "a bare CR": (
+        "a.csv",
+        b"x,y\ra,b\r",
+        r"a.csv: a CR is outside of quotes; .*: tr '\\r' '\\n' < FILE > NEW",
+    ),
+    "gzip without its name": (
+        "a.csv",
+        gzip.compress(CSV),
+        "a.csv is compressed with gzip; rename .*a.csv.gz",
+    ),
+    "zstd without its name": (
+        "a.txt",
+        zstd(CSV),
+        "a.txt is compressed with zstd; rename it to .*a.txt.zst",
+    ),
+    "bzip2": ("a.csv", bz2.compress(CSV), "a.csv is compressed with bzip2; unpack it with bunzip2"),
+    "xz": ("a.csv", lzma.compress(CSV), "a.csv is compressed with xz; unpack it with unxz"),
+    "xlsx": (
+        "a.csv",
+        b"PK\x03\x04\x14\x00",
+        "a.csv is a spreadsheet or .*; save the sheet as 'CSV UTF-8', or",
+    ),
+    "xls": (
+        "a.tsv",
+        b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
+        "a.tsv is a spreadsheet or another archive; save",
+    ),
+    "Parquet without its name": ("a.csv", parquet(ROWS), "a.csv is Parquet; rename it to .*a.csv.parquet"),
+    "a cell quoted in TSV": (
+        "a.tsv",
+        b'x\ty\n1\t"a ""b"""\n',
+        "line 2: the cell .* is quoted as in CSV, but",
+    ),
+    "a header in the middle": (
+        "a.csv",
+        CSV + CSV,
+        "a.csv, line 4: the line repeats the header; remove it, or",
+    ),
+    "a header of TSV": (
+        "a.tsv",
+        TSV + b"Text\tLabel\n",
+        "a.tsv, line 4: the line repeats the header; remove",
+    ),
+    "a field twice": (
+        "a.jsonl",
+        b'{"x": {"y": 1, "z": 2, "y": 3}}\n',
+        "line 1: an object has two fields called 'y'",
+    ),
+    "Latin-1": (
+        "a.csv",
+        "x,y\nschön,1\n".encode("latin-1"),
+        r"a.csv, line 2: the byte 0xf6 is not UTF-8; if .* Latin-1.*: cat .*a.csv \| iconv -f cp1252",
+    ),
+    "Latin-1 in TSV": (
+        "a.tsv",
+        b"x\ty\nsch\xf6n\t1\n",
+        "a.tsv, line 2: the byte 0xf6 is not UTF-8; .*iconv",
+    ),
+    "Latin-1 in JSON": (
+        "a.jsonl",
+        b'{"x": "sch\xf6n"}\n',
+        "a.jsonl, line 1: the byte 0xf6 is not UTF-8; .*iconv",
+    ),
+    "Latin-1 in a header": ("a.csv", b"sch\xf6n\n", "a.csv, line 1: the byte 0xf6 is not UTF-8; .*iconv"),
+    "Latin-1, compressed": (
+        "a.txt.gz",
+        gzip.compress(b"sch\xf6n\n"),
+        r"line 1: .*gzip -dc .*a.txt.gz \| iconv",
+    ),
+    "a damaged line": (
+        "a.txt",
+        "schön\nsch\xf6n".encode() + b"\xc3\n",
+        "line 2: the byte 0xc3 .*iconv -c -f utf-8",
+    ),
+    "a cut character": ("a.txt", "schö".encode()[:-1], "a.txt, line 1: the byte 0xc3 is not UTF-8"),
+    "Latin-1 in Parquet": (
+        "a.parquet",
+        parquet(LATIN),
+        "after row 0: the column 'x' has a text that is not UTF-8",
+    ),
     "suffix": ("a.xlsx", b"", r"\.xlsx is not known; files end in \.jsonl"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BROKEN)

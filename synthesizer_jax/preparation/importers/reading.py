@@ -6,11 +6,14 @@ import codecs
 import contextlib
 import csv
 import io
+import itertools
 import json
 import math
 import pathlib
+import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import NoReturn, TypeAlias, TypeVar
 
 from etils import epy
 
@@ -69,21 +72,61 @@ class Cursor:
             raise ReadError(f"{self.where}: {reason}; nothing was imported") from error
 
 
+def is_blank(text: str) -> bool:
+    """Returns whether a text shows nothing.
+
+    It is empty, or all of its characters are white space, controls or invisible: no-break spaces,
+    zero-width spaces, byte-order marks and soft hyphens, for example.
+    """
+    return all(unicodedata.category(character) in _INVISIBLE for character in text)
+
+
+_INVISIBLE = frozenset(("Zs", "Zl", "Zp", "Cc", "Cf"))
+"""Unicode's categories of separators, controls and format characters."""
+
+_SPREADSHEET = "is a spreadsheet or another archive; save the sheet as 'CSV UTF-8', or unpack the archive"
+_UTF16 = "is UTF-16; convert it to UTF-8: iconv -f utf-16 -t utf-8 {path} > NEW"
+_NO_TEXT: Mapping[bytes, str] = {
+    codecs.BOM_UTF16_LE: _UTF16,
+    codecs.BOM_UTF16_BE: _UTF16,
+    b"\x1f\x8b": "is compressed with gzip; rename it to {path}.gz",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd; rename it to {path}.zst",
+    b"BZh91AY&SY": "is compressed with bzip2; unpack it with bunzip2",
+    b"\xfd7zXZ\x00": "is compressed with xz; unpack it with unxz",
+    b"PAR1\x15": "is Parquet; rename it to {path}.parquet",
+    b"PK\x03\x04": _SPREADSHEET,
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": _SPREADSHEET,
+}
+"""What files are that begin with these bytes, and what to do with them."""
+
+
 def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
-    """Yields the number (from 1) and the text of every line; bytes that are not UTF-8 become U+FFFD.
+    """Yields the number (from 1) and the text of every line of a UTF-8 file, plain or compressed.
 
     Raises:
-      ReadError: the compression is damaged, the file is UTF-16, or it is no regular file.
+      ReadError: the file is no regular file or not text, its compression is damaged, or a line is not
+        UTF-8.
     """
     if not path.is_file():  # reading from a pipe would block
         raise ReadError(f"{path} is no regular file; nothing was imported")
     number = 0
     try:
         file = io.BufferedReader(pa.input_stream(str(path), compression="detect"))
-        if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise ReadError(f"{path} is UTF-16; convert it to UTF-8; nothing was imported")
-        for number, line in enumerate(decode_lines(file, "replace"), 1):
+        beginning = file.peek(16)
+        for signature, what in _NO_TEXT.items():
+            if beginning.startswith(signature):
+                raise ReadError(f"{path} {what.format(path=path)}; nothing was imported")
+        for number, line in enumerate(decode_lines(file, path), 1):
+            if "\0" in line:
+                raise ReadError(
+                    f"{path}, line {number}: there is a NUL character, as in UTF-16 and in files that are "
+                    "no text; convert the file to UTF-8 text, or remove it; nothing was imported"
+                )
             yield number, line
+    except ReadError:
+        raise
+    except ValueError as error:
+        raise ReadError(f"{error}; nothing was imported") from error
     except OSError as error:
         raise ReadError(f"{path}, after line {number}: {error}; nothing was imported") from error
 
@@ -92,8 +135,7 @@ def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> Rows:
     """Yields the rows of a file, which its suffix tells how to read.
 
     JSON lines are objects; CSV is quoted as in RFC 4180, where CRLF in a field becomes LF, TSV is not
-    quoted; the lines of text are the field ``text``; blank lines are skipped. Bytes that are not UTF-8
-    become U+FFFD.
+    quoted; the lines of text are the field ``text``; blank lines are skipped.
 
     Args:
       path: the file.
@@ -113,35 +155,115 @@ def _json_rows(path: pathlib.Path) -> Rows:
             with Cursor(f"{path}, line {number}").named():
                 if line.lstrip().startswith("["):
                     raise ValueError("a JSON array; JSON lines are read: jq -c '.[]' FILE")
-                value = json.loads(line)
+                value = json.loads(line, object_pairs_hook=_json_object)
                 if not isinstance(value, dict):
                     raise ValueError(f"a JSON object was expected, not {type(value).__name__}")
             yield f"line {number}", value
+
+
+def _json_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    """Returns an object of JSON, whose names must differ: of two values, either could be meant."""
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        written = [name for name, _ in pairs]
+        repeated = next(name for name in names if written.count(name) > 1)
+        raise ValueError(f"an object has two fields called {repeated!r}; remove or rename one")
+    return names
 
 
 def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
     cursor = Cursor(str(path))
     with cursor.named():
         table = cursor.follow((f"{path}, line {row[0]}", row) for row in _cells(path))
-        names = list(columns) or next(table, (0, []))[1]
+        first, cells = next(table, (0, []))
+        _check_separator(path, cells, named=bool(columns))
+        names = list(columns) or cells
         _check_names(names)
-        if len(names) == 1 and ";" in names[0]:
-            raise ValueError(f"{names[0]!r} is one column; separate columns by ',' (.tsv: tabs)")
-        for number, values in table:
+        header = set(map(_folded, names))
+        rows = itertools.chain([(first, cells)] if columns and cells else [], table)
+        for number, values in rows:
+            # The first cell decides for nearly all rows.
+            if _folded(values[0]) in header and set(map(_folded, values)) == header:
+                _refuse_header(is_first=number == first, named=bool(columns))
             if len(values) != len(names):
                 raise ValueError(f"{len(values)} columns instead of {len(names)} ({', '.join(names)})")
             yield f"line {number}", dict(zip(names, values, strict=True))
+
+
+def _folded(name: str) -> str:
+    """Returns the name of a column as it is compared: without blanks around it, in lower case."""
+    return name.strip().casefold()
+
+
+def _check_separator(path: pathlib.Path, cells: Sequence[str], *, named: bool) -> None:
+    """Raises a `ValueError` if the first line of a table shows that its columns are separated otherwise.
+
+    Args:
+      path: the table.
+      cells: those of the first line.
+      named: whether the columns are named elsewhere; otherwise the line is the header.
+    """
+    is_tsv = uncompressed(path).suffix == ".tsv"
+    right = "tabs (.csv: ',')" if is_tsv else "',' (.tsv: tabs)"
+    if cells and (note := re.fullmatch("sep=.?", cells[0], re.IGNORECASE)):
+        raise ValueError(
+            f"{note[0]!r} is Excel's note, not a row; remove it, and separate columns by {right}"
+        )
+    others = ";,|" if is_tsv else ";|\t"
+    if not named and len(cells) == 1 and any(separator in cells[0] for separator in others):
+        raise ValueError(f"{cells[0][:60]!r} is one column; separate columns by {right}")
+
+
+def _refuse_header(*, is_first: bool, named: bool) -> NoReturn:
+    """Raises a `ValueError` about a row that consists of the names of the columns."""
+    if named and is_first:
+        raise ValueError("the line is a header with the names of --columns; leave --columns out")
+    way = "choose other names with --columns" if named else "rename the columns in the first line"
+    raise ValueError(f"the line repeats the header; remove it, or, if it is a row, {way}")
 
 
 def _cells(path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
     """Yields the number of the (last) line and the cells of every row that is not blank."""
     lines = read_lines(path)
     if uncompressed(path).suffix == ".tsv":
-        yield from ((number, line.split("\t")) for number, line in lines if line)
+        for number, line in lines:
+            if line:
+                yield number, _tsv_cells(line, f"{path}, line {number}")
         return
     csv.field_size_limit(FIELD_LIMIT)
     reader = csv.reader((line + "\n" for _, line in lines), strict=True)
-    yield from ((reader.line_num, cells) for cells in reader if cells)
+    try:
+        for cells in reader:
+            if cells:
+                yield reader.line_num, cells
+    except csv.Error as error:
+        remedy = next((remedy for part, remedy in _CSV_ERRORS.items() if part in str(error)), str(error))
+        raise ValueError(remedy) from error
+
+
+def _tsv_cells(line: str, where: str) -> list[str]:
+    """Returns the cells of a line of TSV, in which quotes are characters of the text.
+
+    Some programs quote cells of TSV as in CSV. The doubled quotes in such cells tell them from others.
+    """
+    cells = line.split("\t")
+    if '""' in line and (quoted := next(filter(_CSV_CELL.fullmatch, cells), None)):
+        with Cursor(where).named():
+            raise ValueError(
+                f"the cell {quoted[:40]}… is quoted as in CSV, but cells of TSV are not quoted; write the "
+                "file as CSV"
+            )
+    return cells
+
+
+_CSV_CELL = re.compile('"(?=.*"".*")([^"]|"")+"')
+_CSV_ERRORS: Mapping[str, str] = {
+    "new-line": "a CR is outside of quotes; end lines with LF: tr '\\r' '\\n' < FILE > NEW",
+    "end of data": "a quoted cell has no end; close its quotes, and double those within it",
+    "expected after": "a quoted cell goes on after its end; double the quotes within it",
+    "field limit": f"a cell has more than {FIELD_LIMIT:,} characters; close its quotes",
+}
+"""What is said of an error of `csv`, by a part of its message."""
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -154,7 +276,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 def _text_rows(path: pathlib.Path) -> Rows:
     for number, line in read_lines(path):
-        if line.strip():
+        if not is_blank(line):
             yield f"line {number}", {"text": line}
 
 
@@ -167,7 +289,8 @@ def _parquet_rows(path: pathlib.Path) -> Rows:
                 _check_names(names)
             for batch in file.iter_batches():
                 columns = zip(names, batch.columns, strict=True)
-                for values in zip(*(_read_column(path, *pair) for pair in columns), strict=True):
+                where = f"{path}, after row {number}"
+                for values in zip(*(_read_column(where, *pair) for pair in columns), strict=True):
                     number += 1
                     yield f"row {number}", dict(zip(names, values, strict=True))
     except (pa.ArrowException, OSError) as error:
@@ -175,11 +298,20 @@ def _parquet_rows(path: pathlib.Path) -> Rows:
         raise ReadError(f"{where}: not Parquet ({error}); nothing was imported") from None
 
 
-def _read_column(path: pathlib.Path, name: str, column: pa.Array) -> list[JSON]:
+def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
     if pa.types.is_float32(column.type):  # 0.1 would be 0.10000000149011612
         column = column.cast(pa.string()).cast(pa.float64())
-    with Cursor(f"{path}: write the column {name!r} as text").named():  # times that Python has not
+    try:
         return list(column.to_pylist())
+    except UnicodeDecodeError as error:
+        raise ReadError(
+            f"{where}: the column {name!r} has a text that is not UTF-8 ({error.object[:40]!r}); write the "
+            "column anew from its source; nothing was imported"
+        ) from error
+    except _ERRORS as error:  # a time that Python has not
+        raise ReadError(
+            f"{where}: write the column {name!r} as text: {error}; nothing was imported"
+        ) from error
 
 
 _READERS: Mapping[str, Callable[..., Rows]] = {
@@ -218,9 +350,8 @@ def find_field(row: Mapping[str, JSON], name: str, *, field: str = "") -> JSON:
       ValueError: there is no such field.
     """
     if name not in row:
-        raise ValueError(
-            f"there is no field {field or name!r}{did_you_mean(name, row)}; there are {', '.join(row)}"
-        )
+        known = ", ".join(row) or "none"
+        raise ValueError(f"there is no field {field or name!r}{did_you_mean(name, row)}; there are {known}")
     return row[name]
 
 
@@ -228,10 +359,17 @@ def value_text(value: JSON, field: str) -> str:
     """Returns a value of a field as text: strings and bytes as they are, others as Python writes them.
 
     Raises:
-      ValueError: it is null, a list or an object, or no finite number.
+      ValueError: it is null, a list or an object, no finite number, or not UTF-8.
     """
     infinite = isinstance(value, float) and not math.isfinite(value)
     if value is None or infinite or isinstance(value, list | dict):
         shown = json.dumps(value, default=str)[:60]
         raise ValueError(f"the field {field!r} is {shown}, which is no text")
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    if not isinstance(value, bytes):
+        return str(value)
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"the field {field!r} is {value[:40]!r}, which is not UTF-8; write the column as text"
+        ) from None
