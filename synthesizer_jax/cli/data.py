@@ -125,6 +125,10 @@ def import_files(
     directory = data_dir or default_data_dir()
     pairs = [label.partition("=") for label in (labels.split(",") if labels else ())]
     words = {value: word if equals else value for value, equals, word in pairs}
+    if len(words) < len(pairs):
+        values = [value for value, _, _ in pairs]
+        repeated = next(value for value in words if values.count(value) > 1)
+        raise ValueError(f"--labels gives {repeated!r} twice; give every value once")
     splits = functools.partial(find_splits, source, columns=columns.split(",") if columns else ())
     hint: list[str] = []
     if benchmark == MINE:

@@ -19,7 +19,13 @@ from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.preparation.importers.corpora import SplitReport
 from synthesizer_jax.preparation.importers.files import SplitFiles
-from synthesizer_jax.preparation.importers.reading import Cursor, Row, find_field, value_text
+from synthesizer_jax.preparation.importers.reading import (
+    Cursor,
+    Row,
+    find_field,
+    is_blank,
+    value_text,
+)
 from synthesizer_jax.preparation.writing import staging, write_dataset
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import UNKNOWN, parse_number
@@ -41,20 +47,34 @@ class Template:
         if brace := re.search("[{}]", "".join(self._parts[::2])):
             raise ValueError(f"the template {text!r} has {brace[0]!r} outside of a field; write {{NAME}}")
 
+    @property
+    def fields(self) -> list[str]:
+        """The names of its fields."""
+        return self._parts[1::2]
+
     def __call__(self, row: Row) -> str:
-        """Returns the text of a row.
+        """Returns the text of a row; the empty text if all fields are blank there.
 
         Raises:
           ValueError: the row lacks a field, or it is no text or number.
         """
-        fields = [_field_text(row, field) for field in self._parts[1::2]]
-        return "".join(itertools.chain(*itertools.zip_longest(self._parts[::2], fields, fillvalue="")))
+        values = [_field_text(row, field) for field in self.fields]
+        if values and all(map(is_blank, values)):
+            return ""
+        return "".join(itertools.chain(*itertools.zip_longest(self._parts[::2], values, fillvalue="")))
 
 
 def _field_text(row: Row, field: str) -> str:
     """Returns the text of a field of a row."""
     value: JSON = row
-    for name in [field] if field in row else field.split("."):
+    names = [field] if field in row else field.split(".")
+    for count, name in enumerate(names):
+        if count and not isinstance(value, dict):
+            outer, kind = ".".join(names[:count]), "a list" if isinstance(value, list) else "no object"
+            raise ValueError(
+                f"there is no field {field!r}: {outer!r} is {kind}, and dots only enter objects; write the "
+                "part that you need into a field of its own"
+            )
         value = find_field(value if isinstance(value, dict) else {}, name, field=field)
     return value_text(value, field)
 
@@ -69,8 +89,8 @@ class FileTask:
       targets: makes the target of a row; None: all are hidden.
       metrics: names in `METRICS`.
       labels: ``{value: word}`` of the allowed targets, in index order; empty: free text. A target that is a
-        value is replaced by its word; one that is neither is an error. The empty target of a row with
-        an input is a hidden one, which splits ``test…`` alone may have.
+        value is replaced by its word; one that is neither is an error. The blank target of a row with
+        an input is a hidden one, which only splits ``test…`` may have.
     """
 
     name: str
@@ -90,6 +110,11 @@ class FileTask:
                     f"there is no metric {name!r}{did_you_mean(name, METRICS)}; choose of "
                     f"{', '.join(METRICS)}"
                 )
+        if isinstance(self.targets, Template) and self.targets.text and not self.targets.fields:
+            text = self.targets.text
+            raise ValueError(f"the target {text!r} is the same for every row; write {{{text}}} for a field")
+        if blank := [value for value, word in self.labels.items() if is_blank(word)]:
+            raise ValueError(f"the label of {blank[0]!r} is blank; give every label a word")
         words = len(set(self.labels.values()))
         answers = "numbers" if self.is_numeric else "labels" if words else "texts"
         for name in self.metrics:
@@ -114,6 +139,8 @@ class FileTask:
             remedy = "import rows without a target by another command, with --target ''"
             raise ValueError(f"{error}; {remedy}" if self.inputs else str(error)) from error
         target = self.labels.get(target, target)
+        if is_blank(target):
+            target = ""
         if self.inputs is None or target not in ("", UNKNOWN):
             if self.labels and target not in self.labels.values():
                 raise ValueError(f"the target {target!r} is none of the labels {', '.join(self.labels)}")
@@ -178,12 +205,15 @@ def import_files(
 def _format_row(task: FileTask, report: SplitReport, row: Row) -> Row:
     """Returns a row of a task, and counts its label."""
     inputs, target = task.texts(row)
+    if task.inputs is None and not target:
+        raise ValueError("the target is blank, and the row has no input either; remove the row")
     may_hide = None in (task.inputs, task.targets) or report.split.startswith("test")
     if target == UNKNOWN and not may_hide:
         raise ValueError(
-            "the target is empty or '<unk>', as of a row whose answer is not known; add it, or import "
+            "the target is blank or '<unk>', as of a row whose answer is not known; add it, or import "
             "such rows as --from test=FILE"
         )
     if task.labels:
         report.targets[target] += 1
+    report.blank_inputs += task.inputs is not None and is_blank(inputs)
     return {"inputs": inputs, "targets": target, "idx": report.rows}

@@ -181,7 +181,8 @@ def open_stream(
         objective = task_objective(config, task)
         examples = prepared.open(name, config.split, config.lengths, documents=objective is not None)
         hidden = examples.info.targets.get(HIDDEN, 0)
-        if hidden and (words or hidden == len(examples)):
+        is_answered = task.has_inputs and task.dataset.startswith(f"{task_registry.IMPORTED}/")
+        if hidden and (words or is_answered or hidden == len(examples)):
             raise ValueError(
                 f"{examples.name} has {hidden:,} targets that {HIDDEN}; choose a data.split whose answers "
                 "are known, or leave such rows out"

@@ -310,6 +310,9 @@ def test_arguments_that_name_no_rows_are_refused(tmp_path):
 def test_a_template_formats_a_row():
     row = {"text": "x", "n": 3, "deep": {"a": True}, "deep.b": "dotted", "bytes": b"\xc3\xa9"}
     row |= {"day": datetime.date(2020, 1, 2), "nan": float("nan")}
+    row |= {"list": [{"b": 1}], "latin": b"sch\xf6n", "blank": "\u00a0", "none": ""}
+    assert Template("{blank}, {text}")(row) == "\u00a0, x"
+    assert Template("a: {blank} b: {none}")(row) == ""
     assert Template("{text} {n} {deep.a} {deep.b}.")(row) == "x 3 True dotted."
     assert Template("{bytes} {day}")(row) == "é 2020-01-02"
     for text in ("{", "{}", "{a} }"):
@@ -321,6 +324,8 @@ def test_a_template_formats_a_row():
         "{text.__class__}": "there is no field 'text.__class__'",
         "{n:>9}": "there is no field 'n:>9'",
         "{nan}": "the field 'nan' is NaN, which is no text",
+        "{list.0.b}": "no field 'list.0.b': 'list' is a list, and dots only enter objects; write the part",
+        "{latin}": r"the field 'latin' is b'sch\\xf6n', which is not UTF-8; write the column as text",
     }.items():
         with pytest.raises(ValueError, match=message):
             Template(text)(row)
@@ -339,21 +344,23 @@ def describe(**options):
 
 
 def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
-    write(tmp_path, {"a.jsonl": JSON_LINES * 2, "b.csv": CSV + b"broken \xff byte,1\r\n"})
+    lossy = "lost \ufffd text,1\r\n ,1\r\n".encode()
+    write(tmp_path, {"a.jsonl": JSON_LINES * 2, "b.csv": CSV + lossy})
     splits = find_splits([f"train={tmp_path}/a.jsonl,validation={tmp_path}/b.csv"])
     reports = import_files(describe(metrics=("accuracy", "f1")), splits, tmp_path / "data")
     train, its_labels, validation, labels, _ = (" ".join(x.split()) for x in report_lines(reports))
     assert train == f"imported/my_reviews:train 4 rows {tmp_path}/a.jsonl"
-    assert "my_reviews:validation 3 rows, 1 with U+FFFD in the place of bytes " in validation
-    assert [its_labels, labels] == ["targets: good 2, bad 2", "targets: good 2, bad 1"]
+    said = "my_reviews:validation 4 rows, 1 with U+FFFD, which stands for lost text, 1 with a blank input "
+    assert said in validation
+    assert [its_labels, labels] == ["targets: good 2, bad 2", "targets: good 3, bad 1"]
     monkeypatch.delitem(task_registry.TASKS, "my_reviews")  # as in another process
     assert task_registry.add_imported(tmp_path / "data") == ["my_reviews"]
     examples = load("my_reviews", "validation", tmp_path / "data")
     assert examples.task.label_words == ("bad", "good")
-    assert examples.target_words == ["good", "bad", "good"]
-    assert examples.record(2, "bad")["input"] == "review: broken � byte"
-    expected = {"accuracy": pytest.approx(200 / 3), "f1": pytest.approx(200 / 3)}
-    assert examples.score(["good", "bad", "bad"]) == expected
+    assert examples.target_words == ["good", "bad", "good", "good"]
+    assert examples.record(2, "bad")["input"] == "review: lost � text"
+    expected = {"accuracy": pytest.approx(75), "f1": pytest.approx(80)}
+    assert examples.score(["good", "bad", "bad", "good"]) == expected
 
 
 def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
@@ -371,16 +378,40 @@ def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
 
 def test_an_empty_target_belongs_to_a_split_that_is_only_predicted(tmp_path):
     text, data_dir = {"targets": Template("{label}"), "labels": {}}, tmp_path / "data"
+    said = r"a\.csv, line 4: the target is blank or '<unk>'.* --from test=FILE; nothing was"
     for lacking, options in (("", {}), ("<unk>", {}), ("", text), ("<unk>", text)):
         write(tmp_path, {"a.csv": CSV + f"a film,{lacking}\r\n".encode()})
         for split in ("train", "validation"):
-            said = r"a\.csv, line 4: the target is empty or '<unk>'.* --from test=FILE; nothing was"
             with pytest.raises(ValueError, match=said):
                 import_files(describe(**options), find_splits([f"{split}={tmp_path}/a.csv"]), data_dir)
         splits = find_splits([f"test={tmp_path}/a.csv"])
         import_files(describe(**options), splits, data_dir, renew=True)
     with pytest.raises(ValueError, match="the target '' is none of the labels a"):
         FileTask("my_texts", None, Template("{x}"), labels={"a": "a"}).texts({"x": ""})
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet", "aligned"])
+def test_a_target_that_shows_nothing_is_an_empty_one(tmp_path, kind):
+    """Blanks of all kinds in files of all kinds, and within a sentence."""
+    blank = "\u00a0 \u200b\ufeff\u2028\u3000\u00ad"
+    row = {"text": "a film", "label": blank}
+    files = {
+        "a.csv": f"text,label\na film,{blank}\n",
+        "a.tsv": f"text\tlabel\na film\t{blank}\n",
+        "a.jsonl": json.dumps(row),
+        "a.parquet": parquet([row]),
+        "a.text": "a film\n",
+        "a.label": blank,
+    }
+    write(tmp_path, files)
+    names = [f"{tmp_path}/a.{end}" for end in (("text", "label") if kind == "aligned" else (kind,))]
+    splits = find_splits([f"train={'+'.join(names)}"])
+    task = describe(targets=Template("It is {label}."), labels={})
+    with pytest.raises(ValueError, match=r"(line|row) [12]: the target is blank or '<unk>'.*nothing was"):
+        import_files(task, splits, tmp_path / "data")
+    for labels in ({}, {"0": "bad"}):
+        assert describe(labels=labels).texts(row) == ("review: a film", UNKNOWN)
+    assert describe(labels={"": "none"}).texts(row) == ("review: a film", "none")
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -399,6 +430,10 @@ def test_rows_whose_target_is_hidden_are_not_trained_on(tmp_path, split):
                     f"  of 3 targets, {count} are empty or '<unk>'"]  # fmt: skip
     config = DataConfig("my_reviews", 32, 8, batch_size=1, shards=1, split=split)
     message = rf"my_reviews's split '{split}' has {count} targets that are empty or '<unk>'; choose"
+    with pytest.raises(ValueError, match=message):
+        open_stream(config, BYTES, data_dir=tmp_path)
+    free = dataclasses.replace(task_registry.find_task("my_reviews"), label_words=None)
+    task_registry.TASKS["my_reviews"] = free
     with pytest.raises(ValueError, match=message):
         open_stream(config, BYTES, data_dir=tmp_path)
 
@@ -477,6 +512,7 @@ def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
         ('{"x": "good"}', numbers, "a.jsonl, line 2: the target 'good' is no number, which the met"),
         ('{"x": 1' + 400 * "0" + "}", numbers, "is no number, which the metric pearson"),
         ('{"x": "\\ud800"}', {"labels": {}}, "a.jsonl, line 2: .*UnicodeEncodeError"),
+        ('{"x": " "}', {"labels": {}}, "a.jsonl, line 2: the target is blank, and the row has no input"),
     ):
         first = '{"x": 1}\n' if changes is numbers else '{"x": "a"}\n'
         write(tmp_path, {"a.jsonl": first + row + "\n"})
@@ -496,6 +532,8 @@ def test_a_description_that_cannot_be_is_refused(tmp_path):
         ({"metrics": ("f1",), "labels": {}}, "'f1' compares two labels; with 0 labels"),
         ({"metrics": ("f1",), "labels": {"a": "a", "b": "b", "c": "c"}}, "with 3 labels"),
         ({"metrics": ("rouge",)}, "'rouge' compares texts; with 1 labels and .* answers are labels"),
+        ({"targets": Template("x")}, "the target 'x' is the same for every row; write {x} for a field"),
+        ({"labels": {"0": " ", "1": "b"}}, "the label of '0' is blank; give every label a word"),
         ({"metrics": ("pearson", "bleu")}, "'bleu' compares texts; .* answers are numbers"),
     ):
         with pytest.raises(ValueError, match=message):

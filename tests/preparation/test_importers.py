@@ -250,7 +250,7 @@ ANSWERED = {"question": "Who?", "context": "Ann.", "answers": {"text": ["Ann"]}}
 CHAT = {"persona": ["i ski."], "history": ["hello .", "hi .", "you ?"], "reply": "i ski ."}
 DPR = {"sentence": "Al saw Bo.", "pronoun": "he", "candidates": ["Al", "Bo"], "label": 1}
 NAMED = {
-    "wmt14_ende_v003": ("a.en+{}a.de", {"a.en": "a\n\nc\n", "a.de": "x\ny\nz\n"}, {},
+    "wmt14_ende_v003": ("a.en+{}a.de", {"a.en": "a\n\u00a0\nc\n", "a.de": "x\ny\nz\n"}, {},
                         [("translate English to German: a", "x"), ("translate English to German: c", "z")]),
     "wmt14_enfr_v003": ("a.txt+{}b.txt", {"a.txt": "a\n", "b.txt": "b\n"}, {"columns": ["en", "fr"]},
                         [("translate English to French: a", "b")]),
@@ -290,7 +290,9 @@ def test_a_tasks_data_set_is_made_of_files_that_a_user_names(tmp_path, name):
 
 
 def test_files_that_do_not_fit_a_data_set_are_one_sentence(tmp_path):
+    unanswered = ANSWERED | {"answers": {"text": ["Ann", "\u00a0"]}}
     place(tmp_path, {"a.json": [ARTICLE], "a.x": "a\n", "a.y": "b\n", "a.csv": "9,A\n"})
+    place(tmp_path, {"b.csv": "de,en\na,b\n\u200b,c\n", "b.json": [ANSWERED, unanswered]})
     labeled = {"columns": ["label", "text"]}
     for dataset, argument, options, said in (
         (PAIR, "dev={}a.json", {}, f"{PAIR} has no split 'dev'; it has train, validation, test"),
@@ -298,6 +300,8 @@ def test_files_that_do_not_fit_a_data_set_are_one_sentence(tmp_path):
         (PAIR, "train={}a.x+{}a.y", {}, "a.x, line 1: there is no field '..'; there are x, y"),
         (PAIR, "train={}a.x+{}a.y", {"columns": ["en"]}, "2 aligned files have 1 columns"),
         ("convai2/none_original", "train={}a.json", {}, "no field 'persona'"),
+        (PAIR, "train={}b.csv", {}, "b.csv, line 3: the field 'de' has a blank text; write it, or remove"),
+        ("squad/v1.1", "train={}b.json", {}, "b.json, line 2: the field 'text' has a blank text; write"),
         ("imdb_reviews/plain_text", "train={}a.csv", labeled, "the label '9' is neither a number be"),
     ):
         with pytest.raises(ValueError, match=said):

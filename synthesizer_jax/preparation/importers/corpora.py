@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from synthesizer_jax.preparation.importers.reading import (
     ReadError,
     Row,
     find_field,
+    is_blank,
     read_lines,
     value_text,
 )
@@ -52,7 +54,9 @@ class SplitReport:
       pattern: names the files of an archive; empty for files of a user's.
       rows: number of examples written.
       dropped: number of rows that are left out because they lack something.
-      undecodable: number of rows with U+FFFD, which stands for bytes that are not UTF-8.
+      lossy: number of rows with the character U+FFFD, which other programs write for text that they
+        could not read.
+      blank_inputs: number of rows of a user's task with a blank input.
       targets: how often each label of a user's task occurs.
     """
 
@@ -63,7 +67,8 @@ class SplitReport:
     pattern: str = ""
     rows: int = 0
     dropped: int = 0
-    undecodable: int = 0
+    lossy: int = 0
+    blank_inputs: int = 0
     targets: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     @property
@@ -81,7 +86,7 @@ class SplitReport:
                 continue
             values = convert(row)
             self.rows += 1
-            self.undecodable += any("\ufffd" in v for v in values.values() if isinstance(v, str))
+            self.lossy += any("\ufffd" in v for v in values.values() if isinstance(v, str))
             yield values
         if not self.rows:
             left_out = f", without {self.dropped:,} that are left out," if self.dropped else ""
@@ -101,8 +106,10 @@ def report_lines(reports: Sequence[SplitReport]) -> Iterator[str]:
             rows += f" of {report.published:,} published"
         if report.dropped:
             rows += f", {report.dropped:,} left out"
-        if report.undecodable:
-            rows += f", {report.undecodable:,} with U+FFFD in the place of bytes"
+        if report.lossy:
+            rows += f", {report.lossy:,} with U+FFFD, which stands for lost text"
+        if report.blank_inputs:
+            rows += f", {report.blank_inputs:,} with a blank input"
         yield f"{report.name:{width}}  {rows}  {report.files[-1]}"
         if report.targets:
             yield "  targets: " + ", ".join(f"{word} {n:,}" for word, n in report.targets.most_common())
@@ -133,8 +140,22 @@ def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str])
         return _label(value, feature.names, labels)
     if not isinstance(feature, tfds.features.Text):
         is_number = isinstance(feature, tfds.features.Tensor) and feature.np_dtype == np.float32
-        return float(value) if is_number else value  # STS-B's
+        if is_number and not math.isfinite(float(value)):  # STS-B's
+            raise ValueError(f"the field {name!r} is {value}, which is no finite number")
+        return float(value) if is_number else value
     return value_text(value, name)
+
+
+def _refuse_blank(name: str, value: JSON) -> None:
+    """Raises a `ValueError` if the value of a feature is, or holds, a blank text."""
+    if isinstance(value, dict):
+        for part, inner in value.items():
+            _refuse_blank(part, inner)
+    elif isinstance(value, list):
+        for inner in value:
+            _refuse_blank(name, inner)
+    elif isinstance(value, str) and is_blank(value):
+        raise ValueError(f"the field {name!r} has a blank text; write it, or remove the row")
 
 
 def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON:
@@ -195,7 +216,8 @@ def import_dataset(
 ) -> list[SplitReport]:
     """Writes a TFDS data set from files whose fields are its features; all of it or nothing.
 
-    Rows of aligned files of which a line is blank are left out. The rows of WikiText are articles.
+    Rows of aligned files are left out if one of their lines is blank; in other files, a blank text is an
+    error. The rows of WikiText are articles.
 
     Args:
       dataset: one of `archives.DATASETS`.
@@ -251,7 +273,13 @@ def _write(
     cursor = Cursor()
 
     def rows(report: SplitReport, features: Mapping[str, FeatureType]) -> Iterator[Row]:
-        return report.convert(read(report), cursor, lambda row: feature_values(row, features, labels))
+        def values(row: Row) -> Row:
+            found = feature_values(row, features, labels)
+            for name in () if report.pattern else found:  # published texts stay as they are
+                _refuse_blank(name, found[name])
+            return found
+
+        return report.convert(read(report), cursor, values)
 
     with staging(data_dir, renew=renew) as folder, cursor.named():
         present = (report for report in reports if report.files)

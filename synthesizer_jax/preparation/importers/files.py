@@ -12,6 +12,7 @@ from synthesizer_jax.preparation.importers.reading import (
     Row,
     Rows,
     file_kind,
+    is_blank,
     read_lines,
     read_rows,
     uncompressed,
@@ -53,7 +54,7 @@ class SplitFiles:
     def whole_rows(self) -> Iterator[tuple[str, Row | None]]:
         """Yields the rows, None where a line of aligned files is blank."""
         for where, row in self.rows():
-            is_whole = not self.aligned or all(str(text).strip() for text in row.values())
+            is_whole = not self.aligned or not any(is_blank(str(text)) for text in row.values())
             yield where, row if is_whole else None
 
     @property
