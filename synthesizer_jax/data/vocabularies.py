@@ -38,6 +38,21 @@ LONGEST_TARGET = 1024
 """Targets are read up to this many tokens, EOS included, before they become classes of one number each."""
 
 
+def utf8(text: str) -> bytes:
+    """Returns a text as UTF-8.
+
+    Raises:
+      ValueError: it has a lone surrogate, half of a character, as broken escapes in JSON leave it.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text {text[:40]!r} has a lone surrogate, {text[error.start]!r} at {error.start}, which "
+            "is no character; replace it, for example by text.encode('utf-8', 'replace').decode()"
+        ) from error
+
+
 class Vocabulary(abc.ABC):
     """Conversion between text and ids (Raffel et al. 2020, section 2.1).
 
@@ -117,8 +132,8 @@ class Bytes(Vocabulary):
         return _FIRST_BYTE + 256 + self.extra_ids
 
     def encode(self, text: str) -> list[int]:
-        """Returns the bytes of a text, each plus 3."""
-        return [_FIRST_BYTE + byte for byte in text.encode("utf-8")]
+        """Returns the bytes of a text, each plus 3; for errors see `utf8`."""
+        return [_FIRST_BYTE + byte for byte in utf8(text)]
 
     def decode(self, ids: Iterable[int]) -> str:
         byte_values = (i - _FIRST_BYTE for i in _until(ids, self.eos_id))
@@ -226,7 +241,11 @@ class SentencePiece(Vocabulary):
         """Returns the ids of the pieces of a text.
 
         A sentinel in the text is recognized at the beginning of a word.
+
+        Raises:
+          ValueError: see `utf8`.
         """
+        utf8(text)
         return self.byte_level.encode(text) if self.byte_level else self.processor.EncodeAsIds(text)
 
     def decode(self, ids: Iterable[int]) -> str:

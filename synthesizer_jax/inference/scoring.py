@@ -36,8 +36,26 @@ def encode_tokens(
     elif isinstance(model, EncoderDecoder):
         hidden = apply_method(model.encode, variables, tokens, mask=mask)
     else:
-        raise TypeError(f"{type(model).__name__} has no encoder; give an EncoderDecoder or an Encoder")
+        raise _no_encoder(model)
     return hidden.astype(jnp.float32)
+
+
+def encoder_width(model: TokenModel) -> int:
+    """Returns the width ``d_model`` of what `encode_tokens` returns.
+
+    Raises:
+      TypeError: the model has no encoder.
+    """
+    if isinstance(model, EncoderDecoder):
+        return model.width("encoder")
+    if isinstance(model, Encoder):
+        return model.d_model
+    raise _no_encoder(model)
+
+
+def _no_encoder(model: TokenModel) -> TypeError:
+    """Returns the error of a model without an encoder."""
+    return TypeError(f"{type(model).__name__} has no encoder; give an EncoderDecoder or an Encoder")
 
 
 @functools.partial(jax.jit, static_argnames="model")

@@ -21,6 +21,7 @@ from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.prediction import Generated, Predictor
 from synthesizer_jax.inference import Decoding
+from synthesizer_jax.inference.scoring import encoder_width
 from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel, num_real_tokens
 from synthesizer_jax.primitives.parameters import Variables
@@ -182,7 +183,7 @@ def encode(
       pool: whether to return the mean over the tokens of each text, EOS included; None: unless `pad_to`
         is given.
       pad_to: inputs are truncated and padded to this many tokens, in the place of `inputs_length`, and the
-        states of padding are those of transformers, too.
+        states of padding are those of transformers, too; at least one.
       attend_to_padding: whether tokens see the padding up to `pad_to`, as in transformers without an
         ``attention_mask``.
 
@@ -192,14 +193,18 @@ def encode(
 
     Raises:
       TypeError: the model has no encoder.
-      ValueError: padding is to be attended to, but there is none.
+      ValueError: padding is to be attended to, but there is none; or there is no room for tokens.
     """
+    width = encoder_width(loaded.model)
     if attend_to_padding and pad_to is None:
         raise ValueError(
             "attend_to_padding=True without pad_to, which says how much padding there is; give it too, "
             "such as pad_to=512"
         )
-    predictor = _predictor(loaded, texts, pad_to or inputs_length, Decoding(max_length=1))
+    name = "inputs_length" if pad_to is None else "pad_to"
+    length = inputs_length if pad_to is None else pad_to
+    _check_length(name, length, loaded.vocabulary)
+    predictor = _predictor(loaded, texts, length, Decoding(max_length=1))
     ids = [predictor.encode(text) for text in texts]
     if pad_to is None:
         states = predictor.states(ids)
@@ -208,9 +213,16 @@ def encode(
         rows = [np.pad(row, (0, pad_to - len(row)), constant_values=padding) for row in ids]
         see = (lambda _: Mask()) if attend_to_padding else functools.partial(_see_real, padding=padding)
         states = predictor.states(rows, see)
-    if pad_to is None if pool is None else pool:
-        return np.stack([x[: len(row)].mean(axis=0) for x, row in zip(states, ids, strict=True)])
-    return states if pad_to is None else np.stack(states)
+    if pool is None:
+        pool = pad_to is None
+    if not pool and pad_to is None:
+        return states
+
+    shape: tuple[int, ...] = (len(ids), length, width)
+    if pool:
+        states = [x[: len(row)].mean(axis=0) for x, row in zip(states, ids, strict=True)]
+        shape = (len(ids), width)
+    return np.array(states, np.float32).reshape(shape)  # no texts make no rows
 
 
 def _see_real(tokens: jax.Array, *, padding: int) -> Mask:
@@ -218,11 +230,24 @@ def _see_real(tokens: jax.Array, *, padding: int) -> Mask:
     return Mask(key_lengths=num_real_tokens(tokens, padding), query_valid=jnp.ones_like(tokens, bool))
 
 
+def _check_length(name: str, length: int, vocabulary: Vocabulary) -> None:
+    """Raises a `ValueError` for a number of tokens that has no room for those around an input."""
+    first, last = vocabulary.around_inputs
+    least = max(len(first) + len(last), 1)
+    if length < least:
+        raise ValueError(
+            f"{name} is {length}, but it must be at least {least}, because the tokens before and after a "
+            "text count too"
+        )
+
+
 def _predictor(loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding) -> Predictor:
     """Returns a predictor for the texts, over the mesh of the variables."""
     if isinstance(texts, str):
         raise TypeError("texts is one string, which is a sequence of letters; pass [text]")
     model, variables, vocabulary = loaded
+    if inputs_length:
+        _check_length("inputs_length", inputs_length, vocabulary)
     sharding = jax.tree.leaves(variables)[0].sharding
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return Predictor(

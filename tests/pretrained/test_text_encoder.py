@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from synthesizer_jax.pretrained import encode, load
+from synthesizer_jax.pretrained import encode, generate, load
 from synthesizer_jax.pretrained.huggingface import folder as opening
 from synthesizer_jax.pretrained.huggingface.weights import open_weights
 from synthesizer_jax.sharding import MeshShape, make_mesh
@@ -85,6 +85,33 @@ def test_only_the_encoders_tensors_are_read(tmp_path, family, monkeypatch):
         load(folder)
     with pytest.raises(ValueError, match="dtype is 'float16'; allowed"):
         load(folder, dtype="float16")
+
+
+def test_no_texts_make_no_rows(tmp_path):
+    loaded = load(make_folder(tmp_path, TINY, make_tensors(TINY)))
+    for options, shape in (
+        ({}, (0, 20)),
+        ({"pad_to": 8}, (0, 8, 20)),
+        ({"pad_to": 8, "pool": True, "attend_to_padding": True}, (0, 20)),
+    ):
+        found = encode(loaded, [], **options)
+        assert (found.shape, found.dtype) == (shape, np.float32)
+    assert encode(loaded, [], pool=False) == []
+
+
+def test_texts_and_lengths_that_cannot_be_are_one_sentence(tmp_path):
+    loaded = load(make_folder(tmp_path, TINY, make_tensors(TINY)))
+    for options in ({"pad_to": 0}, {"pad_to": -1}, {"inputs_length": 0}):
+        ((name, value),) = options.items()
+        with pytest.raises(ValueError, match=f"{name} is {value}, but it must be at least 1, because"):
+            encode(loaded, ["a"], **options)
+    with pytest.raises(ValueError, match="inputs_length is -1, but it must be at least 1"):
+        generate(loaded, ["a"], inputs_length=-1)
+    for text in ("a \ud83d b", "\udc80"):
+        with pytest.raises(
+            ValueError, match=r"has a lone surrogate, '\\u[\w]*' at \d, which is no character"
+        ):
+            encode(loaded, [text])
 
 
 @pytest.mark.parametrize(
