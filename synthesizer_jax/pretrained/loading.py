@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.files import storage_path
@@ -68,8 +70,10 @@ def load(
     path: str | pathlib.Path,
     *,
     revision: str | None = None,
+    subfolder: str | None = None,
+    variant: str | None = None,
     mesh: Mesh | None = None,
-    dtype: Dtype | None = None,
+    dtype: DTypeLike | None = None,
     encoder_only: bool = False,
 ) -> Loaded:
     """Loads a model with its variables and vocabulary; loads no TensorFlow.
@@ -77,13 +81,18 @@ def load(
     Args:
       path: the directory of a run, ``RUN/checkpoints/STEP``, or a folder of Hugging Face transformers
         with a T5, or the encoder of one, and its tokenizer, which pipelines of diffusers have beside it; or
-        ``OWNER/NAME`` of such a folder on the Hugging Face hub, if ``huggingface_hub`` is installed.
+        ``OWNER/NAME`` of such a folder on the Hugging Face hub, if ``huggingface_hub`` is installed. A
+        folder of a repository may follow, ``black-forest-labs/FLUX.1-dev/text_encoder_2``.
       revision: of a model of the hub: a branch, tag or commit; None: its main branch.
+      subfolder: the folder of the model inside of `path`, such as ``"text_encoder_2"``.
+      variant: which of several files of weights to read, such as ``"fp16"`` for
+        ``model.fp16.safetensors``; None: ``model.safetensors``.
       mesh: a mesh from `sharding.make_mesh` or `jax.make_mesh`, over which the variables are sharded
         parameter by parameter; None: one device. The axes ``fsdp`` and ``tensor`` shard parameters, and
         ``data`` and ``fsdp`` divide examples. Nothing is sharded over an axis that the mesh lacks, and axes
         with other names hold copies.
-      dtype: of the parameters and of the computation; None: float32 parameters, and the model's own.
+      dtype: of the parameters and of the computation, bfloat16 or float32, by name or as in
+        ``jnp.bfloat16``; None: float32 parameters, and the model's own.
       encoder_only: whether only the encoder's tensors are read, of a folder of transformers; the model is
         an `Encoder`.
 
@@ -98,18 +107,21 @@ def load(
             f"mesh is {mesh!r}, but it must be a jax.sharding.Mesh; give one of sharding.make_mesh, such "
             "as make_mesh(MeshShape(fsdp=8)), or one of jax.make_mesh"
         )
-    check_types(TokenModel, {"dtype": dtype or "float32"})
+    dtype_name = None if dtype is None else _check_dtype(dtype)
     source = storage_path(str(path)).expanduser()
-    if is_run(source) and not encoder_only and revision is None:
-        (model, saved), variables = open_run(source, mesh)
-        if dtype is not None:
-            model = replace(model, dtype=dtype)
-            variables = jax.tree.map(lambda x: x.astype(dtype), variables)
-        return Loaded(model, variables, open_vocabulary(saved, source, model=model))
+    run = source / (subfolder or "")
+    if is_run(run) and not encoder_only and revision is None and variant is None:
+        (model, saved), variables = open_run(run, mesh)
+        if dtype_name is not None:
+            model = replace(model, dtype=dtype_name)
+            variables = jax.tree.map(lambda x: x.astype(dtype_name), variables)
+        return Loaded(model, variables, open_vocabulary(saved, run, model=model))
     # A run needs none of what reads other libraries' checkpoints.
     from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 
-    with open_pretrained(source, revision=revision, encoder_only=encoder_only) as pretrained:
+    with open_pretrained(
+        source, revision=revision, subfolder=subfolder, variant=variant, encoder_only=encoder_only
+    ) as pretrained:
         if pretrained.vocabulary is None:
             raise FileNotFoundError(
                 f"{source} has no vocabulary that is known here; put the model's spiece.model there, or "
@@ -117,8 +129,17 @@ def load(
             )
         vocabulary, model = pretrained.vocabulary.build(), pretrained.model
         vocabulary.check_ids(model.ids)
-        params = read_params(pretrained, mesh, dtype)
-    return Loaded(replace(model, dtype=dtype or model.dtype), {"params": params}, vocabulary)
+        params = read_params(pretrained, mesh, dtype_name)
+    return Loaded(replace(model, dtype=dtype_name or model.dtype), {"params": params}, vocabulary)
+
+
+def _check_dtype(dtype: DTypeLike) -> Dtype:
+    """Returns the name of a dtype of a model; raises a `ValueError` for others."""
+    name: object = dtype
+    with contextlib.suppress(TypeError):  # no dtype of NumPy's; the check says what is allowed
+        name = jnp.dtype(dtype).name
+    check_types(TokenModel, {"dtype": name})
+    return str(name)
 
 
 def generate(

@@ -11,17 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from synthesizer_jax.base.files import absolute
 from synthesizer_jax.base.typing import Dtype, PyTree
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.models import EncoderDecoder, unroll
 from synthesizer_jax.pretrained.architecture import Pretrained
+from synthesizer_jax.pretrained.huggingface.config import CONFIG
 from synthesizer_jax.pretrained.huggingface.folder import open_folder
-from synthesizer_jax.pretrained.huggingface.hub import find_folder
+from synthesizer_jax.pretrained.huggingface.hub import locate
 from synthesizer_jax.pretrained.huggingface.peft import base_of, is_adapter, with_adapters
 from synthesizer_jax.pretrained.huggingface.tokenizer import read_vocabulary
+from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS, TORCH
 from synthesizer_jax.pretrained.loading import open_run
 from synthesizer_jax.pretrained.t5x import is_checkpoint, open_checkpoint
 from synthesizer_jax.runs.saved import find_checkpoint, is_run, load_model
@@ -33,6 +34,8 @@ def open_pretrained(
     source: pathlib.Path,
     *,
     revision: str | None = None,
+    subfolder: str | None = None,
+    variant: str | None = None,
     vocabulary: Bytes | SentencePiece | None = None,
     compare: bool = True,
     encoder_only: bool = False,
@@ -41,11 +44,18 @@ def open_pretrained(
 
     That is a folder of Hugging Face transformers, or of PEFT with adapters of one, a checkpoint of T5X, a
     file or a directory, ``RUN`` or ``RUN/checkpoints/STEP``, or a model of the Hugging Face hub by its
-    name; for `revision` see `find_folder`, for the options `open_folder`. The tokenizer of a folder is not
-    read where a `vocabulary` is given.
+    name; for `revision` and `subfolder` see `locate`, for the other options `open_folder`. The tokenizer of
+    a folder is not read where a `vocabulary` is given.
     """
-    name, source = source, find_folder(source, revision)
-    origin = str(absolute(source)) if name == source else f"{name}@{source.name}"
+    source, origin = locate(source, revision, subfolder=subfolder, variant=variant)
+    if source.is_file():
+        _check_file(source)
+    is_of_t5x = source.is_file() or is_checkpoint(source)
+    if variant is not None and (is_adapter(source) or is_run(source) or is_of_t5x):
+        raise ValueError(
+            f"variant={variant!r} is for folders of models of transformers, and {source} is none; leave it "
+            "out"
+        )
     if is_adapter(source):
         with open_pretrained(
             base_of(source), vocabulary=vocabulary, compare=compare, encoder_only=encoder_only
@@ -53,7 +63,7 @@ def open_pretrained(
             base = pretrained.origin
             yield with_adapters(source, pretrained)._replace(origin=f"{origin}, adapters of {base}")
         return
-    if encoder_only and (is_run(source) or source.is_file() or is_checkpoint(source)):
+    if encoder_only and (is_run(source) or is_of_t5x):
         raise ValueError(
             f"encoder_only=True is for folders of transformers, and {source} is none; leave it out: encode "
             "runs the encoder alone"
@@ -61,16 +71,50 @@ def open_pretrained(
     if is_run(source):
         yield _open_run(source)._replace(origin=origin)
         return
-    if source.is_file() or is_checkpoint(source):
+    if is_of_t5x:
         yield open_checkpoint(source)._replace(origin=origin)
         return
     with tempfile.TemporaryDirectory() as scratch:
-        pretrained = open_folder(source, compare=compare, encoder_only=encoder_only)
+        pretrained = open_folder(source, compare=compare, encoder_only=encoder_only, variant=variant)
         ids, rows = pretrained.model.ids, pretrained.model.vocab_size
         if not all(0 <= i < rows for i in (ids.padding, ids.start, *ids.ends)):
             raise ValueError(f"{source} has {rows} ids, and not all of {ids}; correct its config.json")
         found = vocabulary or read_vocabulary(source, pathlib.Path(scratch), ids=ids, rows=rows)
         yield pretrained._replace(vocabulary=found, origin=origin)
+
+
+def _check_file(path: pathlib.Path) -> None:
+    """Raises a `ValueError` if a file is known to be something else than a checkpoint of T5X.
+
+    Text encoders of diffusion models are often single files of tensors. These say neither what the model is
+    nor how its tokenizer cuts texts, so a folder with both must be given.
+    """
+    with path.open("rb") as file:
+        head = file.read(16)
+    if head.startswith(b"GGUF"):
+        raise ValueError(
+            f"{path} is a file of GGUF, which is not read; give the folder of the model from which it was "
+            "made, as transformers saves it"
+        )
+    if head.lstrip().startswith(b"{"):
+        raise ValueError(f"{path} is a file of JSON; give its folder, {path.parent}")
+    name = None
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**32:  # the length of the header
+        name = SAFETENSORS
+    elif head.startswith(_TORCH_FILES):
+        name = TORCH
+    if name is None:
+        return
+    if (path.parent / CONFIG).is_file():
+        raise ValueError(f"{path} holds only tensors; give its folder, {path.parent}")
+    raise ValueError(
+        f"{path} holds only tensors; put it, with the name {name}, into a folder that has the {CONFIG} "
+        "and the tokenizer of the model, such as those of google/t5-v1_1-xxl, and give the folder"
+    )
+
+
+_TORCH_FILES = b"PK\x03\x04", b"\x80\x02"
+"""How files of PyTorch begin: with a zip archive, or before version 1.6 with a pickle."""
 
 
 def _open_run(source: pathlib.Path) -> Pretrained:

@@ -25,9 +25,9 @@ from synthesizer_jax.primitives.parameters import abstract_variables
 
 
 @contextlib.contextmanager
-def reading(path: pathlib.Path) -> Iterator[None]:
+def reading(path: pathlib.Path, remedy: str = "copy or download it again") -> Iterator[None]:
     """`describing` for files of tensors, whose readers also raise errors of their own."""
-    with describing(path, "copy or download it again"):
+    with describing(path, remedy):
         try:
             yield
         except (EOFError, zlib.error, SafetensorError, pickle.UnpicklingError) as error:

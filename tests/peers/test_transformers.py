@@ -156,9 +156,35 @@ def test_code_in_a_torch_file_is_not_executed(tmp_path):
     (folder / "model.safetensors").unlink()
     state = {name: torch.as_tensor(x) for name, x in tensors.items()}
     torch.save(state | {"x": Executed(tmp_path / "executed")}, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(
+        ValueError, match=r"loading other objects could run code.*as model\.safetensors$"
+    ) as error:
         read(folder)
+    assert str(error.value).isprintable()
     assert not (tmp_path / "executed").exists()
+
+
+def test_tensors_inside_of_another_object_are_named(tmp_path):
+    folder = make_folder(tmp_path / "a", TINY, tensors := make_tensors(TINY))
+    (folder / "model.safetensors").unlink()
+    state = {name: torch.as_tensor(x) for name, x in tensors.items()}
+    for saved, message in (
+        ({"state_dict": state}, "'state_dict' is a dict where a tensor is expected"),
+        ([*state.values()], "'it' is a list where a tensor is expected"),
+    ):
+        torch.save(saved, folder / "pytorch_model.bin")
+        with pytest.raises(ValueError, match=message):
+            read(folder)
+
+
+def test_a_variant_that_transformers_saves_is_read(tmp_path):
+    config = transformers.T5Config(**{k: TINY[k] for k in TINY if k != "architectures"})
+    encoder = transformers.T5EncoderModel(config).half()
+    encoder.save_pretrained(tmp_path, variant="fp16", max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.fp16.json").is_file()
+    with open_pretrained(tmp_path, variant="fp16") as pretrained:
+        params = read_params(pretrained)
+    np.testing.assert_array_equal(params["embedding"], encoder.shared.weight.detach().numpy())
 
 
 def test_an_encoder_alone_has_the_same_states(tmp_path):

@@ -74,8 +74,14 @@ def make_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
     return tensors
 
 
-def make_folder(folder: pathlib.Path, config: dict, tensors: dict, *, shards=1, dtype: Any = np.float32):
-    """Writes ``config.json``, safetensors and ByT5's tokenizer; returns the folder."""
+def make_folder(
+    folder: pathlib.Path, config: dict, tensors: dict, *, shards=1, dtype: Any = np.float32, variant=None
+):
+    """Writes ``config.json``, safetensors and ByT5's tokenizer; returns the folder.
+
+    The names of a variant are those of transformers' ``save_pretrained(folder, variant=variant)``.
+    """
+    dotted = "" if variant is None else f".{variant}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": 125}
@@ -83,16 +89,16 @@ def make_folder(folder: pathlib.Path, config: dict, tensors: dict, *, shards=1, 
     floats = {name: x.astype(dtype) for name, x in tensors.items() if x.dtype.kind == "f"}
     tensors = tensors | floats
     if shards == 1:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, folder / f"model{dotted}.safetensors", metadata={"format": "pt"})
         return folder
     weight_map = {}
     for i in range(shards):
-        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        file = f"model{dotted}-{i + 1:05}-of-{shards:05}.safetensors"
         part = {name: tensors[name] for name in sorted(tensors)[i::shards]}
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / f"model.safetensors.index{dotted}.json").write_text(json.dumps(index))
     return folder
 
 

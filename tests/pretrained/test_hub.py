@@ -1,6 +1,7 @@
 """Models of the Hugging Face hub by name; tests/peers asks the library itself for them."""
 
 import json
+import pathlib
 import sys
 
 import jax
@@ -26,10 +27,11 @@ def snapshot_download(name, *, revision, allow_patterns):
     source, to = HERE / "hub" / name / (revision or "main"), HERE / "COMMIT"
     if not source.is_dir():
         raise LocalEntryNotFoundError("Cannot find it\\nanywhere")
-    for path in source.iterdir():
-        to.mkdir(exist_ok=True)
-        if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
-            shutil.copy(path, to)
+    for path in filter(pathlib.Path.is_file, source.rglob("*")):
+        name = path.relative_to(source)
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        if any(fnmatch.fnmatch(str(name), pattern) for pattern in allow_patterns):
+            shutil.copy(path, to / name)
     return str(to)
 """.replace("COMMIT", COMMIT)
 """What is used of the library, with a folder in the place of the hub."""
@@ -84,6 +86,31 @@ def test_a_path_that_exists_wins(hub):
         load(NAME, revision="v2")
 
 
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_a_folder_and_a_variant_of_a_repository(hub, variant):
+    """Of a pipeline only the text encoder and its tokenizer are downloaded, of these one variant."""
+    pipeline = hub / "hub" / "owner" / "pipeline" / "main"
+    encoder = make_folder(pipeline / "text_encoder_2", TINY, make_tensors(TINY, seed=1), shards=2)
+    make_folder(pipeline / "text_encoder_2", TINY, make_tensors(TINY), shards=2, variant="fp16")
+    (pipeline / "tokenizer_2").mkdir()
+    (encoder / "tokenizer_config.json").rename(pipeline / "tokenizer_2" / "tokenizer_config.json")
+    make_folder(pipeline / "transformer", TINY, make_tensors(TINY))
+    expected = load(pipeline, subfolder="text_encoder_2", variant=variant)
+    same(load("owner/pipeline", subfolder="text_encoder_2", variant=variant), expected)
+    same(load("owner/pipeline/text_encoder_2", variant=variant), expected)
+    copied = {str(path.relative_to(hub / COMMIT)) for path in (hub / COMMIT).rglob("*.*")}
+    assert {name.partition("/")[0] for name in copied} == {"text_encoder_2", "tokenizer_2"}
+    assert {"fp16" in name for name in copied if "model" in name} == {variant is not None}
+    message = r'hf download owner/pipeline --include "a/\*" --local-dir pipeline'
+    with pytest.raises(FileNotFoundError, match=rf"has no safetensors in a at {COMMIT}.*{message}"):
+        load("owner/pipeline/a")
+    with pytest.raises(FileNotFoundError, match=r"no a in .*; it has text_encoder_2, tokenizer_2, tran"):
+        load(pipeline, subfolder="a")
+    convert_checkpoint(pathlib.Path("owner/pipeline/text_encoder_2"), hub / "run")
+    (event,) = read_events(hub / "run")
+    assert event["text"] == f"owner/pipeline@{COMMIT}/text_encoder_2"
+
+
 def test_what_is_not_there_is_one_sentence(hub, monkeypatch):
     command = "'hf download google/flan-t5-small --local-dir flan-t5-small' downloads a model"
     with pytest.raises(FileNotFoundError, match=f"{command}.*gave none now.*Cannot find it anywhere"):
@@ -92,8 +119,8 @@ def test_what_is_not_there_is_one_sentence(hub, monkeypatch):
     (hub / "hub" / NAME / "main" / "config.json").write_text(json.dumps(TINY))
     with pytest.raises(FileNotFoundError, match=f"no safetensors at {COMMIT}"):
         load(NAME)
-    with pytest.raises(FileNotFoundError, match=r"no runs/a/b; give a folder or a checkpoint file$"):
-        load("runs/a/b")
+    with pytest.raises(FileNotFoundError, match=r"no runs/a/b/c; give a folder or a checkpoint file$"):
+        load("runs/a/b/c")
     monkeypatch.setattr("synthesizer_jax.pretrained.huggingface.hub.is_installed", lambda _: False)
     with pytest.raises(FileNotFoundError, match=rf"{command}.*pip install 'synthesizer-jax\[hub\]'"):
         load(NAME)

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -64,12 +65,12 @@ def test_only_the_encoders_tensors_are_read(tmp_path, family, monkeypatch):
     (folder / files["decoder.final_layer_norm.weight"]).unlink()
     read = []
 
-    def spied(*args):
-        for name, tensor in open_weights(*args).items():
+    def spied(*args, **options):
+        for name, tensor in open_weights(*args, **options).items():
             stored = lambda layer, name=name, tensor=tensor: read.append(name) or tensor.read(layer)
             yield name, tensor._replace(read=stored)
 
-    monkeypatch.setattr(opening, "open_weights", lambda *args: dict(spied(*args)))
+    monkeypatch.setattr(opening, "open_weights", lambda *args, **options: dict(spied(*args, **options)))
     mesh = make_mesh(MeshShape(fsdp=4), jax.devices()[:4])
     loaded = load(folder, encoder_only=True, dtype="bfloat16", mesh=mesh)
     assert sorted(read) == sorted(encoder)
@@ -85,6 +86,59 @@ def test_only_the_encoders_tensors_are_read(tmp_path, family, monkeypatch):
         load(folder)
     with pytest.raises(ValueError, match="dtype is 'float16'; allowed"):
         load(folder, dtype="float16")
+
+
+def test_dtypes_are_names_or_numpys(tmp_path):
+    folder = make_folder(tmp_path, TINY, make_tensors(TINY))
+    for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")):
+        loaded = load(folder, encoder_only=True, dtype=dtype)
+        assert loaded.variables["params"]["embedding"].dtype == loaded.model.dtype == "bfloat16"
+    for dtype, found in ((jnp.float16, "'float16'"), ("bf16", "'bf16'"), (16, "16")):
+        with pytest.raises(
+            ValueError, match=f"dtype is {found}; allowed: 'float32'|dtype is {found}, expected"
+        ):
+            load(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_variant_is_another_set_of_files(tmp_path, shards):
+    tensors = make_tensors(TINY)
+    half = {name: x.astype(np.float16) for name, x in tensors.items()}
+    folder = make_folder(tmp_path, TINY, half, shards=shards, dtype=np.float16, variant="fp16")
+    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors or .*; give variant='fp16'$"):
+        load(folder)
+    with pytest.raises(FileNotFoundError, match=r"no model\.bf16\.safetensors or .*; give variant='fp16'$"):
+        load(folder, variant="bf16")
+    make_folder(folder, TINY, make_tensors(TINY, seed=1))
+    embedding = load(folder, variant="fp16").variables["params"]["embedding"]
+    np.testing.assert_array_equal(embedding, half["shared.weight"])
+    with pytest.raises(FileNotFoundError, match=r"leave the variant out or give variant='fp16'$"):
+        load(folder, variant="bf16")
+    with pytest.raises(ValueError, match=r"variant='fp16' is for folders of models of transformers, and"):
+        (folder / "file").write_bytes(b"")
+        load(folder / "file", variant="fp16")
+
+
+@pytest.mark.parametrize("encoder_only", [False, True])
+def test_single_files_are_named(tmp_path, encoder_only):
+    """The files of other programs hold no configuration and no tokenizer; a folder with them is read."""
+    tensors = {n: x for n, x in make_tensors(TINY).items() if not n.startswith("decoder")}
+    folder = make_folder(tmp_path / "folder", TINY, tensors)
+    single = tmp_path / "t5xxl_fp16.safetensors"
+    single.write_bytes((folder / "model.safetensors").read_bytes())
+    (tmp_path / "t5.gguf").write_bytes(b"GGUF" + bytes(100))
+    (tmp_path / "t5.bin").write_bytes(b"PK\x03\x04" + bytes(100))
+    for path, message in (
+        (single, r"put it, with the name model\.safetensors, into a folder that has the config\.json"),
+        (tmp_path / "t5.bin", r"put it, with the name pytorch_model\.bin, into a folder"),
+        (tmp_path / "t5.gguf", r"is a file of GGUF, which is not read; give the folder of the model"),
+        (folder / "model.safetensors", rf"holds only tensors; give its folder, {folder}$"),
+        (folder / "config.json", rf"is a file of JSON; give its folder, {folder}$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(path, encoder_only=encoder_only)
+    single.replace(folder / "model.safetensors")
+    load(folder, encoder_only=True)
 
 
 def test_no_texts_make_no_rows(tmp_path):

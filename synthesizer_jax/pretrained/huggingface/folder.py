@@ -6,7 +6,9 @@ different fields, and so is the encoder of each. Nothing in a folder is executed
 
 from __future__ import annotations
 
+import functools
 import pathlib
+from collections.abc import Callable
 
 import numpy as np
 
@@ -24,18 +26,26 @@ from synthesizer_jax.pretrained.huggingface.weights import open_weights
 from synthesizer_jax.pretrained.tensors import FLOATS, Tensors, correspondences, match_tensors
 
 
-def open_folder(folder: pathlib.Path, *, compare: bool = True, encoder_only: bool = False) -> Pretrained:
+def open_folder(
+    folder: pathlib.Path,
+    *,
+    compare: bool = True,
+    encoder_only: bool = False,
+    variant: str | None = None,
+) -> Pretrained:
     """Opens a model and its parameters.
 
     Without `compare`, an output projection is taken for the model's own, and only headers are read; with
     it, tensors that are one in the model must be equal. `encoder_only` opens the encoder alone, of a whole
-    model too. Raises a `ValueError` for another architecture, which lists all tensors that do not fit.
+    model too. For the `variant` see `with_variant`. Raises a `ValueError` for another architecture, which
+    lists all tensors that do not fit.
     """
+    open_files = functools.partial(open_weights, folder, variant=variant)
     # Before the weights: it says best what is wrong with a folder.
     if read_model_type(folder) == T5GEMMA:
-        return _open_t5gemma(folder, compare=compare, encoder_only=encoder_only)
+        return _open_t5gemma(folder, open_files, compare=compare, encoder_only=encoder_only)
     read_config(folder, output=None, encoder_only=encoder_only)
-    tensors = open_weights(folder, is_in_encoder) if encoder_only else open_weights(folder)
+    tensors = open_files(is_in_encoder) if encoder_only else open_files()
     shared = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
     for name in EMBEDDINGS:
         if compare and name in tensors and not _are_equal(tensors, name, shared):
@@ -59,15 +69,18 @@ def open_folder(folder: pathlib.Path, *, compare: bool = True, encoder_only: boo
     return Pretrained(model, params, None)
 
 
-def _open_t5gemma(folder: pathlib.Path, *, compare: bool, encoder_only: bool) -> Pretrained:
-    """Opens a T5Gemma; see `open_folder`."""
+def _open_t5gemma(
+    folder: pathlib.Path, open_files: Callable[..., Tensors], *, compare: bool, encoder_only: bool
+) -> Pretrained:
+    """Opens a T5Gemma, whose tensors a function opens; see `open_folder`, and `open_weights`."""
     config = t5gemma.T5Gemma.read(folder, encoder_only=encoder_only)
     model = config.build()
-    tensors, name_of = open_weights(folder), t5gemma.torch_name
     if config.decoder is None:
         name_of, prefix = t5gemma.torch_name_in_encoder, t5gemma.PREFIX
-        alone = open_weights(folder, lambda name: name.removeprefix(prefix).startswith("encoder."))
-        tensors = {name.removeprefix(prefix): x for name, x in alone.items()}
+        alone = open_files(lambda name: name.removeprefix(prefix).startswith("encoder."))
+        tensors: Tensors = {name.removeprefix(prefix): x for name, x in alone.items()}
+    else:
+        name_of, tensors = t5gemma.torch_name, open_files()
     ignored = {t5gemma.OUTPUT} if model.tied else ()
     parameters = correspondences(model, name_of)
     if compare and model.tied and t5gemma.OUTPUT in tensors:

@@ -10,7 +10,7 @@ import pathlib
 import re
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from synthesizer_jax.base.files import describing, storage_path
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
@@ -18,12 +18,16 @@ from synthesizer_jax.base.registry import replace
 from synthesizer_jax.data.vocabularies import BPE_OF_BYTES, EXTRA_IDS, Bytes, SentencePiece
 from synthesizer_jax.pretrained.huggingface.config import read_json
 
+_Path = TypeVar("_Path", bound=pathlib.PurePath)
+
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 VOCABULARY, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
 GEMMA = "tokenizer.model"
 SENTENCEPIECE = ("spiece.model", "sentencepiece.model", GEMMA)
 TEXT_ENCODER = "text_encoder"
+"""How pipelines of diffusers call the folders of text encoders, perhaps with a number behind it."""
+
 BYTES = "bytes"
 """The name of the vocabulary that needs no file."""
 
@@ -71,10 +75,18 @@ def read_vocabulary(
             file = scratch / SENTENCEPIECE[0]
             file.write_bytes(sentencepiece_model(folder / name, ids))
             return named_vocabulary(str(file), 0)
-    if folder.name.startswith(TEXT_ENCODER):
-        beside = folder.with_name(folder.name.replace(TEXT_ENCODER, "tokenizer"))
-        return read_vocabulary(beside, scratch, ids=ids, rows=rows)
-    return None
+    beside = tokenizer_folder(folder)
+    return None if beside == folder else read_vocabulary(beside, scratch, ids=ids, rows=rows)
+
+
+def tokenizer_folder(folder: _Path) -> _Path:
+    """Returns the folder in which a pipeline of diffusers has the tokenizer of a model.
+
+    That is ``tokenizer_2`` beside ``text_encoder_2``. For folders with other names it is the folder itself.
+    """
+    if not folder.name.startswith(TEXT_ENCODER):
+        return folder
+    return folder.with_name(folder.name.replace(TEXT_ENCODER, "tokenizer"))
 
 
 def named_vocabulary(name: str, extra_ids: int | None = None) -> Bytes | SentencePiece:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import pickle
+import re
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -20,32 +22,68 @@ SAFETENSORS = "model.safetensors"
 TORCH = "pytorch_model.bin"
 
 
-def open_weights(folder: pathlib.Path, wanted: Callable[[str], bool] = lambda _: True) -> Tensors:
+def with_variant(file: str, variant: str | None) -> str:
+    """Returns the name that a file with weights, or its index, has in a variant of a model.
+
+    ``fp16`` makes ``model.safetensors`` ``model.fp16.safetensors``, as transformers saves a model with
+    ``variant="fp16"``. None: the name as it is.
+    """
+    if variant is None:
+        return file
+    name, _, ending = file.rpartition(".")
+    return f"{name}.{variant}.{ending}"
+
+
+def open_weights(
+    folder: pathlib.Path, wanted: Callable[[str], bool] = lambda _: True, *, variant: str | None = None
+) -> Tensors:
     """Returns the tensors of a folder by their names in PyTorch, those whose names are `wanted`.
 
-    They are read one by one, when they are asked for; files without any are not opened.
+    They are read one by one, when they are asked for; files without any are not opened. The files are those
+    of a `variant`, see `with_variant`.
     """
-    indices = {file: folder / f"{file}.index.json" for file in _READERS}
-    present = [f for f, index in indices.items() if (folder / f).is_file() or index.is_file()]
-    if not present:
-        raise FileNotFoundError(
-            f"{folder} holds no {SAFETENSORS} or {TORCH}; save the model with save_pretrained"
-        )
-    file, index = present[0], indices[present[0]]
-    shards = {folder / file}
-    if not (folder / file).is_file():
+    present = _find_files(folder, variant)
+    if present is None:
+        either = " or ".join(with_variant(file, variant) for file in _READERS)
+        raise FileNotFoundError(f"{folder} holds no {either}; {_advice(folder, variant)}")
+    file, path, index = present
+    shards = {path}
+    if not path.is_file():
         with describing(index, "copy or download it again"):
             names = {f for name, f in read_json(index)["weight_map"].items() if wanted(name)}
             if outside := [n for n in names if pathlib.PurePath(n).name != n or "\\" in n]:
                 raise ValueError(f"{outside[0]!r} is not a file of the folder")
             shards = {folder / name for name in names}
     tensors: dict[str, Tensor] = {}
-    for path in sorted(shards):
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; copy or download it again")
-        with reading(path):
-            tensors |= _READERS[file](path)
+    for shard in sorted(shards):
+        if not shard.is_file():
+            raise FileNotFoundError(f"{shard} is missing; copy or download it again")
+        with reading(shard, _REMEDIES[file]):
+            tensors |= _READERS[file](shard)
     return {name: tensor for name, tensor in tensors.items() if wanted(name)}
+
+
+def _find_files(folder: pathlib.Path, variant: str | None) -> tuple[str, pathlib.Path, pathlib.Path] | None:
+    """Returns a name of `_READERS` whose file or index a folder holds, and the paths of both, or None."""
+    for file in _READERS:
+        path = folder / with_variant(file, variant)
+        index = folder / with_variant(f"{file}.index.json", variant)
+        if path.is_file() or index.is_file():
+            return file, path, index
+    return None
+
+
+def _advice(folder: pathlib.Path, variant: str | None) -> str:
+    """Returns what to do with a folder that holds no weights of a variant."""
+    found = {match[1] for path in folder.iterdir() if (match := _VARIANT.fullmatch(path.name))}
+    choices = [f"give variant={name!r}" for name in sorted(found)]
+    if variant is not None and _find_files(folder, None) is not None:
+        choices.insert(0, "leave the variant out")
+    return " or ".join(choices) or "save the model with save_pretrained"
+
+
+_VARIANT = re.compile(r"(?:model|pytorch_model)\.(\w+)(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
+"""Names of files of a variant, the variant as its group."""
 
 
 def open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
@@ -72,7 +110,16 @@ def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
     import torch
 
     mapped = zipfile.is_zipfile(path)  # files of versions before 1.6 cannot be mapped
-    loaded: Any = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
+    try:
+        loaded: Any = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            "it does not hold only tensors, and loading other objects could run code, so nothing was loaded"
+        ) from error
+    entries = loaded.items() if isinstance(loaded, dict) else [("it", loaded)]
+    for name, x in entries:
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"{name!r} is a {type(x).__name__} where a tensor is expected")
 
     def tensor(x: Any) -> Tensor:
         dtype = str(x.dtype).removeprefix("torch.")
@@ -86,3 +133,9 @@ _READERS: dict[str, Callable[[pathlib.Path], dict[str, Tensor]]] = {
     TORCH: _open_torch,
 }
 """How files are opened, in the order in which they are looked for."""
+
+_REMEDIES = {
+    SAFETENSORS: "copy or download it again",
+    TORCH: f"copy or download it again, or save the model with save_pretrained, as {SAFETENSORS}",
+}
+"""What to do if a file cannot be read."""
