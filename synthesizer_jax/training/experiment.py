@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import jax
@@ -28,7 +30,7 @@ class Training:
       steps: number of optimizer steps.
       optimizer: `AdamW`, `Adafactor` or one of your own, with its schedule.
       rules: learning rates and freezing by paths of parameters; the first rule that matches decides.
-      adapters: low-rank updates of kernels, which are trained in the place of the parameters of
+      adapters: low-rank updates of kernels, which are trained instead of the parameters of
         `Experiment.init_from`; see `LoRA`. None: the parameters are trained.
       ema: decay of an exponential moving average of the parameters, which is evaluated and used later;
         None: no average. See `step.apply_gradients`.
@@ -88,6 +90,23 @@ class InitRule:
 
     def __post_init__(self) -> None:
         check_path_pattern("init_rules", self.pattern)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the rule makes new random values, which the checkpoint does not hold."""
+        return self.action == "fresh" or (self.action == "resize" and self.fill == "fresh")
+
+
+def find_rule(rules: Sequence[InitRule], path: str) -> tuple[InitRule, re.Match[str]]:
+    """Returns the rule that decides about a parameter, and its match of the path with looped layers.
+
+    The first rule that matches decides. If none does, the parameter is restored.
+    """
+    for rule in (*rules, InitRule(".*")):
+        match = re.fullmatch(rule.pattern, path)
+        if match is not None:
+            return rule, match
+    raise AssertionError(f"{path!r} is a path that '.*' does not match")
 
 
 @register
@@ -151,6 +170,17 @@ class Experiment:
         lora = None if source is None or lora is None else replace(lora, base_checksum=None)
         training = replace(self.training, adapters=lora)
         return replace(self, training=training, init_from=source, init_rules=(), init_optimizer=False)
+
+    def draws(self, path: str) -> bool:
+        """Returns whether `init_rules` make new random values for a parameter; see `InitRule.draws`.
+
+        Such a parameter is a part of no checkpoint but the run's own. A run with adapters therefore trains
+        it whole and saves it with them.
+
+        Args:
+          path: the parameter's path, with looped layers.
+        """
+        return find_rule(self.init_rules, path)[0].draws
 
     @property
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -22,11 +22,12 @@ from synthesizer_jax.checkpoints.manager import read_newest, restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over, read_arrays, with_shardings
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
+from synthesizer_jax.optimizers.rules import looped_paths
 from synthesizer_jax.primitives.parameters import Variables, abstract_variables, check_patterns_decide
 from synthesizer_jax.runs.saved import find_checkpoint, has_adapters
 from synthesizer_jax.sharding import shardings
-from synthesizer_jax.training.adapters import abstract_adapters, adapted_variables
-from synthesizer_jax.training.experiment import Experiment, InitRule
+from synthesizer_jax.training.adapters import adapted_variables, trained_variables
+from synthesizer_jax.training.experiment import Experiment, InitRule, find_rule
 from synthesizer_jax.training.random_init import init_arrays
 from synthesizer_jax.training.run_directory import find_base, load_experiment
 from synthesizer_jax.training.step import TrainState
@@ -54,6 +55,11 @@ class Origin(NamedTuple):
     rule: InitRule
     problem: str | None = None
 
+    @property
+    def has_new_values(self) -> bool:
+        """Whether some of its values are drawn."""
+        return self.status == INITIALIZED or (self.status == RESIZED and self.rule.draws)
+
 
 def initializer_of(
     experiment: Experiment, *, report: Callable[[str], object]
@@ -63,12 +69,8 @@ def initializer_of(
     Raises:
       ValueError: there is no such run, or the experiment says how to start but not from what.
     """
+    _check_init_from(experiment)
     if experiment.init_from is None:
-        if experiment != experiment.starting_from(None):
-            raise ValueError(
-                "init_rules, init_optimizer and training.adapters say what a run makes of a checkpoint; "
-                "set init_from, or leave them out"
-            )
         return None
     find_checkpoint(storage_path(experiment.init_from))  # fails before the data is read
     if experiment.training.adapters is not None:
@@ -79,6 +81,15 @@ def initializer_of(
             )
         return None  # the trainer reads it
     return functools.partial(initialize_from_checkpoint, experiment=experiment, report=report)
+
+
+def _check_init_from(experiment: Experiment) -> None:
+    """Raises a `ValueError` if an experiment says how to start from a checkpoint, but names none."""
+    if experiment.init_from is None and experiment != experiment.starting_from(None):
+        raise ValueError(
+            "init_rules, init_optimizer and training.adapters say what a run makes of a checkpoint; "
+            "set init_from, or leave them out"
+        )
 
 
 def initialize_from_checkpoint(
@@ -111,9 +122,17 @@ def read_base(
 ) -> Variables:
     """Returns the variables to which an experiment's adapters belong, over a mesh or on one device.
 
+    They are those of the whole model at the start of the run, with the parameters that it trains whole.
+
+    Args:
+      experiment: the run with adapters.
+      mesh: the mesh; None: one device.
+      report: is called with a table of what was restored, resized, initialized, and not used.
+
     Raises:
       ValueError: they are not there, or are others than those with which the adapters were trained.
     """
+    _check_init_from(experiment)
     return _initial_variables(find_base(experiment), mesh, report=report)[1]
 
 
@@ -122,29 +141,43 @@ def restore_run(
 ) -> tuple[int, Variables]:
     """Returns `restore_variables` of a run, whose adapters, if it has any, are added to their base.
 
-    The layout is that of the model's variables.
+    Nothing is drawn: parameters that the run made afresh are those that it has saved.
+
+    Args:
+      directory: the run's.
+      step: the step to restore; None: the newest.
+      layout: that of the model's variables; None: they are on one device.
+
+    Raises:
+      ValueError: see `read_base`; or the run, of an earlier version, did not save all of them.
     """
     restore = functools.partial(restore_variables, directory / "checkpoints", step=step)
     if not has_adapters(directory):
         return restore(layout=layout)
     experiment, mesh = load_experiment(directory), None
-    lora, model = experiment.training.adapters, experiment.model
+    lora = experiment.training.adapters
     assert lora is not None
+    shapes, axes = trained_variables(experiment)
     if layout is not None:
         mesh = jax.tree.leaves(layout)[0].sharding.mesh
-        shapes, axes = abstract_adapters(lora, model, *abstract_variables(model, *experiment.example))
-        layout = with_shardings(shapes, axes, mesh)
-    step, adapters = restore(layout=layout)
-    base = read_base(experiment, mesh)
+    step, adapters = restore(layout=None if mesh is None else with_shardings(shapes, axes, mesh))
+    saved = traverse_util.flatten_dict(adapters)
+    if missing := sorted(traverse_util.flatten_dict(shapes).keys() - saved.keys()):
+        raise ValueError(
+            f"{directory} does not hold {'/'.join(missing[0][1:])}, which its init_rules make afresh; its "
+            "adapters were trained by an earlier version, which did not save it, so train them again"
+        )
+    base = _initial_variables(find_base(experiment), mesh, report=lambda _: None, draw=False)[1]
     return step, jax.jit(adapted_variables, static_argnums=2)(adapters, base, lora)
 
 
 def _initial_variables(
-    experiment: Experiment, mesh: Mesh | None, *, report: Callable[[str], object]
+    experiment: Experiment, mesh: Mesh | None, *, report: Callable[[str], object], draw: bool = True
 ) -> tuple[int, Variables]:
     """Returns the step of the checkpoint `Experiment.init_from`, and an experiment's variables from it.
 
-    What the rules do not take from there is as the experiment's seed makes it.
+    Values that the rules do not take from there are made by the experiment's seed. If they are not to be
+    drawn, variables that have such values are left out (`Experiment.draws`).
     """
     source = storage_path(str(experiment.init_from))
     directory, step = find_checkpoint(source)
@@ -172,11 +205,23 @@ def _initial_variables(
             "InitRule('PATH', 'fresh')"
         )
 
-    def initialize(theirs: Variables, ours: Variables) -> Variables:
-        theirs, ours = flat(saved.model, theirs), flat(experiment.model, ours)
-        for name, origin in origins.items():
-            if origin.status != INITIALIZED:
-                ours[name] = resize(theirs[origin.source], ours[name], origin.rule.fill)
+    if saved.model == experiment.model and all(o.status == RESTORED for o in origins.values()):
+        return step, variables
+    drawn = {name for name, origin in origins.items() if origin.has_new_values}
+    if not draw:
+        drawn = set()
+        origins = {name: o for name, o in origins.items() if not experiment.draws(name.split("/", 1)[1])}
+    abstract = jax.eval_shape(lambda tree: flat(experiment.model, tree), shapes)
+
+    def initialize(theirs: Variables, fresh: Variables) -> Variables:
+        """Returns the variables; `fresh` has those that are to be drawn."""
+        arrays, new = flat(saved.model, theirs), flat(experiment.model, fresh)
+        ours = {
+            name: new[name]
+            if origin.status == INITIALIZED
+            else resize(arrays[origin.source], new.get(name, abstract[name]), origin.rule.fill)
+            for name, origin in origins.items()
+        }
         initialized: Variables = traverse_util.unflatten_dict(ours, sep="/")
         for name, stack in stacks_of(experiment.model).items():
             for collection in initialized.values():
@@ -184,19 +229,49 @@ def _initial_variables(
                     collection[name] = stack_layers(stack, collection[name])
         return initialized
 
-    if saved.model == experiment.model and all(o.status == RESTORED for o in origins.values()):
-        return step, variables
     sharding = None if mesh is None else shardings(axes, shapes, mesh)
-    fresh = fresh_variables(experiment, sharding)
-    # The fresh arrays become the result, so that there is no third copy of the parameters.
-    return step, jax.jit(initialize, out_shardings=sharding, donate_argnums=1)(variables, fresh)
+    fresh = fresh_variables(experiment, sharding, only=lambda path: path in drawn)
+    result = jax.eval_shape(initialize, variables, fresh)
+    place = None if sharding is None else _entries_of(sharding, result)
+    # The fresh arrays become part of the result, so that there is no third copy of them.
+    return step, jax.jit(initialize, out_shardings=place, donate_argnums=1)(variables, fresh)
 
 
-def fresh_variables(experiment: Experiment, sharding: PyTree) -> Variables:
-    """Returns the variables that an experiment's seed makes; a sharding of None is one device."""
+def fresh_variables(
+    experiment: Experiment, sharding: PyTree, *, only: Callable[[str], bool] = lambda _: True
+) -> Variables:
+    """Returns the variables that an experiment's seed makes.
+
+    Args:
+      experiment: the model, and the seed.
+      sharding: the shardings of the model's variables; None: one device.
+      only: tells from ``COLLECTION/PATH``, with looped layers, whether to make a variable. One that is
+        stacked in a scanned stack is made if any of its layers is to be made.
+    """
     example = [jnp.zeros(t.shape, t.dtype) for t in experiment.example]
-    make: Callable[[jax.Array], Any] = lambda key: experiment.model.init(key, *example)
-    return init_arrays(make, jax.random.key(experiment.training.seed), sharding)
+    shapes, _ = abstract_variables(experiment.model, *experiment.example)
+    wanted = traverse_util.unflatten_dict(
+        {
+            (collection, *keys): True
+            for collection, *keys in traverse_util.flatten_dict(shapes)
+            if any(only(f"{collection}/{path}") for path in looped_paths(experiment.model, tuple(keys)))
+        }
+    )
+
+    def make(key: jax.Array) -> Any:
+        variables: Any = experiment.model.init(key, *example)
+        return _entries_of(variables, wanted)
+
+    if not wanted:
+        return {}
+    place = None if sharding is None else _entries_of(sharding, wanted)
+    return init_arrays(make, jax.random.key(experiment.training.seed), place)
+
+
+def _entries_of(tree: PyTree, like: PyTree) -> PyTree:
+    """Returns the entries of nested dictionaries that others have too."""
+    flat = traverse_util.flatten_dict(tree)
+    return traverse_util.unflatten_dict({keys: flat[keys] for keys in traverse_util.flatten_dict(like)})
 
 
 def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> dict[str, Origin]:
@@ -218,8 +293,7 @@ def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> di
 
 def _origin(name: str, shape: tuple[int, ...], old: Shapes, rules: Sequence[InitRule]) -> Origin:
     collection, path = name.split("/", 1)
-    matches = ((rule, re.fullmatch(rule.pattern, path)) for rule in (*rules, InitRule(".*")))
-    rule, match = next((rule, match) for rule, match in matches if match is not None)
+    rule, match = find_rule(rules, path)
     if rule.action == "fresh":
         return Origin(INITIALIZED, "", rule)
     try:
@@ -239,12 +313,12 @@ def _origin(name: str, shape: tuple[int, ...], old: Shapes, rules: Sequence[Init
     return Origin(INITIALIZED, source, rule, f"{old[source]} there and {shape} here")
 
 
-def resize(old: jax.Array, fresh: jax.Array, fill: str) -> jax.Array:
+def resize(old: jax.Array, fresh: jax.Array | jax.ShapeDtypeStruct, fill: str) -> jax.Array:
     """Crops or extends an array to the shape of another.
 
     Args:
       old: the array.
-      fresh: an array of the new shape.
+      fresh: an array of the new shape; if the fill is not ``fresh``, its shape and dtype are enough.
       fill: what fills new entries: ``edge``, the last entry along the axis; ``distance``, in a table whose
         last two axes are queries and keys, the nearest entry of the same distance; ``fresh``, the entry
         of the other array.
@@ -253,6 +327,7 @@ def resize(old: jax.Array, fresh: jax.Array, fill: str) -> jax.Array:
         return old.astype(fresh.dtype)
     kept = tuple(slice(min(n, m)) for n, m in zip(old.shape, fresh.shape, strict=True))
     if fill == "fresh":
+        assert isinstance(fresh, jax.Array)
         return fresh.at[kept].set(old[kept].astype(fresh.dtype))
     indices = [jnp.clip(jnp.arange(m), 0, n - 1) for n, m in zip(old.shape, fresh.shape, strict=True)]
     grid = list(jnp.meshgrid(*indices, indexing="ij"))

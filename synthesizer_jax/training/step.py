@@ -35,7 +35,8 @@ class TrainState:
 
     Attributes:
       step: number of finished steps, an int32 array.
-      params: trainable parameters, float32; in a run with adapters these alone.
+      params: trainable parameters, float32. In a run with adapters these are the low-rank updates, and the
+        parameters that are trained whole (`adapters.trained_variables`).
       constants: saved, never optimized (Fixed Random tables).
       opt_state: the optimizer's state.
       ema: the exponential moving average of the parameters; empty if the run has none.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from synthesizer_jax.base.typing import PyTree
@@ -18,10 +19,15 @@ from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.optimizers.adafactor import state_axes
-from synthesizer_jax.optimizers.rules import RuledOptimizer, build_optimizer
-from synthesizer_jax.primitives.parameters import Variables, abstract_variables
+from synthesizer_jax.optimizers.rules import RuledOptimizer, build_optimizer, merge_entries
+from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.sharding import batch_sharding, check_batch, make_mesh, replicated, use_mesh
-from synthesizer_jax.training.adapters import abstract_adapters, adapted_variables, init_adapters
+from synthesizer_jax.training.adapters import (
+    adapted_variables,
+    init_adapters,
+    is_update,
+    trained_variables,
+)
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import read_base
 from synthesizer_jax.training.random_init import init_arrays
@@ -51,9 +57,7 @@ def make_layout(
 ) -> tuple[RuledOptimizer, Layout]:
     """Builds the optimizer, which is told the logical axes, and plans the state; see `build_optimizer`."""
     model, ema = experiment.model, experiment.training.ema is not None
-    shapes, axes = abstract_variables(model, *experiment.example)
-    if experiment.training.adapters is not None:
-        shapes, axes = abstract_adapters(experiment.training.adapters, model, shapes, axes)
+    shapes, axes = trained_variables(experiment)
     optimizer = build_optimizer(
         experiment.training.optimizer, rules, model=model, params=shapes["params"], axes=axes["params"]
     )
@@ -128,7 +132,8 @@ class Trainer:
         self.example = experiment.example
         self.optimizer, self.layout = make_layout(experiment, self.mesh, rules=self.rules)
         self.base: Variables = {}
-        if training.adapters is not None:  # its shapes, until `read_base`
+        self._has_base = training.adapters is None
+        if not self._has_base:  # its shapes, until `read_base`
             self.base = layout_over(self.model, self.example, self.mesh)
         # XLA's default order on CPUs favors parallelism and keeps weight gradients alive for long; the
         # order that saves memory needs far less for temporaries and is no slower.
@@ -168,13 +173,25 @@ class Trainer:
         """What a step takes besides state, batch and key: the adapters' base, or distillation's teacher."""
         return (self.base,)
 
-    def read_base(self, report: Callable[[str], object]) -> None:
-        """Reads the variables to which the adapters belong, if there are any; see `initial_parameters`."""
-        if self.base:
+    def read_base(self, report: Callable[[str], object] = lambda _: None) -> None:
+        """Reads the variables to which the adapters belong, once; does nothing without adapters.
+
+        A training run calls it before anything is written. Whatever else needs the base reads it when it
+        is needed.
+
+        Args:
+          report: is called with the table of `initial_parameters.read_base`.
+
+        Raises:
+          ValueError: see `initial_parameters.read_base`.
+        """
+        if not self._has_base:
             self.base = read_base(self.experiment, self.mesh, report=report)
+            self._has_base = True
 
     def averaged_variables(self, state: TrainState) -> Variables:
         """What is evaluated and used later: the model's variables, with the average if there is one."""
+        self.read_base()
         merge = jax.jit(adapted_variables, static_argnums=2)
         lora = self.experiment.training.adapters
         return merge(state.averaged_variables, self.base, lora) if lora else state.averaged_variables
@@ -216,13 +233,32 @@ class Trainer:
             )
 
         def make_fresh(key: jax.Array) -> TrainState:
-            if self.base:
-                return make({"params": init_adapters(key, self.layout.abstract.params, self.layout.axes)})
             return make(self.model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in self.example)))
 
-        if variables is None:
+        if variables is None and self.experiment.training.adapters is None:
             return init_arrays(make_fresh, self._key, self.layout.shardings)
+        variables = self._fresh_adapters() if variables is None else variables
         return jax.jit(make, donate_argnums=0, out_shardings=self.layout.shardings)(variables)
+
+    def _fresh_adapters(self) -> Variables:
+        """Returns fresh low-rank updates, and copies of the base's variables that the run holds whole."""
+        variables = traverse_util.flatten_dict(self.layout.abstract.variables)
+        updates = {keys: x.sharding for keys, x in variables.items() if is_update(keys)}
+        fresh = init_arrays(
+            lambda key: {"params": init_adapters(key, self.layout.abstract.params, self.layout.axes)},
+            self._key,
+            traverse_util.unflatten_dict(updates),
+        )
+
+        whole = variables.keys() - updates.keys()
+        if not whole:
+            return fresh
+        self.read_base()
+        base = traverse_util.flatten_dict(self.base)
+        copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))  # steps donate their state's buffers
+        copies = copy({keys: base[keys] for keys in whole})
+        merged: Variables = merge_entries(traverse_util.unflatten_dict(copies), fresh)
+        return merged
 
     @property
     def description(self) -> str:
@@ -280,6 +316,7 @@ class Trainer:
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step; the old state's buffers are reused. The first one of a shape compiles it."""
+        self.read_base()
         return self.compile(batch)(state, batch, self._key, *self.arguments)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
+from synthesizer_jax.alignments import Mixture, Random
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.models import ZOO, Size, UniversalStack, alignment, stacks_of, t5, unroll_variables
@@ -17,13 +18,15 @@ from synthesizer_jax.primitives.parameters import abstract_variables
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.adapters import LoRA, abstract_adapters
 from synthesizer_jax.training.checkpoint_average import average_checkpoints
+from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.initial_parameters import initializer_of, read_base, restore_run
 from synthesizer_jax.training.run_directory import check_same_run, find_base, load_experiment, save_run
 from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import Trainer
 from tests.layers.cases import ALIGNMENT_CASES, MIXER_CASES
 from tests.layers.contract import LENGTH, D
-from tests.training.tiny import VOCAB, CopyStream, close, encoder, experiment, save
+from tests.training.tiny import LENGTH as TOKENS
+from tests.training.tiny import VOCAB, ClassStream, CopyStream, close, encoder, experiment, save
 from tests.training.tiny import run as train
 
 EVERYTHING = LoRA(rank=3, alpha=6.0, targets=".*")
@@ -121,9 +124,51 @@ def test_the_adapters_alone_are_trained(source, tmp_path, scan, mesh):
     np.testing.assert_allclose(metrics["loss"], sums.loss / sums.weight, rtol=2e-5)
 
 
+def test_what_is_drawn_is_trained_whole_and_saved(source, tmp_path):
+    """A classifier, new rows of the embedding and a table that is not trained, in scanned layers."""
+    directory, recipe = source
+    dot_product = recipe.model.encoder.runs[0].block.self_mixer.alignment.parts[1]
+    kind = Mixture((Random(TOKENS, trainable=False), dot_product))
+    model = t5(Size(8, 2, 16, 2, 4), encoder=kind, vocab_size=VOCAB + 4).encoder
+    model = scanned(encoder().copy(encoder=model, vocab_size=VOCAB + 4))
+    rules = (
+        InitRule("embedding", "resize", fill="fresh"),
+        InitRule("output_dense/.*|.*/part_0/.*", "fresh"),
+    )
+    data = replace(recipe.data, classes=experiment(model).data.classes, targets_length=1)
+    recipe = adapting(recipe, directory, model=model, data=data, init_rules=rules, ema=0.5)
+    trainer, stream = Trainer(recipe, jax.devices()[:1]), ClassStream()
+    state = trainer.init()  # it reads the base, which is complete
+    start = jax.device_get(state)
+    jax.tree.map(np.testing.assert_array_equal, trainer.averaged_variables(state), trainer.base)
+    assert start.params["embedding"].shape == (VOCAB + 4, 8)
+    _, saved = restore_variables(directory / "checkpoints")
+    np.testing.assert_array_equal(start.params["embedding"][:VOCAB], saved["params"]["embedding"])
+    for _ in range(2):
+        state, _ = trainer.step(state, trainer.shard_batch(next(stream)))
+
+    before, after = (traverse_util.flatten_dict(x.params) for x in (start, state))
+    changed = {keys for keys, x in before.items() if (x != after[keys]).any()}
+    assert {("embedding",), ("output_dense", "kernel"), ("output_dense", "bias")} <= changed
+    assert all(keys[-1] in ("lora_a", "lora_b") for keys in changed if keys[0] == "encoder")
+    jax.tree.map(np.testing.assert_array_equal, state.constants, start.constants)
+    assert {x.shape for x in jax.tree.leaves(state.constants)} == {(2, 2, TOKENS, TOKENS)}
+    # Other settings of JAX would draw other numbers.
+    save(tmp_path / "run", recipe, state)
+    with jax.default_prng_impl("rbg"):
+        _, found = restore_run(tmp_path / "run")
+    jax.tree.map(np.testing.assert_array_equal, found, trainer.averaged_variables(state))
+    # Earlier versions saved the low-rank updates alone.
+    updates = {"encoder": state.params["encoder"]}
+    save(tmp_path / "old", recipe, dataclasses.replace(state, params=updates, ema={}))
+    with pytest.raises(ValueError, match="old does not hold embedding, which its init_rules make afresh"):
+        restore_run(tmp_path / "old")
+
+
 def test_a_run_goes_on_and_is_used_with_its_base(source, tmp_path):
     directory, recipe = source
-    recipe = adapting(recipe, directory, LoRA(), keep_latest=9, steps=4, save_every=2)
+    rules = (InitRule("logits_kernel|decoder/final_norm/.*", "fresh"),)
+    recipe = adapting(recipe, directory, LoRA(), keep_latest=9, steps=4, save_every=2, init_rules=rules)
     assert recipe.init_from == str(directory / "checkpoints" / "0")
     whole, parts, last = tmp_path / "whole", tmp_path / "parts", tmp_path / "last"
     end = train(whole, recipe)
@@ -135,7 +180,7 @@ def test_a_run_goes_on_and_is_used_with_its_base(source, tmp_path):
     # A run that starts from it starts from the merged parameters; adapters of adapters are added up.
     _, found = restore_run(whole)
     assert initializer_of(recipe, report=print) is None
-    second = adapting(load_experiment(whole), whole, replace(recipe.training.adapters, base_checksum=None))
+    second = find_base(load_experiment(whole).starting_from(str(whole)))
     jax.tree.map(np.testing.assert_array_equal, read_base(second, None), found)
     save(last, second)
     jax.tree.map(np.testing.assert_array_equal, restore_run(last)[1], found)
@@ -159,8 +204,9 @@ def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
     with pytest.raises(ValueError, match="checkpoints/0 is not the base with which the adapters were"):
         restore_run(tmp_path / "run")
     unnamed = replace(recipe, training=replace(recipe.training, adapters=EVERYTHING))
-    with pytest.raises(ValueError, match=r"adapters say what a run makes of a checkpoint; set init_from"):
-        initializer_of(unnamed, report=print)
+    for use in (lambda: initializer_of(unnamed, report=print), Trainer(unnamed).read_base):
+        with pytest.raises(ValueError, match=r"adapters say what a run makes of a checkpoint; set init_"):
+            use()
     with pytest.raises(ValueError, match="init_optimizer goes on with an optimizer of all parameters"):
         initializer_of(adapting(recipe, directory, init_optimizer=True), report=print)
     with pytest.raises(ValueError, match=r"begin at zero.*set training\.optimizer\.parameter_scale=false"):
@@ -177,5 +223,9 @@ def test_targets_that_fit_nothing_are_named():
         training = replace(recipe.training, adapters=LoRA(targets=targets))
         with pytest.raises(ValueError, match=message):
             Trainer(replace(recipe, model=model, training=training))
+    rules = (InitRule("encoder/layers_0/.*", "fresh"),)
+    training = replace(recipe.training, adapters=LoRA())
+    with pytest.raises(ValueError, match="init_rules match layers of a scanned stack, but not 'encoder/l"):
+        Trainer(replace(recipe, model=scan, training=training, init_rules=rules))
     with pytest.raises(ValueError, match=r"training\.adapters: pattern '\(' is wrong"):
         LoRA(targets="(")
