@@ -8,9 +8,10 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import matplotlib as mpl
+import figures
 import report
 from ledger_tables import RESULTS, Run, Table
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -184,28 +185,44 @@ def other_row(table: Table, results: Results) -> dict[str, Any]:
 
 def draw_overview(tables: Mapping[str, Table], results: Results) -> None:
     """Draws how far systems are from the first of their tables, here and in the papers."""
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    panels = figure.subplots(1, len(OVERVIEW))
-    for axes, name in zip(panels, OVERVIEW, strict=True):
-        table = tables[name]
-        first, *others = table.runs([0])
-        baseline = values_by_seed(first, results)
-        drawn = [run for run in reversed(others) if table.published_difference(run.system)]
-        for y, run in enumerate(drawn):
-            own = differences(values_by_seed(run, results), baseline)
-            axes.errorbar(statistics.fmean(own), y, xerr=standard_error(own), fmt="o", color="C0")
-            published = table.published_difference(run.system)
-            axes.plot(published, y, "D", color="C1", fillstyle="none")
-        axes.axvline(0, color="gray", linewidth=0.8)
-        axes.set(xlabel=f"{table.unit}, difference to {first.system}", title=table.title)
-        axes.set_yticks(range(len(drawn)), [run.system for run in drawn])
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].plot([], [], "o", color="C0", label="here, mean ± standard error over seeds")
-    panels[0].plot([], [], "D", color="C1", fillstyle="none", label="paper")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    # The same numbers make the same picture, and its text stays text.
-    with mpl.rc_context({"svg.hashsalt": "ledger", "svg.fonttype": "none"}):
-        figure.savefig(RESULTS / "results.svg", metadata={"Date": None})
+
+    def draw(narrow: bool) -> Figure:
+        figure = Figure(figsize=(4.4, 10.5) if narrow else (9.5, 3.4), layout="constrained")
+        if narrow:  # a panel below the other, as high as its systems need
+            heights = [len(compared_runs(tables[name])) + 2 for name in OVERVIEW]
+            panels = figure.subplots(len(OVERVIEW), 1, height_ratios=heights)
+        else:
+            panels = figure.subplots(1, len(OVERVIEW))
+        for axes, name in zip(panels, OVERVIEW, strict=True):
+            draw_differences(axes, tables[name], results)
+        panels[0].plot([], [], "o", color=figures.OURS, label="here: mean ± standard error")
+        panels[0].plot([], [], "D", color=figures.OTHER, fillstyle="none", label="paper")
+        figure.legend(loc=f"outside {'upper' if narrow else 'lower'} center", ncols=2, frameon=False)
+        return figure
+
+    figures.save(draw, RESULTS / "results.svg")
+
+
+def compared_runs(table: Table) -> list[Run]:
+    """Returns the runs of the systems that a paper compares with the first system of a table."""
+    _, *others = table.runs([0])
+    return [run for run in others if table.published_difference(run.system)]
+
+
+def draw_differences(axes: Axes, table: Table, results: Results) -> None:
+    """Draws how far the systems of a table are from its first one."""
+    first, *_ = table.runs([0])
+    baseline = values_by_seed(first, results)
+    drawn = compared_runs(table)[::-1]  # the first one is at the top
+    for y, run in enumerate(drawn):
+        own = differences(values_by_seed(run, results), baseline)
+        axes.errorbar(statistics.fmean(own), y, xerr=standard_error(own), fmt="o", color=figures.OURS)
+        published = table.published_difference(run.system)
+        axes.plot(published, y, "D", color=figures.OTHER, fillstyle="none")
+    axes.axvline(0, color=figures.LINE, linewidth=0.8)
+    axes.set(xlabel=f"{table.unit}, difference to {first.system}", title=table.title)
+    axes.set_yticks(range(len(drawn)), [run.system for run in drawn])
+    axes.tick_params(axis="y", length=0)
 
 
 def page(tables: Mapping[str, Table], results: Results) -> str:

@@ -4,6 +4,7 @@ import re
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 from scipy import stats
 
 from synthesizer_jax.cli.recipes import load_with_code
@@ -12,6 +13,7 @@ from synthesizer_jax.training.experiment import Experiment
 from tests.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import figures
 import ledger
 import ledger_page
 from ledger_tables import TABLES, Table
@@ -61,3 +63,29 @@ def test_recipes_of_the_page_of_coverage_exist():
     assert len(names) > 20
     for name in names:
         load_with_code(name, (), kinds=KINDS)
+
+
+def test_figures_follow_the_color_scheme_and_have_a_narrow_form(tmp_path):
+    def draw(narrow):
+        figure = Figure(figsize=(2, 4) if narrow else (4, 2))
+        figure.subplots().barh(["here", "there"], [1, 2], color=[figures.OURS, figures.OTHER])
+        return figure
+
+    figures.save(draw, tmp_path / "bars.svg")
+    wide, narrow = ((tmp_path / name).read_text() for name in ("bars.svg", "bars-narrow.svg"))
+    assert 'width="288pt" height="144pt"' in wide and 'width="144pt" height="288pt"' in narrow
+    for svg in (wide, narrow):
+        assert "@media (prefers-color-scheme: dark)" in svg and ">there</text>" in svg
+        used = set(re.findall(r"var\(--(\w+)", svg))
+        assert {"ours", "other", "line", "text"} <= used <= set(figures.COLORS)
+        assert "#0000c" not in svg  # every placeholder became a variable
+        assert "#ffffff" not in svg  # the background is transparent
+
+
+def test_the_front_page_shows_figures_for_both_widths():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ("attention", "results"):
+        assert f'srcset="docs/{name}{figures.NARROW}.svg"' in page and f'src="docs/{name}.svg"' in page
+        for suffix in ("", figures.NARROW):
+            svg = (ROOT / "docs" / f"{name}{suffix}.svg").read_text(encoding="utf-8")
+            assert "prefers-color-scheme: dark" in svg

@@ -1,19 +1,22 @@
 """Draws the README's figure, `docs/attention.svg`, from the measurements in `docs/performance.md`.
 
-Run ``python -m tools.readme_figure`` after `benchmarks/attention.py --bias --page docs/performance.md`.
+Run ``python -m tools.readme_figure`` after `benchmarks/attention.py --bias --page docs/performance.md`. A
+narrow figure for phones is written to `docs/attention-narrow.svg`.
 """
 
 from __future__ import annotations
 
 import pathlib
 import re
+import sys
 
-import matplotlib as mpl
+from matplotlib.figure import Figure
 
-mpl.use("svg")
-from matplotlib import pyplot as plt
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import figures  # noqa: E402
 
-DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
+DOCS = ROOT / "docs"
 SECTION = "attention 8x512x8x64 float32, T5's relative bias"
 SYSTEMS = {
     "jax.nn xla": "jax.nn.dot_product_attention",
@@ -40,21 +43,26 @@ def _read_table(page: str) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Writes the figure."""
+    """Writes the figures."""
     table = _read_table((DOCS / "performance.md").read_text(encoding="utf-8"))
-    mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "readme", "font.family": "sans-serif"}
-    figure, panels = plt.subplots(1, 2, figsize=(9, 2.4), sharey=True, layout="constrained")
-    colors = ["#8a8f98" if not name.endswith("(ours)") else "#2f6fdb" for name in SYSTEMS.values()]
-    for axes, (column, label) in zip(panels, COLUMNS.items(), strict=True):
-        values = [float(table[row][column - 1]) for row in SYSTEMS]
-        bars = axes.barh(list(SYSTEMS.values()), values, color=colors, height=0.65)
-        axes.bar_label(bars, [f"{value:.0f}" for value in values], padding=3, fontsize=9)
-        axes.set_xlabel(label)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-        axes.margins(x=0.12)
-    panels[0].invert_yaxis()
-    figure.savefig(DOCS / "attention.svg", metadata={"Date": None})
+    labels = list(SYSTEMS.values())
+    colors = [figures.OURS if label.endswith("(ours)") else figures.BASELINE for label in labels]
+
+    def draw(narrow: bool) -> Figure:
+        figure = Figure(figsize=(4.4, 4.8) if narrow else (9, 2.4), layout="constrained")
+        panels = figure.subplots(*((2, 1) if narrow else (1, 2)), sharey=True)
+        for axes, (column, label) in zip(panels, COLUMNS.items(), strict=True):
+            values = [float(table[row][column - 1]) for row in SYSTEMS]
+            bars = axes.barh(labels, values, color=colors, height=0.65)
+            axes.bar_label(bars, [f"{value:.0f}" for value in values], padding=3)
+            axes.set_xlabel(label)
+            axes.spines["left"].set_visible(False)
+            axes.tick_params(axis="y", length=0)
+            axes.margins(x=0.12)
+        panels[0].invert_yaxis()
+        return figure
+
+    figures.save(draw, DOCS / "attention.svg")
 
 
 if __name__ == "__main__":

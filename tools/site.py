@@ -41,6 +41,7 @@ def on_files(files: Files, config: Any) -> Files:
     for name, page in OF_ROOT.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         text = re.sub(r"\]\((?:docs/)?([^)]+)\)", lambda m: f"]({link(m[1])})", text)
+        text = re.sub(r'(src|srcset)="docs/', r'\1="', text)
         files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "commands.md", content=commands()))
     for page in pages(config.nav):
