@@ -1,5 +1,6 @@
 """Models of the Hugging Face hub by name; tests/peers asks the library itself for them."""
 
+import fnmatch
 import json
 import pathlib
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from synthesizer_jax.pretrained import load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
+from synthesizer_jax.pretrained.huggingface.hub import FILES
 from synthesizer_jax.runs.events import read_events
 from tests.cli.commands import call
 from tests.pretrained.folders import TINY, UNTIED, make_folder, make_tensors
@@ -75,6 +77,45 @@ def test_adapters_name_their_base_and_its_revision(hub):
     convert_checkpoint(named, hub / "run")
     (event,) = read_events(hub / "run")
     assert event["text"].startswith(f"{named}, adapters of ") and event["text"].endswith(COMMIT)
+
+
+def test_a_name_has_the_ids_of_the_folder(hub):
+    """Also as the base of adapters; ``generation_config.json`` names ids that ``config.json`` does not."""
+    config, tensors = TINY | UNTIED, make_tensors(TINY | UNTIED)
+    folder = make_folder(hub / "hub" / NAME / "main", config, tensors)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 107]}))
+    named = write(hub / "named", NAME, adapters(tensors))
+    assert [load(place).model.ids.also_end for place in (folder, NAME, named)] == [(107,)] * 3
+
+
+def test_every_file_that_is_read_is_downloaded(hub, monkeypatch):
+    folder = make_folder(hub / "local", TINY, make_tensors(TINY))
+    (folder / "tokenizer_config.json").write_text("{}")
+    write(hub / "adapters", folder, {})
+    asked, is_file = set(), pathlib.Path.is_file
+
+    def record(path, *args, **kwargs):
+        if path.parent in (folder, hub / "adapters"):
+            asked.add(path.name)
+        return is_file(path, *args, **kwargs)
+
+    monkeypatch.setattr(pathlib.Path, "is_file", record)
+    for place in (folder, hub / "adapters"):
+        with pytest.raises((FileNotFoundError, ValueError), match=r"no vocabulary|no LoRA"):
+            load(place)
+    found = {name for name in asked if any(fnmatch.fnmatch(name, pattern) for pattern in FILES)}
+    assert {"generation_config.json", "spiece.model", "tokenizer.json", "adapter_config.json"} <= found
+    of_others = {"experiment.json", "checkpoint", "manifest.ocdbt", "_METADATA"}  # runs and T5X
+    assert {name for name in asked - found if not name.startswith("pytorch_model")} <= of_others
+
+
+def test_the_first_t5s_have_no_owner(hub):
+    """Adapters that were made in those years name their base so."""
+    tensors = make_tensors(TINY)
+    folder = make_folder(hub / "hub" / "google-t5" / "t5-base" / "main", TINY, tensors)
+    same(load("t5-base"), load(folder))
+    with pytest.raises(FileNotFoundError, match=r"no t5-huge; give a folder or a checkpoint file$"):
+        load("t5-huge")
 
 
 def test_a_path_that_exists_wins(hub):

@@ -15,6 +15,8 @@ from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_TENSORS = "adapter_model.safetensors"
 
 IDS = {"pad_token_id": "padding", "eos_token_id": "end", "decoder_start_token_id": "start"}
 """Ids of both files, and the fields of `SpecialIds`."""
@@ -103,7 +105,13 @@ def read_model_type(folder: pathlib.Path) -> str:
     """
     path = folder / CONFIG
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no {CONFIG}; give a folder that transformers has saved")
+        named = sorted(str(path.parent) for path in folder.glob(f"*/{ADAPTER_CONFIG}"))
+        remedy = (
+            f"give {named[0]}, which holds adapters"
+            if named
+            else "give a folder that transformers has saved"
+        )
+        raise FileNotFoundError(f"{folder} holds no {CONFIG}; {remedy}")
     found = read_json(path).get("model_type", "t5")
     if found not in (*CLASSES, T5GEMMA):
         what = next((kind for kind, names in _OTHERS.items() if found in names), "another architecture")

@@ -8,26 +8,45 @@ from typing import NamedTuple
 
 from synthesizer_jax.base.files import absolute, is_installed
 from synthesizer_jax.base.messages import one_line_error
-from synthesizer_jax.pretrained.huggingface.tokenizer import tokenizer_folder
+from synthesizer_jax.pretrained.huggingface.config import (
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    CONFIG,
+    GENERATION_CONFIG,
+)
+from synthesizer_jax.pretrained.huggingface.tokenizer import (
+    ADDED,
+    MERGES,
+    SENTENCEPIECE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    VOCABULARY,
+    tokenizer_folder,
+)
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS, with_variant
 
 FILES = (
-    "config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
+    CONFIG,
+    GENERATION_CONFIG,
+    SAFETENSORS,
+    f"{SAFETENSORS}.index.json",
     "model-*.safetensors",
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "spiece.model",
-    "sentencepiece.model",
-    "tokenizer.model",
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    VOCABULARY,
+    MERGES,
+    ADDED,
+    *SENTENCEPIECE,
 )
-"""What is downloaded of a model; never PyTorch's files, which are pickles."""
+"""The files of a model that are downloaded: all that a folder is read from, except PyTorch's pickles.
+
+With any fewer, a model by its name would differ from the same model in a folder.
+"""
+
+OWNERS = dict.fromkeys(("t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b"), "google-t5")
+"""The owners of models that had none in the first years of the hub; older adapters name their base so."""
 
 _LIBRARIES = ("huggingface_hub", "httpx", "httpx2", "requests")
 """Those whose exceptions say that the hub cannot be reached, or does not give a model."""
@@ -67,7 +86,7 @@ def locate(
     is not there is downloaded; without a network, or with ``HF_HUB_OFFLINE=1``, the cache must have it.
 
     Args:
-      source: a path, or ``OWNER/NAME``, or ``OWNER/NAME/FOLDER``.
+      source: a path, or ``OWNER/NAME``, or ``OWNER/NAME/FOLDER``, or one of the names in `OWNERS`.
       revision: a branch, tag or commit of the hub; None: its main branch.
       subfolder: a folder inside of the source, such as ``text_encoder_2`` of a pipeline of diffusers. The
         folder of its tokenizer is downloaded too.
@@ -87,7 +106,7 @@ def locate(
             raise FileNotFoundError(f"there is no {subfolder} in {source}{_folders(source)}")
         return Found(folder, str(absolute(folder)))
     problem = f"there is no {source}; give a folder or a checkpoint file"
-    name = _NAME.fullmatch(str(source))
+    name = _NAME.fullmatch(f"{OWNERS[str(source)]}/{source}" if str(source) in OWNERS else str(source))
     if name is None:
         raise FileNotFoundError(problem)
     model = name["model"]
