@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from synthesizer_jax.attention import Mask
 from synthesizer_jax.pretrained import encode, generate, load
 from synthesizer_jax.pretrained.huggingface import folder as opening
 from synthesizer_jax.pretrained.huggingface.weights import open_weights
@@ -40,14 +41,19 @@ def test_padded_texts_have_the_states_of_transformers(tmp_path, family, attend_t
         encode(loaded, TEXTS, attend_to_padding=True)
 
 
-@pytest.mark.parametrize("dtype", [bool, np.int64])
-def test_a_tokenizers_attention_mask_gives_the_states_of_transformers(tmp_path, dtype):
+@pytest.mark.parametrize("kind", ["bool", "int64", "one token of padding"])
+def test_an_attention_mask_gives_the_states_of_transformers(tmp_path, kind):
+    """A tokenizer's as it is, or one in which T5 sees the first token of padding too."""
     config = TINY | UNTIED
     loaded = load(make_folder(tmp_path, config, tensors := make_tensors(config)), encoder_only=True)
     rng = np.random.default_rng(0)
     ids, lengths = rng.integers(2, 300, (3, 8)), np.array([8, 5, 2])
-    mask = np.arange(8) < lengths[:, None]
-    found = jax.jit(loaded.model.apply)(loaded.variables, ids, mask=mask.astype(dtype))
+    if kind == "one token of padding":
+        mask = Mask(key_lengths=jnp.asarray(lengths + 1), query_valid=jnp.asarray(ids >= 0))
+        lengths = np.minimum(lengths + 1, 8)
+    else:
+        mask = (np.arange(8) < lengths[:, None]).astype(kind)
+    found = jax.jit(loaded.model.apply)(loaded.variables, ids, mask=mask)
     for row, real, states, pooled in zip(ids, lengths, found.hidden, found.pooled, strict=True):
         expected = logits(config, tensors, row, None, real=real)
         assert np.abs(states - expected).max() < 1e-5 * np.abs(expected).max()
