@@ -1,6 +1,7 @@
 """Layers and models as NNX modules, beside Linen's and Flax's own."""
 
 import inspect
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -276,6 +277,16 @@ def test_losses_are_captured():
     assert_trees_equal(logits, expected)
     (actual,) = jax.tree.leaves(losses)
     assert actual == updates["losses"]["decoder"]["ponder"][0] > 0
+    assert_trees_equal(nnx.to_pure_dict(pickle.loads(pickle.dumps(losses))), nnx.to_pure_dict(losses))
+
+
+def test_a_module_with_an_untrained_table_is_pickled():
+    layer = to_nnx(sj.Attention(2, 6, sj.Random(8, trainable=False)), in_features=D)
+    again = pickle.loads(pickle.dumps(layer))
+    assert_trees_equal(snnx.linen_variables(again), snnx.linen_variables(layer))
+    assert set(snnx.linen_variables(again)) == {"params", "constants"}
+    assert list(nnx.to_flat_state(nnx.state(again, snnx.Constant)).paths) == [("align", "table")]
+    assert_trees_equal(again(X), layer(X))
 
 
 DIVIDED = {"heads": "tensor", "mlp": "tensor", "vocab": "tensor", "embed": "fsdp"}

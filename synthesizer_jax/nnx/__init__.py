@@ -33,13 +33,14 @@ from synthesizer_jax.nnx.layers import (
     TokenFeedForward,
     UniversalStack,
 )
-from synthesizer_jax.nnx.module import LinenModule, Loss, linen_variables
+from synthesizer_jax.nnx.module import Constant, LinenModule, Loss, linen_variables
 from synthesizer_jax.nnx.multi_head import MultiHeadAttention
 from synthesizer_jax.primitives.parameters import ACTIVATION_AXES, LOGICAL_AXES
 
 __all__ = [
     "Attention",
     "Block",
+    "Constant",
     "DynamicConvolution",
     "Encoder",
     "EncoderDecoder",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import flax.linen as linen
@@ -22,11 +22,36 @@ from synthesizer_jax.mixers import Mixer
 from synthesizer_jax.models import LOSSES, Block, FeedForward, Memory, TokenModel
 from synthesizer_jax.primitives.parameters import NamedAxes, Variables, logical_axes
 
-Loss = nnx.variable_type_from_name(LOSSES, allow_register=True)
-"""The variable type of terms that modules add to the training loss, such as `UniversalStack`'s ponder cost.
 
-``logits, losses = nnx.capture(model, Loss)(inputs, targets)`` collects them.
-"""
+def _variable_type(
+    collection: str,
+) -> Callable[[type[nnx.Variable[Any]]], type[nnx.Variable[Any]]]:
+    """Makes a class the variable type of a collection, unless the collection has a type already.
+
+    Flax would make a type when it meets the collection's name, but such a type cannot be pickled, because
+    no module defines it.
+    """
+
+    def register(cls: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
+        try:
+            return nnx.register_variable_name(collection, cls)
+        except ValueError:  # other code has registered a type for the name
+            return nnx.variable_type_from_name(collection)
+
+    return register
+
+
+@_variable_type("constants")
+class Constant(nnx.Variable[Any]):
+    """The variable type of what is not trained, as the table of a `Random` with ``trainable=False``."""
+
+
+@_variable_type(LOSSES)
+class Loss(nnx.Variable[Any]):
+    """The variable type of terms that modules add to the training loss, as `UniversalStack`'s ponder cost.
+
+    ``logits, losses = nnx.capture(model, Loss)(inputs, targets)`` collects them.
+    """
 
 
 class LinenModule(nnx.Module):
@@ -128,7 +153,9 @@ class LinenModule(nnx.Module):
           ValueError: dropout needs a random stream, `deterministic` is not set, or there are no weights.
         """
         captured_types = map(type, vars(self).get("__captures__", ()))
-        sown_types = {LOSSES: Loss} if Loss in captured_types else {}
+        sown_types: dict[str, type[nnx.Variable[Any]]] = {}
+        if Loss in captured_types:
+            sown_types[LOSSES] = Loss
         if sow_weights:
             sown_types["intermediates"] = nnx.Intermediate
         key = draw_dropout_key(self, deterministic, rngs) if self.has_dropout else None
