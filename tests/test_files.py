@@ -1,12 +1,21 @@
 """Files are whole or not there."""
 
+import errno
 import fcntl
 import os
 import pathlib
+import resource
 
 import pytest
+from safetensors import SafetensorError
 
-from synthesizer_jax.base.files import new_directory, open_atomic, temporary_directory, write_atomic
+from synthesizer_jax.base.files import (
+    name_write_errors,
+    new_directory,
+    open_atomic,
+    temporary_directory,
+    write_atomic,
+)
 from tests.environment import python
 
 
@@ -46,6 +55,52 @@ def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
         (staging / "a").write_text("a")
         raise RuntimeError("fails")
     assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_two_that_make_one_directory_are_told_apart(tmp_path):
+    """The first has it; the second ends with the sentence about a directory that exists."""
+    path = tmp_path / "new"
+    message = r"new exists, .*; give a new directory"
+    with pytest.raises(FileExistsError, match=message), new_directory(path) as second:
+        (second / "a").write_text("second")
+        with new_directory(path) as first:
+            (first / "a").write_text("first")
+    assert (path / "a").read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_named_by_what_the_user_knows(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large; the file is not written: '.*/file'"):
+            write_atomic(tmp_path / "file", b"x" * 2000)
+        message = r"File too large; nothing was written: '.*/folder'"
+        with pytest.raises(OSError, match=message), new_directory(tmp_path / "folder") as staging:
+            write_atomic(staging / "file", b"x" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "full"), "No space left on device; all is kept: 'there'"),
+        (OSError(errno.ENOSPC, "full", "temporary"), "No space left on device; all is kept: 'there'"),
+        (ValueError("dump [os_error_code='122']"), "quota exceeded; all is kept: 'there'"),
+        (SafetensorError("I/O error: full (os error 28)"), "No space left on device; all is kept: 'there'"),
+        (OSError(errno.ECONNREFUSED, "refused"), "refused$"),
+        (ValueError("another"), "another$"),
+    ],
+    ids=repr,
+)
+def test_errors_of_writing_are_one_sentence_and_others_stay(error, said):
+    with (
+        pytest.raises((OSError, ValueError), match=said),
+        name_write_errors(pathlib.Path("there"), "all is kept"),
+    ):
+        raise error
 
 
 KILLED = """

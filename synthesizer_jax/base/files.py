@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import fcntl
 import importlib.util
 import io
@@ -159,9 +160,10 @@ def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("xb") as file:
-            yield file
-        os.replace(temporary, path)
+        with name_write_errors(path, "the file is not written"):
+            with temporary.open("xb") as file:
+                yield file
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -173,7 +175,9 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     What a killed process has left of the same directory is removed first.
 
     Raises:
-      FileExistsError: the destination exists and is not empty.
+      FileExistsError: the destination exists and is not empty, at the start or, because another process
+        has made it, in the end.
+      OSError: the disk is full.
       ValueError: it is in a bucket, where directories cannot be renamed.
     """
     if in_bucket(directory):
@@ -183,12 +187,19 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     directory = directory.resolve()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory} exists; give a new directory")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    if directory.exists():
-        directory.rmdir()  # fails for a mounted one now, and not when everything is written
-    with temporary_directory(directory.parent, f".{directory.name}.incomplete") as staging:
-        yield staging
-        staging.rename(directory)
+    with name_write_errors(directory, "nothing was written"):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            directory.rmdir()  # fails for a mounted one now, and not when everything is written
+        with temporary_directory(directory.parent, f".{directory.name}.incomplete") as staging:
+            yield staging
+            try:
+                staging.rename(directory)
+            except OSError as error:
+                if not directory.exists():
+                    raise
+                reason = f"{directory} exists, as another process has made it; give a new directory"
+                raise FileExistsError(reason) from error
 
 
 @contextlib.contextmanager
@@ -244,18 +255,39 @@ def append(path: pathlib.Path, content: bytes) -> None:
         file.write(content)
 
 
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+"""Errors of a disk that is full, broken or not writable."""
+
+
 @contextlib.contextmanager
-def name_write_errors(directory: pathlib.Path) -> Iterator[None]:
-    """Context manager that names a directory in an `OSError` without a file, as that of a full disk."""
+def name_write_errors(path: pathlib.Path, outcome: str) -> Iterator[None]:
+    """Context manager that raises the errors of a full disk as one `OSError`, with a path and the outcome.
+
+    Python's error does not name the file, or it names a temporary one. Those of libraries are dumps of
+    what they wrote.
+
+    Args:
+      path: the file or directory that the user knows.
+      outcome: what is there now, such as ``what was finished is kept``.
+    """
     try:
         yield
-    except (OSError, ValueError) as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))  # TensorStore's, a ValueError
-        number = int(code[1]) if code else getattr(error, "errno", None)
-        if number is None or getattr(error, "filename", None) is not None:
+    except Exception as error:
+        number = _write_error(error)
+        if number is None:
             raise
-        kept = f"{os.strerror(number)}; what was finished is kept"
-        raise OSError(number, kept, str(directory)) from error
+        raise OSError(number, f"{os.strerror(number)}; {outcome}", str(path)) from error
+
+
+def _write_error(error: Exception) -> int | None:
+    """Returns the number of the operating system's error that writing has failed with; None: another error.
+
+    Libraries tell the number in their messages: TensorStore and safetensors.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (told := re.search(r"os_error_code='(\d+)'|os error (\d+)", str(error))):
+        number = int(told[1] or told[2])
+    return number if number in _WRITE_ERRORS else None
 
 
 def refuse_links(directory: pathlib.Path) -> None:

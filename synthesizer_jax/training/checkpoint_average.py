@@ -9,11 +9,11 @@ import numpy as np
 
 from synthesizer_jax.base.files import new_directory
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps
+from synthesizer_jax.checkpoints.manager import finished_steps
+from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
 from synthesizer_jax.runs import code
 from synthesizer_jax.training.initial_parameters import restore_run
 from synthesizer_jax.training.run_directory import load_experiment, save_run, with_vocabulary_path
-from synthesizer_jax.training.step import TrainState
 
 
 def average_checkpoints(
@@ -39,6 +39,7 @@ def average_checkpoints(
     Raises:
       FileExistsError: the directory exists and is not empty.
       FileNotFoundError: there is no run in the source.
+      OSError: the disk is full.
       ValueError: the run has fewer checkpoints, or one cannot be read.
     """
     experiment = with_vocabulary_path(load_experiment(source), source)
@@ -59,7 +60,12 @@ def average_checkpoints(
             mean = params if mean is None else jax.tree.map(update, mean, params)
         save_run(experiment.starting_from(None), staging)
         code.record_code(staging, code.recorded_code(source))
-        checkpoints = Checkpoints(staging / "checkpoints")
-        checkpoints.save(TrainState(np.int32(steps[-1]), mean, variables.get("constants", {}), {}), None)
-        checkpoints.close()
+        state = {
+            "step": np.int32(steps[-1]),
+            "params": mean,
+            "constants": variables.get("constants", {}),
+            "opt_state": {},
+        }
+        # No thread still writes when an error has removed the directory.
+        save_streamed(staging / "checkpoints", steps[-1], jax.tree.map(Unread.of, state))
     return steps

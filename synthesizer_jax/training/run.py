@@ -80,7 +80,7 @@ def run(
     if visible:
         print(escape_controls(f"{directory}: reading {experiment.data.mixture}"), flush=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(name_write_errors(directory))
+        stack.enter_context(name_write_errors(directory, "what was finished is kept"))
         stop = stack.enter_context(StopSignal())
         with stop.region():
             task_registry.add_imported(data_path)

@@ -1,5 +1,6 @@
 """The mean of the last checkpoints against NumPy, as a run that other commands take."""
 
+import resource
 import shutil
 
 import jax
@@ -54,6 +55,18 @@ def test_by_default_all_that_a_run_keeps_are_averaged(source, tmp_path):
     average_checkpoints(tmp_path / "equal", tmp_path / "same")
     _, found = restore_variables(tmp_path / "same" / "checkpoints")
     assert all((x == np.float32(0.1)).all() for x in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("command", ["average", "convert", "export"])
+def test_a_full_disk_is_named_and_leaves_nothing(source, tmp_path, command):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large; nothing was written: '.*/new'"):
+            call(command, source, tmp_path / "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_wrong_is_one_sentence_and_writes_nothing(source, tmp_path):
