@@ -282,12 +282,11 @@ def name_write_errors(path: pathlib.Path, outcome: str) -> Iterator[None]:
 def _write_error(error: Exception) -> int | None:
     """Returns the number of the operating system's error that writing has failed with; None: another error.
 
-    Libraries tell the number in their messages: TensorStore and safetensors.
+    Exceptions of libraries have only its text: those of TensorStore, safetensors, ArrayRecord, TensorFlow.
     """
-    number = error.errno if isinstance(error, OSError) else None
-    if number is None and (told := re.search(r"os_error_code='(\d+)'|os error (\d+)", str(error))):
-        number = int(told[1] or told[2])
-    return number if number in _WRITE_ERRORS else None
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno if error.errno in _WRITE_ERRORS else None
+    return next((number for number in _WRITE_ERRORS if os.strerror(number) in str(error)), None)
 
 
 def refuse_links(directory: pathlib.Path) -> None:

@@ -22,7 +22,14 @@ from typing import Any
 import numpy as np
 from etils import epy
 
-from synthesizer_jax.base.files import describing, in_bucket, open_atomic, temporary_directory, write_atomic
+from synthesizer_jax.base.files import (
+    describing,
+    in_bucket,
+    name_write_errors,
+    open_atomic,
+    temporary_directory,
+    write_atomic,
+)
 from synthesizer_jax.data.prepared import FORMAT, HIDDEN, Chunk, PreparedInfo, PreparedTasks, rows_file
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Vocabulary, index_by_tokens
@@ -76,6 +83,7 @@ def prepare(
 
     Raises:
       FileNotFoundError: no task has the splits.
+      OSError: the disk is full.
       ValueError: a data set is damaged, or a task needs `lengths`.
     """
     if made := MIXTURES.get(mixture):  # here; all other data sets were imported
@@ -95,9 +103,10 @@ def prepare(
         if not renew and is_current(request, prepared, lengths=lengths, epochs=epochs):
             log(f"{title}: is prepared")
             continue
-        info = _prepare_split(
-            request, prepared, lengths=lengths, epochs=epochs, workers=workers, renew=renew, setup=setup
-        )
+        with name_write_errors(prepared.root, "files that were finished are kept"):
+            info = _prepare_split(
+                request, prepared, lengths=lengths, epochs=epochs, workers=workers, renew=renew, setup=setup
+            )
         log(f"{title}: {info.examples:,} examples, {sum(info.tokens.values()):,} tokens")
         if said := ", ".join(f"{count:,} {what}" for what, count in info.targets.items()):
             log(f"  of {info.examples:,} targets, {said}")

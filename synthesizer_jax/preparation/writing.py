@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import io
 import itertools
 import json
 import logging
+import os
 import pathlib
 import shutil
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -15,7 +17,7 @@ from typing import Any, TypeAlias
 
 from etils import epy
 
-from synthesizer_jax.base.files import in_bucket, temporary_directory, write_atomic
+from synthesizer_jax.base.files import in_bucket, name_write_errors, temporary_directory, write_atomic
 from synthesizer_jax.tasks.stored import INFO, STAMP, load_info, stored_splits
 
 with epy.lazy_imports():
@@ -80,6 +82,8 @@ def write_dataset(
         if not isinstance(cause, OSError | tf.errors.OpError):
             raise
         reason = getattr(cause, "message", None) or str(cause)
+        if "Not enough disk space" in reason:  # TFDS's, which shows a size that it does not know
+            reason = os.strerror(errno.ENOSPC)
         raise OSError(
             f"{builder.data_dir} cannot be written ({reason}); no data set was changed"
         ) from error
@@ -105,6 +109,7 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
       renew: whether data sets that exist are replaced; otherwise their splits are kept.
 
     Raises:
+      OSError: the disk is full.
       ValueError: the data directory is in a bucket, or splits are there already.
     """
     if in_bucket(data_dir):
@@ -112,8 +117,10 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
             f"data sets are not written to a bucket ({data_dir}); write them to a directory and copy it: "
             f"gcloud storage cp --recursive 'DIRECTORY/*' {data_dir}/"
         )
-    data_dir.mkdir(parents=True, exist_ok=True)
-    with temporary_directory(data_dir, ".import") as folder:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(name_write_errors(data_dir, "no data set was changed"))
+        data_dir.mkdir(parents=True, exist_ok=True)
+        folder = stack.enter_context(temporary_directory(data_dir, ".import"))
         yield folder
         targets = {path.parent: data_dir / path.parent.relative_to(folder) for path in folder.rglob(INFO)}
         for written, target in targets.items():

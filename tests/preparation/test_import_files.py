@@ -544,17 +544,29 @@ def test_a_description_that_cannot_be_is_refused(tmp_path):
         import_files(describe(), {}, storage_path("gs://bucket/y"))
 
 
-def test_a_full_disk_leaves_nothing(tmp_path):
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
     write(tmp_path, {"a.txt": "".join(f"a line {i}\n" for i in range(4000))})
+    splits = find_splits([f"train={tmp_path}/a.txt"])
+    task = FileTask("my_lines", None, Template("{text}"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(OSError, match="File too large"):
-            splits = find_splits([f"train={tmp_path}/a.txt"])
-            import_files(FileTask("mine", None, Template("{text}")), splits, tmp_path / "out")
+        with pytest.raises(OSError, match=r"File too large; no data set was changed: '.*/out'"):
+            import_files(task, splits, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list((tmp_path / "out").iterdir())
+    import_files(task, splits, tmp_path / "out")
+    prepared = PreparedTasks(tmp_path / "out", BYTES)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(
+            OSError, match=r"File too large; files that were finished are kept: '.*/prepared"
+        ):
+            prepare("my_lines", prepared, evaluation_splits=(), log=quiet)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [path for path in prepared.root.rglob("*") if path.is_file()]
 
 
 TERMINATED = """
