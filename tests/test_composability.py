@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import synthesizer_jax as sj
@@ -56,7 +56,11 @@ LAYERS: dict[str, nn.Module] = {
     "Attention": sj.Attention(HEADS, WIDTH, sj.Mixture((sj.DotProduct(), sj.Random(LENGTH)))),
     "MultiHeadAttention": sj.MultiHeadAttention(HEADS),
     "MultiHeadAttention, alignment": sj.MultiHeadAttention(HEADS, alignment=sj.Dense(LENGTH)),
+    "attention_fn": nn.MultiHeadAttention(HEADS, attention_fn=sj.attention_fn),
 }
+
+
+DROP_INS = [name for name in LAYERS if name != "Attention"]
 
 
 class Subject:
@@ -220,6 +224,16 @@ def explicit_mesh(s: Subject) -> None:
     near(actual, s.expected)
 
 
+def mesh_of_types(s: Subject) -> None:
+    """The explicit mesh axes are in the types of the arguments; no mesh is set."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Explicit,) * 2)
+    parameters, *rows = s.arguments
+    spread = jax.device_put(rows, NamedSharding(mesh, P("data")))
+    actual = s.compiled(jax.device_put(parameters, NamedSharding(mesh, P())), *spread)
+    assert actual[1][1].sharding.spec[0] == "data"
+    near(actual, s.expected)
+
+
 def x64(s: Subject) -> None:
     """Under `jax.enable_x64`, float32 arguments give the same gradient in float32."""
     with jax.enable_x64(True):
@@ -229,11 +243,14 @@ def x64(s: Subject) -> None:
 
 
 subject = functools.cache(Subject)
-TRANSFORMATIONS = (vmap, grad, checkpoint, scan, pmap, shard_map, explicit_mesh, x64)
+TRANSFORMATIONS = (vmap, grad, checkpoint, scan, pmap, shard_map, explicit_mesh, mesh_of_types, x64)
 COMPOSED = [
     *itertools.product(TRANSFORMATIONS, [*FUNCTIONS, "Attention"]),
     *itertools.product([jvp, hessian], ["reference"]),
-    *itertools.product([explicit_mesh], ["MultiHeadAttention", "MultiHeadAttention, alignment"]),
+    *itertools.product(
+        [explicit_mesh, mesh_of_types],
+        ["MultiHeadAttention", "MultiHeadAttention, alignment", "attention_fn"],
+    ),
 ]
 
 

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from synthesizer_jax.attention import Span, Terms
 from synthesizer_jax.attention.masks import is_concrete
-from synthesizer_jax.attention.partition import axes_along, axes_of_type
+from synthesizer_jax.attention.mesh_axes import axes_along, axes_of_type, mesh_of_arguments
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.primitives.initializers import FanIn, Initializer
 from synthesizer_jax.primitives.parameters import with_axes
@@ -141,24 +141,26 @@ def dense_product(
     num_contracted = len(dimension_numbers[0][1])
     types: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     lead, features = x.shape[: x.ndim - num_contracted], kernel.shape[num_contracted:]
-    if not axes_of_type(AxisType.Explicit):
-        contracted_size = math.prod(kernel.shape[:num_contracted])
-        x, kernel = x.reshape(-1, contracted_size), kernel.reshape(contracted_size, -1)
-        out = lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), **types)
-        return out.reshape(*lead, *features)
-    # Mesh axes that already divide `x` cannot also divide the kernel's features: the kernel is gathered
-    # along them (FSDP).
-    x_axes = [axes_along(x, i) for i in range(x.ndim)]
-    used_axes = {axis for axes in x_axes for axis in axes}
-    feature_axes = [
-        tuple(axis for axis in axes_along(kernel, i) if axis not in used_axes)
-        for i in range(num_contracted, kernel.ndim)
-    ]
-    kernel = jax.sharding.reshard(kernel, PartitionSpec(*x_axes[len(lead) :], *feature_axes))
-    dims = (tuple(range(len(lead), x.ndim)), tuple(range(num_contracted)))
-    if out_sharding is None:
-        out_sharding = PartitionSpec(*x_axes[: len(lead)], *feature_axes)
-    return lax.dot_general(x, kernel, (dims, ((), ())), out_sharding=out_sharding, **types)
+    with mesh_of_arguments(x, kernel):
+        if not axes_of_type(AxisType.Explicit):
+            contracted_size = math.prod(kernel.shape[:num_contracted])
+            x, kernel = x.reshape(-1, contracted_size), kernel.reshape(contracted_size, -1)
+            out = lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), **types)
+            return out.reshape(*lead, *features)
+
+        # Mesh axes that already divide `x` cannot also divide the kernel's features: the kernel is
+        # gathered along them (FSDP).
+        x_axes = [axes_along(x, i) for i in range(x.ndim)]
+        used_axes = {axis for axes in x_axes for axis in axes}
+        feature_axes = [
+            tuple(axis for axis in axes_along(kernel, i) if axis not in used_axes)
+            for i in range(num_contracted, kernel.ndim)
+        ]
+        kernel = jax.sharding.reshard(kernel, PartitionSpec(*x_axes[len(lead) :], *feature_axes))
+        dims = (tuple(range(len(lead), x.ndim)), tuple(range(num_contracted)))
+        if out_sharding is None:
+            out_sharding = PartitionSpec(*x_axes[: len(lead)], *feature_axes)
+        return lax.dot_general(x, kernel, (dims, ((), ())), out_sharding=out_sharding, **types)
 
 
 def dense_layer(

@@ -17,18 +17,14 @@ from synthesizer_jax.attention.fused import attend_fused
 from synthesizer_jax.attention.fused import kernel_obstacle as fused_kernel_obstacle
 from synthesizer_jax.attention.fused import obstacle as fused_obstacle
 from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.mesh_axes import axes_along, match_varying_axes
 from synthesizer_jax.attention.packed import (
     MAX_UNPACKING_FACTOR,
     attend_unpacked,
     cover_distances,
     unpacked_lengths,
 )
-from synthesizer_jax.attention.partition import (
-    Partition,
-    axes_along,
-    match_varying_axes,
-    partition_by_types,
-)
+from synthesizer_jax.attention.partition import Partition, partition_by_types
 from synthesizer_jax.attention.reference import attend_reference, softmax_weights
 from synthesizer_jax.attention.static import attend_static
 from synthesizer_jax.attention.static import kernel_obstacle as static_kernel_obstacle

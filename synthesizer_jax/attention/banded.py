@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.masks import Mask, zero_padding
-from synthesizer_jax.attention.partition import match_varying_axes
+from synthesizer_jax.attention.mesh_axes import match_varying_axes
 from synthesizer_jax.attention.terms import Banded, Call, logits_dtype
 
 

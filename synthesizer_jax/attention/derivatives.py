@@ -10,8 +10,8 @@ is lowered for its platform: the kernels of other platforms cost a program nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from synthesizer_jax.attention.explanations import warn_once
+from synthesizer_jax.attention.mesh_axes import on_every_device
 from synthesizer_jax.base.typing import PyTree
 
 _Output = TypeVar("_Output")
@@ -64,13 +66,25 @@ def with_gradient(
 
 
 def platform_dependent(
-    *args: PyTree, default: Callable[..., PyTree], **implementations: Callable[..., PyTree]
+    *args: PyTree,
+    default: Callable[..., PyTree],
+    kernels: Mapping[str, Callable[..., PyTree]] | None = None,
+    **implementations: Callable[..., PyTree],
 ) -> Any:
-    """Calls the implementation for the platform of the program, by name, or the default.
+    """Calls the kernel or the implementation for the platform of the program, or else the default.
 
     Each returns what the default returns. It closes over no arrays, since it is traced when the program is
-    lowered; the caller's precision of products holds there too. JAX looks into none of them, and there are
-    no derivatives.
+    lowered; the caller's precision of products and mesh hold there too. JAX looks into none of them, and
+    there are no derivatives.
+
+    Args:
+      *args: the arguments, pytrees of arrays.
+      default: is called on all other platforms.
+      kernels: functions by platform that the compiler cannot divide over devices; see `on_every_device`.
+      **implementations: functions by platform that the compiler can divide.
+
+    Raises:
+      ValueError: when a program for several TPUs is lowered, if it has a kernel but no mesh is set.
     """
     leaves, treedef = jax.tree.flatten(args)
 
@@ -79,8 +93,11 @@ def platform_dependent(
         return lambda *leaves: jax.tree.leaves(run(*jax.tree.unflatten(treedef, leaves)))
 
     jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*args)
-    others = tuple((name, flat(function)) for name, function in implementations.items())
-    results = _opaque_p.bind(*leaves, jaxpr=jaxpr, others=others)
+    has_mesh = not jax.sharding.get_abstract_mesh().empty
+    others = {name: _Implementation(flat(function)) for name, function in implementations.items()}
+    for name, kernel in (kernels or {}).items():
+        others[name] = _Implementation(flat(on_every_device(kernel)), needs_mesh=not has_mesh)
+    results = _opaque_p.bind(*leaves, jaxpr=jaxpr, others=tuple(others.items()))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
@@ -99,7 +116,17 @@ def _raise_first_order(*_: object, **__: object) -> NoReturn:
     raise TypeError(FIRST_ORDER)
 
 
-_Implementations: TypeAlias = tuple[tuple[str, Callable[..., list[jax.Array]]], ...]
+class _Implementation(NamedTuple):
+    """A function of arrays for one platform.
+
+    `needs_mesh`: it is a kernel that was traced without a mesh, so it cannot run on several devices.
+    """
+
+    function: Callable[..., list[jax.Array]]
+    needs_mesh: bool = False
+
+
+_Implementations: TypeAlias = tuple[tuple[str, _Implementation], ...]
 _opaque_p = Primitive("opaque")
 """Evaluates a jaxpr, or another function for the platform that the program is lowered for."""
 _opaque_p.multiple_results = True
@@ -123,25 +150,60 @@ def _opaque_batch(
     args: Sequence[jax.Array], axes: Sequence[int | None], *, jaxpr: ClosedJaxpr, others: _Implementations
 ) -> tuple[list[jax.Array], list[int]]:
     mapped = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), tuple(axes)))(*args)
-    others = tuple((name, jax.vmap(function, tuple(axes))) for name, function in others)
+    others = tuple(
+        (name, other._replace(function=jax.vmap(other.function, tuple(axes)))) for name, other in others
+    )
     results = _opaque_p.bind(*args, jaxpr=mapped, others=others)
     return results, [0] * len(results)
 
 
 def _evaluate_on(platform: str) -> Callable[..., list[jax.Array]]:
     def evaluate(*args: jax.Array, jaxpr: ClosedJaxpr, others: _Implementations) -> list[jax.Array]:
-        function = dict(others).get(platform) or jaxpr_as_fun(jaxpr)
+        implementation = dict(others).get(platform)
+        function = jaxpr_as_fun(jaxpr) if implementation is None else implementation.function
         return function(*args)
 
     return evaluate
 
 
+def _lower_on(platform: str) -> Callable[..., Sequence[Any]]:
+    """Returns JAX's rule that lowers the primitive for a platform."""
+    lower = mlir.lower_fun(_evaluate_on(platform), multiple_results=True)
+
+    def rule(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Sequence[Any]:
+        implementation = dict(params["others"]).get(platform)
+        if implementation is not None and implementation.needs_mesh:
+            _check_one_device(ctx, platform)
+        return lower(ctx, *args, **params)
+
+    return rule
+
+
+def _check_one_device(ctx: mlir.LoweringRuleContext, platform: str) -> None:
+    """Refuses a program for several devices on TPUs; elsewhere the compiler gathers the arguments."""
+    # The attribute is missing inside of `jax.pmap` and where all mesh axes are manual.
+    num_devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
+    if num_devices == 1:
+        return
+
+    problem = (
+        f"attention: a kernel runs in a program for {num_devices} devices, but no mesh is set, so it "
+        "cannot be divided"
+    )
+    remedy = (
+        "call the function under jax.set_mesh(mesh), with logical axis rules for 'batch' and 'heads' if "
+        "the mesh has automatic axes"
+    )
+    if platform == "tpu":
+        raise ValueError(f"{problem}; {remedy}")
+    warn_once(f"{problem}: every device computes the whole batch; {remedy}")
+
+
 ad.primitive_jvps[_opaque_p] = _raise_first_order
 batching.primitive_batchers[_opaque_p] = _opaque_batch
-mlir.register_lowering(_opaque_p, mlir.lower_fun(_evaluate_on("default"), multiple_results=True))
+mlir.register_lowering(_opaque_p, _lower_on("default"))
 for _name in ("cuda", "rocm", "tpu"):
-    _lowering = mlir.lower_fun(_evaluate_on(_name), multiple_results=True)
-    mlir.register_lowering(_opaque_p, _lowering, platform=_name)
+    mlir.register_lowering(_opaque_p, _lower_on(_name), platform=_name)
 
 
 _tangent_p = Primitive("reverse_only")

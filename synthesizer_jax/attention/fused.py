@@ -29,8 +29,8 @@ from jax import lax
 from synthesizer_jax.attention.derivatives import platform_dependent, with_gradient
 from synthesizer_jax.attention.explanations import warn_once
 from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.mesh_axes import match_varying_axes
 from synthesizer_jax.attention.packed import with_segment_positions
-from synthesizer_jax.attention.partition import match_varying_axes
 from synthesizer_jax.attention.terms import (
     Call,
     LowRank,
@@ -219,11 +219,14 @@ def fused_forward(q_length: int, options: Options, inputs: FusedInputs) -> tuple
     It is compiled separately, as the backward pass is, so that equal layers are traced once.
     """
     default = functools.partial(loop_forward, q_length, soft_cap=options.soft_cap)
-    implementations = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
-    for name in options.kernels:
-        forward = _kernels(name).forward
-        implementations[name] = functools.partial(forward, q_length, options.query_offset, options.soft_cap)
-    results: tuple[jax.Array, SoftmaxStats] = platform_dependent(inputs, default=default, **implementations)
+    parallel = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
+    kernels = {
+        name: functools.partial(_kernels(name).forward, q_length, options.query_offset, options.soft_cap)
+        for name in options.kernels
+    }
+    results: tuple[jax.Array, SoftmaxStats] = platform_dependent(
+        inputs, default=default, kernels=kernels, **parallel
+    )
     return results
 
 
@@ -233,12 +236,13 @@ def fused_backward(
 ) -> FusedInputs:
     """Returns the cotangents of the inputs."""
     default = functools.partial(loop_backward, soft_cap=options.soft_cap)
-    implementations = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
-    for name in options.kernels:
-        backward = _kernels(name).backward
-        implementations[name] = functools.partial(backward, options.query_offset, options.soft_cap)
+    parallel = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
+    kernels = {
+        name: functools.partial(_kernels(name).backward, options.query_offset, options.soft_cap)
+        for name in options.kernels
+    }
     cotangents: FusedInputs = platform_dependent(
-        inputs, stats, delta, dout, default=default, **implementations
+        inputs, stats, delta, dout, default=default, kernels=kernels, **parallel
     )
     return cotangents
 

@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from synthesizer_jax.attention.fused import Biases, FusedInputs, Products, SoftmaxStats
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.partition import match_varying_axes
+from synthesizer_jax.attention.mesh_axes import match_varying_axes
 from synthesizer_jax.attention.terms import cap_logits, expand_diagonals, logits_dtype
 from synthesizer_jax.base.typing import PyTree
 

@@ -1,4 +1,4 @@
-"""How attention is divided over the mesh that surrounds it, and what that mesh is."""
+"""How attention is divided over the devices of the mesh that surrounds it."""
 
 from __future__ import annotations
 
@@ -14,69 +14,12 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.mesh_axes import axes_along, axes_of_type, in_auto_mode, mesh_of_arguments
 from synthesizer_jax.attention.terms import Call, Relative, Term, TermArray, cut_diagonals, map_arrays
 from synthesizer_jax.base.messages import not_divisible
 from synthesizer_jax.base.typing import PyTree
 
 Function = TypeVar("Function", bound=Callable[..., PyTree])
-
-
-def axes_of_type(kind: AxisType) -> tuple[str, ...]:
-    """Returns the axes of a type of the mesh that `jax.set_mesh` or `jax.shard_map` has set."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == kind)
-
-
-def axes_along(x: jax.Array, axis: int) -> tuple[str, ...]:
-    """Returns the explicit mesh axes that divide a dimension of an array."""
-    entry = jax.typeof(x).sharding.spec[axis]
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def match_varying_axes(*trees: PyTree) -> PyTree:
-    """Returns the trees with all arrays varying over the manual mesh axes over which any of them varies.
-
-    Loops and conditionals need that inside `jax.shard_map`; an array that devices share then gets the sum
-    of their cotangents. Elsewhere nothing changes.
-    """
-    varying = lambda x: frozenset(jax.typeof(x).mat.varying)
-    axes = frozenset().union(*map(varying, jax.tree.leaves(trees)))
-
-    def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(axes - varying(x))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, trees) if axes else trees
-
-
-def in_auto_mode(
-    function: Callable[..., PyTree], spec: Callable[[PyTree], PyTree]
-) -> Callable[..., PyTree]:
-    """Returns the function, of pytrees, with all explicit mesh axes made automatic inside.
-
-    `spec` maps the result to its sharding, a `PartitionSpec` or a pytree of them.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    explicit = axes_of_type(AxisType.Explicit)
-    auto = mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))
-
-    def call(*args: PyTree) -> PyTree:
-        with jax.sharding.use_abstract_mesh(auto):
-            out = function(*jax.tree.map(_without_types, args))
-        return jax.sharding.reshard(out, spec(out))
-
-    return call
-
-
-def _without_types(x: PyTree) -> PyTree:
-    """Returns an array in an automatic mesh with the sharding that its type had in an explicit one."""
-    if not isinstance(x, jax.Array):
-        return x
-    laid_out = jax.typeof(x).sharding.spec
-    x = jax.sharding.reshard(x, PartitionSpec())
-    if all(entry is None for entry in laid_out) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x
-    return jax.lax.with_sharding_constraint(x, laid_out)
 
 
 Axes = tuple[str, ...] | None
@@ -122,9 +65,6 @@ class Partition:
             return route(self._own_queries(call) if divided else call)
 
         queries = self.sequence if divided else None
-        # Kernels want all axes; those of length 1 divide nothing.
-        mesh = jax.sharding.get_abstract_mesh()
-        single = {n for n in axes_of_type(AxisType.Auto) if mesh.shape[n] == 1}
         names: dict[str | None, Axes] = {"b": self.batch, "h": self.heads, "q": queries}
 
         def term_spec(a: TermArray) -> PartitionSpec:
@@ -142,7 +82,7 @@ class Partition:
             inside,
             in_specs=(dataclasses.replace(call, **specs),),
             out_specs=self._spec(call.values, queries),
-            axis_names=self.axis_names | single,
+            axis_names=self.axis_names,
         )
         out: jax.Array = jax.jit(sharded, inline=True)(call)
         return out
@@ -263,8 +203,8 @@ def partition_by_types(
 ) -> Callable[[Function], Function]:
     """Makes a function with a keyword `partition` usable with explicit mesh axes, JAX's default.
 
-    With explicit axes it runs with automatic ones, partitioned as the types of its arguments say unless
-    the caller names axes.
+    With explicit axes the function runs with automatic ones. It is partitioned as the types of its
+    arguments say, unless the caller names axes. The types also say which mesh it is if none is set.
 
     Args:
       partition_of: returns the partition that the types of the function's arguments say.
@@ -274,13 +214,17 @@ def partition_by_types(
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def wrapped(*args: Any, partition: Partition | None = None, **options: Any) -> PyTree:
-            if not axes_of_type(AxisType.Explicit):
-                return function(*args, partition=partition, **options)
-            if partition is None or not partition.axis_names:
-                partition = partition_of(*args, **options)
-            call = lambda args, options: function(*args, partition=partition, **options)
-            spec = functools.partial(specs, partition)
-            return in_auto_mode(call, spec)(args, options)
+            with mesh_of_arguments(args, options):
+                if not axes_of_type(AxisType.Explicit):
+                    return function(*args, partition=partition, **options)
+
+                if partition is None or not partition.axis_names:
+                    partition = partition_of(*args, **options)
+
+                def call(args: PyTree, options: PyTree) -> PyTree:
+                    return function(*args, partition=partition, **options)
+
+                return in_auto_mode(call, functools.partial(specs, partition))(args, options)
 
         return wrapped  # type: ignore[return-value]
 

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -142,15 +142,16 @@ def _attend_static_fwd(
     """
     is_separable = _is_separable(inputs.mask)
     matmuls = functools.partial(_matmul_fwd, q_length)
-    implementations: dict[str, Callable[..., PyTree]] = dict.fromkeys(_ACCELERATORS, matmuls)
+    parallel = dict.fromkeys(_ACCELERATORS, matmuls)
+    kernels: dict[str, Callable[..., PyTree]] = {}
     if on_tpu:
         from synthesizer_jax.attention import static_tpu
 
-        implementations["tpu"] = functools.partial(
+        kernels["tpu"] = functools.partial(
             static_tpu.forward, q_length, options.query_offset, same_keys=is_separable
         )
     default = functools.partial(matmuls, parallel=False)
-    out, inverse_row_sum = platform_dependent(inputs, default=default, **implementations)
+    out, inverse_row_sum = platform_dependent(inputs, default=default, kernels=kernels, **parallel)
     if is_separable:
         return out, ()
     is_exact = _all_when_mapped(jnp.all(inverse_row_sum < 1 / MIN_ROW_SUM))
@@ -178,16 +179,23 @@ def _attend_static_bwd(
     """Returns the cotangents of the inputs."""
 
     def run_matmuls(inverse_row_sum: jax.Array | None, delta: jax.Array | None) -> FusedInputs:
-        matmuls = lambda inputs, _, *rest, **kw: _matmul_bwd(inputs, *rest, **kw)
-        implementations: dict[str, Callable[..., PyTree]] = dict.fromkeys(_ACCELERATORS, matmuls)
+        def matmuls(inputs: FusedInputs, _: jax.Array, *rest: Any, parallel: bool = True) -> FusedInputs:
+            return _matmul_bwd(inputs, *rest, parallel=parallel)
+
+        kernels: dict[str, Callable[..., PyTree]] = {}
         if on_tpu:
             from synthesizer_jax.attention import static_tpu
 
-            kernel = functools.partial(static_tpu.backward, options.query_offset)
-            implementations["tpu"] = lambda inputs, out, _, *rest: kernel(inputs, out, *rest)
-        default = functools.partial(matmuls, parallel=False)
-        args = inputs, out, delta, inverse_row_sum, dout
-        cotangents: FusedInputs = platform_dependent(*args, default=default, **implementations)
+            def kernel(inputs: FusedInputs, out: jax.Array, _: jax.Array, *rest: Any) -> FusedInputs:
+                return static_tpu.backward(options.query_offset, inputs, out, *rest)
+
+            kernels["tpu"] = kernel
+        cotangents: FusedInputs = platform_dependent(
+            *(inputs, out, delta, inverse_row_sum, dout),
+            default=functools.partial(matmuls, parallel=False),
+            kernels=kernels,
+            **dict.fromkeys(_ACCELERATORS, matmuls),
+        )
         return cotangents
 
     if not isinstance(residuals, _Residuals):

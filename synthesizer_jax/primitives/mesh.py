@@ -2,7 +2,8 @@
 
 Layers hold no mesh. Under `jax.set_mesh` they partition their work over the mesh axes that the user's
 logical axis rules (`flax.linen.logical_axis_rules`) assign to ``batch``, ``heads`` and ``sequence``. If
-mesh axes are explicit, the sharding in the type of the layer's input determines the axes instead.
+mesh axes are explicit, the sharding in the type of the layer's input determines the axes instead, and the
+mesh need not be set, because the type has it too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from flax.linen.transforms import lift_direct_transform
 from jax.sharding import AxisType, PartitionSpec
 
 from synthesizer_jax.attention import Partition
-from synthesizer_jax.attention.partition import Function, axes_along, axes_of_type, in_auto_mode
+from synthesizer_jax.attention.mesh_axes import (
+    axes_along,
+    axes_of_type,
+    in_auto_mode,
+    mesh_of_arguments,
+)
+from synthesizer_jax.attention.partition import Function
 from synthesizer_jax.base.typing import PyTree
 
 _Rules: TypeAlias = list[tuple[str, str | tuple[str, ...] | None]]
@@ -68,28 +75,31 @@ def on_any_mesh(function: Function) -> Function:
     """Makes a module's method, or a function of variables, usable with explicit mesh axes, JAX's default.
 
     The first argument is the module or its variables, the second tokens or vectors
-    ``[batch, length, ...]``. The function runs with automatic axes. Examples, positions and heads are
+    ``[batch, length, ...]``. The mesh is the one that is set, or else the one in the types of these two.
+    The function runs with automatic axes. Examples, positions and heads are
     partitioned according to the types of the second argument and of the kernels. The result is sharded
     like that argument, and variables that a method creates are replicated.
     """
 
     @functools.wraps(function)
     def wrapped(owner: PyTree, x: jax.Array, *args: object, **kwargs: object) -> PyTree:
-        if not axes_of_type(AxisType.Explicit):
-            return function(owner, x, *args, **kwargs)
         is_module = isinstance(owner, nn.Module)
-        rules, spec_of = _input_layout(x, owner.variables if is_module else owner)
+        variables = owner.variables if is_module else owner
+        with mesh_of_arguments(x, variables):
+            if not axes_of_type(AxisType.Explicit):
+                return function(owner, x, *args, **kwargs)
+            rules, spec_of = _input_layout(x, variables)
 
-        def call_with_rules(owner: PyTree, *args_and_kwargs: PyTree) -> PyTree:
-            *args, kwargs = args_and_kwargs
-            with nn.logical_axis_rules(rules):
-                return function(owner, *args, **kwargs)
+            def call_with_rules(owner: PyTree, *args_and_kwargs: PyTree) -> PyTree:
+                *args, kwargs = args_and_kwargs
+                with nn.logical_axis_rules(rules):
+                    return function(owner, *args, **kwargs)
 
-        if is_module:
-            lifted = functools.partial(_lift_to_auto_mode, spec_of=spec_of)
-            return lift_direct_transform(lifted, (call_with_rules,), owner, x, *args, kwargs)
-        call = in_auto_mode(call_with_rules, lambda result: jax.tree.map(spec_of, result))
-        return call(owner, x, *args, kwargs)
+            if is_module:
+                lifted = functools.partial(_lift_to_auto_mode, spec_of=spec_of)
+                return lift_direct_transform(lifted, (call_with_rules,), owner, x, *args, kwargs)
+            call = in_auto_mode(call_with_rules, lambda result: jax.tree.map(spec_of, result))
+            return call(owner, x, *args, kwargs)
 
     return wrapped  # type: ignore[return-value]
 

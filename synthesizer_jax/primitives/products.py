@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention.partition import match_varying_axes
+from synthesizer_jax.attention.mesh_axes import match_varying_axes
 from synthesizer_jax.attention.terms import logits_dtype
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention.partition import match_varying_axes
+from synthesizer_jax.attention.mesh_axes import match_varying_axes
 from synthesizer_jax.attention.terms import cap_logits
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.primitives.products import plain_output_product
