@@ -1,18 +1,13 @@
 """Alignments, which compute the attention logits of a layer: they decide who attends to whom."""
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
+from synthesizer_jax.alignments.dense import Dense, FactorizedDense
+from synthesizer_jax.alignments.dot_product import Bilinear, DotProduct
 from synthesizer_jax.alignments.gaussian import Gaussian, GaussianBias
 from synthesizer_jax.alignments.mixture import Mixture, PerHead
+from synthesizer_jax.alignments.random import FactorizedRandom, Random
 from synthesizer_jax.alignments.relative_bias import ALiBi, RelativeBias
 from synthesizer_jax.alignments.rotary import LinearScaling, YaRN
-from synthesizer_jax.alignments.synthesizers import (
-    Bilinear,
-    Dense,
-    DotProduct,
-    FactorizedDense,
-    FactorizedRandom,
-    Random,
-)
 
 __all__ = [
     "ALIGNMENTS",

@@ -1,0 +1,124 @@
+"""Logits from queries times keys, the attention of the Transformer."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.alignments.base import Alignment, AttentionContext, project
+from synthesizer_jax.alignments.rotary import LinearScaling, YaRN, rotate
+from synthesizer_jax.attention import Terms, low_rank
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length, Positive, Share
+from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.primitives.norms import RMSNorm
+
+
+@register
+class DotProduct(Alignment):
+    """Scaled dot product of projected tokens, ``logits = scale · (x W_q)(y W_k)ᵀ``.
+
+    The width of a head is free: it need not be d_model / heads (Bhojanapalli et al. 2020, the
+    low-rank bottleneck).
+
+    Attributes:
+      head_dim: width of queries and keys; None means the width of the values.
+      scale: factor of the logits; None means 1/√head_dim (Vaswani et al. 2017). T5 uses 1 and puts
+        the factor into the query's initializer.
+      use_bias: biases in both projections, as in BERT.
+      normalize_qk: RMS normalization of every head's queries and keys, with a learned factor for each of
+        their features, as in Qwen 3 and Gemma 3 (Dehghani et al. 2023 use LayerNorm).
+      rotary_base: base of rotary positions (Su et al. 2021, RoFormer), 10,000 in the paper: features i
+        and ``i + head_dim / 2`` are rotated by ``position · base^(-2 i / head_dim)``, as in Llama; None:
+        no rotation.
+      rotary_share: share of every head's features, the first ones, that are rotated, as in GPT-NeoX.
+      rotary_scaling: `LinearScaling` or `YaRN`, for texts longer than in training; None: none.
+      query_init: initializer of the query kernel ``[d_model, heads · head_dim]``.
+      key_init: initializer of the key kernel.
+    """
+
+    head_dim: Length | None = None
+    scale: float | None = None
+    use_bias: bool = False
+    normalize_qk: bool = False
+    rotary_base: Positive | None = None
+    rotary_share: Share = 1.0
+    rotary_scaling: LinearScaling | YaRN | None = None
+    query_init: Initializer = FanIn()
+    key_init: Initializer = FanIn()
+    linear_in = ("key_norm", "key")
+
+    @nn.compact
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        width = self.head_dim or context.head_dim
+        if queries.ndim == 3:
+            queries = project(
+                queries,
+                heads=context.num_heads,
+                width=width,
+                name="query",
+                kernel_init=self.query_init,
+                use_bias=self.use_bias,
+            )
+        if keys.ndim == 3:
+            shared = context.num_kv_heads is not None
+            keys = project(
+                keys,
+                heads=context.num_kv_heads or context.num_heads,
+                width=width,
+                name="key",
+                axes=("kv_heads" if shared else "heads", "kv"),
+                kernel_init=self.key_init,
+                use_bias=self.use_bias,
+            )
+        if self.normalize_qk:
+            queries, keys = RMSNorm(name="query_norm")(queries), RMSNorm(name="key_norm")(keys)
+        if self.rotary_base is not None:
+            at, keys_at = context.packed_positions or (context.query_span.start, context.keys_start)
+            turn = functools.partial(
+                rotate, base=self.rotary_base, share=self.rotary_share, scaling=self.rotary_scaling
+            )
+            queries, keys = turn(queries, at), turn(keys, keys_at)
+        elif self.rotary_share < 1 or self.rotary_scaling is not None:
+            raise ValueError(
+                "DotProduct: rotary_base is None, but rotary_share or rotary_scaling is set; set it too, "
+                "such as rotary_base=10_000"
+            )
+        scale = width**-0.5 if self.scale is None else self.scale
+        if scale != 1.0:
+            queries = queries * scale
+        return (low_rank(queries, keys, token_keys=True),)
+
+
+@register
+class Bilinear(Alignment):
+    """A full matrix between every pair of tokens, ``logits_h = (x W_h) yᵀ`` with W_h of d × d.
+
+    In an `Attention` with ``project_values=False`` it is general bilinear multi-head attention (Shazeer
+    et al. 2020, section 3.3). That is the case of head size d_model, where key and value projections can
+    be multiplied into those of the queries and the output.
+
+    Attributes:
+      query_init: initializer of the kernel, as ``[d_model, heads · d_model]``; None: standard deviation
+        1 / d_model, which makes the logits of unit tokens about one.
+    """
+
+    query_init: Initializer | None = None
+    linear_in = ("query",)
+
+    @nn.compact
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        width = queries.shape[-1]
+        queries = project(
+            queries,
+            heads=context.num_heads,
+            width=width,
+            name="query",
+            kernel_init=self.query_init or Normal(1.0 / width),
+        )
+        # [b, k, h, d]
+        keys = jnp.broadcast_to(keys[:, :, None], (*keys.shape[:2], context.num_heads, width))
+        return (low_rank(queries, keys, token_keys=True),)

@@ -1,0 +1,82 @@
+"""Logits that are parameters, whatever the tokens are: the Random Synthesizers."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+
+from synthesizer_jax.alignments.base import Alignment, AttentionContext, check_length, slice_positions
+from synthesizer_jax.attention import Terms, low_rank, static
+from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length
+from synthesizer_jax.primitives.initializers import Initializer, Normal
+from synthesizer_jax.primitives.parameters import with_axes
+
+
+@register
+class Random(Alignment):
+    """Logits that are parameters, the same for every example, ``S = R[:q, :k]``.
+
+    Tay et al. 2021, section 3.2 (Random Synthesizer). With `trainable=False` it is Fixed Random, whose
+    table stays at its initial value: gradients and optimizers belong to the collection ``params``, while
+    ``constants`` is passed on, ``layer.apply({"params": params, **rest}, x)``. Shorter inputs use the
+    top-left corner of the table.
+
+    Attributes:
+      max_length: number of query and key positions of the table.
+      trainable: False keeps the table in the collection ``constants``: saved, never optimized.
+      table_init: initializer of the table ``[heads, max_length, max_length]``.
+    """
+
+    max_length: Length
+    trainable: bool = True
+    table_init: Initializer = Normal(0.02)
+    linear_in = ("table",)
+
+    @nn.compact
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        check_length(self, self.max_length, context.query_span, context.key_span)
+        init = with_axes(self.table_init, "heads", "query_length", "key_length")
+        shape = (context.num_heads, self.max_length, self.max_length)
+        if self.trainable:
+            table = self.param("table", init, shape)
+        else:
+            table = self.variable("constants", "table", lambda: init(self.make_rng("params"), shape)).value
+        rows = slice_positions(table, context.query_span, axis=1)  # [h, q, max_length]
+        return (static(slice_positions(rows, context.key_span, axis=2)),)
+
+
+@register
+class FactorizedRandom(Alignment):
+    """A Random table of low rank, ``S = R₁ R₂ᵀ``.
+
+    Tay et al. 2021, section 3.3 (Factorized Random Synthesizer; rank 8 in the paper). The released
+    Mesh-TensorFlow code computes something else (every query gets the same row), which is not
+    offered here.
+
+    Attributes:
+      max_length: number of query and key positions.
+      rank: inner width k of the factors.
+      factor_init: initializer of R₁ and R₂, each ``[heads, max_length, rank]``.
+    """
+
+    max_length: Length
+    rank: Length = 8
+    factor_init: Initializer = Normal(0.1)
+    linear_in = ("query_factor",)
+
+    @nn.compact
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        check_length(self, self.max_length, context.query_span, context.key_span)
+        shape = (context.num_heads, self.max_length, self.rank)
+        rows = self.param(
+            "query_factor", with_axes(self.factor_init, "heads", "query_length", "rank"), shape
+        )
+        columns = self.param(
+            "key_factor", with_axes(self.factor_init, "heads", "key_length", "rank"), shape
+        )
+        # [1, q, h, r]
+        rows = slice_positions(rows, context.query_span, axis=1).swapaxes(0, 1)[None]
+        # [1, k, h, r]
+        columns = slice_positions(columns, context.key_span, axis=1).swapaxes(0, 1)[None]
+        return (low_rank(rows, columns, token_keys=False, token_queries=False),)
