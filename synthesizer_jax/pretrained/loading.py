@@ -18,23 +18,14 @@ from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.registry import check_types, replace
 from synthesizer_jax.base.typing import Dtype
-from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.prediction import Generated, Predictor
 from synthesizer_jax.inference import Decoding
 from synthesizer_jax.inference.scoring import encoder_width
-from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel, num_real_tokens
+from synthesizer_jax.pretrained.from_run import open_run
 from synthesizer_jax.primitives.parameters import Variables
-from synthesizer_jax.runs.saved import (
-    SavedModel,
-    find_checkpoint,
-    has_adapters,
-    is_run,
-    load_model,
-    open_vocabulary,
-)
+from synthesizer_jax.runs.saved import is_run, open_vocabulary
 
 
 class Loaded(NamedTuple):
@@ -49,21 +40,6 @@ class Loaded(NamedTuple):
     model: TokenModel
     variables: Variables
     vocabulary: Vocabulary
-
-
-def open_run(source: pathlib.Path, mesh: Mesh | None = None) -> tuple[SavedModel, Variables]:
-    """Returns the model and vocabulary of a run and the variables of a checkpoint, with looped layers."""
-    directory, step = find_checkpoint(source)
-    saved = load_model(directory)
-    model = saved.model
-    layout = None if mesh is None else layout_over(model, model.example(1, 1), mesh)
-    if has_adapters(directory):  # other runs need nothing of what trained them
-        from synthesizer_jax.training.initial_parameters import restore_run
-
-        _, variables = restore_run(directory, step=step, layout=layout)
-    else:
-        _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
-    return saved._replace(model=unroll(model)), unroll_variables(model, variables)
 
 
 def load(

@@ -17,13 +17,13 @@ from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.models import EncoderDecoder, unroll
 from synthesizer_jax.pretrained.architecture import Pretrained
+from synthesizer_jax.pretrained.from_run import open_run
 from synthesizer_jax.pretrained.huggingface.config import CONFIG
 from synthesizer_jax.pretrained.huggingface.folder import open_folder
 from synthesizer_jax.pretrained.huggingface.hub import locate
 from synthesizer_jax.pretrained.huggingface.peft import base_of, is_adapter, with_adapters
 from synthesizer_jax.pretrained.huggingface.tokenizer import read_vocabulary
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS, TORCH
-from synthesizer_jax.pretrained.loading import open_run
 from synthesizer_jax.pretrained.t5x import is_checkpoint, open_checkpoint
 from synthesizer_jax.runs.saved import find_checkpoint, is_run, load_model
 from synthesizer_jax.sharding import replicate_to_devices
