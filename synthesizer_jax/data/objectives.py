@@ -323,8 +323,8 @@ class MaskedLM(SegmentObjective):
 
 def _random_tokens(draws: Draws, count: int, form: ExampleFormat) -> np.ndarray:
     """Returns random token ids ``[count]``, none of which stands for padding or another special token."""
-    special = {form.ids.padding, form.ids.start, *form.ids.ends}
-    special = sorted(id for id in special if RESERVED <= id < form.vocab_size)
+    ids = {form.ids.padding, form.ids.start, *form.ids.ends}
+    special = sorted(id for id in ids if RESERVED <= id < form.vocab_size)
     tokens = draws.integers(count, low=RESERVED, high=form.vocab_size - len(special))
     for id in special:  # in ascending order, each moves the ids from its own on by one
         tokens = tokens + (tokens >= id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
@@ -26,8 +26,21 @@ from synthesizer_jax.linen.functional import AttentionFn, as_mask, attention_fn,
 from synthesizer_jax.mixers.base import decoding_mask
 from synthesizer_jax.primitives.mesh import on_any_mesh, partition
 
-if TYPE_CHECKING:
-    from synthesizer_jax.nnx import MultiHeadAttention as NnxMultiHeadAttention
+
+class AlignedLayer(Protocol):
+    """A `MultiHeadAttention` of Linen or NNX: the fields of both that this file reads."""
+
+    @property
+    def alignment(self) -> Alignment | None:
+        """Computes the attention logits or weights."""
+
+    @property
+    def num_heads(self) -> int:
+        """The number of heads."""
+
+    @property
+    def normalize_qk(self) -> bool:
+        """Whether queries and keys are normalized."""
 
 
 class MultiHeadAttention(nn.MultiHeadDotProductAttention):
@@ -160,7 +173,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
         )(heads)
 
 
-def check_fields(layer: MultiHeadAttention | NnxMultiHeadAttention) -> None:
+def check_fields(layer: AlignedLayer) -> None:
     """Raises a `ValueError` for fields of a `MultiHeadAttention` that exclude its alignment."""
     alignment = layer.alignment
     if not isinstance(alignment, Alignment):
@@ -192,7 +205,7 @@ def check_fields(layer: MultiHeadAttention | NnxMultiHeadAttention) -> None:
 
 
 def attend_with_alignment(
-    layer: MultiHeadAttention | NnxMultiHeadAttention,
+    layer: AlignedLayer,
     align: Callable[[jax.Array, jax.Array, AttentionContext], Terms],
     project: Callable[[str, jax.Array], jax.Array],
     inputs: tuple[jax.Array, jax.Array | None, jax.Array | None],
