@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import jax
@@ -21,7 +21,7 @@ from flax import traverse_util
 from synthesizer_jax.base.files import storage_path, write_atomic
 from synthesizer_jax.base.registry import check_fields, register, replace, to_json
 from synthesizer_jax.base.typing import KeyPath, NotEmpty, Number, PyTree
-from synthesizer_jax.distillation.fit import collect_statistics, fit_layers, is_softmax_of_logits, is_static
+from synthesizer_jax.distillation.fit import collect_statistics, fit_layers, is_static
 from synthesizer_jax.distillation.replacement import (
     STACKS,
     Layer,
@@ -63,8 +63,9 @@ class Distillation:
     Attributes:
       replace: the replacements.
       training: number of steps, optimizer, etc.; only the replacements are trained.
-      fit_batches: number of batches of the teacher's data to which static alignments, such as Random, are
-        fitted before the training, see `distillation.fit`; 0: they start from their initializers.
+      fit_batches: number of batches of the teacher's data to which static alignments of self-attention,
+        such as Random, are fitted before the training, see `distillation.fit`; replacements that cannot be
+        fitted are named. 0: all start from their initializers.
       together: whether the student's layers read the student's own activations and are trained jointly;
         otherwise every layer reads the teacher's activations and is trained independently.
       evaluation: the evaluation at the end; None: that of the teacher's run.
@@ -128,20 +129,28 @@ def distill(
         "user_code": code.recorded_code(teacher) + user_code,
     }
 
+    def say(text: str) -> None:
+        if first and visible:
+            print(text, flush=True)
+
     def initialize(_: Trainer) -> TrainState:
         variables = trainer.inherited_variables()
-        if recipe.fit_batches and (layers := trainer.static_layers()):
+        if not recipe.fit_batches:
+            return trainer.init(variables)
+        layers, others = trainer.fitted_layers()
+        if layers:
             variables, divergences = _fit(variables, trainer, layers, data_dir)
             heads = np.stack(list(divergences.values()))
             if first:
                 by_layer = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()}
                 write_atomic(directory / FIT_FILE, json.dumps(by_layer, indent=1) + "\n")
-            if first and visible:
-                print(
-                    f"fitted {len(heads)} layers to {recipe.fit_batches} batches: the teacher's attention "
-                    f"diverges by {heads.mean():.3f} nats per query (worst head {heads.max():.3f})",
-                    flush=True,
-                )
+            say(
+                f"fitted {len(heads)} layers to {recipe.fit_batches} batches: the teacher's attention "
+                f"diverges by {heads.mean():.3f} nats per query (worst head {heads.max():.3f})"
+            )
+        if others:
+            reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in others.items())
+            say(f"not fitted, but trained from their initializers: {reasons}")
         return trainer.init(variables)
 
     run(experiment, directory, trainer=trainer, initial=initialize, **options)
@@ -155,7 +164,10 @@ def distill(
 
 
 def _fit(
-    variables: Variables, trainer: DistillationTrainer, layers: list[Layer], data_dir: pathlib.Path | None
+    variables: Variables,
+    trainer: DistillationTrainer,
+    layers: Mapping[Layer, Attention],
+    data_dir: pathlib.Path | None,
 ) -> tuple[Variables, dict[Layer, np.ndarray]]:
     """Returns variables with alignments fitted to the teacher's attention, and every head's divergence."""
     experiment = trainer.experiment
@@ -219,17 +231,34 @@ class DistillationTrainer(Trainer):
 
         return jax.tree.map_with_path(inherited, self.init().variables)
 
-    def static_layers(self) -> list[Layer]:
-        """Returns the layers in which a static alignment replaces the self-attention."""
-        layers = []
+    def fitted_layers(self) -> tuple[dict[Layer, Attention], dict[str, list[str]]]:
+        """Returns the replacements that can be fitted to the teacher's attention, and the others.
+
+        Returns:
+          The attention of the student's layers that can be fitted, and the names of the other replaced
+          mixers, such as ``encoder/layers_0/attention``, by the reason why they cannot be.
+        """
+        fitted: dict[Layer, Attention] = {}
+        others: dict[str, list[str]] = {}
         for pair in self.tap_pairs:
-            layer = int(pair.layer.removeprefix("layers_"))
-            old, new = (blocks_of(m, pair.stack)[layer] for m in (self.teacher, self.student))
-            mixers = old.self_mixer, new.self_mixer
-            both = all(isinstance(m, Attention) and is_softmax_of_logits(m) for m in mixers)
-            if both and pair.mixer == STACKS[pair.stack] and is_static(new.self_mixer.alignment):
-                layers.append((pair.stack, layer))
-        return layers
+            layer = pair.stack, int(pair.layer.removeprefix("layers_"))
+            old, new = (blocks_of(model, pair.stack)[layer[1]] for model in (self.teacher, self.student))
+            teacher, student = old.self_mixer, new.self_mixer
+            if pair.mixer != STACKS[pair.stack]:
+                reason = "cross-attention"
+            elif not isinstance(student, Attention):
+                reason = f"{type(student).__name__} has no alignment"
+            elif not isinstance(teacher, Attention):
+                reason = f"the teacher's {type(teacher).__name__} is no Attention"
+            elif teacher.num_heads != student.num_heads:
+                reason = f"{student.num_heads} heads in place of {teacher.num_heads}"
+            elif not is_static(student.alignment):
+                reason = f"{type(student.alignment).__name__} is not made of trained logits of positions"
+            else:
+                fitted[layer] = student
+                continue
+            others.setdefault(reason, []).append(f"{pair.stack}/{pair.layer}/{pair.mixer}")
+        return fitted, others
 
     def step_flops(self) -> None:
         """Not known: the step runs parts of two models and trains only some parameters."""

@@ -114,19 +114,74 @@ def test_a_form_is_found_again(name):
         np.testing.assert_allclose(found[name], x, rtol=0.1)
 
 
+LAYERS = {
+    "soft cap": {"soft_cap": 3.0},
+    "window": {"window": 3},
+    "sinks": {"sinks": True},
+    "all": {"soft_cap": 2.0, "window": 3, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_table_is_found_again_in_a_layer_with(name, causal):
+    """Rows of different lengths, whose weights are made in float64 from a table, a bias and sinks."""
+    fields, rng = LAYERS[name], np.random.default_rng(0)
+    cap, window = fields.get("soft_cap"), fields.get("window", N)
+    table, bias = rng.normal(size=(2, HEADS, N, N))
+    sinks = rng.normal(size=HEADS) if "sinks" in fields else None
+    logits = table + bias if cap is None else cap * np.tanh((table + bias) / cap)
+    weights, seen = np.zeros((300, HEADS, N, N)), np.zeros((300, N), int)
+    for b, length in enumerate(rng.integers(2, N + 1, 300)):
+        for q in range(length):
+            seen[b, q] = q + 1 if causal else length
+            keys = [k for k in range(seen[b, q]) if abs(q - k) < window]
+            of_keys = logits[:, q, keys]
+            if sinks is not None:
+                of_keys = np.concatenate([of_keys, sinks[:, None]], axis=1)
+            weights[b, :, q, keys] = softmax(of_keys)[:, : len(keys)].T
+    statistics = summed(weights, seen)
+    left = np.maximum((seen > 0)[:, None] - weights.sum(-1), 0)
+    if sinks is not None:
+        of_sinks = (left * np.log(np.where(left > 0, left, 1))).sum((0, 2))
+        statistics = statistics._replace(negentropy=np.float32(statistics.negentropy + of_sinks))
+    attention = sj.Attention(HEADS, 4, alignment=sj.Random(max_length=N), **fields)
+    options = {"bias": bias, "sinks": None if sinks is None else jnp.asarray(sinks)}
+    _, found = fit(attention, statistics, d_model=D, causal=causal, **options)
+    found = np.asarray(found) + bias
+    capped = found if cap is None else cap * np.tanh(found / cap)
+    for b in range(20):
+        for q, n in enumerate(seen[b]):
+            keys = [k for k in range(n) if abs(q - k) < window]
+            of_keys = np.concatenate([capped[:, q, keys], *([] if sinks is None else [sinks[:, None]])], 1)
+            if keys:
+                expected = weights[b, :, q, keys].T
+                np.testing.assert_allclose(softmax(of_keys)[:, : len(keys)], expected, atol=0.02)
+    kept = {"soft_cap": cap, "window": fields.get("window"), "sinks": options["sinks"]}
+    assert (divergence(jnp.asarray(found), statistics, **kept) < 2e-3).all()
+
+
 def test_statistics_are_those_of_the_weights():
     stream = CopyStream()
     batches = [{k: jnp.asarray(v) for k, v in next(stream).items()} for _ in range(3)]
     whole = jax.tree.map(lambda *x: np.concatenate(x), *batches)
     tokens = whole["encoder_input_tokens"], whole["decoder_input_tokens"]
     variables = jax.jit(MODEL.init)(jax.random.key(0), *tokens)
-    layers = [("encoder", 1), ("decoder", 0)]
+    layers = {
+        (stack, i): getattr(MODEL, stack).runs[0].block.self_mixer
+        for stack, i in (("encoder", 1), ("decoder", 0))
+    }
+    layers["encoder", 0] = layers["encoder", 1].copy(window=2)
     found = collect_statistics(MODEL, variables, batches, layers)
     _, sown = jax.jit(functools.partial(MODEL.apply, mutable=["intermediates"]))(variables, *tokens)
     real = whole["decoder_target_tokens"] != 0
     for stack, layer in layers:
         (weights,) = sown["intermediates"][stack][f"layers_{layer}"][STACKS[stack]]["attention_weights"]
-        expected = (np.asarray(weights) * real[:, None, :, None]).sum(0)
+        weights = np.asarray(weights) * real[:, None, :, None]
+        if (stack, layer) == ("encoder", 0):  # the student sees less, so that its weights have to be larger
+            weights = weights * np.tri(8, k=1) * np.tri(8, k=1).T
+            weights = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30)
+        expected = weights.sum(0)
         np.testing.assert_allclose(found[stack, layer].mass, expected, rtol=1e-4, atol=1e-5)
         seen = (real.sum(1, keepdims=True) if stack == "encoder" else np.arange(1, 9)) * real
         for q in range(8):
