@@ -13,7 +13,7 @@ from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.base.registry import check_types, fields_of, register, replace
 from synthesizer_jax.base.typing import Number
 from synthesizer_jax.mixers import Attention
-from synthesizer_jax.models import Block, EncoderDecoder, Run, TokenModel, stacks_of, unroll
+from synthesizer_jax.models import Block, EncoderDecoder, Run, TokenModel, UniversalStack, stacks_of, unroll
 
 Layer: TypeAlias = tuple[str, int]
 """The name of a stack, ``encoder`` or ``decoder``, and the number of a layer."""
@@ -53,7 +53,7 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
     """Returns the teacher's model, unrolled, with replacements.
 
     Raises:
-      ValueError: an unknown place or scope, or a layer that does not exist.
+      ValueError: an unknown place or scope, a layer that does not exist, or a `UniversalStack`.
     """
     model = unroll(model)
     for replacement in replacements:
@@ -61,6 +61,7 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
         if replacement.scope != "mixer" and replacement.place != "encoder":
             raise ValueError(f"Replacement: scope={replacement.scope!r} is for encoders only")
         name = PLACES[replacement.place][0]
+        check_layers_differ(model, name)
         stack, blocks = stacks_of(model)[name], blocks_of(model, name)
         for index in _layer_indices(replacement, len(blocks)):
             blocks[index] = _replace_mixer(blocks[index], replacement)
@@ -74,6 +75,16 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
 def blocks_of(model: TokenModel, stack: str) -> list[Block]:
     """Returns the blocks of all layers of a stack."""
     return [run.block for run in stacks_of(model)[stack].runs for _ in range(run.repeats)]
+
+
+def check_layers_differ(model: TokenModel, stack: str) -> None:
+    """Raises a `ValueError` if the layers of a stack share their parameters, as in a `UniversalStack`."""
+    layers = stacks_of(model)[stack]
+    if isinstance(layers, UniversalStack):
+        raise ValueError(
+            f"the {stack} is a {type(layers).__name__}, whose layers share their parameters and cannot be "
+            "replaced; choose a model with layers of their own"
+        )
 
 
 def self_attention(model: TokenModel, layer: Layer) -> Attention:

@@ -15,11 +15,12 @@ from synthesizer_jax.distillation.replacement import (
     STACKS,
     Replacement,
     blocks_of,
+    check_layers_differ,
     self_attention,
     student_model,
 )
 from synthesizer_jax.mixers import Attention
-from synthesizer_jax.models import EncoderDecoder, UniversalStack, stacks_of
+from synthesizer_jax.models import EncoderDecoder, stacks_of
 from synthesizer_jax.models.zoo import VARIANTS
 
 
@@ -32,13 +33,11 @@ def with_variants(
     keys of `VARIANTS`, None leaves the stack as it is; new tables have `max_length` positions.
 
     Raises:
-      ValueError: there is no such variant, or the self-attention is not `Attention`.
+      ValueError: there is no such variant, the self-attention is not `Attention`, or a stack is a
+        `UniversalStack`.
     """
-    for field, layers in stacks_of(model).items():
-        if isinstance(layers, UniversalStack):
-            raise ValueError(
-                f"the {field} is a {type(layers).__name__}, whose layers have no alignments of their own"
-            )
+    for stack in stacks_of(model):
+        check_layers_differ(model, stack)
     replacements = []
     for stack, name in (("encoder", encoder), ("decoder", decoder)):
         if name is None:
