@@ -236,7 +236,7 @@ def restore_variables(
         raise FileNotFoundError(
             f"{directory} has no checkpoint yet; train first"
             if step is None or not saved
-            else f"{directory} has no checkpoint {step}; give --step with one of {str(saved)[1:-1]}"
+            else f"{directory} has no checkpoint {step}; choose one of the steps {str(saved)[1:-1]}"
         )
     for newer in sorted(set(damaged) & set(saved)):
         message = "%s cannot be read (%s); step %d is used"
@@ -273,9 +273,7 @@ def read_newest(
                 return None, {}, problems
             worst = max(problems)
             others = ", ".join(str(s) for s in saved if s not in problems)
-            remedy = (
-                f"choose another with --step, of {others}" if others else "put a good copy in its place"
-            )
+            remedy = f"choose one of the steps {others}" if others else "put a good copy in its place"
             raise ValueError(
                 f"the checkpoint {directory / str(worst)} cannot be read ({problems[worst]}); {remedy}"
             )

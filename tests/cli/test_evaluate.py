@@ -168,7 +168,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplo
     assert "step 2" in shown
     (warning,) = [r.getMessage() for r in caplog.records if "cannot be read" in r.message]
     assert str(run / "checkpoints" / "4") in warning and "step 2 is used" in warning
-    problem = r"checkpoints/4 cannot be read .*; choose another with --step, of 2$"
+    problem = r"checkpoints/4 cannot be read .*; choose one of the steps 2$"
     with pytest.raises(ValueError, match=problem):
         call(place, f"--step 4 {RTE}", workdir=run)
     shown = call(place, f"--all {RTE}", workdir=run)
@@ -178,7 +178,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplo
         call(place, RTE, workdir=run)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint that can be read \(tried 2, 4\)"):
         call(place, f"--all {RTE}", workdir=run)
-    with pytest.raises(FileNotFoundError, match="no checkpoint 3; give --step with one of 2, 4"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint 3; choose one of the steps 2, 4"):
         call(place, f"--step 3 {RTE}", workdir=run)
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(FileNotFoundError, match=r"checkpoints has no checkpoint yet; train first"):

@@ -163,7 +163,7 @@ def test_another_vocabulary_or_a_changed_one_is_noticed(finished, copied, synthe
     [
         ("distill papers.replacement:alr --teacher {run} --workdir {run}", "run holds another run: "),
         ("distill papers.replacement:alr --teacher {run}/.. --workdir new", "holds no experiment"),
-        ("inspect {run}/checkpoints/99", "has no checkpoint 99; give --step with one of 4"),
+        ("inspect {run}/checkpoints/99", "has no checkpoint 99; choose one of the steps 4"),
     ],
 )
 def test_what_is_wrong_is_said_before_data_is_prepared(copied, monkeypatch, command, message) -> None:
