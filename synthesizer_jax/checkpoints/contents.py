@@ -81,6 +81,16 @@ def read_contents(checkpoint: pathlib.Path) -> Contents | None:
     return contents
 
 
+def checksum_of(checkpoint: pathlib.Path) -> int:
+    """Returns one number for all arrays of a checkpoint, by which another run can recognize it.
+
+    Reads the recorded checksums of the arrays and no array. Checkpoints without records have the same.
+    """
+    contents = read_contents(checkpoint)
+    text = json.dumps(contents.arrays if contents else {}, sort_keys=True)
+    return zlib.crc32(text.encode())
+
+
 def position_files(stream: BatchStream) -> dict[str, str]:
     """Returns the files of a data stream's position by name."""
     with tempfile.TemporaryDirectory() as folder:

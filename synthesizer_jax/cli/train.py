@@ -88,17 +88,19 @@ def distill(
     Example: synthesizer-jax distill papers.replacement:alr --teacher runs/vanilla --workdir runs/alr
 
     Args:
-      teacher: directory of a finished training run.
+      teacher: a training run, RUN or RUN/checkpoints/STEP; by default its newest checkpoint. A distillation
+        that continues takes the checkpoint with which it began.
       workdir: directory of the run, for checkpoints and logs; also gs://BUCKET/….
     """
     from synthesizer_jax.distillation.distill import Distillation
     from synthesizer_jax.distillation.distill import distill as distill_run
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.runs import code
+    from synthesizer_jax.runs.saved import run_of
 
     processes.start_group()
     user_code = code.load_user_code(imports or ())
-    code.require_code(teacher)  # before the recipe, which may define newer versions of its classes
+    code.require_code(run_of(teacher))  # before the recipe, which may define newer versions of its classes
     distillation, recipe_code = load_with_code(recipe, overrides or (), kinds=(Distillation,))
     distill_run(
         distillation,

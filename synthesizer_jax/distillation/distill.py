@@ -31,6 +31,7 @@ from synthesizer_jax.distillation.replacement import (
     student_model,
     tap_pairs,
 )
+from synthesizer_jax.distillation.teacher import read_teacher
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
@@ -39,11 +40,12 @@ from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.optimizers.rules import merge_entries
 from synthesizer_jax.primitives.parameters import Variables, abstract_variables
 from synthesizer_jax.runs import code
+from synthesizer_jax.runs.saved import find_checkpoint
 from synthesizer_jax.sharding import gather_to_host, replicate_to_devices, shardings
 from synthesizer_jax.tasks.splits import open_stream
 from synthesizer_jax.tasks.task_registry import default_data_dir
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
-from synthesizer_jax.training.initial_parameters import restore_run
+from synthesizer_jax.training.loop import is_finished
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
 from synthesizer_jax.training.step import Batch, Metrics, TrainState, apply_gradients, teacher_forced
@@ -98,7 +100,8 @@ def distill(
 
     Args:
       recipe: the replacements and their training.
-      teacher: directory of a finished training run.
+      teacher: a training run, ``RUN`` or ``RUN/checkpoints/STEP``; of ``RUN`` the newest checkpoint. A
+        distillation that continues takes the checkpoint with which it began, see `read_teacher`.
       directory: directory of the student's run, which does not depend on the teacher afterwards.
       data_dir: directory of the data sets.
       prepare: see `run`.
@@ -109,24 +112,29 @@ def distill(
       The student's experiment.
 
     Raises:
-      ValueError: the teacher is not an encoder-decoder, or the replacements do not fit it.
+      ValueError: the teacher is not an encoder-decoder, the replacements do not fit it, or the distillation
+        began with another checkpoint.
     """
-    taught = with_vocabulary_path(load_experiment(teacher), teacher)
+    teacher_run, _ = find_checkpoint(teacher)
+    taught = with_vocabulary_path(load_experiment(teacher_run), teacher_run)
     if not isinstance(taught.model, EncoderDecoder):
         raise ValueError(
             f"{teacher} contains a {type(taught.model).__name__}; only EncoderDecoder models can be "
             "distilled"
         )
     # What a user can have got wrong comes before `run`, which prepares data.
-    _, variables = restore_run(teacher)
-    trainer = DistillationTrainer(taught, unroll_variables(taught.model, variables), recipe)
+    directory = storage_path(str(directory))
+    finished = is_finished(recipe.training, recipe.evaluation or taught.evaluation, directory)
+    began_with, variables = read_teacher(teacher, directory, finished=finished)
+    looped = None if variables is None else unroll_variables(taught.model, variables)
+    trainer = DistillationTrainer(taught, looped, recipe)
     experiment = trainer.experiment
     first = processes.is_process_zero()
     options: dict[str, Any] = {
         "data_dir": data_dir,
         "prepare": prepare,
         "visible": visible,
-        "user_code": code.recorded_code(teacher) + user_code,
+        "user_code": code.recorded_code(teacher_run) + user_code,
     }
 
     def say(text: str) -> None:
@@ -134,6 +142,8 @@ def distill(
             print(text, flush=True)
 
     def initialize(_: Trainer) -> TrainState:
+        if first:
+            began_with.save(directory)
         variables = trainer.inherited_variables()
         if not recipe.fit_batches:
             return trainer.init(variables)
@@ -190,13 +200,14 @@ class DistillationTrainer(Trainer):
     """Trains the replacements in a student to produce a teacher's activations.
 
     The student's experiment is the teacher's, but for model, training and evaluation. The teacher's
-    variables, unrolled, are an argument of every step, not part of the state.
+    variables, unrolled, are an argument of every step, not part of the state. They may be None if the
+    student takes no more steps.
     """
 
     def __init__(
         self,
         taught: Experiment,
-        variables: PyTree,
+        variables: Variables | None,
         recipe: Distillation,
         devices: list[jax.Device] | None = None,
     ):
@@ -215,8 +226,25 @@ class DistillationTrainer(Trainer):
             evaluation=recipe.evaluation or taught.evaluation,
         )
         super().__init__(experiment.starting_from(None), devices)
-        shapes, axes = abstract_variables(self.teacher, *self.example)
-        self.variables = jax.tree.map(replicate_to_devices, variables, shardings(axes, shapes, self.mesh))
+        self._variables: Variables | None = None
+        if variables is not None:
+            shapes, axes = abstract_variables(self.teacher, *self.example)
+            layout = shardings(axes, shapes, self.mesh)
+            self._variables = jax.tree.map(replicate_to_devices, variables, layout)
+
+    @property
+    def variables(self) -> Variables:
+        """The teacher's variables, over the mesh.
+
+        Raises:
+          ValueError: they are not there.
+        """
+        if self._variables is None:
+            raise ValueError(
+                "the distillation is not finished, because its newest checkpoint cannot be read, and the "
+                "teacher's checkpoint with which it began is gone; put one of them back"
+            )
+        return self._variables
 
     def inherited_variables(self) -> Variables:
         """Returns the teacher's arrays, and fresh ones where it has none of the same path and shape."""

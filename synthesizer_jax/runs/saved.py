@@ -74,7 +74,7 @@ def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
             "run of this package, or RUN/checkpoints/STEP; 'synthesizer-jax convert' makes one of another "
             "library's checkpoint"
         )
-    return directory, None if directory == source else int(source.name)
+    return directory, find_step(source)
 
 
 def is_run(source: pathlib.Path) -> bool:
@@ -86,6 +86,11 @@ def run_of(source: pathlib.Path) -> pathlib.Path:
     """Returns the directory of a run from ``RUN`` or ``RUN/checkpoints/STEP``, whether it exists or not."""
     of_step = source.parent.name == "checkpoints" and source.name.isdecimal()
     return source.parent.parent if of_step else source
+
+
+def find_step(source: pathlib.Path) -> int | None:
+    """Returns the step of ``RUN/checkpoints/STEP``, None of ``RUN``, whether it exists or not."""
+    return None if run_of(source) == source else int(source.name)
 
 
 def with_absolute_path(

@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping
 import jax
 
 from synthesizer_jax.checkpoints.contents import BatchStream
-from synthesizer_jax.checkpoints.manager import Checkpoints
+from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps
 from synthesizer_jax.evaluation.config import Evaluation
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.hosts.preemption import Preempted, StopSignal
 from synthesizer_jax.runs.events import read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 from synthesizer_jax.runs.progress import format_duration
+from synthesizer_jax.training.experiment import Training
 from synthesizer_jax.training.run_log import STOP, RunLog
 from synthesizer_jax.training.step import TrainState
 from synthesizer_jax.training.trainer import Trainer
@@ -178,6 +179,13 @@ def train(
         checkpoints.prune()
         log.add_event(int(state.step), "end")
     return state
+
+
+def is_finished(training: Training, evaluation: Evaluation, directory: pathlib.Path) -> bool:
+    """Returns whether the newest checkpoint of a run is its last one; see `Training` and `has_stopped`."""
+    newest = max(finished_steps(directory / "checkpoints"), default=0)
+    scores = read_scores(directory / METRICS_FILE)
+    return newest >= training.steps or has_stopped(evaluation, scores, newest)
 
 
 def has_stopped(evaluation: Evaluation, scores: Mapping[int, float], step: int) -> bool:

@@ -85,7 +85,7 @@ def run(
         with stop.region():
             task_registry.add_imported(data_path)
             experiment = run_directory.find_vocabulary(experiment, data_path)
-            experiment = run_directory.find_base(experiment)
+            experiment = run_directory.find_base(experiment, directory)
             run_directory.check_same_run(experiment, directory)
             # What a user can have got wrong is said by now; preparing may take hours.
             if prepare is not None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-import zlib
 
 import jax
 
 from synthesizer_jax.base.files import absolute, describing, storage_path, write_atomic
 from synthesizer_jax.base.registry import format_value, from_json, replace, to_json
-from synthesizer_jax.checkpoints.contents import read_contents
+from synthesizer_jax.checkpoints.contents import checksum_of, read_contents
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.runs.saved import (
@@ -19,8 +18,10 @@ from synthesizer_jax.runs.saved import (
     REMEDY,
     VOCABULARY_FILE,
     find_checkpoint,
+    find_step,
     is_run,
     read_experiment,
+    run_of,
     with_absolute_path,
 )
 from synthesizer_jax.tasks import synthetic, task_registry
@@ -108,8 +109,13 @@ def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experimen
     return _with_path(replace(experiment, vocabulary=vocabulary), str(absolute(path)))
 
 
-def find_base(experiment: Experiment) -> Experiment:
+def find_base(experiment: Experiment, directory: pathlib.Path | None = None) -> Experiment:
     """Returns the experiment with the path and the checksum of the checkpoint to which its adapters belong.
+
+    Args:
+      experiment: with `init_from`, ``RUN`` or ``RUN/checkpoints/STEP``; of ``RUN`` the newest checkpoint.
+      directory: the run's own directory. If a run in it continues, ``RUN`` stands for the checkpoint with
+        which it began, even if the base has been trained further.
 
     Raises:
       ValueError: it is not there, or is another than the one with which they were trained.
@@ -118,24 +124,29 @@ def find_base(experiment: Experiment) -> Experiment:
     if lora is None or experiment.init_from is None:
         return experiment
     source = storage_path(experiment.init_from)
-    directory, step = find_checkpoint(source) if is_run(source) else (source, None)
-    steps = finished_steps(directory / "checkpoints")
+    base, step = find_checkpoint(source) if is_run(source) else (source, None)
+    steps = finished_steps(base / "checkpoints")
+    checksum = lora.base_checksum
+    if step is None and directory is not None and finished_steps(directory / "checkpoints"):
+        began = load_experiment(directory)
+        if began.training.adapters is not None and began.init_from is not None:
+            step = find_step(storage_path(began.init_from))
+            checksum = began.training.adapters.base_checksum
     step = max(steps, default=None) if step is None else step
     if step not in steps:
+        missing = source if step is None or run_of(source) != source else source / "checkpoints" / str(step)
         raise ValueError(
-            f"{source}, the base of the adapters, is no checkpoint of a run; put it back, or name its new "
+            f"{missing}, the base of the adapters, is no checkpoint of a run; put it back, or name its new "
             "place as init_from (of a trained run: in its experiment.json)"
         )
-    checkpoint = directory / "checkpoints" / str(step)
-    contents = read_contents(checkpoint)
-    text = json.dumps(contents.arrays if contents else {}, sort_keys=True)
-    checksum = zlib.crc32(text.encode())
-    if lora.base_checksum not in (None, checksum):
+    checkpoint = base / "checkpoints" / str(step)
+    found = checksum_of(checkpoint)
+    if checksum not in (None, found):
         raise ValueError(
-            f"{checkpoint} is not the base with which the adapters were trained (its checksum is "
-            f"{checksum}, not {lora.base_checksum}); put that one there, or name its place as init_from"
+            f"{checkpoint} is not the base with which the adapters were trained (its checksum is {found}, "
+            f"not {checksum}); put that one there, or name its place as init_from"
         )
-    training = replace(experiment.training, adapters=replace(lora, base_checksum=checksum))
+    training = replace(experiment.training, adapters=replace(lora, base_checksum=found))
     return replace(experiment, init_from=str(absolute(checkpoint)), training=training)
 
 

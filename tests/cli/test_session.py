@@ -97,6 +97,10 @@ SESSION = [
     ("export runs/mine exported --to onnx", 2, "--to is 'onnx'; use huggingface, peft"),
     (DISTILL, 0, "fitted 1 layers to 2 batches"),
     (GENERATE.format(f"random/{FINE_TUNED}"), 0, ""),
+    (
+        DISTILL.replace("runs/mine", "runs/mine/checkpoints/2"),
+        *(2, "was begun with step 4 of its teacher, and --teacher names step 2"),
+    ),
     ("distill quickstart --teacher runs/mine --workdir runs/x", 2, "expected Distillation"),
     (
         "inspect runs/mine --data-dir DATA --mixture others --no-static-forms --output heads.html",
@@ -145,6 +149,7 @@ def test_from_a_file_to_a_report(tmp_path) -> None:
     assert list(heads) == ["encoder/layers_0"]
     assert all(len(kl) == 4 and 0 <= min(kl) < max(kl) < 3 for kl in heads.values())
     assert (random / "distillation.json").is_file()
+    assert json.loads((random / "teacher.json").read_text())["step"] == 4
     params_of = lambda place: restore_variables(place / "checkpoints")[1]["params"]
     taught, student, tuned = map(params_of, (run, random, random / FINE_TUNED))
     np.testing.assert_array_equal(student["embedding"], taught["embedding"])

@@ -1,23 +1,37 @@
 """Replacements, the training of students, and their initialization from the teacher."""
 
 import functools
+import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax import Attention, Gaussian, Random, SentenceFeedForward, TokenFeedForward
+from synthesizer_jax import (
+    Attention,
+    Gaussian,
+    PerHead,
+    Random,
+    RelativeBias,
+    SentenceFeedForward,
+    TokenFeedForward,
+    UniversalStack,
+)
 from synthesizer_jax.base.registry import replace
+from synthesizer_jax.checkpoints.contents import read_contents
 from synthesizer_jax.distillation.distill import Distillation, DistillationTrainer, squared_error
 from synthesizer_jax.distillation.replacement import Replacement, student_model
+from synthesizer_jax.distillation.teacher import read_teacher
 from synthesizer_jax.mixers import TAPS
 from synthesizer_jax.models import Size, t5, unroll, unroll_variables
 from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.training.experiment import Training
+from synthesizer_jax.training.initial_parameters import restore_run
 from synthesizer_jax.training.step import teacher_forced
 from synthesizer_jax.training.trainer import Trainer
-from tests.training.tiny import VOCAB, CopyStream, experiment
+from tests.training.tiny import VOCAB, CopyStream, encoder, experiment, save
 
 TRAINING = Training(steps=40, optimizer=AdamW(learning_rate=Constant(0.01)), ema=0.9)
 MODEL = t5(Size(8, 2, 16, 2, 4), vocab_size=VOCAB, relative_bias=False, scan=True)
@@ -147,6 +161,92 @@ def test_a_position_bias_is_removed_if_no_layer_has_logits():
     one_layer = student_model(biased, (Replacement(Gaussian(), layers=(0,)),))
     assert one_layer.encoder.bias is not None
     jax.eval_shape(all_layers.init, jax.random.key(0), *[jnp.ones((1, 4), int)] * 2)
+
+
+@pytest.fixture(scope="module")
+def taught_run(tmp_path_factory):
+    """The directory of a run with the steps 2 and 4, whose arrays differ."""
+    directory = tmp_path_factory.mktemp("taught") / "run"
+    recipe = experiment(encoder())
+    for step in (2, 4):
+        state = Trainer(recipe, jax.devices()[:1]).init()
+        state = jax.tree.map(lambda x, step=step: x + jnp.asarray(step, x.dtype), state)
+        save(directory, recipe, state)
+    return directory
+
+
+@pytest.fixture
+def begun(taught_run, tmp_path):
+    """A copy of that run, and a student's directory that began with its step 2 and has a checkpoint."""
+    run = shutil.copytree(taught_run, tmp_path / "run")
+    teacher, _ = read_teacher(run / "checkpoints" / "2", tmp_path / "student", finished=False)
+    (tmp_path / "student" / "checkpoints" / "1").mkdir(parents=True)
+    teacher.save(tmp_path / "student")
+    return run, tmp_path / "student", teacher
+
+
+def test_a_distillation_continues_with_the_teacher_it_began_with(begun, tmp_path):
+    run, directory, teacher = begun
+    found, variables = read_teacher(run, directory, finished=False)
+    assert found == teacher and found.step == 2
+    jax.tree.map(np.testing.assert_array_equal, variables, restore_run(run, step=2)[1])
+    assert read_teacher(run, tmp_path / "new", finished=False)[0].step == 4, "one that begins"
+    with pytest.raises(
+        ValueError, match="begun with step 2 of its teacher, and --teacher names step 4; give"
+    ):
+        read_teacher(run / "checkpoints" / "4", directory, finished=False)
+    (directory / "teacher.json").unlink()  # as earlier versions left it
+    assert read_teacher(run, directory, finished=False)[0].step == 4
+
+
+@pytest.mark.parametrize("change", ["is no longer kept", "holds other parameters now"])
+def test_a_teacher_that_is_gone_is_refused_until_the_distillation_is_finished(begun, change):
+    run, directory, teacher = begun
+    old = run / "checkpoints" / "2"
+    if change == "is no longer kept":
+        shutil.rmtree(old)
+    else:
+        record = old / "contents" / "contents.json"
+        content = read_contents(old)
+        name = min(content.arrays)
+        other = content._replace(arrays=content.arrays | {name: content.arrays[name] ^ 1})
+        record.write_text(json.dumps(other.to_json()))
+    with pytest.raises(
+        ValueError, match=f"step 2 of its teacher, and .*/checkpoints/2 {change}; put the old"
+    ):
+        read_teacher(run, directory, finished=False)
+    assert read_teacher(run, directory, finished=True) == (teacher, None)
+
+
+def test_what_can_be_fitted_and_why_the_rest_cannot(teacher):
+    """A teacher's soft cap, sinks and window are no obstacle."""
+    taught, variables = teacher
+    limited = student_model(MODEL, (Replacement(Attention(2, 4, sinks=True, soft_cap=5.0, window=3)),))
+    taught = replace(taught, model=limited)
+    variables = unroll_variables(limited, Trainer(taught, jax.devices()[:1]).init().variables)
+    table = Random(max_length=8)
+    replacements = (
+        Replacement(table, layers=(0,)),
+        Replacement(SentenceFeedForward(8, 12, 2, 4), layers=(1,)),
+        Replacement(PerHead((RelativeBias(), Gaussian((0,)))), place="decoder", layers=(0,)),
+        Replacement(Attention(4, 2, alignment=table), place="decoder", layers=(1,)),
+        Replacement(table, place="cross"),
+    )
+    fitted, others = make_trainer(taught, variables, replacements, fit_batches=1).fitted_layers()
+    assert list(fitted) == [("encoder", 0)]
+    assert fitted["encoder", 0] == Attention(2, 4, alignment=table, sinks=True, soft_cap=5.0, window=3)
+    assert others == {
+        "SentenceFeedForward has no alignment": ["encoder/layers_1/attention"],
+        "PerHead is not made of trained logits of positions": ["decoder/layers_0/self_attention"],
+        "4 heads in place of 2": ["decoder/layers_1/self_attention"],
+        "cross-attention": [f"decoder/layers_{i}/encoder_decoder_attention" for i in (0, 1)],
+    }
+
+
+def test_a_universal_stack_is_refused(teacher):
+    shared = MODEL.copy(encoder=UniversalStack(MODEL.encoder.runs))
+    with pytest.raises(ValueError, match="the encoder is a UniversalStack, whose layers share their param"):
+        make_trainer(replace(teacher[0], model=shared), {}, (Replacement(Random(max_length=8)),))
 
 
 @pytest.mark.parametrize(

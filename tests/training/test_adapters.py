@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import shutil
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import traverse_util
@@ -211,6 +213,23 @@ def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
         initializer_of(adapting(recipe, directory, init_optimizer=True), report=print)
     with pytest.raises(ValueError, match=r"begin at zero.*set training\.optimizer\.parameter_scale=false"):
         adapting(recipe, directory, optimizer=Adafactor())
+
+
+def test_a_run_that_continues_keeps_the_base_it_began_with(tmp_path):
+    """Also if the base has been trained further; if that step is gone, it is refused."""
+    base, directory = tmp_path / "base", tmp_path / "run"
+    recipe = experiment(encoder(), seed=3)
+    state = Trainer(recipe, jax.devices()[:1]).init()
+    save(base, recipe, dataclasses.replace(state, step=jnp.int32(2)))
+    began = adapting(recipe, base)
+    save(directory, began)
+    save(base, recipe, dataclasses.replace(state, step=jnp.int32(4)))
+    given = replace(began, training=replace(began.training, adapters=EVERYTHING), init_from=str(base))
+    assert find_base(given, directory) == began
+    assert find_base(given).init_from == str(base / "checkpoints" / "4"), "a run that begins"
+    shutil.rmtree(base / "checkpoints" / "2")
+    with pytest.raises(ValueError, match="base/checkpoints/2, the base of the adapters, is no checkpoint"):
+        find_base(given, directory)
 
 
 def test_targets_that_fit_nothing_are_named():

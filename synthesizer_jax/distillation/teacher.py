@@ -1,0 +1,89 @@
+"""The checkpoint that a distillation learns from, which stays the same when the distillation continues."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import NamedTuple
+
+from synthesizer_jax.base.files import absolute, describing, write_atomic
+from synthesizer_jax.checkpoints.contents import checksum_of
+from synthesizer_jax.checkpoints.manager import finished_steps
+from synthesizer_jax.primitives.parameters import Variables
+from synthesizer_jax.runs.saved import find_checkpoint
+from synthesizer_jax.training.initial_parameters import restore_run
+
+TEACHER_FILE = "teacher.json"
+
+
+class Teacher(NamedTuple):
+    """A checkpoint of the teacher's run.
+
+    Attributes:
+      run: the run's directory.
+      step: the checkpoint's step.
+      checksum: of the checkpoint's arrays; see `checksum_of`.
+    """
+
+    run: str
+    step: int
+    checksum: int
+
+    def save(self, directory: pathlib.Path) -> None:
+        """Writes ``teacher.json`` into the directory of the student's run."""
+        write_atomic(directory / TEACHER_FILE, json.dumps(self._asdict(), indent=1) + "\n")
+
+
+def read_teacher(
+    source: pathlib.Path, directory: pathlib.Path, *, finished: bool
+) -> tuple[Teacher, Variables | None]:
+    """Restores the teacher with which a distillation begins, or with which it began.
+
+    Args:
+      source: the teacher, ``RUN`` or ``RUN/checkpoints/STEP``.
+      directory: the student's run. If it holds a checkpoint, the distillation continues, with the
+        teacher's step that is recorded there. Distillations of earlier versions recorded none, and
+        continue with the teacher's newest step.
+      finished: whether the student has made its last step, so that no teacher is needed.
+
+    Returns:
+      The teacher, and its variables; None if the distillation is finished and the teacher is gone.
+
+    Raises:
+      ValueError: the teacher with which the distillation began is no longer there, or another one is named.
+    """
+    run, step = find_checkpoint(source)
+    recorded = None
+    if finished_steps(directory / "checkpoints"):
+        recorded = _recorded(directory)
+    if recorded is not None:
+        began = f"{directory} was begun with step {recorded.step} of its teacher"
+        if step not in (None, recorded.step):
+            raise ValueError(
+                f"{began}, and --teacher names step {step}; give --teacher {run} to continue, or use a new "
+                "--workdir"
+            )
+        checkpoint = run / "checkpoints" / str(recorded.step)
+        is_there = recorded.step in finished_steps(run / "checkpoints")
+        if not is_there or checksum_of(checkpoint) != recorded.checksum:
+            if finished:
+                return recorded, None
+            problem = "holds other parameters now" if is_there else "is no longer kept"
+            raise ValueError(
+                f"{began}, and {checkpoint} {problem}; put the old checkpoint there, or start anew in "
+                "another --workdir"
+            )
+        step = recorded.step
+    step, variables = restore_run(run, step=step)
+    checksum = checksum_of(run / "checkpoints" / str(step))
+    return Teacher(str(absolute(run)), step, checksum), variables
+
+
+def _recorded(directory: pathlib.Path) -> Teacher | None:
+    """Reads what `Teacher.save` wrote into a run's directory; None if there is no file."""
+    path = directory / TEACHER_FILE
+    if not path.is_file():
+        return None
+    with describing(path):
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return Teacher(str(fields["run"]), int(fields["step"]), int(fields["checksum"]))
