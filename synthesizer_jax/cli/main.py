@@ -90,11 +90,22 @@ def options(
 
 
 def main() -> None:
-    """Runs a command, and exits at most `END_SECONDS` after it even if threads are still running."""
+    """Runs a command, and exits at most `END_SECONDS` after it even if threads are still running.
+
+    It exits at once if only a thread is left whose result nobody needs any more; see
+    `processes.background_thread`.
+    """
     try:
         run()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if "jax" in sys.modules:
+            from synthesizer_jax.hosts import processes
+
+            if processes.has_background_thread():
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
         timer = threading.Timer(END_SECONDS, os._exit, (code,))
         timer.daemon = True
         timer.start()

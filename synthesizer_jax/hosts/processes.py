@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import itertools
 import json
@@ -32,6 +33,9 @@ PATIENCE = 30.0
 """Seconds until a line says that processes are missing."""
 
 BARRIER_SECONDS = 3600
+
+BACKGROUND = "synthesizer_jax_background"
+"""How the names of threads begin for which a command does not wait."""
 
 
 def print_line(text: str) -> None:
@@ -160,6 +164,21 @@ def process_zero_first(name: str) -> Iterator[None]:
     finally:
         if is_process_zero():
             barrier(name)
+
+
+def background_thread() -> concurrent.futures.ThreadPoolExecutor:
+    """Returns a pool of one thread, for work that the command line does not wait for after an error.
+
+    Nothing can stop XLA while it compiles, and Python waits for the threads of a pool before it exits.
+    Python would not wait for a daemon thread, but a daemon thread that returns from C++ while Python
+    exits aborts the process. See `has_background_thread`.
+    """
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=BACKGROUND)
+
+
+def has_background_thread() -> bool:
+    """Returns whether a `background_thread` is still running."""
+    return any(thread.name.startswith(BACKGROUND) for thread in threading.enumerate())
 
 
 def exit_process(code: int) -> NoReturn:

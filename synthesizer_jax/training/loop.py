@@ -5,7 +5,6 @@ Only this loop holds a changing state.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import math
 import pathlib
@@ -94,7 +93,7 @@ def train(
             newest = max(checkpoints.steps, default=0)
             has_steps = newest < training.steps and not has_stopped(evaluation, scores, newest)
             if has_steps:  # XLA compiles while the state is read or made; an error there does not wait
-                pool = concurrent.futures.ThreadPoolExecutor(1)
+                pool = processes.background_thread()
                 stack.callback(pool.shutdown, wait=False)
                 log.say(newest, f"compiling: {trainer.description}")
                 began = time.perf_counter()

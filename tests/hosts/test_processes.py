@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from synthesizer_jax.hosts import processes
+from tests.environment import python
 
 
 @pytest.fixture
@@ -53,6 +54,7 @@ def test_half_named_places_are_refused(join, place):
 PROGRAM = """
 import sys
 from synthesizer_jax.hosts import processes
+from tests.environment import python
 processes.PATIENCE = 0.1
 try:
     processes.join_group(float(sys.argv[1]))
@@ -80,3 +82,25 @@ def test_a_process_that_waits_for_others_says_so_and_heeds_signals(timeout, code
         _, errors = process.communicate()
         assert process.returncode == code
     assert ("not all processes of the group have connected within 0 s" in errors) == (code == 2)
+
+
+ABANDONS = """
+import sys, threading
+from synthesizer_jax.cli import main
+from synthesizer_jax.hosts import processes
+from tests.environment import python
+
+def fail():
+    processes.background_thread().submit(threading.Event().wait)
+    print("wrong", file=sys.stderr)
+    sys.exit(2)
+
+main.run = fail
+main.END_SECONDS = 3600
+main.main()
+"""
+
+
+def test_an_error_ends_the_process_while_a_thread_compiles():
+    ended = python("-c", ABANDONS, code=2, timeout=300)
+    assert ended.stderr == "wrong\n"
