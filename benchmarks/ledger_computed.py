@@ -16,7 +16,7 @@ LENGTH, WIDTH, STEPS = 32, 64, 4000
 
 def millions(run: Run) -> float:
     """Returns the number of parameters of a recipe's model, in millions."""
-    experiment = load_recipe(run.recipe)
+    experiment = load_recipe(run.recipe).resolved()
     shapes, _ = abstract_variables(experiment.model, *experiment.example)
     return num_elements(shapes["params"]) / 1e6
 

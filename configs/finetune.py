@@ -45,13 +45,13 @@ def prefix_lm_base() -> Experiment:
     decoder = model.decoder.copy(scan=True, dropout_rate=0.1)
     buckets = ((64, 16), (128, 16), (256, 32))  # inputs and targets share a row: not packed
     data = replace(experiment.data, pack=False, buckets=buckets)
-    return replace(experiment, model=model.copy(decoder=decoder, dtype="bfloat16"), data=data)
+    return replace(experiment, model=model.copy(decoder=decoder, dtype="auto"), data=data)
 
 
 def _finetune(size: Size, variant: str) -> Experiment:
     self_attention = alignment(variant, head_dim=size.head_dim)
     return Experiment(
-        model=t5(size, encoder=self_attention, dropout_rate=0.1, dtype="bfloat16", scan=True),
+        model=t5(size, encoder=self_attention, dropout_rate=0.1, dtype="auto", scan=True),
         vocabulary=SentencePiece("spiece.model"),
         data=DataConfig("glue_v002_proportional", 512, 84, batch_size=128, pack=True),
         training=Training(

@@ -37,7 +37,7 @@ def default() -> Experiment:
 
 def t5_1_0_base() -> Experiment:
     """T5 1.0 base on C4: one feed-forward projection, tied embeddings."""
-    return _pretrain(t5(T5_1_0["base"], gated=False, dtype="bfloat16", scan=True))
+    return _pretrain(t5(T5_1_0["base"], gated=False, dtype="auto", scan=True))
 
 
 def t5_1_1_base() -> Experiment:
@@ -63,13 +63,13 @@ def rv_laptop() -> Experiment:
 def _synthesizer(variant: str) -> EncoderDecoder:
     size = T5_1_1["base"]
     self_attention = alignment(variant, head_dim=size.head_dim)
-    return t5(size, encoder=self_attention, dtype="bfloat16", scan=True)
+    return t5(size, encoder=self_attention, dtype="auto", scan=True)
 
 
 def _laptop(variant: str) -> Experiment:
     self_attention = alignment(variant, head_dim=LAPTOP.head_dim, max_length=128)
     return Experiment(
-        model=t5(LAPTOP, encoder=self_attention),
+        model=t5(LAPTOP, encoder=self_attention, dtype="auto"),
         vocabulary=SentencePiece("spiece.model"),
         data=DataConfig(
             "wikitext_2_raw_v1_full_lm",

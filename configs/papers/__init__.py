@@ -127,6 +127,7 @@ def transformer(
         vocab_size=vocab_size,
         dropout_rate=dropout,
         elementwise_dropout=True,
+        dtype="auto",
     ).copy(
         embedding_init=Normal(size.d_model**-0.5),
         embedding_scale=size.d_model**0.5,
@@ -163,6 +164,7 @@ def laptop_model(system: str, length: int, dropout: float = 0.0) -> EncoderDecod
         relative_bias=False,
         positions=LearnedPositions(length),
         dropout_rate=dropout,
+        dtype="auto",
     )
 
 

@@ -56,6 +56,7 @@ def _classify(system: str, task: str, classes: tuple[str, ...], length: int) -> 
             d_model=SIZE.d_model,
             encoder=whole.encoder,
             outputs=len(classes),
+            dtype="auto",
             embedding_init=Normal(SIZE.d_model**-0.5),
             embedding_scale=SIZE.d_model**0.5,
         ),

@@ -57,7 +57,13 @@ def synthetic(system: str, dot: Dot = "t5") -> Experiment:
     """The synthetic mixture, 2 + 1 layers of d 64; cross-attention is T5's dot product in all systems."""
     mixers = self_attentions(system, SIZE, INPUTS, dot=dot_product_of(dot, SIZE))
     encoder_mixer, decoder_mixer = map(_with_wide_tables, mixers)
-    model = t5(SIZE, encoder=encoder_mixer, decoder=decoder_mixer, vocab_size=synthetic_tasks.VOCAB_SIZE)
+    model = t5(
+        SIZE,
+        encoder=encoder_mixer,
+        decoder=decoder_mixer,
+        vocab_size=synthetic_tasks.VOCAB_SIZE,
+        dtype="auto",
+    )
     (decoder_run,) = model.decoder.runs
     stacks = (model.encoder, model.decoder.copy(runs=(replace(decoder_run, repeats=1),)))
     encoder, decoder = (
@@ -122,7 +128,7 @@ def _t5_1_1(system: str, size_name: SizeName, *, dropout: float) -> EncoderDecod
     encoder, decoder = self_attentions(
         system, size, 512, dot=zoo.dot_product(size.head_dim), dropout=dropout
     )
-    return t5(size, encoder=encoder, decoder=decoder, dropout_rate=dropout, dtype="bfloat16", scan=True)
+    return t5(size, encoder=encoder, decoder=decoder, dropout_rate=dropout, dtype="auto", scan=True)
 
 
 def _with_wide_tables(part: Part) -> Part:

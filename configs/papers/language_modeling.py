@@ -109,7 +109,7 @@ def _train(
     model: LanguageModel | Encoder, task: str, *, objective: str = "full_lm", inputs: int = 0
 ) -> Experiment:
     return Experiment(
-        model=model,
+        model=model.copy(dtype="auto"),
         vocabulary=SentencePiece("spiece.model"),
         data=DataConfig(
             task,

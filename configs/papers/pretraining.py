@@ -31,7 +31,7 @@ def c4(model: str) -> Experiment:
         raise ValueError(f"there is no model {model!r}; 'synthesizer-jax models' lists all")
     chosen = ZOO[model]()
     assert isinstance(chosen, EncoderDecoder)
-    return replace(experiment, model=chosen.copy(dtype="bfloat16"))
+    return replace(experiment, model=chosen.copy(dtype="auto"))
 
 
 def small(system: str) -> Experiment:

@@ -83,3 +83,6 @@ Rate: TypeAlias = Annotated[float, Range(0, 1, below=True)]
 NotNegative: TypeAlias = Annotated[float, Range(0)]
 Positive: TypeAlias = Annotated[float, Range(0, above=True)]
 Dtype: TypeAlias = Annotated[str, Choices(("float32", "bfloat16"))]
+AUTO = "auto"
+AutoDtype: TypeAlias = Annotated[str, Choices((AUTO, "float32", "bfloat16"))]
+"""A `Dtype`, or ``auto``, which becomes one when the platform is known; see `models.resolve_dtype`."""

@@ -36,6 +36,7 @@ from synthesizer_jax.base.registry import (
     to_json,
     union_members,
 )
+from synthesizer_jax.base.typing import AUTO
 
 if TYPE_CHECKING:
     from synthesizer_jax.runs.code import Code
@@ -261,8 +262,9 @@ def override(obj: _Object, *assignments: str) -> _Object:
     Args:
       obj: an experiment, or any registered object inside it.
       assignments: dots name fields, numbers index tuples; a value is JSON or a literal of Python, read by
-        the field's type. A model is given by its name in `ZOO`, an objective by its name in
-        `OBJECTIVES`, any object by the name of its class, or as JSON with its ``type``.
+        the field's type. A model is given by its name in `ZOO`, and has the dtype ``auto``; an objective is
+        given by its name in `OBJECTIVES`, any object by the name of its class, or as JSON with its
+        ``type``.
 
     Raises:
       ValueError: an unknown field or a value that does not fit, with a suggestion.
@@ -326,7 +328,7 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
             if value not in table:
                 hint = did_you_mean(value, table)
                 raise ValueError(f"--set {path}={value}: there is no {noun} {value!r}{hint}; {remedy}")
-            value = table[value]() if base is TokenModel else table[value]
+            value = replace(table[value](), dtype=AUTO) if base is TokenModel else table[value]
     if isinstance(value, str) and value in REGISTRY and not any(matches_type(value, o) for o in options):
         value = from_json({"type": value}, path)
     for option in options:

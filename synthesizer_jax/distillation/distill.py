@@ -47,7 +47,7 @@ from synthesizer_jax.tasks.task_registry import default_data_dir
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.loop import is_finished
 from synthesizer_jax.training.run import run
-from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
+from synthesizer_jax.training.run_directory import find_dtype, read_recorded, with_vocabulary_path
 from synthesizer_jax.training.step import Batch, Metrics, TrainState, apply_gradients, teacher_forced
 from synthesizer_jax.training.trainer import Trainer
 
@@ -116,7 +116,7 @@ def distill(
         began with another checkpoint.
     """
     teacher_run, _ = find_checkpoint(teacher)
-    taught = with_vocabulary_path(load_experiment(teacher_run), teacher_run)
+    taught = with_vocabulary_path(read_recorded(teacher_run), teacher_run)
     if not isinstance(taught.model, EncoderDecoder):
         raise ValueError(
             f"{teacher} contains a {type(taught.model).__name__}; only EncoderDecoder models can be "
@@ -124,6 +124,7 @@ def distill(
         )
     # What a user can have got wrong comes before `run`, which prepares data.
     directory = storage_path(str(directory))
+    taught = find_dtype(taught, directory)
     finished = is_finished(recipe.training, recipe.evaluation or taught.evaluation, directory)
     began_with, variables = read_teacher(teacher, directory, finished=finished)
     looped = None if variables is None else unroll_variables(taught.model, variables)

@@ -16,7 +16,7 @@ from synthesizer_jax.attention.masks import MaskLike
 from synthesizer_jax.attention.terms import cap_logits
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import check_types, fields_of, replace
-from synthesizer_jax.base.typing import Dtype, Length, Positive, PyTree
+from synthesizer_jax.base.typing import AUTO, AutoDtype, Length, Positive, PyTree
 from synthesizer_jax.mixers.base import take_positions
 from synthesizer_jax.models.block import LayerCache
 from synthesizer_jax.models.stack import Stack, unstack_layers
@@ -44,7 +44,8 @@ class TokenModel(nn.Module, kw_only=True):
         1.0), else 1.
       logits_soft_cap: logits x become ``cap · tanh(x / cap)`` (Gemma 2); None: they stay.
       dtype: dtype of the computation, ``"float32"`` or ``"bfloat16"`` (activations of T5's feed-forward
-        layers overflow float16); parameters are float32.
+        layers overflow float16); parameters are float32. In an experiment it may be ``"auto"``, with which
+        a model cannot be applied; see `resolve_dtype`.
       ids: of padding, of the end of a text and of the decoder's first input.
     """
 
@@ -54,7 +55,7 @@ class TokenModel(nn.Module, kw_only=True):
     embedding_scale: float = 1.0
     logits_scale: float | None = None
     logits_soft_cap: Positive | None = None
-    dtype: Dtype = "float32"
+    dtype: AutoDtype = "float32"
     ids: SpecialIds = T5_IDS
     embedding_init: Initializer = Normal(1.0)
     logits_init: Initializer = FanIn()
@@ -62,6 +63,11 @@ class TokenModel(nn.Module, kw_only=True):
     def setup(self) -> None:
         """Creates the embedding and, unless tied, the output projection."""
         check_types(type(self), fields_of(self), type(self).__name__)
+        if self.dtype == AUTO:
+            raise ValueError(
+                f"{type(self).__name__}: dtype is {AUTO!r}, which stands for the dtype of a platform; give "
+                "model=models.resolve_dtype(model), or set dtype='float32' or dtype='bfloat16'"
+            )
         shape = (self.vocab_size, self.d_model)
         self.embedding = self.param("embedding", with_axes(self.embedding_init, "vocab", "embed"), shape)
         if not self.tied:
@@ -185,6 +191,21 @@ def real_targets_mask(tokens: jax.Array, padding: int) -> jax.Array:
 def stacks_of(model: nn.Module) -> dict[str, Stack]:
     """Returns the stacks of a model by the names of their fields."""
     return {name: field for name, field in fields_of(model).items() if isinstance(field, Stack)}
+
+
+def resolve_dtype(model: _Model, platform: str | None = None) -> _Model:
+    """Returns the model with the dtype for which ``auto`` stands: bfloat16, on CPUs float32.
+
+    A model with another dtype is returned as it is.
+
+    Args:
+      model: a `TokenModel`.
+      platform: of the devices: ``cpu``, ``gpu`` or ``tpu``; None: JAX's default backend.
+    """
+    if fields_of(model)["dtype"] != AUTO:
+        return model
+    platform = jax.default_backend() if platform is None else platform
+    return replace(model, dtype="float32" if platform == "cpu" else "bfloat16")
 
 
 def unroll(model: _Model) -> _Model:

@@ -9,7 +9,7 @@ import numpy as np
 
 from synthesizer_jax.base.files import new_directory
 from synthesizer_jax.base.registry import replace
-from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.base.typing import AUTO, PyTree
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
@@ -22,7 +22,7 @@ from synthesizer_jax.runs import code
 from synthesizer_jax.runs.events import add_event
 from synthesizer_jax.runs.saved import find_checkpoint, is_run
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
-from synthesizer_jax.training.run_directory import load_experiment, save_run
+from synthesizer_jax.training.run_directory import read_recorded, save_run
 
 
 def convert_checkpoint(
@@ -65,7 +65,7 @@ def convert_checkpoint(
             assert isinstance(teacher, EncoderDecoder)
             model = with_variants(teacher, encoder=encoder, decoder=decoder, max_length=max_length)
             params = start_as(teacher, model, params)
-            experiment = replace(experiment, model=model)
+            experiment = replace(experiment, model=replace(model, dtype=experiment.model.dtype))
             params = jax.tree.map(lambda x: x if isinstance(x, Unread) else Unread.of(x), params)
         save_run(experiment, staging)
         add_event(staging, "converted", step=0, text=pretrained.origin)
@@ -107,10 +107,11 @@ def _experiment(
             "name the model's own with --vocabulary, without sentinels by --extra-ids 0"
         )
     if is_run(source):
-        saved = load_experiment(find_checkpoint(source)[0])
+        saved = read_recorded(find_checkpoint(source)[0])
+        model = replace(model, dtype=saved.model.dtype)
         return replace(saved, model=model, vocabulary=vocabulary).starting_from(None)
     return Experiment(
-        model=model,
+        model=replace(model, dtype=AUTO),
         vocabulary=vocabulary,
         data=DataConfig("glue_v002_proportional", 512, 84, batch_size=128, pack=True),
         training=Training(steps=20_000, optimizer=Adafactor(Constant(1e-3))),

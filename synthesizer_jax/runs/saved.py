@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from synthesizer_jax.base.files import absolute, describing, join
 from synthesizer_jax.base.registry import format_value, from_json, replace
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
-from synthesizer_jax.models.token_model import TokenModel
+from synthesizer_jax.models.token_model import TokenModel, resolve_dtype
 from synthesizer_jax.runs import code
 
 EXPERIMENT_FILE = "experiment.json"
@@ -25,7 +25,10 @@ class SavedModel(NamedTuple):
 
 
 def load_model(directory: pathlib.Path) -> SavedModel:
-    """Reads the model and the vocabulary of a run's directory; see `read_experiment` for errors."""
+    """Reads the model and the vocabulary of a run's directory; see `read_experiment` for errors.
+
+    The model's dtype is resolved for this process's devices, if no training has recorded it.
+    """
     record = read_experiment(directory)
     with describing(directory / EXPERIMENT_FILE, REMEDY):
         model, vocabulary = (from_json(record[name], name) for name in SavedModel._fields)
@@ -34,7 +37,7 @@ def load_model(directory: pathlib.Path) -> SavedModel:
                 raise ValueError(f"it holds {format_value(value)}, expected a {kind.__name__}")
     absolute_vocabulary = with_absolute_path(vocabulary, directory)
     assert absolute_vocabulary is not None
-    return SavedModel(model, absolute_vocabulary)
+    return SavedModel(resolve_dtype(model), absolute_vocabulary)
 
 
 def read_experiment(directory: pathlib.Path, *, as_data: bool = False) -> Any:

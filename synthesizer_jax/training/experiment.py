@@ -14,7 +14,7 @@ from synthesizer_jax.base.typing import Choices, Count, NotEmpty, NotNegative, N
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.config import RANK, Evaluation
-from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
+from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText, resolve_dtype
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
 from synthesizer_jax.primitives.parameters import check_path_pattern
 from synthesizer_jax.sharding import MeshShape
@@ -116,7 +116,8 @@ class Experiment:
 
     Attributes:
       model: the configured, unbound model; an `Encoder` has one head, `outputs` (with `DataConfig.classes`)
-        or `masked_lm`.
+        or `masked_lm`. Its `dtype` may be ``auto``; a run that starts records for which dtype this stands,
+        and keeps it.
       data: mixture, lengths, batch, order.
       training: steps and optimizer.
       evaluation: what is measured.
@@ -181,6 +182,10 @@ class Experiment:
           path: the parameter's path, with looped layers.
         """
         return find_rule(self.init_rules, path)[0].draws
+
+    def resolved(self, platform: str | None = None) -> Experiment:
+        """Returns the experiment with the dtype of its model resolved; see `resolve_dtype`."""
+        return replace(self, model=resolve_dtype(self.model, platform))
 
     @property
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -134,9 +134,12 @@ class MemoryPlan:
 def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     """Returns the plan of an experiment on a topology.
 
+    A model's dtype of ``auto`` is that of the topology's chips.
+
     Raises:
       ValueError: the mesh does not fit the topology, or the batch cannot be divided over it.
     """
+    experiment = experiment.resolved("gpu" if topology.chip.is_gpu else "tpu")
     within, between = experiment.mesh.sizes(topology.devices, topology.slices)
     sizes = tuple(a * b for a, b in zip(within, between, strict=True))
     mesh = AbstractMesh(sizes, experiment.mesh.axis_names, axis_types=(AxisType.Auto,) * len(sizes))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from synthesizer_jax.base.files import name_write_errors, storage_path
 from synthesizer_jax.base.messages import escape_controls
+from synthesizer_jax.base.typing import AUTO
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.pipeline import PrefetchedStream
 from synthesizer_jax.data.prepared import PreparedTasks
@@ -52,7 +53,8 @@ def run(
     """Trains, or continues, a run; everything it needs later lies in its directory.
 
     Args:
-      experiment: what to do.
+      experiment: what to do. A model's dtype of ``auto`` becomes that of a run that continues, or else of
+        the devices, and is recorded.
       directory: the run's; an unfinished run in it is continued.
       data_dir: where data sets lie; None is `task_registry.default_data_dir()`.
       trainer: what makes the steps; None: one that trains the experiment's model on its targets.
@@ -76,9 +78,12 @@ def run(
     first = processes.is_process_zero()
     visible = visible and first
     report: Callable[[str], object] = print if visible else lambda _: None
+    given, experiment = experiment, run_directory.find_dtype(experiment, directory)
     initial = initial or initializer_of(experiment, report=report) or Trainer.init
     if visible:
         print(escape_controls(f"{directory}: reading {experiment.data.mixture}"), flush=True)
+        if given.model.dtype == AUTO:
+            print(f"model.dtype=auto is {experiment.model.dtype}", flush=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(name_write_errors(directory, "what was finished is kept"))
         stop = stack.enter_context(StopSignal())

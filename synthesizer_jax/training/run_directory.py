@@ -10,6 +10,7 @@ import jax
 
 from synthesizer_jax.base.files import absolute, describing, storage_path, write_atomic
 from synthesizer_jax.base.registry import format_value, from_json, replace, to_json
+from synthesizer_jax.base.typing import AUTO
 from synthesizer_jax.checkpoints.contents import checksum_of, read_contents
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.vocabularies import SentencePiece
@@ -41,7 +42,16 @@ def save_experiment(experiment: Experiment, directory: pathlib.Path) -> None:
 
 
 def load_experiment(directory: pathlib.Path) -> Experiment:
-    """Reads the experiment of a run's directory.
+    """Reads the experiment of a run's directory, with a dtype that is resolved; see `read_recorded`.
+
+    Training has recorded the dtype. That of a run that was never trained, such as a converted one, may be
+    ``auto``, and is resolved for this process's devices.
+    """
+    return read_recorded(directory).resolved()
+
+
+def read_recorded(directory: pathlib.Path) -> Experiment:
+    """Reads the experiment of a run's directory as it is recorded; the dtype of its model may be ``auto``.
 
     Raises:
       FileNotFoundError: the directory holds no run.
@@ -81,8 +91,8 @@ def with_vocabulary_path(experiment: Experiment, directory: pathlib.Path) -> Exp
 
 
 def start_from_run(directory: pathlib.Path) -> Experiment:
-    """Returns the experiment of a run, starting from the parameters of that run; see `load_experiment`."""
-    experiment = with_vocabulary_path(load_experiment(directory), directory)
+    """Returns the experiment of a run, starting from the parameters of that run; see `read_recorded`."""
+    experiment = with_vocabulary_path(read_recorded(directory), directory)
     return experiment.starting_from(str(directory))
 
 
@@ -107,6 +117,18 @@ def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experimen
         )
     path = storage_path(getattr(vocabulary, "path", "")).expanduser()
     return _with_path(replace(experiment, vocabulary=vocabulary), str(absolute(path)))
+
+
+def find_dtype(experiment: Experiment, directory: pathlib.Path) -> Experiment:
+    """Returns the experiment with the dtype of its model resolved: ``auto`` keeps that of a run.
+
+    If the directory holds a run that continues, ``auto`` is the dtype with which the run began, also on
+    another platform. Otherwise it is that of this process's devices.
+    """
+    if experiment.model.dtype != AUTO or not finished_steps(directory / "checkpoints"):
+        return experiment.resolved()
+    dtype = load_experiment(directory).model.dtype
+    return replace(experiment, model=replace(experiment.model, dtype=dtype))
 
 
 def find_base(experiment: Experiment, directory: pathlib.Path | None = None) -> Experiment:

@@ -119,14 +119,15 @@ class Trainer:
     """The compiled step of an experiment and its state's layout.
 
     Args:
-      experiment: what to train.
+      experiment: what to train; a model's dtype of ``auto`` is that of the devices.
       devices: None uses all devices.
     """
 
     def __init__(self, experiment: Experiment, devices: list[jax.Device] | None = None):
         data, training = experiment.data, experiment.training
-        self.experiment = experiment
         self.mesh = make_mesh(experiment.mesh, devices)
+        experiment = experiment.resolved(self.mesh.devices.flat[0].platform)
+        self.experiment = experiment
         check_batch(data.batch_size, self.mesh, micro_batches=training.micro_batches)
         self.model = experiment.model
         self.example = experiment.example

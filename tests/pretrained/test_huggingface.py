@@ -150,6 +150,7 @@ def test_the_command_line_converts_generates_plans_and_exports(tmp_path):
     folder, run = make_folder(tmp_path / "source", config, tensors, shards=2), tmp_path / "run"
     shown = call("convert", folder, run)
     assert f"holds {sum(x.size for x in tensors.values()):,} parameters" in shown
+    assert json.loads((run / "experiment.json").read_text())["model"]["dtype"] == "auto"
     call("generate", "--workdir", run, "--max-length", 4, "what?")
     where = "--topology", "v5e:2x2", "--set", "data.batch_size=64"
     planned = call("plan", folder, *where)

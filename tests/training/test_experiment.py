@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 from synthesizer_jax.base.registry import from_json, register, replace, to_json
@@ -9,18 +10,23 @@ from synthesizer_jax.cli.recipes import load_recipe, override, settings
 from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.evaluator import check_masked_tasks
-from synthesizer_jax.models import ZOO
+from synthesizer_jax.models import ZOO, resolve_dtype
 from synthesizer_jax.optimizers import Adafactor, AdamW, Constant, OptimizerRule, optax_optimizer
+from synthesizer_jax.primitives.parameters import abstract_variables
+from synthesizer_jax.runs.saved import load_model
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import (
     check_same_run,
+    find_dtype,
     find_vocabulary,
     load_experiment,
     save_experiment,
+    start_from_run,
 )
-from tests.training.tiny import encoder, experiment
+from synthesizer_jax.training.trainer import Trainer
+from tests.training.tiny import encoder, experiment, save
 
 
 def test_json_round_trip(tmp_path):
@@ -48,7 +54,7 @@ def test_json_round_trip(tmp_path):
         (["mesh.tensor=2"], lambda e: e.mesh == MeshShape(tensor=2)),
         (["model.encoder.runs.0.repeats=5"], lambda e: e.model.encoder.num_layers == 5),
         (['training.optimizer={"type": "Adafactor"}'], lambda e: e.training.optimizer == Adafactor()),
-        (["model=t5_1_1_tiny"], lambda e: e.model == ZOO["t5_1_1_tiny"]()),
+        (["model=t5_1_1_tiny"], lambda e: e.model == ZOO["t5_1_1_tiny"]().copy(dtype="auto")),
         (["data.buckets=((4, 2),(6, 4))"], lambda e: e.data.buckets == ((4, 2), (6, 4))),
         # Together, and in any order.
         (["data.buckets=((16, 4),)", "data.inputs_length=32"], lambda e: bool(e.data.buckets)),
@@ -83,13 +89,17 @@ WRONG = [
     (PLAIN, "training.z_loss=Infinity", "training.z_loss=Infinity: expected float"),
     (PLAIN, "training.ema=1", r"training\.ema is 1\.0; allowed: 0 to below 1"),
     (PLAIN, "training.loss_normalizer=foo", "is 'foo'; allowed: above 0 or 'tokens_w"),
-    (PLAIN, 'training.optimizer={"type": "Constant"}', "optimizer=Constant: expected Optimizer"),
+    (
+        PLAIN,
+        'training.optimizer={"type": "Constant"}',
+        "optimizer=Constant: expected Optimizer",
+    ),
     (PLAIN, "evaluation.method=x", "evaluation.method is 'x'; allowed: 'greedy', 'beam', 'rank'"),
     (PLAIN, "evaluation.patience=2", r"evaluation\.every is 0; set evaluation\.every"),
     (PLAIN, "data.inputs_length=0", "data.inputs_length is 0, and the encoder of an EncoderDecod"),
     (PLAIN, "init_from=''", "init_from is ''; allowed: not empty"),
     (PLAIN, "mesh.tensor=0", "mesh.tensor is 0; allowed: -1 or 1 to"),
-    (PLAIN, "model.dtype=float17", "allowed: 'float32', 'bfloat16'"),
+    (PLAIN, "model.dtype=float17", "allowed: 'auto', 'float32', 'bfloat16'"),
     (PLAIN, "model.encoder.runs.0.repeats=257", r"runs.0.repeats is 257; allowed: 1 to 256"),
     (CLASSIFIER, "model.outputs=4", "model.outputs is 4 and data.classes has 3 label words"),
     (CLASSIFIER, "model.outputs=none", "model.outputs=None and model.masked_lm=False; set one"),
@@ -148,6 +158,32 @@ def test_every_plain_setting_can_be_typed_as_it_is_shown_and_every_number_has_a_
     assert override(recipe, *(f"{row.path}={row.value}" for row in rows)) == recipe
     assert shown["training.steps"].default is None
     assert shown["evaluation.max_examples"].type == "int or none: 1 to 2,147,483,647"
+
+
+def test_auto_is_the_dtype_of_the_platform_and_is_kept_when_a_run_continues(tmp_path, monkeypatch):
+    given = override(experiment(encoder()), "model.dtype=auto")
+    assert resolve_dtype(given.model, "gpu").dtype == "bfloat16"
+    with pytest.raises(
+        ValueError, match=r"Encoder: dtype is 'auto', .* model=models\.resolve_dtype\(model\)"
+    ):
+        abstract_variables(given.model, *given.example)
+    on_cpu = find_dtype(given, tmp_path)
+    assert on_cpu.model.dtype == "float32"
+    trainer = Trainer(given, jax.devices()[:1])
+    assert trainer.experiment == on_cpu
+    save(tmp_path / "converted", given, trainer.init())  # an experiment that was never trained
+    save(tmp_path / "trained", on_cpu, trainer.init())
+    save_experiment(on_cpu, tmp_path / "refused")  # a start that came to nothing
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert find_dtype(given, tmp_path / "refused").model.dtype == "bfloat16"
+    assert find_dtype(given, tmp_path / "trained") == on_cpu
+    chosen = override(given, "model.dtype=bfloat16")
+    assert find_dtype(chosen, tmp_path / "trained") == chosen
+    for place, dtype in (("converted", "bfloat16"), ("trained", "float32")):
+        assert load_experiment(tmp_path / place).model.dtype == dtype
+        assert load_model(tmp_path / place).model.dtype == dtype
+    started = [start_from_run(tmp_path / place).model.dtype for place in ("converted", "trained")]
+    assert started == ["auto", "float32"]
 
 
 class Unregistered(Constant): ...

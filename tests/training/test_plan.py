@@ -178,6 +178,7 @@ def test_gpus_pad_no_arrays_and_have_a_rate_for_each_dtype():
     assert place == chips.parse_topology("h100:8") and place.devices == 8
     models = (encoder(masked_lm=True, dtype=dtype) for dtype in ("bfloat16", "float32"))
     half, full = (plan.make_plan(experiment(model), place) for model in models)
+    assert plan.make_plan(experiment(encoder(masked_lm=True, dtype="auto")), place) == half
     assert half.seconds == pytest.approx(half.flops / (8 * 989.5e12))
     assert full.seconds == pytest.approx(full.flops / (8 * 494.5e12))
     assert full.capacity == 80 * chips.GIB

@@ -127,6 +127,8 @@ def test_a_packaged_recipe_is_built_and_takes_a_step(recipe):
     for number, name in enumerate(calls_of(recipe)):
         built, _ = load_with_code(name, kinds=(Experiment, Distillation))
         assert from_json(to_json(built)) == built
+        if isinstance(built, Experiment):
+            assert built.model.dtype == "auto", name
         if number and name not in STEPPED:
             continue
         small = shrunk(built)
