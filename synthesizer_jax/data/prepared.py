@@ -18,6 +18,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import pathlib
 import tempfile
 import zlib
@@ -159,17 +160,33 @@ class PreparedTasks:
         return f"run '{command}' with the run's vocabulary"
 
     def rates(self, mixture: str) -> dict[str, float] | None:
-        """Returns the rates of a mixture's tasks; None: it is not prepared."""
+        """Returns the rates of a mixture's tasks; None: it is not prepared.
+
+        Raises:
+          ValueError: the file is damaged, or a rate is negative; see `check_rates`.
+        """
         path = self.root / MIXTURES_FOLDER / f"{mixture}.json"
         if not path.is_file():
             return None
         with describing(path):
-            return {str(k): float(v) for k, v in json.loads(path.read_text("utf-8")).items()}
+            rates = {str(k): float(v) for k, v in json.loads(path.read_text("utf-8")).items()}
+        check_rates(mixture, rates)
+        return rates
 
     def save_rates(self, mixture: str, rates: Mapping[str, float]) -> None:
         """Writes the rates of a mixture's tasks."""
         path = self.root / MIXTURES_FOLDER / f"{mixture}.json"
         write_atomic(path, json.dumps(dict(rates), indent=1) + "\n")
+
+
+def check_rates(mixture: str, rates: Mapping[str, float]) -> None:
+    """Raises a `ValueError` that names the first task of a mixture with a negative or infinite rate."""
+    for task, rate in rates.items():
+        if not 0 <= rate < math.inf:
+            raise ValueError(
+                f"the mixture {mixture!r} gives the task {task!r} the rate {rate:g}, but tasks are drawn "
+                "in proportion to their rates; give it a rate of 0 or more, or leave the task out"
+            )
 
 
 class RaggedTokens(NamedTuple):

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 
 from synthesizer_jax.base.files import describing, storage_path
 from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.data.prepared import check_rates
 from synthesizer_jax.tasks import metrics, postprocessors, preprocessors, seqio_tasks, synthetic
 from synthesizer_jax.tasks.definitions import DEFINITIONS
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate, Rates
@@ -141,18 +142,21 @@ def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
     mixtures); a task without any has the rate 0.
 
     Raises:
-      ValueError: there is neither a mixture nor a task of that name.
+      ValueError: there is neither a mixture nor a task of that name, or a rate is negative.
     """
     names = [n for n in member_names(name) if find_task(n).stored_splits(data_dir)]
     if name not in MIXTURES and name in seqio_tasks.mixture_names():
-        return seqio_tasks.mixture_rates(name, names, data_dir)
-    rates: Rates = MIXTURES.get(name, {name: 1.0})
-    return {
-        name: rate(find_task(name).stored_splits(data_dir).get("train") or 0)
-        if isinstance(rate := rates[name], ExamplesRate)
-        else float(rate)
-        for name in names
-    }
+        rates = seqio_tasks.mixture_rates(name, names, data_dir)
+    else:
+        given: Rates = MIXTURES.get(name, {name: 1.0})
+        rates = {
+            task: rate(find_task(task).stored_splits(data_dir).get("train") or 0)
+            if isinstance(rate := given[task], ExamplesRate)
+            else float(rate)
+            for task in names
+        }
+    check_rates(name, rates)
+    return rates
 
 
 def default_data_dir() -> pathlib.Path:

@@ -97,10 +97,11 @@ def registered():
     seqio.MixtureRegistry.add("outside_part", [("outside_plain", 1.0), ("outside_missing", 9.0)])
     own_rate = ("outside_double", seqio.mixing_rate_num_examples)
     seqio.MixtureRegistry.add("outside_all", [own_rate, ("outside_part", 4)])
+    seqio.MixtureRegistry.add("outside_negative", [("outside_double", 2.0), ("outside_plain", -1.0)])
     yield
     for name in ("outside_double", "outside_plain", "outside_missing"):
         seqio.TaskRegistry.remove(name)
-    for name in ("outside_part", "outside_all"):
+    for name in ("outside_part", "outside_all", "outside_negative"):
         seqio.MixtureRegistry.remove(name)
 
 
@@ -142,6 +143,14 @@ def test_what_is_not_there_is_one_sentence(tmp_path):
         prepare("outside_missing", data, log=quiet)
     with pytest.raises(FileNotFoundError, match=r"of 'outside_plain' .*it has train, valid"):
         prepare("outside_plain", data, **splits)
+    negative = (
+        "'outside_negative' gives the task 'outside_plain' the rate -1, .*; give it a rate of 0 or more"
+    )
+    with pytest.raises(ValueError, match=negative):
+        prepare("outside_negative", data, log=quiet)
+    data.save_rates("outside_negative", {"outside_plain": -1.0})  # by an earlier version
+    with pytest.raises(ValueError, match=negative):
+        data.rates("outside_negative")
     with pytest.raises(ValueError, match=r"no mixture or task 'outside_al', did you mean .*; tasks"):
         task_registry.member_names("outside_al")
     with pytest.raises(ValueError, match=r"there is no task 'outside_dou'"):
