@@ -3,8 +3,10 @@
 import html
 import json
 import re
+import shutil
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 import scipy.stats
@@ -13,9 +15,11 @@ from synthesizer_jax.reports.figures import heat_maps, line_chart
 from synthesizer_jax.reports.logged import read_systems
 from synthesizer_jax.reports.page import write_report
 from synthesizer_jax.runs.metrics import METRICS_FILE
+from synthesizer_jax.training.adapters import LoRA
 from synthesizer_jax.training.run_directory import save_experiment
+from synthesizer_jax.training.trainer import Trainer
 from tests.cli import commands
-from tests.training.tiny import experiment
+from tests.training.tiny import encoder, experiment, save
 
 TRAINED = {"kind": "train", "loss": 2.0, "steps_per_second": 4.0, "tokens_per_second": 100.0}
 ODD = [r"$\frac{$", "nul\0 bell\a", "over\u202eride\u2066", "é 中 \U0001f600 שלום", "<script>x</script>"]
@@ -105,6 +109,21 @@ def test_numbers_that_were_not_finite_are_left_out(tmp_path):
     rows, page = report(run, output=tmp_path / "page.html")
     assert rows == [["glue_rte", "accuracy", "63.0"]]
     assert rows_of(page, "Size and speed")[0][4][1] == "6.0"
+
+
+def test_a_run_with_adapters_has_the_size_of_its_model(tmp_path):
+    plain = experiment(encoder())
+    save(tmp_path / "base", plain)
+    run = logged(tmp_path / "lora")
+    adapters = LoRA(rank=3, targets="encoder/layers_0/mlp/wo/kernel")  # of 16 inputs and 8 outputs
+    training = replace(plain.training, adapters=adapters)
+    save(run, replace(plain, training=training, init_from=str(tmp_path / "base")))
+    size = sum(x.size for x in jax.tree.leaves(Trainer(plain).layout.abstract.params))
+    page = report(run, output=tmp_path / "page.html")[1]
+    assert rows_of(page, "Size and speed")[0][3] == ("", f"{size:,}", "72 in adapters")
+    shutil.rmtree(tmp_path / "base")
+    page = report(run, output=tmp_path / "page.html")[1]
+    assert rows_of(page, "Size and speed")[0][3] == ("", "–", "72 in adapters")
 
 
 def test_runs_that_differ_in_seeds_are_one_system(tmp_path):

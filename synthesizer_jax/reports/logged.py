@@ -13,14 +13,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from synthesizer_jax.base.files import absolute, describing
+from synthesizer_jax.base.files import absolute, describing, storage_path
 from synthesizer_jax.base.registry import JSON, child_path
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.checkpoints.placement import count_parameters
 from synthesizer_jax.evaluation.scoring import RESULTS_FILE, evaluation_folder
 from synthesizer_jax.reports.figures import Line
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
-from synthesizer_jax.runs.saved import read_experiment
+from synthesizer_jax.runs.saved import find_checkpoint, is_run, read_experiment
 from synthesizer_jax.training.run_directory import WATCHING
 
 Record: TypeAlias = Mapping[str, Any]
@@ -33,7 +33,8 @@ class LoggedRun:
 
     Where ``eval`` has measured a step again, its results are the record. `newest` are the measures of the
     newest evaluation that are numbers, and `answers` its labeled predictions by task and example.
-    `parameters` is the number in the newest checkpoint; None: there is none.
+    `parameters` is the number of the model's, None if no checkpoint tells it; `adapters` that of a run that
+    trains adapters of another run's parameters, None if it trains the parameters themselves.
     """
 
     name: str
@@ -43,6 +44,7 @@ class LoggedRun:
     newest: Mapping[str, float]
     answers: Mapping[str, Mapping[str, Record]]
     parameters: int | None
+    adapters: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +120,8 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
         if record.get("score") == -(record.get("loss") or math.nan):  # of texts alone
             del record["score"]
     saved = finished_steps(directory / "checkpoints")
+    count = count_parameters(directory / "checkpoints" / str(saved[-1])) if saved else None
+    has_base = bool(experiment["training"].get("adapters"))
     newest = max(evaluations, default=0)
     folder = evaluation_folder(directory, newest)
     numbers = {
@@ -134,8 +138,23 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
         evaluations=evaluations,
         newest=numbers,
         answers={task: rows for task, rows in answers.items() if rows},
-        parameters=count_parameters(directory / "checkpoints" / str(saved[-1])) if saved else None,
+        parameters=_count_in_base(experiment) if has_base else count,
+        adapters=count if has_base else None,
     )
+
+
+def _count_in_base(experiment: JSON) -> int | None:
+    """Returns the number of parameters of the base of a run with adapters; None if it is gone."""
+    base = storage_path(experiment["init_from"])
+    if not is_run(base):
+        return None
+    directory, step = find_checkpoint(base)
+    of_base = read_experiment(directory, as_data=True)
+    if of_base["training"].get("adapters"):
+        return _count_in_base(of_base)
+    steps = finished_steps(directory / "checkpoints")
+    step = max(steps, default=None) if step is None else step
+    return count_parameters(directory / "checkpoints" / str(step)) if step in steps else None
 
 
 def _read_results(path: pathlib.Path) -> dict[str, Any]:

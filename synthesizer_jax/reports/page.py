@@ -157,10 +157,13 @@ def _judge(records: Sequence[Record]) -> list[Cell]:
 
 def _speed(system: System) -> list[str | Cell]:
     """Returns a system's name, and its runs, steps, parameters and rates."""
-    sizes = {run.parameters for run in system.runs} - {None}
+    sizes, adapters = (
+        " or ".join(f"{number:,}" for number in sorted({*numbers} - {None}))
+        for numbers in zip(*((run.parameters, run.adapters) for run in system.runs), strict=True)
+    )
     steps = max(max([*run.training, *run.evaluations]) for run in system.runs)
     row: list[str | Cell] = [system.name, str(len(system.runs)), f"{steps:,}"]
-    row.append(" or ".join(f"{size:,}" for size in sizes) or "–")
+    row.append(Cell(sizes or "–", note=f"{adapters} in adapters" if adapters else ""))
     for name, digits in (("steps_per_second", 1), ("tokens_per_second", 0)):
         rates = [r[name] for run in system.runs for r in run.training.values() if r.get(name)]
         low, median, high = (f"{x:,.{digits}f}" for x in np.percentile(rates or [0], (25, 50, 75)))
