@@ -325,6 +325,16 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     args = make_parser().parse_args(words[:end])
     if not re.fullmatch("[a-z]+-[a-z]+[0-9]+-[a-z]", args.zone):
         fail(f"--zone is {args.zone}; a zone is a region and a letter, such as us-east5-b")
+    if not re.fullmatch("[a-z]([-a-z0-9]{0,61}[a-z0-9])?", args.name):
+        fail(
+            f"--name is {args.name}; Google Cloud takes up to 63 lowercase letters, digits and hyphens "
+            "that begin with a letter and do not end with a hyphen, such as pod-1"
+        )
+    flex = next((option for option in args.gcloud if "flex-start" in option), None)
+    if flex is not None and not args.alpha:
+        fail(f"--gcloud={flex} is an option of gcloud alpha; add --alpha")
+    if flex is not None and (args.spot or args.reserved):
+        fail(f"--gcloud={flex} excludes --spot and --reserved; leave them out")
     command = list(words[end + 1 :])
     if args.action in ("train", "run", "babysit"):
         command = command if args.action == "run" else ["train", *command]

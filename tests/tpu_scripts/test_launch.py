@@ -21,6 +21,7 @@ RUN = ["--workdir", "gs://b/runs/rv", "--data-dir=gs://b/data"]
 TRAIN = ["--", "quickstart", *RUN, "--set", "training.steps=3"]
 OPTIONS = ["--gcloud=--network=vpc", "--gcloud=--service-account=a@b.iam.gserviceaccount.com"]
 RESERVATION = ["--alpha", "--gcloud=--reservation=mine", "--extras=data,gcs,tpu"]
+FLEX = "--gcloud=--provisioning-model=flex-start"
 GOLDEN = {
     "create": ["create", *POD, "--type", "v6e:4x4", "--spot", "--slices", "2", *OPTIONS],
     "train": ["train", *POD, "--flags=--xla_tpu_enable_latency_hiding_scheduler=true", *TRAIN],
@@ -57,6 +58,9 @@ def test_a_dry_run_prints_the_commands(name):
         (["train", *POD, "--", "quickstart", "--workdir", "runs/rv"], "--workdir runs/rv goes away"),
         (["run", *POD, "--", "eval", "--data-dir=data"], "--data-dir data goes away"),
         (["train", *POD, "--", "x", "--set=vocabulary.path=v.model"], "vocabulary.path v.model goes"),
+        (["status", "--name", "Pod_1", *POD[2:]], "--name is Pod_1; Google Cloud takes up to 63 lower"),
+        (["create", *POD, FLEX], f"{FLEX} is an option of gcloud alpha; add --alpha"),
+        (["create", *POD, FLEX, "--alpha", "--spot"], f"{FLEX} excludes --spot and --reserved"),
         (["train", *POD, "--", "quickstart", *RUN[:2]], "give --data-dir with prepared data"),
         (["run", *POD, "--", "quickstart", *RUN[:2]], "--extras train,gcs,tpu,data"),
         (["create", *POD, "--spot", "--reserved"], "--reserved: not allowed with argument --spot"),
