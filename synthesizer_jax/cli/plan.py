@@ -114,7 +114,7 @@ def plan(
     """Estimate the memory that a recipe needs on every chip and its chip-hours; list settings that fit.
 
     No TPU or GPU is needed, and no array is allocated. In the place of a recipe it takes the directory of a
-    run, or a folder of transformers, of which it reads no tensors.
+    run, or a folder of transformers, of which it needs only config.json.
 
     Example: synthesizer-jax plan papers.cotraining:glue_super_glue:rv --topology v5e:4x4
 

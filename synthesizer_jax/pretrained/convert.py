@@ -15,8 +15,10 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.distillation.transplant import start_as, with_variants
 from synthesizer_jax.models import Encoder, EncoderDecoder
+from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.optimizers import Adafactor, Constant
 from synthesizer_jax.pretrained.architecture import Pretrained
+from synthesizer_jax.pretrained.huggingface.folder import model_of
 from synthesizer_jax.pretrained.opening import open_pretrained
 from synthesizer_jax.runs import code
 from synthesizer_jax.runs.events import add_event
@@ -77,10 +79,12 @@ def convert_checkpoint(
     return params
 
 
-def experiment_of(path: pathlib.Path) -> Experiment:
-    """Returns the experiment of the run that a checkpoint would become; reads no tensors."""
-    with open_pretrained(path, compare=False) as pretrained:
-        return _experiment(pretrained, path, pretrained.vocabulary or Bytes())
+def experiment_of(folder: pathlib.Path) -> Experiment:
+    """Returns the experiment of the run that a folder of transformers would become.
+
+    Only its configuration has to be there. The vocabulary is `Bytes`, whatever the folder's is.
+    """
+    return _fine_tuning(model_of(folder), Bytes(), source=folder)
 
 
 def _experiment(
@@ -94,11 +98,7 @@ def _experiment(
             f"{source} has no vocabulary that is known here; name one with --vocabulary, such as T5's "
             "spiece.model, or 'bytes' for a ByT5"
         )
-    if isinstance(model, Encoder):
-        raise ValueError(
-            f"{source} holds an encoder alone, which is not trained here; use it with "
-            "synthesizer_jax.load and synthesizer_jax.encode"
-        )
+    _check_is_trained(model, source)
     vocabulary.build().check_ids(model.ids)
     size = vocabulary.vocab_size
     if size > model.vocab_size:
@@ -110,6 +110,24 @@ def _experiment(
         saved = read_recorded(find_checkpoint(source)[0])
         model = replace(model, dtype=saved.model.dtype)
         return replace(saved, model=model, vocabulary=vocabulary).starting_from(None)
+    return _fine_tuning(model, vocabulary, source=source)
+
+
+def _check_is_trained(model: TokenModel, source: pathlib.Path) -> None:
+    """Raises a `ValueError` if a model of another library is an encoder alone."""
+    if isinstance(model, Encoder):
+        raise ValueError(
+            f"{source} holds an encoder alone, which is not trained here; use it with "
+            "synthesizer_jax.load and synthesizer_jax.encode"
+        )
+
+
+def _fine_tuning(
+    model: TokenModel, vocabulary: Bytes | SentencePiece, *, source: pathlib.Path
+) -> Experiment:
+    """Returns T5's fine-tuning of a model that was read from `source`."""
+    _check_is_trained(model, source)
+    assert isinstance(model, EncoderDecoder)
     return Experiment(
         model=replace(model, dtype=AUTO),
         vocabulary=vocabulary,

@@ -41,11 +41,14 @@ def xxl(tmp_path_factory):
     return folder
 
 
-def test_large_parameters_are_laid_over_256_devices_unread(xxl, monkeypatch):
+def test_large_parameters_are_laid_over_256_devices_unread(xxl, tmp_path, monkeypatch):
     no_tensors = lambda *_: pytest.fail("a tensor was read")
     monkeypatch.setattr("synthesizer_jax.pretrained.huggingface.folder._are_equal", no_tensors)
     monkeypatch.setattr("synthesizer_jax.pretrained.tensors._read", no_tensors)
     topology = parse_topology("v5p:4x8x8", 1)
+    alone = tmp_path / "config.json"
+    alone.write_bytes((xxl / "config.json").read_bytes())
+    assert experiment_of(tmp_path) == experiment_of(xxl), "no tensor has to be there"
     experiment = replace(experiment_of(xxl), mesh=MeshShape(fsdp=64, tensor=4))
     assert make_plan(experiment, topology).fits
     mesh = jax.sharding.AbstractMesh((1, 64, 4, 1), ("data", "fsdp", "tensor", "sequence"))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface import t5gemma
 from synthesizer_jax.pretrained.huggingface.config import CONFIG, T5GEMMA, read_config, read_model_type
@@ -67,6 +68,18 @@ def open_folder(
         ignored.add(OUTPUT)
     params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
     return Pretrained(model, params, None)
+
+
+def model_of(folder: pathlib.Path) -> TokenModel:
+    """Returns the model that a folder's ``config.json`` describes; no other file has to be there.
+
+    Raises:
+      FileNotFoundError: the folder holds no configuration.
+      ValueError: it is that of another architecture.
+    """
+    if read_model_type(folder) == T5GEMMA:
+        return t5gemma.T5Gemma.read(folder, encoder_only=False).build()
+    return read_config(folder, output=None).build()
 
 
 def _open_t5gemma(
