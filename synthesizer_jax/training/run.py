@@ -92,11 +92,11 @@ def run(
             experiment = run_directory.find_vocabulary(experiment, data_path)
             experiment = run_directory.find_base(experiment, directory)
             run_directory.check_same_run(experiment, directory)
-            # What a user can have got wrong is said by now; preparing may take hours.
+            trainer = Trainer(experiment) if trainer is None else trainer
+            # Preparing may take hours, so that whatever else can be wrong is found before it.
             if prepare is not None:
                 prepare(experiment, data_path)
             prepared = find_prepared(experiment, data_path)
-            trainer = Trainer(experiment) if trainer is None else trainer
             trainer.read_base(report)
             evaluator = Evaluator(
                 experiment.model, experiment.data, experiment.evaluation, prepared=prepared
