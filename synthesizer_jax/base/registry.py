@@ -243,6 +243,27 @@ def _implements(value: object, protocol: type) -> bool:
     return not isinstance(value, type)
 
 
+def class_names(annotation: Annotation) -> list[str]:
+    """Returns the names of the registered classes whose objects match an annotation, in order.
+
+    Annotations of numbers, strings and tuples have none.
+    """
+    members = union_members(annotation) or (annotation,)
+    return sorted(
+        name for name, cls in REGISTRY.items() if any(_is_class_of(cls, member) for member in members)
+    )
+
+
+def _is_class_of(cls: type, annotation: Annotation) -> bool:
+    """Whether objects of a class match a class or a protocol."""
+    if not isinstance(annotation, type) or annotation is object:
+        return False
+    if not getattr(annotation, "_is_protocol", False):
+        return issubclass(cls, annotation)
+    # The attributes of an object that is not initialized are its methods.
+    return _implements(object.__new__(cls), annotation)
+
+
 def union_members(annotation: Annotation) -> tuple[Annotation, ...]:
     """Returns the members of a union, and an empty tuple for other annotations."""
     origin: object = typing.get_origin(annotation)

@@ -10,7 +10,7 @@ import typer
 
 from synthesizer_jax.base.typing import Count
 from synthesizer_jax.cli.data import prepare_missing
-from synthesizer_jax.cli.options import DataDir, Imports, OpenRun, open_run, print_table
+from synthesizer_jax.cli.options import DataDir, Imports, OpenRun, chosen_run, open_run, print_table
 
 if TYPE_CHECKING:
     from synthesizer_jax.base.typing import PyTree
@@ -23,8 +23,9 @@ LABEL_LOSSES = "label_loss", "label_prior_entropy", "joint_label_prior_entropy"
 
 
 def evaluate(
+    run: pathlib.Path | None = None,
     *,
-    workdir: pathlib.Path,
+    workdir: pathlib.Path | None = None,
     data_dir: DataDir = None,
     step: int | None = None,
     every: Annotated[bool, "--all"] = False,
@@ -45,7 +46,8 @@ def evaluate(
     splits, are predicted and not scored.
 
     Args:
-      workdir: directory of the run.
+      run: directory of the run.
+      workdir: the same.
       step: step of the checkpoint; by default the newest one.
       every: evaluate all checkpoints; show the best of each task.
       method: greedy, beam or rank; by default the recipe's.
@@ -60,12 +62,12 @@ def evaluate(
     from synthesizer_jax.hosts import processes
 
     changes = _given(method=method, split=split, max_examples=max_examples, batch_size=batch_size)
-    run, evaluator = _open(workdir, imports, data_dir, task, changes)
+    opened, evaluator = _open(chosen_run(run, workdir), imports, data_dir, task, changes)
     metrics = {}
-    for number, variables in _restore_checkpoints(run, step, every=every):
+    for number, variables in _restore_checkpoints(opened, step, every=every):
         part = bool(task) or max_examples is not None
         folder, results, overall = _measure(
-            run, evaluator, number, variables, part=part, writes=save_predictions
+            opened, evaluator, number, variables, part=part, writes=save_predictions
         )
         metrics[number] = {result.task: result.metrics for result in results}
         if processes.is_process_zero():
@@ -75,8 +77,9 @@ def evaluate(
 
 
 def predict(
+    run: pathlib.Path | None = None,
     *,
-    workdir: pathlib.Path,
+    workdir: pathlib.Path | None = None,
     data_dir: DataDir = None,
     split: str = TEST,
     output: pathlib.Path | None = None,
@@ -95,10 +98,11 @@ def predict(
     zipped. There a prediction that is none of the labels becomes the first label, one that is no similarity
     score 0, and others are clipped to 0 to 5; invalid ones are counted.
 
-    Example: synthesizer-jax predict --workdir runs/rv --split test --output predictions
+    Example: synthesizer-jax predict runs/rv --split test --output predictions
 
     Args:
-      workdir: directory of the run.
+      run: directory of the run.
+      workdir: the same.
       split: the split to predict.
       output: directory of the files; by default evaluation/STEP/SPLIT in the run's.
       step: step of the checkpoint; by default the newest one.
@@ -112,10 +116,10 @@ def predict(
 
     changes = _given(method=method, batch_size=batch_size, split=split, loss_batches=0)
     changes["max_examples"] = max_examples  # by default all, whatever the recipe evaluates
-    run, evaluator = _open(workdir, imports, data_dir, task, changes)
-    number, variables = run.restore(step)
+    opened, evaluator = _open(chosen_run(run, workdir), imports, data_dir, task, changes)
+    number, variables = opened.restore(step)
     part = max_examples is not None
-    folder, results, _ = _measure(run, evaluator, number, variables, part=part, output=output)
+    folder, results, _ = _measure(opened, evaluator, number, variables, part=part, output=output)
     if processes.is_process_zero() and split.startswith(TEST) and not part:
         answers = [result.predictions for result in results]
         written = write_submission(folder, list(zip(evaluator.sets, answers, strict=True)))

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from synthesizer_jax.base.files import decode_lines, in_bucket, write_atomic
+from synthesizer_jax.base.files import decode_lines, in_bucket, storage_path, write_atomic
 from synthesizer_jax.base.typing import Count, Number
 from synthesizer_jax.cli.options import Imports, open_run
 
@@ -18,7 +18,7 @@ from synthesizer_jax.cli.options import Imports, open_run
 def generate(
     text: list[str] | None = None,
     *,
-    workdir: pathlib.Path,
+    workdir: pathlib.Path | None = None,
     input_file: Annotated[pathlib.Path | None, "--input"] = None,
     output_file: Annotated[pathlib.Path | None, "--output"] = None,
     step: int | None = None,
@@ -51,7 +51,7 @@ def generate(
     Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
 
     Args:
-      text: inputs; by default the lines of --input or stdin.
+      text: inputs; by default the lines of --input or stdin. Without --workdir the first is the run.
       workdir: directory of the run.
       input_file: a file with one input per line.
       output_file: the file to write; by default stdout.
@@ -79,12 +79,16 @@ def generate(
     """
     from synthesizer_jax.evaluation.prediction import Predictor
     from synthesizer_jax.models import Encoder
-    from synthesizer_jax.runs.saved import open_vocabulary
+    from synthesizer_jax.runs.saved import is_run, open_vocabulary
 
     if output_file is not None and not (in_bucket(output_file) or output_file.parent.is_dir()):
         raise FileNotFoundError(
             f"--output {output_file}: there is no directory {output_file.parent}; create it"
         )
+    if workdir is None:
+        if not (text and is_run(storage_path(text[0]))):
+            raise ValueError("generate needs a run; give it before the texts, or as --workdir RUN")
+        workdir, text = storage_path(text[0]), text[1:]
     lines = _read_lines(text, input_file)
     run = open_run(workdir, imports)
     model, data = run.experiment.model, run.experiment.data

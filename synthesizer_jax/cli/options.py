@@ -113,6 +113,19 @@ def _to_storage_paths(path: Any) -> Any:
     return converted
 
 
+def chosen_run(run: pathlib.Path | None, workdir: pathlib.Path | None) -> pathlib.Path:
+    """Returns the run of a command that takes it as RUN or as --workdir RUN.
+
+    Raises:
+      ValueError: neither or both are given.
+    """
+    if (run is None) == (workdir is None):
+        raise ValueError("give the directory of the run once, as RUN or as --workdir RUN")
+    found = run or workdir
+    assert found is not None
+    return found
+
+
 class OpenRun(NamedTuple):
     """A run whose checkpoints are used: over which mesh, and in which layout, see `place_variables`."""
 

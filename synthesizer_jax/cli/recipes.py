@@ -23,6 +23,7 @@ from synthesizer_jax.base.registry import (
     Annotation,
     check_types,
     child_path,
+    class_names,
     field_names,
     field_types,
     fields_of,
@@ -41,6 +42,23 @@ from synthesizer_jax.base.typing import AUTO
 if TYPE_CHECKING:
     from synthesizer_jax.runs.code import Code
     from synthesizer_jax.training.experiment import Experiment
+
+OTHER_NAMES = {
+    **dict.fromkeys(("lora", "peft", "adapter"), "training.adapters=LoRA"),
+    **dict.fromkeys(("bf16", "fp16", "half", "mixed_precision", "precision"), "model.dtype=bfloat16"),
+    "epochs": "training.steps",
+    "max_steps": "training.steps",
+    "num_train_epochs": "training.steps",
+    "eval_steps": "evaluation.every",
+    "logging_steps": "training.log_every",
+    "save_steps": "training.save_every",
+    "save_total_limit": "training.keep_latest",
+    "gradient_accumulation_steps": "training.micro_batches",
+    "gradient_checkpointing": "model.encoder.remat=full",
+    "max_grad_norm": "training.optimizer.clip_norm",
+    "per_device_train_batch_size": "data.batch_size",
+}
+"""What other libraries call a setting, and what it is called here."""
 
 Kind = TypeVar("Kind")
 """The class of a recipe's result: `Experiment` or `Distillation`."""
@@ -305,6 +323,8 @@ def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path
             deeper = [setting.path for setting in nested if setting.path.endswith(f".{name}")][:3]
             fields = f"; its fields: {', '.join(entries)}" if kinds else ""
             other = did_you_mean(str(name), entries) + fields
+            if str(name) in OTHER_NAMES and kinds:
+                other = f"; write {OTHER_NAMES[str(name)]}"
             hint = f"; write {' or '.join(deeper)}" if deeper else other
             raise ValueError(f"--set {entry_path}: {missing.format(name)}{hint}")
         entries[str(name)] = _apply(inner, entries[str(name)], kinds.get(str(name), object), entry_path)
@@ -336,4 +356,7 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
             return float(value) if option is float else value
     given = type(value).__name__ if is_config(value) else text
     given = given if len(given) <= 60 else f"{given[:57]}…"
-    raise ValueError(f"--set {path}={given}: expected {format_type(kind)}")
+    choices = class_names(kind)
+    hint = did_you_mean(given, choices)
+    listed = f"; choose from {', '.join(choices)}" if choices else ""
+    raise ValueError(f"--set {path}={given}: expected {format_type(kind)}{hint}{listed}")

@@ -65,7 +65,7 @@ SESSION = [
     ("data prepare own_files --data-dir DATA --workers 0", 2, "--workers is 0; allowed: 1 to"),
     # Training: prepared by itself, continued, refused.
     (f"{TRAIN} --set training.steps=2", 0, "runs/mine has finished its 2 steps: score "),
-    (f"{TRAIN} --set training.steps=4", 0, "step 4/4 evaluated in"),
+    (f"{TRAIN} --set training.steps=4", 0, "model.dtype=auto is float32"),
     (f"{TRAIN} --set training.steps=4", 0, "next: synthesizer-jax eval --workdir runs/mine"),
     (
         f"train runs/mine --workdir runs/again {SMALL} --set training.steps=1",
@@ -77,10 +77,13 @@ SESSION = [
     (f"{EVAL} --all", 0, "best steps"),
     (f"{EVAL} --split test", 2, "error: own_files has no"),
     (
-        "predict --workdir runs/mine --data-dir DATA --split validation --method rank",
+        "predict runs/mine --data-dir DATA --split validation --method rank",
         *(0, "predictions: runs/mine"),
     ),
     (GENERATE.format("mine"), 0, ""),
+    ("generate runs/mine review:good", 0, ""),
+    ("generate review:good", 2, "generate needs a run; give it before the texts, or as --workdir"),
+    ("eval --data-dir DATA", 2, "give the directory of the run once, as RUN or as --workdir RUN"),
     (f"{GENERATE.format('mine')} --input a.jsonl", 2, "arguments or with --input, not both"),
     ("report runs/mine runs/again --output page.html", 0, "own_files │ accuracy"),
     ("doctor --workdir a.jsonl", 2, "File exists"),
@@ -134,6 +137,7 @@ def test_from_a_file_to_a_report(tmp_path) -> None:
     assert [row["input"] for row in rows] == [f"review:good {n}" for n in range(6)]
     assert {row["target"] for row in rows} == {"yes"}
     assert {row["prediction"] for row in rows} <= {"no", "yes"}  # label words are ranked
+    assert json.loads((run / "experiment.json").read_text())["model"]["dtype"] == "float32"
     experiment = json.loads((tmp_path / "runs" / "again" / "experiment.json").read_text())
     assert experiment["init_from"] == "runs/mine"
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -141,6 +145,7 @@ def test_from_a_file_to_a_report(tmp_path) -> None:
     assert "<svg" in (tmp_path / "heads.html").read_text(encoding="utf-8")
     # A converted run answers the same, which depends on every parameter.
     assert said[GENERATE.format("mixture")] == said[GENERATE.format("mine")]
+    assert said["generate runs/mine review:good"] == said[GENERATE.format("mine")]
     left = {path.name for path in (*tmp_path.iterdir(), *(tmp_path / "runs").iterdir())}
     assert not {"d", "exported", "x"} & left
 

@@ -92,8 +92,11 @@ WRONG = [
     (
         PLAIN,
         'training.optimizer={"type": "Constant"}',
-        "optimizer=Constant: expected Optimizer",
+        "optimizer=Constant: expected Optimizer; choose from Adafactor, A",
     ),
+    (PLAIN, "training.optimizer=adamw", "expected Optimizer, did you mean 'AdamW'.; choose from Adafactor"),
+    (PLAIN, "training.lora.rank=4", "Training has no field 'lora'; write training.adapters=LoRA"),
+    (PLAIN, "fp16=true", "Experiment has no field 'fp16'; write model.dtype=bfloat16"),
     (PLAIN, "evaluation.method=x", "evaluation.method is 'x'; allowed: 'greedy', 'beam', 'rank'"),
     (PLAIN, "evaluation.patience=2", r"evaluation\.every is 0; set evaluation\.every"),
     (PLAIN, "data.inputs_length=0", "data.inputs_length is 0, and the encoder of an EncoderDecod"),
