@@ -127,7 +127,7 @@ def _published(
     experiment = multi30k("v")
     return replace(
         experiment,
-        model=model,
+        model=model.copy(dtype="auto"),
         data=replace(
             experiment.data,
             mixture=task,

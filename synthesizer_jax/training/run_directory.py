@@ -119,13 +119,18 @@ def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experimen
     return _with_path(replace(experiment, vocabulary=vocabulary), str(absolute(path)))
 
 
+def has_begun(directory: pathlib.Path) -> bool:
+    """Whether a directory holds a run that has saved a checkpoint, so that training continues it."""
+    return (directory / EXPERIMENT_FILE).is_file() and bool(finished_steps(directory / "checkpoints"))
+
+
 def find_dtype(experiment: Experiment, directory: pathlib.Path) -> Experiment:
     """Returns the experiment with the dtype of its model resolved: ``auto`` keeps that of a run.
 
     If the directory holds a run that continues, ``auto`` is the dtype with which the run began, also on
     another platform. Otherwise it is that of this process's devices.
     """
-    if experiment.model.dtype != AUTO or not finished_steps(directory / "checkpoints"):
+    if experiment.model.dtype != AUTO or not has_begun(directory):
         return experiment.resolved()
     dtype = load_experiment(directory).model.dtype
     return replace(experiment, model=replace(experiment.model, dtype=dtype))
@@ -149,7 +154,7 @@ def find_base(experiment: Experiment, directory: pathlib.Path | None = None) -> 
     base, step = find_checkpoint(source) if is_run(source) else (source, None)
     steps = finished_steps(base / "checkpoints")
     checksum = lora.base_checksum
-    if step is None and directory is not None and finished_steps(directory / "checkpoints"):
+    if step is None and directory is not None and has_begun(directory):
         began = load_experiment(directory)
         if began.training.adapters is not None and began.init_from is not None:
             step = find_step(storage_path(began.init_from))

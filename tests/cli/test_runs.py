@@ -163,6 +163,11 @@ def test_another_vocabulary_or_a_changed_one_is_noticed(finished, copied, synthe
     [
         ("distill papers.replacement:alr --teacher {run} --workdir {run}", "run holds another run: "),
         ("distill papers.replacement:alr --teacher {run}/.. --workdir new", "holds no experiment"),
+        (
+            f"train {RECIPE} --workdir new --set init_from={{run}} --set training.adapters=LoRA "
+            "--set training.adapters.targets=q,v",
+            "training.adapters: 'q,v' matches no kernel",
+        ),
         ("inspect {run}/checkpoints/99", "has no checkpoint 99; choose one of the steps 4"),
     ],
 )
