@@ -276,7 +276,7 @@ def fit_layers(
         attention = self_attention(student, (stack, i))
         of_mixer = params[stack][f"layers_{i}"][STACKS[stack]]
         bias = stack_bias_logits(student, params, (stack, i), length=of_layer.mass.shape[-1])
-        sinks = gather_to_host(of_mixer["sinks"]) if attention.sinks else None
+        sinks = jnp.asarray(gather_to_host(of_mixer["sinks"])) if attention.sinks else None
         fitted, logits = fit(
             attention,
             of_layer,

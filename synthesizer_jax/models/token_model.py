@@ -204,8 +204,13 @@ def resolve_dtype(model: _Model, platform: str | None = None) -> _Model:
     """
     if fields_of(model)["dtype"] != AUTO:
         return model
+    return replace(model, dtype=dtype_of(platform))
+
+
+def dtype_of(platform: str | None = None) -> str:
+    """Returns the dtype for which ``auto`` stands on a platform; see `resolve_dtype`."""
     platform = jax.default_backend() if platform is None else platform
-    return replace(model, dtype="float32" if platform == "cpu" else "bfloat16")
+    return "float32" if platform == "cpu" else "bfloat16"
 
 
 def unroll(model: _Model) -> _Model:

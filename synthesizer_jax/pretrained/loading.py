@@ -17,12 +17,12 @@ from jax.typing import DTypeLike
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.registry import check_types, replace
-from synthesizer_jax.base.typing import Dtype
+from synthesizer_jax.base.typing import AUTO, Dtype
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.prediction import Generated, Predictor
 from synthesizer_jax.inference import Decoding
 from synthesizer_jax.inference.scoring import encoder_width
-from synthesizer_jax.models.token_model import TokenModel, num_real_tokens
+from synthesizer_jax.models.token_model import TokenModel, dtype_of, num_real_tokens
 from synthesizer_jax.pretrained.from_run import open_run
 from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.runs.saved import is_run, open_vocabulary
@@ -68,7 +68,8 @@ def load(
         ``data`` and ``fsdp`` divide examples. Nothing is sharded over an axis that the mesh lacks, and axes
         with other names hold copies.
       dtype: of the parameters and of the computation, bfloat16 or float32, by name or as in
-        ``jnp.bfloat16``; None: float32 parameters, and the model's own.
+        ``jnp.bfloat16``, or ``"auto"``, which is bfloat16, on CPUs float32; None: float32 parameters, and
+        the model's own.
       encoder_only: whether only the encoder's tensors are read, of a folder of transformers; the model is
         an `Encoder`.
 
@@ -115,7 +116,7 @@ def _check_dtype(dtype: DTypeLike) -> Dtype:
     with contextlib.suppress(TypeError):  # no dtype of NumPy's; the check says what is allowed
         name = jnp.dtype(dtype).name
     check_types(TokenModel, {"dtype": name})
-    return str(name)
+    return dtype_of() if name == AUTO else str(name)
 
 
 def generate(

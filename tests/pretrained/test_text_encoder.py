@@ -99,9 +99,10 @@ def test_dtypes_are_names_or_numpys(tmp_path):
     for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")):
         loaded = load(folder, encoder_only=True, dtype=dtype)
         assert loaded.variables["params"]["embedding"].dtype == loaded.model.dtype == "bfloat16"
+    assert load(folder, encoder_only=True, dtype="auto").model.dtype == "float32"  # on CPUs
     for dtype, found in ((jnp.float16, "'float16'"), ("bf16", "'bf16'"), (16, "16")):
         with pytest.raises(
-            ValueError, match=f"dtype is {found}; allowed: 'float32'|dtype is {found}, expected"
+            ValueError, match=f"dtype is {found}; allowed: 'auto', 'float32'|dtype is {found}, expected"
         ):
             load(folder, dtype=dtype)
 
