@@ -82,7 +82,8 @@ def export(
 
     Transformers and T5X take T5s only; a Synthesizer is refused with the name of the part that they lack.
     StableHLO takes every model: a directory of programs for CPUs, NVIDIA GPUs and TPUs, with a loader that
-    needs only jax and, for SentencePiece vocabularies, sentencepiece.
+    needs only jax and, for SentencePiece vocabularies, sentencepiece. The programs of a model that was
+    trained on texts alone continue texts.
 
     Example: synthesizer-jax export runs/flan flan-finetuned
 
@@ -93,7 +94,8 @@ def export(
       directory: the new directory.
       to: huggingface, peft (a run's adapters alone), t5x, t5x-scanned or stablehlo.
       dtype: float32 or bfloat16, of the tensors for transformers.
-      inputs_length: stablehlo: tokens of an input at most; by default as in training.
+      inputs_length: stablehlo: tokens of an input at most; by default as in training. A text to continue
+        and its continuation share the tokens of a training row, by default one half each.
       max_length: stablehlo: tokens of a target at most; by default as in training.
       beams: stablehlo: beams of the decoding loop; 1 is greedy.
     """

@@ -121,6 +121,7 @@ def generate(
         run.restore(step)[1],
         open_vocabulary(run.experiment.vocabulary, workdir, model=model),
         inputs_length=data.inputs_length,
+        row_length=data.targets_length,
         batch_size=min(batch_size, max(len(lines), 1)),
         decoding=decoding,
         mesh=run.mesh,

@@ -80,6 +80,8 @@ class Predictor:
       vocabulary: maps text to ids and back.
       inputs_length: inputs are truncated to this many tokens. 0: there are none, and texts that are given
         are continued by a `LanguageModel`.
+      row_length: number of tokens of a training row, which a text to continue and its continuation share.
+        Texts are not padded beyond it, for models that have no more positions. None: it is not known.
       decoding: how texts are decoded. Of several sequences per input, only `generate_texts` returns more
         than the first.
       ranks: whether label words are scored where there are any; then nothing is decoded.
@@ -100,6 +102,7 @@ class Predictor:
         vocabulary: Vocabulary,
         *,
         inputs_length: int,
+        row_length: int | None = None,
         decoding: Decoding,
         ranks: bool = False,
         classes: Sequence[str] = (),
@@ -108,6 +111,7 @@ class Predictor:
     ):
         self.model, self.variables, self.vocabulary = model, variables, vocabulary
         self.inputs_length, self.decoding, self.ranks = inputs_length, decoding, ranks
+        self._row_length = row_length
         strings = decoding.stop_strings
         self._stops = stop_table(vocabulary, strings, model.vocab_size) if strings else None
         self.classes = Classes(classes, vocabulary) if classes else None
@@ -308,8 +312,7 @@ class Predictor:
     ) -> list[tuple[np.ndarray, ...]]:
         """Returns a row per input of the arrays that a function computes for batches of the `LENGTHS`."""
         answers: list[tuple[np.ndarray, ...]] = [()] * len(inputs)
-        longest = max(map(len, inputs), default=0)
-        longest = self.inputs_length or (1 << (longest - 1).bit_length() if longest else 0)
+        longest = self.inputs_length or self._padded_length(max(map(len, inputs), default=0))
         allowed = [-(-n * longest // 512) for n in LENGTHS[kind]]
         fetch = np.asarray if self.mesh is None else gather_to_host
         with contextlib.nullcontext() if self.mesh is None else use_mesh(self.mesh):
@@ -321,6 +324,18 @@ class Predictor:
                     answers[row] = tuple(values)
                 self.advance(len(rows))
         return answers
+
+    def _padded_length(self, longest: int) -> int:
+        """Returns the length to which texts of at most `longest` tokens are padded to be continued.
+
+        It is a power of two, so that few programs are compiled, or what `row_length` leaves for it.
+        """
+        if not longest:
+            return 0
+        rounded = 1 << (longest - 1).bit_length()
+        if self._row_length is not None:
+            rounded = min(rounded, self._row_length - self.decoding.max_length)
+        return max(longest, rounded)
 
 
 def _until_end(tokens: np.ndarray, ids: SpecialIds) -> list[int]:

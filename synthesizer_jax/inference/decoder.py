@@ -111,6 +111,15 @@ def _repeats_ngram(past: jax.Array, length: jax.Array, n: int) -> jax.Array:
     return repeats
 
 
+def check_continues(model: TextToText, continues: bool) -> None:
+    """Raises a `TypeError` if a model would have to continue texts, and cannot."""
+    if continues and not isinstance(model, LanguageModel):
+        raise TypeError(
+            f"{type(model).__name__} models read inputs and continue no text; pass a LanguageModel, or "
+            "continues=False"
+        )
+
+
 class Decoder:
     """A model with looped layers and its variables; maps tokens to logits.
 

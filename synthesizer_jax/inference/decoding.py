@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from synthesizer_jax.inference.beam_search import beam_search
-from synthesizer_jax.inference.decoder import Constraints, Decoder, Sequences
+from synthesizer_jax.inference.decoder import Constraints, Decoder, Sequences, check_continues
 from synthesizer_jax.inference.sampling import Sampling, decode_rows
 from synthesizer_jax.inference.settings import Decoding
 from synthesizer_jax.models import LanguageModel, TextToText, unroll, unroll_variables
@@ -40,6 +40,7 @@ def decode(
     beams: int = 1,
     alpha: float = 0.6,
     logits_dtype: str | None = None,
+    continues: bool = False,
 ) -> Decoded:
     """Decodes one sequence per input, greedily or by beam search.
 
@@ -51,6 +52,7 @@ def decode(
       beams: the number of beams; 1 decodes greedily.
       alpha: the exponent of the length penalty of beam search; greedy decoding ignores it.
       logits_dtype: the dtype of the logits; see `Decoding`.
+      continues: see `decode_sequences`.
 
     Returns:
       The best sequence of every example. As in T5X, beam search returns a finished sequence, however
@@ -61,7 +63,9 @@ def decode(
       TypeError: the model cannot decode, or is an NNX module.
     """
     decoding = Decoding(max_length=max_length, beams=beams, alpha=alpha, logits_dtype=logits_dtype)
-    sequences = decode_sequences(variables, encoder_tokens, model=model, decoding=decoding)
+    sequences = decode_sequences(
+        variables, encoder_tokens, model=model, decoding=decoding, continues=continues
+    )
     return Decoded(sequences.tokens[:, 0], sequences.scores[:, 0])
 
 
@@ -105,11 +109,7 @@ def decode_sequences(
             f"decode: a {type(model).__name__} cannot decode; pass an EncoderDecoder or a LanguageModel, "
             "or for an NNX module its config, with linen_variables(module) as variables"
         )
-    if continues and not isinstance(model, LanguageModel):
-        raise TypeError(
-            f"decode: {type(model).__name__} models read inputs and continue no text; pass a "
-            "LanguageModel, or continues=False"
-        )
+    check_continues(model, continues)
     if decoding.stop_strings and stops is None:
         raise ValueError(
             "decoding.stop_strings is text, and decode_sequences knows tokens alone; pass stops=stop_table("

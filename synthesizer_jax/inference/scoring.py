@@ -13,8 +13,9 @@ from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.masks import MaskLike
 from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.inference.decoder import check_continues
 from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
-from synthesizer_jax.models.token_model import TokenModel
+from synthesizer_jax.models.token_model import TokenModel, move_token_padding_last, num_real_tokens
 from synthesizer_jax.primitives.mesh import on_any_mesh
 from synthesizer_jax.primitives.parameters import Variables, apply_method
 
@@ -77,15 +78,28 @@ def score_choices(
     return jax.vmap(score, out_axes=1)(jnp.asarray(choices))
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@functools.partial(jax.jit, static_argnames=("model", "continues"))
 @on_any_mesh
 def score_targets(
-    variables: Variables, encoder_tokens: jax.Array, *, targets: jax.Array, model: TextToText
+    variables: Variables,
+    encoder_tokens: jax.Array,
+    *,
+    targets: jax.Array,
+    model: TextToText,
+    continues: bool = False,
 ) -> jax.Array:
     """Returns the log-probability of every example's target, ``[batch]`` float32 in nats.
 
-    The targets are ``[batch, t]`` tokens with EOS and padding. Their log-probabilities are summed.
+    The targets are ``[batch, t]`` tokens with EOS and padding. Their log-probabilities are summed. With
+    `continues` the other tokens, without EOS, are the beginning of the text that the targets continue; see
+    `decode_sequences`.
+
+    Raises:
+      TypeError: the model continues no text.
     """
+    check_continues(model, continues)
+    if continues:
+        return _log_probability_of_rest(model, variables, texts=encoder_tokens, targets=targets)
     memory = apply_method(model.encode_inputs, variables, encoder_tokens)
     return _log_probability(model, variables, targets=targets, memory=memory)
 
@@ -117,10 +131,35 @@ def _log_probability(
     model: TextToText, variables: Variables, *, targets: jax.Array, memory: PyTree
 ) -> jax.Array:
     """Returns ``[batch]`` sums of the target tokens' log-probabilities, with teacher forcing."""
+    logits = _teacher_forced_logits(model, variables, targets, memory)
+    return _sum_log_probabilities(logits, targets, model.ids.padding)
+
+
+def _log_probability_of_rest(
+    model: TextToText, variables: Variables, *, texts: jax.Array, targets: jax.Array
+) -> jax.Array:
+    """Returns ``[batch]`` sums of the log-probabilities of targets that directly continue texts."""
+    padding, n = model.ids.padding, texts.shape[1]
+    count = num_real_tokens(texts, padding)[:, None]  # [b, 1]
+    texts, _ = move_token_padding_last(texts, padding)
+    both = jnp.concatenate([texts, targets], axis=1)  # [b, n + t]
+    position = jnp.arange(both.shape[1])[None]
+
+    # Row positions from `count` on hold the targets, and padding after them.
+    index = jnp.where(position < count, position, position - count + n)
+    whole = jnp.take_along_axis(both, index, axis=1, mode="fill", fill_value=padding)
+    logits = _teacher_forced_logits(model, variables, whole, texts[:, :0])
+    predicted = jnp.where(position < count, padding, whole)
+    return _sum_log_probabilities(logits, predicted, padding)
+
+
+def _teacher_forced_logits(
+    model: TextToText, variables: Variables, targets: jax.Array, memory: PyTree
+) -> jax.Array:
+    """Returns the logits ``[batch, t, vocab]`` of targets, each after those before it."""
     shifted = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=model.ids.start)
     hidden = apply_method(model.decode, variables, shifted, memory)
-    logits = apply_method(model.logits, variables, hidden)
-    return _sum_log_probabilities(logits, targets, model.ids.padding)
+    return apply_method(model.logits, variables, hidden)
 
 
 def _sum_log_probabilities(logits: jax.Array, targets: jax.Array, padding: int) -> jax.Array:

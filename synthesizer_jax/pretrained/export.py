@@ -52,7 +52,9 @@ def export_run(
       to: a name of `FORMATS`: a folder of transformers, one of PEFT with the run's adapters alone, a
         checkpoint of T5X with looped or scanned layers, or StableHLO programs (`serving.programs`).
       dtype: ``float32`` or ``bfloat16``, of the tensors for transformers; T5X's are float32.
-      inputs_length, max_length: largest lengths of the programs' inputs and targets; None: the run's.
+      inputs_length, max_length: largest lengths of the programs' inputs and targets; None: the run's. Those
+        of a model of texts alone are of the beginning and of the rest of a text; None: what the other one
+        leaves of the run's ``targets_length``, or half of it.
       beams: number of beams of the programs' decoding loop; 1 is greedy decoding.
     """
     if to not in FORMATS:
@@ -77,11 +79,23 @@ def export_run(
             card = model_card(experiment, step, metrics)
             write_folder(staging, model, variables, vocabulary, dtype=dtype, card=card)
         elif to == STABLEHLO:
-            data = experiment.data
-            limits = Limits(inputs_length or data.inputs_length, max_length or data.targets_length, beams)
-            write_directory(staging, model, variables, vocabulary, limits=limits)
+            limits = _limits(experiment, inputs_length, max_length, beams)
+            continues = not experiment.data.inputs_length
+            write_directory(staging, model, variables, vocabulary, limits=limits, continues=continues)
         else:
             write_checkpoint(staging, model, variables, step=step, scanned=to == SCANNED_T5X)
+
+
+def _limits(
+    experiment: Experiment, inputs_length: int | None, max_length: int | None, beams: int
+) -> Limits:
+    """Returns the limits of a run's programs; for the arguments see `export_run`."""
+    data = experiment.data
+    if data.inputs_length:
+        return Limits(inputs_length or data.inputs_length, max_length or data.targets_length, beams)
+    row = data.targets_length
+    max_length = max_length or max(1, row - (inputs_length or row // 2))
+    return Limits(inputs_length or max(1, row - max_length), max_length, beams)
 
 
 def _export_adapters(

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import itertools
 import json
 import pathlib
 import sys
@@ -32,19 +33,60 @@ class Model:
             library, path = importlib.import_module("sentencepiece"), directory / "vocabulary.model"
             self.pieces = library.SentencePieceProcessor(str(path))
 
-    def tokens(self, texts: list[str], limit: int) -> np.ndarray:
-        """Returns ``[texts, n]`` ids, each with EOS, or BOS; n is a power of two, or the limit."""
-        encode = self.pieces.encode if self.pieces else lambda text: [x + 3 for x in text.encode()]
-        rows = [encode(text)[: limit - 1] for text in texts]
-        n = limit if self.info["lengths"] == "fixed" else 1 << max(map(len, rows)).bit_length()
-        padding, (first, last) = self.info["ids"]["padding"], self.info["around_inputs"]
-        rows = [[*first, *r, *last] + [padding] * (min(limit, n) - len(r) - 1) for r in rows]
-        return np.array(rows, np.int32)
+    def generate(self, texts: list[str]) -> list[str]:
+        """Returns what the model generates for each text, or how it continues each.
+
+        Raises:
+          ValueError: see `tokens`.
+        """
+        inputs = self.tokens(texts)
+        if not texts:  # programs take one row or more
+            return []
+        tokens, _ = self.programs["generate"](self.parameters, inputs)
+        return [self.text(row) for row in tokens.tolist()]
+
+    def tokens(self, texts: list[str], limit: int | None = None) -> np.ndarray:
+        """Returns the ids of texts, ``[texts, n]`` int32; n is a power of two, or the limit.
+
+        Inputs have EOS, or BOS, and are cut to the limit. A text to continue has neither, and is not cut.
+
+        Args:
+          texts: a list of texts.
+          limit: the largest n; None: that of the programs.
+
+        Raises:
+          ValueError: `texts` is no list of texts, or a text to continue is longer than the limit.
+        """
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            raise ValueError('the texts are no list of strings; give one, such as ["a text"]')
+        limit = limit or self.info["limits"]["inputs_length"]
+        first, last = self.info["around_inputs"]
+        rows = [[*first, *self._ids(text)] for text in texts]
+        longest = max(map(len, rows), default=0)
+        if self.info["continues"] and longest > limit:
+            raise ValueError(
+                f"a text to continue has {longest} tokens, and the programs read at most {limit}; shorten "
+                "it, or export the model with a larger --inputs-length"
+            )
+        rows = [[*row[: limit - len(last)], *last] for row in rows]
+        if self.info["lengths"] == "fixed":
+            n = limit
+        else:
+            longest = max(map(len, rows), default=1)
+            n = min(limit, 1 << max(longest - 1, 0).bit_length())
+        padding = self.info["ids"]["padding"]
+        padded = [row + [padding] * (n - len(row)) for row in rows]
+        return np.array(padded, np.int32).reshape(len(rows), n)
+
+    def _ids(self, text: str) -> list[int]:
+        data = text.encode()  # a ValueError if it is no text but has lone surrogates
+        return list(self.pieces.encode(text)) if self.pieces else [byte + 3 for byte in data]
 
     def text(self, ids: list[int]) -> str:
-        """Returns the text of the ids before EOS."""
-        end = self.info["ids"]["end"]
-        ids = ids[: [*ids, end].index(end)]
+        """Returns the text of the ids before an end or padding."""
+        special = self.info["ids"]
+        ends = {special["end"], *special["also_end"], special["padding"]}
+        ids = list(itertools.takewhile(lambda i: i not in ends, ids))
         if p := self.pieces:
             return str(p.decode([i if i < len(p) else p.unk_id() for i in ids]))
         return bytes(i - 3 for i in ids if 2 < i < 259).decode("utf-8", "ignore")
@@ -53,6 +95,9 @@ class Model:
 if __name__ == "__main__":
     texts = sys.argv[1:] or sys.exit('give one or more texts: python load.py "a text"')
     model = Model(pathlib.Path(__file__).parent)
-    generate = model.programs.get("generate") or sys.exit("this model encodes only: import Model")
-    inputs = model.tokens(texts, model.info["limits"]["inputs_length"])
-    print(*map(model.text, generate(model.parameters, inputs)[0].tolist()), sep="\n")
+    if "generate" not in model.programs:
+        sys.exit("this model encodes only: import Model")
+    try:
+        print(*model.generate(texts), sep="\n")
+    except ValueError as error:
+        sys.exit(str(error))

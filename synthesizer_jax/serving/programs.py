@@ -19,8 +19,8 @@ from jax import export
 from jax.errors import ConcretizationTypeError, InconclusiveDimensionOperation
 from safetensors.numpy import save_file
 
-from synthesizer_jax.base.registry import fields_of, replace
-from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.base.registry import check_types, fields_of, replace
+from synthesizer_jax.base.typing import Length, PyTree
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.inference import decode, encode_tokens, score_targets
 from synthesizer_jax.mixers.attention import AttentionBase
@@ -40,9 +40,12 @@ DESCRIPTION, PARAMETERS, VOCABULARY = "model.json", "parameters.safetensors", "v
 class Limits:
     """The most tokens of the inputs and targets of programs, EOS included, and their number of beams."""
 
-    inputs_length: int
-    targets_length: int
-    beams: int = 1
+    inputs_length: Length
+    targets_length: Length
+    beams: Length = 1
+
+    def __post_init__(self) -> None:
+        check_types(Limits, fields_of(self))
 
 
 def write_directory(
@@ -52,6 +55,7 @@ def write_directory(
     vocabulary: Vocabulary,
     *,
     limits: Limits,
+    continues: bool = False,
 ) -> None:
     """Writes a model as StableHLO programs with a loader, ``load.py``, that does not need this package.
 
@@ -59,7 +63,8 @@ def write_directory(
     ``vocabulary.model`` the SentencePiece model, if there is one, with its sentinels, and ``model.json``
     describes all of them, with checksums.
 
-    The directory is empty, and the model has looped layers.
+    The directory is empty, and the model has looped layers. With `continues` the programs, and the loader,
+    continue texts; see `export_programs`.
 
     Raises:
       ValueError: the model has fewer positions than the limits, no programs, or parameters that are not
@@ -76,7 +81,7 @@ def write_directory(
         raise ValueError(f"a {kind} cannot be exported; {remedy}")
     if isinstance(vocabulary, SentencePiece):
         (directory / VOCABULARY).write_bytes(vocabulary.contents())
-    programs, lengths = export_programs(model, parameters, limits)
+    programs, lengths = export_programs(model, parameters, limits, continues=continues)
     for name, program in programs.items():
         (directory / f"{name}.stablehlo").write_bytes(program.serialize())
     arrays = {name: np.ascontiguousarray(x) for name, x in parameters.items()}
@@ -88,7 +93,8 @@ def write_directory(
         "lengths": lengths,
         "limits": fields_of(limits),
         "ids": fields_of(model.ids),
-        "around_inputs": vocabulary.around_inputs,
+        "continues": continues,
+        "around_inputs": ([], []) if continues else vocabulary.around_inputs,
         "vocabulary": "bytes" if isinstance(vocabulary, Bytes) else "sentencepiece",
         "sha256": {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())
@@ -100,7 +106,11 @@ def write_directory(
 
 
 def export_programs(
-    model: TokenModel, parameters: Mapping[str, jax.Array | jax.ShapeDtypeStruct], limits: Limits
+    model: TokenModel,
+    parameters: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+    limits: Limits,
+    *,
+    continues: bool = False,
 ) -> tuple[dict[str, export.Exported], str]:
     """Exports the programs that a model has, for all `PLATFORMS`.
 
@@ -115,6 +125,9 @@ def export_programs(
     An `Encoder` has the first only, a `LanguageModel` all others. b is any batch, and n and t are any
     lengths up to the limits. Attention runs on the reference route, because the others choose blocks and
     kernels by lengths: a layer holds the logits of all pairs of tokens in memory.
+
+    With `continues` the inputs, without EOS, are the beginning of the targets, which a `LanguageModel` that
+    was trained on targets alone continues. Inputs and targets then share the model's positions.
 
     Parameters are those of looped layers by their keys, joined by ``/``; only shapes are read.
 
@@ -131,10 +144,11 @@ def export_programs(
             "or an Encoder"
         )
     on: PyTree = {"model": _on_reference_route(unroll(model))}
-    how = on | {"max_length": limits.targets_length, "beams": limits.beams}
+    of_targets = on | {"continues": continues}
+    how = of_targets | {"max_length": limits.targets_length, "beams": limits.beams}
     table: dict[str, tuple[Any, str, Callable[..., PyTree]]] = {  # with the lengths of arguments
         "encode": (Encoder | EncoderDecoder, "n", lambda v, x: encode_tokens(v, x, **on)),
-        "score": (TextToText, "nt", lambda v, x, y: score_targets(v, x, targets=y, **on)),
+        "score": (TextToText, "nt", lambda v, x, y: score_targets(v, x, targets=y, **of_targets)),
         "generate": (TextToText, "n", lambda v, x: tuple(decode(v, x, **how))),
     }
     shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in parameters.items()}

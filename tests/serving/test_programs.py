@@ -4,6 +4,7 @@ import json
 import runpy
 import sys
 import threading
+import urllib.error
 import urllib.request
 
 import flax.linen as nn
@@ -11,13 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import traverse_util
 
 import synthesizer_jax as sj
 from synthesizer_jax.attention import static
+from synthesizer_jax.base.ids import SpecialIds
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
-from synthesizer_jax.inference import decode, encode_tokens, score_targets
+from synthesizer_jax.evaluation.prediction import Predictor
+from synthesizer_jax.inference import Decoding, decode, encode_tokens, score_targets
 from synthesizer_jax.models import Size, alignment, t5, unroll, unroll_variables
-from synthesizer_jax.pretrained import load
+from synthesizer_jax.models.zoo import language_model as zoo_model
+from synthesizer_jax.pretrained import generate, load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.serving.load import Model
@@ -25,6 +31,7 @@ from synthesizer_jax.serving.programs import LOADER, PLATFORMS, Limits, export_p
 from tests.conftest import snippets
 from tests.environment import python
 from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
+from tests.training import tiny
 
 VOCAB, LIMITS = 384, Limits(inputs_length=12, targets_length=5)
 SIZE = Size(8, 1, 16, 2, 4)
@@ -159,33 +166,76 @@ def test_the_pages_server_answers(synthesizer, monkeypatch):
     exec(server.replace("8000", "0").replace("server.serve_forever()", ""), names)
     model, texts = names["model"], ["a text", "b"]
     with names["server"] as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
         address = "http://{}:{}".format(*server.server_address)
-        with urllib.request.urlopen(address, json.dumps(texts).encode()) as answer:
-            found = json.load(answer)
-        thread.join()
+
+        def post(body):
+            thread = threading.Thread(target=server.handle_request)
+            thread.start()
+            try:
+                with urllib.request.urlopen(address, body.encode()) as answer:
+                    return answer.status, json.load(answer)
+            except urllib.error.HTTPError as error:
+                return error.code, json.load(error)
+            finally:
+                thread.join()
+
+        status, found = post(json.dumps(texts))
+        assert status == 200 and post("[]") == (200, [])
+        refused = {"error": 'the texts are no list of strings; give one, such as ["a text"]'}
+        assert [post(body) for body in ('"x"', "[1]", '{"a": "b"}')] == [(400, refused)] * 3
+        for body, reason in ((r'["\ud800"]', "surrogates"), ("a text", "Expecting value")):
+            status, answer = post(body)
+            assert status == 400 and reason in answer["error"]
     inputs = model.tokens(texts, LIMITS.inputs_length)
     tokens, _ = model.programs["generate"](model.parameters, inputs)
     assert found == [model.text(ids) for ids in tokens.tolist()] and len(found) == 2
+    assert names["answers"] == model.generate(["one text", "another"])
 
 
 def test_texts_are_those_of_the_vocabulary(tmp_path):
     path = tmp_path / "spiece.model"
     words = [f"{a}{b} {b}{a}{c}" for a in "abcde" for b in "fghij" for c in "klmno"]
     train_sentencepiece(words, path, vocab_size=40)
+    ids = SpecialIds(padding=150, also_end=(30, 20))
+    model = replace(encoder("v", vocab_size=160), ids=ids)
     for vocabulary in (SentencePiece(str(path)), Bytes()):
         name = type(vocabulary).__name__
-        _, directory = exported(tmp_path / name, encoder("v", vocab_size=160), vocabulary)
+        _, directory = exported(tmp_path / name, model, vocabulary)
         loaded = Model(directory)
         for text in ("af fak", "cj jcm <extra_id_0> é", ""):
-            ids = [*vocabulary.encode(text)[:11], 1]
-            assert loaded.tokens([text], 12)[0, : len(ids)].tolist() == ids
-            assert loaded.text(ids) == vocabulary.decode(ids)
-        odd = [5, 30, 159, 8, 1, 7]
-        assert loaded.text(odd) == vocabulary.decode(odd)
+            row = [*vocabulary.encode(text)[:11], 1]
+            padded = loaded.tokens([text], 12)[0].tolist()
+            assert padded == row + [ids.padding] * (len(padded) - len(row))
+            assert loaded.text(row) == vocabulary.decode(row)
+        odd = [5, 31, 159, 0, 8]
+        for special in (ids.padding, *ids.ends):
+            assert loaded.text([*odd, special, 7]) == vocabulary.decode(odd)
     assert loaded.tokens(["abc", "abcdefgh"], 12).shape == (2, 12)
     assert loaded.tokens(["abc", "abcde"], 12).shape == (2, 8)
+
+
+def test_a_model_of_texts_alone_continues_them(tmp_path):
+    """With the texts of `generate`; the program `score` gives the scores of what `generate` writes."""
+    model = replace(zoo_model("rv", Size(16, 1, 32, 2, 8), max_length=24), vocab_size=VOCAB)
+    recipe = tiny.experiment(model, data={"inputs_length": 0, "targets_length": 24})
+    tiny.save(tmp_path / "run", recipe)
+    export_run(tmp_path / "run", tmp_path / "out", to="stablehlo")
+    run, loaded = load(tmp_path / "run"), Model(tmp_path / "out")
+    assert loaded.info["limits"] == {"inputs_length": 12, "targets_length": 12, "beams": 1}
+    texts = ["", "a", "a word", "ab" * 6]
+    found = loaded.generate(texts)
+    decoding = Decoding(max_length=12)
+    predictor = Predictor(*run, inputs_length=0, row_length=24, decoding=decoding, batch_size=4)
+    assert found == predictor.predict([predictor.encode(text) for text in texts]).texts
+    assert found[:3] == generate(run, texts[:3], inputs_length=0, max_length=12)
+    assert len(set(found)) > 1
+    inputs = loaded.tokens(texts)
+    tokens, scores = loaded.programs["generate"](loaded.parameters, inputs)
+    close(loaded.programs["score"](loaded.parameters, inputs, tokens), scores)
+    with pytest.raises(
+        ValueError, match=r"has 13 tokens, and the programs read at most 12; .* larger --inp"
+    ):
+        loaded.generate(["a" * 13])
 
 
 class ReadsLengths(sj.Alignment):
@@ -218,6 +268,10 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             write_directory(tmp_path, model, variables, vocabulary, limits=limits)
+    with pytest.raises(ValueError, match="inputs_length is 0; allowed: 1 to"):
+        Limits(0, 5)
+    with pytest.raises(TypeError, match="EncoderDecoder models read inputs and continue no text"):
+        export_programs(model, traverse_util.flatten_dict(shapes, sep="/"), LIMITS, continues=True)
     with pytest.raises(ValueError, match="a Dense has no programs"):
         export_programs(nn.Dense(3), {}, LIMITS)
     _, directory = exported(tmp_path / "encoder", encoder())
