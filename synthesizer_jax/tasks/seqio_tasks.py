@@ -19,7 +19,7 @@ from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.tasks import stored
 from synthesizer_jax.tasks.postprocessors import Example
-from synthesizer_jax.tasks.task import Answers, Task
+from synthesizer_jax.tasks.task import Answers, Task, errors_of
 
 with epy.lazy_imports():
     import seqio
@@ -99,7 +99,7 @@ class RegisteredTask(Task):
         """Returns the numbers among its metrics, computed as SeqIO's `Evaluator` does.
 
         Raises:
-          ValueError: a metric needs something that is not computed here.
+          ValueError: a metric needs something that is not computed here, or fails.
         """
         assert vocabulary is not None
         if answers.tokens is None:  # label words were ranked
@@ -109,7 +109,9 @@ class RegisteredTask(Task):
         scores: dict[str, float] = {}
         for metric in self.original.metric_objs:
             outputs = _outputs_for(metric.model_output_type, answers, self.name)
-            scores |= _compute_metric(metric, examples, outputs, features)
+            # A metric applies the postprocess_fn itself, and one made of a function has no name.
+            with errors_of("a metric or the postprocess_fn", self.name):
+                scores |= _compute_metric(metric, examples, outputs, features)
         return scores
 
 
@@ -290,5 +292,7 @@ def _compute_metric(
         if isinstance(value, seqio.metrics.Scalar):
             value = value.value
         if not isinstance(value, seqio.metrics.MetricValue) and np.ndim(value) == 0:
+            if isinstance(value, str | bytes):
+                raise TypeError(f"its value {name!r} is {value!r}, which is no number")
             scores[name] = float(value)
     return scores

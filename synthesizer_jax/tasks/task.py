@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,6 +22,22 @@ if TYPE_CHECKING:
 TRAINED = ("train", "validation", "test")
 
 Preprocessor: TypeAlias = "Callable[..., tf.data.Dataset]"
+
+
+@contextlib.contextmanager
+def errors_of(function: str, task: str) -> Iterator[None]:
+    """Names a task and its function in what the function raises, which may be a user's code.
+
+    Raises:
+      ValueError: the function has raised anything; that is the cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{function} of the task {task!r} raised {type(error).__name__}: {error}; correct it "
+            "(SYNTHESIZER_JAX_TRACEBACK=1 shows where it is)"
+        ) from error
 
 
 class Answers(NamedTuple):
@@ -109,7 +126,8 @@ class Task:
         if self.sentinel and answer.startswith(postprocessors.SENTINEL):
             answer = answer.removeprefix(postprocessors.SENTINEL).strip()
         if self.postprocess_fn is not None:
-            return self.postprocess_fn(answer, example=example, is_target=is_target)
+            with errors_of("the postprocess_fn", self.name):
+                return self.postprocess_fn(answer, example=example, is_target=is_target)
         words = self.label_words
         return answer if words is None else postprocessors.label_index(answer, words)
 
@@ -132,5 +150,6 @@ class Task:
         ]
         result: dict[str, Any] = {}
         for metric in self.metrics:
-            result |= metric(targets, predictions)
+            with errors_of(f"the metric {getattr(metric, '__name__', metric)}", self.name):
+                result |= metric(targets, predictions)
         return result

@@ -88,6 +88,17 @@ def test_only_labeled_examples_are_scored(load):
     wrong = dataclasses.replace(known.task, metrics=(lambda *_: {"mine": "good"},))
     with pytest.raises(ValueError, match="glue_rte_v002: the metric 'mine' is 'good', which is no number"):
         dataclasses.replace(known, task=wrong).score(known.target_words)
+    for part, functions in (
+        ("the postprocess_fn", {"postprocess_fn": lambda text, **_: int(text)}),
+        ("the metric fails", {"metrics": (fails,)}),
+    ):
+        wrong = dataclasses.replace(known, task=dataclasses.replace(known.task, **functions))
+        with pytest.raises(ValueError, match=f"^{part} of the task 'glue_rte_v002' raised ValueError"):
+            wrong.score(known.target_words)
+
+
+def fails(targets, predictions):
+    return {"number": float("many")}
 
 
 def test_a_record_tells_an_example(load):

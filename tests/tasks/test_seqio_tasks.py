@@ -1,5 +1,6 @@
 """Tasks and mixtures that a package of the user's own has added to SeqIO's registries."""
 
+import dataclasses
 import functools
 
 import flax
@@ -176,6 +177,45 @@ def test_metrics_are_computed_by_their_own_rules(tmp_path):
     assert examples.record(3, "no") == {"idx": 3, **shown, "label": -1, "target_label": 6}
     plain = load("outside_plain", "validation", tmp_path, lengths=LENGTHS)
     assert plain.score(texts) == {}
+
+
+def worded(targets, predictions):
+    del targets, predictions
+    return {"quality": "good"}
+
+
+def only_digits(text, **_):
+    return int(text)
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        (
+            {"postprocess_fn": only_digits, "metric_fns": [closeness]},
+            "ValueError: invalid literal for int",
+        ),
+        (
+            {"metric_fns": [worded]},
+            "TypeError: its value 'quality' is 'good', which is no number",
+        ),
+    ],
+)
+def test_errors_of_users_functions_name_task_and_function(tmp_path, functions, message):
+    examples = load("outside_double", "validation", tmp_path, lengths=LENGTHS)
+    original = seqio.TaskRegistry.get("outside_double")
+    parts = {"source": original.source, "preprocessors": original.preprocessors}
+    seqio.TaskRegistry.add("outside_wrong", output_features=original.output_features, **parts, **functions)
+    try:
+        wrong = dataclasses.replace(examples, task=task_registry.find_task("outside_wrong"))
+        named = "a metric or the postprocess_fn of the task 'outside_wrong' raised "
+        with pytest.raises(ValueError, match=named + message):
+            wrong.score(["no"] * 5)
+        if "postprocess_fn" in functions:
+            with pytest.raises(ValueError, match="the postprocess_fn of the task 'outside_wrong' raised"):
+                wrong.record(0, "no")
+    finally:
+        seqio.TaskRegistry.remove("outside_wrong")
 
 
 def test_features_that_are_no_tokens_are_refused(tmp_path):
