@@ -157,12 +157,18 @@ def open_stream(
 
     Raises:
       FileNotFoundError: no task has the split.
-      ValueError: label words are the same to the vocabulary, or targets are hidden; see also
-        `PreparedExamples` and `Stream`.
+      ValueError: all rates are 0, label words are the same to the vocabulary, or targets are hidden; see
+        also `PreparedExamples` and `Stream`.
     """
     prepared = PreparedTasks(data_dir, vocabulary)
     rates = prepared.rates(config.mixture) or {}
     sampled = [n for n, rate in rates.items() if rate and prepared.find(n, config.split)]
+    if not sampled and (prepared_tasks := [n for n in rates if prepared.find(n, config.split)]):
+        raise ValueError(
+            f"the mixture {config.mixture!r} has the rate 0 for every task with the split "
+            f"{config.split!r}, {', '.join(prepared_tasks)}; give one of them a rate above 0, or name it "
+            "as data.mixture"
+        )
     if not sampled:
         raise FileNotFoundError(
             f"no task of {config.mixture!r} is prepared for the split {config.split!r} in "

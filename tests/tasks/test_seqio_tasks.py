@@ -218,6 +218,17 @@ def test_errors_of_users_functions_name_task_and_function(tmp_path, functions, m
         seqio.TaskRegistry.remove("outside_wrong")
 
 
+def test_a_mixture_of_rates_that_are_all_0_is_refused(tmp_path):
+    seqio.MixtureRegistry.add("outside_nothing", [("outside_plain", 0.0)])
+    try:
+        prepare("outside_nothing", PreparedTasks(tmp_path, Bytes().build()), log=quiet)
+        config = DataConfig("outside_nothing", 16, 8, batch_size=4, shards=2)
+        with pytest.raises(ValueError, match=r"'outside_nothing' has the rate 0 .*, outside_plain; give"):
+            open_stream(config, Bytes().build(), data_dir=tmp_path)
+    finally:
+        seqio.MixtureRegistry.remove("outside_nothing")
+
+
 def test_features_that_are_no_tokens_are_refused(tmp_path):
     source = seqio.FunctionDataSource(numbers, splits=["train"])
     options = {"preprocessors": [], "output_features": {"targets": seqio.ContinuousFeature(rank=3)}}
