@@ -16,7 +16,7 @@ from etils import epath, epy
 
 from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.data.task_streams import SIDES
-from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
+from synthesizer_jax.data.vocabularies import PAD, Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.tasks import stored
 from synthesizer_jax.tasks.postprocessors import Example
 from synthesizer_jax.tasks.task import Answers, Task, errors_of
@@ -108,7 +108,7 @@ class RegisteredTask(Task):
         features = _features(self.original, vocabulary)
         scores: dict[str, float] = {}
         for metric in self.original.metric_objs:
-            outputs = _outputs_for(metric.model_output_type, answers, self.name)
+            outputs = _outputs_for(metric.model_output_type, answers, self.name, vocabulary)
             # A metric applies the postprocess_fn itself, and one made of a function has no name.
             with errors_of("a metric or the postprocess_fn", self.name):
                 scores |= _compute_metric(metric, examples, outputs, features)
@@ -263,13 +263,17 @@ def _describe_file(address: str) -> str:
     return f"{address}: {stat.length} bytes, modified at {time}"
 
 
-def _outputs_for(kind: seqio.metrics.ModelOutputType, answers: Answers, task: str) -> Any:
+def _outputs_for(
+    kind: seqio.metrics.ModelOutputType, answers: Answers, task: str, vocabulary: Vocabulary
+) -> Any:
     """Returns a model's outputs in the form that SeqIO passes to metrics of a kind."""
     kinds = seqio.metrics.ModelOutputType
     if kind == kinds.SCORE:
         return np.asarray(answers.target_scores)
     if kind in (kinds.PREDICTION, kinds.PREDICTION_WITH_AUX) and answers.tokens is not None:
-        padded = zip(*itertools.zip_longest(*answers.tokens, fillvalue=0), strict=True)
+        # SeqIO's padding is 0. Where that is text, EOS ends what metrics decode.
+        padding = vocabulary.eos_id if vocabulary.is_text(PAD) else PAD
+        padded = zip(*itertools.zip_longest(*answers.tokens, fillvalue=padding), strict=True)
         tokens = np.array(list(padded), np.int32).reshape(len(answers.tokens), -1)
         return tokens if kind == kinds.PREDICTION else (tokens, {"scores": answers.scores})
     raise ValueError(

@@ -15,7 +15,7 @@ from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
 from synthesizer_jax.preparation.prepare import prepare
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary
+from synthesizer_jax.tasks.seqio_tasks import _outputs_for, seqio_vocabulary
 from synthesizer_jax.tasks.splits import SplitRequest, is_current, open_stream
 from synthesizer_jax.tasks.task import Answers
 from tests.tasks.loading import load, quiet
@@ -216,6 +216,20 @@ def test_errors_of_users_functions_name_task_and_function(tmp_path, functions, m
                 wrong.record(0, "no")
     finally:
         seqio.TaskRegistry.remove("outside_wrong")
+
+
+def test_tokens_for_metrics_are_padded_with_what_is_no_text():
+    """SeqIO's padding is 0; where that is the id of unknown text, EOS ends what metrics decode."""
+
+    class UnknownFirst(Bytes):
+        def is_text(self, id):
+            return id != 1
+
+    answers = Answers(["ab", ""], [np.array([100, 101]), np.array([], int)])
+    kind = seqio.metrics.ModelOutputType.PREDICTION
+    for vocabulary, padding in ((Bytes(), 0), (UnknownFirst(), 1)):
+        found = _outputs_for(kind, answers, "numbers", vocabulary)
+        np.testing.assert_array_equal(found, [[100, 101], [padding] * 2])
 
 
 def test_a_mixture_of_rates_that_are_all_0_is_refused(tmp_path):
