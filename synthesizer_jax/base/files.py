@@ -97,9 +97,10 @@ def describing(path: pathlib.Path, remedy: str = "restore it, or delete it") -> 
 
 
 def decode_lines(file: BinaryIO, path: pathlib.Path | None) -> Iterator[str]:
-    """Yields the lines of UTF-8 text without their ends, LF or CRLF, and without a byte-order mark.
+    """Yields the lines of UTF-8 text without their ends, LF or CRLF, and without byte-order marks.
 
-    A CR or U+2028 is text, so that the lines of two files that belong together stay together.
+    A CR or U+2028 is text, so that the lines of two files that belong together stay together. A line that
+    is not the first begins with a byte-order mark if files with marks were joined.
 
     Args:
       file: the file, which is closed in the end.
@@ -111,9 +112,7 @@ def decode_lines(file: BinaryIO, path: pathlib.Path | None) -> Iterator[str]:
     seen_utf8 = False
     with file:
         for number, line in enumerate(file, 1):
-            content = line.removesuffix(b"\n").removesuffix(b"\r")
-            if number == 1:
-                content = content.removeprefix(codecs.BOM_UTF8)
+            content = line.removesuffix(b"\n").removesuffix(b"\r").removeprefix(codecs.BOM_UTF8)
             try:
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:

@@ -77,6 +77,7 @@ FILES = {
     "json lines": ("a.jsonl", JSON_LINES),
     "blank lines": ("a.json", JSON_LINES.replace(b"\n", b"\n\n")),
     "byte-order mark": ("a.jsonl", b"\xef\xbb\xbf" + JSON_LINES),
+    "byte-order marks": ("a.jsonl", b"".join(b"\xef\xbb\xbf" + x for x in JSON_LINES.splitlines(True))),
     "csv": ("a.csv", CSV),
     "csv without an end": ("a.csv", CSV.rstrip()),
     "tsv": ("a.tsv", TSV),
@@ -166,7 +167,11 @@ NOW = pa.table({"time": pa.array([1], pa.timestamp("ns"))})
 LATIN = pa.table({"x": pa.Array.from_buffers(pa.string(), 1, pa.array([b"sch\xf6n"]).buffers())})
 TWICE = pa.Table.from_arrays([pa.array([1])] * 5, ["a", "b", "c", "b", "a"])
 BROKEN = {
-    "not JSON": ("a.jsonl", b'{"text": 1}\n{"text": \n', "a.jsonl, line 2: JSONDecodeError: .*column"),
+    "not JSON": (
+        "a.jsonl",
+        b'{"text": 1}\n{"text": \n',
+        r"a.jsonl, line 2: no JSON \(.*, column 10\); .* 'jq -c \. FILE",
+    ),
     "no object": ("a.jsonl", b"1\n", "a.jsonl, line 1: a JSON object was expected, not int"),
     "columns": ("a.csv", b"x,y\n1,2\n1\n", r"a.csv, line 3: 1 columns instead of 2 \(x, y\)"),
     "quote": ("a.csv", b'x,y\n"1,2\n', "after .*a.csv, line 1: a quoted cell has no end; close its quotes"),
@@ -223,6 +228,11 @@ BROKEN = {
         "a.tsv is a spreadsheet or another archive; save",
     ),
     "Parquet without its name": ("a.csv", parquet(ROWS), "a.csv is Parquet; rename it to .*a.csv.parquet"),
+    "Git LFS": (
+        "a.txt",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        "a.txt is a pointer of Git LFS; fetch the file: git lfs pull",
+    ),
     "a cell quoted in TSV": (
         "a.tsv",
         b'x\ty\n1\t"a ""b"""\n',
@@ -231,6 +241,11 @@ BROKEN = {
     "a header in the middle": (
         "a.csv",
         CSV + CSV,
+        "a.csv, line 4: the line repeats the header; remove it, or",
+    ),
+    "a header of a file that was joined": (
+        "a.csv",
+        CSV + b"\xef\xbb\xbf" + CSV,
         "a.csv, line 4: the line repeats the header; remove it, or",
     ),
     "a header of TSV": (
@@ -289,6 +304,7 @@ def test_a_broken_file_is_one_sentence(tmp_path, case):
 
 def test_arguments_that_name_no_rows_are_refused(tmp_path):
     write(tmp_path, {"a.en": "one\ntwo\n", "a.de": "eins\n", "a.txt": "one\n", "b/a.en": "one\n"})
+    write(tmp_path, {"c.csv": CSV, "c.csv.gz": gzip.compress(CSV)})
     os.mkfifo(tmp_path / "pipe.txt")
     for argument, message in {
         f"train={tmp_path}/a.en+{tmp_path}/a.de": "line 2: the file ends here, the others go on",
@@ -299,12 +315,18 @@ def test_arguments_that_name_no_rows_are_refused(tmp_path):
         f"all={tmp_path}/a.txt": r"--from 'all=.*a\.txt': 'all' stands for all splits; choose another",
         "train=": r"write SPLIT=FILE, such as train=a\.jsonl",
         f"train={tmp_path}/a.txt,train={tmp_path}/a.txt": "cannot be told apart: name every file once",
+        f"train={tmp_path}/c.csv,train={tmp_path}/c.csv.gz": "told apart: name every file once, plain or",
+        f"train={tmp_path}/a.en+{tmp_path}/c.csv": r"c\.csv has rows with fields, but aligned files are te",
         f"train={tmp_path}/pipe.txt": r"pipe\.txt is no regular file",
-        f"train={tmp_path}/c.csv": "there is no file",
+        f"train={tmp_path}/d.csv": "there is no file",
         f"train={tmp_path}/other-*.txt": r"there is no file .*other-\*\.txt",
     }.items():
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             rows(argument)
+    with pytest.raises(ValueError, match=r"names the columns of CSV and TSV, but .*a\.txt is neither; le"):
+        rows(f"train={tmp_path}/a.txt", columns=["x"])
+    mixed = rows(f"train={tmp_path}/a.txt,test={tmp_path}/c.csv", columns=["x", "y"])
+    assert mixed["train"] == [{"text": "one"}] and len(mixed["test"]) == 3
 
 
 def test_a_template_formats_a_row():

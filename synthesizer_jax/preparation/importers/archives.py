@@ -160,6 +160,9 @@ def _glue_rows(config: str, path: pathlib.Path) -> Iterator[tuple[str, Row | Non
     lines = ((number, line.split("\t")) for number, line in read_lines(path) if line)
     has_header = config != "cola" or "test" in path.name
     header: Sequence[str] = next(lines, (0, []))[1] if has_header else _COLA
+    may_hide = path.name.startswith(("test", "diagnostic"))
+    if header and settings.label_column not in header and not may_hide:
+        raise ValueError(f"{path} has no column {settings.label_column!r}, which only test files may lack")
     for index, (number, cells) in enumerate(lines):
         values = dict(zip(header, cells, strict=False))
         row: dict[str, JSON] = {name: values.get(column) for name, column in columns.items()}

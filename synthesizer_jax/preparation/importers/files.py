@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from synthesizer_jax.preparation.importers.reading import (
+    ROWS_WITH_FIELDS,
+    TABLES,
     ReadError,
     Row,
     Rows,
@@ -94,8 +96,10 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
     parts = [part for source in sources for part in source.split(",")]
     if len(parts) == 1 and "=" not in parts[0]:
         named = _splits_of_folder(pathlib.Path(parts[0]))
-        return {s: _checked(SplitFiles(tuple(p), columns=tuple(columns))) for s, p in named.items()}
-    splits: dict[str, SplitFiles] = {}
+        splits = {s: _checked(SplitFiles(tuple(p), columns=tuple(columns))) for s, p in named.items()}
+        _check_columns(splits)
+        return splits
+    splits = {}
     for part in parts:
         split, equals, names = part.partition("=")
         if not (equals and split.isidentifier() and names):
@@ -108,7 +112,17 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
         new = map(pathlib.Path, names.split("+")) if aligned else _named_files(names)
         files = (*before.files, *new)
         splits[split] = _checked(SplitFiles(files, aligned, tuple(columns)))
+    _check_columns(splits)
     return splits
+
+
+def _check_columns(splits: Mapping[str, SplitFiles]) -> None:
+    """Raises a `ValueError` if there are names of columns, and no file has columns without names."""
+    for split in splits.values():
+        if not split.columns or split.aligned or any(file_kind(path) in TABLES for path in split.files):
+            return
+    files = [str(path) for split in splits.values() for path in split.files]
+    raise ValueError(f"--columns names the columns of CSV and TSV, but {files[0]} is neither; leave it out")
 
 
 def _checked(split: SplitFiles) -> SplitFiles:
@@ -118,15 +132,19 @@ def _checked(split: SplitFiles) -> SplitFiles:
             raise FileNotFoundError(f"there is no file {path}")
         if not split.aligned:
             file_kind(path)
+        elif uncompressed(path).suffix in ROWS_WITH_FIELDS:
+            raise ValueError(
+                f"{path} has rows with fields, but aligned files are text; name such files without '+'"
+            )
     if split.aligned and len(split.columns) not in (0, len(split.files)):
         raise ValueError(
             f"{len(split.files)} aligned files have {len(split.columns)} columns; name one for each file"
         )
-    names = split.fields if split.aligned else split.files
+    names = split.fields if split.aligned else list(map(uncompressed, split.files))
     if len(set(names)) < len(names):
         raise ValueError(
-            f"{', '.join(map(str, split.files))} cannot be told apart: name every file once; aligned files "
-            "need names that end differently, such as train.en and train.de"
+            f"{', '.join(map(str, split.files))} cannot be told apart: name every file once, plain or "
+            "compressed; aligned files need names that end differently, such as train.en and train.de"
         )
     return split
 

@@ -93,6 +93,7 @@ _NO_TEXT: Mapping[bytes, str] = {
     b"\x28\xb5\x2f\xfd": "is compressed with zstd; rename it to {path}.zst",
     b"BZh91AY&SY": "is compressed with bzip2; unpack it with bunzip2",
     b"\xfd7zXZ\x00": "is compressed with xz; unpack it with unxz",
+    b"version https://git-lfs.github.com/": "is a pointer of Git LFS; fetch the file: git lfs pull",
     b"PAR1\x15": "is Parquet; rename it to {path}.parquet",
     b"PK\x03\x04": _SPREADSHEET,
     b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": _SPREADSHEET,
@@ -112,7 +113,7 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
         file = io.BufferedReader(pa.input_stream(str(path), compression="detect"))
-        beginning = file.peek(16)
+        beginning = file.peek(64)
         for signature, what in _NO_TEXT.items():
             if beginning.startswith(signature):
                 raise ReadError(f"{path} {what.format(path=path)}; nothing was imported")
@@ -155,7 +156,13 @@ def _json_rows(path: pathlib.Path) -> Rows:
             with Cursor(f"{path}, line {number}").named():
                 if line.lstrip().startswith("["):
                     raise ValueError("a JSON array; JSON lines are read: jq -c '.[]' FILE")
-                value = json.loads(line, object_pairs_hook=_json_object)
+                try:
+                    value = json.loads(line, object_pairs_hook=_json_object)
+                except json.JSONDecodeError as error:
+                    raise ValueError(
+                        f"no JSON ({error.msg}, column {error.colno}); write one object a line, such as "
+                        "'jq -c . FILE' does"
+                    ) from error
                 if not isinstance(value, dict):
                     raise ValueError(f"a JSON object was expected, not {type(value).__name__}")
             yield f"line {number}", value
@@ -321,6 +328,9 @@ _READERS: Mapping[str, Callable[..., Rows]] = {
     ".parquet": _parquet_rows,
 }
 """The readers by the suffix of the uncompressed file."""
+
+ROWS_WITH_FIELDS = (".jsonl", ".json", *TABLES, ".parquet")
+"""The suffixes of files whose rows have fields; the others are text."""
 
 
 def file_kind(path: pathlib.Path) -> str:
