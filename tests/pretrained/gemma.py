@@ -25,10 +25,13 @@ _SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_s
 _SMALL |= {"sliding_window": 3, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
 _SMALL |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 _SMALL |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "rope_theta": 100.0}
-_LARGE = _SMALL | {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 8}
+_SCALED = _SMALL | {"rope_parameters": _SMALL["rope_parameters"] | {"rope_type": "linear", "factor": 4.0}}
+_LARGE = {name: value for name, value in _SMALL.items() if name != "rope_parameters"}
+_LARGE["rope_scaling"] = {"rope_type": "linear", "factor": 3.0}  # as version 4 has it
+_LARGE |= {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
     "balanced": {"encoder": _SMALL, "decoder": _SMALL, "vocab_size": VOCAB_SIZE},
-    "unbalanced": {"encoder": _LARGE, "decoder": _SMALL, "vocab_size": VOCAB_SIZE},
+    "unbalanced": {"encoder": _LARGE, "decoder": _SCALED, "vocab_size": VOCAB_SIZE},
 }
 CONFIGS["unbalanced"]["tie_word_embeddings"] = False
 
@@ -98,9 +101,9 @@ def logits(config: dict, tensors: dict, inputs: np.ndarray, targets: np.ndarray)
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * (1 + w[name])
 
-    def rotate(x: np.ndarray, base: float) -> np.ndarray:
+    def rotate(x: np.ndarray, base: float, factor: float) -> np.ndarray:
         half = x.shape[-1] // 2
-        angle = np.arange(x.shape[1])[:, None] * base ** (-np.arange(half) / half)
+        angle = np.arange(x.shape[1])[:, None] / factor * base ** (-np.arange(half) / half)
         a, b, cos, sin = x[..., :half], x[..., half:], np.cos(angle), np.sin(angle)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -111,8 +114,8 @@ def logits(config: dict, tensors: dict, inputs: np.ndarray, targets: np.ndarray)
 
         q, k, v = heads(x, "q"), heads(memory, "k"), heads(memory, "v")
         if name.endswith("self_attn"):
-            base = c["rope_parameters"]["rope_theta"]
-            q, k = rotate(q, base), rotate(k, base)
+            base, rope = c["rope_theta"], c.get("rope_scaling") or c["rope_parameters"]
+            q, k = (rotate(x, base, rope.get("factor", 1.0)) for x in (q, k))
         scores, cap = q @ k.transpose(0, 2, 1) * c["query_pre_attn_scalar"] ** -0.5, 2.0
         scores = np.where(seen, np.exp(cap * np.tanh(scores / cap)), 0.0)
         y = scores / scores.sum(-1, keepdims=True) @ v

@@ -1,6 +1,7 @@
 """T5Gemma in, decoded and out, against a NumPy oracle of its public definition."""
 
 import json
+import re
 from typing import NamedTuple
 
 import jax
@@ -101,6 +102,24 @@ def test_other_alignments_start_as_it(case, tmp_path):
     assert deviation(model, variables, case) < 1e-5
     with pytest.raises(ValueError, match=r"encoder\.layers\.0\.self_mixer\.alignment is 'Mixture', which"):
         export_run(tmp_path / "run", tmp_path / "back")
+
+
+def test_positions_that_are_scaled_otherwise_are_refused(tmp_path):
+    config = CONFIGS["balanced"]
+    folder = make_folder(tmp_path / "model", config, make_tensors(config))
+    for field in ("rope_parameters", "rope_scaling"):
+        for rope, message in (
+            ({"rope_type": "yarn", "factor": 2.0}, "decoder.rope_type is 'yarn'"),
+            ({"type": "dynamic"}, "decoder.rope_type is 'dynamic'"),
+            ({"rope_type": "linear"}, "decoder.rope_parameters has the rope_type 'linear', but no factor"),
+            ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+            ({"full_attention": {"rope_type": "default"}}, f"decoder.{field} is not one set of settings"),
+        ):
+            decoder = config["decoder"] | {field: rope}
+            changed = config | {"model_type": "t5gemma", "decoder": decoder}
+            (folder / "config.json").write_text(json.dumps(changed))
+            with pytest.raises(ValueError, match=re.escape(message)):
+                load(folder)
 
 
 def test_a_tied_projection_with_other_values_is_refused(tmp_path):

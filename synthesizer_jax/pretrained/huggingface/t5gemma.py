@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import flax.linen as nn
 
-from synthesizer_jax.alignments import DotProduct
+from synthesizer_jax.alignments import DotProduct, LinearScaling
 from synthesizer_jax.base.files import describing
 from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.base.registry import check_types, fields_of
@@ -38,6 +38,7 @@ PREFIX, OUTPUT, _EMBEDDING = "model.", "lm_head.out_proj.weight", "embed_tokens.
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "silu": "silu", "relu": "relu"}
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_UNSCALED, _LINEAR = "default", "linear"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,18 +61,23 @@ class _Stack:
     final_logit_softcapping: Positive | None = 30.0
     attention_bias: Annotated[bool, Choices((False,))] = False
     rope_theta: Positive = 10_000.0
-    rope_type: Annotated[str, Choices(("default",))] = "default"
+    rope_type: Annotated[str, Choices((_UNSCALED, _LINEAR))] = _UNSCALED
+    factor: Positive | None = None
+    partial_rotary_factor: Annotated[float, Choices((1.0,))] = 1.0
     bos_token_id: Number = 2
 
     @classmethod
     def read(cls, data: dict[str, Any], path: str) -> _Stack:
         """Returns the fields of a part of ``config.json``; raises a `ValueError` for a wrong one."""
-        data = {**data, **(data.get("rope_parameters") or {})}
+        data = {**data, **_rope(data, path)}
         if isinstance(data.get("layer_types"), list):
             data["layer_types"] = tuple(data["layer_types"])
         fields = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
         check_types(cls, fields, path)
-        return cls(**fields)
+        stack = cls(**fields)
+        if stack.rope_type == _LINEAR and stack.factor is None:
+            raise ValueError(f"{path}.rope_parameters has the rope_type {_LINEAR!r}, but no factor")
+        return stack
 
     def build(self, *, in_decoder: bool, dropout_rate: float, attention_dropout: float) -> Stack:
         """Returns the stack."""
@@ -84,7 +90,9 @@ class _Stack:
             soft_cap=self.attn_logit_softcapping,
             dropout_rate=attention_dropout,
         )
-        global_mixer = cross.copy(alignment=DotProduct(scale=scale, rotary_base=self.rope_theta))
+        scaling = LinearScaling(self.factor) if self.rope_type == _LINEAR and self.factor else None
+        rotary = DotProduct(scale=scale, rotary_base=self.rope_theta, rotary_scaling=scaling)
+        global_mixer = cross.copy(alignment=rotary)
         window = self.sliding_window
         if window is not None and not in_decoder:
             window += 1  # encoders of transformers 5 see one key more, on both sides
@@ -116,6 +124,8 @@ class _Stack:
         if window is not None and block.cross_mixer is None:
             window -= 1
         activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+        scaling = dot.rotary_scaling
+        factor = scaling.factor if isinstance(scaling, LinearScaling) else None
         return cls(
             intermediate_size=feed_forward.hidden_dim,
             num_hidden_layers=stack.num_layers,
@@ -129,8 +139,24 @@ class _Stack:
             layer_types=tuple(_LOCAL if w else _GLOBAL for w in windows),
             attn_logit_softcapping=mixer.soft_cap,
             rope_theta=dot.rotary_base or 10_000.0,
+            rope_type=_UNSCALED if factor is None else _LINEAR,
+            factor=factor,
             **fields,
         )
+
+
+def _rope(data: dict[str, Any], path: str) -> dict[str, Any]:
+    """Returns the settings of rotary positions, which version 4 of transformers calls ``rope_scaling``.
+
+    Version 5 takes these if a stack has both.
+    """
+    names = [name for name in ("rope_scaling", "rope_parameters") if data.get(name)]
+    if not names:
+        return {}
+    rope = data[names[0]]
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"{path}.{names[0]} is not one set of settings for all layers")
+    return {"rope_type": rope.get("type", _UNSCALED), **rope}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,8 +235,12 @@ class T5Gemma:
 
         def part(stack: _Stack) -> dict[str, Any]:
             fields = fields_of(stack)
-            theta, kind = fields.pop("rope_theta"), fields.pop("rope_type")
-            rope = {"rope_parameters": {"rope_theta": theta, "rope_type": kind}, "rope_theta": theta}
+            del fields["partial_rotary_factor"]
+            theta, kind, factor = (fields.pop(name) for name in ("rope_theta", "rope_type", "factor"))
+            scaling = {"rope_type": kind} if factor is None else {"rope_type": kind, "factor": factor}
+            rope = {"rope_parameters": {"rope_theta": theta, **scaling}, "rope_theta": theta}
+            if factor is not None:
+                rope["rope_scaling"] = scaling  # which version 5 prefers, and version 4 needs
             return {"model_type": "t5_gemma_module", **fields, **rope, **ids}
 
         kind = "ForConditionalGeneration" if self.decoder else "EncoderModel"
