@@ -12,6 +12,7 @@ from synthesizer_jax.data.vocabularies import Bytes, train_sentencepiece
 from synthesizer_jax.pretrained.huggingface import tokenizer
 from synthesizer_jax.serving.programs import write_directory
 from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary
+from tests.pretrained import gemma
 
 PIECES = [["<pad>", 0.0], ["</s>", 0.0], ["<unk>", 0.0], ["▁a", -1.0], ["b", -2.0], ["▁", -3.0]]
 ADDED = [{"id": i, "content": PIECES[i][0]} for i in range(3)] + [
@@ -111,17 +112,76 @@ def test_spaces_before_a_sentinel_stay_where_its_token_says_so(byte_level, tmp_p
     assert vocabulary.decode(ids) == "1 <extra_id_0>"
 
 
-def test_tokens_that_were_added_to_a_sentencepiece_file_are_refused(tmp_path):
-    train_sentencepiece(["a b c", "b c d"] * 9, tmp_path / "spiece.model", vocab_size=9)
+SEP = [{"id": 108, "content": "<extra_id_0>"}, {"id": 384, "content": "<sep>"}]
+
+
+@pytest.mark.parametrize("kind", ["spiece.model", "tokenizer.model", "bytes", "tokenizer.json"])
+def test_tokens_that_were_added_are_refused(tmp_path, kind):
+    """Wherever transformers 4 and 5 name them; a SentencePiece file beside does not hide them."""
+    config = {"tokenizer_class": "ByT5Tokenizer"} if kind == "bytes" else {}
+    if kind == "tokenizer.json":
+        (tmp_path / kind).write_text(json.dumps(GOOD))
+    elif kind != "bytes":
+        train_sentencepiece(["a b c", "b c d"] * 9, tmp_path / kind, vocab_size=9)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    plain = tokenizer.read_vocabulary(tmp_path, tmp_path)
     for file, fields in (
-        ("tokenizer_config.json", {"added_tokens_decoder": {"109": {"content": "<sep>"}}}),
-        ("added_tokens.json", {"<extra_id_0>": 108, "<sep>": 109}),
+        ("tokenizer_config.json", config | {"added_tokens_decoder": {"384": {"content": "<sep>"}}}),
+        ("added_tokens.json", {"<extra_id_0>": 108, "<sep>": 384}),
+        ("tokenizer.json", GOOD | {"added_tokens": [*ADDED, *SEP]}),
     ):
+        if kind == "tokenizer.json" and file != kind:
+            continue
+        before = (tmp_path / file).read_text() if (tmp_path / file).is_file() else "{}"
         (tmp_path / file).write_text(json.dumps(fields))
-        with pytest.raises(ValueError, match=r"cannot be read: it adds '<sep>'.*; put the"):
+        with pytest.raises(ValueError, match=r"it adds '<sep>'.*; if your texts do without this token"):
             tokenizer.read_vocabulary(tmp_path, tmp_path)
-        (tmp_path / file).write_text("{}")
-    assert tokenizer.read_vocabulary(tmp_path, tmp_path).extra_ids == 100
+        (tmp_path / file).write_text(before)
+    assert tokenizer.read_vocabulary(tmp_path, tmp_path) == plain
+
+
+def test_a_class_that_is_not_read_is_refused(tmp_path):
+    train_sentencepiece(["a b c", "b c d"] * 9, tmp_path / "spiece.model", vocab_size=9)
+    names = [*tokenizer.CLASSES, "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend", None]
+    for name in names:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+        assert tokenizer.read_vocabulary(tmp_path, tmp_path) is not None
+    for name in ("LlamaTokenizer", "LlamaTokenizerFast", "XLMRobertaTokenizer", "BertTokenizer"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+        with pytest.raises(ValueError, match=f"tokenizer_class is '{name}', and the classes that are read"):
+            tokenizer.read_vocabulary(tmp_path, tmp_path)
+
+
+def test_other_tokens_around_a_text_are_refused(tmp_path):
+    gemma.write_tokenizer(tmp_path)
+    read = functools.partial(tokenizer.read_vocabulary, tmp_path, tmp_path)
+    for fields in ({}, {"add_bos_token": True}, {"add_eos_token": False}, {"add_bos_token": None}):
+        fields = {"tokenizer_class": "GemmaTokenizerFast"} | fields
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+        assert read().bos
+    for field, value in (("add_bos_token", False), ("add_eos_token", True)):
+        for name in ("GemmaTokenizer", "TokenizersBackend"):
+            fields = {"tokenizer_class": name, field: value}
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+            with pytest.raises(
+                ValueError, match=f"{field} is {value}, but models here read texts with BOS"
+            ):
+                read()
+    scratch = tmp_path / "scratch"
+    for folder in (scratch, tmp_path / "t5"):
+        folder.mkdir()
+    text, special = {"Sequence": {}}, {"SpecialToken": {}}
+    good = {tmp_path / "t5": [text, special], tmp_path: [special, text]}
+    (tmp_path / "tokenizer_config.json").unlink()
+    for folder, expected in good.items():
+        for single in (expected, [text], [special, text, special]):
+            template = {"post_processor": {"type": "TemplateProcessing", "single": single}}
+            (folder / "tokenizer.json").write_text(json.dumps(GOOD | template))
+            if single == expected:
+                assert tokenizer.read_vocabulary(folder, scratch) is not None
+                continue
+            with pytest.raises(ValueError, match=r"post_processor does not put [BE]OS, and nothing else"):
+                tokenizer.read_vocabulary(folder, scratch)
 
 
 def test_seqio_gives_texts_the_same_ids(byte_level, tmp_path):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from synthesizer_jax.base.files import describing, storage_path
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
-from synthesizer_jax.base.registry import replace
+from synthesizer_jax.base.registry import format_value, replace
 from synthesizer_jax.data.vocabularies import BPE_OF_BYTES, EXTRA_IDS, Bytes, SentencePiece
 from synthesizer_jax.pretrained.huggingface.config import read_json
 
@@ -39,7 +39,21 @@ MOST_ADDED = 2**16
 """Tokens that a tokenizer adds to its pieces; a file that names more is damaged."""
 
 
+CLASSES = ("T5Tokenizer", "MT5Tokenizer", "ByT5Tokenizer", "GemmaTokenizer", "RobertaTokenizer")
+"""Tokenizers of transformers that are read; up to version 4 the names may end in ``Fast``."""
+
+ANY_CLASS = ("PreTrainedTokenizer", "TokenizersBackend")
+"""Classes of transformers 4 and 5 that say nothing about the tokenizer. It is known by its files."""
+
 _REMEDY = "put the model's spiece.model beside it, or name one with --vocabulary"
+
+_DO_WITHOUT = (
+    "if your texts do without this token, run 'synthesizer-jax convert' with --vocabulary and the path of "
+    "a SentencePiece file"
+)
+"""What to do about tokens that were added. A file without them that lies beside would only hide them."""
+
+_OTHER_MODEL = "give a model whose tokenizer does so"
 
 
 def read_vocabulary(
@@ -50,33 +64,102 @@ def read_vocabulary(
     Pipelines of diffusers have it in ``tokenizer_2``, say, beside ``text_encoder_2``. A SentencePiece model
     that is made of a ``tokenizer.json`` is put into the directory `scratch`. The model has `ids`, and an
     embedding of so many `rows`.
+
+    Raises:
+      ValueError: it is another class of tokenizer, a text has other tokens around it, or tokens were added.
     """
     path = folder / TOKENIZER_CONFIG
     fields = read_json(path) if path.is_file() else {}
+    _check_class(path, fields)
     extra_ids = fields.get("extra_ids")
     if not isinstance(extra_ids, int) or not 0 <= extra_ids < MOST_ADDED:
         extra_ids = None
     if fields.get("tokenizer_class") == "ByT5Tokenizer":
-        return named_vocabulary(BYTES, extra_ids)
+        vocabulary = named_vocabulary(BYTES, extra_ids)
+        _refuse_added(folder, fields, vocabulary.vocab_size)
+        return vocabulary
     for name in SENTENCEPIECE:
         if (folder / name).is_file():
             vocabulary = named_vocabulary(str(folder / name), extra_ids)
             if extra_ids is None and vocabulary.build().vocab_size > rows:
                 vocabulary = replace(vocabulary, extra_ids=0)  # MADLAD has no sentinels
-            with describing(folder, _REMEDY):
-                decoder = fields.get("added_tokens_decoder") or {}
-                added = {int(i): token["content"] for i, token in decoder.items()}
-                if (folder / ADDED).is_file():
-                    added |= {i: token for token, i in read_json(folder / ADDED).items()}
-                _refuse_others(added, vocabulary.build().vocab_size)
+            bos = isinstance(vocabulary, SentencePiece) and vocabulary.bos
+            _refuse_added(folder, fields, vocabulary.build().vocab_size)
+            _check_bos(path, fields, bos)
+            if (folder / TOKENIZER).is_file():  # which transformers reads, and not the other file
+                _check_template(folder / TOKENIZER, read_json(folder / TOKENIZER), bos=bos)
             return vocabulary
     for name, other in ((TOKENIZER, TOKENIZER), (VOCABULARY, MERGES)):
         if (folder / name).is_file() and (folder / other).is_file():
             file = scratch / SENTENCEPIECE[0]
             file.write_bytes(sentencepiece_model(folder / name, ids))
-            return named_vocabulary(str(file), 0)
+            vocabulary = named_vocabulary(str(file), 0)
+            _check_bos(path, fields, isinstance(vocabulary, SentencePiece) and vocabulary.bos)
+            return vocabulary
     beside = tokenizer_folder(folder)
     return None if beside == folder else read_vocabulary(beside, scratch, ids=ids, rows=rows)
+
+
+def _check_class(path: pathlib.Path, fields: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` if ``tokenizer_config.json`` names a class that is not read."""
+    name = fields.get("tokenizer_class")
+    if name is not None and str(name).removesuffix("Fast") not in (*CLASSES, *ANY_CLASS):
+        raise ValueError(
+            f"{path}: tokenizer_class is {format_value(name)}, and the classes that are read are "
+            f"{', '.join(CLASSES)}; run 'synthesizer-jax convert' with --vocabulary and the path of a "
+            "SentencePiece file if the model was trained with T5's or Gemma's"
+        )
+
+
+def _check_bos(path: pathlib.Path, fields: Mapping[str, Any], bos: bool) -> None:
+    """Raises a `ValueError` if ``tokenizer_config.json`` puts other tokens around a text than are put here.
+
+    The tokenizers of T5 and RoBERTa have no such settings, and ignore them.
+    """
+    name = str(fields.get("tokenizer_class")).removesuffix("Fast")
+    if name in CLASSES and name != "GemmaTokenizer":
+        return
+    for field, expected in (("add_bos_token", bos), ("add_eos_token", not bos)):
+        if fields.get(field) not in (None, expected):
+            raise ValueError(
+                f"{path}: {field} is {format_value(fields[field])}, but models here read texts with "
+                f"{'BOS and no EOS' if bos else 'EOS and no BOS'}; {_OTHER_MODEL}"
+            )
+
+
+def _check_template(path: pathlib.Path, data: Mapping[str, Any], *, bos: bool) -> None:
+    """Raises a `ValueError` if a ``tokenizer.json`` puts other tokens around a text than are put here."""
+    with describing(path, _OTHER_MODEL):
+        processor = data.get("post_processor") or {}
+        if processor.get("type") != "TemplateProcessing":
+            return
+        found = [next(iter(step)) for step in processor["single"]]
+        if found != (["SpecialToken", "Sequence"] if bos else ["Sequence", "SpecialToken"]):
+            where = "BOS, and nothing else, before" if bos else "EOS, and nothing else, behind"
+            raise ValueError(f"its post_processor does not put {where} a text")
+
+
+def _refuse_added(folder: pathlib.Path, fields: Mapping[str, Any], size: int) -> None:
+    """Raises a `ValueError` for tokens that transformers adds to a vocabulary of `size` ids.
+
+    Version 4 names them in ``tokenizer_config.json``, whose `fields` are given, and in
+    ``added_tokens.json``, version 5 in ``tokenizer.json`` alone.
+    """
+    with describing(folder, _REMEDY):
+        decoder = fields.get("added_tokens_decoder") or {}
+        added = {int(i): str(token["content"]) for i, token in decoder.items()}
+        if (folder / ADDED).is_file():
+            added |= {i: str(token) for token, i in read_json(folder / ADDED).items()}
+        if (folder / TOKENIZER).is_file():
+            added |= _added_tokens(read_json(folder / TOKENIZER))
+    with describing(folder, _DO_WITHOUT):
+        _refuse_others(added, size)
+
+
+def _added_tokens(data: Mapping[str, Any]) -> dict[int, str]:
+    """Returns the tokens that a ``tokenizer.json`` adds to its pieces, by their ids."""
+    tokens = data.get("added_tokens") or ()
+    return {operator.index(token["id"]): str(token["content"]) for token in tokens}
 
 
 def tokenizer_folder(folder: _Path) -> _Path:
@@ -100,14 +183,15 @@ def named_vocabulary(name: str, extra_ids: int | None = None) -> Bytes | Sentenc
         return Bytes(BYTES_EXTRA_IDS if extra_ids is None else extra_ids)
     path = storage_path(name).expanduser()
     data = path.read_bytes() if path.is_file() else b""
-    bos = any(mark in data for mark in _WITH_BOS)
+    bos = _has_bos(data)
     if extra_ids is None:
         extra_ids = 0 if bos or b"<extra_id_0>" in data else EXTRA_IDS
     return SentencePiece(name, extra_ids, bos)
 
 
-_WITH_BOS = b"<bos>", BPE_OF_BYTES.encode()
-"""What the SentencePiece models of Gemma, and those made of CodeT5's tokenizer, contain."""
+def _has_bos(model: bytes) -> bool:
+    """Returns whether inputs begin with BOS: a SentencePiece model is Gemma's, or made of CodeT5's."""
+    return b"<bos>" in model or BPE_OF_BYTES.encode() in model
 
 
 def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
@@ -123,10 +207,16 @@ def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
     with describing(path, _REMEDY):
         if path.name == VOCABULARY:
             data = _join_files(data, path.parent)
+        added, size = _added_tokens(data), len(data["model"]["vocab"])
+    with describing(path, _DO_WITHOUT):
+        _refuse_others(added, size)
+    with describing(path, _REMEDY):
         model = _to_sentencepiece(data, messages, ids)
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         if (processor.pad_id(), processor.eos_id()) != (ids.padding, ids.end):
             raise ValueError("its ids of padding and EOS are not the model's")
+    if BPE_OF_BYTES.encode() not in model:
+        _check_template(path, data, bos=_has_bos(model))
     return model
 
 
@@ -169,7 +259,7 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
     else:
         raise ValueError("it is no tokenizer such as those of T5, Gemma and CodeT5")
     tokens = data.get("added_tokens") or ()
-    added = {operator.index(token["id"]): str(token["content"]) for token in tokens}
+    added = _added_tokens(data)
     strips = all(t.get("lstrip", True) for t in tokens if t["content"] == "<extra_id_0>")
     last_control = max(special.padding, special.end, special.start, unknown)
     proto, kinds = messages.ModelProto(), messages.ModelProto.SentencePiece
@@ -253,7 +343,6 @@ def _refuse_others(added: Mapping[int, str], size: int) -> None:
 
 def _with_added(pieces: list[tuple[str, float]], added: Mapping[int, str]) -> list[tuple[str, float]]:
     """Returns the pieces, and after them the sentinels that are added."""
-    _refuse_others(added, len(pieces))
     count = max(len(pieces), max(added, default=-1) + 1)
     if count > len(pieces) + MOST_ADDED:
         raise ValueError(f"{count} ids")
