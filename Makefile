@@ -11,7 +11,7 @@ NEWEST := .venv-newest
 NEWEST_PYTHON ?= python3.13
 # What needs neither TensorFlow nor SeqIO: layers, NNX, whole models, decoding and meshes.
 NEWEST_TESTS := tests/attention tests/layers tests/models tests/inference \
-  tests/sharding/test_ambient.py tests/test_nnx.py tests/test_multi_head.py
+  tests/sharding/test_ambient.py tests/sharding/test_lowering.py tests/test_nnx.py tests/test_multi_head.py
 QUICK_LAYERS := ([Random- or [DotProduct- or [TalkingHeads-)
 OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py \
 	-k "not test_contract or $(QUICK_LAYERS) or [Dense- or [Gaussian- or [DynamicConvolution-"

@@ -6,7 +6,6 @@ the test suite, in which any two values of different settings occur together.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import synthesizer_jax as sj
@@ -33,6 +32,10 @@ RULES = {
     "batch": (("batch", "data"),),
     "none": (),
 }
+
+
+CHIPS = {"tpu": None, "cuda": AbstractDevice("NVIDIA H100", None, "gpu")}
+"""The devices of the meshes; from jax 0.12 on, Pallas asks for the kind of GPU."""
 
 
 class Case(NamedTuple):
@@ -68,8 +71,9 @@ class Case(NamedTuple):
     def lower(self, platform: str) -> str:
         """Returns the program of the gradients, lowered for a platform."""
         axes = ("data", "tensor", "expert") if self.extra else ("data", "tensor")
-        devices = jax.devices()[: 2 ** len(axes)]
-        mesh = jax.make_mesh((2,) * len(axes), axes, (self.kind,) * len(axes), devices=devices)
+        chip = CHIPS[platform]
+        mesh = AbstractMesh((2,) * len(axes), axes, (self.kind,) * len(axes), abstract_device=chip)
+        no_mesh = AbstractMesh((), (), abstract_device=chip)
         layer, features = LAYERS[self.layer](self.heads), WIDTH * self.heads
         x = jax.ShapeDtypeStruct((self.batch, LENGTH, features), jnp.float32)
         variables = jax.eval_shape(layer.init, jax.random.key(0), x)
@@ -84,8 +88,8 @@ class Case(NamedTuple):
             return jnp.sum(layer.apply(variables, x, mask=mask) ** 2)
 
         examples = P("data") if self.batch % 2 == 0 else P()
-        context = jax.set_mesh(mesh) if self.is_set else contextlib.nullcontext()
-        with context, nn.logical_axis_rules(RULES[self.rules]):
+        current = jax.sharding.use_abstract_mesh(mesh if self.is_set else no_mesh)
+        with current, nn.logical_axis_rules(RULES[self.rules]):
             traced = jax.jit(jax.grad(loss, (0, 1))).trace(place(variables, P()), place(x, examples))
             return traced.lower(lowering_platforms=(platform,)).as_text()
 
