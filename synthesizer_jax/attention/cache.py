@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from synthesizer_jax.attention.masks import Mask, is_concrete
+from synthesizer_jax.attention.masks import Mask, is_concrete, zero_padding
 from synthesizer_jax.attention.terms import Banded, Terms, map_arrays
 from synthesizer_jax.base.typing import PyTree
 
@@ -127,7 +127,8 @@ def extend(
       at: position of the first new token, the same for all examples; None: the cache's length, which
         must then be a scalar.
       mask: the step's mask, in positions; its `key_lengths` tell which of the new tokens are real
-        if the examples of a batch have different lengths.
+        if the examples of a batch have different lengths. The others are written as zeros, so that
+        nothing that they hold, such as a NaN, reaches later steps.
 
     Returns:
       The terms over all keys, their values, the mask over those keys, and the extended cache.
@@ -172,6 +173,9 @@ def extend(
         x = fill_invalid(x.astype(past.dtype), valid)
         return jax.lax.dynamic_update_slice_in_dim(past, x, at, axis=cache.position_axis(x)) if n else past
 
+    if n and mask.key_lengths is not None:  # single tokens of decoding loops have no lengths
+        real = (jnp.arange(n) + at)[None] < jnp.reshape(mask.key_lengths, (-1, 1))  # [b or 1, n]
+        keys, values = jax.tree.map(lambda x: zero_padding(x, real), (keys, values))
     past, new = (cache.keys, cache.values), jax.tree.map(cache.swap, (keys, values))
     if cache.window:  # the past is what lies before `at`
         attended = jax.tree.map(append, past, new)

@@ -203,7 +203,8 @@ class Mixer(nn.Module):
         Self-attention is causal whatever the mask says, and only its `prefix_lengths` open later tokens.
         The mask's `key_lengths` (padding at the end) or its `key_valid` ``[batch, q]`` (padding anywhere)
         say how long each prompt is. Positions then count an example's real tokens, and every example goes
-        on at its own.
+        on at its own. What padding holds has no effect, and its outputs are those of padding in a whole
+        pass.
 
         Args:
           x: ``[batch, q, d_model]`` the tokens from `position` on.
@@ -239,6 +240,7 @@ class Mixer(nn.Module):
             mask = dataclasses.replace(inputs.mask, query_offset=position)
         else:
             mask = decoding_mask(inputs.mask, position, inputs.x.shape[1])
+            mask = _with_real_queries(mask, position)
         self._check_support(mask, inputs.bias, cross=cross)
         return self.mix(dataclasses.replace(inputs, mask=mask))
 
@@ -348,6 +350,13 @@ def decoding_mask(mask: Mask, position: int | jax.Array, n: int) -> Mask:
     if prefix is not None:
         prefix = jnp.minimum(prefix, position + n)
     return dataclasses.replace(mask, causal=True, prefix_lengths=prefix, query_offset=position)
+
+
+def _with_real_queries(mask: Mask, position: int | jax.Array) -> Mask:
+    """Returns the mask of new tokens from `position` on, whose queries are real where its keys are."""
+    if mask.key_lengths is None or mask.query_lengths is not None or mask.query_valid is not None:
+        return mask
+    return dataclasses.replace(mask, query_lengths=jnp.asarray(mask.key_lengths, jnp.int32) - position)
 
 
 def resolve_position(position: int | jax.Array | None, length: int | jax.Array) -> int | jax.Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import project
 from synthesizer_jax.attention import Mask, Terms, drop_value_vectors, materialize_logits
+from synthesizer_jax.attention.masks import zero_padding
 from synthesizer_jax.attention.reference import weigh_values
 from synthesizer_jax.attention.terms import clear_padding
 from synthesizer_jax.base.registry import register
@@ -72,12 +73,16 @@ class TalkingHeads(AttentionBase):
         self, x: jax.Array, terms: Terms, values: tuple[jax.Array, ...], *, bias: Terms, mask: Mask
     ) -> jax.Array:
         """Sums the values with weights P_w softmax(P_l logits)."""
-        _, keys = mask.uncleared(x.shape[1], values[0].shape[1])
+        queries, keys = mask.uncleared(x.shape[1], values[0].shape[1])
         terms, values = clear_padding(terms, values, None, keys)
         v, *dynamic = values
         names = [name for name in ("m2l", "m2w") if name in self.dynamic]
         by_key = dict(zip(names, dynamic, strict=True))
-        by_query = {n: self._dynamic(n, x) for n in ("x2l", "x2w") if n in self.dynamic}
+        by_query = {
+            name: zero_padding(self._dynamic(name, x), queries)  # [b, q, from, to]
+            for name in ("x2l", "x2w")
+            if name in self.dynamic
+        }
         q_length, k_length = x.shape[1], v.shape[1]
         logits_of = functools.partial(materialize_logits, mask=mask, q_length=q_length, k_length=k_length)
         logits = logits_of(terms)

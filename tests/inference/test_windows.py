@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import synthesizer_jax as sj
+from synthesizer_jax import nnx as snnx
 from synthesizer_jax.inference import Decoding, decode_sequences
 from synthesizer_jax.inference.decoding import run_decoding
 from synthesizer_jax.mixers.attention import AttentionBase
@@ -54,6 +56,59 @@ def test_texts_are_those_of_the_whole_cache(make, beams, room, monkeypatch):
     np.testing.assert_array_equal(found.tokens, whole.tokens)
     np.testing.assert_allclose(found.scores, whole.scores, rtol=1e-4, atol=1e-5)
     assert len({tuple(row) for row in np.asarray(found.tokens[:, 0]).tolist()}) > 2
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_nnx"),
+    [
+        (sj.Attention(2, 4, window=3), False),
+        (sj.Attention(2, 4, window=3), True),
+        (sj.Attention(2, 4, alignment=sj.Gaussian(offsets=(-1, 0), sigma=0.3)), False),
+        (sj.LightweightConvolution(width=3), False),
+    ],
+    ids=["window", "window of NNX", "Gaussian", "convolution"],
+)
+def test_padding_of_a_prompt_has_no_effect_in_a_window(layer, is_nnx):
+    """Neither at the end nor in front, whichever part of a mask says what is real."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 6)), jnp.float32)
+    causal = sj.Mask(causal=True)
+    variables = jax.jit(functools.partial(layer.init, mask=causal))(jax.random.key(0), x)
+    at_end = jnp.arange(5) < jnp.array([[5], [2]])
+    right = jnp.where(at_end[..., None], x[:, :5], jnp.nan)
+    left = right.at[1].set(jnp.roll(right[1], 3, axis=0))
+    prompts = [
+        (right, sj.Mask(key_lengths=jnp.array([5, 2]))),
+        (right, sj.Mask(key_valid=at_end)),
+        (left, sj.Mask(key_valid=~jnp.isnan(left[..., 0]))),
+    ]
+
+    module = snnx.Attention(2, 4, window=3, in_features=6, rngs=nnx.Rngs(0)) if is_nnx else None
+    variables = variables if module is None else snnx.linen_variables(module)
+
+    def method(name):
+        if module is not None:
+            return getattr(module, name)
+        return functools.partial(apply_method, getattr(layer, name), variables)
+
+    @jax.jit
+    def run():
+        found = []
+        for prompt, mask in prompts:
+            cache = method("init_cache")(prompt, max_length=8, whole=False)
+            y, cache = method("extend")(prompt, cache, mask=mask)
+            new = jnp.stack([x[0, 5:7], x[1, 2:4]])
+            first, cache = method("extend")(new[:, :1], cache)
+            second, _ = method("extend")(new[:, 1:], cache)
+            found.append(jnp.concatenate([y, first, second], axis=1))
+        return found, layer.apply(variables, x, mask=causal)
+
+    found, whole = run()
+    for (prompt, _), y in zip(prompts, found, strict=True):
+        real = ~np.isnan(prompt[..., 0])
+        for example, n in enumerate((5, 2)):
+            np.testing.assert_allclose(y[example, :5][real[example]], whole[example, :n], atol=1e-5)
+            np.testing.assert_array_equal(y[example, :5][~real[example]], 0)
+            np.testing.assert_allclose(y[example, 5:], whole[example, n : n + 2], atol=1e-5)
 
 
 def test_a_prefix_is_seen_beyond_a_window():

@@ -115,7 +115,10 @@ class Subject:
             out["longer"] = apply(longer, mask=mask(self.mode))
         if self.decodes:
             cache = apply_method(self.layer.init_cache, variables, x, max_length=ROOM)
-            first, cache = extend(x[:, :3], cache)
+            prompt = x[:, :4].at[:, 3].set(jnp.nan)  # three tokens and padding
+            first, cache = extend(prompt, cache, mask=Mask(key_lengths=jnp.array([3, 3])))
+            first, out["padding of a prompt"] = first[:, :3], first[:, 3]
+            cache = dataclasses.replace(cache, length=np.int32(3))  # all examples have read equally many
             step = lambda cache, new: extend(new[:, None], cache)[::-1]
             _, rest = jax.lax.scan(step, cache, x[:, 3:].swapaxes(0, 1))
             out["steps"] = jnp.concatenate([first, rest[:, :, 0].swapaxes(0, 1)], axis=1)
@@ -168,7 +171,8 @@ class Subject:
         out = {"bfloat16": self.layer.apply(narrow, x.astype(jnp.bfloat16), mask=mask(self.mode))}
         if self.decodes:
             extend = functools.partial(apply_method, self.layer.extend, variables)
-            prompts, real = flat(x)[PROMPTS], Mask(key_valid=jnp.asarray(REAL))
+            prompts = jnp.where(jnp.asarray(REAL)[..., None], flat(x)[PROMPTS], jnp.nan)
+            real = Mask(key_valid=jnp.asarray(REAL))
             cache = apply_method(self.layer.init_cache, variables, prompts, max_length=ROOM)
             out["prompts"], cache = extend(prompts, cache, mask=real)
             step = lambda cache, new: extend(new[:, None], cache)[::-1]
@@ -248,8 +252,11 @@ def nothing_leaks(s: Subject) -> None:
 
 
 def steps_are_the_full_pass(s: Subject) -> None:
+    """After a prompt whose padding holds NaN, and has the outputs of padding in a full pass."""
     if s.decodes:
         close(s.forward["steps"], s.forward["causal"], 1e-9)
+        padding = s.forward["causal"][1, LENGTHS[1]]
+        np.testing.assert_allclose(s.forward["padding of a prompt"], [padding] * BATCH, rtol=0, atol=1e-12)
 
 
 def cross_attention_is_self_attention_to_the_same_tokens(s: Subject) -> None:
@@ -295,11 +302,13 @@ def sharded_is_single(s: Subject) -> None:
 
 
 def ragged_prompts_decode_as_each_alone(s: Subject) -> None:
-    """Padded on either side; nobody says where the steps stand."""
+    """Padded on either side, whatever padding holds; nobody says where the steps stand."""
     if s.decodes:
         whole, steps = flat(s.forward["causal"]), s.others["next"][:, :, 0].swapaxes(0, 1)
         prompts = s.others["prompts"]
         np.testing.assert_allclose(prompts[REAL], whole[PROMPTS][REAL], rtol=0, atol=1e-9)
+        padding = s.forward["causal"][1, LENGTHS[1]]
+        np.testing.assert_allclose(prompts[~REAL], [padding] * (~REAL).sum(), rtol=0, atol=1e-12)
         np.testing.assert_allclose(steps, whole[NEXT], rtol=0, atol=1e-9)
 
 

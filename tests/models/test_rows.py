@@ -179,13 +179,13 @@ def test_stacks_read_arrays_as_layers_do():
 
 @pytest.mark.parametrize("kind", [sj.Stack, sj.UniversalStack])
 def test_ragged_prompts_of_a_stack(kind):
-    """Embeddings, padded on either side, then steps that nobody tells where they stand."""
+    """Embeddings, padded on either side with NaN, then steps that nobody tells where they stand."""
     own = sj.Attention(2, 4, alignment=sj.Random(max_length=12))
     block = sj.Block(own, sj.FeedForward(12))
     stack = kind((sj.Run(block, 2),), bias=sj.RelativeBias(), positions=LearnedPositions(12))
     x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 8, D)), jnp.float32)
     variables = general(stack.init, x)
-    right = x[:, :5].at[1, 3:].set(9.0)
+    right = x[:, :5].at[1, 3:].set(jnp.nan)
     left = right.at[1].set(jnp.roll(right[1], 2, axis=0))
     valid = np.concatenate([np.arange(5) < [[5], [3]], np.arange(5) >= [[0], [2]]])
 
