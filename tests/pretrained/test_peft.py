@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_named(tmp_path, base):
         for module in ("encoder.final_layer_norm", "encoder.embed_tokens", "shared")
     )
     table = np.ones((TINY["vocab_size"], TINY["d_model"]), "f")
-    for i, (folder, tensors, config, message) in enumerate((
+    cases = [
         (None, updates, {}, "base_model_name_or_path is None in .*; name the folder of the model there"),
         (base, updates, {"use_dora": True}, "use_dora is True, which is not read.*; merge the adapters"),
         (base, updates | {name: updates[name][:, 1:].copy()}, {}, r"q\.weight is \(18, 20\), for which"),
@@ -125,7 +125,8 @@ def test_what_does_not_fit_is_named(tmp_path, base):
         (base, {norm: np.ones(20, int)}, {}, "norm.weight is I64, not a floating-point number"),
         (base, {embedding: table}, {}, r"embed_tokens\.weight are one parameter of the model, so all"),
         (base, {shared: table}, {"modules_to_save": ["shared"]}, "modules_to_save has shared, with which"),
-    )):  # fmt: skip
+    ]
+    for i, (folder, tensors, config, message) in enumerate(cases):
         broken = write(tmp_path / str(i), folder, tensors, **config)
         with pytest.raises(ValueError, match=message), open_pretrained(broken):
             pass

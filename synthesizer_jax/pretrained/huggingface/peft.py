@@ -29,7 +29,7 @@ from synthesizer_jax.pretrained.huggingface.names import EMBEDDINGS, OUTPUT
 from synthesizer_jax.pretrained.huggingface.weights import open_safetensors
 from synthesizer_jax.pretrained.tensors import FLOATS, Correspondence, Tensor, correspondences, reading
 from synthesizer_jax.primitives.parameters import Variables
-from synthesizer_jax.training.adapters import LORA_A, LORA_B, LoRA, is_update
+from synthesizer_jax.training.adapters import LORA_A, LORA_B, LoRA
 
 _PREFIX = "base_model.model."
 
@@ -327,22 +327,10 @@ def write_adapters(folder: pathlib.Path, model: TokenModel, adapters: Variables,
     Parameters that the run has trained whole become ``modules_to_save``.
 
     Raises:
-      ValueError: the model is not a T5; the message names what transformers lacks. Or PEFT has no place for
-        parameters that were trained whole.
+      ValueError: the model is not a T5, such as a classifier; the message names what transformers lacks.
     """
     found = correspondences(model, kind_of(model).name_of)
     variables = traverse_util.flatten_dict(adapters)
-    others = [
-        "/".join(keys[1:])
-        for keys in sorted(variables)
-        if not is_update(keys) and keys not in {("params", *c.path) for c in found}
-    ]
-    if others:
-        raise ValueError(
-            f"PEFT has no modules_to_save for {', '.join(others)}, which the run has trained whole; export "
-            "the sums to huggingface"
-        )
-
     tensors, targets, saved = dict[str, np.ndarray](), set[str](), set[str]()
     for c in found:
         scale = model.logits_scale or 1.0 if c.path == ("logits_kernel",) else 1.0  # as `with_output_of_t5`
