@@ -14,6 +14,7 @@ from synthesizer_jax.attention import (
     attend,
     fused,
     fused_gpu,
+    fused_gpu_geometry,
     fused_tpu,
     low_rank,
     static,
@@ -65,6 +66,12 @@ def check_fused(platform, names, mask, q, k, bound=2e-5, **options):
     oracle.close(*both_ways(platform, names, mask, q, k, **options), bound)
 
 
+def use_block_sizes(monkeypatch, queries, keys):
+    """Lets all GPU kernels have blocks of these sizes."""
+    sizes = fused_gpu_geometry.BlockSizes(queries, keys, warps=4, stages=2)
+    monkeypatch.setattr(fused_gpu_geometry, "choose_block_sizes", lambda *_, **__: sizes)
+
+
 BOTH = ("padding", "holes", "window and offset", "packed causal", "packed cross")
 MASKS = {"tpu": (*BOTH, "causal and holes"), "gpu": (*BOTH, "offset beyond the keys", "prefix and padding")}
 
@@ -95,8 +102,7 @@ def test_patterns_and_capped_logits(platform, heads):
 def test_blocks_of_queries_and_keys(platform, names, monkeypatch):
     """More rows than a tile holds, and not a multiple of it."""
     monkeypatch.setattr(fused_tpu, "TILE", 128 * 16)
-    small = fused_gpu.Blocks(32, 64, 4, 2)
-    monkeypatch.setattr(fused_gpu, "choose_blocks", lambda *_, **__: small)
+    use_block_sizes(monkeypatch, 32, 64)
     lengths = jnp.array([140, 129, 0])
     mask = Mask(causal=True, key_lengths=lengths, query_lengths=lengths)
     if names == EVERY_TERM:
@@ -109,7 +115,7 @@ def test_blocks_of_queries_and_keys(platform, names, monkeypatch):
 @pytest.mark.parametrize("name", ["relative", "static"])
 def test_rows_without_queries_do_not_overflow(platform, name, monkeypatch):
     """Padding, and the end of the last block: exp of such a bias is infinite in float32."""
-    monkeypatch.setattr(fused_gpu, "choose_blocks", lambda *_, **__: fused_gpu.Blocks(16, 16, 4, 2))
+    use_block_sizes(monkeypatch, 16, 16)
     check_fused(platform, (name,), Mask(query_lengths=jnp.array([20, 5, 0])), 20, 20, bias=100.0)
 
 

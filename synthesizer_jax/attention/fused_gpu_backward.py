@@ -1,0 +1,425 @@
+"""The backward kernels of the fused route on NVIDIA's GPUs.
+
+With the weights ``P = exp(S - max) / Σ exp(S - max)`` of a row, recomputed from the statistics of
+the forward kernel, and with ``delta = Σ_e dO ∘ O``, the cotangents are::
+
+    dP = dO Vᵀ          dS = P ∘ (dP - delta)          for every tile
+    dQ = dS K           dK = dSᵀ Q                     dV = Pᵀ dO
+
+dQ is a sum over keys, dK and dV are sums over queries, and the cotangent of the bias is a sum of dS
+over examples. One kernel for all would have to add to the same rows from several programs, by
+atomic operations, whose order changes from run to run. Here each kernel recomputes the tiles that
+it needs, and each program writes its own part of a result. The order of every sum is therefore
+always the same.
+
+With a relative bias, all logits on a diagonal share one number. The kernel of the bias adds up all
+square tiles on one diagonal *of tiles*, of several examples, before anything is written. What it
+writes grows with the length, not with the square of the length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from synthesizer_jax.attention.fused_gpu_geometry import (
+    Operands,
+    Program,
+    Ref,
+    RowBlock,
+    Scalar,
+    Tile,
+    TileRows,
+    Tiling,
+    load_rows,
+    load_vector,
+    store_rows,
+)
+from synthesizer_jax.attention.fused_gpu_logits import (
+    bias_tile,
+    exp,
+    forbid,
+    logits_tile,
+    matmul,
+    matmul_nt,
+    put_on_axis,
+)
+from synthesizer_jax.attention.kernel_arrays import LabeledArrays
+from synthesizer_jax.attention.mesh_axes import match_varying_axes
+from synthesizer_jax.attention.terms import expand_diagonals
+
+BIAS_PROGRAMS = 1024
+"""About how many programs the kernel of the bias should have, to fill a GPU."""
+
+MIN_BIAS_EXAMPLES = 4
+"""The fewest examples that a program of the kernel of the bias adds up.
+
+With fewer, programs would write about as much as they read.
+"""
+
+
+class Residuals(NamedTuple):
+    """What the backward kernels read besides the operands. In a kernel, references without axis h.
+
+    Attributes:
+      dout: the cotangent of the output, ``[b, q, h, e]``.
+      row_max: `SoftmaxStats.row_max`, ``[b, h, q]`` float32.
+      inverse_row_sum: `SoftmaxStats.inverse_row_sum`, ``[b, h, q]`` float32.
+      delta: `softmax_vjp_delta`, ``[b, h, q]`` float32.
+    """
+
+    dout: Ref
+    row_max: Ref
+    inverse_row_sum: Ref
+    delta: Ref
+
+
+_RESIDUAL_AXES = Residuals(dout="bqhr", row_max="bhq", inverse_row_sum="bhq", delta="bhq")
+
+
+def _inputs(operands: Operands, residuals: Residuals) -> LabeledArrays:
+    """Returns the inputs of every backward kernel."""
+    return LabeledArrays((operands, residuals), (operands.axes(), _RESIDUAL_AXES))
+
+
+def _cotangent_shape(x: jax.Array, batch: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape that a kernel writes for an operand, with one cotangent per example.
+
+    It is float32 if the operand is shared, because a sum over the examples follows.
+    """
+    dtype = x.dtype if x.shape[0] == batch else jnp.float32
+    return jax.ShapeDtypeStruct((batch, *x.shape[1:]), dtype)
+
+
+def call_by_queries(
+    tiling: Tiling, operands: Operands, residuals: Residuals, *, interpret: bool
+) -> tuple[jax.Array, ...]:
+    """Returns the cotangents of the queries of every term, ``[b, q, h, r]``."""
+    if not operands.queries:
+        return ()
+    batch, _, heads, width = operands.values.shape
+    shapes = tuple(_cotangent_shape(x, batch) for x in operands.queries)
+    results: tuple[tuple[jax.Array, ...]] = tiling.call(
+        functools.partial(_queries_kernel, tiling),
+        _inputs(operands, residuals),
+        LabeledArrays((shapes,), (("bqhr",) * len(shapes),)),
+        grid=(tiling.counts[0], heads, batch),
+        multiply_adds=2 * operands.rank + width,
+        interpret=interpret,
+    )
+    return results[0]
+
+
+def _queries_kernel(
+    tiling: Tiling, refs: Operands, residual_refs: Residuals, dqueries: tuple[Ref, ...]
+) -> None:
+    """Computes the cotangents of one block of queries; the tiles have queries as rows."""
+    i = pl.program_id(0)
+    example = pl.program_id(2)
+    program = Program(tiling, refs, example)
+    block = tiling.query_block(i)
+    queries = program.load_queries(block)  # [bq, r] for every term
+    residuals = _load_residuals(residual_refs, example, block)
+
+    def add_keys(j: Scalar, totals: list[jax.Array]) -> list[jax.Array]:
+        """Adds what the queries get from block j of keys."""
+        tile = tiling.tile(i, j)
+        keys, values = program.load_keys(tile.keys)
+        rows = TileRows(queries, keys, values)
+        _, dlogits = _backward_tile(program, tile, rows, residuals)  # [bq, bk]
+        # dQ = dS K, [bq, r] for every term
+        return [
+            total + matmul(dlogits.astype(key_rows.dtype), key_rows)
+            for total, key_rows in zip(totals, keys, strict=True)
+        ]
+
+    zeros = [jnp.zeros(x.shape, jnp.float32) for x in queries]
+    first, last = program.visible_keys(i)
+    totals = lax.fori_loop(first, last, add_keys, zeros)
+    for result, total in zip(dqueries, totals, strict=True):
+        store_rows(result, example, block, total)
+
+
+def call_by_keys(
+    tiling: Tiling, operands: Operands, residuals: Residuals, *, interpret: bool
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Returns the cotangents of the keys of every term, ``[b, k, h, r]``, and of the values."""
+    batch, _, heads, width = operands.values.shape
+    shapes = tuple(_cotangent_shape(x, batch) for x in operands.keys)
+    results: tuple[tuple[jax.Array, ...], jax.Array] = tiling.call(
+        functools.partial(_keys_kernel, tiling),
+        _inputs(operands, residuals),
+        LabeledArrays(
+            (shapes, _cotangent_shape(operands.values, batch)), (("bkhr",) * len(shapes), "bkhr")
+        ),
+        grid=(tiling.counts[1], heads, batch),
+        multiply_adds=2 * (operands.rank + width),
+        interpret=interpret,
+    )
+    return results
+
+
+def _keys_kernel(
+    tiling: Tiling,
+    refs: Operands,
+    residual_refs: Residuals,
+    dkeys: tuple[Ref, ...],
+    dvalues: Ref,
+) -> None:
+    """Computes the cotangents of one block of keys and values.
+
+    The tiles are transposed: their rows are keys. The products with dSᵀ and Pᵀ then need no
+    transposition.
+    """
+    j = pl.program_id(0)
+    example = pl.program_id(2)
+    program = Program(tiling, refs, example)
+    block = tiling.key_block(j)
+    keys, values = program.load_keys(block)  # [bk, r] for every term, [bk, e]
+
+    def add_queries(
+        i: Scalar, totals: tuple[list[jax.Array], jax.Array]
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Adds what the keys and values get from block i of queries."""
+        key_totals, value_total = totals
+        tile = tiling.tile(i, j, transposed=True)
+        queries = program.load_queries(tile.queries)
+        residuals = _load_residuals(residual_refs, example, tile.queries)
+        rows = TileRows(queries, keys, values)
+        weights, dlogits = _backward_tile(program, tile, rows, residuals)  # [bk, bq]
+        # dK = dSᵀ Q, [bk, r] for every term
+        key_totals = [
+            total + matmul(dlogits.astype(query_rows.dtype), query_rows)
+            for total, query_rows in zip(key_totals, queries, strict=True)
+        ]
+        # dV = Pᵀ dO, [bk, e]
+        dout = residuals.dout
+        return key_totals, value_total + matmul(weights.astype(dout.dtype), dout)
+
+    zeros = (
+        [jnp.zeros(x.shape, jnp.float32) for x in keys],
+        jnp.zeros(values.shape, jnp.float32),
+    )
+    first, last = tiling.seeing_queries(j)
+    if refs.key_ends is not None:
+        # A block of padding has nothing to add: the loop ends before it begins.
+        last *= jnp.clip(refs.key_ends[example] - j * block.size, 0, 1)
+    key_totals, value_total = lax.fori_loop(first, last, add_queries, zeros)
+
+    for result, total in zip((*dkeys, dvalues), (*key_totals, value_total), strict=True):
+        store_rows(result, example, block, total)
+
+
+def call_by_bias(
+    tiling: Tiling, operands: Operands, residuals: Residuals, *, interpret: bool
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the cotangents of the table ``[h, q, k]`` and of the diagonals ``[h, q + k - 1]``."""
+    if not operands.has_bias:
+        return None, None
+
+    # Square tiles: only those lie on diagonals.
+    side = min(tiling.sizes.queries, tiling.sizes.keys)
+    sizes = dataclasses.replace(tiling.sizes, queries=side, keys=side)
+    tiling = dataclasses.replace(tiling, sizes=sizes)
+
+    batch, _, heads, width = operands.values.shape
+    work = _BiasWork(tiling.counts, by_diagonal=operands.table is None)
+
+    # Each program adds up one part of the examples. More parts make more programs, but also more
+    # sums to write and to add up afterwards.
+    programs = BIAS_PROGRAMS * (4 if work.by_diagonal else 1)  # long diagonals need more time
+    wanted = min(programs // (work.num_sums * heads), batch // MIN_BIAS_EXAMPLES)
+    parts = _largest_divisor(batch, wanted)
+
+    shape = jax.ShapeDtypeStruct((parts, work.num_sums, heads, side, side), jnp.float32)
+    (sums,) = tiling.call(
+        functools.partial(_bias_kernel, tiling, work, batch // parts),
+        _inputs(operands, residuals),
+        LabeledArrays((shape,), ("pnhrr",)),
+        grid=(work.num_sums, heads, parts),
+        multiply_adds=operands.rank + width,
+        interpret=interpret,
+    )
+    sums = sums.sum(axis=0)  # [n, h, side, side]
+
+    q_length, k_length = tiling.lengths
+    q_count, k_count = tiling.counts
+    if work.by_diagonal:
+        return None, _sum_diagonals(sums, q_count * side, q_length, k_length)
+
+    # One sum for each tile: [i · j, h, side, side] → [h, q, k]
+    table = sums.reshape(q_count, k_count, heads, side, side).transpose(2, 0, 3, 1, 4)
+    table = table.reshape(heads, q_count * side, k_count * side)[:, :q_length, :k_length]
+    if operands.diagonals is None:
+        return table, None
+    transpose = jax.linear_transpose(lambda x: expand_diagonals(x, q_length), operands.diagonals)
+    return table, transpose(table)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _BiasWork:
+    """Which tiles the programs of the bias' kernel add up.
+
+    Attributes:
+      counts: numbers of blocks of queries and of keys.
+      by_diagonal: whether a program adds up all tiles on a diagonal of tiles. That needs a bias
+        that is only relative. Otherwise it adds up one tile, of several examples.
+    """
+
+    counts: tuple[int, int]
+    by_diagonal: bool
+
+    @property
+    def num_sums(self) -> int:
+        """Number of diagonals of tiles, or of tiles."""
+        q_count, k_count = self.counts
+        return q_count + k_count - 1 if self.by_diagonal else q_count * k_count
+
+    def first_tile(self, number: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+        """Returns where a sum begins, as i and j, and how many tiles it has per example.
+
+        Diagonal 0 is the last block of queries with the first block of keys. The tiles of a
+        diagonal follow its first one to the right and below.
+        """
+        q_count, k_count = self.counts
+        if not self.by_diagonal:
+            return lax.div(number, jnp.int32(k_count)), lax.rem(number, jnp.int32(k_count)), 1
+        # The first diagonals begin at the left edge, below the corner; the others at the top.
+        below_corner = q_count - 1 - number
+        right_of_corner = number - (q_count - 1)
+        i = jnp.maximum(below_corner, 0)
+        j = jnp.maximum(right_of_corner, 0)
+        return i, j, jnp.minimum(q_count - i, k_count - j)
+
+
+def _bias_kernel(
+    tiling: Tiling,
+    work: _BiasWork,
+    num_examples: int,
+    refs: Operands,
+    residual_refs: Residuals,
+    result: Ref,
+) -> None:
+    """Adds up the cotangents dS of the tiles of one sum, over one part of the examples.
+
+    `result` is ``[part, number of the sum, side, side]``.
+    """
+    number = pl.program_id(0)
+    part = pl.program_id(2)
+    first_i, first_j, num_tiles = work.first_tile(number)
+    # All tiles on a diagonal have the same distances, and therefore the same bias.
+    bias = bias_tile(refs, tiling.tile(first_i, first_j))
+
+    def add_tile(t: Scalar, total: jax.Array) -> jax.Array:
+        """Adds tile t; tiles are counted along the diagonal of one example after another."""
+        example: Scalar = t
+        step: Scalar = 0
+        if work.by_diagonal:
+            example, step = lax.div(t, num_tiles), lax.rem(t, num_tiles)
+        example = part * num_examples + example
+        program = Program(tiling, refs, example)
+        tile = tiling.tile(first_i + step, first_j + step)
+        queries = program.load_queries(tile.queries)
+        keys, values = program.load_keys(tile.keys)
+        residuals = _load_residuals(residual_refs, example, tile.queries)
+        rows = TileRows(queries, keys, values)
+        _, dlogits = _backward_tile(program, tile, rows, residuals, bias)
+        return total + dlogits
+
+    zeros = jnp.zeros((tiling.sizes.queries, tiling.sizes.keys), jnp.float32)
+    result[part, number] = lax.fori_loop(0, num_examples * num_tiles, add_tile, zeros)
+
+
+def _sum_diagonals(sums: jax.Array, rows: int, q_length: int, k_length: int) -> jax.Array:
+    """Returns the sums along the diagonals of all logits, ``[h, q + k - 1]``.
+
+    Args:
+      sums: ``[n, h, s, s]``, the sum of the square tiles on each diagonal of tiles.
+      rows: number of queries in whole blocks.
+      q_length: number of queries.
+      k_length: number of keys.
+    """
+    count, heads, side, _ = sums.shape
+
+    # Along the diagonals of each square: [n, h, s, s] → [n, h, 2 s - 1].
+    columns, _ = match_varying_axes(jnp.zeros((count, heads, 2 * side - 1), sums.dtype), sums)
+    lines = jax.linear_transpose(lambda columns: expand_diagonals(columns, side), columns)(sums)[0]
+
+    # Squares lie s diagonals apart, and a square reaches over 2 s - 1 of them. The first s numbers
+    # of a square therefore belong to the same diagonals as the last s - 1 of the square before.
+    total = jnp.zeros((heads, (count + 1) * side), sums.dtype)
+    low = lines[..., :side]
+    high = jnp.pad(lines[..., side:], ((0, 0), (0, 0), (0, 1)))
+    low = low.transpose(1, 0, 2).reshape(heads, -1)  # [h, n s]
+    high = high.transpose(1, 0, 2).reshape(heads, -1)
+    total = total.at[:, : count * side].add(low).at[:, side:].add(high)
+
+    # Column 0 of the total is key - query = 1 - rows.
+    return total[:, rows - q_length : rows + k_length - 1]
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    """Returns the largest divisor of a number that is at most `limit`, or 1."""
+    return max(n for n in range(1, max(limit, 1) + 1) if number % n == 0)
+
+
+def _load_residuals(refs: Residuals, example: Scalar, block: RowBlock) -> Residuals:
+    """Returns the residuals of a block of queries: ``[bq, e]``, and three vectors ``[bq]``."""
+    loaded = Residuals(
+        dout=load_rows(refs.dout, example, block),
+        row_max=load_vector(refs.row_max, example, block),
+        inverse_row_sum=load_vector(refs.inverse_row_sum, example, block),
+        delta=load_vector(refs.delta, example, block),
+    )
+    # Rows that are padding or beyond the length get ∞ as their maximum. Their weights are then
+    # exp(-∞) = 0, whatever their bias is. If the maximum were 0, a large bias would overflow to ∞,
+    # and ∞ times an inverse sum of 0 is NaN.
+    row_max = jnp.where(loaded.inverse_row_sum > 0.0, loaded.row_max, jnp.inf)
+    return loaded._replace(row_max=row_max)
+
+
+def _backward_tile(
+    program: Program,
+    tile: Tile,
+    rows: TileRows,
+    residuals: Residuals,
+    bias: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weights P and the cotangents dS of a tile's logits, in the tile's shape.
+
+    Args:
+      program: the program that computes the tile.
+      tile: where the tile is, and which of its axes is that of queries.
+      rows: the queries, keys and values of the tile.
+      residuals: those of the block of queries, from `_load_residuals`.
+      bias: the tile of `bias_tile`, if it is known already.
+    """
+
+    def per_query(x: jax.Array) -> jax.Array:
+        """Returns a vector ``[bq]`` along the tile's axis of queries."""
+        return put_on_axis(x, tile.query_axis)
+
+    logits, allowed = logits_tile(program, tile, rows.queries, rows.keys, bias)
+    # P = exp(S - max) / Σ exp
+    weights = exp(forbid(logits, allowed) - per_query(residuals.row_max))
+    weights *= per_query(residuals.inverse_row_sum)
+
+    # dP = dO Vᵀ, or its transpose V dOᵀ
+    if tile.transposed:
+        dweights = matmul_nt(rows.values, residuals.dout)
+    else:
+        dweights = matmul_nt(residuals.dout, rows.values)
+    # dS = P ∘ (dP - delta)
+    dlogits = weights * (dweights - per_query(residuals.delta))
+
+    soft_cap = program.tiling.soft_cap
+    if soft_cap is not None:
+        # The derivative of c · tanh(x / c) is 1 - tanh², and the logits are c · tanh already.
+        dlogits *= 1.0 - (logits / soft_cap) ** 2
+    return weights, dlogits
