@@ -260,6 +260,11 @@ def _is_class_of(cls: type, annotation: Annotation) -> bool:
         return False
     if not getattr(annotation, "_is_protocol", False):
         return issubclass(cls, annotation)
+    # A protocol of one method, such as `Schedule.build`, fits classes that are not meant. Here they are in
+    # other packages than the protocol; a user's class may be anywhere.
+    package, other = (c.__module__.split(".")[:2] for c in (cls, annotation))
+    if package[0] == other[0] and package != other:
+        return False
     # The attributes of an object that is not initialized are its methods.
     return _implements(object.__new__(cls), annotation)
 

@@ -60,6 +60,9 @@ OTHER_NAMES = {
 }
 """What other libraries call a setting, and what it is called here."""
 
+MOST_CHOICES = 16
+"""Longer lists of classes are left out of errors, as of a field that takes any module."""
+
 Kind = TypeVar("Kind")
 """The class of a recipe's result: `Experiment` or `Distillation`."""
 
@@ -356,7 +359,8 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
             return float(value) if option is float else value
     given = type(value).__name__ if is_config(value) else text
     given = given if len(given) <= 60 else f"{given[:57]}…"
-    choices = class_names(kind)
+    expected, choices = format_type(kind), class_names(kind)
     hint = did_you_mean(given, choices)
-    listed = f"; choose from {', '.join(choices)}" if choices else ""
-    raise ValueError(f"--set {path}={given}: expected {format_type(kind)}{hint}{listed}")
+    if len(choices) <= MOST_CHOICES and set(choices) - set(expected.split(" or ")):
+        hint += f"; choose from {', '.join(choices)}"
+    raise ValueError(f"--set {path}={given}: expected {expected}{hint}")

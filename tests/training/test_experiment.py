@@ -95,6 +95,11 @@ WRONG = [
         "optimizer=Constant: expected Optimizer; choose from Adafactor, A",
     ),
     (PLAIN, "training.optimizer=adamw", "expected Optimizer, did you mean 'AdamW'.; choose from Adafactor"),
+    (
+        PLAIN,
+        "training.optimizer.learning_rate=cosine",
+        "choose from Constant, Cosine, .*, Noam, OptaxSchedule$",
+    ),
     (PLAIN, "training.lora.rank=4", "Training has no field 'lora'; write training.adapters=LoRA"),
     (PLAIN, "fp16=true", "Experiment has no field 'fp16'; write model.dtype=bfloat16"),
     (PLAIN, "evaluation.method=x", "evaluation.method is 'x'; allowed: 'greedy', 'beam', 'rank'"),
