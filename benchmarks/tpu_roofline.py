@@ -22,7 +22,7 @@ import report
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from synthesizer_jax import Attention, DotProduct, FactorizedRandom, Mask, Random
-from synthesizer_jax.attention.fused_tpu import block_size
+from synthesizer_jax.attention.fused_tpu_geometry import block_size
 from synthesizer_jax.costs import chips
 from synthesizer_jax.costs.summary import flops
 from synthesizer_jax.training.plan import devices_of

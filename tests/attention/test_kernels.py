@@ -16,6 +16,7 @@ from synthesizer_jax.attention import (
     fused_gpu,
     fused_gpu_geometry,
     fused_tpu,
+    fused_tpu_geometry,
     low_rank,
     static,
     static_tpu,
@@ -101,7 +102,7 @@ def test_patterns_and_capped_logits(platform, heads):
 @pytest.mark.parametrize("names", [EVERY_TERM, ("dot_product", "relative")], ids=len)
 def test_blocks_of_queries_and_keys(platform, names, monkeypatch):
     """More rows than a tile holds, and not a multiple of it."""
-    monkeypatch.setattr(fused_tpu, "TILE", 128 * 16)
+    monkeypatch.setattr(fused_tpu_geometry, "MAX_TILE", 128 * 16)
     use_block_sizes(monkeypatch, 32, 64)
     lengths = jnp.array([140, 129, 0])
     mask = Mask(causal=True, key_lengths=lengths, query_lengths=lengths)
@@ -239,7 +240,8 @@ def test_what_the_kernels_do_not_take():
     assert "allowed is too large" in fused_gpu.obstacle(inputs)
     half = values.astype(jnp.float16)
     assert all("float16" in obstacle for obstacle in obstacles(Mask(), half))
-    assert fused_tpu.block_size(16384, 16) * 128 <= fused_tpu.TILE  # a row of few keys fills registers
+    # A row of few keys fills registers.
+    assert fused_tpu_geometry.block_size(16384, 16) * 128 <= fused_tpu_geometry.MAX_TILE
     for shape, word in (((1, 10**6, 2, 64), "keys"), ((1, 8, 12, 80), "width")):
         large = jax.ShapeDtypeStruct(shape, jnp.float32)
         assert word in obstacles(Mask(), large, 8)[1]

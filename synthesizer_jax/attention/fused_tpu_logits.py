@@ -1,0 +1,162 @@
+"""The logits of a tile in the TPU kernels of the fused route: products, bias, soft cap and mask.
+
+The forward and the backward kernels build their tiles here, with rows that are queries or keys.
+What examples share of a tile, which is its bias, is computed for the first example and kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from synthesizer_jax.attention.fused_tpu_geometry import Operands, Tiling
+from synthesizer_jax.attention.terms import Outer, cap_logits
+from synthesizer_jax.attention.tpu import Bias, Ref, matmul, roll_diagonals
+
+
+def fill_bias_tile(tile: Ref, bias: Bias, tiling: Tiling) -> None:
+    """Computes a tile of the bias, ``[tile_rows, columns]``, when the first example goes by.
+
+    The other examples find it in scratch memory. Does nothing if `tile` is None.
+    """
+    if tile is None:
+        return
+    block = pl.program_id(1)
+    example = pl.program_id(2)
+
+    @pl.when(example == 0)
+    def _() -> None:
+        if bias.diagonals is not None:
+            roll_diagonals(tile, bias.diagonals[...], block * tile.shape[0], rows=tiling.rows)
+        if bias.table is not None:
+            table = bias.table[...].astype(jnp.float32)
+            table = table.T if tiling.transposed else table
+            tile[...] = table if bias.diagonals is None else tile[...] + table
+
+
+def logits_tile(refs: Operands, bias: Ref, tiling: Tiling) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the logits of a program's tile, float32, and which the mask allows (None for all).
+
+    Args:
+      refs: references to the blocks of the operands.
+      bias: the tile that `fill_bias_tile` filled, or None if there is no bias.
+      tiling: how the logits are cut.
+    """
+    block = pl.program_id(1)
+
+    def product(queries: jax.Array, keys: jax.Array, *, exact: bool = False) -> jax.Array:
+        """Returns ``Q Kᵀ``, or its transpose ``K Qᵀ``, in the shape of the tile."""
+        pair = (keys, queries) if tiling.transposed else (queries, keys)
+        return matmul(*pair, axes=(1, 1), exact=exact)
+
+    # S = bias + Σ Q Kᵀ + Σ (a Eₐᵀ) ∘ (b Eᵦᵀ)
+    summands = [] if bias is None else [bias[...]]
+    summands += [product(term.queries[...], term.keys[...]) for term in refs.products.low_rank]
+    for term in refs.products.outer:
+        # The keys of the tile: its rows if it is transposed, and otherwise all of them.
+        first: int | jax.Array = 0
+        count = tiling.columns
+        if tiling.transposed:
+            first, count = block * tiling.tile_rows, tiling.tile_rows
+        a = product(term.a[...], a_one_hot(term, first, count), exact=True)
+        b = product(term.b[...], b_one_hot(term, first, count), exact=True)
+        summands.append(a * b)
+    if summands:
+        logits = functools.reduce(operator.add, summands)
+    else:
+        logits = jnp.zeros(tiling.tile_shape, jnp.float32)
+    logits = cap_logits(logits, tiling.soft_cap)
+    return logits, _allowed_tile(refs, tiling, block)
+
+
+def _allowed_tile(refs: Operands, tiling: Tiling, block: jax.Array) -> jax.Array | None:
+    """Returns which logits of a tile the mask allows, bool of the tile's shape, or None for all.
+
+    Padding queries are not masked here: the forward kernel's caller sets their ``1 / Σ exp`` to
+    zero.
+    """
+    row = lax.broadcasted_iota(jnp.int32, tiling.tile_shape, 0) + block * tiling.tile_rows
+    column = lax.broadcasted_iota(jnp.int32, tiling.tile_shape, 1)
+    query, key = (column, row) if tiling.transposed else (row, column)
+
+    # Causal masks and windows.
+    rules = tiling.mask.band_rules(query + tiling.offset, key)
+
+    if refs.real_keys is not None:
+        real_keys = refs.real_keys[...]  # [1, k]
+        rules.append((real_keys.T if tiling.transposed else real_keys) != 0)
+
+    # In packed rows, a query sees its own segment. The blocks are [1, n]; one of them becomes [n,
+    # 1].
+    if refs.query_segments is not None:
+        query_segments = refs.query_segments[...]
+        key_segments = refs.key_segments[...]
+        if tiling.transposed:
+            rules.append(query_segments == key_segments.T)
+        else:
+            rules.append(key_segments == query_segments.T)
+
+    if refs.allowed is not None:
+        allowed = refs.allowed[...].astype(jnp.int32)
+        rules.append((allowed.T if tiling.transposed else allowed) != 0)
+
+    if not rules:
+        return None
+    return jnp.broadcast_to(functools.reduce(operator.and_, rules), tiling.tile_shape)
+
+
+def clear_forbidden(allowed: jax.Array | None, weights: jax.Array) -> jax.Array:
+    """Returns the weights, and zeros where the mask forbids a key.
+
+    In a row without keys, all logits are as low as the maximum, so their exponentials are 1, not 0.
+    """
+    return weights if allowed is None else jnp.where(allowed, weights, 0.0)
+
+
+def a_one_hot(term: Outer, first: int | jax.Array, count: int) -> jax.Array:
+    """Returns Eₐ, which number of ``a`` each key has, as ones and zeros ``[count, A]``.
+
+    Key j of an `Outer` term has number ``j // B`` of ``a`` and ``j % B`` of ``b``. Products with
+    ones and zeros take the place of a gather, which TPUs do slowly.
+    """
+    return _one_hot(term.a, lax.div, term.b.shape[-1], first, count)
+
+
+def b_one_hot(term: Outer, first: int | jax.Array, count: int) -> jax.Array:
+    """Returns Eᵦ, which number of ``b`` each key has, as ones and zeros ``[count, B]``."""
+    return _one_hot(term.b, lax.rem, term.b.shape[-1], first, count)
+
+
+def _one_hot(
+    factor: Ref,
+    number_of: Callable[[jax.Array, jax.Array], jax.Array],
+    size: int,
+    first: int | jax.Array,
+    count: int,
+) -> jax.Array:
+    """Returns ``number_of(key, size)`` of keys from `first` on, as ones and zeros."""
+    shape = (count, factor.shape[-1])
+    key = lax.broadcasted_iota(jnp.int32, shape, 0) + first
+    number = number_of(key, jnp.int32(size))
+    return (number == lax.broadcasted_iota(jnp.int32, shape, 1)).astype(factor.dtype)
+
+
+def outer_vjp(term: Outer, dlogits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the cotangents of an `Outer` term's factors, ``[q, A]`` and ``[q, B]``.
+
+    Its logits are ``(a Eₐᵀ) ∘ (b Eᵦᵀ)``, so ``da = (dS ∘ b Eᵦᵀ) Eₐ`` and ``db = (dS ∘ a Eₐᵀ) Eᵦ``.
+    """
+    k_length = dlogits.shape[1]
+    a_keys = a_one_hot(term, 0, k_length)  # [k, A]
+    b_keys = b_one_hot(term, 0, k_length)  # [k, B]
+    a = matmul(term.a[...], a_keys, axes=(1, 1), exact=True)  # [q, k]
+    b = matmul(term.b[...], b_keys, axes=(1, 1), exact=True)  # [q, k]
+    da = matmul((dlogits * b).astype(a_keys.dtype), a_keys, axes=(1, 0), exact=True)
+    db = matmul((dlogits * a).astype(b_keys.dtype), b_keys, axes=(1, 0), exact=True)
+    return da, db
