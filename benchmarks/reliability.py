@@ -63,20 +63,26 @@ def main() -> None:
         "signal": "signal",
         "kills": "kills|d",
         "codes": "exit codes (times)",
-        "seconds": "group gone after, s: median|.1f",
-        "slowest": "slowest|.1f",
+        "seconds": "median time until all processes ended, s|.1f",
+        "slowest": "longest time, s|.1f",
         "lost": "steps lost|d",
     }
-    losses = result["losses"]
-    groups = " and ".join(map(str, args.processes))
-    text = (
-        f"{args.kills} kills over {result['steps']} steps of `benchmarks/reliability_run.py`, {DEVICES} "
-        f"CPU devices of {groups} process{'' if groups == '1' else 'es'}. *Lost* steps are repeated.\n\n"
-        + report.table(summarize_kills(result["kills"]), columns)
-        + f"\n\nExamples of all steps as in the undisturbed run: {'yes' if result['same'] else 'NO'}. "
-        f"Losses equal to the last bit: {sum(x == 0 for x in losses)} of {len(losses)}; largest relative "
-        f"difference: {max(losses):.1e}. Evaluations: {result['evaluations']}."
+    groups = " or ".join(map(str, args.processes))
+    introduction = (
+        f"The run of `benchmarks/reliability_run.py` has {result['steps']} steps and was killed "
+        f"{args.kills} times. It used {DEVICES} CPU devices in {groups} process"
+        f"{'' if groups == '1' else 'es'}. *Lost* steps had not been saved yet, so they were computed "
+        "again after the next start."
     )
+    losses = result["losses"]
+    equal = sum(x == 0 for x in losses)
+    conclusion = (
+        f"{'Every' if result['same'] else 'NOT every'} step read the same examples as in the uninterrupted "
+        f"run. The losses of {equal} of {len(losses)} steps are equal to the last bit, and the largest "
+        f"relative difference is {max(losses):.1e}. {result['evaluations']} evaluations were made."
+    )
+    table = report.table(summarize_kills(result["kills"]), columns)
+    text = f"{introduction}\n\n{table}\n\n{conclusion}"
     name = "reliability " + ("one process" if args.processes == [1] else "changing processes")
     report.write(name, text, result=result, options=args, facts=report.machine())
     if result["problems"]:
