@@ -19,7 +19,7 @@ OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py 
 ORACLES := t5 gin-config babel
 WORKDIR ?= runs/quickstart
 
-.PHONY: help install quickstart quick test lint types tests optimized hosts test-tpu test-gpu test-newest test-peers dist docs notebooks reliability fuzz bench bench-peers clean
+.PHONY: help install quickstart quick test lint types tests optimized hosts test-tpu test-gpu test-newest test-peers dist docs notebooks reliability fuzz combinations bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -112,6 +112,9 @@ reliability: $(STAMP)  ## kill runs 100 times, and write docs/reliability.md
 
 fuzz: $(STAMP)  ## damage inputs at random, and write docs/reliability.md
 	$(BIN)/python benchmarks/fuzz.py --attempts 400 --page docs/reliability.md
+
+combinations: $(STAMP)  ## train 100 random combinations of settings, and write docs/reliability.md
+	$(BIN)/python benchmarks/combinations.py --count 100 --jobs 2 --page docs/reliability.md
 
 bench: $(STAMP)  ## the attention benchmark
 	$(BIN)/python benchmarks/attention.py

@@ -1,0 +1,29 @@
+"""The campaign of random combinations: what it draws exists, and the same number draws the same."""
+
+import re
+import sys
+
+from synthesizer_jax.cli.recipes import load_with_code
+from synthesizer_jax.training.experiment import Experiment
+from tests.conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import combinations
+
+REFUSED = r"data\.pack|optax\.|parameter_scale|data\.buckets|evaluation\.method|targets_length"
+"""What an experiment refuses when it is made; more is refused when its step is traced."""
+
+
+def test_the_settings_that_are_drawn_exist():
+    refusals, made = [], 0
+    for number in range(25):
+        drawn = combinations.draw_combination(5, number)
+        assert drawn == combinations.draw_combination(5, number)
+        recipe = f"{combinations.RECIPE}:default:{drawn.recipe}"
+        try:
+            load_with_code(recipe, [*drawn.settings, *drawn.twin_settings], kinds=(Experiment,))
+            made += 1
+        except ValueError as error:
+            refusals.append(str(error))
+    assert made > 12
+    assert not [text for text in refusals if not re.search(REFUSED, text)]
