@@ -36,6 +36,13 @@ class Pretrained(NamedTuple):
     origin: str = ""
 
 
+REMEDY = (
+    "other libraries have T5s only, so keep this model's own checkpoint, or export it with --to stablehlo, "
+    "which takes every model"
+)
+"""What to do with a model that other libraries lack."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """The fields in which published T5s differ; those that models here have too are named as there.
@@ -108,7 +115,7 @@ class Architecture:
           ValueError: the model is not a T5; the message names a part that differs.
         """
         if not isinstance(model, EncoderDecoder | Encoder):
-            raise ValueError(f"a {type(model).__name__} is not a T5; only T5s can be exported")
+            raise ValueError(f"a {type(model).__name__} is not a T5; {REMEDY}")
         block, mixer, feed_forward = first_block(model.encoder, "encoder")
         alignment, bias = mixer.alignment, model.encoder.bias
         if bias is None and isinstance(alignment, Mixture):
@@ -202,7 +209,4 @@ def _settings(data: Any, path: str = "") -> Iterator[tuple[str, object]]:
 
 def other_part(path: str, value: object) -> str:
     """Returns the message for a part that no T5 has."""
-    return (
-        f"{path} is {value!r}, which no published T5 has; other libraries have T5s alone, so this model "
-        "stays in its own checkpoint"
-    )
+    return f"{path} is {value!r}, which no published T5 has; {REMEDY}"

@@ -15,8 +15,9 @@ from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.distillation.transplant import with_variants
 from synthesizer_jax.inference import Decoding
-from synthesizer_jax.models import UniversalStack, alignment
+from synthesizer_jax.models import ZOO, UniversalStack, alignment
 from synthesizer_jax.pretrained import encode, generate, generate_with_scores, load
+from synthesizer_jax.pretrained.architecture import Architecture
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface import export as exporting
@@ -122,6 +123,11 @@ def test_three_lines_generate_and_encode(tmp_path):
         encode(loaded, "what?")
 
 
+def test_a_model_that_other_libraries_lack_is_refused_with_what_takes_it():
+    with pytest.raises(ValueError, match=r"a LanguageModel is not a T5; .* --to stablehlo"):
+        Architecture.of(ZOO["lm_base"]())
+
+
 @pytest.mark.parametrize("family", ["ByT5", "umT5"])
 def test_a_folder_or_a_run_becomes_a_synthesizer_that_computes_the_same(tmp_path, family):
     config = TINY | FAMILIES[family]
@@ -139,7 +145,8 @@ def test_a_folder_or_a_run_becomes_a_synthesizer_that_computes_the_same(tmp_path
         assert vocabulary.encode("a") == [100] and vocabulary.vocab_size == 384
     with pytest.raises(ValueError, match="Random does not contain"):
         convert_checkpoint(folder, tmp_path / "random", encoder="r")
-    with pytest.raises(ValueError, match=r"alignment.* which no published T5 has"):
+    for_others = "which no published T5 has; .* export it with --to stablehlo, which takes every model"
+    with pytest.raises(ValueError, match=rf"alignment.* {for_others}"):
         export_run(directory, tmp_path / "exported")
     assert not (tmp_path / "random").exists() and not (tmp_path / "exported").exists()
 
