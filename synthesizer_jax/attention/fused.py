@@ -28,6 +28,7 @@ from jax import lax
 
 from synthesizer_jax.attention.derivatives import platform_dependent, with_gradient
 from synthesizer_jax.attention.explanations import warn_once
+from synthesizer_jax.attention.fused_arrays import Biases, FusedInputs, Products, SoftmaxStats
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.mesh_axes import match_varying_axes
 from synthesizer_jax.attention.packed import with_segment_positions
@@ -56,71 +57,6 @@ CHECKPOINT_NAME = "attention"
 
 _Term = TypeVar("_Term", bound=Term)
 _Tree = TypeVar("_Tree")
-
-
-class Products(NamedTuple):
-    """Terms whose logits are products of factors."""
-
-    low_rank: tuple[LowRank, ...] = ()
-    outer: tuple[Outer, ...] = ()
-
-
-class Biases(NamedTuple):
-    """Terms of parameters that all examples have in common, diagonals cut to the block of logits."""
-
-    tables: tuple[Static, ...] = ()
-    diagonals: tuple[Relative, ...] = ()
-
-    def sums(self) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns the sum of the tables, one alone as it is, and that of the diagonals in float32."""
-        tables = [term.logits for term in self.tables]
-        lines = [term.logits.astype(jnp.float32) for term in self.diagonals]
-        if len(tables) > 1:
-            tables = [functools.reduce(operator.add, [x.astype(jnp.float32) for x in tables])]
-        return (tables[0] if tables else None), (functools.reduce(operator.add, lines) if lines else None)
-
-
-class FusedInputs(NamedTuple):
-    """The inputs of the fused route.
-
-    Attributes:
-      products: terms made of factors.
-      biases: terms that are the same for all examples.
-      values: ``[b, k, h, e]``.
-      mask: which keys a query may see.
-      positions: ``[b, q]`` and ``[b, k]``, inside packed segments, by which biases and the keys
-        of `Outer` terms are looked up. None: the positions in the row.
-    """
-
-    products: Products
-    biases: Biases
-    values: jax.Array
-    mask: Mask
-    positions: tuple[jax.Array, jax.Array] | None = None
-
-    def cleared(self, q_length: int) -> FusedInputs:
-        """Returns the inputs with zeros for padding, see `clear_padding`."""
-        real = self.mask.uncleared(q_length, self.values.shape[1])
-        products, values = clear_padding(self.products, self.values, *real)
-        return self._replace(products=products, values=values)
-
-    def cotangents(self, products: Products, biases: Biases, values: jax.Array) -> FusedInputs:
-        """Returns the inputs' cotangents from those of what may have a gradient."""
-        mask, positions = jax.tree.map(lambda _: None, (self.mask, self.positions))
-        return FusedInputs(products, biases, values, mask, positions)
-
-
-class SoftmaxStats(NamedTuple):
-    """The residuals of every row of logits.
-
-    Attributes:
-      row_max: the maximum, ``[b, q, h, 1]``; 0 for a row without keys.
-      inverse_row_sum: ``1 / Σ exp(logits - row_max)``, ``[b, q, h, 1]``; 0 for padding queries and
-        rows without keys, whose weights vanish by it.
-    """
-
-    row_max: jax.Array
-    inverse_row_sum: jax.Array
 
 
 class Options(NamedTuple):

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from synthesizer_jax.attention.fused import Biases, FusedInputs, Products, SoftmaxStats
+from synthesizer_jax.attention.fused_arrays import Biases, FusedInputs, Products, SoftmaxStats
 from synthesizer_jax.attention.fused_gpu_backward import (
     Residuals,
     call_by_bias,

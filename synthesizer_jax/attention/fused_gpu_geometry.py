@@ -34,7 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from synthesizer_jax.attention.fused import FusedInputs
+from synthesizer_jax.attention.fused_arrays import FusedInputs
 from synthesizer_jax.attention.kernel_arrays import LabeledArrays
 from synthesizer_jax.attention.masks import Mask
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from synthesizer_jax.attention import tpu
-from synthesizer_jax.attention.fused import FusedInputs, Products, SoftmaxStats
+from synthesizer_jax.attention.fused_arrays import FusedInputs, Products, SoftmaxStats
 from synthesizer_jax.attention.fused_tpu_geometry import (
     Operands,
     Scratch,

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from synthesizer_jax.attention.fused import FusedInputs, Products
+from synthesizer_jax.attention.fused_arrays import FusedInputs, Products
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.terms import map_arrays
 from synthesizer_jax.attention.tpu import BIAS_AXES, LANES, Bias, KernelPlan, Ref

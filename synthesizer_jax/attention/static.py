@@ -23,11 +23,7 @@ from jax.custom_batching import custom_vmap
 from synthesizer_jax.attention.derivatives import platform_dependent, with_gradient
 from synthesizer_jax.attention.fused import (
     CHECKPOINT_NAME,
-    Biases,
-    FusedInputs,
     Options,
-    Products,
-    SoftmaxStats,
     fused_backward,
     fused_forward,
     fused_inputs,
@@ -35,24 +31,19 @@ from synthesizer_jax.attention.fused import (
     map_heads,
     softmax_vjp_delta,
 )
+from synthesizer_jax.attention.fused_arrays import Biases, FusedInputs, Products, SoftmaxStats
 from synthesizer_jax.attention.masks import Mask, zero_padding
 from synthesizer_jax.attention.reference import softmax
+from synthesizer_jax.attention.static_conditions import MIN_ROW_SUM, is_separable
 from synthesizer_jax.attention.terms import Call, LowRank, Relative, Static, logits_dtype, materialize
 from synthesizer_jax.base.typing import PyTree
-
-MIN_ROW_SUM = 2.0**-64
-"""The smallest denominator that the static routes trust.
-
-Weights lost to underflow are then below 1e-15 of a row's sum for up to 4,096 keys, and the division
-of the cotangent cannot overflow.
-"""
 
 
 def attend_static(call: Call) -> jax.Array:
     """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, for terms without a batch axis."""
     call = call.cleared()
     dtype, q_length = call.values.dtype, call.q_length
-    if dtype == jnp.float16 and not _is_separable(call.mask):
+    if dtype == jnp.float16 and not is_separable(call.mask):
         # E would underflow in float16
         call = dataclasses.replace(call, values=call.values.astype(jnp.float32))
     inputs = static_inputs(call)
@@ -140,7 +131,7 @@ def _attend_static_fwd(
 
     By matrix products, or by the fused route if these would lose digits; on TPUs by kernels if `on_tpu`.
     """
-    is_separable = _is_separable(inputs.mask)
+    same_keys = is_separable(inputs.mask)
     matmuls = functools.partial(_matmul_fwd, q_length)
     parallel = dict.fromkeys(_ACCELERATORS, matmuls)
     kernels: dict[str, Callable[..., PyTree]] = {}
@@ -148,11 +139,11 @@ def _attend_static_fwd(
         from synthesizer_jax.attention import static_tpu
 
         kernels["tpu"] = functools.partial(
-            static_tpu.forward, q_length, options.query_offset, same_keys=is_separable
+            static_tpu.forward, q_length, options.query_offset, same_keys=same_keys
         )
     default = functools.partial(matmuls, parallel=False)
     out, inverse_row_sum = platform_dependent(inputs, default=default, kernels=kernels, **parallel)
-    if is_separable:
+    if same_keys:
         return out, ()
     is_exact = _all_when_mapped(jnp.all(inverse_row_sum < 1 / MIN_ROW_SUM))
 
@@ -223,7 +214,7 @@ def _matmul_fwd(
     """
     _, biases, values, mask, _ = inputs
     logits, queries = _logits(q_length, values.shape[1], biases), mask.queries(q_length)
-    if _is_separable(mask):
+    if is_separable(mask):
         weights = softmax(logits, mask.band_pairs(*logits.shape[1:]))  # [h, q, k]
         out = jax.vmap(_weighted_sum, (0, 2), 2)(weights, values).astype(values.dtype)
         return zero_padding(out, queries), None
@@ -262,7 +253,7 @@ def _matmul_bwd(
     *,
     parallel: bool = True,
 ) -> FusedInputs:
-    """Returns the cotangents of the inputs; without `delta`, `_is_separable` is true.
+    """Returns the cotangents of the inputs; without `delta`, `is_separable` is true.
 
     With the weights ``P = (E ∘ m) / l`` of an example, where ``l = E m``, and summed over examples::
 
@@ -295,19 +286,6 @@ def _logits(q_length: int, k_length: int, biases: Biases) -> jax.Array:
     """Returns the sum of the biases, ``[h, q, k]`` in float32 or wider."""
     terms = (*biases.tables, *biases.diagonals)
     return materialize(terms, q_length=q_length, k_length=k_length)[0]
-
-
-def _is_separable(mask: Mask) -> bool:
-    """Returns whether all real queries at a position see the same keys in every example.
-
-    That is the case without padding, and in causal self-attention with padding at the end, where no real
-    query sees a padded key. Examples then share the softmax.
-    """
-    if mask.key_valid is not None or mask.prefix_lengths is not None:
-        return False
-    _, after = mask.band
-    is_causal = after is not None and after <= 0
-    return mask.key_lengths is None or (is_causal and mask.self_attention)
 
 
 def _head_cotangents(

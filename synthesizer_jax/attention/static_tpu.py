@@ -30,9 +30,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from synthesizer_jax.attention import tpu
-from synthesizer_jax.attention.fused import FusedInputs, Products
+from synthesizer_jax.attention.fused_arrays import FusedInputs, Products
 from synthesizer_jax.attention.kernel_arrays import LabeledArrays
-from synthesizer_jax.attention.static import MIN_ROW_SUM
+from synthesizer_jax.attention.static_conditions import MIN_ROW_SUM
 from synthesizer_jax.attention.static_tpu_geometry import (
     OPERAND_AXES,
     RESIDUAL_AXES,

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from synthesizer_jax.attention.fused import FusedInputs
+from synthesizer_jax.attention.fused_arrays import FusedInputs
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.tpu import BIAS_AXES, LANES, VMEM, Bias, KernelPlan, Ref
 

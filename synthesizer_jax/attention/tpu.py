@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from synthesizer_jax.attention.fused import Biases, FusedInputs
+from synthesizer_jax.attention.fused_arrays import Biases, FusedInputs
 from synthesizer_jax.attention.kernel_arrays import LabeledArrays
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.typing import PyTree
@@ -244,9 +244,8 @@ def call_kernel(
     )
     # Only heads may be divided between the cores of a chip: along the other axes, programs add to
     # what the program before has left in vector memory.
-    semantics = ["parallel"] + ["arbitrary"] * (len(plan.grid) - 1)
     params = pltpu.CompilerParams(
-        dimension_semantics=semantics,
+        dimension_semantics=["arbitrary" if axis else "parallel" for axis in range(len(plan.grid))],
         vmem_limit_bytes=plan.memory,
     )
     return pl.pallas_call(

@@ -23,7 +23,8 @@ from synthesizer_jax.attention import (
 )
 from synthesizer_jax.attention.derivatives import platform_dependent
 from synthesizer_jax.attention.fused import softmax_vjp_delta
-from synthesizer_jax.attention.static import MIN_ROW_SUM, _is_separable, static_inputs
+from synthesizer_jax.attention.static import static_inputs
+from synthesizer_jax.attention.static_conditions import MIN_ROW_SUM, is_separable
 from synthesizer_jax.attention.terms import Call
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES, WIDTH
@@ -153,7 +154,7 @@ def run_static(offset, terms, values, mask, g):
     """Output, cotangents of terms and values, and the largest of one over the denominators."""
     q = g.shape[1]
     inputs, back = jax.vjp(lambda terms: static_inputs(Call(terms, values, mask, q)), terms)
-    out, inverse = static_tpu.forward(q, offset, inputs, same_keys=_is_separable(mask), interpret=True)
+    out, inverse = static_tpu.forward(q, offset, inputs, same_keys=is_separable(mask), interpret=True)
     found = static_tpu.backward(offset, inputs, out, inverse, g, interpret=True)
     (dterms,) = back(jax.tree.map(_zero, inputs)._replace(biases=found.biases))
     return (out, dterms, found.values), jnp.zeros(()) if inverse is None else inverse.max()
