@@ -1,4 +1,4 @@
-"""Training batches from prepared tasks, pre-training objectives, vocabularies.
+"""Vocabularies, pre-training objectives, prepared tasks, and the batches that training reads.
 
-The package imports neither JAX nor the models nor TensorFlow.
+This package imports neither JAX nor the models nor TensorFlow.
 """

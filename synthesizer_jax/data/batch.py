@@ -1,6 +1,7 @@
-"""From examples to a batch: which examples make a row, and the fields of a batch.
+"""Groups examples into rows, and lays out rows as the arrays of a batch.
 
-A row holds the examples that fit (`Packer`), or one of a batch of similar length (`LengthSorter`).
+There are two ways to group examples. `Packer` puts several examples into one row until nothing more
+fits. `LengthSorter` puts one example into each row, and gives all rows of a batch a similar length.
 """
 
 from __future__ import annotations
@@ -20,26 +21,30 @@ if TYPE_CHECKING:
     from synthesizer_jax.data.config import DataConfig
 
 WINDOW = 128
-"""Number of pending examples among which a row's examples are chosen."""
+"""The number of pending examples from which `Packer` chooses the examples of a row."""
 
 GROUP = 16
-"""Number of batches whose examples are sorted by length together."""
+"""The number of batches whose examples `LengthSorter` sorts by length together."""
 
 
 class Packer:
-    """Puts examples together to rows.
+    """Packs examples into rows, choosing the longest pending example that still fits.
 
-    A row begins with the example that has waited longest. The pending example with the longest inputs
-    (with the longest targets, if rows have no inputs) whose inputs and targets both fit into the rest
-    of the row follows, until none does. An example waits until those of its task's epochs before are in
-    rows, so that a small task's short examples do not come again before its long ones. Every example is
-    used once, and the rows depend on the order of the examples alone.
+    A row begins with the example that has waited longest. Then the packer adds the longest pending
+    example whose inputs and targets both fit into the rest of the row, and repeats this until no
+    example fits. The length of an example is the length of its inputs, or of its targets if rows
+    have no inputs.
+
+    An example of a later epoch waits until all pending examples of the same task from the epoch
+    before it are in rows. Without this rule, the short examples of a small task would be repeated
+    before its long ones are used. Every example is used exactly once, and the rows depend only on
+    the order of the examples.
 
     Args:
-      take: returns the next examples, as many as it is asked for.
-      lengths: the maximum numbers of input and target tokens of a row.
-      max_segments: the maximum number of examples of a row.
-      window: number of pending examples; 1 packs nothing.
+      take: a function that returns the next examples. Its argument is their number.
+      lengths: the maximum numbers of input tokens and of target tokens in a row.
+      max_segments: the maximum number of examples in a row.
+      window: the number of pending examples to choose from. With 1, every row holds one example.
     """
 
     def __init__(
@@ -56,25 +61,31 @@ class Packer:
 
     @property
     def pending(self) -> list[DrawnExample]:
-        """The examples that were taken and are in no row yet, oldest first."""
+        """The examples that were taken and are not in a row yet, oldest first."""
         return list(self._pending.values())
 
     def restore(self, pending: Sequence[DrawnExample], *, draws: int = 0) -> None:
-        """Replaces the pending examples, which `pending` returned; `draws` is not needed."""
+        """Replaces the pending examples by a list that the property `pending` returned.
+
+        `draws` is ignored. It is an argument because `LengthSorter.restore` needs it.
+        """
         del draws
         self._numbers = itertools.count()
         self._pending: dict[int, DrawnExample] = {}
-        self._by_length: list[tuple[int, int]] = []  # length and −number: of one length, oldest last
+        # Sorted pairs of length and −number. Among examples of equal length, the oldest comes last.
+        self._by_length: list[tuple[int, int]] = []
+        # The number of pending examples of every task and epoch.
         self._waiting: collections.Counter[tuple[int, int]] = collections.Counter()
         self._append(pending)
 
     def next_row(self) -> list[DrawnExample]:
-        """Returns the examples of the next row."""
+        """Returns the examples of the next row, at least one."""
         self._append(self._take(self._window - len(self._pending)))
         number, oldest = next(iter(self._pending.items()))
         row = [self._remove(bisect.bisect_left(self._by_length, self._key(oldest, number)))]
         inputs, targets = self._lengths
         for _ in range(1, self._max_segments):
+            # The numbers of tokens that are still free in the row.
             inputs, targets = inputs - len(row[-1].inputs), targets - len(row[-1].targets)
             place = self._find(inputs, targets)
             if place is None:
@@ -83,16 +94,28 @@ class Packer:
         return row
 
     def _append(self, examples: Sequence[DrawnExample]) -> None:
+        """Adds examples to the pending ones, as candidates if their epoch's turn has come."""
         for example, number in zip(examples, self._numbers, strict=False):
             self._pending[number] = example
             self._waiting[example.member, example.epoch] += 1
+            # Only candidates are in `_by_length`, so `_find` never sees an example of a later
+            # epoch.
             if not self._waiting[example.member, example.epoch - 1]:
                 self._by_length.append(self._key(example, number))
         self._by_length.sort()
 
     def _find(self, inputs: int, targets: int) -> int | None:
-        """Returns the place of the longest example that fits, the oldest of that length."""
+        """Returns the index in `_by_length` of the longest example that fits, or `None`.
+
+        Among examples of equal length, it is the oldest one.
+
+        Args:
+          inputs: the number of input tokens that are free in the row.
+          targets: the number of target tokens that are free in the row.
+        """
         longest = inputs if self._lengths[0] else targets
+        # Candidates are sorted by only one of the two lengths, so the other one must be checked in
+        # turn.
         for place in range(bisect.bisect_left(self._by_length, (longest, 1)) - 1, -1, -1):
             example = self._pending[-self._by_length[place][1]]
             if len(example.inputs) <= inputs and len(example.targets) <= targets:
@@ -100,13 +123,17 @@ class Packer:
         return None
 
     def _key(self, example: DrawnExample, number: int) -> tuple[int, int]:
+        """Returns the sort key of an example: its length, and the negative of its number."""
         return len(example.inputs if self._lengths[0] else example.targets), -number
 
     def _remove(self, place: int) -> DrawnExample:
+        """Removes a candidate by its index in `_by_length`, and returns it."""
         example = self._pending.pop(-self._by_length.pop(place)[1])
         epoch = example.member, example.epoch
         self._waiting[epoch] -= 1
-        if not self._waiting[epoch]:  # the next may follow
+        # That was the epoch's last pending example. The examples of the next epoch become
+        # candidates.
+        if not self._waiting[epoch]:
             following = (i for i in self._pending.items() if (i[1].member, i[1].epoch - 1) == epoch)
             self._by_length += (self._key(example, number) for number, example in following)
             self._by_length.sort()
@@ -114,16 +141,17 @@ class Packer:
 
 
 class LengthSorter:
-    """Rows of one example, in groups of `GROUP` batches of similar length.
+    """Makes rows of one example each, such that the rows of a batch have similar lengths.
 
-    The examples of a group are drawn together and sorted by the length of their inputs, or of their
-    targets if they have no inputs; the first batch's worth of them makes one batch, and so on. The order of
-    the batches is random, and the same for all virtual shards, so that short examples of all shards meet.
+    The examples of `GROUP` batches are drawn together. They are sorted by the length of their
+    inputs, or of their targets if they have no inputs. Then the sorted list is cut into batches,
+    whose order is random. The order of the batches is the same in all virtual shards, so that the
+    short examples of all shards are in the same batches.
 
     Args:
-      take: see `Packer`.
-      rows: number of rows of a batch.
-      seed: of the order of batches; equal for all shards.
+      take: a function that returns the next examples. Its argument is their number.
+      rows: the number of rows that this shard contributes to a batch.
+      seed: the seed of the order of the batches. It must be the same for all shards.
     """
 
     def __init__(self, take: Callable[[int], list[DrawnExample]], *, rows: int, seed: int):
@@ -133,16 +161,22 @@ class LengthSorter:
 
     @property
     def pending(self) -> list[DrawnExample]:
-        """The examples that were taken and are in no row yet, in the order of their rows."""
+        """The examples that were taken and are not in a row yet, in the order of their rows."""
         return list(self._pending)
 
     def restore(self, pending: Sequence[DrawnExample], *, draws: int = 0) -> None:
-        """Replaces the pending examples; `draws` have been taken."""
+        """Replaces the pending examples by a list that the property `pending` returned.
+
+        Args:
+          pending: the examples.
+          draws: the number of examples that have been taken so far. It determines the current
+            group.
+        """
         self._group = draws // (GROUP * self._rows)
         self._pending = collections.deque(pending)
 
     def next_row(self) -> list[DrawnExample]:
-        """Returns the example of the next row."""
+        """Returns a list with the only example of the next row."""
         if not self._pending:
             drawn = self._take(GROUP * self._rows)
             drawn.sort(key=lambda e: len(e.inputs) or len(e.targets))
@@ -156,7 +190,16 @@ class LengthSorter:
 def smallest_bucket(
     rows: Iterable[Sequence[DrawnExample]], buckets: Sequence[tuple[int, int]]
 ) -> tuple[int, int]:
-    """Returns the first numbers of input and target tokens that hold all rows, of one example each."""
+    """Returns the first bucket into which all rows fit.
+
+    Args:
+      rows: rows with one example each.
+      buckets: pairs of the numbers of input tokens and of target tokens, in ascending order. The
+        last bucket must fit all rows.
+
+    Returns:
+      The numbers of input tokens and of target tokens of the batch.
+    """
     examples = [row[0] for row in rows]
     inputs = max(len(example.inputs) for example in examples)
     targets = max(len(example.targets) for example in examples)
@@ -164,17 +207,26 @@ def smallest_bucket(
 
 
 def batch_fields(config: DataConfig, *, lengths: tuple[int, int] | None = None) -> dict[str, np.ndarray]:
-    """Returns the fields of a training batch of padding, which take no memory.
+    """Returns the fields of a training batch that contains only padding.
 
-    ``encoder_input_tokens`` are ``[rows, inputs_length]``, without elements if there are no inputs;
-    ``decoder_input_tokens`` (the targets shifted right by one), ``decoder_target_tokens`` and
-    ``decoder_loss_weights`` (float32, 0 at padding and at targets that an objective
-    leaves out) are ``[rows, targets_length]``. Packed rows also have the ``segment_ids`` of either side:
-    1, 2, …; 0 is padding. Tokens are int32, as in `assemble_batch`.
+    The trainer derives the shapes and dtypes of a batch from it. The arrays are broadcast views of
+    a single row, so they take almost no memory. A batch has these fields:
+
+    - ``encoder_input_tokens``: int32 token ids ``[rows, inputs_length]``. The length is 0 if there
+      are no inputs.
+    - ``decoder_input_tokens``: int32 token ids ``[rows, targets_length]``, the targets shifted
+      right by one position.
+    - ``decoder_target_tokens``: int32 token ids ``[rows, targets_length]``.
+    - ``decoder_loss_weights``: float32 ``[rows, targets_length]``. The weight is 0 at padding and
+      at targets that an objective leaves out, and 1 elsewhere.
+    - ``encoder_segment_ids`` and ``decoder_segment_ids``: int32, with the shapes of the tokens.
+      Only packed rows have these fields. The examples of a row have the ids 1, 2, …, and padding
+      has the id 0.
 
     Args:
-      config: lengths, batch size and packing.
-      lengths: numbers of input and target tokens of a row; None: the full lengths.
+      config: the lengths, the batch size, and whether rows are packed.
+      lengths: the numbers of input tokens and of target tokens of a row, or `None` for the full
+        lengths.
     """
     row = assemble_batch([()], config, lengths=lengths)
     return {k: np.broadcast_to(x, (config.batch_size, x.shape[1])) for k, x in row.items()}
@@ -187,15 +239,28 @@ def assemble_batch(
     lengths: tuple[int, int] | None = None,
     ids: SpecialIds = T5_IDS,
 ) -> dict[str, np.ndarray]:
-    """Returns the `batch_fields` of rows of examples, put one after another; a row of none is padding."""
+    """Returns a batch of rows, each of which holds the tokens of its examples one after another.
+
+    Args:
+      rows: the examples of every row. A row without examples contains only padding.
+      config: the lengths, whether rows are packed, and the classes.
+      lengths: the numbers of input tokens and of target tokens of a row, or `None` for the full
+        lengths.
+      ids: the model's ids of padding and of the first input of the decoder.
+
+    Returns:
+      The fields that `batch_fields` describes, with one row for each entry of `rows`.
+    """
     inputs, targets = lengths or (config.inputs_length, config.targets_length)
     pad = ids.padding
     encoder_tokens, encoder_segments = _lay_out([[e.inputs for e in row] for row in rows], inputs, pad)
     target_tokens, target_segments = _lay_out([[e.targets for e in row] for row in rows], targets, pad)
     decoder_inputs = np.where(target_segments > 0, ids.start, pad).astype(np.int32)
-    continues = target_segments[:, 1:] == target_segments[:, :-1]  # others begin an example, or are padding
+    # A position continues an example if its predecessor is of the same segment. Other positions
+    # begin an example, where the decoder reads the start id, or they are padding.
+    continues = target_segments[:, 1:] == target_segments[:, :-1]
     decoder_inputs[:, 1:] = np.where(continues, target_tokens[:, :-1], decoder_inputs[:, 1:])
-    # A class may have the number of padding.
+    # The number of a class can be equal to the id of padding, so only positions tell them apart.
     predicted = target_segments > 0 if config.classes else target_tokens != pad
     batch = {
         "encoder_input_tokens": encoder_tokens,
@@ -210,12 +275,20 @@ def assemble_batch(
 
 
 def _lay_out(rows: Sequence[Sequence[np.ndarray]], width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
-    """Puts the sequences of every row one after another, and padding after them.
+    """Puts the sequences of every row one after another, and fills the rest with padding.
 
-    Returns token ids, and the sequences' numbers in the row, from 1; both are ``[rows, width]`` and int32;
-    padding has the id `pad` and the number 0.
+    Args:
+      rows: the sequences of token ids of every row.
+      width: the number of tokens of a row.
+      pad: the id of padding.
+
+    Returns:
+      The token ids and the segment ids, both int32 with the shape ``[len(rows), width]``. The
+      segment id of a token is the number of its sequence in the row, counted from 1. At padding it
+      is 0.
     """
     padding = np.full(width, pad, np.int32)
+    # All rows become one long array, which is cut into rows by a reshape at the end.
     pieces: list[np.ndarray] = []
     numbers: list[int] = []
     for row in rows:

@@ -1,4 +1,7 @@
-"""A BPE of bytes (GPT-2, RoBERTa, CodeT5) as a SentencePiece model, whose pieces spell bytes."""
+"""Encodes and decodes text with a byte-level BPE (GPT-2, RoBERTa, CodeT5) in a SentencePiece model.
+
+The pieces of such a model spell bytes, not characters.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,35 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 _PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
+# The bytes that have no printable character of their own are spelled by the characters from U+0100.
 _others = itertools.count(256)
 CHARACTERS = "".join(chr(byte if byte in _PRINTABLE else next(_others)) for byte in range(256))
-"""The character that spells each byte in a piece: a printable one spells itself."""
+"""The character that spells each byte in a piece. The index in this string is the byte.
+
+Printable bytes except the space spell themselves.
+"""
 
 _BYTES = {character: bytes([byte]) for byte, character in enumerate(CHARACTERS)}
+"""The byte that each character of a piece spells."""
 
 _WORDS = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[Lstrevmld]+| ?N+| ?[P']+|[S ]+(?![^S ])|[S ]+")
-"""GPT-2's words in a text whose characters are replaced by `_kind`: no piece is longer than one of them."""
+"""A pattern for GPT-2's words, of which a piece never spans two.
+
+It is applied to a text in which `_kind` has replaced every character.
+"""
 
 
 @functools.lru_cache(maxsize=2**16)
 def _kind(character: str) -> str:
-    """Returns L of a letter, N of a number, S of a space, P of others; `_WORDS` spells some themselves."""
+    """Returns a letter that stands for the kind of a character in the pattern `_WORDS`.
+
+    The result is ``L`` for a letter, ``N`` for a number, ``S`` for white space and ``P`` for
+    anything else. Characters that the pattern itself spells, such as those of ``'ll``, and the
+    space are returned unchanged.
+    """
     if character in " 'strevmld":
         return character
+    # Python counts U+001C to U+001F as white space, but GPT-2's regular expression does not.
     if character.isspace() and not "\x1c" <= character <= "\x1f":
         return "S"
     category = unicodedata.category(character)[0]
@@ -35,9 +52,10 @@ def _kind(character: str) -> str:
 
 
 class ByteLevel:
-    """Encodes and decodes by a model whose pieces are written in `CHARACTERS`.
+    """Encodes and decodes with a SentencePiece model whose pieces are spelled in `CHARACTERS`.
 
-    Sentinels are found as they are; spaces before those whose pieces begin with ``▁`` are dropped.
+    Sentinels in a text are recognized before it is split into words. If the piece of a sentinel
+    begins with ``▁``, the white space before the sentinel is dropped.
     """
 
     def __init__(self, processor: SentencePieceProcessor):
@@ -45,11 +63,14 @@ class ByteLevel:
         pieces = map(processor.IdToPiece, range(processor.GetPieceSize()))
         sentinels = [piece for piece in pieces if re.fullmatch(r"▁?<extra_id_\d+>", piece)]
         self._before = "▁" if sentinels and sentinels[0].startswith("▁") else ""
+        # The pattern `(?!)` never matches. It is used if the model has no sentinels.
         names = "|".join(piece.removeprefix("▁") for piece in sentinels) or "(?!)"
         self._sentinels = re.compile(rf"[^\S\x1c-\x1f]*({names})" if self._before else f"({names})")
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of the pieces of a text."""
+        """Returns the token ids of a text, without EOS."""
+        # The parts with odd indices are the sentinels, because `split` keeps what its group
+        # matches.
         words = []
         for i, part in enumerate(self._sentinels.split(text)):
             if i % 2:
@@ -61,12 +82,14 @@ class ByteLevel:
         return [i for ids in self._processor.EncodeAsIds(words) for i in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of ids; bytes that are not UTF-8 give U+FFFD."""
+        """Returns the text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
     def bytes_of(self, i: int) -> bytes:
-        """Returns the bytes that a piece spells, none of a control symbol."""
+        """Returns the bytes that a piece spells. Unknown and control pieces spell no bytes."""
         if self._processor.IsControl(i) or self._processor.IsUnknown(i):
             return b""
         piece = self._processor.IdToPiece(i)
+        # `▁` is not in `CHARACTERS`. A piece that begins with it, such as a sentinel, is written as
+        # it is.
         return piece[1:].encode() if piece.startswith("▁") else b"".join(_BYTES[c] for c in piece)

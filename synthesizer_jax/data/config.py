@@ -1,4 +1,4 @@
-"""The data that a run is trained on, as one frozen dataclass."""
+"""The configuration of the training data, as a frozen dataclass."""
 
 from __future__ import annotations
 
@@ -16,28 +16,34 @@ from synthesizer_jax.data.vocabularies import LONGEST_TARGET
 @register
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """The data that a run is trained on.
+    """Describes the data that a run is trained on.
 
     Attributes:
-      mixture: name of a SeqIO mixture or task.
-      inputs_length: encoder tokens per row; longer inputs are truncated before EOS. 0: there are none,
-        for language models on tasks without inputs.
-      targets_length: decoder tokens per row.
-      batch_size: number of rows of the global batch.
-      shards: V, the number of virtual shards, which must divide the batch size. It is fixed for a run.
-      pack: whether to pack several examples into a row, kept apart by segment ids (see `batch.Packer`).
-      seed: of shuffling and mixing.
-      split: the split to read.
-      shuffle: False reads every task in its stored order.
-      max_segments: the maximum number of examples per packed row; None is one per 16 input
-        tokens, or target tokens if there are no inputs.
-      buckets: pairs of ``inputs_length`` and ``targets_length``: a batch, whose rows are of similar
-        length, has the smallest pair that holds its rows, or else the full lengths. For models that
-        refuse packed rows.
-      classes: the label words of an encoder's classes, in the order of its outputs: every target becomes
-        the number of its class, one a row (``targets_length=1``). Empty: targets are texts.
-      objective: what makes examples of tasks without inputs that have no objective of their own, such as
-        ``OBJECTIVES["span_3_15_u_u"]``; None: every text, truncated, is a target.
+      mixture: the name of a mixture or task.
+      inputs_length: the number of encoder tokens per row. Longer inputs are truncated, and EOS
+        stays at the end. Set it to 0 for a language model, which is trained on tasks without
+        inputs.
+      targets_length: the number of decoder tokens per row.
+      batch_size: the number of rows of the global batch.
+      shards: the number V of virtual shards. It must divide the batch size and cannot be changed
+        during a run.
+      pack: whether several examples are packed into a row. Segment ids keep them apart (see
+        `batch.Packer`).
+      seed: the seed of shuffling and mixing.
+      split: the split of the tasks to read.
+      shuffle: whether the examples are shuffled. If it is `False`, every task is read in its stored
+        order.
+      max_segments: the maximum number of examples per packed row. `None` means one example per 16
+        input tokens, or per 16 target tokens if there are no inputs.
+      buckets: pairs of ``inputs_length`` and ``targets_length``. Every batch then holds rows of
+        similar length, and has the smallest of these shapes that fits its rows, or the full lengths
+        if none fits. Use buckets for models that do not accept packed rows.
+      classes: the label words of an encoder's classes, in the order of its outputs. Every target
+        then becomes the number of its class, so `targets_length` must be 1. If it is empty, targets
+        are texts.
+      objective: the objective for tasks that have no inputs and no objective of their own, for
+        example ``OBJECTIVES["span_3_15_u_u"]``. It makes training examples of their texts. If it is
+        `None`, every text is a target and is truncated to the targets' length.
     """
 
     mixture: str
@@ -86,19 +92,22 @@ class DataConfig:
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """The lengths of inputs and targets that batches can have, the full lengths last."""
+        """The pairs of input and target lengths that a batch can have, the full lengths last."""
         full = (self.inputs_length, self.targets_length)
         return (*sorted({*self.buckets} - {full}), full)
 
     @property
     def lengths(self) -> dict[str, int]:
-        """SeqIO's feature lengths; label words are read as a whole before they become classes."""
+        """The maximum lengths of ``inputs`` and ``targets``, as SeqIO's feature lengths.
+
+        If there are classes, a target is read in full and becomes the number of its class later.
+        """
         targets = LONGEST_TARGET if self.classes else self.targets_length
         return {"inputs": self.inputs_length, "targets": targets}
 
     @property
     def segments_per_row(self) -> int:
-        """The largest segment id that a row can have; packing observes it exactly."""
+        """The largest segment id in a row. `Packer` never puts more examples into a row."""
         if not self.pack:
             return 1
         return self.max_segments or max(1, (self.inputs_length or self.targets_length) // 16)

@@ -1,6 +1,7 @@
-"""Pre-training objectives on token ids: span corruption, UL2's mixture, masked, prefix and full LM.
+"""Pre-training objectives, such as span corruption, UL2's mixture and masked language modeling.
 
-An objective is a frozen dataclass that makes inputs and targets of segments of documents, in NumPy alone.
+An objective is a frozen dataclass. It turns segments of documents into inputs and targets, and it
+uses only NumPy.
 """
 
 from __future__ import annotations
@@ -17,50 +18,61 @@ from synthesizer_jax.base.typing import Count, NotEmpty, NotNegative, Range, Rat
 from synthesizer_jax.data.task_streams import Example, random_bits
 
 GROUP = 128
-"""T5 concatenates this many documents before it splits them into segments."""
+"""The number of documents that T5 concatenates before it splits them into segments."""
 
 RESERVED = 3
-"""The first ids, T5's padding, EOS and unknown, are never drawn as random tokens."""
+"""The number of ids at the start of a vocabulary that are never drawn as random tokens.
+
+They are T5's ids of padding, EOS and unknown text.
+"""
 
 
 class Draws:
-    """Random numbers that depend on a seed, a place in its stream and the number of the call alone.
+    """Random numbers that depend only on a seed, a place in its stream, and the number of the call.
 
-    They are the same in every version of NumPy (`random_bits`).
+    They are the same in every version of NumPy (see `random_bits`).
+
+    Args:
+      seed: the seed.
+      place: integers that identify what the numbers are for, such as an epoch and a group.
     """
 
     def __init__(self, seed: np.random.SeedSequence, *place: int):
         self._seed, self._place, self._num_calls = seed, place, 0
 
     def uniform(self, count: int) -> np.ndarray:
-        """Returns float32 multiples of 2⁻²⁴ in [0, 1), ``[count]``."""
+        """Returns random multiples of 2⁻²⁴ in [0, 1), float32 ``[count]``."""
         return (self._bits(count) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
     def integers(self, count: int, *, low: int, high: int) -> np.ndarray:
-        """Returns integers in [low, high), ``[count]``; the bias is below 2⁻³² for 32-bit ranges."""
+        """Returns random integers in [low, high), int64 ``[count]``.
+
+        The bias of the distribution is below 2⁻³² if the range has at most 2³² integers.
+        """
         return low + (self._bits(count) % np.uint64(high - low)).astype(np.int64)
 
     def permutation(self, count: int) -> np.ndarray:
-        """Returns the numbers 0 to ``count - 1`` in random order."""
+        """Returns the numbers from 0 to ``count - 1`` in random order."""
         return np.argsort(self._bits(count), kind="stable")
 
     def fork(self, part: int) -> Draws:
-        """Returns the numbers of a part, which are independent of all calls of this object."""
+        """Returns random numbers for a part, which are independent of all calls of this object."""
         return Draws(self._seed, *self._place, part)
 
     def _bits(self, count: int) -> np.ndarray:
+        """Returns random 64-bit integers ``[count]`` that are different in every call."""
         self._num_calls += 1
         return random_bits(self._seed, *self._place, self._num_calls - 1, count=count)
 
 
 class ExampleFormat(NamedTuple):
-    """What examples must fit.
+    """The lengths and the vocabulary that examples must fit.
 
     Attributes:
-      inputs_length: largest number of input tokens, including EOS.
-      targets_length: largest number of target tokens, including EOS.
-      vocab_size: number of ids, including sentinels.
-      ids: of padding and EOS.
+      inputs_length: the largest number of input tokens, including EOS.
+      targets_length: the largest number of target tokens, including EOS.
+      vocab_size: the number of ids, including sentinels.
+      ids: the ids of padding and EOS.
     """
 
     inputs_length: int
@@ -70,12 +82,14 @@ class ExampleFormat(NamedTuple):
 
 
 class Objective(abc.ABC):
-    """A self-supervised task on documents of tokens: a frozen dataclass, saved as JSON.
+    """A self-supervised task on documents of token ids.
+
+    Objectives are frozen dataclasses, so that they can be saved as JSON.
 
     Attributes:
-      makes_inputs: whether examples have inputs.
-      objectives: those of which segments are, drawn by their rates.
-      rates: their relative rates; empty: equal ones.
+      makes_inputs: whether the examples have inputs.
+      objectives: the objectives of segments. One of them is drawn for every segment.
+      rates: the relative rates of these objectives. If it is empty, all rates are equal.
     """
 
     makes_inputs: ClassVar[bool] = True
@@ -87,12 +101,13 @@ class Objective(abc.ABC):
 
 
 class SegmentObjective(Objective):
-    """An objective that makes one example of every segment, all of the same length.
+    """An objective that makes one example of every segment. All segments have the same length.
 
     Attributes:
-      documents: number of consecutive documents that are concatenated before they are split into
-        segments; 1 keeps documents apart.
-      document_eos: whether every document ends with EOS. The examples then get no EOS of their own.
+      documents: the number of consecutive documents that are concatenated before they are split
+        into segments. With 1, no segment contains tokens of two documents.
+      document_eos: whether EOS is appended to every document. The examples then get no EOS of their
+        own.
     """
 
     documents: int
@@ -100,25 +115,25 @@ class SegmentObjective(Objective):
 
     @property
     def objectives(self) -> tuple[SegmentObjective, ...]:  # type: ignore[override]
-        """This one alone."""
+        """A tuple that contains only this objective."""
         return (self,)
 
     @abc.abstractmethod
     def segment_length(self, form: ExampleFormat) -> int:
-        """Returns the number of tokens of a segment; the last one of a group may be shorter.
+        """Returns the number of tokens of a segment. The last segment of a group may be shorter.
 
         Raises:
-          ValueError: the examples do not fit.
+          ValueError: if the examples do not fit into the lengths of `form`.
         """
 
     @abc.abstractmethod
     def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
-        """Returns inputs and targets of a segment, int32, at most the lengths of `form`.
+        """Returns the inputs and the targets of a segment, int32, at most as long as `form` says.
 
         Args:
-          tokens: ids ``[length]``, at least one.
-          draws: random numbers of this segment.
-          form: lengths and vocabulary.
+          tokens: the token ids of the segment, ``[length]``, at least one.
+          draws: the random numbers of this segment.
+          form: the lengths and the vocabulary.
         """
 
 
@@ -127,15 +142,20 @@ class SegmentObjective(Objective):
 class Denoising(SegmentObjective):
     """Span corruption, T5's objective (Raffel et al. 2020, sections 3.1.4 and 3.3).
 
-    Every span of noise becomes a sentinel in the inputs, and every span between them in the targets, as by
-    T5's `denoise` with `random_spans_noise_mask`, `noise_span_to_unique_sentinel` and
-    `nonnoise_span_to_unique_sentinel`. Sentinels count down from the last id of the vocabulary,
-    ``<extra_id_0>``. As in T5, a segment with more spans than sentinels also uses the ids below them.
+    Random spans of the tokens are noise. In the inputs, a sentinel replaces every span of noise. In
+    the targets, a sentinel replaces every span between them, so that the targets consist of the
+    noise. This is T5's `denoise` with `random_spans_noise_mask`, `noise_span_to_unique_sentinel`
+    and `nonnoise_span_to_unique_sentinel`.
+
+    The first sentinel is the last id of the vocabulary, ``<extra_id_0>``, and the ids of the
+    following ones count down. As in T5, a segment with more spans than there are sentinels also
+    uses the ids below them.
 
     Attributes:
-      density: share of the tokens that are noise.
-      mean_span: mean length of the spans of noise; None: one span, at the end, as in UL2's S-denoising.
-      mode: ids before the inputs, such as those of UL2's mode token.
+      density: the share of the tokens that are noise.
+      mean_span: the mean length of the spans of noise in tokens. `None` means a single span at the
+        end, as in UL2's S-denoising.
+      mode: token ids to put before the inputs, such as UL2's mode token.
     """
 
     density: Rate = 0.15
@@ -144,12 +164,18 @@ class Denoising(SegmentObjective):
     mode: tuple[int, ...] = ()
 
     def lengths(self, inputs_length: int) -> tuple[int, int]:
-        """Returns the numbers of tokens of a segment and, with EOS, of its targets.
+        """Returns the number of tokens of a segment, and the number of its targets including EOS.
 
-        It is the largest segment whose inputs, with mode and EOS, fit `inputs_length`; at density 0.5 one
-        token less if the targets are longer than the inputs. This is T5's `random_spans_helper`, except
-        that it counts as the mask does, in float32 and at least one span: T5's is in float64 and for some
-        lengths a token or two short.
+        The segment is the largest one whose inputs, with `mode` and EOS, fit into `inputs_length`.
+        If `density` is 0.5 and the targets would be longer than the inputs, the segment is one
+        token shorter.
+
+        This is T5's `random_spans_helper` with one difference. T5's function computes in float64,
+        but its mask is computed in float32 and has at least one span. For some lengths its segments
+        are therefore a token or two too short. This method counts exactly as the mask does.
+
+        Args:
+          inputs_length: the largest number of input tokens.
         """
 
         def sizes(tokens: int) -> tuple[int, int]:
@@ -166,14 +192,14 @@ class Denoising(SegmentObjective):
         return tokens, targets
 
     def segment_length(self, form: ExampleFormat) -> int:
-        """Returns the number of tokens of a segment, see `lengths`."""
+        """Returns the number of tokens of a segment (see `lengths`)."""
         _check_length("inputs", form, len(self.mode) + 2, "a mode, a token and EOS")
         tokens, targets = self.lengths(form.inputs_length)
         _check_length("targets", form, targets, f"noise of inputs_length={form.inputs_length}")
         return tokens
 
     def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
-        """Returns inputs and targets with sentinels; part 0 of the draws is for the mask."""
+        """Returns inputs and targets with sentinels. The mask uses part 0 of the draws."""
         noise = noise_mask(len(tokens), self.density, self.mean_span, draws.fork(0))
         inputs = replace_spans(tokens, noise, vocab_size=form.vocab_size)
         targets = replace_spans(tokens, ~noise, vocab_size=form.vocab_size)
@@ -183,40 +209,66 @@ class Denoising(SegmentObjective):
 
 
 def span_counts(length: int, density: float, mean_span: float | None) -> tuple[int, int]:
-    """Returns the numbers of noise tokens and of noise spans of at least two tokens.
+    """Returns the number of noise tokens and the number of spans of noise.
 
-    Like T5 it computes in float32 and rounds half to even. At least one token is noise and one is not.
+    Like T5, it computes in float32 and rounds half to even. At least one token is noise, and at
+    least one is not.
+
+    Args:
+      length: the number of tokens, at least 2.
+      density: the share of the tokens that are noise.
+      mean_span: the mean length of a span of noise in tokens, or `None` for a single span.
     """
     num_noise = int(np.round(np.float32(length) * np.float32(density)))
     num_noise = min(max(num_noise, 1), length - 1)
     if mean_span is None:
         return num_noise, 1
     num_spans = int(np.round(np.float32(num_noise) / np.float32(mean_span)))
+    # Every span of noise follows at least one token that is not noise.
     return num_noise, min(max(num_spans, 1), length - num_noise)
 
 
 def noise_mask(length: int, density: float, mean_span: float | None, draws: Draws) -> np.ndarray:
-    """Returns which tokens are noise, ``[length]``; T5's `random_spans_noise_mask`.
+    """Returns a mask of the tokens that are noise, bool ``[length]``.
 
-    Noise and other tokens are partitioned into the same number of spans, all partitions being equally
-    likely, and the spans alternate: the first tokens are not noise, the last ones are.
+    The noise tokens are divided into spans at random, and so are the other tokens. Both have the
+    same number of spans, and all divisions are equally likely. The spans alternate, so the first
+    tokens are not noise and the last tokens are. This is T5's `random_spans_noise_mask`.
     """
+    # A single token cannot be divided. The mask of two tokens is computed, and cut afterwards.
     extended = max(length, 2)
     num_noise, num_spans = span_counts(extended, density, mean_span)
     noise = _random_partition(num_noise, num_spans, draws)
     kept = _random_partition(extended - num_noise, num_spans, draws)
+    # Lengths of all spans in order, [2 · spans]: not noise, noise, not noise, …
     spans = np.stack([kept, noise], axis=1).reshape(-1)
     return np.repeat(np.arange(2 * num_spans) % 2 == 1, spans)[:length]
 
 
 def _random_partition(total: int, parts: int, draws: Draws) -> np.ndarray:
-    """Returns the lengths of `parts` non-empty parts of `total` items, ``[parts]``."""
+    """Divides `total` items into `parts` non-empty parts, and returns their lengths ``[parts]``.
+
+    All divisions have the same probability.
+    """
+    # Of the items after the first one, `parts - 1` begin a new part.
     is_start = (np.arange(total - 1) < parts - 1)[draws.permutation(total - 1)]
     return np.diff(np.flatnonzero(is_start) + 1, prepend=0, append=total)
 
 
 def replace_spans(tokens: np.ndarray, marked: np.ndarray, *, vocab_size: int) -> np.ndarray:
-    """Returns tokens ``[n]`` with every span of marked ones replaced by a sentinel, the last id first."""
+    """Returns tokens ``[n]`` in which a sentinel replaces every span of marked tokens.
+
+    The first sentinel is the last id of the vocabulary, and each following one is one id lower.
+
+    Args:
+      tokens: the token ids.
+      marked: a mask of the tokens to replace, bool ``[tokens]``.
+      vocab_size: the number of ids, including sentinels.
+
+    Returns:
+      The token ids ``[n]``. Their number n is the number of unmarked tokens plus the number of
+      spans.
+    """
     starts = marked & ~np.concatenate([[False], marked[:-1]])
     sentinels = (vocab_size - np.cumsum(starts)).astype(tokens.dtype)
     return np.where(starts, sentinels, tokens)[~marked | starts]
@@ -225,11 +277,14 @@ def replace_spans(tokens: np.ndarray, marked: np.ndarray, *, vocab_size: int) ->
 @register
 @dataclasses.dataclass(frozen=True)
 class FullLM(SegmentObjective):
-    """Targets only: the model predicts every token (Raffel et al. 2020, section 3.2.3).
+    """Language modeling without inputs (Raffel et al. 2020, section 3.2.3).
+
+    The targets are all tokens of the segment, and the model predicts each of them.
 
     Attributes:
-      document_eos: whether documents end with EOS and segments do not, as in T5's `full_lm`; False
-        is the reverse, as in its ``objectives/lm.gin``.
+      document_eos: whether every document ends with EOS and segments do not, as in T5's `full_lm`.
+        If it is `False`, every segment ends with EOS and documents do not, as in T5's
+        ``objectives/lm.gin``.
     """
 
     makes_inputs: ClassVar[bool] = False
@@ -237,12 +292,12 @@ class FullLM(SegmentObjective):
     document_eos: bool = True
 
     def segment_length(self, form: ExampleFormat) -> int:
-        """Returns the number of tokens of a segment, which fills the targets."""
+        """Returns the number of tokens of a segment. With its EOS, if any, it fills the targets."""
         _check_length("targets", form, 2, "FullLM")
         return form.targets_length - (not self.document_eos)
 
     def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
-        """Returns no inputs, and the tokens as targets."""
+        """Returns empty inputs, and the tokens as targets."""
         del draws
         whole = tokens[: form.targets_length].astype(np.int32)
         targets = whole if self.document_eos else _with_eos(tokens, form.targets_length, form.ids.end)
@@ -252,22 +307,22 @@ class FullLM(SegmentObjective):
 @register
 @dataclasses.dataclass(frozen=True)
 class PrefixLM(SegmentObjective):
-    """A prefix of random length is the inputs, the rest the targets (Raffel et al. 2020, section 3.2.3).
+    """Prefix language modeling: the inputs are a prefix of random length, the targets the rest.
 
-    Prefix and rest have at least one token, and every length of the prefix has the same probability, as by
-    T5's `random_prefix_noise_mask`.
+    Both have at least one token. All lengths of the prefix have the same probability, as in T5's
+    `random_prefix_noise_mask` (Raffel et al. 2020, section 3.2.3).
     """
 
     documents: Count = 1
 
     def segment_length(self, form: ExampleFormat) -> int:
-        """Returns the number of tokens of a segment."""
+        """Returns the number of tokens of a segment, which is `inputs_length` without EOS."""
         _check_length("inputs", form, 2, "PrefixLM")
         _check_length("targets", form, 2, "PrefixLM")
         return form.inputs_length - 1
 
     def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
-        """Returns prefix and rest."""
+        """Returns the prefix as inputs and the rest as targets."""
         most = len(tokens) - 1
         (prefix,) = draws.fork(0).integers(1, low=min(1, most), high=most + 1).tolist()
         return (
@@ -281,15 +336,17 @@ class PrefixLM(SegmentObjective):
 class MaskedLM(SegmentObjective):
     """Masked language modeling for encoders (Devlin et al. 2019, section 3.1 and appendix A.1).
 
-    Of n tokens round(n · density), but at least one, are chosen. They become the mask token, a random one,
-    or remain; the encoder predicts them. Targets without weight are padding.
+    Of n tokens, round(n · density) are chosen at random, and at least one. The encoder predicts the
+    chosen tokens. In the inputs, a chosen token is replaced by the mask token or by a random token,
+    or it stays as it is. The targets of all other tokens are padding, so their loss has no weight.
 
     Attributes:
-      density: share of the tokens that are chosen.
-      mask_share: probability that a chosen token becomes the mask token; together with `random_share` at
-        most 1.
-      random_share: probability that it becomes a random token of the vocabulary.
-      mask_id: id of the mask token; None is the last one of the vocabulary, ``<extra_id_0>``.
+      density: the share of the tokens that are chosen.
+      mask_share: the probability that a chosen token becomes the mask token. The sum of
+        `mask_share` and `random_share` must be at most 1.
+      random_share: the probability that a chosen token becomes a random token of the vocabulary.
+      mask_id: the id of the mask token. `None` means the last id of the vocabulary,
+        ``<extra_id_0>``.
     """
 
     density: Share = 0.15
@@ -299,14 +356,20 @@ class MaskedLM(SegmentObjective):
     documents: Count = GROUP
 
     def segment_length(self, form: ExampleFormat) -> int:
-        """Returns the number of tokens of a segment; inputs and targets need the same length."""
+        """Returns the number of tokens of a segment, which is `inputs_length` without EOS.
+
+        The targets need at least as much room as the inputs.
+        """
         _check_length("inputs", form, 2, "MaskedLM")
         reason = f"MaskedLM with inputs_length={form.inputs_length}"
         _check_length("targets", form, form.inputs_length, reason)
         return form.inputs_length - 1
 
     def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
-        """Returns inputs and targets of equal length; part 0 of the draws chooses, part 1 replaces."""
+        """Returns inputs and targets of equal length.
+
+        Part 0 of the draws chooses the tokens, and part 1 draws what replaces them.
+        """
         count = max(1, round(len(tokens) * self.density))
         chosen = draws.fork(0).permutation(len(tokens)) < count
         replacements = draws.fork(1)
@@ -322,11 +385,13 @@ class MaskedLM(SegmentObjective):
 
 
 def _random_tokens(draws: Draws, count: int, form: ExampleFormat) -> np.ndarray:
-    """Returns random token ids ``[count]``, none of which stands for padding or another special token."""
+    """Returns random token ids ``[count]``, which are never special ids such as padding."""
     ids = {form.ids.padding, form.ids.start, *form.ids.ends}
     special = sorted(id for id in ids if RESERVED <= id < form.vocab_size)
     tokens = draws.integers(count, low=RESERVED, high=form.vocab_size - len(special))
-    for id in special:  # in ascending order, each moves the ids from its own on by one
+    # The draws skip the special ids. Each special id, in ascending order, moves the ids from its
+    # own on up by one.
+    for id in special:
         tokens = tokens + (tokens >= id)
     return tokens
 
@@ -334,11 +399,13 @@ def _random_tokens(draws: Draws, count: int, form: ExampleFormat) -> np.ndarray:
 @register
 @dataclasses.dataclass(frozen=True)
 class ObjectiveMixture(Objective):
-    """Every segment is of an objective drawn by its rate, and as long as that objective needs.
+    """A mixture of objectives, one of which is drawn by its rate for every segment.
+
+    The segment has the length that the drawn objective needs.
 
     Attributes:
-      objectives: the objectives; all have the same `documents` and `document_eos`.
-      rates: their relative rates; empty: equal ones.
+      objectives: the objectives. All must have the same `documents` and `document_eos`.
+      rates: the relative rates of the objectives. If it is empty, all rates are equal.
     """
 
     objectives: Annotated[tuple[SegmentObjective, ...], NotEmpty()]
@@ -356,12 +423,15 @@ class ObjectiveMixture(Objective):
 
     @property
     def makes_inputs(self) -> bool:  # type: ignore[override]
-        """Whether one of the objectives makes inputs."""
+        """Whether at least one of the objectives makes inputs."""
         return any(objective.makes_inputs for objective in self.objectives)
 
 
 _UL2 = ((0.15, 3.0), (0.15, 8.0), (0.25, None), (0.5, 3.0), (0.5, 8.0), (0.5, 64.0), (0.15, 64.0))
-"""Density and mean span of UL2's seven denoisers (Tay et al. 2022, table 1), here without mode tokens."""
+"""The density and the mean span of UL2's seven denoisers (Tay et al. 2022, table 1).
+
+They have no mode tokens here.
+"""
 
 OBJECTIVES: dict[str, Objective] = {
     **{f"span_{n}_15_u_u": Denoising(mean_span=float(n)) for n in (2, 3, 5, 10)},  # T5's choice: 3
@@ -371,19 +441,31 @@ OBJECTIVES: dict[str, Objective] = {
     "masked_lm": MaskedLM(),
     "ul2": ObjectiveMixture(tuple(Denoising(*denoiser) for denoiser in _UL2)),
 }
-"""T5's objectives with the names of its ``objectives/*.gin``, BERT's and UL2's.
+"""Named objectives: those of T5 with the names of its ``objectives/*.gin``, BERT's, and UL2's.
 
-T5's names are ``span_LENGTH_DENSITY_INPUTS_TARGETS``; u is a sentinel of its own for every span.
+The names of T5's span corruption have the form ``span_LENGTH_DENSITY_INPUTS_TARGETS``: the mean
+span, the density in percent, and how spans are replaced in inputs and targets. The letter ``u``
+means that every span has a unique sentinel.
 """
 
 
 def _with_eos(tokens: np.ndarray, length: int, eos: int) -> np.ndarray:
-    """Returns at most ``length - 1`` tokens and EOS, int32; SeqIO's `append_eos_after_trim`."""
+    """Returns at most ``length - 1`` tokens followed by EOS, int32.
+
+    This is SeqIO's `append_eos_after_trim`.
+    """
     return np.append(tokens[: length - 1], eos).astype(np.int32)
 
 
 def _check_length(side: str, form: ExampleFormat, needed: int, reason: str) -> None:
-    """Raises a `ValueError` if inputs or targets have too little room."""
+    """Raises a `ValueError` if the inputs or the targets have fewer than `needed` tokens.
+
+    Args:
+      side: ``inputs`` or ``targets``.
+      form: the lengths of examples.
+      needed: the smallest length that is allowed.
+      reason: what needs this length, for the message.
+    """
     length = getattr(form, f"{side}_length")
     if length < needed:
         raise ValueError(f"{side}_length is {length}; {reason} needs {needed} or more")

@@ -1,9 +1,11 @@
-"""Training batches from a mixture's tasks, in an order that can be saved, restored and split over hosts.
+"""Training batches of a mixture, in an order that can be saved, restored and split over hosts.
 
-The stream consists of V virtual shards. Each shard draws a task by its rate, then that task's next
-example for the shard, and the batch takes B/V rows of each shard in order. The order of examples is
-therefore the same on any number of hosts. Examples are drawn by counters (`task_streams.ExampleStream`),
-so that a position is a few exact numbers and the examples that wait for a row.
+A stream consists of V virtual shards. Each shard repeatedly draws a task by its rate and takes the
+shard's next example of this task. A batch of B rows contains B/V rows of each shard, in the order
+of the shards. The order of examples is therefore the same for any number of hosts.
+
+All random numbers are functions of counters (see `task_streams.ExampleStream`). The position of a
+shard therefore consists of a few exact numbers and the examples that wait for a row.
 """
 
 from __future__ import annotations
@@ -30,26 +32,30 @@ from synthesizer_jax.data.task_streams import CHUNK, DrawnExample, ExampleStream
 from synthesizer_jax.data.vocabularies import Classes, Vocabulary
 
 STREAM_FILE = "stream.json"
+"""The name of the file that describes the stream to which a saved position belongs."""
 
 DEPTH = 2
-"""Number of batches that are made ahead."""
+"""The number of batches that `PrefetchedStream` makes ahead."""
 
 TaskStream: TypeAlias = ExampleStream | SegmentStream
+"""An endless stream of the examples of one task for one virtual shard."""
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(DataConfig)}
+"""The default of every field of `DataConfig`."""
 
 Position: TypeAlias = dict[int, dict[str, Any]]
-"""The positions of virtual shards by their indices."""
+"""The positions of virtual shards, by the indices of the shards."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A task that a stream draws from.
+    """A task from which a stream draws.
 
     Attributes:
-      rate: its rate, relative to those of the other members.
-      examples: its prepared examples.
-      objective: what makes examples of its rows, which are documents then; None: they are examples.
+      rate: the rate of the task, relative to the rates of the other members.
+      examples: the prepared examples of the task.
+      objective: the objective that makes examples of the task's documents. `None` means that
+        `examples` are used as they are.
     """
 
     rate: float
@@ -58,10 +64,17 @@ class Member:
 
 
 class VirtualShard:
-    """One of a fixed number of slices of the data order: draws a task by its rate, then its next example.
+    """One of a fixed number of slices of the data. It draws the task of every example by its rate.
+
+    Args:
+      streams: this shard's stream of every task.
+      rates: the relative rate of every task.
+      config: the lengths, the batch size, and how examples are grouped into rows.
+      seed: the seed of the choice of tasks.
+      classes: the classes that replace the targets, or `None` if targets remain texts.
 
     Attributes:
-      rows: gives the examples of one row after another.
+      rows: the `Packer` or `LengthSorter` that groups the examples into rows.
     """
 
     def __init__(
@@ -74,6 +87,7 @@ class VirtualShard:
         classes: Classes | None,
     ):
         self._streams, self._seed, self._classes = streams, seed, classes
+        # A uniform random number in [0, 1) lies between two boundaries, which select the task.
         cumulative_rates = np.cumsum(rates, dtype=np.float64)
         self._boundaries = cumulative_rates[:-1] / cumulative_rates[-1]
         self._num_draws, self._block = 0, -1
@@ -86,16 +100,21 @@ class VirtualShard:
                 self._take,
                 (config.inputs_length, config.targets_length),
                 max_segments=config.segments_per_row,
-                window=WINDOW if config.pack else 1,  # 1: a row is an example
+                # A window of one example packs nothing, so every row holds one example.
+                window=WINDOW if config.pack else 1,
             )
 
     def position(self) -> dict[str, Any]:
-        """Returns the position after the last row: draws, that of every task, and waiting examples."""
+        """Returns the position after the last row.
+
+        It consists of the number of draws, the position of every task's stream, and the examples
+        that wait for a row.
+        """
         members = [stream.position() for stream in self._streams]
         return {"draws": self._num_draws, "members": members, "pending": self.rows.pending}
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Continues after a position, whose token ids may be lists."""
+        """Continues after a position that `position` returned. Its token ids may be lists."""
         self._num_draws = position["draws"]
         for stream, member in zip(self._streams, position["members"], strict=True):
             stream.restore(member)
@@ -106,12 +125,14 @@ class VirtualShard:
         self.rows.restore(pending, draws=self._num_draws)
 
     def _take(self, count: int) -> list[DrawnExample]:
-        """Draws the next examples."""
+        """Draws the next `count` examples."""
         drawn = []
         for _ in range(count):
             block, offset = divmod(self._num_draws, CHUNK)
+            # The tasks of a block of examples are chosen at once, which is faster than one by one.
             if block != self._block:
                 bits = random_bits(self._seed, block, count=CHUNK)
+                # The upper 53 bits of each number give a float64 in [0, 1).
                 uniform = (bits >> np.uint64(11)) * 2.0**-53
                 self._block = block
                 self._choices = np.searchsorted(self._boundaries, uniform, side="right").tolist()
@@ -126,24 +147,26 @@ class VirtualShard:
 
 
 class Stream:
-    """An endless iterator over batches whose position is that of the last batch taken.
+    """An endless iterator over the batches of a mixture, which can save and restore its position.
 
-    A batch is a dictionary of NumPy arrays ``[batch, length]``, see `batch_fields`.
-    `tasks.splits.open_stream` makes a stream from a data directory.
+    A batch is a dictionary of NumPy arrays ``[batch, length]`` (see `batch_fields`). Use
+    `tasks.splits.open_stream` to make a stream from a data directory.
 
     Args:
-      config: what to read.
-      members: the tasks by name, in SeqIO's order, on which the order of examples depends.
-      vocabulary: of the token ids.
-      ids: those of the model that reads the batches.
-      shards: indices of the virtual shards that this process reads, in order; None is all of them.
-        The batch then contains the rows of these shards only, and only their positions are
-        restored (with buckets those of all shards).
-      saved: indices of those shards whose positions this process saves; None is all that it reads.
+      config: the lengths, the batch size, and how examples are drawn and grouped.
+      members: the tasks by name. The order of examples depends on the order of this mapping, which
+        `open_stream` sorts by name as SeqIO does.
+      vocabulary: the vocabulary of the token ids.
+      ids: the special ids of the model that reads the batches.
+      shards: the indices of the virtual shards that this process reads, in order. `None` means all
+        shards. A batch then contains only the rows of these shards, and only their positions are
+        restored. With buckets, the positions of all shards are restored.
+      saved: the indices of the shards whose positions this process saves. `None` means all shards
+        that it reads.
 
     Raises:
-      ValueError: a task has fewer examples than shards; no task has an objective, and
-        `DataConfig.objective` is given; see also `Classes`.
+      ValueError: if a task has fewer examples than there are shards, or if `DataConfig.objective`
+        is set and no task uses an objective. See also `Classes`.
     """
 
     def __init__(
@@ -166,7 +189,8 @@ class Stream:
                 "task of that kind; leave it out, or name another mixture"
             )
         self._read = list(range(config.shards) if shards is None else shards)
-        # The shape of a batch with buckets depends on the rows of all shards.
+        # With buckets, the shape of a batch depends on the rows of all shards. Every process must
+        # find the same shape, so it draws the rows of all shards.
         indices = range(config.shards) if config.buckets else self._read
         self._shards = {index: self._make_shard(index) for index in indices}
         self._saved = self._read if saved is None else list(saved)
@@ -175,6 +199,7 @@ class Stream:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
+        """Returns the next batch."""
         rows_per_shard = self.config.batch_size // self.config.shards
         rows = {
             index: [shard.rows.next_row() for _ in range(rows_per_shard)]
@@ -184,22 +209,23 @@ class Stream:
         if self.config.buckets:
             every_row = itertools.chain.from_iterable(rows.values())
             lengths = smallest_bucket(every_row, self.config.shapes)
+        # Only this process' rows are laid out.
         of_batch = [row for index in self._read for row in rows[index]]
         return assemble_batch(of_batch, self.config, lengths=lengths, ids=self._form.ids)
 
     def position(self) -> Position:
-        """Returns the position after the last batch, for `save`."""
+        """Returns the position after the last batch. Pass it to `save`."""
         return {index: self._shards[index].position() for index in self._saved}
 
     def save(self, directory: pathlib.Path, position: Position | None = None) -> None:
-        """Writes a position: ``stream.json``, and a separate file for every virtual shard.
+        """Writes a position as ``stream.json`` and a separate file for every virtual shard.
 
-        A shard that moves to another host needs only its own file. Among several processes the one that
-        saves shard 0 writes ``stream.json``.
+        A process that takes over a shard from another host needs only the file of this shard. If
+        there are several processes, the one that saves shard 0 writes ``stream.json``.
 
         Args:
-          directory: where to.
-          position: None: that after the last batch.
+          directory: the directory to write to. It is created if necessary.
+          position: the position to write, or `None` for the position after the last batch.
         """
         directory.mkdir(parents=True, exist_ok=True)
         for index, shard_position in (self.position() if position is None else position).items():
@@ -212,12 +238,16 @@ class Stream:
     def restore(self, directory: pathlib.Path) -> None:
         """Continues after the last batch that was taken before `save`.
 
+        Args:
+          directory: the directory that `save` has written.
+
         Raises:
-          ValueError: the position is that of another stream, or the file of a shard is missing.
+          ValueError: if the position belongs to another stream, or the file of a shard is missing.
         """
         saved = json.loads((directory / STREAM_FILE).read_text(encoding="utf-8"))
         current = self.fingerprint()
-        # Earlier versions did not save the numbers of examples.
+        # A field that is missing in one of the two has its default. Earlier versions did not save
+        # the numbers of examples, so a missing number is no difference.
         omitted = _DEFAULTS | {k: v for k, v in current.items() if k.startswith("examples of ")}
         for key in sorted(saved.keys() | current.keys()):
             was, now = (x.get(key, omitted.get(key)) for x in (saved, current))
@@ -236,8 +266,9 @@ class Stream:
     def fingerprint(self) -> dict[str, object]:
         """Returns everything that must be equal for a saved position to be valid, as flat JSON.
 
-        The checksums are those of the tasks' first records: they depend on vocabulary, data set and
-        preprocessing. Fields with their default are left out, so that later versions may have more of them.
+        The checksum of a task is that of its first record, so it depends on the vocabulary, the
+        data set and the preprocessing. Fields of `DataConfig` that have their defaults are omitted.
+        Later versions can therefore add fields and still restore earlier positions.
         """
         config = self.config
         settings: dict[str, object] = {
@@ -245,7 +276,8 @@ class Stream:
             for name, value in vars(config).items()
             if value != _DEFAULTS[name]
         }
-        settings.pop("objective", None)  # that of every task is below
+        # The objective that each task really uses is added below.
+        settings.pop("objective", None)
         if config.buckets:
             settings["buckets"] = f"{config.buckets} in groups of {GROUP} batches"
         if config.pack:
@@ -259,12 +291,16 @@ class Stream:
         return settings
 
     def _shard_file(self, directory: pathlib.Path, index: int) -> pathlib.Path:
+        """Returns the path of the file with the position of a virtual shard."""
         return directory / f"shard-{index:05}-of-{self.config.shards:05}.json"
 
     def _make_shard(self, index: int) -> VirtualShard:
+        """Returns a virtual shard, which has its own stream of every task."""
         config, members = self.config, self._members.values()
         shard, streams = (index, config.shards), list[TaskStream]()
         for number, member in enumerate(members, 1):
+            # The tasks are numbered from 1, because the shard itself uses number 0 for its choice
+            # of tasks.
             seed = np.random.SeedSequence(config.seed, spawn_key=(index, number))
             examples, objective = member.examples, member.objective
             stream: TaskStream
@@ -285,12 +321,13 @@ class Stream:
 
 
 class PrefetchedStream(contextlib.AbstractContextManager["PrefetchedStream"]):
-    """The batches of a stream, made ahead by a thread; the position is that of the last batch taken.
+    """Makes the batches of a stream ahead in a thread.
 
-    As a context manager it ends the thread.
+    The position that it saves is the position after the last batch that was taken, not after the
+    last one that was made. Use it as a context manager, which stops the thread at the end.
 
     Args:
-      stream: from now on used by this object alone.
+      stream: the stream. Nothing else may use it from now on.
     """
 
     def __init__(self, stream: Stream):
@@ -303,16 +340,20 @@ class PrefetchedStream(contextlib.AbstractContextManager["PrefetchedStream"]):
         self._thread.shutdown(cancel_futures=True)
 
     def __next__(self) -> dict[str, np.ndarray]:
+        """Returns the next batch, and keeps `DEPTH` batches in preparation."""
         while len(self._ahead) <= DEPTH:
             self._ahead.append(self._thread.submit(lambda: (next(self._stream), self._stream.position())))
         batch, self._position = self._ahead.popleft().result()
         return batch
 
     def save(self, directory: pathlib.Path) -> None:
-        """Writes the position after the last batch that was taken; see `Stream.save`."""
+        """Writes the position after the last batch that was taken (see `Stream.save`)."""
         self._stream.save(directory, self._position)
 
     def restore(self, directory: pathlib.Path) -> None:
-        """Continues after a saved position, before a batch is taken; see `Stream.restore`."""
+        """Continues after a saved position (see `Stream.restore`).
+
+        Call it before the first batch is taken.
+        """
         self._stream.restore(directory)
         self._position = self._stream.position()

@@ -1,13 +1,19 @@
-"""Prepared tasks in a data directory: where they are, and how they are read.
+"""Reads prepared tasks, that is, the tokens of tasks in the files of a data directory.
 
-``DATA_DIR/prepared/VOCABULARY/TASK/SPLIT`` holds the tokens of a task's split for one vocabulary in stored
-order, in ArrayRecord files, and ``info.json``; what evaluation needs of every row lies beside them, one
-record a row. ``DATA_DIR/prepared/VOCABULARY/mixtures/NAME.json`` holds the rates of a mixture.
-`preparation.prepare` writes all of it with TensorFlow; reading it needs neither SeqIO nor TensorFlow.
+The directory ``DATA_DIR/prepared/VOCABULARY/TASK/SPLIT`` belongs to one split of a task and one
+vocabulary. It holds the tokens in stored order, in ArrayRecord files, and ``info.json``. If the
+split is evaluated, files with the rows lie beside them, with one record per row. The file
+``DATA_DIR/prepared/VOCABULARY/mixtures/NAME.json`` holds the rates of a mixture.
+`preparation.prepare` writes these files with TensorFlow. Reading them needs neither SeqIO nor
+TensorFlow.
 
-A record holds the tokens of up to `task_streams.CHUNK` examples. In little-endian order it consists of two
-uint32, the number of examples and the bytes per token; the lengths of all inputs and of all targets
-(uint32); and the tokens of all inputs and of all targets, as uint16 where they fit and else as uint32.
+A record of a file of tokens holds up to `task_streams.CHUNK` examples. All numbers are
+little-endian. The parts of a record are, in this order:
+
+- two uint32: the number of examples, and the number of bytes per token;
+- the lengths of all inputs, then the lengths of all targets, as uint32;
+- the tokens of all inputs, then the tokens of all targets, as uint16 if all ids of the record fit
+  and as uint32 otherwise.
 """
 
 from __future__ import annotations
@@ -38,47 +44,56 @@ if TYPE_CHECKING:
 DIRECTORY, MIXTURES_FOLDER = "prepared", "mixtures"
 INFO = "info.json"
 FORMAT = 3
-"""Version of the files; others are not read."""
+"""The version of the format of the files. Files of other versions are not read."""
 
 HIDDEN = "are empty or '<unk>'"
-"""What is said of targets that are not known; see `postprocessors.UNKNOWN`."""
+"""A description of targets that are not known (see `postprocessors.UNKNOWN`).
+
+`PreparedInfo.targets` counts such targets under this key, and error messages contain it.
+"""
 
 RESIDENT = 2_000_000
-"""Tasks with more examples than this are not held in memory."""
+"""The largest number of examples of a task that are all held in memory."""
 
 KEPT_CHUNKS = 64
-"""Chunks in memory of such a task."""
+"""The number of chunks that are held in memory for a task with more than `RESIDENT` examples."""
 
 
 _COUNT = np.dtype("<u4")
 _TOKENS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+"""The dtype of tokens in a record, by the number of bytes per token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedInfo:
-    """What ``info.json`` says about a prepared split.
+    """The contents of ``info.json``, which describes a prepared split.
 
     Attributes:
-      format: version of the files.
-      task: name of the task.
-      split: its split.
-      vocabulary: digest of the vocabulary.
-      vocab_size: its number of ids.
-      source: the data set with its version, and the numbers of rows of the split's files; None: not known.
-      source_rows: number of stored rows; None: not known.
-      epochs: how often the rows were read, each time with other random numbers of the task's own steps.
-      lengths: the lengths of inputs and targets for which they were made; None: any.
-      keep_last: numbers of last tokens of inputs and targets that remain where an example is truncated:
-        EOS, and what else the task appends.
+      format: the version of the format of the files (see `FORMAT`).
+      task: the name of the task.
+      split: the name of the split.
+      vocabulary: the digest of the vocabulary.
+      vocab_size: the number of ids of the vocabulary.
+      source: a description of the source data, such as the data set with its version and the
+        numbers of rows of the split's files. It changes if the data is written again. `None` means
+        that it is not known.
+      source_rows: the number of stored rows, or `None` if it is not known.
+      epochs: how often the rows were read. Each time, the random steps of the task draw other
+        numbers.
+      lengths: the maximum lengths of inputs and targets for which the split was prepared. `None`
+        means that it can be read with any lengths.
+      keep_last: the numbers of tokens at the end of inputs and targets that remain if an example is
+        truncated. They are EOS and whatever else the task appends.
       has_inputs: whether the examples have inputs.
       has_rows: whether the rows that evaluation needs were written.
-      examples: number of examples.
-      tokens: number of tokens of inputs and targets.
-      files: number of examples by name of file, in stored order.
-      checksum: CRC-32 of the first record.
-      targets: numbers of targets by what is said of them, such as `HIDDEN`; earlier versions did not count.
-      rows_digests: SHA-256 of the files of rows by name of their file of tokens; a file without one, which
-        an earlier version wrote, is not verified.
+      examples: the number of examples.
+      tokens: the total numbers of tokens of inputs and of targets.
+      files: the number of examples of each file, by file name and in stored order.
+      checksum: the CRC-32 of the first record.
+      targets: the number of targets to which each description applies, such as `HIDDEN`. Earlier
+        versions did not count them.
+      rows_digests: the SHA-256 of each file of rows, by the name of its file of tokens. Earlier
+        versions did not write digests, and a file without a digest is not verified.
     """
 
     format: int
@@ -101,13 +116,18 @@ class PreparedInfo:
     rows_digests: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def save(self, directory: pathlib.Path) -> None:
-        """Writes ``info.json``."""
+        """Writes ``info.json`` to the directory of the split."""
         write_atomic(directory / INFO, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedTasks:
-    """The prepared tasks of a data directory for one vocabulary."""
+    """Finds and opens the prepared tasks of a data directory for one vocabulary.
+
+    Attributes:
+      data_dir: the data directory.
+      vocabulary: the vocabulary.
+    """
 
     data_dir: pathlib.Path
     vocabulary: Vocabulary
@@ -122,10 +142,12 @@ class PreparedTasks:
         return self.root / task / split
 
     def find(self, task: str, split: str) -> PreparedInfo | None:
-        """Returns what is known of a split; None: it is not prepared, or in another format.
+        """Returns the description of a prepared split.
+
+        It is `None` if the split is not prepared, or is prepared in another version of the format.
 
         Raises:
-          ValueError: ``info.json`` is damaged.
+          ValueError: if ``info.json`` is damaged.
         """
         path = self.directory(task, split) / INFO
         if not path.is_file():
@@ -146,7 +168,18 @@ class PreparedTasks:
     def open(
         self, task: str, split: str, lengths: Mapping[str, int] | None, *, documents: bool = False
     ) -> PreparedExamples:
-        """Returns the examples of a split, see `PreparedExamples`; it must be prepared."""
+        """Returns the examples of a prepared split.
+
+        Args:
+          task: the name of the task.
+          split: the name of the split.
+          lengths: see `PreparedExamples`.
+          documents: see `PreparedExamples`.
+
+        Raises:
+          FileNotFoundError: if the split is not prepared.
+          ValueError: see `find` and `PreparedExamples`.
+        """
         info = self.find(task, split)
         if info is None:
             raise FileNotFoundError(
@@ -155,15 +188,20 @@ class PreparedTasks:
         return PreparedExamples(self, info, lengths, documents=documents)
 
     def remedy(self, name: str, option: str = "") -> str:
-        """Returns the command that prepares a task or mixture, for messages."""
+        """Returns what an error message tells a user to run in order to prepare a task or mixture.
+
+        Args:
+          name: the name of the task or mixture.
+          option: an option to add to the command.
+        """
         command = f"synthesizer-jax data prepare {name} --data-dir {self.data_dir} {option}".strip()
         return f"run '{command}' with the run's vocabulary"
 
     def rates(self, mixture: str) -> dict[str, float] | None:
-        """Returns the rates of a mixture's tasks; None: it is not prepared.
+        """Returns the rate of each task of a mixture, or `None` if the mixture is not prepared.
 
         Raises:
-          ValueError: the file is damaged, or a rate is negative; see `check_rates`.
+          ValueError: if the file is damaged, or a rate is negative or infinite (see `check_rates`).
         """
         path = self.root / MIXTURES_FOLDER / f"{mixture}.json"
         if not path.is_file():
@@ -174,13 +212,13 @@ class PreparedTasks:
         return rates
 
     def save_rates(self, mixture: str, rates: Mapping[str, float]) -> None:
-        """Writes the rates of a mixture's tasks."""
+        """Writes the rate of each task of a mixture."""
         path = self.root / MIXTURES_FOLDER / f"{mixture}.json"
         write_atomic(path, json.dumps(dict(rates), indent=1) + "\n")
 
 
 def check_rates(mixture: str, rates: Mapping[str, float]) -> None:
-    """Raises a `ValueError` that names the first task of a mixture with a negative or infinite rate."""
+    """Raises a `ValueError` that names the first task with a negative or infinite rate."""
     for task, rate in rates.items():
         if not 0 <= rate < math.inf:
             raise ValueError(
@@ -190,19 +228,28 @@ def check_rates(mixture: str, rates: Mapping[str, float]) -> None:
 
 
 class RaggedTokens(NamedTuple):
-    """Sequences of token ids, one after another: sequence i is ``ids[ends[i]:ends[i + 1]]``."""
+    """Sequences of token ids in one array. Sequence i is ``ids[ends[i]:ends[i + 1]]``.
+
+    Attributes:
+      ids: the token ids of all sequences, one after another, int32 ``[tokens]``.
+      ends: where the sequences end, int64 ``[sequences + 1]``. The first entry is 0.
+    """
 
     ids: np.ndarray
     ends: np.ndarray
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> RaggedTokens:
-        """Returns sequences one after another."""
+        """Returns the sequences in one array."""
         ends = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
         return cls(np.fromiter(itertools.chain.from_iterable(sequences), np.int32, ends[-1]), ends)
 
     def truncate(self, limit: int, *, keep_last: int) -> RaggedTokens:
-        """Returns the sequences with at most `limit` tokens, the last `keep_last` of them kept."""
+        """Returns the sequences, each truncated to at most `limit` tokens.
+
+        The last `keep_last` tokens of a sequence always remain, and tokens before them are dropped.
+        This keeps EOS at the end.
+        """
         before, after = self._places()
         keep_last = min(keep_last, limit)
         return self._select((before < limit - keep_last) | (after < keep_last))
@@ -213,28 +260,36 @@ class RaggedTokens(NamedTuple):
         return self._select((after > 0) | (self.ids != eos))
 
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns how many tokens of its sequence are before and after every token."""
+        """Returns, for every token, how many tokens of its sequence are before it and after it.
+
+        Both arrays are int64 ``[tokens]``.
+        """
         starts, stops = (np.repeat(x, np.diff(self.ends)) for x in (self.ends[:-1], self.ends[1:]))
         places = np.arange(len(self.ids))
         return places - starts, stops - 1 - places
 
     def _select(self, kept: np.ndarray) -> RaggedTokens:
-        """Returns the sequences of some of the tokens."""
+        """Returns the sequences with only some of their tokens.
+
+        Args:
+          kept: a mask of the tokens to keep, bool ``[tokens]``.
+        """
         return RaggedTokens(self.ids[kept], np.concatenate([[0], np.cumsum(kept)])[self.ends])
 
 
 class Chunk:
-    """The inputs and the targets of at most `CHUNK` consecutive examples of a task."""
+    """The inputs and targets of at most `CHUNK` consecutive examples of a task."""
 
     def __init__(self, inputs: RaggedTokens, targets: RaggedTokens):
         self.inputs, self.targets = inputs, targets
-        # Slicing with Python's integers takes a third of the time that it takes with NumPy's.
+        # Slicing with Python's integers takes a third of the time of slicing with NumPy's integers.
         self._input_ends, self._target_ends = inputs.ends.tolist(), targets.ends.tolist()
 
     def __len__(self) -> int:
         return len(self._input_ends) - 1
 
     def __getitem__(self, index: int) -> Example:
+        """Returns the inputs and the targets of an example, as views of the chunk's arrays."""
         starts, ends = self._input_ends, self._target_ends
         return (
             self.inputs.ids[starts[index] : starts[index + 1]],
@@ -242,18 +297,26 @@ class Chunk:
         )
 
     def truncate(self, lengths: Mapping[str, int], *, keep_last: Mapping[str, int]) -> Chunk:
-        """Returns the examples with at most so many ``inputs`` and ``targets``, their last ones kept."""
+        """Returns the examples with truncated inputs and targets (see `RaggedTokens.truncate`).
+
+        Args:
+          lengths: the largest numbers of tokens of ``inputs`` and ``targets``.
+          keep_last: the numbers of tokens at the end of ``inputs`` and ``targets`` that remain.
+        """
         return Chunk(
             self.inputs.truncate(lengths["inputs"], keep_last=keep_last["inputs"]),
             self.targets.truncate(lengths["targets"], keep_last=keep_last["targets"]),
         )
 
     def documents(self, eos: int) -> Chunk:
-        """Returns the examples as documents for an objective: targets without EOS alone."""
+        """Returns the examples as documents for an objective.
+
+        They have no inputs, and their targets have no EOS.
+        """
         return Chunk(RaggedTokens.of([()] * len(self)), self.targets.without_eos(eos))
 
     def to_bytes(self) -> bytes:
-        """Returns the examples as a record."""
+        """Returns the examples as a record. The first lines of this module describe its format."""
         sides = (self.inputs, self.targets)
         largest = max(int(side.ids.max(initial=0)) for side in sides)
         width = 2 if largest < 2**16 else 4
@@ -264,7 +327,11 @@ class Chunk:
 
     @classmethod
     def from_bytes(cls, record: bytes, *, vocab_size: int) -> Chunk:
-        """Returns the examples that a record holds; raises a `ValueError` if it is damaged."""
+        """Returns the examples that a record holds.
+
+        Raises:
+          ValueError: if the record is damaged.
+        """
         count, width = np.frombuffer(record, _COUNT, 2).tolist()
         if not 1 <= count <= CHUNK or width not in _TOKENS:
             raise ValueError(f"it says that it holds {count} examples of {width} bytes per token")
@@ -280,24 +347,28 @@ class Chunk:
 
 
 class PreparedExamples:
-    """A task's examples, read record by record when they are needed.
+    """The examples of a prepared split, which are read when they are needed.
 
-    All that were read are kept in memory if there are no more than `RESIDENT`; else the last
-    `KEPT_CHUNKS` records.
+    They are read record by record. If there are at most `RESIDENT` examples, all records that were
+    read stay in memory. Otherwise only the last `KEPT_CHUNKS` records do.
 
     Args:
-      prepared: where they are.
-      info: describes them.
-      lengths: the maximum numbers of ``inputs`` and ``targets``, including EOS; None: they are whole.
-      documents: whether they are documents for an objective, which are whole and have no EOS.
+      prepared: where the files are.
+      info: the description of the split.
+      lengths: the maximum lengths of ``inputs`` and ``targets``, including EOS. `None` means that
+        examples are not truncated.
+      documents: whether the examples are read as documents for an objective. Documents are not
+        truncated and have no EOS.
 
     Attributes:
-      info: what describes them.
-      name: of the task and its split, for messages.
-      is_resident: whether they are held in memory; otherwise it is fast to read those of a record together.
+      info: the description of the split.
+      name: the name of the task and its split, for messages.
+      is_resident: whether all examples stay in memory. If not, it is faster to read the examples of
+        a record together.
 
     Raises:
-      ValueError: they have inputs whose length is 0, or were prepared for other lengths.
+      ValueError: if the examples have inputs and the length of ``inputs`` is 0, or if they were
+        prepared for other lengths.
     """
 
     def __init__(
@@ -324,7 +395,9 @@ class PreparedExamples:
             raise ValueError(
                 f"{self.name} is prepared for the lengths {info.lengths}; {self._remedy}, and with {asked}"
             )
-        self._starts = [0]  # of every record: the index of its first example
+        # The index of the first example of every record.
+        self._starts = [0]
+        # The file of every record, and the number of the record in it.
         self._places: list[tuple[str, int]] = []
         for name, count in info.files.items():
             for number in range(-(-count // CHUNK)):
@@ -337,6 +410,7 @@ class PreparedExamples:
         return self.info.examples
 
     def __getitem__(self, index: int) -> Example:
+        """Returns the inputs and the targets of an example, int32 token ids."""
         if not 0 <= index < self.info.examples:
             raise IndexError(index)
         number = bisect.bisect_right(self._starts, index) - 1
@@ -344,7 +418,14 @@ class PreparedExamples:
         return (self._read(number) if chunk is None else chunk)[index - self._starts[number]]
 
     def rows(self, count: int | None = None) -> Iterator[dict[str, Any]]:
-        """Yields what evaluation needs of the first `count` rows, or of all, as SeqIO gives it."""
+        """Yields what evaluation needs of every row, in the form in which SeqIO gives it.
+
+        Args:
+          count: the number of rows to read from the beginning, or `None` for all rows.
+
+        Raises:
+          ValueError: if a file is damaged.
+        """
         import msgpack
 
         left = self.info.examples if count is None else count
@@ -365,6 +446,7 @@ class PreparedExamples:
             left -= num_rows
 
     def _read(self, number: int) -> Chunk:
+        """Reads a record, and keeps it in memory."""
         name, record_number = self._places[number]
         with describing(self._directory / name, remedy=self._remedy):
             record = self._records(name)[record_number]
@@ -382,30 +464,37 @@ class PreparedExamples:
             chunk = chunk.truncate(self._lengths, keep_last=self.info.keep_last)
         self._chunks[number] = chunk
         if not self.is_resident and len(self._chunks) > KEPT_CHUNKS:
+            # Dictionaries keep the order of insertion, so this drops the record that was read
+            # first.
             del self._chunks[next(iter(self._chunks))]
         return chunk
 
     def _records(self, name: str) -> ArrayRecordDataSource:
-        """Returns the records of a file, which is opened when the first of them is read."""
+        """Returns the records of a file. The file is opened at the first call."""
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
         if name not in self._files:
             path, records = _on_disk(self._directory / name), -(-self.info.files[name] // CHUNK)
+            # The numbers in brackets are the range of records to read.
             self._files[name] = ArrayRecordDataSource([f"{path}[0:{records}]"])
         return self._files[name]
 
 
 def rows_file(name: str) -> str:
-    """Returns the name of the file of rows beside a file of tokens."""
+    """Returns the name of the file of rows that belongs to a file of tokens."""
     return name.replace("tokens", "rows").replace(".arrayrecord", ".msgpack")
 
 
 def _is_numeric(value: object) -> bool:
+    """Returns whether a value of a row is a list of numbers, which becomes an array."""
     return isinstance(value, list) and not any(isinstance(x, bytes | str) for x in value)
 
 
 def _on_disk(path: pathlib.Path) -> pathlib.Path:
-    """Returns a file itself, or a copy of a file of a bucket: ArrayRecord reads disks."""
+    """Returns the path of a file on a disk. A file in a bucket is copied first.
+
+    ArrayRecord reads files only from disks.
+    """
     if not in_bucket(path):
         return path
     copy = pathlib.Path(_copies().name) / str(path).replace("/", "_")
@@ -416,5 +505,8 @@ def _on_disk(path: pathlib.Path) -> pathlib.Path:
 
 @functools.cache
 def _copies() -> tempfile.TemporaryDirectory[str]:
-    """Returns this process' directory of files of buckets, which is removed when the process ends."""
+    """Returns the directory for this process' copies of files in buckets.
+
+    It is removed when the process ends.
+    """
     return tempfile.TemporaryDirectory(prefix="synthesizer_jax_")

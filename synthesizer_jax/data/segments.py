@@ -1,4 +1,7 @@
-"""Documents to examples: an endless stream with an exact position, from token ids alone."""
+"""Turns documents into examples of a pre-training objective, as an endless stream.
+
+The stream works on token ids, and its position can be saved and restored exactly.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +16,39 @@ if TYPE_CHECKING:
     from synthesizer_jax.data.prepared import PreparedExamples
 
 LONGEST_DOCUMENT = 65_536
-"""Of a longer document one aligned chunk of this many tokens is read per epoch, as in T5."""
+"""The maximum number of tokens that are read of a document per epoch.
 
-_CHUNKS, _SPLIT, _FIRST_SEGMENT = 0, 1, 2  # parts of a group's random numbers
+From a longer document, one chunk of this length is drawn in every epoch, as in T5. Chunks begin at
+multiples of the length.
+"""
+
+# The parts of a group's random numbers: chunks of long documents, the objectives of the segments,
+# and the noise of every segment.
+_CHUNKS, _SPLIT, _FIRST_SEGMENT = 0, 1, 2
 
 
 class SegmentStream:
-    """A shard of documents as examples of an objective, with another order and noise every epoch.
+    """A virtual shard's documents as examples of an objective, in another order in every epoch.
 
-    Documents come in the order of `ExampleStream`. Empty ones are dropped, of long ones a chunk is drawn,
-    groups of them (`SegmentObjective.documents`) are concatenated without padding and split into segments,
-    as by T5's `select_random_chunk`, `reduce_concat_tokens` and `split_tokens`. No group contains documents
-    of two epochs. All random numbers are a function of the seed and of the group's position.
+    Documents are read in the order of `ExampleStream`, and empty documents are dropped. From a long
+    document, a chunk is drawn. A group of documents (`SegmentObjective.documents`) is concatenated
+    without padding and then split into segments. This is what T5's `select_random_chunk`,
+    `reduce_concat_tokens` and `split_tokens` do. No group contains documents of two epochs. All
+    random numbers are a function of the seed and of the position of the group, so the noise is
+    different in every epoch.
 
     Args:
-      documents: all documents of a task: no inputs, and token ids without EOS as targets.
-      objective: what is made of them.
-      form: lengths of the examples and vocabulary.
-      shard: index of the virtual shard and number of shards.
-      seed: of order, chunks, mixture and noise.
-      shuffle: False keeps the documents' order.
+      documents: all documents of a task. They have no inputs, and their targets are token ids
+        without EOS.
+      objective: the objective that makes the examples.
+      form: the lengths of the examples, and the vocabulary.
+      shard: the index of the virtual shard, and the number of shards.
+      seed: the seed of the order, the chunks, the choice of objectives and the noise.
+      shuffle: whether the documents are shuffled.
 
     Raises:
-      ValueError: the examples do not fit, or there are fewer documents than shards.
+      ValueError: if the examples do not fit into the lengths, or if there are fewer documents than
+        shards.
     """
 
     def __init__(
@@ -59,6 +72,7 @@ class SegmentStream:
         self._segments: list[tuple[np.ndarray, SegmentObjective]] = []
 
     def __next__(self) -> Example:
+        """Returns the inputs and the targets of the next example."""
         if self._num_taken == len(self._segments):
             self._read_group()
         tokens, objective = self._segments[self._num_taken]
@@ -68,11 +82,11 @@ class SegmentStream:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last example, from 0."""
+        """The epoch of the last example, counted from 0."""
         return self._source.position()[0]
 
     def position(self) -> list[int]:
-        """Returns where the group's documents begin and the number of examples taken from it."""
+        """Returns the position of the current group, and the number of examples taken from it."""
         return [*self._start, self._num_taken]
 
     def restore(self, position: list[int]) -> None:
@@ -80,18 +94,24 @@ class SegmentStream:
         *start, num_taken = position
         self._source.restore(start)
         self._start, self._segments = start, []
+        # The group is read again, because a position does not contain its tokens.
         if num_taken:
             self._read_group()
         self._num_taken = num_taken
 
     def _draws(self, part: int) -> Draws:
-        """Returns the random numbers of a part of this group."""
+        """Returns the random numbers for a part of the current group."""
         return Draws(self._seed, *self._start, part)
 
     def _read_group(self) -> None:
-        """Reads the next group and splits it: every segment is of an objective drawn by its rate."""
+        """Reads the next group of documents and splits it into segments.
+
+        For every segment, an objective is drawn by its rate. The objective determines the length.
+        """
         self._start, self._num_taken = self._source.position(), 0
         tokens = np.concatenate(self._read_documents())
+        # There are at most this many segments, because none except the last is shorter than the
+        # minimum.
         uniform = self._draws(_SPLIT).uniform(-(-len(tokens) // min(self._lengths)))
         choices = np.searchsorted(self._boundaries[:-1], uniform, side="right").tolist()
         self._segments, start = [], 0
@@ -102,7 +122,10 @@ class SegmentStream:
             start = stop
 
     def _read_documents(self) -> list[np.ndarray]:
-        """Returns the tokens of a group's documents, at least one, all of one epoch."""
+        """Returns the token ids of every document of the group, at least one document.
+
+        All documents are of the same epoch.
+        """
         draws, first = self._draws(_CHUNKS), self._objectives[0]
         group: list[np.ndarray] = []
         first_epoch = epoch = self._start[0]
@@ -110,6 +133,7 @@ class SegmentStream:
             before = self._source.position()
             tokens = next(self._source)[1]
             tokens = tokens[tokens != self._form.ids.padding]
+            # This document is the first one of the next epoch. It is put back for the next group.
             if group and self._source.position()[0] != epoch:
                 self._source.restore(before)
                 break
@@ -118,14 +142,20 @@ class SegmentStream:
                 tokens = random_chunk(tokens, draws, length=LONGEST_DOCUMENT)
                 end = [self._form.ids.end] * first.document_eos
                 group.append(np.append(tokens, end).astype(np.int32))
+            # A whole epoch has passed without a token, so this loop would never end.
             elif not group and epoch > first_epoch + 1:
                 raise ValueError(f"there are no tokens in {self.name}; check how it is read")
         return group
 
 
 def random_chunk(tokens: np.ndarray, draws: Draws, *, length: int) -> np.ndarray:
-    """Returns one of the chunks that start at multiples of `length`; T5's `select_random_chunk`."""
-    if len(tokens) <= length:  # without a random number
+    """Returns a random chunk of at most `length` tokens, like T5's `select_random_chunk`.
+
+    Chunks begin at multiples of `length`. A document with at most `length` tokens is returned
+    whole.
+    """
+    # No random number is drawn here, so a short document leaves the numbers of others unchanged.
+    if len(tokens) <= length:
         return tokens
     (chunk,) = draws.integers(1, low=0, high=-(-len(tokens) // length)).tolist()
     return tokens[chunk * length : (chunk + 1) * length]

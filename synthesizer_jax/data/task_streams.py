@@ -1,4 +1,4 @@
-"""Endless streams of one task's examples for one virtual shard."""
+"""Endless streams of the examples of one task for one virtual shard."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ SIDES = ("inputs", "targets")
 """The features of a task that are read."""
 
 CHUNK = 1024
-"""Number of examples of a record; the first epoch is shuffled within such chunks."""
+"""The number of examples in a record. The first epoch shuffles examples within such chunks."""
 
 Example: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""Token ids of the inputs and of the targets, both including EOS; a task may have no inputs."""
+"""The token ids of the inputs and of the targets, both including EOS.
+
+The inputs are empty if the task has no inputs.
+"""
 
 
 class DrawnExample(NamedTuple):
     """An example that was drawn from a mixture.
 
     Attributes:
-      inputs: token ids with EOS; none of a task without inputs.
-      targets: token ids with EOS.
-      member: number of its task in the mixture.
-      epoch: of its task, the first number of the stream's position.
+      inputs: the token ids of the inputs, with EOS. They are empty if the task has no inputs.
+      targets: the token ids of the targets, with EOS.
+      member: the index of the example's task in the mixture.
+      epoch: the epoch of the task, which is the first number of its stream's position.
     """
 
     inputs: np.ndarray
@@ -37,20 +40,23 @@ class DrawnExample(NamedTuple):
 
 
 class ExampleStream:
-    """A shard of a task's examples, in a different order every epoch.
+    """A virtual shard's examples of a task, in a different order in every epoch.
 
-    Shard s of V holds the examples s, s + V, …. The first epoch is shuffled within chunks, so that it
-    begins before the whole split is read; later epochs are shuffled globally, or, where examples are not
-    held in memory, by chunks in random order and within them. Every epoch yields every example once. The
-    order is a function of the seed, and the position consists of three numbers.
+    Shard s of V contains the examples s, s + V, s + 2V, …. Every epoch yields each of them once.
+    The first epoch reads the chunks in stored order and shuffles the examples within each chunk.
+    Training can therefore start before the whole split is read. Later epochs shuffle all examples
+    together. If the examples are not held in memory, later epochs read the chunks in random order
+    instead, and shuffle the examples within each chunk.
+
+    The order is a function of the seed. The position consists of three numbers.
 
     Args:
       examples: all examples of the task.
-      shard: index of the virtual shard and number of shards.
-      seed: of the shuffling; None keeps the stored order.
+      shard: the index of the virtual shard, and the number of shards.
+      seed: the seed of the shuffling. `None` means that the stored order is kept.
 
     Raises:
-      ValueError: there are fewer examples than shards.
+      ValueError: if there are fewer examples than shards.
     """
 
     def __init__(
@@ -66,6 +72,8 @@ class ExampleStream:
             )
 
     def __next__(self) -> Example:
+        # A chunk may contain no example of this shard, so this can take several turns.
+        """Returns the next example."""
         while self._num_taken == len(self._order):
             if self._reads_chunks and (self._chunk + 1) * CHUNK < len(self._examples):
                 self.restore([self._epoch, self._chunk + 1, 0])
@@ -75,7 +83,7 @@ class ExampleStream:
         return self._examples[self._order[self._num_taken - 1]]
 
     def position(self) -> list[int]:
-        """Returns the epoch, the chunk and the number of examples taken from it."""
+        """Returns the epoch, the chunk, and the number of examples taken from the chunk."""
         return [self._epoch, self._chunk, self._num_taken]
 
     def restore(self, position: list[int]) -> None:
@@ -83,13 +91,16 @@ class ExampleStream:
         self._epoch, self._chunk, self._num_taken = position
         start, stop = 0, len(self._examples)
         if self._reads_chunks:
-            stored = self._chunk  # its number in the files
+            # The number of the chunk in the files. In the first epoch, chunks are read in this
+            # order.
+            stored = self._chunk
             if self._epoch and self._seed is not None:
                 count = -(-len(self._examples) // CHUNK)
                 stored = int(_order_of_chunks(self._seed.entropy, self._epoch, count)[self._chunk])
             start = stored * CHUNK
             stop = min(start + CHUNK, stop)
         index, num_shards = self._shard
+        # The indices of this shard's examples between `start` and `stop`.
         order = np.arange(start + (index - start) % num_shards, stop, num_shards)
         if self._seed is not None:
             bits = random_bits(self._seed, self._epoch, self._chunk, count=len(order))
@@ -98,22 +109,23 @@ class ExampleStream:
 
     @property
     def _reads_chunks(self) -> bool:
-        """Whether the examples of a chunk are used before those of the next."""
+        """Whether all examples of a chunk are used before the examples of the next chunk."""
         return not self._epoch or not self._examples.is_resident
 
 
 @functools.lru_cache(maxsize=64)
 def _order_of_chunks(seed: int, epoch: int, count: int) -> np.ndarray:
-    """Returns the order in which all shards read the chunks of an epoch."""
+    """Returns the order in which the chunks are read in an epoch. It is the same for all shards."""
     bits = random_bits(np.random.SeedSequence(seed), epoch, count=count)
     return np.argsort(bits, kind="stable")
 
 
 def random_bits(seed: np.random.SeedSequence, *place: int, count: int) -> np.ndarray:
-    """Returns `count` random 64-bit integers that depend on the seed and on `place` alone.
+    """Returns `count` random 64-bit integers that depend only on the seed and on `place`.
 
     The numbers are the same in every version of NumPy.
     """
     key = (*seed.spawn_key, *place)
     child = np.random.SeedSequence(seed.entropy, spawn_key=key)
+    # The raw output of a bit generator never changes. The methods of `Generator` may change.
     return np.random.Philox(child).random_raw(count)

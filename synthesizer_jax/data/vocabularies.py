@@ -1,6 +1,8 @@
-"""Vocabularies, which are configurations too: bytes, or a SentencePiece file; label words as classes.
+"""Vocabularies, which convert between text and token ids, and the classes of encoders.
 
-They encode and decode like SeqIO's, without SeqIO or TensorFlow.
+A vocabulary consists of bytes or is read from a SentencePiece file. It is also a configuration, so
+it can be saved as JSON. Vocabularies encode and decode like SeqIO's, but need neither SeqIO nor
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -26,23 +28,30 @@ if TYPE_CHECKING:
     from synthesizer_jax.data.byte_level import ByteLevel
 
 EXTRA_IDS = 100
-"""Number of T5's sentinels, ``<extra_id_0>`` … ``<extra_id_99>``, at the end of the vocabulary."""
+"""The number of T5's sentinels.
+
+They are ``<extra_id_0>`` to ``<extra_id_99>`` and lie at the end of the vocabulary.
+"""
 
 BPE_OF_BYTES = "BPE of bytes"
-"""The name of such a model's normalizer, which no piece is called: their spaces are ``▁``."""
+"""The name of the normalizer in the file of a byte-level BPE, by which such a file is recognized.
+
+No piece contains this text, because pieces are written with ``▁`` instead of a space.
+"""
 
 PAD, EOS, UNKNOWN = 0, 1, 2
 """T5's ids of padding, of the end of a text, and of unknown text."""
 
 LONGEST_TARGET = 1024
-"""Targets are read up to this many tokens, EOS included, before they become classes of one number each."""
+"""The number of tokens, including EOS, that are read of a target before it becomes a class."""
 
 
 def utf8(text: str) -> bytes:
     """Returns a text as UTF-8.
 
     Raises:
-      ValueError: it has a lone surrogate, half of a character, as broken escapes in JSON leave it.
+      ValueError: if the text has a lone surrogate, which is half of a character. Broken escapes in
+        JSON produce lone surrogates.
     """
     try:
         return text.encode("utf-8")
@@ -54,11 +63,11 @@ def utf8(text: str) -> bytes:
 
 
 class Vocabulary(abc.ABC):
-    """Conversion between text and ids (Raffel et al. 2020, section 2.1).
+    """Converts between text and token ids (Raffel et al. 2020, section 2.1).
 
     Attributes:
-      unk_id: id of text that no piece covers.
-      eos_id: id of the end of a text.
+      unk_id: the id of text that no piece covers.
+      eos_id: the id of the end of a text (EOS).
     """
 
     unk_id: int = UNKNOWN
@@ -67,7 +76,7 @@ class Vocabulary(abc.ABC):
     @property
     @abc.abstractmethod
     def vocab_size(self) -> int:
-        """Number of ids, including sentinels."""
+        """The number of ids, including sentinels."""
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -75,22 +84,34 @@ class Vocabulary(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of the ids before the first EOS; ids out of range are unknown."""
+        """Returns the text of the ids before the first EOS. Ids out of range are unknown text."""
 
     def token_bytes(self, size: int, *, first: bool) -> list[bytes]:
-        """Returns what each of the ids below `size` adds to a text, as its first token or a later one."""
+        """Returns the bytes that each id adds to a text.
+
+        Args:
+          size: the number of ids, counted from 0.
+          first: whether the id is the first token of the text. Most SentencePiece vocabularies drop
+            the space before a first token.
+
+        Returns:
+          One string of bytes for each of the ids below `size`.
+        """
         return [self.decode([i]).encode() for i in range(size)]
 
     @abc.abstractmethod
     def contents(self) -> bytes:
-        """Returns all that it depends on."""
+        """Returns bytes that determine what the vocabulary encodes and decodes."""
 
     def is_text(self, id: int) -> bool:
-        """Whether a text can have this id."""
+        """Returns whether the tokens of a text can have this id."""
         return id > EOS
 
     def check_ids(self, ids: SpecialIds) -> None:
-        """Raises a `ValueError` if a model has another id of EOS, or pads with what a text can have."""
+        """Raises a `ValueError` if the special ids of a model do not fit this vocabulary.
+
+        The id of EOS must be the same, and the id of padding must not stand for text.
+        """
         if ids.end != self.eos_id:
             raise ValueError(
                 f"the vocabulary has EOS {self.eos_id} but model.ids.end={ids.end}; set model.ids.end, "
@@ -104,25 +125,32 @@ class Vocabulary(abc.ABC):
 
     @property
     def around_inputs(self) -> tuple[list[int], list[int]]:
-        """The ids before and after those of an input: EOS is after them."""
+        """The ids to put before and after the ids of an input. By default, EOS comes after them."""
         return [], [self.eos_id]
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that depend on what it encodes, not on the path of its file."""
+        """16 hexadecimal digits that identify what the vocabulary encodes.
+
+        They do not depend on the path of the file.
+        """
         return hashlib.sha256(self.contents()).hexdigest()[:16]
 
     def build(self) -> Self:
-        """Returns the vocabulary, whose file is read now if it has one."""
+        """Returns the vocabulary. If it has a file, the file is read now."""
         return self
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Bytes(Vocabulary):
-    """UTF-8 bytes (ByT5): padding 0, EOS 1, unknown 2, then 256 bytes, then sentinels.
+    """A vocabulary of UTF-8 bytes, as in ByT5. It needs no file.
 
-    It needs no file. Sentinels and invalid UTF-8 are omitted when decoding.
+    The ids are padding 0, EOS 1, unknown 2, then the 256 bytes, then the sentinels. Decoding omits
+    sentinels and invalid UTF-8.
+
+    Attributes:
+      extra_ids: the number of sentinels.
     """
 
     extra_ids: Number = EXTRA_IDS
@@ -132,7 +160,11 @@ class Bytes(Vocabulary):
         return _FIRST_BYTE + 256 + self.extra_ids
 
     def encode(self, text: str) -> list[int]:
-        """Returns the bytes of a text, each plus 3; for errors see `utf8`."""
+        """Returns the bytes of a text, each increased by 3.
+
+        Raises:
+          ValueError: see `utf8`.
+        """
         return [_FIRST_BYTE + byte for byte in utf8(text)]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -147,21 +179,23 @@ class Bytes(Vocabulary):
 
 
 _FIRST_BYTE = 3
+"""The id of byte 0."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class SentencePiece(Vocabulary):
-    """A SentencePiece model file, such as T5's ``spiece.model`` (padding 0, EOS 1, unknown 2).
+    """A vocabulary in a SentencePiece model file, such as T5's ``spiece.model``.
 
-    The file is read when it is needed, or by `build`.
+    The file is read when it is needed for the first time, or by `build`. In T5's file, padding has
+    the id 0, EOS 1 and unknown text 2.
 
     Attributes:
-      path: a file, on a disk or in a bucket (``gs://…``).
-      extra_ids: number of sentinels to add after the pieces of the file: 100 for T5's file of
-        32,000 pieces, 0 for files that contain sentinels.
-      bos: whether inputs begin with the file's BOS, and, but for a BPE of bytes, do not end with EOS: as
-        Gemma's do.
+      path: the path of the file, on a disk or in a bucket (``gs://…``).
+      extra_ids: the number of sentinels to add after the pieces of the file. Use 100 for T5's file
+        of 32,000 pieces, and 0 for a file that contains its sentinels.
+      bos: whether inputs begin with the file's BOS, as for Gemma. Inputs then do not end with EOS,
+        except with a byte-level BPE.
     """
 
     path: str
@@ -173,8 +207,9 @@ class SentencePiece(Vocabulary):
         """The `SentencePieceProcessor`, including the sentinels.
 
         Raises:
-          FileNotFoundError: there is no such file.
-          ValueError: the file is not a SentencePiece model, or has no EOS or BOS.
+          FileNotFoundError: if the file does not exist.
+          ValueError: if the file is not a SentencePiece model, or has no EOS, or has no BOS
+            although `bos` is set.
         """
         path = self.file
         if not path.is_file():
@@ -197,7 +232,7 @@ class SentencePiece(Vocabulary):
         return absolute(storage_path(self.path).expanduser())
 
     def build(self) -> Self:
-        """Reads the file, see `processor`, and returns the vocabulary."""
+        """Reads the file (see `processor`), and returns the vocabulary."""
         _ = self.processor
         return self
 
@@ -211,14 +246,14 @@ class SentencePiece(Vocabulary):
 
     @property
     def around_inputs(self) -> tuple[list[int], list[int]]:
-        """The ids before and after those of an input."""
+        """The ids to put before and after the ids of an input."""
         if not self.bos:
             return super().around_inputs
         return [self.processor.bos_id()], [self.eos_id] if self.byte_level else []
 
     @functools.cached_property
     def byte_level(self) -> ByteLevel | None:
-        """What encodes and decodes if it is a BPE of bytes, such as CodeT5's."""
+        """The `ByteLevel` of a byte-level BPE such as CodeT5's. It is `None` for other files."""
         if BPE_OF_BYTES.encode() not in self.contents():
             return None
         from synthesizer_jax.data.byte_level import ByteLevel
@@ -227,7 +262,10 @@ class SentencePiece(Vocabulary):
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that depend on what it encodes, not on the path of its file."""
+        """16 hexadecimal digits that identify what the vocabulary encodes.
+
+        They do not depend on the path of the file. If `bos` is set, ``b`` is appended.
+        """
         return super().digest + ("b" if self.bos else "")
 
     @property
@@ -238,9 +276,9 @@ class SentencePiece(Vocabulary):
         return not (self.processor.IsControl(id) or self.processor.IsUnused(id))
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of the pieces of a text.
+        """Returns the ids of the pieces of a text, without EOS.
 
-        A sentinel in the text is recognized at the beginning of a word.
+        A sentinel in the text is recognized only at the beginning of a word.
 
         Raises:
           ValueError: see `utf8`.
@@ -249,7 +287,7 @@ class SentencePiece(Vocabulary):
         return self.byte_level.encode(text) if self.byte_level else self.processor.EncodeAsIds(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of the pieces before the first EOS; unknown pieces give ``⁇``."""
+        """Returns the text of the pieces before the first EOS. Unknown pieces become ``⁇``."""
         size, unknown = self.vocab_size, self.unk_id
         known = [unknown if i >= size else i for i in _until(ids, self.eos_id)]
         return self.byte_level.decode(known) if self.byte_level else self.processor.DecodeIds(known)
@@ -262,10 +300,12 @@ class SentencePiece(Vocabulary):
             piece = processor.IdToPiece(i)
             if self.byte_level:
                 return self.byte_level.bytes_of(i)
-            if processor.IsByte(i):  # <0x41>
+            # Such a piece is written as its byte, for example `<0x41>`.
+            if processor.IsByte(i):
                 return bytes([int(piece[3:5], 16)])
             if first or processor.IsUnknown(i) or processor.IsControl(i):
-                return self.decode([i]).encode()  # at the beginning without a space
+                # Decoding a single id drops the space at the beginning.
+                return self.decode([i]).encode()
             return piece.replace("▁", " ").encode()
 
         return [convert(i) for i in range(size)]
@@ -285,7 +325,17 @@ def _until(ids: Iterable[int], eos: int) -> list[int]:
 
 @functools.lru_cache(maxsize=8)
 def _load_processor(path: pathlib.Path, data: bytes, extra_ids: int) -> SentencePieceProcessor:
-    """Returns the processor of a model file with sentinels, ``<extra_id_0>`` last, after its pieces."""
+    """Returns the processor of a model file, with sentinels after the pieces of the file.
+
+    Args:
+      path: the path of the file, for messages.
+      data: the contents of the file.
+      extra_ids: the number of sentinels to add.
+
+    Raises:
+      ValueError: if the file is damaged or no SentencePiece model, or if sentinels are to be added
+        and it has some already.
+    """
     import sentencepiece
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
@@ -296,6 +346,7 @@ def _load_processor(path: pathlib.Path, data: bytes, extra_ids: int) -> Sentence
         model = messages.ModelProto.FromString(data)
         if extra_ids and any("<extra_id_0>" in x.piece for x in model.pieces):
             raise ValueError(f"{path} has sentinels; set vocabulary.extra_ids=0, or --extra-ids 0")
+        # The sentinels count down, so that `<extra_id_0>` has the last id.
         for i in reversed(range(extra_ids)):
             kind = model.SentencePiece.USER_DEFINED
             model.pieces.add(piece=f"▁<extra_id_{i}>", score=0.0, type=kind)
@@ -310,16 +361,16 @@ def _load_processor(path: pathlib.Path, data: bytes, extra_ids: int) -> Sentence
 def train_sentencepiece(
     texts: Iterable[str], path: pathlib.Path, *, vocab_size: int, model_type: str = "unigram"
 ) -> None:
-    """Trains a SentencePiece model with T5's special ids and writes it atomically.
+    """Trains a SentencePiece model with T5's special ids, and writes it atomically.
 
     Args:
-      texts: sentences.
-      path: the file to write; an existing one is replaced when the new one is complete.
-      vocab_size: number of pieces, including special ones.
+      texts: the sentences to train on.
+      path: the file to write. An existing file is replaced when the new one is complete.
+      vocab_size: the number of pieces, including special ones.
       model_type: ``unigram`` (T5) or ``bpe``.
 
     Raises:
-      ValueError: there is not enough text for that many pieces.
+      ValueError: if there is not enough text for this number of pieces.
     """
     import sentencepiece
 
@@ -335,9 +386,9 @@ def train_sentencepiece(
                 unk_id=UNKNOWN,
                 bos_id=-1,
                 character_coverage=1.0,
-                num_threads=1,  # the result does not depend on the machine
+                num_threads=1,  # so the result does not depend on the machine
                 minloglevel=2,
-                max_sentence_length=2**30,  # in bytes; longer texts would be left out
+                max_sentence_length=2**30,  # in bytes, because longer texts would be left out
             )
         except RuntimeError as error:
             raise ValueError(f"vocab_size={vocab_size} cannot be trained: {error}") from None
@@ -346,10 +397,17 @@ def train_sentencepiece(
 def index_by_tokens(
     words: Sequence[str], vocabulary: Vocabulary, *, owner: str, length: int | None = None
 ) -> dict[tuple[int, ...], int]:
-    """Returns the indices of label words by their token ids with EOS, which `length` cuts if it is given.
+    """Returns the index of every label word by its token ids, which include EOS.
+
+    Args:
+      words: the label words.
+      vocabulary: the vocabulary that encodes them.
+      owner: the name of the owner of the words, for messages.
+      length: the maximum number of tokens, including EOS. Longer words are truncated before EOS.
+        `None` means that there is no limit.
 
     Raises:
-      ValueError: two of the words, which `owner` has, have the same token ids.
+      ValueError: if two of the words have the same token ids.
     """
     indices: dict[tuple[int, ...], int] = {}
     for index, word in enumerate(words):
@@ -365,7 +423,11 @@ def index_by_tokens(
 
 
 class Classes:
-    """The classes of an encoder, by their label words, which are in the order of its outputs.
+    """The classes of an encoder, which are identified by their label words.
+
+    Args:
+      words: the label words, in the order of the encoder's outputs.
+      vocabulary: the vocabulary that encodes the targets.
 
     Raises:
       ValueError: see `index_by_tokens`.
@@ -376,10 +438,15 @@ class Classes:
         self._indices = index_by_tokens(words, vocabulary, owner="data.classes")
 
     def index(self, target: np.ndarray, *, owner: str) -> int:
-        """Returns the class of a target, token ids with EOS; `owner` is what has it, for the error.
+        """Returns the class of a target.
+
+        Args:
+          target: the token ids of the target, with EOS.
+          owner: the name of the task and split of the target, for messages.
 
         Raises:
-          ValueError: it is none of the classes, such as that of an example whose label is hidden.
+          ValueError: if the target is not one of the classes. For example, the label of the example
+            may be hidden.
         """
         index = self._indices.get(tuple(target.tolist()))
         if index is None:
@@ -391,7 +458,11 @@ class Classes:
         return index
 
     def columns(self, words: Sequence[str]) -> list[int]:
-        """Returns the classes of label words; raises a `ValueError` if one of them is no class."""
+        """Returns the classes of some label words.
+
+        Raises:
+          ValueError: if a label word is not one of the classes.
+        """
         unknown = [word for word in words if word not in self.words]
         if unknown:
             raise ValueError(
