@@ -1,4 +1,4 @@
-"""Alignments, which compute the attention logits of a layer: they decide who attends to whom."""
+"""Alignments compute the attention logits of a layer: they decide which token attends to which."""
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.alignments.dense import Dense, FactorizedDense
@@ -44,4 +44,4 @@ _CLASSES: tuple[type[Alignment], ...] = (
     RelativeBias,
 )
 ALIGNMENTS = {cls.__name__: cls for cls in _CLASSES}
-"""The alignment classes of this package by name."""
+"""The alignment classes of this package, by name."""

@@ -24,19 +24,23 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 @dataclasses.dataclass(frozen=True)
 class AttentionContext:
-    """What an alignment knows of the attention that it is part of.
+    """What an alignment knows about the attention layer that it belongs to.
 
     Attributes:
       num_heads: number of heads.
-      head_dim: width of one head, the default width of what an alignment projects to.
+      head_dim: width of one head. Alignments project tokens to this width by default.
       query_span: in-sequence positions of the queries.
-      key_span: in-sequence positions of all keys, cached ones included.
-      keys_start: position of the first of the tokens that are given as keys: the queries' in
-        self-attention, where cached ones are not given again, and 0 in cross-attention.
-      num_kv_heads: number of heads of token-made keys, each shared by as many neighboring heads of the
-        queries; None: every head has its own.
-      packed_positions: in cross-attention of packed rows, the in-sequence positions of queries and keys,
-        ``[batch, n]`` each; None: they count from the starts above, which suffices for distances.
+      key_span: in-sequence positions of all keys, including cached keys.
+      keys_start: position of the first token that is passed as a key. In self-attention it is the
+        position of the first query, because tokens in the cache are not passed again. In
+        cross-attention it is 0.
+      num_kv_heads: number of heads of the keys that are made from tokens. Each of these heads is
+        shared by equally many neighboring heads of the queries. If it is None, every query head has
+        its own key head.
+      packed_positions: the in-sequence positions of the queries and of the keys, each
+        ``[batch, n]``. They are given only in cross-attention of packed rows. If it is None,
+        positions count up from `query_span.start` and `keys_start`, which is enough to compute
+        distances.
     """
 
     num_heads: int
@@ -49,7 +53,10 @@ class AttentionContext:
 
     @property
     def distance_range(self) -> tuple[int, int]:
-        """The smallest and largest ``key − query``; over all steps if the query span is traced.
+        """The smallest and the largest distance ``key − query``.
+
+        If the start of the query span is traced, as in a decoding loop, the range covers the
+        distances of all steps.
 
         Raises:
           ValueError: the start of the key span is traced.
@@ -64,29 +71,34 @@ class AttentionContext:
 
 
 class Alignment(nn.Module):
-    """Who attends to whom: tokens and positions in, terms of the attention logits out.
+    """Decides who attends to whom: it maps tokens and positions to terms of the attention logits.
 
-    An alignment sees neither masks nor values, and never returns an array of
-    ``[batch, heads, query, key]``.
+    An alignment sees neither masks nor values. It never returns an array of
+    ``[batch, heads, query, key]``, so that the routes of `attend` can compute the logits block by
+    block.
 
     Attributes:
-      makes_logits: False if the terms are weights, to which no position bias can be added.
-      linear_in: names of parameters, or of submodules; multiplying the first that there is multiplies the
-        logits.
+      makes_logits: whether the terms are logits. If it is False, the terms are attention weights,
+        to which no position bias can be added.
+      linear_in: names of parameters or submodules in which the logits are linear. Multiplying the
+        first one that exists by a factor multiplies all logits by that factor.
     """
 
     makes_logits: ClassVar[bool] = True
     linear_in: ClassVar[tuple[str, ...]] = ()
 
     def scale_logits(self, params: PyTree, factor: float) -> PyTree:
-        """Returns parameters with which all logits are multiplied by a factor.
+        """Returns a copy of the parameters that multiplies all logits by a factor.
+
+        A mixture uses it to start as one of its parts. If the factor is 0, the logits are zero, but
+        some parameters still have nonzero gradients, so the part can be learned.
 
         Args:
           params: the alignment's parameters.
-          factor: the factor; with 0 the logits are zero and the gradients of some parameters are not.
+          factor: the factor.
 
         Raises:
-          ValueError: no parameters do that.
+          ValueError: the alignment has no parameters in which its logits are linear.
         """
         name = next((name for name in self.linear_in if name in params), None)
         if name is None:
@@ -100,11 +112,12 @@ class Alignment(nn.Module):
         """Returns the terms whose sum is the logits.
 
         Args:
-          queries: ``[batch, q, d_model]`` tokens, or ``[batch, q, heads, width]`` if they are
-            already projected (shared projections of the released Mesh-TensorFlow code).
-          keys: the same for the attended tokens; in self-attention these are the queries' tokens,
-            and in a decoding step the new tokens only.
-          context: heads and positions.
+          queries: ``[batch, q, d_model]`` tokens, or ``[batch, q, heads, width]`` if the tokens are
+            already projected, as in the released Mesh-TensorFlow code, where several parts share a
+            projection.
+          keys: the tokens to attend to, in one of the same two shapes. In self-attention they are
+            the queries' tokens. In a decoding step they are only the new tokens.
+          context: the layer's heads, and the positions of queries and keys.
 
         Returns:
           Terms for q queries and ``context.key_span.length`` keys.
@@ -121,22 +134,23 @@ def dense_product(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """Multiplies by a kernel as one matrix product: a ``dot_general`` for Flax's dense layers.
+    """Multiplies `x` by a kernel as a single matrix product.
 
-    The kernel's gradient is one matrix product too. With several contracted axes or features, XLA's CPU
-    backend would first transpose a copy of `x`.
+    Flax's dense layers call it in place of `lax.dot_general`. The contracted axes are flattened
+    into one axis, and so are the features, because XLA's CPU backend would otherwise transpose a
+    copy of `x` first. The kernel's gradient is then a single matrix product too.
 
     Args:
-      x: ``[..., *contracted]``; its last axes are contracted.
-      kernel: ``[*contracted, ...]``; its first axes are contracted.
-      dimension_numbers: as Flax's layers pass them, without batch axes.
-      precision: as in `lax.dot_general`.
-      preferred_element_type: as in `lax.dot_general`.
-      out_sharding: the sharding of the result if mesh axes are explicit; None: that of `x`, followed by
-        that of the kernel's other axes.
+      x: ``[..., *contracted]``. Its last axes are contracted.
+      kernel: ``[*contracted, *features]``. Its first axes are contracted.
+      dimension_numbers: the dimension numbers that Flax's layers pass, without batch axes.
+      precision: see `lax.dot_general`.
+      preferred_element_type: see `lax.dot_general`.
+      out_sharding: the sharding of the result if mesh axes are explicit. If it is None, the result
+        is sharded like `x` in its leading axes and like the kernel in its features.
 
     Returns:
-      ``[..., ...]``.
+      ``[..., *features]``.
     """
     num_contracted = len(dimension_numbers[0][1])
     types: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
@@ -148,8 +162,9 @@ def dense_product(
             out = lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), **types)
             return out.reshape(*lead, *features)
 
-        # Mesh axes that already divide `x` cannot also divide the kernel's features: the kernel is
-        # gathered along them (FSDP).
+        # If mesh axes are explicit, the axes of the arrays are not flattened, because each has its
+        # own sharding. A mesh axis that already divides `x` cannot also divide the kernel's
+        # features, so the kernel is gathered along such axes, as in FSDP.
         x_axes = [axes_along(x, i) for i in range(x.ndim)]
         used_axes = {axis for axes in x_axes for axis in axes}
         feature_axes = [
@@ -177,12 +192,13 @@ def dense_layer(
 
     Args:
       features: sizes of the output's last dimensions.
-      axes: logical axis names of the kernel, those of the input first.
+      axes: logical axis names of the kernel's dimensions: first the contracted ones, then the
+        features.
       dtype: dtype of the computation.
       kernel_init: initializer of the kernel.
-      use_bias: add a bias.
-      contracted: number of the input's dimensions that are summed over.
-      **module: name and parent.
+      use_bias: whether to add a bias.
+      contracted: number of the input's last dimensions that are summed over.
+      **module: the name and the parent of the layer.
     """
     return nn.DenseGeneral(
         features,
@@ -208,14 +224,17 @@ def project(
 ) -> jax.Array:
     """Projects tokens ``[batch, length, d_model]`` to heads ``[batch, length, heads, width]``.
 
+    It must be called in a compact method, because it creates a submodule.
+
     Args:
-      x: tokens; their dtype is the dtype of the computation.
+      x: the tokens. Their dtype is the dtype of the computation.
       heads: number of heads.
       width: width of one head.
-      name: name of the submodule, which has ``kernel [d_model, heads, width]``.
-      axes: logical axis names of heads and width.
-      kernel_init: initializer of the kernel; None: variance 1 / d_model.
-      use_bias: add ``name/bias [heads, width]``.
+      name: name of the submodule, whose kernel is ``[d_model, heads, width]``.
+      axes: logical axis names of the heads and of the width.
+      kernel_init: initializer of the kernel. The default, None, is a normal distribution with
+        variance 1 / d_model.
+      use_bias: whether to add a bias ``[heads, width]``.
     """
     return dense_layer(
         (heads, width),
@@ -228,7 +247,11 @@ def project(
 
 
 def slice_positions(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
-    """Returns a span's part of a table of positions; NaN if a traced span exceeds the table."""
+    """Returns the part of a table that belongs to the positions of a span.
+
+    The result is NaN if the start of the span is traced and the span exceeds the table, because an
+    error cannot be raised in a compiled program.
+    """
     if isinstance(span.start, int):
         return jax.lax.slice_in_dim(table, span.start, span.start + span.length, axis=axis)
     rows = jax.lax.dynamic_slice_in_dim(table, span.start, span.length, axis=axis)
@@ -237,7 +260,7 @@ def slice_positions(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
 
 
 def check_length(module: nn.Module, max_length: int, *spans: Span) -> None:
-    """Raises a `ValueError` if a span exceeds a table of `max_length` positions."""
+    """Raises a `ValueError` if a span reaches beyond a table of `max_length` positions."""
     for span in spans:
         end = span.length + (int(np.asarray(span.start).max()) if is_concrete(span.start) else 0)
         if end > max_length:

@@ -1,4 +1,4 @@
-"""Logits that every token computes by itself, without a look at the keys: the Dense Synthesizers."""
+"""Dense Synthesizers, in which every token computes its logits without looking at the keys."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ from synthesizer_jax.primitives.parameters import with_axes
 class Dense(Alignment):
     """Every token computes its own row of logits, ``B_i = W₂ relu(W₁ x_i)``.
 
-    Tay et al. 2021, section 3.1 (Dense Synthesizer), without biases. W₂'s rows act as keys that are
-    the same for every example, so the engine treats it as a dot product with static keys.
+    This is the Dense Synthesizer of Tay et al. 2021, section 3.1, without biases. The rows of W₂
+    act as keys that are the same for every example. The logits are therefore computed as a dot
+    product with static keys.
 
     Attributes:
-      max_length: number of key positions that W₂ addresses.
-      hidden_dim: width of the hidden layer per head; None means the width of a head.
-      share_heads: one W₂ for all heads, as in the released Mesh-TensorFlow code; the paper's text
-        has one per head.
+      max_length: number of key positions for which W₂ has a row.
+      hidden_dim: width of the hidden layer of one head. None means the width of a head.
+      share_heads: whether all heads share one W₂, as in the released Mesh-TensorFlow code. In the
+        paper's text every head has its own.
       hidden_init: initializer of W₁ ``[d_model, heads · hidden]``.
-      table_init: initializer of W₂ ``[heads, max_length, hidden]``; None: variance 1 / hidden.
+      table_init: initializer of W₂ ``[heads, max_length, hidden]``. None means a normal
+        distribution with variance 1 / hidden.
     """
 
     max_length: Length
@@ -67,14 +69,18 @@ class Dense(Alignment):
 class FactorizedDense(Alignment):
     """Every token computes two short vectors whose outer product is its row of logits.
 
-    ``C_i[p·B + r] = A_i[p] · B_i[r]`` with ``A_i = W_A relu(W₁ x_i)`` and ``B_i = W_B relu(W₁ x_i)``
-    (Tay et al. 2021, section 3.3, Factorized Dense Synthesizer). The paper tiles both vectors to
-    the full length; here one is repeated element by element and the other as a whole, so that every
-    pair (p, r) occurs exactly once.
+    The logit of key ``p·B + r`` is ``C_i[p·B + r] = A_i[p] · B_i[r]``, where
+    ``A_i = W_A relu(W₁ x_i)`` and ``B_i = W_B relu(W₁ x_i)`` (Tay et al. 2021, section 3.3,
+    Factorized Dense Synthesizer). The paper tiles both vectors to the full length. Here each
+    element of A is repeated and B is tiled as a whole, so that every pair (p, r) occurs exactly
+    once.
 
     Attributes:
-      max_length: number of key positions, ``A · B`` with the most balanced factors, 16 · 32 for 512.
-      hidden_dim: width of the hidden layer per head; None means the width of a head.
+      max_length: number of key positions. It is split into the two factors nearest to each other,
+        for example 16 · 32 for 512.
+      hidden_dim: width of the hidden layer of one head. None means the width of a head.
+      hidden_init: initializer of W₁ ``[d_model, heads · hidden]``.
+      factor_init: initializer of W_A and W_B, each ``[heads, hidden, factor]``.
     """
 
     max_length: Length
@@ -90,6 +96,7 @@ class FactorizedDense(Alignment):
         axes = "heads", "synth_hidden", "key_length"
 
         def factor(name: str, width: int) -> jax.Array:
+            """Computes one of the two vectors of every token, ``[batch, q, heads, width]``."""
             init = with_axes(self.factor_init, *axes)
             kernel = self.param(name, init, (*hidden.shape[-2:], width))
             return jnp.einsum("bqhe,hea->bqha", hidden, kernel.astype(hidden.dtype))
@@ -99,7 +106,10 @@ class FactorizedDense(Alignment):
 
 
 def balanced_factors(length: int) -> tuple[int, int]:
-    """The factor pair of `length` nearest to a square, smaller one first: 512 → (16, 32)."""
+    """Returns the two factors of `length` nearest to each other, the smaller one first.
+
+    For example, 512 gives (16, 32).
+    """
     first = next(a for a in range(math.isqrt(length), 0, -1) if length % a == 0)
     return first, length // first
 
@@ -107,7 +117,11 @@ def balanced_factors(length: int) -> tuple[int, int]:
 def _hidden(
     queries: jax.Array, width: int, kernel_init: Initializer, context: AttentionContext
 ) -> jax.Array:
-    """Computes the hidden layer of every head, ``[batch, q, heads, width]``."""
+    """Returns the hidden layer of every head, ``[batch, q, heads, width]``.
+
+    Queries that are already projected are used as they are, so that a mixture can share its
+    projection.
+    """
     if queries.ndim == 3:
         queries = project(
             queries,

@@ -1,4 +1,4 @@
-"""Logits from queries times keys, the attention of the Transformer."""
+"""Logits that are products of queries and keys, as in the Transformer."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ from synthesizer_jax.primitives.norms import RMSNorm
 class DotProduct(Alignment):
     """Scaled dot product of projected tokens, ``logits = scale · (x W_q)(y W_k)ᵀ``.
 
-    The width of a head is free: it need not be d_model / heads (Bhojanapalli et al. 2020, the
-    low-rank bottleneck).
+    The width of a head does not have to be d_model / heads. Bhojanapalli et al. 2020 show that this
+    choice limits the rank of the logits ("low-rank bottleneck").
 
     Attributes:
-      head_dim: width of queries and keys; None means the width of the values.
-      scale: factor of the logits; None means 1/√head_dim (Vaswani et al. 2017). T5 uses 1 and puts
+      head_dim: width of queries and keys. None means the width of the values.
+      scale: factor of the logits. None means 1/√head_dim (Vaswani et al. 2017). T5 uses 1 and puts
         the factor into the query's initializer.
-      use_bias: biases in both projections, as in BERT.
-      normalize_qk: RMS normalization of every head's queries and keys, with a learned factor for each of
-        their features, as in Qwen 3 and Gemma 3 (Dehghani et al. 2023 use LayerNorm).
-      rotary_base: base of rotary positions (Su et al. 2021, RoFormer), 10,000 in the paper: features i
-        and ``i + head_dim / 2`` are rotated by ``position · base^(-2 i / head_dim)``, as in Llama; None:
-        no rotation.
-      rotary_share: share of every head's features, the first ones, that are rotated, as in GPT-NeoX.
-      rotary_scaling: `LinearScaling` or `YaRN`, for texts longer than in training; None: none.
+      use_bias: whether both projections have a bias, as in BERT.
+      normalize_qk: whether the queries and keys of every head are divided by their root mean square
+        and multiplied by a learned factor for each feature, as in Qwen 3 and Gemma 3. (Dehghani et
+        al. 2023 use LayerNorm.)
+      rotary_base: base of rotary positions (Su et al. 2021, RoFormer), 10,000 in the paper. The
+        pair of features i and ``i + head_dim / 2`` is rotated by
+        ``position · base^(-2 i / head_dim)``, as in Llama. None means no rotation.
+      rotary_share: the share of every head's features that is rotated, as in GPT-NeoX. The first
+        features are rotated.
+      rotary_scaling: how the rotation changes for texts that are longer than those in training: a
+        `LinearScaling`, a `YaRN`, or None for no change.
       query_init: initializer of the query kernel ``[d_model, heads · head_dim]``.
-      key_init: initializer of the key kernel.
+      key_init: initializer of the key kernel ``[d_model, kv_heads · head_dim]``.
     """
 
     head_dim: Length | None = None
@@ -87,6 +90,7 @@ class DotProduct(Alignment):
                 "DotProduct: rotary_base is None, but rotary_share or rotary_scaling is set; set it too, "
                 "such as rotary_base=10_000"
             )
+        # The queries are scaled, not the logits: there are fewer of them.
         scale = width**-0.5 if self.scale is None else self.scale
         if scale != 1.0:
             queries = queries * scale
@@ -97,13 +101,15 @@ class DotProduct(Alignment):
 class Bilinear(Alignment):
     """A full matrix between every pair of tokens, ``logits_h = (x W_h) yᵀ`` with W_h of d × d.
 
-    In an `Attention` with ``project_values=False`` it is general bilinear multi-head attention (Shazeer
-    et al. 2020, section 3.3). That is the case of head size d_model, where key and value projections can
-    be multiplied into those of the queries and the output.
+    In an `Attention` with ``project_values=False`` it is general bilinear multi-head attention
+    (Shazeer et al. 2020, section 3.3). This is multi-head attention whose heads are as wide as
+    d_model. The projection of the keys can then be multiplied into that of the queries, and the
+    projection of the values into that of the outputs.
 
     Attributes:
-      query_init: initializer of the kernel, as ``[d_model, heads · d_model]``; None: standard deviation
-        1 / d_model, which makes the logits of unit tokens about one.
+      query_init: initializer of the kernel, as ``[d_model, heads · d_model]``. None means a normal
+        distribution with standard deviation 1 / d_model. If the features of tokens have unit
+        variance, the logits then have a variance of about one.
     """
 
     query_init: Initializer | None = None

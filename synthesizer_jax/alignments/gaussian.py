@@ -1,4 +1,4 @@
-"""Hard-coded Gaussian attention."""
+"""Hard-coded Gaussian attention, whose weights depend only on positions."""
 
 from __future__ import annotations
 
@@ -20,24 +20,30 @@ from synthesizer_jax.primitives.initializers import Initializer
 from synthesizer_jax.primitives.parameters import with_axes
 
 REACH = 6.0
-"""Half width of the window in standard deviations: 2e-11 of the mass lies outside."""
+"""Half the width of the window, in standard deviations.
+
+A share of 2e-11 of the density lies outside.
+"""
 
 
 @register
 class Gaussian(Alignment):
-    """Every head looks at a fixed place near the query, nothing is learned.
+    """Every head attends to a fixed place near the query, and nothing is learned.
 
-    ``weight[i, j] = 1/(σ√2π) · exp(−½ ((j − (ratio · i + offset)) / σ)²)``, the density itself:
-    neither a softmax nor a division by the sum (You et al. 2020, equation 2 and released code).
-    Masked keys just do not count. The window is cut at 6 σ.
+    ``weight[i, j] = 1/(σ√2π) · exp(−½ ((j − (ratio · i + offset)) / σ)²)`` (You et al. 2020,
+    equation 2 and released code). The weight is the density itself, without a softmax and without a
+    division by the sum. Masked keys get weight zero, and the other weights do not change. The
+    window of keys ends 6 σ from the center.
 
     Attributes:
-      offsets: centers relative to the query, given to the heads in turn: ``(-1, 1)`` in the paper's
-        encoders and cross-attention, ``(-1, 0)`` in its decoders.
-      sigma: standard deviation; 0 is its limit, the one token at the (rounded) center.
-      normalize: divide by the sum over the keys that are seen, a softmax of the log-density.
-      threshold: densities below it are set to zero; None: none.
-      ratio: keys per query for cross-attention, in the paper the ratio of word counts.
+      offsets: centers relative to the query, which the heads use in turn. The paper uses
+        ``(-1, 1)`` in encoders and in cross-attention, and ``(-1, 0)`` in decoders.
+      sigma: standard deviation in tokens. With 0, a head attends only to the token at the rounded
+        center.
+      normalize: whether to divide the weights by their sum over the visible keys. This is the
+        softmax of the log-density.
+      threshold: weights below this density are set to zero. None means that no weight is.
+      ratio: number of keys per query, for cross-attention. The paper uses the ratio of word counts.
     """
 
     offsets: Annotated[tuple[float, ...], NotEmpty()] = (-1, 1)
@@ -53,6 +59,7 @@ class Gaussian(Alignment):
         dtype = logits_dtype(queries)
         first, width = self.window(offsets)
         if self.ratio == 1.0:
+            # The window moves by one key per query, so all queries have the same weights.
             distance = np.arange(first, first + width) - offsets[:, None]  # [h, w]
             weights = self.density(distance, dtype)[None, None]  # [1, 1, h, w]
             return (banded(weights, first=first, normalize=self.normalize),)
@@ -60,6 +67,7 @@ class Gaussian(Alignment):
         position = start + arange(0, length)
         if isinstance(position, jax.Array):
             position = position.astype(dtype)
+        # The center of a window can lie between two keys, so every query has weights of its own.
         center = jnp.asarray(self.ratio * position, dtype)  # [q]
         starts = jnp.floor(center).astype(jnp.int32) + first
         keys_seen = starts[:, None] + jnp.arange(width + 1)[None]  # [q, w]
@@ -69,13 +77,20 @@ class Gaussian(Alignment):
         return (banded(weights[None], starts=starts, normalize=self.normalize),)
 
     def window(self, offsets: np.ndarray) -> tuple[int, int]:
-        """The first tap's distance from the center line and the number of taps, for all heads."""
+        """Returns the window of keys that covers all heads.
+
+        Args:
+          offsets: the center of every head relative to the query, ``[heads]``.
+
+        Returns:
+          The distance of the window's first key from the query's place, and the number of keys.
+        """
         half = math.ceil(REACH * self.sigma)
         first = math.floor(offsets.min()) - half
         return first, math.ceil(offsets.max()) + half - first + 1
 
     def density(self, distance: jax.Array | np.ndarray, dtype: jnp.dtype) -> jax.Array:
-        """The density at distances from the center."""
+        """Returns the density at distances from the center, in the shape of `distance`."""
         distance = jnp.asarray(distance, dtype)
         if self.sigma == 0:
             return jnp.where((distance > -0.5) & (distance <= 0.5), 1.0, 0.0).astype(dtype)
@@ -86,16 +101,18 @@ class Gaussian(Alignment):
 
 @register
 class GaussianBias(Alignment):
-    """The log-density as logits, ``−½ ((j − i − offset) / σ)²``, to be mixed with others.
+    """The log-density of a Gaussian as logits, ``−½ ((j − i − offset) / σ)²``, to use in mixtures.
 
-    Inside a `Mixture` it is a product of experts: a dot product that prefers a neighborhood. Alone
-    it is the softmax-normalized `Gaussian` without its cut.
+    Inside a `Mixture` it makes a product of experts, such as a dot product that prefers nearby
+    tokens. By itself it gives a `Gaussian` with ``normalize=True``, except that its window has no
+    limit.
 
     Attributes:
-      offsets: centers relative to the query, given to the heads in turn.
-      sigma: standard deviation.
-      trainable: every head learns its center and 1/σ² (parameters ``offset`` and ``precision``,
-        ``[heads]``), starting from `offsets` and `sigma`. A precision of zero attends to all keys alike.
+      offsets: centers relative to the query, which the heads use in turn.
+      sigma: standard deviation in tokens.
+      trainable: whether every head learns its center and 1/σ². These are the parameters ``offset``
+        and ``precision``, each ``[heads]``, which start from `offsets` and `sigma`. A precision of
+        zero attends to all keys equally.
     """
 
     offsets: Annotated[tuple[float, ...], NotEmpty()] = (-1, 1)
@@ -119,14 +136,20 @@ class GaussianBias(Alignment):
         return (relative(-0.5 * precision.astype(dtype)[:, None] * distance**2, first=first),)
 
     def _learned(self, name: str, start: np.ndarray) -> jax.Array:
-        """Returns a parameter of every head that starts from the given values."""
+        """Returns a parameter ``[heads]`` whose initial values are `start`."""
         init: Initializer = lambda key, shape, dtype=jnp.float32: jnp.asarray(start, dtype)
         value: jax.Array = self.param(name, with_axes(init, "heads"), start.shape)
         return value
 
 
 def _cycle_offsets(module: nn.Module, offsets: tuple[float, ...], num_heads: int) -> np.ndarray:
-    """One offset a head: the given ones in turn, as in the released code."""
+    """Returns one offset for every head, ``[heads]``.
+
+    The given offsets are repeated, as in the released code.
+
+    Raises:
+      ValueError: the number of offsets does not divide the number of heads.
+    """
     if num_heads % len(offsets):
         raise ValueError(
             f"{type(module).__name__}: {len(offsets)} offsets for {num_heads} heads; give as many as "

@@ -1,4 +1,4 @@
-"""Alignments made of others: mixtures inside one softmax, and different ones for different heads."""
+"""Alignments that combine others, either in one softmax or by giving each some of the heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ Weights: TypeAlias = Annotated[str, Choices(("softmax", "sigmoid", "sum"))]
 
 
 class Parts(Alignment):
-    """An alignment made of others, whose parameters are in ``part_0``, ``part_1``, …
+    """The base of alignments that consist of others.
+
+    The parameters of the parts are in the submodules ``part_0``, ``part_1``, and so on.
 
     Attributes:
       parts: the alignments.
@@ -31,11 +33,19 @@ class Parts(Alignment):
     parts: Annotated[tuple[Alignment, ...], NotEmpty()]
 
     def scale_logits(self, params: PyTree, factor: float) -> PyTree:
-        """See `Alignment.scale_logits`."""
+        """Returns the parameters with all parts' logits multiplied by a factor.
+
+        See `Alignment.scale_logits` for the arguments and errors.
+        """
         return self._scale_parts(params, dict.fromkeys(range(len(self.parts)), factor))
 
     def _scale_parts(self, params: PyTree, factors: Mapping[int, float]) -> PyTree:
-        """Returns the parameters with the logits of the numbered parts multiplied by their factors."""
+        """Returns the parameters after multiplying the logits of some parts by their factors.
+
+        Args:
+          params: the parameters of the alignment.
+          factors: the factor of each part to scale, by the number of the part.
+        """
         scaled = {
             f"part_{i}": self.parts[i].scale_logits(params.get(f"part_{i}", {}), factor)
             for i, factor in factors.items()
@@ -45,19 +55,22 @@ class Parts(Alignment):
 
 @register
 class Mixture(Parts):
-    """A weighted sum of alignments' logits, ``Σ_s α_s S_s(X)`` inside one softmax.
+    """A weighted sum of the logits of several alignments, ``Σ_s α_s S_s(X)`` inside one softmax.
 
-    Tay et al. 2021, section 3.4. A part that occurs twice has its own parameters each time.
+    Tay et al. 2021, section 3.4. If the same alignment occurs twice, each occurrence has its own
+    parameters.
 
     Attributes:
       parts: the alignments.
-      weights: ``"softmax"``: α is a softmax over the parts for every head (parameters
-        ``[heads, parts]``, zero at first, so all parts weigh the same). ``"sigmoid"``: the released
-        Mesh-TensorFlow gate, one number per layer and two parts, ``(1 − σ(a), σ(a))``. ``"sum"``:
-        no weights, Mesh-TensorFlow's ``random_plus`` and ``dense_plus``.
-      share_query: one projection of the queries for all parts, as in Mesh-TensorFlow's
-        ``dense_plus`` where the same query meets the keys and, through a relu, the dense table.
-      query_init: initializer of that shared projection.
+      weights: how the weights α are made. ``"softmax"``: every head has a softmax over the parts.
+        Its parameters ``[heads, parts]`` are zero at first, so that all parts have the same weight.
+        ``"sigmoid"``: a gate over two parts, ``(1 − σ(a), σ(a))``, with one number a per layer, as
+        in the released Mesh-TensorFlow code. ``"sum"``: there are no weights, as in
+        Mesh-TensorFlow's ``random_plus`` and ``dense_plus``.
+      share_query: whether all parts share one projection of the queries. In Mesh-TensorFlow's
+        ``dense_plus``, the dot product uses the shared queries as they are, and the dense part uses
+        them after a relu.
+      query_init: initializer of the shared projection.
     """
 
     weights: Weights = "softmax"
@@ -95,13 +108,15 @@ class Mixture(Parts):
         return add(*(term for terms in parts for term in terms))
 
     def alpha(self, params: Mapping[str, Any]) -> jax.Array:
-        """Returns the parts' weights, ``[heads, parts]`` float32; ``[1, parts]`` if heads share them.
+        """Returns the weights of the parts in float32, ``[heads, parts]``.
+
+        The shape is ``[1, parts]`` if all heads share the weights.
 
         Args:
-          params: the mixture's parameters; in a layer's, those named ``align``.
+          params: the mixture's parameters. In the parameters of a layer they are named ``align``.
 
         Raises:
-          ValueError: the parts have no weights.
+          ValueError: the mixture has no weights because it adds the parts.
         """
         if self.weights == "sum":
             raise ValueError("Mixture: parts that are summed up have no weights α")
@@ -111,16 +126,18 @@ class Mixture(Parts):
         return jnp.concatenate([1.0 - gate, gate])[None]
 
     def start_as(self, part: int, params: PyTree, fresh: PyTree) -> PyTree:
-        """Returns parameters with which the mixture makes the logits of one of its parts alone.
+        """Returns parameters with which the mixture makes the same logits as one of its parts.
+
+        Training can then start from a model that has only this part. The logits of the other parts
+        are zero at first, but they have gradients and can grow.
 
         Args:
           part: the number of the part.
-          params: the parameters of that part as an alignment of its own.
-          fresh: initial parameters of the mixture, in which all parts weigh the same. The logits of the
-            other parts become zero; they have gradients.
+          params: the parameters of that part, as an alignment outside a mixture.
+          fresh: initial parameters of the mixture, in which all parts have the same weight.
 
         Raises:
-          ValueError: the logits of another part cannot be made zero by parameters.
+          ValueError: the logits of another part cannot be made zero by its parameters.
         """
         result = dict(fresh)
         if self.share_query:
@@ -128,20 +145,22 @@ class Mixture(Parts):
             result["query"] = params.pop("query")
         result[f"part_{part}"] = params
         factors = dict.fromkeys(range(len(self.parts)), 0.0)
+        # All weights α are 1 / parts at first, so the part's logits are multiplied by their number.
         factors[part] = 1.0 if self.weights == "sum" else float(len(self.parts))
         return self._scale_parts(result, factors)
 
 
 @register
 class PerHead(Parts):
-    """Gives some heads to each part: the first to the first part, and so on.
+    """Gives each part some of the heads, in the order of the parts.
 
-    Where a `Mixture` adds logits up, this keeps them apart; so it also takes alignments that are
-    weights, such as some `Gaussian` and some learned heads (You et al. 2020, released code).
+    A `Mixture` adds the logits of its parts. `PerHead` keeps them separate, so its parts may also
+    be alignments that make weights. For example, some heads can be `Gaussian` and others learned
+    (You et al. 2020, released code).
 
     Attributes:
       parts: the alignments.
-      heads: number of heads of every part; None: the same number for all.
+      heads: number of heads of each part. None means that all parts have the same number.
     """
 
     heads: tuple[Length, ...] | None = None
@@ -149,7 +168,8 @@ class PerHead(Parts):
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         counts = self.counts(context.num_heads)
-        if keys.ndim == 4:  # the layer's, of which each may serve several heads
+        if keys.ndim == 4:
+            # The layer projected the keys. Groups of heads may share one, so each gets a copy here.
             keys = repeat_heads(keys, context.num_heads)
         groups, start = [], 0
         for i, (part, count) in enumerate(zip(self.parts, counts, strict=True)):
@@ -165,7 +185,12 @@ class PerHead(Parts):
         return (Split(tuple(groups)),)
 
     def counts(self, num_heads: int) -> tuple[int, ...]:
-        """The number of heads of every part; raises a `ValueError` when they do not add up."""
+        """Returns the number of heads of every part.
+
+        Raises:
+          ValueError: the numbers in `heads` do not add up to `num_heads`, or the parts do not
+            divide it.
+        """
         if self.heads is not None:
             if len(self.heads) != len(self.parts) or sum(self.heads) != num_heads:
                 raise ValueError(

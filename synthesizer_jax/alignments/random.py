@@ -1,4 +1,4 @@
-"""Logits that are parameters, whatever the tokens are: the Random Synthesizers."""
+"""Random Synthesizers, whose logits are parameters that do not depend on the tokens."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 @register
 class Random(Alignment):
-    """Logits that are parameters, the same for every example, ``S = R[:q, :k]``.
+    """Logits that are parameters and the same for every example, ``S = R[:q, :k]``.
 
-    Tay et al. 2021, section 3.2 (Random Synthesizer). With `trainable=False` it is Fixed Random, whose
-    table stays at its initial value: gradients and optimizers belong to the collection ``params``, while
-    ``constants`` is passed on, ``layer.apply({"params": params, **rest}, x)``. Shorter inputs use the
-    top-left corner of the table.
+    Tay et al. 2021, section 3.2 (Random Synthesizer). Shorter inputs use the top-left corner of the
+    table.
+
+    With `trainable=False` it is the Fixed Random Synthesizer, whose table keeps its initial values.
+    The table is then in the collection ``constants``, which has no gradients and no optimizer
+    state. Pass that collection along with the parameters:
+    ``layer.apply({"params": params, **rest}, x)``.
 
     Attributes:
-      max_length: number of query and key positions of the table.
-      trainable: False keeps the table in the collection ``constants``: saved, never optimized.
+      max_length: number of query positions, and of key positions, in the table.
+      trainable: whether the table is a parameter. If it is False, the table is in the collection
+        ``constants``, which is saved but never optimized.
       table_init: initializer of the table ``[heads, max_length, max_length]``.
     """
 
@@ -50,13 +54,13 @@ class Random(Alignment):
 class FactorizedRandom(Alignment):
     """A Random table of low rank, ``S = R₁ R₂ᵀ``.
 
-    Tay et al. 2021, section 3.3 (Factorized Random Synthesizer; rank 8 in the paper). The released
-    Mesh-TensorFlow code computes something else (every query gets the same row), which is not
-    offered here.
+    Tay et al. 2021, section 3.3 (Factorized Random Synthesizer, with rank 8 in the paper). The
+    released Mesh-TensorFlow code computes something else: every query gets the same row. This
+    package does not offer that form.
 
     Attributes:
-      max_length: number of query and key positions.
-      rank: inner width k of the factors.
+      max_length: number of query positions, and of key positions.
+      rank: number of columns k of both factors.
       factor_init: initializer of R₁ and R₂, each ``[heads, max_length, rank]``.
     """
 

@@ -1,4 +1,4 @@
-"""Biases that depend on the distance of query and key: T5's, which is learned, and ALiBi's."""
+"""Position biases that depend on the distance of query and key: T5's learned bias, and ALiBi."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 @register
 class RelativeBias(Alignment):
-    """A learned number per head for each bucket of the distance ``key − query``.
+    """A learned number for each head and each bucket of the distance ``key − query``.
 
-    Raffel et al. 2020, section 2.1: half of the buckets are exact, the others grow logarithmically
-    up to `max_distance`. T5 keeps one such table per stack: give it to a stack as `bias`, or put it
-    into a `Mixture`.
+    Raffel et al. 2020, section 2.1. Half of the buckets hold one distance each. The bounds of the
+    others grow logarithmically up to `max_distance`. T5 has one such table per stack. To use it in
+    the same way, pass it to a stack as `bias`. To give every layer its own, put it into a
+    `Mixture`.
 
     Attributes:
-      num_buckets: number of buckets, over both directions when `bidirectional`.
-      max_distance: distances from here on share the last bucket.
-      bidirectional: True in encoders; in decoders only the past has buckets.
+      num_buckets: number of buckets. If `bidirectional`, it counts the buckets of both directions.
+      max_distance: all distances from this one on share the last bucket.
+      bidirectional: whether keys after the query have buckets of their own. It is True in encoders.
+        In decoders it is False, and only past keys have buckets.
       table_init: initializer of the table ``[heads, num_buckets]``.
     """
 
@@ -60,10 +62,12 @@ class RelativeBias(Alignment):
 class ALiBi(Alignment):
     """A fixed penalty that grows with the distance, ``logits_h = -m_h · |key − query|``.
 
-    Press et al. 2022, *Train Short, Test Long*, section 3; add it to a dot product,
-    ``Mixture((DotProduct(), ALiBi()), weights="sum")``. The slopes are ``m_h = 2^(-8 h / heads)`` for
-    heads 1, 2, …. If their number is no power of two, the slopes of the power below come first, and then
-    every second one of the power above, as in the released code.
+    Press et al. 2022, *Train Short, Test Long*, section 3. Add it to a dot product with
+    ``Mixture((DotProduct(), ALiBi()), weights="sum")``.
+
+    The slopes of heads 1, 2, … are ``m_h = 2^(-8 h / heads)`` if the number of heads is a power of
+    two. Otherwise the first heads have the slopes of the power of two below. The other heads have
+    every second slope of the power of two above, as in the released code.
     """
 
     @nn.compact

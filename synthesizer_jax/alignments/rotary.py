@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of features that turn by their position (Su et al. 2021, RoFormer)."""
+"""Rotary positions, which rotate pairs of features by their position (Su et al. 2021, RoFormer)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from synthesizer_jax.base.typing import Length, Positive
 @register
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by a factor, "position interpolation" (Chen et al. 2023)."""
+    """Divides positions by a factor, which is called position interpolation (Chen et al. 2023).
+
+    Attributes:
+      factor: the factor.
+    """
 
     factor: Positive
 
@@ -24,30 +28,40 @@ class LinearScaling:
         check_fields(self)
 
     def slow_down(self, speed: jax.Array, *, base: float) -> jax.Array:
-        """Returns the radians per position ``[width / 2]`` of every pair of features, of those without."""
+        """Returns the scaled angular speed of every pair of features, ``[width / 2]``.
+
+        Args:
+          speed: radians per position of every pair without scaling, ``[width / 2]``.
+          base: the base of the rotary positions. It is not used.
+        """
         return speed / self.factor
 
     @property
     def magnitude(self) -> float:
-        """The factor of rotated queries and keys."""
+        """The factor by which rotated queries and keys are multiplied."""
         return 1.0
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class YaRN:
-    """Slow pairs are scaled, fast ones are not, and logits grow (Peng et al. 2023, sections 3.2 and 3.4).
+    """Slows down the pairs of features that rotate slowly, and makes logits larger.
 
-    As in the authors' code and in transformers, the share of scaling grows linearly with the number of the
-    pair, from the last one below that turns `fast` times in `original_length` to the first one above that
-    turns `slow` times; the paper writes it linearly in the number of turns.
+    Peng et al. 2023, sections 3.2 and 3.4. Pairs that turn at least `fast` times in
+    `original_length` positions keep their speed. Pairs that turn at most `slow` times are slowed
+    down by `factor`. The pairs between are slowed down in part.
+
+    In the paper this part is linear in the number of turns. Here, as in the authors' code and in
+    transformers, it is linear in the index of the pair. It starts at the last index before the pair
+    that turns `fast` times, and ends at the first index after the pair that turns `slow` times.
 
     Attributes:
-      factor: the scale s: the length to reach, divided by `original_length`.
-      original_length: the longest text in training before.
+      factor: the scale s of the paper, which is the length to reach divided by `original_length`.
+      original_length: the length of the longest text in the original training.
       fast: β of the paper.
       slow: α of the paper.
-      attention_factor: factor of rotated queries and keys, 1/√t of the paper; None: 0.1 ln s + 1.
+      attention_factor: the factor of rotated queries and keys, 1/√t in the paper. None means 0.1 ln
+        s + 1.
     """
 
     factor: Positive
@@ -60,9 +74,16 @@ class YaRN:
         check_fields(self)
 
     def slow_down(self, speed: jax.Array, *, base: float) -> jax.Array:
-        """Returns the radians per position ``[width / 2]`` of every pair of features, of those without."""
+        """Returns the scaled angular speed of every pair of features, ``[width / 2]``.
+
+        Args:
+          speed: radians per position of every pair without scaling, ``[width / 2]``.
+          base: the base of the rotary positions.
+        """
         width = 2 * len(speed)
-        turns = self.original_length / (2 * math.pi)  # of a pair of one radian per position
+        # The number of turns of a pair that rotates by one radian per position.
+        turns = self.original_length / (2 * math.pi)
+        # Pair i turns `turns · base^(-2 i / width)` times. The indices solve this for i.
         low, high = (
             width * math.log(turns / count) / (2 * math.log(base)) for count in (self.fast, self.slow)
         )
@@ -73,7 +94,7 @@ class YaRN:
 
     @property
     def magnitude(self) -> float:
-        """The factor of rotated queries and keys."""
+        """The factor by which rotated queries and keys are multiplied."""
         return self.attention_factor or 0.1 * math.log(max(self.factor, 1.0)) + 1.0
 
 
@@ -85,14 +106,21 @@ def rotate(
     share: float = 1.0,
     scaling: LinearScaling | YaRN | None = None,
 ) -> jax.Array:
-    """Rotates pairs of features by their position, so that products depend on distances.
+    """Rotates pairs of features by their position, so that dot products depend on distances.
+
+    The first `share` of the features is rotated. Let w be their number, rounded down. Then features
+    i and ``i + w / 2`` form a pair, and the features from w on stay as they are.
 
     Args:
-      x: ``[batch, n, heads, width]``; of the first `share` of the features, rounded down, w in number,
-        feature i and ``i + w / 2`` are a pair, and the others stay.
-      position: that of the first of the n tokens, or those of all, ``[batch, n]``.
+      x: queries or keys, ``[batch, n, heads, width]``.
+      position: the position of the first of the n tokens, or the positions of all of them,
+        ``[batch, n]``.
       base: pair i turns by ``base^(-2 i / w)`` radians per position.
-      scaling: changes that.
+      share: the share of the features that is rotated.
+      scaling: changes the speed of the pairs and the size of the result. None means no change.
+
+    Returns:
+      An array of the shape and dtype of `x`.
 
     Raises:
       ValueError: w is zero or odd.
