@@ -1,4 +1,4 @@
-"""Mixers, whole sub-layers that mix tokens: attention, and layers that replace it.
+"""Mixers are whole sub-layers that mix tokens: attention, and layers that replace it.
 
 Inputs and outputs have the shape ``[batch, length, d_model]``.
 """
@@ -37,4 +37,4 @@ _CLASSES: tuple[type[Mixer], ...] = (
     TokenFeedForward,
 )
 MIXERS = {cls.__name__: cls for cls in _CLASSES}
-"""The mixer classes of this package by name."""
+"""The mixer classes of this package, by name."""

@@ -1,4 +1,4 @@
-"""The attention sub-layer: an alignment, values, and the engine that applies it to them."""
+"""The attention sub-layer, which combines an alignment and values in one call of `attend`."""
 
 from __future__ import annotations
 
@@ -47,23 +47,30 @@ Implementation: TypeAlias = Annotated[str, Choices(("auto", *ROUTES))]
 
 
 class AttentionBase(Mixer):
-    """What attention layers share: fields, projections and caches.
+    """The base of attention layers, with their fields, projections and caches.
 
-    A subclass defines `_values`, what it makes of the tokens attended to, and `_attend`.
+    A subclass defines two methods. `_values` makes values from the tokens to attend to, and
+    `_attend` weights and sums them.
 
     Attributes:
       num_heads: number of heads.
-      head_dim: width of one head; ``num_heads · head_dim`` need not be d_model.
-      alignment: who attends to whom.
-      dropout_rate: probability of dropping an attention weight; T5's form, one draw per example,
-        head and key, active if the random stream ``dropout`` is given.
-      window: a query sees the keys less than `window` positions away, on both sides where the mask allows
-        (Beltagy et al. 2020, Longformer); what a cache holds: see `Mixer.init_cache`. None: all.
-      shared_key_value: one projection serves as keys and values (Mesh-TensorFlow's shared ``kv``).
-      project_values: False takes the tokens themselves as every head's values; with the alignment
-        `Bilinear` this is general bilinear attention (Shazeer et al. 2020, section 3.3).
-      use_bias: biases in the value and output projections, as in BERT; an alignment has its own.
-      implementation: route of the engine: ``auto``, or a name of `attention.attend.ROUTES`.
+      head_dim: width of one head. The product ``num_heads · head_dim`` does not have to be d_model.
+      alignment: decides who attends to whom.
+      dropout_rate: probability of dropping an attention weight. As in T5, there is one draw for
+        each example, head and key, which all queries share. Dropout is active if the random stream
+        ``dropout`` is given.
+      window: a query sees only the keys that are less than `window` positions away, on both sides
+        if the mask allows it (Beltagy et al. 2020, Longformer). `Mixer.init_cache` says which keys
+        a cache then holds. None means no limit.
+      shared_key_value: whether one projection makes both keys and values, as in Mesh-TensorFlow's
+        shared ``kv``.
+      project_values: whether values are projected. If it is False, the tokens themselves are the
+        values of every head. With the alignment `Bilinear` this is general bilinear attention
+        (Shazeer et al. 2020, section 3.3).
+      use_bias: whether the value and output projections have a bias, as in BERT. The alignment has
+        a field of its own for this.
+      implementation: ``auto``, or the name of the route that computes attention, one of
+        `attention.attend.ROUTES`.
       value_init: initializer of the value kernel, as ``[d_model, heads · head_dim]``.
       out_init: initializer of the output kernel, as ``[heads · head_dim, d_model]``.
     """
@@ -94,6 +101,8 @@ class AttentionBase(Mixer):
         mask = self._narrow(inputs.mask)
         values = self._values(attended)
         num_keys, limit = attended.shape[1], None
+        # While decoding, the terms are made for all positions of the cache, not only for the new
+        # ones.
         if cache is not None:
             num_keys, limit = cache.capacity, cache.num_queries
         query_span = Span(position, _num_positions(mask, x.shape[1]), limit)
@@ -124,24 +133,31 @@ class AttentionBase(Mixer):
         terms = self._terms(x, attended, values, context)
         if kv is None:
             return init_cache(terms, values, max_length=max_length)
-        # All keys and values are there; queries will come.
+        # In cross-attention all keys and values are known now, and only queries will be added
+        # later.
         cache = init_cache(terms, values, max_length=num_keys, memory=kv)
         sizes = {"batch": kv.shape[0], "heads": 1, "q_length": 1, "k_length": num_keys}
         keys = Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid).broadcast_to(**sizes)
-        real = keys.keys(num_keys)
+        real = keys.keys(num_keys)  # [b or 1, k], or None if all keys are real
         cache = extend(cache, *clear_padding(terms, values, None, real), at=0, mask=Mask())[-1]
         cache = dataclasses.replace(cache, num_queries=max_length, cleared=real is not None)
         return dataclasses.replace(cache, length=TokenCount().length)
 
     def shorten(self, cache: Cache) -> Cache:
-        """Returns the cache with room for the ``window - 1`` last positions; see `Mixer.init_cache`."""
+        """Returns the cache with room for only the last ``window - 1`` positions.
+
+        It is used if `Mixer.init_cache` gets ``whole=False``.
+
+        The cache does not change if the layer has no window, or if its logits are not products of
+        tokens.
+        """
         room = cache.capacity if self.window is None else self.window - 1
         if room >= cache.capacity or not isinstance(self.alignment, DotProduct | Bilinear):
             return cache
         return cache.as_window(room)
 
     def _narrow(self, mask: Mask) -> Mask:
-        """Returns the mask with the layer's window."""
+        """Returns the mask after adding the layer's window to it."""
         if self.window is None:
             return mask
         if mask.window is not None:
@@ -154,22 +170,25 @@ class AttentionBase(Mixer):
     def context(
         self, query_span: Span, key_span: Span, keys_start: int | jax.Array = 0
     ) -> AttentionContext:
-        """Returns what the alignment knows of the layer, and of positions."""
+        """Returns what the alignment has to know about the layer and about positions."""
         return AttentionContext(self.num_heads, self.head_dim, query_span, key_span, keys_start)
 
     def _terms(self, x: jax.Array, attended: jax.Array, values: Values, context: AttentionContext) -> Terms:
-        """Returns what the alignment makes of queries and of the tokens attended to."""
+        """Returns the terms that the alignment makes from queries and the tokens to attend to."""
         keys = jax.tree.leaves(values)[0] if self.shared_key_value else attended
         terms = self.alignment.copy(name="align", parent=self)(x, keys, context)
         check_terms(terms)
         return terms
 
     def _values(self, memory: jax.Array) -> Values:
-        """Makes values, ``[batch, k, heads, width]`` first, of the tokens attended to."""
+        """Returns values made from the tokens to attend to.
+
+        The values are an array ``[batch, k, heads, width]``, or a tuple that begins with it.
+        """
         raise NotImplementedError
 
     def _attend(self, x: jax.Array, terms: Terms, values: Values, *, bias: Terms, mask: Mask) -> jax.Array:
-        """Sums values weighted by terms, ``[batch, q, heads, width]``."""
+        """Returns the sum of the values weighted by the terms, ``[batch, q, heads, width]``."""
         raise NotImplementedError
 
     def _project_values(self, memory: jax.Array, *, heads_axis: str = "heads") -> jax.Array:
@@ -195,13 +214,14 @@ class Attention(AttentionBase):
     ``y = concat_h(softmax(Σ terms) · x W_v) W_o``. See `AttentionBase` for the other fields.
 
     Attributes:
-      num_kv_heads: number of heads of the values and of the keys that a `DotProduct` makes of tokens, each
-        shared by as many neighboring heads (Ainslie et al. 2023, grouped-query attention; 1: Shazeer
-        2019, multi-query attention); None: every head has its own. In a `PerHead` the keys are not shared.
-      soft_cap: logits x become ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024); None: they stay, as the
-        weights of a `Gaussian` do.
-      sinks: whether every head learns the logit of one more key, whose value is zero (gpt-oss, 2025); heads
-        of a `Gaussian` have none.
+      num_kv_heads: number of heads of the values, and of the keys that a `DotProduct` makes from
+        tokens. Each of these heads is shared by equally many neighboring query heads. This is
+        grouped-query attention (Ainslie et al. 2023), or multi-query attention with 1 (Shazeer
+        2019). None means that every query head has its own. In a `PerHead` the keys are not shared.
+      soft_cap: the logits x become ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024). None means
+        that they stay as they are. The weights of a `Gaussian` are never changed.
+      sinks: whether every head learns the logit of an additional key whose value is zero (gpt-oss,
+        2025). Heads of a `Gaussian` have no such key.
     """
 
     num_kv_heads: Length | None = None
@@ -211,7 +231,7 @@ class Attention(AttentionBase):
     def context(
         self, query_span: Span, key_span: Span, keys_start: int | jax.Array = 0
     ) -> AttentionContext:
-        """Returns what the alignment knows of the layer, and of positions."""
+        """Returns what the alignment has to know about the layer and about positions."""
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"Attention: num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"
@@ -226,7 +246,7 @@ class Attention(AttentionBase):
 
     @property
     def bias_heads(self) -> int | None:
-        """The number of heads of a position bias; None: there are no logits to add one to."""
+        """The number of heads of a position bias, or None if there are no logits to add it to."""
         return self.num_heads if self.alignment.makes_logits else None
 
     def _values(self, memory: jax.Array) -> jax.Array:
@@ -260,7 +280,11 @@ class Attention(AttentionBase):
 
 
 def _num_positions(mask: Mask, length: int) -> int:
-    """Returns how many positions tables need: in packed rows those of the longest segment."""
+    """Returns the number of positions that tables need.
+
+    In packed rows, positions start again in every segment, so it is the length of the longest
+    segment.
+    """
     if mask.key_segments is None or mask.segment_length is None:
         return length
     return min(length, mask.segment_length)
@@ -269,11 +293,16 @@ def _num_positions(mask: Mask, length: int) -> int:
 def _extend(
     cache: Cache, terms: Terms, values: Values, *, n: int, mask: Mask, position: int | jax.Array
 ) -> tuple[Terms, Values, Mask, Cache, jax.Array | None]:
-    """`attention.extend` for n queries, and in cross-attention whether these are at valid positions."""
+    """Calls `attention.extend` for n queries.
+
+    In cross-attention the last value that it returns tells whether the queries are at valid
+    positions. It is None if they are known to be.
+    """
     if cache.empty_memory is None:
         return *extend(cache, terms, values, at=position, mask=mask), None
     if cache.cleared and mask.allowed is None and mask.keys(cache.capacity) is None:
         raise ValueError("extend: the cache was made with a mask of its keys; give the step the same mask")
+    # The keys are the memory's and do not grow, so the step only counts its queries.
     mask = dataclasses.replace(mask, cleared_keys=cache.cleared)
     terms, values, mask, cache = extend(cache, terms, values, at=0, mask=mask)
     ends, capacity = query_ends(mask, position), cache.num_queries

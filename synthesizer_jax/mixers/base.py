@@ -22,19 +22,19 @@ from synthesizer_jax.primitives.initializers import Initializer
 from synthesizer_jax.primitives.mesh import on_any_mesh
 
 MixerCache: TypeAlias = PyTree
-"""A pytree of a mixer's own type, with the attributes of a `TokenCount`."""
+"""The cache of a mixer: a pytree of the mixer's own type, with the attributes of a `TokenCount`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
-    """The cache of a mixer that keeps nothing about past tokens.
+    """The cache of a mixer that keeps nothing about past tokens except their number.
 
     Attributes:
-      length: the position of the next token, int32: a scalar, or ``[batch]`` if the examples differ.
-        In cross-attention it counts queries.
-      empty_memory: in cross-attention no tokens, ``[batch, 0, width]``, of the memory's width and
-        dtype; None in self-attention.
+      length: the position of the next token, int32. It is a scalar, or ``[batch]`` if the examples
+        have different positions. In cross-attention it counts queries.
+      empty_memory: an array without tokens, ``[batch, 0, width]``, with the width and dtype of the
+        memory in cross-attention. It is None in self-attention.
     """
 
     length: int | jax.Array | np.int32 = dataclasses.field(default_factory=lambda: np.int32(0))
@@ -44,15 +44,16 @@ class TokenCount:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MixerInput:
-    """What a mixer is given to mix: all tokens, or those after the tokens in a cache.
+    """The input of `Mixer.mix`: all tokens, or the new tokens if there is a cache.
 
     Attributes:
-      x: ``[batch, q, d_model]`` the tokens that are mixed, the queries of attention.
-      mask: which keys may be seen, of self-attention already, or of a decoding step.
-      kv: ``[batch, k, width]`` the tokens to attend to in cross-attention, none (k = 0) if the cache holds
-        them; None in self-attention.
+      x: ``[batch, q, d_model]`` the tokens that are mixed, which are the queries of attention.
+      mask: which keys each query may see. It is already in the form for self-attention or for a
+        decoding step.
+      kv: ``[batch, k, width]`` the tokens to attend to in cross-attention. It has no tokens (k = 0)
+        if the cache holds them. It is None in self-attention.
       bias: terms that are added to the logits.
-      cache: what is to be extended; None without one.
+      cache: the cache to extend, or None.
       position: in-sequence position of the first token of `x`, a scalar.
     """
 
@@ -65,18 +66,20 @@ class MixerInput:
 
 
 class Mixer(nn.Module):
-    """A token mixer, ``[batch, length, d_model]`` in and out: attention, or what replaces it.
+    """A layer that mixes tokens, such as attention or a layer that replaces it.
 
-    A subclass defines the compact method `mix`, which all public methods share, to decode also
-    `new_cache`, and the attributes that differ from these.
+    Its inputs and outputs are ``[batch, length, d_model]``. A subclass defines the compact method
+    `mix`, on which all public methods are built. To support decoding, it also defines `new_cache`.
+    It sets the following attributes if they differ from the defaults.
 
     Attributes:
-      has_cross_attention: whether the mixer can attend to other tokens than its own.
-      supports_causal: whether it can hide later tokens, as decoders need it.
-      supports_bidirectional: whether a position can see later ones, as encoders need it.
+      has_cross_attention: whether the mixer can attend to tokens other than its own.
+      supports_causal: whether it can hide later tokens, as decoders require.
+      supports_bidirectional: whether a position can see later positions, as encoders require.
       supports_packing: whether a row may hold several sequences.
-      shares_cross_cache: whether all rows that attend to the same memory can share a cache in
-        cross-attention; not if the cache depends on the queries, as in `SentenceFeedForward`.
+      shares_cross_cache: whether all rows that attend to the same memory can share one cache in
+        cross-attention. They cannot if the cache depends on the queries, as in
+        `SentenceFeedForward`.
     """
 
     has_cross_attention: ClassVar[bool] = False
@@ -87,7 +90,7 @@ class Mixer(nn.Module):
 
     @property
     def bias_heads(self) -> int | None:
-        """The number of heads of a position bias; None: there are no logits to add one to."""
+        """The number of heads of a position bias, or None if there are no logits to add it to."""
         return None
 
     @on_any_mesh
@@ -103,18 +106,21 @@ class Mixer(nn.Module):
         """Mixes tokens.
 
         Args:
-          x: ``[batch, q, d_model]``; its dtype is the dtype of the computation.
-          kv: ``[batch, k, width]`` tokens to attend to; None means `x` (self-attention).
-          mask: which keys may be seen and which queries are real; in self-attention the queries are
-            real where the keys are, but with an array all are, see `Mask.of`.
-          bias: terms added to the logits, outside a mixture's weights: T5's relative bias, which the
-            stack makes.
+          x: ``[batch, q, d_model]``. Its dtype is the dtype of the computation.
+          kv: ``[batch, k, width]`` tokens to attend to. None means `x`, which is self-attention.
+          mask: which keys may be seen and which queries are real. In self-attention the real
+            queries are the real keys. If the mask is an array, all queries count as real; see
+            `Mask.of`.
+          bias: terms that are added to the logits, outside the weights of a mixture. A stack passes
+            T5's relative bias in this way.
 
         Returns:
           ``[batch, q, d_model]``.
 
         Raises:
-          ValueError: the mixer's attributes exclude the arguments, or the tokens exceed its positions.
+          ValueError: the mixer's attributes exclude one of the arguments, or the mixer has
+            positions for fewer tokens.
+          TypeError: there is an unknown argument.
         """
         name = type(self).__name__
         if unknown:
@@ -135,6 +141,7 @@ class Mixer(nn.Module):
                 "where queries and keys are the same tokens; leave it out, or give the cache of the "
                 "tokens before to extend"
             )
+        # In self-attention queries and keys are the same tokens, so padded keys are padded queries.
         mask = mask.for_self_attention() if kv is None else mask
         return self.mix(MixerInput(x, mask, kv, bias))[0]
 
@@ -148,10 +155,19 @@ class Mixer(nn.Module):
         bias: Terms = (),
         platform: str | None = None,
     ) -> tuple[Explanation, ...]:
-        """Explains which implementation computes the layer, and why not another; nothing is computed.
+        """Explains which implementation computes the layer, and why the others do not.
 
-        Arguments are those of `__call__`, of whose arrays shapes are enough, and `platform`: ``cpu``,
-        ``gpu`` or ``tpu``; None: the one that JAX uses. Returns an explanation for each call of `attend`.
+        It traces the layer but computes nothing.
+
+        Args:
+          x: as in `__call__`. A `jax.ShapeDtypeStruct` is enough.
+          kv: as in `__call__`. A `jax.ShapeDtypeStruct` is enough.
+          mask: as in `__call__`.
+          bias: as in `__call__`.
+          platform: ``cpu``, ``gpu`` or ``tpu``. None means the platform that JAX uses.
+
+        Returns:
+          One explanation for each call of `attend`.
         """
         key = jax.random.key(0)
         return explain(self.init, key, x, kv, mask=mask, bias=bias, platform=platform)
@@ -166,20 +182,21 @@ class Mixer(nn.Module):
         mask: Mask | jax.Array | None = None,
         whole: bool = True,
     ) -> MixerCache:
-        """Returns an empty cache, in cross-attention with the keys and values of the memory.
+        """Returns an empty cache. In cross-attention it holds the keys and values of the memory.
 
         Args:
-          x: ``[batch, any, d_model]``; only the shape and the dtype are read.
-          kv: ``[batch, k, width]`` the memory in cross-attention; None: self-attention.
+          x: ``[batch, any, d_model]``. Only the shape and the dtype are read.
+          kv: ``[batch, k, width]`` the memory in cross-attention. None means self-attention.
           max_length: number of positions that `extend` may reach.
-          mask: in cross-attention which tokens of the memory are real; what the others hold, a NaN too,
-            has no effect then.
-          whole: keep all positions. False: attention with a window keeps those that it still reaches, if
-            its logits are products of tokens alone; `extend` then takes no bias, and a prefix opens only
-            what is kept. Models without a position bias decode so.
+          mask: in cross-attention, which tokens of the memory are real. The contents of the other
+            tokens then have no effect, even if they are NaN.
+          whole: whether to keep all positions. If it is False, attention with a window keeps only
+            the positions that the window still reaches, provided that its logits are products of
+            tokens only. `extend` then takes no bias, and a prefix of the mask makes only the kept
+            positions visible. Models without a position bias set it to False to decode.
 
         Raises:
-          ValueError: the mixer does not decode, or has fewer than `max_length` positions.
+          ValueError: the mixer cannot decode, or it has fewer than `max_length` positions.
         """
         mask = Mask.of(mask)
         if kv is None:
@@ -198,29 +215,33 @@ class Mixer(nn.Module):
         bias: Terms = (),
         position: int | jax.Array | None = None,
     ) -> tuple[jax.Array, MixerCache]:
-        """Mixes new tokens with those in a cache, one decoding step or a whole prompt.
+        """Mixes new tokens with those in a cache, for one decoding step or for a whole prompt.
 
-        Self-attention is causal whatever the mask says, and only its `prefix_lengths` open later tokens.
-        The mask's `key_lengths` (padding at the end) or its `key_valid` ``[batch, q]`` (padding anywhere)
-        say how long each prompt is. Positions then count an example's real tokens, and every example goes
-        on at its own. What padding holds has no effect, and its outputs are those of padding in a whole
-        pass.
+        Self-attention is always causal here. Only the mask's `prefix_lengths` make later tokens
+        visible.
+
+        The mask says how long each prompt is: `key_lengths` if the padding is at the end, or
+        `key_valid` ``[batch, q]`` if it can be anywhere. Positions then count the real tokens of an
+        example, and every example continues at its own position. The contents of padding have no
+        effect. The outputs of padding are the same as in `__call__`.
 
         Args:
           x: ``[batch, q, d_model]`` the tokens from `position` on.
-          cache: from `init_cache` or the step before.
-          mask: as in `__call__`, over all positions of the cache, except `key_valid`.
+          cache: the cache from `init_cache` or from the previous step.
+          mask: as in `__call__`, over all positions of the cache. Only `key_valid` is over the new
+            tokens.
           bias: as in `__call__`, for the new queries and all positions of the cache.
-          position: in-sequence position of the first token, a scalar or ``[batch]``; None: where the
-            cache ends. It may be smaller, to decode from there again, unless the mixer keeps sums or
-            a window.
+          position: in-sequence position of the first token, a scalar or ``[batch]``. None means the
+            end of the cache. It may be smaller, to decode again from an earlier position, unless
+            the mixer keeps sums or a window.
 
         Returns:
           ``[batch, q, d_model]`` and the extended cache.
 
         Raises:
-          ValueError: among others, for tokens past the end of the cache. If the position is traced,
-            as in a compiled loop, the outputs are NaN instead.
+          ValueError: an argument does not fit, for example because there are tokens past the end of
+            the cache. If the position is traced, as in a compiled loop, the outputs are NaN
+            instead.
         """
         mask = Mask.of(mask)
         position = resolve_position(position, cache.length)
@@ -232,7 +253,10 @@ class Mixer(nn.Module):
         return y if order is None else take_positions(y, jnp.argsort(order, axis=1)), cache
 
     def _extend_rows(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache]:
-        """`extend` where the padding is last; the mask is not yet that of a decoding step."""
+        """Does the work of `extend` once all padding is at the end.
+
+        The mask in `inputs` is the caller's, and is turned into the mask of a decoding step here.
+        """
         position, cross = inputs.position, inputs.kv is not None
         if jnp.ndim(position):
             return self._extend_each(inputs)
@@ -245,18 +269,23 @@ class Mixer(nn.Module):
         return self.mix(dataclasses.replace(inputs, mask=mask))
 
     def _extend_each(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache]:
-        """Extends the cache of every example at a position of its own, ``[batch]``, under `vmap`."""
+        """Extends the cache of every example at its own position ``[batch]``, under `vmap`."""
         cache: MixerCache = inputs.cache
         batch = inputs.x.shape[0]
         positions, lengths = (jnp.broadcast_to(p, batch) for p in (inputs.position, cache.length))
         mask = dataclasses.replace(inputs.mask, query_offset=0)
 
         def row(x: jax.Array, index: jax.Array) -> jax.Array:
+            """Returns the row of a mask's array that belongs to an example, as a batch of one."""
             return jax.lax.dynamic_slice_in_dim(x, 0 if x.shape[0] == 1 else index, 1, axis=0)
 
         def extend_row(
             mixer: Mixer, index: jax.Array, position: jax.Array, length: jax.Array, example: PyTree
         ) -> tuple[PyTree, jax.Array]:
+            """Extends the cache of one example.
+
+            The length is passed and returned separately, because it is a scalar for a batch of one.
+            """
             x, cache = jax.tree.map(lambda a: a[None], example)
             cache = dataclasses.replace(cache, length=length)
             own_mask = jax.tree.map(lambda a: row(a, index), mask)
@@ -273,22 +302,30 @@ class Mixer(nn.Module):
         return y, dataclasses.replace(cache, length=length)
 
     def mix(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache | None]:
-        """The compact method behind `__call__` and `extend`.
+        """Mixes tokens; `__call__` and `extend` are built on this compact method.
 
-        Returns ``[batch, q, d_model]`` and the extended cache; None without one.
+        Returns:
+          ``[batch, q, d_model]`` and the extended cache, or None if there is no cache.
         """
         raise NotImplementedError
 
     def new_cache(self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int) -> MixerCache:
-        """The compact method behind `init_cache`, whose arguments it has; x has no tokens."""
+        """Returns an empty cache; this compact method does the work of `init_cache`.
+
+        It has the arguments of `init_cache`, but `x` has no tokens.
+        """
         raise NotImplementedError
 
     def shorten(self, cache: MixerCache) -> MixerCache:
-        """Returns an empty cache of self-attention with room for no more than the mixer reaches."""
+        """Returns an empty cache of self-attention without room for positions that are never seen.
+
+        It is used if `init_cache` gets ``whole=False``. Only attention with a window changes the
+        cache.
+        """
         return cache
 
     def _check_support(self, mask: Mask, bias: Terms, *, cross: bool) -> None:
-        """Raises a `ValueError` for arguments that the mixer's attributes exclude."""
+        """Raises a `ValueError` if the mixer's attributes exclude an argument."""
         name = type(self).__name__
         check_fields(self, name)
         if not isinstance(bias, tuple) or bias:
@@ -316,16 +353,17 @@ class Mixer(nn.Module):
 
     @property
     def is_sowing_weights(self) -> bool:
-        """Whether attention weights are to be sown in ``intermediates``."""
+        """Whether the caller collects attention weights in the collection ``intermediates``."""
         return self.is_mutable_collection("intermediates") and not self.is_initializing()
 
 
 def merge_heads(
     module: nn.Module, heads: jax.Array, d_model: int, *, kernel_init: Initializer, use_bias: bool = False
 ) -> jax.Array:
-    """Projects ``[batch, q, heads, head_dim]`` to ``[batch, q, d_model]`` by the mixer's ``out/kernel``.
+    """Projects heads ``[batch, q, heads, head_dim]`` to ``[batch, q, d_model]``.
 
-    The kernel is ``[heads, head_dim, d_model]``; what it reads is sown in `TAPS` as ``heads``.
+    The kernel ``out/kernel`` is a parameter of the mixer, ``[heads, head_dim, d_model]``. The input
+    of the projection is sown in `TAPS` as ``heads``.
     """
     sow_tap(module, "heads", heads)
     dense = functools.partial(dense_layer, dtype=heads.dtype, kernel_init=kernel_init)
@@ -335,16 +373,19 @@ def merge_heads(
 
 
 def dropout_options(module: nn.Module, rate: float) -> dict[str, Any]:
-    """Returns `attend`'s dropout options: the rate, and a key if the stream ``dropout`` is given."""
+    """Returns the dropout arguments of `attend`.
+
+    They are the rate and a random key, or no dropout if the random stream ``dropout`` is not given.
+    """
     if rate == 0.0 or not module.has_rng("dropout"):
         return {"dropout_rate": 0.0, "dropout_key": None}
     return {"dropout_rate": rate, "dropout_key": module.make_rng("dropout")}
 
 
 def decoding_mask(mask: Mask, position: int | jax.Array, n: int) -> Mask:
-    """Returns the mask of n new tokens in self-attention: causal, whatever else it says.
+    """Returns the mask of n new tokens in self-attention, which is always causal.
 
-    A prefix stays open as far as its tokens are there.
+    A prefix stays visible up to the last new token.
     """
     prefix = mask.prefix_lengths
     if prefix is not None:
@@ -353,31 +394,46 @@ def decoding_mask(mask: Mask, position: int | jax.Array, n: int) -> Mask:
 
 
 def _with_real_queries(mask: Mask, position: int | jax.Array) -> Mask:
-    """Returns the mask of new tokens from `position` on, whose queries are real where its keys are."""
+    """Returns the mask of new tokens, in which padded keys are padded queries too.
+
+    The first new token is at `position`.
+    """
     if mask.key_lengths is None or mask.query_lengths is not None or mask.query_valid is not None:
         return mask
     return dataclasses.replace(mask, query_lengths=jnp.asarray(mask.key_lengths, jnp.int32) - position)
 
 
 def resolve_position(position: int | jax.Array | None, length: int | jax.Array) -> int | jax.Array:
-    """Returns a step's position: where the cache ends if it is None, and 0 if it is known to be 0."""
+    """Returns the position of a decoding step.
+
+    If the position is None, it is the end of the cache. If it is known to be 0, the result is the
+    integer 0, so that the beginning of a text can be computed without a traced position.
+    """
     position = length if position is None else position
     is_start = is_concrete(position) and np.ndim(position) == 0 and int(position) == 0
     return 0 if is_start else position
 
 
 def query_ends(mask: Mask, position: int | jax.Array) -> jax.Array | None:
-    """Returns where the real queries that start at `position` end, ``[b]``; None: all are real."""
+    """Returns the position after the last real query, ``[b]``, or None if all queries are real."""
     return None if mask.query_lengths is None else mask.query_lengths + position
 
 
 def move_padding_last(
     x: jax.Array, mask: Mask, *, position: int | jax.Array = 0
 ) -> tuple[jax.Array, Mask, jax.Array]:
-    """Moves the padding of new tokens ``[b, n, ...]`` to the end, so that positions count real tokens.
+    """Moves the padding of new tokens ``[b, n, ...]`` to the end of each row.
 
-    The mask's `key_valid` ``[b or 1, n]`` tells which are real. Returns the tokens, the mask with
-    `key_lengths` in its place, and the index ``[b, n]`` of the tokens that were taken.
+    Positions then count real tokens.
+
+    Args:
+      x: the new tokens.
+      mask: a mask whose `key_valid` ``[b or 1, n]`` tells which of the tokens are real.
+      position: in-sequence position of the first token.
+
+    Returns:
+      The tokens in their new order, the mask with `key_lengths` instead of `key_valid`, and the old
+      index of each token, ``[b, n]``.
     """
     if mask.allowed is not None or mask.key_segments is not None:
         raise ValueError(
@@ -392,6 +448,7 @@ def move_padding_last(
             f"entries for {n} tokens: leave it out where all are real"
         )
     real = jnp.broadcast_to(jnp.asarray(mask.keys(n), bool), x.shape[:2])  # [b, n]
+    # The sort is stable, so the real tokens keep their order.
     order = jnp.argsort(~real, axis=1, stable=True)
     mask = dataclasses.replace(
         mask,
@@ -404,5 +461,5 @@ def move_padding_last(
 
 
 def take_positions(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns ``[b, n, ...]`` at the index ``[b, m]`` of every example."""
+    """Returns the positions ``[b, m]`` of every example of ``[b, n, ...]``, as ``[b, m, ...]``."""
     return jnp.take_along_axis(x, jnp.reshape(index, (*index.shape, *(1,) * (x.ndim - 2))), axis=1)

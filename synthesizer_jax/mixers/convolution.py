@@ -1,4 +1,4 @@
-"""Lightweight and dynamic convolution."""
+"""Lightweight and dynamic convolutions."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 
 class ConvolutionBase(Mixer):
-    """A depthwise convolution whose kernel is a softmax over its taps, between two projections.
+    """A depthwise convolution between two projections, whose kernel is a softmax over its taps.
 
-    ``y = W_o · conv(W_1 x ∘ σ(W_2 x))``, ``conv(u)_i = Σ_t softmax(w)_t u_{i + t}`` (Wu et al. 2019).
-    Under a causal mask the taps are the last `width` positions, otherwise they lie around the
-    position. Padding counts as zero; nothing is renormalized. A subclass defines `_tap_logits`.
+    ``y = W_o · conv(W_1 x ∘ σ(W_2 x))`` with ``conv(u)_i = Σ_t softmax(w)_t u_{i + t}`` (Wu et al.
+    2019). Under a causal mask the taps are the last `width` positions. Otherwise they lie around
+    the position. Padding counts as zero, and the weights of the other taps do not change. A
+    subclass defines `_tap_logits`.
 
     Attributes:
       width: number of taps.
-      groups: channels that share a kernel form a group; None: every channel has its own kernel, as
-        in the released Mesh-TensorFlow code (Wu et al.: 16 groups).
-      glu: gate the input; False is one plain projection.
-      pointwise: another dense layer with bias before the output projection, as in the released
-        Mesh-TensorFlow code.
-      dropout_rate: probability of dropping a tap, one draw per example, position and group.
+      groups: number of groups of channels. The channels of a group share a kernel. None means that
+        every channel has its own kernel, as in the released Mesh-TensorFlow code. Wu et al. use 16
+        groups.
+      glu: whether the input is gated. If it is False, the input is one plain projection.
+      pointwise: whether there is another dense layer with a bias before the output projection, as
+        in the released Mesh-TensorFlow code.
+      dropout_rate: probability of dropping a tap. There is one draw for each example, position and
+        group.
       tap_init: initializer of the kernel's logits ``[groups, width]``.
+      kernel_init: initializer of the dense layers' kernels.
     """
 
     width: Length = 9
@@ -68,7 +72,10 @@ class ConvolutionBase(Mixer):
         return init_cache(*self._terms_and_values(x, mask), max_length=max_length)
 
     def _terms_and_values(self, x: jax.Array, mask: Mask) -> tuple[Terms, jax.Array]:
-        """Returns the window of weights, and the values ``[batch, length, groups, channels]``."""
+        """Returns the convolution as a term, and the values ``[batch, length, groups, channels]``.
+
+        The term holds the kernel as attention weights for a window of keys.
+        """
         d_model = x.shape[-1]
         groups = d_model if self.groups is None else self.groups
         if d_model % groups:
@@ -85,7 +92,12 @@ class ConvolutionBase(Mixer):
         return (banded(weights, first=first),), values
 
     def _tap_logits(self, u: jax.Array, groups: int) -> jax.Array:
-        """Returns the kernel's logits, ``[batch or 1, length or 1, groups, width]``."""
+        """Returns the logits of the kernel, ``[batch or 1, length or 1, groups, width]``.
+
+        Args:
+          u: the gated inputs, ``[batch, length, d_model]``.
+          groups: number of groups.
+        """
         raise NotImplementedError
 
     def _dense(self, x: jax.Array, name: str, *, use_bias: bool = False) -> jax.Array:
@@ -108,12 +120,13 @@ class LightweightConvolution(ConvolutionBase):
 
 @register
 class DynamicConvolution(ConvolutionBase):
-    """A depthwise convolution whose kernel is computed by every position's token.
+    """A depthwise convolution whose kernel is computed from the token at each position.
 
-    ``w_i = W u_i`` (Wu et al. 2019, section 4).
+    ``w_i = W u_i`` (Wu et al. 2019, section 4). See `ConvolutionBase` for the other fields.
 
     Attributes:
-      groups: None is every channel, whose kernels then are d_model · width wide.
+      groups: number of groups. None means that every channel has its own kernel. The projection W
+        then has d_model · width outputs.
     """
 
     def _tap_logits(self, u: jax.Array, groups: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Feed-forward networks in the place of attention."""
+"""Feed-forward networks that take the place of attention."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from synthesizer_jax.primitives.initializers import FanIn, Initializer, TorchUni
 from synthesizer_jax.primitives.parameters import with_axes
 
 EPSILON = 1e-5
-"""Of both normalizations, PyTorch's default."""
+"""The epsilon of both normalizations, which is PyTorch's default."""
 
 SLOPE = 0.01
-"""Of the leaky ReLU."""
+"""The negative slope of the leaky ReLU."""
 
 
 class Sums(NamedTuple):
-    """What a network has read of a sentence. It adds up over tokens.
+    """What a network has read of a sentence, as sums over its tokens.
+
+    The sums of two parts of a sentence can be added to get those of both.
 
     Attributes:
       total: ``[b, n, 1]`` sum of the inputs.
-      squares: ``[b, n, 1]`` sum of their squares.
-      hidden: ``[b, n, nets, hidden]`` sum of their products with the first layer.
+      squares: ``[b, n, 1]`` sum of the squares of the inputs.
+      hidden: ``[b, n, nets, hidden]`` sum of the products of the inputs with the first layer.
     """
 
     total: jax.Array
@@ -44,10 +46,10 @@ class Sums(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SentenceCache(TokenCount):
-    """What a `SentenceFeedForward` keeps while decoding; see `TokenCount` for the other attributes.
+    """The cache of a `SentenceFeedForward`; see `TokenCount` for the other attributes.
 
     Attributes:
-      sums: of all tokens read so far, n = 1.
+      sums: the sums over all tokens that were read, with n = 1.
     """
 
     sums: Sums = dataclasses.field(kw_only=True)
@@ -56,19 +58,22 @@ class SentenceCache(TokenCount):
 class SentenceNetwork(nn.Module):
     """A two-layer network over a whole flattened sentence, padded with zeros to N tokens.
 
-    ``LayerNorm(N·d) → Linear → LeakyReLU(0.01) → LayerNorm → Linear`` with biases (Bozic et al. 2023,
-    released code). Nothing is padded or flattened here: the first normalization's statistics and
-    the first product are sums over tokens. So shorter inputs cost less, and running the network once
-    for every prefix, as the decoder's replacement does, is one cumulative sum.
+    ``LayerNorm(N·d) → Linear → LeakyReLU(0.01) → LayerNorm → Linear`` with biases (Bozic et al.
+    2023, released code).
+
+    This implementation neither pads nor flattens. The statistics of the first normalization and the
+    first product are sums over tokens, so shorter inputs cost less. The decoder's replacement runs
+    the network once for every prefix. These sums for all prefixes are one cumulative sum.
 
     Attributes:
       width: width d of a token.
       max_length: number of tokens N.
       hidden_dim: width of the hidden layer.
       features: width of the output at one position.
-      nets: number of networks side by side, one per head in ALSR.
-      every_position: True: one pass gives the output at all N positions; False: at one.
-      inputs: number of sequences of N tokens that are read, two in cross-attention.
+      nets: number of networks side by side. ALSR has one for each head.
+      every_position: whether one pass gives the outputs at all N positions. If it is False, a pass
+        gives the output at one position.
+      inputs: number of sequences of N tokens that the network reads. It is 2 in cross-attention.
     """
 
     width: int
@@ -80,7 +85,7 @@ class SentenceNetwork(nn.Module):
     inputs: int = 1
 
     def setup(self) -> None:
-        """Makes the parameters, PyTorch's initial values."""
+        """Creates the parameters, with PyTorch's initial values."""
         g, n, d = self.nets, self.inputs * self.max_length, self.width
         m, f, v = self.max_length if self.every_position else 1, self.hidden_dim, self.features
         ones, zeros = nn.initializers.ones_init(), nn.initializers.zeros_init()
@@ -98,7 +103,16 @@ class SentenceNetwork(nn.Module):
         self.bias_1 = param("bias_1", second, (None, "query_length", None), g, m, v)
 
     def read(self, x: jax.Array, *, start: int | jax.Array = 0, which: int = 0) -> Sums:
-        """What tokens ``[b, n, d]`` from a position of a sequence on add; padding is zero."""
+        """Returns the sums that tokens ``[b, n, d]`` contribute. Padding must be zero.
+
+        Args:
+          x: the tokens.
+          start: position of the first token in its sequence.
+          which: index of the sequence: 1 for the queries in cross-attention, otherwise 0.
+
+        Returns:
+          Sums for each token by itself.
+        """
         first = which * self.max_length + start
         scale, kernel = (
             jax.lax.dynamic_slice_in_dim(p, first, x.shape[1], axis=1)
@@ -112,12 +126,15 @@ class SentenceNetwork(nn.Module):
         )
 
     def hidden(self, sums: Sums) -> jax.Array:
-        """The normalized hidden layer ``[b, n, nets, hidden]``, float32 or wider."""
+        """Returns the normalized hidden layer ``[b, n, nets, hidden]``, float32 or wider."""
         size = self.inputs * self.max_length * self.width
         mean = sums.total / size
-        variance = jnp.maximum(sums.squares / size - mean**2, 0)  # where rounding made it negative
+        variance = jnp.maximum(sums.squares / size - mean**2, 0)  # rounding can make it negative
         inverse = jax.lax.rsqrt(variance + EPSILON)
-        # What the mean of the inputs is multiplied by, and what their shift adds, [nets, hidden] each.
+        # The normalization acts on N · d inputs that are never stored. Because it is linear given
+        # its statistics, it moves behind the first product: `column` is the product of the scales
+        # with the kernel, by which the mean is multiplied, and `shift` is the product of the
+        # shifts. Both are [nets, hidden].
         column = jnp.einsum("gnd,gndf->gf", self.scale_0, self.kernel_0)
         shift = jnp.einsum("gnd,gndf->gf", self.shift_0, self.kernel_0) + self.bias_0
         product = inverse[..., None] * (sums.hidden - mean[..., None] * column[None, None])
@@ -127,7 +144,13 @@ class SentenceNetwork(nn.Module):
         return h * self.scale_1[None, None] + self.shift_1[None, None]
 
     def out(self, hidden: jax.Array, *, start: int | jax.Array = 0, length: int = 1) -> jax.Array:
-        """Makes outputs ``[b, length, nets, features]`` of ``[b, length or 1, nets, hidden]``."""
+        """Returns outputs ``[b, length, nets, features]``.
+
+        Args:
+          hidden: hidden layers, ``[b, length or 1, nets, hidden]``.
+          start: the first output position, if the network has outputs at every position.
+          length: number of output positions.
+        """
         if not self.every_position:
             bias = self.bias_1[None, None, :, 0]
             return jnp.einsum("bngf,gfv->bngv", hidden, self.kernel_1[:, 0]) + bias
@@ -144,21 +167,29 @@ class SentenceNetwork(nn.Module):
 class SentenceFeedForward(Mixer):
     """A feed-forward network over the whole sentence in the place of attention.
 
-    Bozic et al. 2023. The defaults are ALR: the network makes the concatenated heads, the output
-    projection stays. With `separate_heads` it is ALSR. Without `num_heads`, in a `Block` whose
-    `self_residual` is off, it is ALRR, or ELR if the block has no feed-forward layer. In decoders
-    `causal`: position i is what the network makes of the first i tokens. As a `cross_mixer` it reads the
-    encoder's output and the first i decoder states. The released code trained that one on all decoder
-    states and used it on prefixes; here both are prefixes, so that training and decoding agree.
+    Bozic et al. 2023. The fields select the paper's variants:
+
+    - ALR, the default: the network computes the concatenated heads, and the output projection
+      stays.
+    - ALSR: the same with `separate_heads`.
+    - ALRR: no `num_heads`, in a `Block` with ``self_residual=False``.
+    - ELR: the same as ALRR in a block without a feed-forward layer.
+
+    In decoders set `causal`. The output at a position is then computed from the tokens up to this
+    position.
+
+    As a `cross_mixer` it reads the encoder's output and the decoder's states up to the position.
+    The released code trains this network on all decoder states but uses it on prefixes. Here both
+    use prefixes, so that training and decoding agree.
 
     Attributes:
-      max_length: number of tokens that the network addresses, the paper's 50.
+      max_length: number of tokens for which the network has weights, 50 in the paper.
       hidden_dim: width of the hidden layer.
-      num_heads: number of heads of the output projection; None: none, the network's output is the
-        mixer's.
+      num_heads: number of heads of the output projection. None means that there is no projection,
+        and the output of the network is the output of the mixer.
       head_dim: width of one head.
-      separate_heads: one network per head.
-      causal: for decoders' self-attention.
+      separate_heads: whether every head has a network of its own.
+      causal: True for self-attention in decoders.
       out_init: initializer of the output kernel ``[heads, head_dim, d_model]``.
     """
 
@@ -182,7 +213,9 @@ class SentenceFeedForward(Mixer):
         n, position = x.shape[1], inputs.position
         network = self._make_network(x, kv, mask, position=position)
         real = mask.queries(n)
-        if kv is not None:  # the memory, if it is not in the cache, and the queries so far
+        if kv is not None:
+            # Cross-attention reads the queries so far and the memory. If there is a cache, it holds
+            # the sums over the memory already.
             sums = _prefixes(network.read(zero_padding(x, real), start=position, which=1))
             if cache is None:
                 sums = jax.tree.map(jnp.add, sums, _read_all(network, kv, mask))
@@ -226,7 +259,7 @@ class SentenceFeedForward(Mixer):
     def _make_network(
         self, x: jax.Array, kv: jax.Array | None, mask: Mask, *, position: int | jax.Array = 0
     ) -> SentenceNetwork:
-        """The network, or one per head, after checks of fields, mask and lengths."""
+        """Returns the network or networks after checking the fields, the mask and the lengths."""
         cross = kv is not None
         is_plain = mask.band == (None, 0) and mask.prefix_lengths is None and mask.allowed is None
         if not cross and self.causal and not is_plain:
@@ -254,18 +287,24 @@ class SentenceFeedForward(Mixer):
 
 
 def _prefixes(sums: Sums) -> Sums:
-    """The sums over every token and those before it."""
+    """Returns the sums over each token and all tokens before it."""
     return jax.tree.map(lambda x: jnp.cumsum(x, axis=1), sums)
 
 
 def _read_all(network: SentenceNetwork, x: jax.Array, mask: Mask) -> Sums:
-    """The sums over the first tokens of a sentence, n = 1."""
+    """Returns the sums over all real tokens, with n = 1."""
     sums = network.read(_real_tokens(x, mask, 0))
     return jax.tree.map(lambda x: x.sum(axis=1, keepdims=True), sums)
 
 
 def _real_tokens(x: jax.Array, mask: Mask, start: int | jax.Array) -> jax.Array:
-    """Returns the tokens ``[b, n, d]`` from `start` on, with zeros where they are not real."""
+    """Returns the tokens ``[b, n, d]`` with zeros in the place of padding.
+
+    Args:
+      x: the tokens.
+      mask: a mask of keys, which tells which are real.
+      start: the position of the first token among these keys.
+    """
     n = x.shape[1]
     if not n or (mask.key_lengths is None and mask.key_valid is None):
         return x
@@ -274,7 +313,7 @@ def _real_tokens(x: jax.Array, mask: Mask, start: int | jax.Array) -> jax.Array:
 
 @register
 class TokenFeedForward(Mixer):
-    """The same network on every token by itself: no mixing at all, the baseline of the others.
+    """The same network on every token by itself, without any mixing, as a baseline for the others.
 
     Attributes:
       hidden_dim: width of the hidden layer.
@@ -312,5 +351,5 @@ class TokenFeedForward(Mixer):
         return y, dataclasses.replace(cache, length=length)
 
     def new_cache(self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int) -> TokenCount:
-        """See `Mixer.new_cache`."""
+        """Returns a cache that counts tokens; see `Mixer.new_cache`."""
         return TokenCount()

@@ -1,4 +1,4 @@
-"""Linformer: keys and values projected along the length."""
+"""Linformer, whose keys and values are projected along the length."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from synthesizer_jax.primitives.parameters import with_axes
 class Linformer(Mixer):
     """Attention to k learned mixtures of the positions instead of the positions themselves.
 
-    ``softmax(Q (E K)ᵀ / √d_k) (F V)`` with E, F of ``[k, max_length]`` (Wang et al. 2020, equation
-    7): cost linear in the length. Encoders only, because a projection along the length mixes later
-    positions in. Padding is zero before it is projected.
+    ``softmax(Q (E K)ᵀ / √d_k) (F V)`` with E and F of ``[k, max_length]`` (Wang et al. 2020,
+    equation 7). The cost is linear in the length. It is only for encoders, because a projection
+    along the length mixes in later positions. Padding is set to zero before the projection.
 
     Attributes:
       num_heads: number of heads.
       head_dim: width of one head.
-      max_length: number of positions that E and F address.
-      projected_length: the paper's k.
-      shared: E = F, the paper's "key-value sharing"; both are always shared by the heads.
+      max_length: number of positions that E and F have.
+      projected_length: k of the paper.
+      shared: whether E and F are the same matrix, which the paper calls "key-value sharing". All
+        heads always share E and F.
       dropout_rate: probability of dropping an attention weight.
-      length_init: initializer of E and F; None: standard deviation 1/√projected_length, the paper's
-        Johnson-Lindenstrauss projection.
+      query_init: initializer of the query kernel.
+      kernel_init: initializer of the key, value and output kernels.
+      length_init: initializer of E and F. None means a normal distribution with standard deviation
+        1/√projected_length, as in the paper's Johnson-Lindenstrauss projection.
     """
 
     num_heads: Length
@@ -76,6 +79,7 @@ class Linformer(Mixer):
             for matrix, y in ((project_keys, key), (project_values, value))
         )
         terms = (low_rank(query * self.head_dim**-0.5, keys, token_keys=True),)
+        # The projected keys belong to no position, so the mask only says which queries are real.
         rows = Mask(query_valid=mask.queries(x.shape[1]))
         if self.is_sowing_weights:
             self.sow("intermediates", "attention_weights", attention_weights(terms, mask=rows))

@@ -1,4 +1,4 @@
-"""Talking-heads attention."""
+"""Talking-heads attention, in which heads exchange logits and weights."""
 
 from __future__ import annotations
 
@@ -28,21 +28,26 @@ Dynamic: TypeAlias = Annotated[str, Choices(("x2l", "m2l", "x2w", "m2w"))]
 class TalkingHeads(AttentionBase):
     """Attention whose heads exchange logits before the softmax and weights after it.
 
-    ``J = alignment``, ``L = J P_l + bias``, ``W = softmax(L)``, ``U = W P_w``, ``y = concat(U V) W_o``
-    (Shazeer et al. 2020, section 3). Works over any alignment made of logits. All logits are held in
-    memory: heads cannot be computed one by one.
+    ``J = alignment``, ``L = J P_l + bias``, ``W = softmax(L)``, ``U = W P_w``,
+    ``y = concat(U V) W_o`` (Shazeer et al. 2020, section 3). It works with any alignment that makes
+    logits. All logits are held in memory, because heads that exchange logits cannot be computed one
+    by one.
 
     Attributes:
-      num_heads: heads of the alignment, the paper's h_k.
-      softmax_heads: the paper's h, of the softmax and of a position bias; None: as many.
-      value_heads: the paper's h_v; None: as many as `softmax_heads`.
-      project_logits: False leaves P_l out; then ``num_heads = softmax_heads``.
-      project_weights: False leaves P_w out; then ``softmax_heads = value_heads``.
-      dynamic: any of ``x2l``, ``m2l``, ``x2w``, ``m2w``: a linear function of the query's token (x)
-        or of the key's (m) is added to P_l or P_w (section 6).
+      num_heads: number of heads of the alignment, h_k in the paper.
+      softmax_heads: number of heads of the softmax and of a position bias, h in the paper. None
+        means `num_heads`.
+      value_heads: number of heads of the values, h_v in the paper. None means `softmax_heads`.
+      project_logits: whether there is a P_l. If it is False, `num_heads` must equal
+        `softmax_heads`.
+      project_weights: whether there is a P_w. If it is False, `softmax_heads` must equal
+        `value_heads`.
+      dynamic: any of ``x2l``, ``m2l``, ``x2w`` and ``m2w``. Each adds a linear function of the
+        query's token (x) or the key's token (m) to P_l or to P_w (section 6).
       talk_init: initializer of P_l ``[h_k, h]`` and P_w ``[h, h_v]``.
-      dynamic_scale: variance of a dynamic projection's entries at unit tokens, times the number of
-        heads that it sums over.
+      dynamic_scale: sets the initial size of the dynamic projections. If the features of tokens
+        have unit variance, their entries have a variance of `dynamic_scale` divided by the number
+        of heads that they sum over.
     """
 
     softmax_heads: Length | None = None
@@ -64,7 +69,7 @@ class TalkingHeads(AttentionBase):
         return self.value_heads or self.bias_heads
 
     def _values(self, memory: jax.Array) -> tuple[jax.Array, ...]:
-        """Makes the values and the memory's dynamic projections, ``[batch, k, from, to]``."""
+        """Returns the values, and the memory's dynamic projections ``[batch, k, from, to]``."""
         self._check_fields()
         projections = (self._dynamic(name, memory) for name in ("m2l", "m2w") if name in self.dynamic)
         return self._project_values(memory), *projections
@@ -72,7 +77,7 @@ class TalkingHeads(AttentionBase):
     def _attend(
         self, x: jax.Array, terms: Terms, values: tuple[jax.Array, ...], *, bias: Terms, mask: Mask
     ) -> jax.Array:
-        """Sums the values with weights P_w softmax(P_l logits)."""
+        """Returns the sum of the values, weighted by ``softmax(logits P_l) P_w``."""
         queries, keys = mask.uncleared(x.shape[1], values[0].shape[1])
         terms, values = clear_padding(terms, values, None, keys)
         v, *dynamic = values
@@ -94,7 +99,9 @@ class TalkingHeads(AttentionBase):
         if bias:
             logits = logits + logits_of(bias)
         pairs = mask.pairs(q_length, k_length)
-        if pairs is not None:  # finite: with `where`, JAX's softmax has infinite numbers
+        if pairs is not None:
+            # The masked logits are finite. The softmax's own argument `where` would compute with
+            # infinite numbers.
             logits = jnp.where(pairs, logits, jnp.finfo(logits.dtype).min)
         weights = jax.nn.softmax(logits)  # [b or 1, h, q, k]
         if pairs is not None:
@@ -109,17 +116,22 @@ class TalkingHeads(AttentionBase):
         return weigh_values(weights, v)
 
     def _num_heads_between(self, target: str) -> tuple[int, int]:
-        """Returns the numbers of heads of P_l or P_w, as `target` is ``l`` or ``w``."""
+        """Returns the numbers of heads before and after a projection.
+
+        Args:
+          target: ``l`` for P_l or ``w`` for P_w.
+        """
         if target == "l":
             return self.num_heads, self.bias_heads
         return self.bias_heads, self.num_value_heads
 
     def _matrix(self, name: str) -> jax.Array:
+        """Creates P_l or P_w."""
         init = with_axes(self.talk_init, "talk_from", "talk_to")
         return self.param(name, init, self._num_heads_between(name[0]))
 
     def _dynamic(self, name: str, tokens: jax.Array) -> jax.Array:
-        """Makes a dynamic projection of tokens, ``[batch, length, from, to]``."""
+        """Returns a dynamic projection of tokens, ``[batch, length, from, to]``."""
         source, target = self._num_heads_between(name[-1])
         init = FanIn(self.dynamic_scale / source)
         return project(
@@ -127,7 +139,10 @@ class TalkingHeads(AttentionBase):
         )
 
     def _check_fields(self) -> None:
-        """Raises a `ValueError` for fields that do not fit together."""
+        """Raises a `ValueError` if a projection is left out but is needed.
+
+        It is needed if the number of heads changes or if there is a dynamic projection.
+        """
         for name in ("logits", "weights"):
             source, to = self._num_heads_between(name[0])
             dynamic = any(d.endswith(name[0]) for d in self.dynamic)
@@ -142,7 +157,14 @@ class TalkingHeads(AttentionBase):
 def _mix_heads(
     heads: jax.Array, matrix: jax.Array, by_query: jax.Array | None, by_key: jax.Array | None
 ) -> jax.Array:
-    """``heads · (P + P_x + P_m)``, ``[b or 1, h, q, k]`` to ``[b or 1, g, q, k]``."""
+    """Returns ``heads · (P + P_x + P_m)``, from ``[b or 1, h, q, k]`` to ``[b or 1, g, q, k]``.
+
+    Args:
+      heads: logits or weights, ``[b or 1, h, q, k]``.
+      matrix: P ``[h, g]``.
+      by_query: P_x ``[b, q, h, g]``, or None.
+      by_key: P_m ``[b, k, h, g]``, or None.
+    """
     out = jnp.einsum("bhqk,hg->bgqk", heads, matrix.astype(heads.dtype))
     if by_query is not None:
         out = out + jnp.einsum("bhqk,bqhg->bgqk", heads, by_query.astype(heads.dtype))

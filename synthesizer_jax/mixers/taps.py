@@ -1,4 +1,4 @@
-"""Values that modules show to distillation, and take from it."""
+"""Values that modules show to distillation, and values that distillation puts in their place."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import jax
 from flax.core import DenyList
 
 TAPS = "taps"
-"""The collection in which modules sow what distillation compares, if it is mutable."""
+"""The collection in which modules sow the values that distillation compares, if it is mutable."""
 
 OVERRIDES = "overrides"
-"""The collection of values that replace a module's own, which would be sown in `TAPS`."""
+"""The collection of values that a module uses instead of those that it would sow in `TAPS`."""
 
 LOGITS = "logits"
-"""The collection in which attention that sows its weights also sows its logits, if it is mutable."""
+"""The collection in which attention that sows its weights also sows its logits if it is mutable."""
 
 LOSSES = "losses"
-"""The collection in which modules sow what is added to a training loss."""
+"""The collection in which modules sow values that are added to a training loss."""
 
 READ_ONLY: Any = DenyList(("intermediates", LOGITS, OVERRIDES, TAPS))
-"""The collections that copies of a module under `vmap` share."""
+"""A filter for `nn.vmap`: copies of a module share all collections except these."""
 
 
 def tap(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
-    """Sows a value in `TAPS`, and returns it or, if there is one, its override."""
+    """Sows a value in `TAPS`, and returns the value or, if there is one, its override."""
     if module.has_variable(OVERRIDES, name):
         value = module.get_variable(OVERRIDES, name)
     sow_tap(module, name, value)
