@@ -1,1 +1,1 @@
-"""What layers are made of: parameters with logical axes, initializers, products, norms, the mesh."""
+"""What layers are made of: parameters with logical axes, initializers, norms and the mesh."""

@@ -23,7 +23,11 @@ class Initializer(Protocol):
 @register
 @dataclasses.dataclass(frozen=True)
 class Normal:
-    """Normal distribution with mean zero and a fixed standard deviation."""
+    """Normal distribution with mean zero and a fixed standard deviation.
+
+    Attributes:
+      stddev: the standard deviation.
+    """
 
     stddev: NotNegative = 1.0
 
@@ -34,7 +38,13 @@ class Normal:
 @register
 @dataclasses.dataclass(frozen=True)
 class FanIn:
-    """Normal distribution with variance `scale` / fan-in, the size of the second-to-last dimension."""
+    """Normal distribution with mean zero and variance ``scale / fan_in``.
+
+    The fan-in is the size of the second-to-last dimension.
+
+    Attributes:
+      scale: the variance of the outputs if the inputs have unit variance.
+    """
 
     scale: NotNegative = 1.0
 
@@ -45,7 +55,10 @@ class FanIn:
 @register
 @dataclasses.dataclass(frozen=True)
 class GlorotUniform:
-    """Uniform distribution in ±√(6 / (fan-in + fan-out)), the sizes of the last two dimensions."""
+    """Uniform distribution between ±√(6 / (fan-in + fan-out)).
+
+    The fan-in and the fan-out are the sizes of the last two dimensions.
+    """
 
     def __call__(self, key: jax.Array, shape: Shape, dtype: Dtype = jnp.float32) -> jax.Array:
         limit = math.sqrt(6.0 / (shape[-2] + shape[-1]))
@@ -55,12 +68,12 @@ class GlorotUniform:
 @register
 @dataclasses.dataclass(frozen=True)
 class MeshGlorotUniform:
-    """TensorFlow's Glorot uniform distribution as Mesh-TensorFlow applies it to a table of logits.
+    """TensorFlow's Glorot uniform distribution, as Mesh-TensorFlow applies it to a table of logits.
 
-    Mesh-TensorFlow's table is ``[query, heads, key]``, and TensorFlow treats the leading dimension as a
-    receptive field. The limit is therefore ``√(6 / (query · (heads + key)))``, ±0.00475 for
-    512 × 8 × 512, and attention is almost uniform initially. The table of this package is
-    ``[heads, query, key]``.
+    Mesh-TensorFlow's table is ``[query, heads, key]``, and TensorFlow treats the leading dimension
+    as a receptive field. The limit is therefore ``√(6 / (query · (heads + key)))``, which is
+    0.00475 for 512 × 8 × 512. With numbers this small, attention is almost uniform at first. In
+    this package the table is ``[heads, query, key]``.
     """
 
     def __call__(self, key: jax.Array, shape: Shape, dtype: Dtype = jnp.float32) -> jax.Array:
@@ -72,7 +85,9 @@ class MeshGlorotUniform:
 @register
 @dataclasses.dataclass(frozen=True)
 class TorchUniform:
-    """Uniform distribution in ±1/√fan-in, PyTorch's default for kernels and biases of linear layers.
+    """Uniform distribution between ±1/√fan_in.
+
+    It is PyTorch's default for the kernels and biases of linear layers.
 
     Attributes:
       fan_in: number of input features of the layer.

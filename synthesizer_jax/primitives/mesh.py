@@ -1,9 +1,9 @@
-"""Partitions the work of layers over the mesh that is current when they are traced.
+"""Partitions the work of layers over the mesh that is current when the layers are traced.
 
-Layers hold no mesh. Under `jax.set_mesh` they partition their work over the mesh axes that the user's
-logical axis rules (`flax.linen.logical_axis_rules`) assign to ``batch``, ``heads`` and ``sequence``. If
-mesh axes are explicit, the sharding in the type of the layer's input determines the axes instead, and the
-mesh need not be set, because the type has it too.
+Layers hold no mesh. Under `jax.set_mesh` they partition their work over the mesh axes that the
+user's logical axis rules (`flax.linen.logical_axis_rules`) assign to ``batch``, ``heads`` and
+``sequence``. If mesh axes are explicit, they follow the sharding in the type of their input
+instead. The mesh then does not have to be set, because the type holds it too.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _SpecOf: TypeAlias = Callable[[jax.Array], PartitionSpec]
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
-    """Returns the axes of the current mesh that the first rule for a logical axis assigns to it.
+    """Returns the axes of the current mesh that are assigned to a logical axis.
 
-    Axes of size 1, and those that are manual because of an enclosing `jax.shard_map`, are left out.
+    The first rule for the logical axis decides. Axes of size 1 are left out. So are axes that are
+    manual because of an enclosing `jax.shard_map`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     assigned = next((axes for key, axes in nn.get_logical_axis_rules() if key == name), None)
@@ -45,11 +46,11 @@ def mesh_axes(name: str) -> tuple[str, ...]:
 
 
 def partition(*, batch: int = 0, heads: int = 0) -> Partition | None:
-    """Returns the partition of attention over the current mesh, or None if it is not partitioned.
+    """Returns the partition of attention over the current mesh, or None if there is none.
 
     Args:
-      batch: number of examples; mesh axes that do not divide it are not used.
-      heads: number of heads; mesh axes that do not divide it are not used.
+      batch: number of examples. Mesh axes that do not divide it are not used.
+      heads: number of heads. Mesh axes that do not divide it are not used.
     """
     mesh_partition = Partition(*(mesh_axes(name) for name in ("batch", "heads", "sequence")))
     if not mesh_partition.axis_names:
@@ -64,7 +65,10 @@ def constrain(x: jax.Array) -> jax.Array:
 
 
 def map_over_batch(function: Callable[..., PyTree], shared: PyTree, *arrays: jax.Array) -> PyTree:
-    """Applies `Partition.map_rows` for the current mesh; without a mesh, calls the function."""
+    """Applies a function to the examples of each device; see `Partition.map_rows`.
+
+    Without a mesh, or without mesh axes for the batch, it calls the function once.
+    """
     mesh_partition = partition()
     if mesh_partition is None or not mesh_partition.batch:
         return function(shared, *arrays)
@@ -72,13 +76,16 @@ def map_over_batch(function: Callable[..., PyTree], shared: PyTree, *arrays: jax
 
 
 def on_any_mesh(function: Function) -> Function:
-    """Makes a module's method, or a function of variables, usable with explicit mesh axes, JAX's default.
+    """Makes a function work with explicit mesh axes, which are JAX's default.
 
-    The first argument is the module or its variables, the second tokens or vectors
-    ``[batch, length, ...]``. The mesh is the one that is set, or else the one in the types of these two.
-    The function runs with automatic axes. Examples, positions and heads are
-    partitioned according to the types of the second argument and of the kernels. The result is sharded
-    like that argument, and variables that a method creates are replicated.
+    The function is a module's method or a function of variables. Its first argument is the module
+    or the variables. The second is tokens or vectors, ``[batch, length, ...]``. The mesh is the one
+    that is set, or otherwise the one in the types of these two arguments.
+
+    If the mesh axes are explicit, the function runs with automatic axes inside. Examples and
+    positions are partitioned according to the type of the second argument, and heads according to
+    the types of the kernels. The result is sharded like the second argument. Variables that a
+    method creates are replicated.
     """
 
     @functools.wraps(function)
@@ -105,7 +112,11 @@ def on_any_mesh(function: Function) -> Function:
 
 
 def _input_layout(x: jax.Array, variables: Mapping[str, PyTree]) -> tuple[_Rules, _SpecOf]:
-    """The logical axis rules that the input's and the variables' types imply, and the results' specs."""
+    """Returns what the types of the input and of the variables say about the partition.
+
+    Returns:
+      The logical axis rules, and a function from a result to its `PartitionSpec`.
+    """
     num_leading = 2 if x.ndim == 2 else x.ndim - 1  # tokens, or [batch..., length, d_model]
     batch, sequence = axes_along(x, 0), axes_along(x, num_leading - 1)
     user_rules = list(nn.get_logical_axis_rules())
@@ -114,6 +125,7 @@ def _input_layout(x: jax.Array, variables: Mapping[str, PyTree]) -> tuple[_Rules
         rules.append(("heads", _heads_axes(variables.get("params", {}))))
 
     def spec_of(y: jax.Array) -> PartitionSpec:
+        """Returns the sharding of a result by the leading axes that it shares with the input."""
         if y.ndim == 0 or y.shape[0] != x.shape[0]:
             return PartitionSpec()
         if y.ndim >= num_leading and y.shape[:num_leading] == x.shape[:num_leading]:
@@ -124,7 +136,10 @@ def _input_layout(x: jax.Array, variables: Mapping[str, PyTree]) -> tuple[_Rules
 
 
 def _heads_axes(params: PyTree) -> tuple[str, ...]:
-    """The mesh axes over which the first output projection ``[..., heads, kv, embed]`` is sharded."""
+    """Returns the mesh axes that shard the heads.
+
+    They are read from the first output projection ``[..., heads, kv, embed]`` among the parameters.
+    """
     for path, param in jax.tree.leaves_with_path(params):
         names = [getattr(entry, "key", None) for entry in path]
         if names[-2:] == ["out", "kernel"] and param.ndim >= 3:
@@ -135,7 +150,11 @@ def _heads_axes(params: PyTree) -> tuple[str, ...]:
 def _lift_to_auto_mode(
     function: Callable[..., PyTree], scope: Scope, *args: PyTree, spec_of: _SpecOf
 ) -> PyTree:
-    """Lifts a function ``(scope, *args)`` with its variables and random streams to automatic axes."""
+    """Lifts a function ``(scope, *args)`` with its variables and random streams to automatic axes.
+
+    It is the counterpart of Flax's lifted transforms. Variables and random streams are passed as
+    arguments of a pure function, which `in_auto_mode` can call.
+    """
 
     def apply_packed(
         scope_fn: Callable[[PyTree, PyTree], Scope],

@@ -1,4 +1,4 @@
-"""Normalizations of features, whose statistics alone are saved for the backward pass."""
+"""Normalizations of features, which save only their input and statistics for the backward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _save_statistics = functools.partial(
     static_argnums=1,
     policy=jax.checkpoint_policies.save_only_these_names("statistic"),
 )
-"""Makes the residuals of a normalization its input and the statistics of each row, no float32 copies."""
+"""Limits the residuals of a normalization to its input and the statistics of each row.
+
+Without it, JAX would also save copies of the input in float32.
+"""
 
 
 @_save_statistics
@@ -44,11 +47,14 @@ def _layer_norm(x: jax.Array, epsilon: float, scale_and_bias: tuple[jax.Array, j
 
 @register
 class RMSNorm(nn.Module):
-    """T5's normalization, ``x / √(mean x² + ε) · (offset + scale)``, statistics in float32, no bias.
+    """T5's normalization, ``x / √(mean x² + ε) · (offset + scale)``, without a bias.
+
+    The statistics are computed in float32.
 
     Attributes:
       epsilon: ε.
-      offset: of the factor of a feature, which starts as 1: 0 in T5, 1 in Gemma.
+      offset: a constant that is added to the learned scale. It is 0 in T5 and 1 in Gemma. The scale
+        starts at ``1 − offset``, so that the factor of every feature starts at 1.
     """
 
     epsilon: Positive = 1e-6
@@ -64,7 +70,13 @@ class RMSNorm(nn.Module):
 
 @register
 class LayerNorm(nn.Module):
-    """``(x − mean) / √(variance + ε) · scale + bias``, statistics in float32 (Ba et al. 2016)."""
+    """Layer normalization, ``(x − mean) / √(variance + ε) · scale + bias`` (Ba et al. 2016).
+
+    The statistics are computed in float32.
+
+    Attributes:
+      epsilon: ε.
+    """
 
     epsilon: Positive = 1e-5
 

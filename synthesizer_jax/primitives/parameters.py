@@ -1,8 +1,9 @@
-"""Logical axis names of parameters, declared where a parameter is created.
+"""Logical axis names of parameters, which are declared where a parameter is created.
 
-By default parameters are plain arrays. Inside `logical_axes()` the same initializers return boxes with
-axis names, from which `abstract_variables` derives a model's sharding and its optimizer's factoring, so
-no separate table of parameters is needed.
+By default parameters are plain arrays. Inside `logical_axes()` the same initializers return boxes
+that hold the arrays and their axis names. `abstract_variables` collects these names. The sharding
+of a model and the factoring of its optimizer are derived from them, so no separate table of
+parameters is needed.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ LOGICAL_AXES = (
     "taps",  # taps of a convolution
     "layers",  # stacked layers, added by scan
 )
-"""The logical axis names of parameters; `sharding.rules` maps them to mesh axes."""
+"""The logical axis names of parameters, which `sharding.rules` maps to mesh axes."""
 
 ACTIVATION_AXES = (
     "batch",  # examples
     "sequence",  # positions, if every query may attend to every key
 )
-"""The logical axis names of activations besides ``heads``; see `primitives.mesh`."""
+"""The logical axis names of activations, besides ``heads``; see `primitives.mesh`."""
 
 _RETURNS_BOXES = contextvars.ContextVar("logical_axes", default=False)
 
@@ -56,23 +57,29 @@ Axes: TypeAlias = tuple[str | None, ...]
 """A logical axis name, or None, for every dimension of an array."""
 
 Variables: TypeAlias = dict[str, Any]
-"""A module's variables: nested dictionaries of arrays by collection (``params``, ``constants``)."""
+"""A module's variables: a nested dictionary of arrays for each collection, such as ``params``."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def apply_method(method: Callable[P, R], variables: Variables, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Returns ``module.apply(variables, *args, method=method, **kwargs)`` with the method's type.
+    """Applies a method of an unbound module, with the types of the method's arguments and result.
 
-    The method is one of an unbound module, such as ``model.extend``.
+    ``apply_method(model.extend, variables, ...)`` returns the same as
+    ``model.apply(variables, ..., method=model.extend)``, whose type is unknown to type checkers.
     """
     module: Any = method.__self__  # type: ignore[attr-defined]
     return module.apply(variables, *args, method=method, **kwargs)
 
 
 def check_path_pattern(field: str, pattern: str) -> None:
-    """Raises a `ValueError` that names the field if a pattern of paths is not a regular expression."""
+    """Raises a `ValueError` if a pattern for paths is not a regular expression.
+
+    Args:
+      field: the name of the field with the pattern, for the message.
+      pattern: the pattern.
+    """
     try:
         re.compile(pattern)
     except re.error as error:
@@ -82,8 +89,8 @@ def check_path_pattern(field: str, pattern: str) -> None:
 def check_patterns_decide(field: str, patterns: Iterable[str], paths: Collection[str]) -> None:
     """Checks that each pattern is the first that matches the whole path of some parameter.
 
-    The first pattern that matches a path decides what happens to that parameter, so any other pattern
-    has no effect, which is most likely a misspelling.
+    The first pattern that matches a path decides what happens to that parameter. Any other pattern
+    has no effect and is most likely a misspelling.
 
     Args:
       field: the field of the experiment that holds the patterns, for the message.
@@ -110,15 +117,17 @@ def check_patterns_decide(field: str, patterns: Iterable[str], paths: Collection
 
 
 def is_axes(node: object) -> TypeGuard[Axes]:
-    """Whether a node of a pytree is a tuple of axis names; used as ``is_leaf``."""
-    if not isinstance(node, tuple) or hasattr(node, "_fields"):  # as optax's empty state has
+    """Returns whether a node of a pytree is a tuple of axis names, for use as ``is_leaf``."""
+    # Optax's empty state is a named tuple without fields, which must not pass for a tuple of no
+    # names.
+    if not isinstance(node, tuple) or hasattr(node, "_fields"):
         return False
     return all(isinstance(axis, str | None) for axis in node)
 
 
 @struct.dataclass
 class NamedAxes(nn.LogicallyPartitioned):
-    """A box of a parameter and its axis names, which does not constrain the parameter's sharding."""
+    """A box that holds a parameter and its axis names, but does not constrain its sharding."""
 
     def unbox(self, apply_constraint: bool = True) -> PyTree:
         """Returns the parameter without a sharding constraint."""
@@ -156,7 +165,10 @@ def with_axes(init: Callable[..., jax.Array], *axes: str | None) -> Initializer:
 
 @functools.lru_cache(maxsize=64)
 def _boxed_init(module: nn.Module) -> Callable[..., PyTree]:
-    """Returns a function that is the same for equal modules: JAX traces it once for equal arguments."""
+    """Returns a function that initializes a module's variables inside `logical_axes()`.
+
+    Equal modules get the same function, so JAX traces it only once for equal arguments.
+    """
 
     def init(*args: PyTree, **kwargs: PyTree) -> PyTree:
         with logical_axes():
@@ -170,15 +182,17 @@ def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tu
 
     Args:
       module: an unbound module.
-      *args: arguments of its `__call__`: arrays or `jax.ShapeDtypeStruct`.
+      *args: arguments of its `__call__`, either arrays or `jax.ShapeDtypeStruct`.
       **kwargs: keyword arguments of its `__call__`.
 
     Returns:
-      Two pytrees of the same structure, whose leaves are `jax.ShapeDtypeStruct` and tuples of axis names.
+      Two pytrees of the same structure. The leaves of the first are `jax.ShapeDtypeStruct`, those
+      of the second are tuples of axis names.
     """
     try:
         init = _boxed_init(module)
-    except TypeError:  # of a field that has no hash, such as a list
+    except TypeError:
+        # The module has a field that cannot be hashed, such as a list.
         init = _boxed_init.__wrapped__(module)
     boxed = jax.eval_shape(init, jax.random.key(0), *args, **kwargs)
     is_box = lambda x: isinstance(x, nn.Partitioned)

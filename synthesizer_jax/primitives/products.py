@@ -1,4 +1,4 @@
-"""The matrix product of logits over a vocabulary, with derivatives that are fast on every backend."""
+"""The matrix product for logits over a vocabulary, with fast derivatives on every backend."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from synthesizer_jax.attention.terms import logits_dtype
 def output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Returns the logits ``x kernel`` of ``[..., d]`` and ``[d, v]``, in float32 or wider.
 
-    All factors are in `x`'s dtype; in the backward pass JAX would multiply float32 cotangents.
+    All matrix products have factors in the dtype of `x`. In the backward pass, JAX's own
+    derivatives would multiply by cotangents in float32, which is slower.
     """
 
     return _output_product(*match_varying_axes(x, kernel.astype(x.dtype)))
 
 
 def plain_output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Returns the same as `output_product`, with JAX's own derivatives."""
+    """Returns the same as `output_product`, but has JAX's own derivatives."""
     return jnp.matmul(x, kernel, preferred_element_type=logits_dtype(x, kernel))
 
 
 def _output_product_bwd(
     inputs: tuple[jax.Array, jax.Array], dout: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    """Returns the cotangents of `x` and of the kernel."""
     (x, kernel), rows = inputs, tuple(range(dout.ndim - 1))
     dout = dout.astype(x.dtype)
     return dout @ kernel.T, jnp.tensordot(x, dout, (rows, rows))
