@@ -1,4 +1,4 @@
-"""Models: stacks of blocks, encoder-decoders, language models, encoders, and named sizes."""
+"""Models: stacks of blocks, encoder-decoders, language models, encoders, and models with names."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports the named models when they are first used, which a saved model does not need."""
+    """Imports the module of named models on first use, because a saved model does not need it."""
     if name in ("VARIANTS", "ZOO", "Size", "alignment", "t5"):
         return getattr(importlib.import_module("synthesizer_jax.models.zoo"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""One layer of a model: mixers, a feed-forward layer, norms and residuals."""
+"""One layer of a model, with its mixers, feed-forward layer, norms and residual connections."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from synthesizer_jax.primitives.norms import RMSNorm
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What a decoder attends to: the encoder's output and which of it is visible.
+    """What a decoder attends to: the outputs of the encoder, and which of them are visible.
 
-    If the decoder has n rows for each of these, as in beam search or when n answers to one input are
-    scored, they stand one after the other.
+    The decoder may have n rows for each row of the memory, for example in beam search, or when n
+    answers to one input are scored. These rows follow one another.
 
     Attributes:
       encoded: ``[batch, k, d_model]``.
-      mask: the cross-attention's mask.
+      mask: the mask of cross-attention.
     """
 
     encoded: jax.Array
@@ -45,9 +45,9 @@ class LayerCache:
 
     Attributes:
       self_attention: the cache of the self mixer.
-      cross_attention: the cache of the cross mixer; None without one.
-      in_decoder: the layer belongs to a decoder that attends to a memory.
-      shares_cross: several rows that attend to the same memory share the cross mixer's cache.
+      cross_attention: the cache of the cross mixer, or None if there is no cross mixer.
+      in_decoder: whether the layer belongs to a decoder that attends to a memory.
+      shares_cross: whether rows that attend to the same memory share the cache of the cross mixer.
     """
 
     self_attention: MixerCache
@@ -61,7 +61,11 @@ class LayerCache:
         return self.self_attention.length
 
     def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> LayerCache:
-        """Applies a function to the arrays that every row of tokens has for itself."""
+        """Applies a function to the arrays that have an entry for every row of tokens.
+
+        Shared caches of cross-attention stay as they are. Beam search uses this method to reorder
+        the rows.
+        """
 
         def apply(cache: MixerCache) -> MixerCache:
             return jax.tree.map(lambda x: function(x) if jnp.ndim(x) else x, cache)
@@ -76,28 +80,34 @@ class LayerCache:
 
 @register
 class Block(nn.Module):
-    """Residual sub-layers: self-attention, cross-attention if any, feed-forward.
+    """A layer with residual sub-layers: self-attention, optional cross-attention, and feed-forward.
 
-    A field holds a sub-layer's configuration; the sub-layer made from it carries T5X's name
-    (``self_attention``, ``encoder_decoder_attention``, ``mlp``; ``attention`` in encoders).
+    The fields hold the configurations of the sub-layers. The sub-layers that are made from them
+    have T5X's names: ``self_attention``, ``encoder_decoder_attention`` and ``mlp``. In encoders
+    self-attention is named ``attention``.
 
-    For distillation a block sows in the collection `TAPS` the inputs ``self_input`` and ``cross_input``,
-    the mixers' outputs ``self_mixed`` and ``cross_mixed``, ``self_output`` (after the residual) and
-    ``output``. Where the collection ``overrides`` is given, it takes those inputs from there.
+    For distillation, a block sows values in the collection `TAPS`. These are the inputs
+    ``self_input`` and ``cross_input``, the mixers' outputs ``self_mixed`` and ``cross_mixed``,
+    ``self_output`` (after the residual connection) and ``output``. If the collection ``overrides``
+    is given, the block takes the two inputs from there.
 
     Attributes:
       self_mixer: the token mixer, such as `Attention`.
-      feed_forward: the position-wise layer; None leaves it out.
-      cross_mixer: the mixer over the encoder's output; None in encoders and language models, and in
-        a decoder's layer that does not look at the encoder.
+      feed_forward: the position-wise layer, or None to leave it out.
+      cross_mixer: the mixer over the encoder's outputs. It is None in encoders, in language models,
+        and in layers of a decoder that do not attend to the encoder.
       dropout_rate: dropout of each sub-layer's output.
-      elementwise_dropout: draws for every position, not one for all of them, see `Dropout`.
+      elementwise_dropout: whether every position has its own draw, instead of one draw for all
+        positions; see `Dropout`.
       norm: the normalization.
-      post_norm: normalize after the residual, ``norm(x + f(x))`` (Vaswani et al. 2017, BERT), not
-        before the sub-layer, ``x + f(norm(x))`` (T5).
-      output_norm: normalize a sub-layer's output too, ``x + norm(f(norm(x)))`` (Gemma 2).
-      self_residual: False: the mixer stands for its norm and residual too (ALRR, and ELR where
-        `feed_forward` is None; Bozic et al. 2023).
+      post_norm: whether to normalize after the residual connection, ``norm(x + f(x))`` (Vaswani et
+        al. 2017, BERT). Otherwise the input of the sub-layer is normalized, ``x + f(norm(x))``
+        (T5).
+      output_norm: whether to normalize a sub-layer's output too, ``x + norm(f(norm(x)))`` (Gemma
+        2).
+      self_residual: whether self-attention has a norm and a residual connection. If it is False,
+        the mixer replaces these too. This is ALRR, or ELR if `feed_forward` is None (Bozic et al.
+        2023).
     """
 
     self_mixer: Mixer
@@ -113,16 +123,18 @@ class Block(nn.Module):
     def __call__(
         self, x: jax.Array, mask: Mask | None = None, bias: Terms = (), memory: Memory | None = None
     ) -> tuple[jax.Array, None]:
-        """Applies the layer; it has the form of a scan's body.
+        """Applies the layer. The signature is that of a scan's body.
 
         Args:
-          x: ``[batch, q, d_model]``; in a decoder ``batch · n`` rows for as many of the memory.
-          mask: the self-attention's mask.
-          bias: the stack's position bias, for a self-attention that has logits; () for none.
-          memory: the encoder's side, in decoders.
+          x: ``[batch, q, d_model]``. In a decoder there may be ``batch · n`` rows, n for each row
+            of the memory.
+          mask: the mask of self-attention.
+          bias: the stack's position bias. It is used if self-attention has logits. () means no
+            bias.
+          memory: what the decoder attends to, or None in encoders.
 
         Returns:
-          ``[batch, q, d_model]``, and None: nothing to stack.
+          ``[batch, q, d_model]``, and None because a scan has nothing to stack.
         """
 
         def attend_to_self(mixer: Mixer, x: jax.Array) -> jax.Array:
@@ -139,9 +151,9 @@ class Block(nn.Module):
     def init_cache(
         self, x: jax.Array, memory: Memory | None = None, *, max_length: int, whole: bool = True
     ) -> LayerCache:
-        """Returns the layer's cache, empty but for the memory's keys; see `Stack.init_cache`.
+        """Returns the layer's cache, which is empty except for the keys and values of the memory.
 
-        `whole` is that of `Mixer.init_cache`.
+        See `Stack.init_cache` for the arguments, and `Mixer.init_cache` for `whole`.
         """
         in_decoder = memory is not None
         self_cache = self._self_mixer(in_decoder).init_cache(x, max_length=max_length, whole=whole)
@@ -162,7 +174,10 @@ class Block(nn.Module):
         memory_mask: MaskLike = None,
         position: int | jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        """Applies the layer to new tokens; see `Stack.extend`, and `__call__` for the bias."""
+        """Applies the layer to new tokens.
+
+        See `Stack.extend` for the arguments, and `__call__` for the bias.
+        """
         self_cache: MixerCache = cache.self_attention
         cross: MixerCache = cache.cross_attention
 
@@ -200,7 +215,10 @@ class Block(nn.Module):
         *,
         in_decoder: bool,
     ) -> jax.Array:
-        """Applies all sub-layers, with two functions for attention."""
+        """Applies all sub-layers, given two functions that call self-attention and cross-attention.
+
+        `__call__` and `extend` differ only in these functions.
+        """
         name = "self_attention" if in_decoder else "attention"
         x = tap(self, "self_input", constrain(x))
         h = self._pre_norm(x, name) if self.self_residual else x
@@ -230,13 +248,13 @@ class Block(nn.Module):
         return self.cross_mixer.copy(name="encoder_decoder_attention", parent=self)
 
     def _pre_norm(self, x: jax.Array, name: str) -> jax.Array:
-        """Returns a sub-layer's input: normalized, unless the block is post-norm."""
+        """Returns the input of a sub-layer, which is normalized unless the block is post-norm."""
         if self.post_norm:
             return x
         return self.norm.copy(name=f"pre_{name}_layer_norm", parent=self)(x)
 
     def _add(self, x: jax.Array, y: jax.Array, name: str, *, index: int) -> jax.Array:
-        """Adds a sub-layer's output to the residual stream, with dropout and post-norm."""
+        """Adds a sub-layer's output to the residual stream, with dropout and the norms after it."""
         rate, elementwise = self.dropout_rate, self.elementwise_dropout
         if self.output_norm:
             y = self.norm.copy(name=f"post_{name}_layer_norm", parent=self)(y)
@@ -252,9 +270,10 @@ def _share_memory(
     x: jax.Array,
     batch: int,
 ) -> tuple[jax.Array, MixerCache]:
-    """Calls a function of tokens ``[batch · n, q, d_model]`` and a memory of batch rows.
+    """Calls a mixer with tokens ``[batch · n, q, d_model]`` and a memory of ``batch`` rows.
 
-    Nothing is repeated: the products see n queries for the same keys.
+    The memory is not repeated. Under `vmap` over n, the matrix products have n queries for the same
+    keys.
     """
     count, rest = divmod(x.shape[0], batch)
     if rest:
@@ -264,13 +283,14 @@ def _share_memory(
         )
     if count == 1:
         return attend(mixer, x)
+    # The mixer's cache has no axis of n: it is the same for all rows that share a memory.
     lifted = nn.vmap(attend, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=(1, None))
     y, cache = lifted(mixer, x.reshape(batch, count, *x.shape[1:]))  # [batch, n, q, d]
     return y.reshape(x.shape), cache
 
 
 def _repeat_rows(x: jax.Array, rows: int) -> jax.Array:
-    """Returns an array of a mask with `rows` rows, each of its own repeated."""
+    """Returns an array of a mask with `rows` rows, by repeating each of its rows."""
     if not jnp.ndim(x) or x.shape[0] in (1, rows):
         return x
     return jnp.repeat(x, rows // x.shape[0], axis=0)

@@ -1,4 +1,4 @@
-"""Encoder-only models: classifiers, regressors, masked language models."""
+"""Encoder-only models: classifiers, regressors and masked language models."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ Pooling: TypeAlias = Annotated[str, Choices(("mean", "first"))]
 
 
 class Encoded(NamedTuple):
-    """What an encoder makes of a batch of texts.
+    """The outputs of an encoder for a batch of texts.
 
     Attributes:
-      hidden: ``[batch, length, d_model]``.
-      pooled: ``[batch, d_model]``.
-      outputs: ``[batch, outputs]`` logits of a classifier or values of a regressor, float32.
-      token_logits: ``[batch, length, vocab]`` of a masked language model, float32.
+      hidden: ``[batch, length, d_model]`` states of the tokens.
+      pooled: ``[batch, d_model]`` one vector for each text.
+      outputs: ``[batch, outputs]`` float32, the logits of a classifier or the values of a
+        regressor. It is None if there is no such head.
+      token_logits: ``[batch, length, vocab]`` float32, the logits of a masked language model. It is
+        None if there is no such head.
     """
 
     hidden: jax.Array
@@ -49,16 +51,17 @@ class Encoded(NamedTuple):
 
 @register
 class Encoder(TokenModel, kw_only=True):
-    """One stack that reads a whole text; see `TokenModel` for more fields.
+    """A model with one stack that reads a whole text; see `TokenModel` for more fields.
 
     Attributes:
       encoder: the stack.
-      pooling: ``"mean"`` over the real tokens, or the ``"first"`` real one ([CLS]).
-      pooler: a dense layer with tanh after the pooling, as in BERT.
-      outputs: classes of a classifier or numbers of a regressor; None: no such head.
-      masked_lm: BERT's head over the tokens: dense, GELU, normalization, the embedding (`tied`) or a
-        projection, and a bias.
-      token_types: number of segment embeddings (BERT: 2); 0: none.
+      pooling: ``"mean"`` over the real tokens, or ``"first"`` for the first real token ([CLS]).
+      pooler: whether there is a dense layer with tanh after the pooling, as in BERT.
+      outputs: number of classes of a classifier, or number of values of a regressor. None means
+        that there is no such head.
+      masked_lm: whether there is BERT's head over the tokens. It consists of a dense layer, GELU, a
+        normalization, a product with the embedding (if `tied`) or with a projection, and a bias.
+      token_types: number of segment embeddings, 2 in BERT. 0 means none.
       head_init: initializer of the heads' kernels.
     """
 
@@ -72,7 +75,7 @@ class Encoder(TokenModel, kw_only=True):
     head_init: Initializer = Normal(0.02)
 
     def setup(self) -> None:
-        """Makes the embeddings and heads."""
+        """Creates the embeddings and the heads."""
         super().setup()
         dense = functools.partial(dense_layer, kernel_init=self.head_init, use_bias=True)
         axes: tuple[str | None, ...] = ("embed", None)
@@ -93,14 +96,15 @@ class Encoder(TokenModel, kw_only=True):
     def __call__(
         self, tokens: jax.Array, *, token_types: jax.Array | None = None, mask: MaskLike = None
     ) -> Encoded:
-        """Reads a batch.
+        """Reads a batch of texts.
 
         Args:
-          tokens: ``[batch, length]`` integers; without a mask with padding on either side.
-          token_types: ``[batch, length]`` numbers of the segments; None: all 0.
-          mask: the self-attention's mask, of the tokens where they stand; ``Mask()``: all are real. An
-            array ``[batch, keys]`` is a tokenizer's attention mask, nonzero for real tokens; a pattern of
-            pairs needs four axes, ``[batch or 1, heads or 1, q, keys]``. None: by padding.
+          tokens: ``[batch, length]`` integers. Without a mask they may have padding on either side.
+          token_types: ``[batch, length]`` numbers of the segments. None means that all are 0.
+          mask: the mask of self-attention, for the tokens at their places in `tokens`. ``Mask()``
+            means that all tokens are real. An array ``[batch, keys]`` is a tokenizer's attention
+            mask, which is nonzero for real tokens. A pattern of pairs must have four axes,
+            ``[batch or 1, heads or 1, q, keys]``. None means that the padding is masked.
 
         Raises:
           ValueError: the array has another shape.
@@ -115,15 +119,22 @@ class Encoder(TokenModel, kw_only=True):
 
     @on_any_mesh
     def token_features(self, tokens: jax.Array) -> jax.Array:
-        """Returns what the head over tokens ``[batch, length]`` multiplies with `token_projection`.
+        """Returns the inputs ``[batch, length, d_model + 1]`` of the head over the tokens.
 
-        It is ``[batch, length, d_model + 1]``, the last feature 1, for chunked losses.
+        Their product with `token_projection` is the token logits. The last feature is 1, which adds
+        the bias. Losses use this to compute the logits in chunks.
+
+        Args:
+          tokens: ``[batch, length]`` integers.
         """
         x = self._token_states(self._encode(tokens, None, None)[0])
         return jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
 
     def token_projection(self) -> jax.Array:
-        """Returns the projection of the head over the tokens, ``[d_model + 1, vocab]``, the bias last."""
+        """Returns the projection of the head over the tokens, ``[d_model + 1, vocab]``.
+
+        Its last row is the bias.
+        """
         return jnp.concatenate([self.output_kernel()[0], self.token_bias[None]])
 
     def _encode(
@@ -143,11 +154,12 @@ class Encoder(TokenModel, kw_only=True):
         hidden = self.encoder(x, mask=mask)
         pooled = self.pool(hidden, mask)
         if order is not None:
+            # The inverse permutation returns the states to the places of their tokens.
             hidden = take_positions(hidden, jnp.argsort(order, axis=1))
         return hidden, pooled
 
     def example(self, inputs_length: int, targets_length: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Abstract arguments of `__call__` for one example: inputs only."""
+        """Returns the abstract arguments of `__call__` for one example, which has only inputs."""
         return super().example(inputs_length, targets_length)[:1]
 
     def pool(self, hidden: jax.Array, mask: MaskLike) -> jax.Array:
@@ -155,7 +167,8 @@ class Encoder(TokenModel, kw_only=True):
 
         Args:
           hidden: ``[batch, length, d_model]`` states.
-          mask: says which tokens are keys, as in `__call__`; only these are pooled. None: all.
+          mask: says which tokens are keys, as in `__call__`. Only these are pooled. None means all
+            tokens.
         """
         mask = token_mask(mask, batch=hidden.shape[0], length=hidden.shape[1]) or Mask()
         real = mask.keys(hidden.shape[1])  # [b or 1, k]
@@ -169,11 +182,11 @@ class Encoder(TokenModel, kw_only=True):
         return jnp.tanh(self.pooler_dense(pooled)) if self.pooler else pooled
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """``[batch, length, vocab]`` of the masked language model."""
+        """Returns the logits of the masked language model, ``[batch, length, vocab]``."""
         x = self._token_states(hidden)
         kernel, _ = self.output_kernel()
         return output_product(x, kernel) + self.token_bias
 
     def _token_states(self, hidden: jax.Array) -> jax.Array:
-        """Returns the states that the masked language model projects, ``[batch, length, d_model]``."""
+        """Returns the states that the token projection multiplies, ``[batch, length, d_model]``."""
         return self.token_norm(jax.nn.gelu(self.token_dense(hidden), approximate=False))

@@ -1,4 +1,4 @@
-"""T5-style encoder-decoder."""
+"""Encoder-decoder models in the style of T5."""
 
 from __future__ import annotations
 
@@ -31,16 +31,19 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 @register
 class EncoderDecoder(TextToText, kw_only=True):
-    """Two stacks over one vocabulary (Raffel et al. 2020); see `TokenModel` for more fields.
+    """A model with two stacks over one vocabulary (Raffel et al. 2020).
+
+    See `TokenModel` for more fields.
 
     Attributes:
       encoder: the encoder's stack.
-      decoder: the decoder's stack; its blocks have a `cross_mixer`.
-      positions: added to the embeddings of both stacks, so that they share its parameters
-        (Mesh-TensorFlow), while each stack's own `positions` have their own.
-      encoder_d_model: width of an encoder that has an embedding of its own (T5Gemma); None: both stacks
-        have one embedding, of `d_model`.
-      encoder_embedding_scale: factor of what that embedding gives.
+      decoder: the decoder's stack. Its blocks have a `cross_mixer`.
+      positions: a module that adds position vectors to the embeddings of both stacks. The stacks
+        share its parameters, as in Mesh-TensorFlow. In contrast, the `positions` of a stack belong
+        to that stack.
+      encoder_d_model: width of the encoder if it has an embedding of its own (T5Gemma). None means
+        that both stacks share one embedding of width `d_model`.
+      encoder_embedding_scale: factor of the vectors from the encoder's own embedding.
     """
 
     encoder: Stack
@@ -72,16 +75,26 @@ class EncoderDecoder(TextToText, kw_only=True):
     ) -> jax.Array:
         """Returns the logits of every next token of the targets; see `TextToText`.
 
-        `mask` is that of the encoder's tokens where they stand; ``Mask()``: all are real. An array
-        ``[batch, keys]`` is a tokenizer's attention mask, nonzero for real tokens; a pattern of pairs needs
-        four axes, ``[batch or 1, heads or 1, q, keys]``. None: by padding.
+        The decoder attends to the tokens that are keys according to `Mask.key_lengths`,
+        `Mask.key_valid` or an array ``[batch, keys]``. If the mask is a pattern of pairs, it
+        attends to all tokens.
 
-        The decoder sees the tokens that are keys by `Mask.key_lengths`, `Mask.key_valid` or an array
-        ``[batch, keys]``; after a pattern of pairs it sees all.
+        Args:
+          encoder_tokens: ``[batch, k]`` integers. Without a mask they may have padding on either
+            side.
+          decoder_tokens: ``[batch, q]`` the targets shifted right by one, padded on the right.
+          rows: which rows are packed. None means that no row is packed.
+          mask: the mask of the encoder, for the tokens at their places in `encoder_tokens`.
+            ``Mask()`` means that all tokens are real. An array ``[batch, keys]`` is a tokenizer's
+            attention mask, which is nonzero for real tokens. A pattern of pairs must have four
+            axes, ``[batch or 1, heads or 1, q, keys]``. None means that the padding is masked.
+
+        Returns:
+          ``[batch, q, vocab]`` float32.
 
         Raises:
-          ValueError: packed rows, whose segments say who sees whom, are given a mask; or an array has
-            another shape.
+          ValueError: there is a mask although the rows are packed, whose segments already say which
+            tokens are visible. Or an array has another shape.
         """
         return self.logits(self.hidden(encoder_tokens, decoder_tokens, rows=rows, mask=mask))
 
@@ -94,7 +107,7 @@ class EncoderDecoder(TextToText, kw_only=True):
         rows: Rows | None = None,
         mask: MaskLike = None,
     ) -> jax.Array:
-        """Returns the decoder's output before the projection; see `__call__`."""
+        """Returns the decoder's outputs before the projection to the vocabulary; see `__call__`."""
         rows = rows or Rows()
         mask = self._token_mask(encoder_tokens, mask)
         if rows.segments is None:
@@ -108,6 +121,7 @@ class EncoderDecoder(TextToText, kw_only=True):
             packed = functools.partial(Mask.packed, segments=rows.max_segments)
             inputs, targets = rows.segments
             mask, decoder_mask = packed(inputs), packed(targets, causal=True)
+            # A segment of the targets attends to the inputs with the same segment number.
             cross = packed(inputs, targets)
         encoded = tap(self, "encoded", self.encode(encoder_tokens, mask=mask))
         memory = Memory(encoded, cross)
@@ -117,7 +131,7 @@ class EncoderDecoder(TextToText, kw_only=True):
     def decode(self, tokens: jax.Array, memory: Memory) -> jax.Array:
         """Returns the states of teacher-forced targets; see `TextToText`.
 
-        An array in the place of the memory's `Mask` is read as in `__call__`.
+        The memory's mask may also be an array, which is read as in `__call__`.
         """
         memory = Memory(memory.encoded, self._token_mask(memory.encoded, memory.mask) or Mask())
         return self._decode(tokens, memory, Mask(causal=True))
@@ -125,7 +139,7 @@ class EncoderDecoder(TextToText, kw_only=True):
     def _decode(
         self, tokens: jax.Array, memory: Memory, mask: Mask, *, counted: jax.Array | None = None
     ) -> jax.Array:
-        """`decode` with the self-attention's mask and `Rows.counted`."""
+        """Does the work of `decode`, with the mask of self-attention and `Rows.counted`."""
         if counted is None and mask.query_segments is None:
             counted = real_targets_mask(tokens, self.ids.padding)
         return self.decoder(
@@ -134,7 +148,10 @@ class EncoderDecoder(TextToText, kw_only=True):
 
     @on_any_mesh
     def encode_inputs(self, tokens: jax.Array, *, mask: MaskLike = None) -> Memory:
-        """Returns what `decode` attends to, from ``[batch, k]`` encoder tokens; see `__call__`."""
+        """Returns the memory to which `decode` attends, from encoder tokens ``[batch, k]``.
+
+        See `__call__` for the mask.
+        """
         mask = self._token_mask(tokens, mask)
         return Memory(self.encode(tokens, mask=mask), self._memory_mask(tokens, mask))
 
@@ -142,8 +159,8 @@ class EncoderDecoder(TextToText, kw_only=True):
     def encode(self, tokens: jax.Array, *, mask: MaskLike = None) -> jax.Array:
         """Encodes ``[batch, k]`` tokens to ``[batch, k, d_model]``.
 
-        With a mask, see `__call__`, the states are those of the tokens where they stand; without one those
-        of the real tokens come first.
+        If a mask is given (see `__call__`), the states are at the places of their tokens. Otherwise
+        the states of the real tokens come first in each row.
         """
         mask = self._token_mask(tokens, mask)
         if mask is None:
@@ -161,7 +178,7 @@ class EncoderDecoder(TextToText, kw_only=True):
     ) -> DecodingCache:
         """Encodes the inputs and returns the cache from which `extend` decodes.
 
-        See `TextToText`, and `__call__` for the mask.
+        See `TextToText` for the arguments, and `__call__` for the mask.
         """
         memory = self.encode_inputs(encoder_tokens, mask=mask)
         x = jnp.zeros((encoder_tokens.shape[0], 0, self.d_model), memory.encoded.dtype)
@@ -177,11 +194,11 @@ class EncoderDecoder(TextToText, kw_only=True):
         return x, dataclasses.replace(cache, layers=layers)
 
     def _token_mask(self, tokens: jax.Array, mask: MaskLike) -> Mask | None:
-        """Returns the mask of the encoder's tokens, or states, ``[batch, k, ...]``; see `__call__`."""
+        """Returns the mask of encoder tokens or states ``[batch, k, ...]``; see `__call__`."""
         return token_mask(mask, batch=tokens.shape[0], length=tokens.shape[1])
 
     def _memory_mask(self, tokens: jax.Array, mask: Mask | None) -> Mask:
-        """Returns the mask of attention to encoded tokens ``[batch, k]``, given that of the encoder."""
+        """Returns the mask of attention to encoder tokens ``[batch, k]``, from their own mask."""
         if mask is None:
             return Mask(key_lengths=num_real_tokens(tokens, self.ids.padding))
         return Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid)

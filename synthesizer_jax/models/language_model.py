@@ -1,4 +1,4 @@
-"""Decoder-only language models, causal or with a prefix that sees all of itself."""
+"""Decoder-only language models, which are causal or have a prefix that sees all of itself."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from synthesizer_jax.primitives.mesh import on_any_mesh
 
 @register
 class LanguageModel(TextToText, kw_only=True):
-    """One stack over one row of text; see `TokenModel` for more fields.
+    """A model with one stack over one row of text; see `TokenModel` for more fields.
 
-    It has the methods of `EncoderDecoder`, so that the same tasks train it and the same decoding uses it.
-    Inputs and targets follow one another in a row, the targets directly after the last real input token.
-    Without inputs, ``[batch, 0]``, rows of targets may be packed.
+    It has the methods of `EncoderDecoder`, so the same tasks can train it and the same decoding
+    functions work. Each row holds the inputs and then the targets, which start directly after the
+    last real input token. If there are no inputs, ``[batch, 0]``, the rows of targets may be
+    packed.
 
     Attributes:
-      decoder: the stack; its blocks have no `cross_mixer`.
-      prefix: inputs see all inputs (prefix language model, Raffel et al. 2020, figure 4); False is
-        causal throughout.
+      decoder: the stack. Its blocks have no `cross_mixer`.
+      prefix: whether all inputs see each other, as in the prefix language model of Raffel et al.
+        2020, figure 4. If it is False, the model is causal everywhere.
     """
 
     decoder: Stack
@@ -42,7 +43,7 @@ class LanguageModel(TextToText, kw_only=True):
     def hidden(
         self, encoder_tokens: jax.Array, decoder_tokens: jax.Array, *, rows: Rows | None = None
     ) -> jax.Array:
-        """Returns the targets' states; see `TextToText`.
+        """Returns the states of the targets; see `TextToText`.
 
         Raises:
           ValueError: packed rows have inputs.
@@ -72,12 +73,12 @@ class LanguageModel(TextToText, kw_only=True):
         return jnp.take_along_axis(x, index[..., None], axis=1)  # [b, q, d], from the last input on
 
     def _mask(self, inputs: jax.Array, *, key_lengths: jax.Array | None = None) -> Mask:
-        """Returns the causal mask, with the inputs as its prefix if the model has one."""
+        """Returns the causal mask, in which the inputs are a prefix if `prefix` is True."""
         prefix = inputs if self.prefix else None
         return Mask(causal=True, prefix_lengths=prefix, key_lengths=key_lengths)
 
     def encode_inputs(self, tokens: jax.Array) -> jax.Array:
-        """Returns what `decode` needs of ``[batch, k]`` input tokens: themselves."""
+        """Returns what `decode` needs from input tokens ``[batch, k]``: the tokens themselves."""
         return tokens
 
     @on_any_mesh
@@ -96,6 +97,8 @@ class LanguageModel(TextToText, kw_only=True):
         """Returns the cache after tokens ``[batch, k]``, with room for `max_length` more."""
         x = self.embed(tokens)
         length = tokens.shape[1] + max_length
+        # A prefix must stay visible to all later tokens, so a cache of a window is not enough for
+        # it.
         layers = self.decoder.init_cache(x, max_length=length, whole=self.prefix)
         if tokens.shape[1]:
             _, layers = self.decoder.extend(x, layers, mask=mask)
@@ -103,15 +106,15 @@ class LanguageModel(TextToText, kw_only=True):
 
     @on_any_mesh
     def begin_targets(self, targets: jax.Array, *, max_length: int) -> tuple[jax.Array, DecodingCache]:
-        """Reads the beginning of targets without inputs, such as a text that is to be continued.
+        """Reads the beginning of targets without inputs, for example a text to be continued.
 
         Args:
           targets: ``[batch, k]`` integers, with padding on either side.
           max_length: number of further positions that `extend` may reach.
 
         Returns:
-          The tokens ``[batch]`` that `extend` reads next, the last of every row or the first input of an
-          empty one, and the cache before them.
+          The tokens ``[batch]`` that `extend` reads next, and the cache before them. The next token
+          is the last one of a row, or the decoder's first input if the row is empty.
         """
         count = num_real_tokens(targets, self.ids.padding)
         tokens, _ = move_token_padding_last(targets, self.ids.padding)
@@ -123,16 +126,21 @@ class LanguageModel(TextToText, kw_only=True):
 
     @on_any_mesh
     def extend(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
-        """Decodes the next tokens, every example at a position of its own; see `TextToText`."""
+        """Decodes the next tokens, with a separate position for every example; see `TextToText`."""
         mask = None if cache.prefix_lengths is None else Mask(prefix_lengths=cache.prefix_lengths)
         x, layers = self.decoder.extend(self.embed(tokens), cache.layers, mask=mask)
         return x, dataclasses.replace(cache, layers=layers)
 
 
 def _concatenate_rows(inputs: jax.Array, targets: jax.Array, count: jax.Array) -> jax.Array:
-    """Returns rows of `count` ``[batch]`` inputs followed by the targets, ``[batch, k + q]``, then zeros.
+    """Joins inputs and targets in one row, ``[batch, k + q]``.
 
-    The inputs' padding is at the end.
+    Each row holds its real inputs, then the targets, then zeros.
+
+    Args:
+      inputs: ``[batch, k]``, with padding at the end.
+      targets: ``[batch, q]``.
+      count: ``[batch]`` number of real inputs.
     """
     rows = jnp.concatenate([jnp.zeros_like(inputs), targets, jnp.zeros_like(inputs)], axis=1)
     position = jnp.arange(inputs.shape[1] + targets.shape[1])[None]

@@ -1,4 +1,4 @@
-"""Small layers of a T5 that are not attention."""
+"""The layers of a T5 that are not attention: feed-forward, dropout and position embeddings."""
 
 from __future__ import annotations
 
@@ -29,9 +29,14 @@ Activation: TypeAlias = Annotated[str, Choices(tuple(ACTIVATIONS))]
 
 
 class Dropout(nn.Module):
-    """Dropout of whole features, one draw for all positions of an example, as in T5X, or of elements.
+    """Dropout of whole features, or of single elements.
 
-    Active when the random stream ``dropout`` is given.
+    As in T5X, all positions of an example share one draw for each feature. With `elementwise`,
+    every position has its own draw. Dropout is active if the random stream ``dropout`` is given.
+
+    Attributes:
+      rate: probability of dropping a feature or an element.
+      elementwise: whether every position has its own draw.
     """
 
     rate: float
@@ -43,12 +48,16 @@ class Dropout(nn.Module):
 
     @nn.compact
     def factor(self, x: jax.Array) -> jax.Array | float:
-        """Draws what ``[batch, length, d]`` is multiplied by, of which only shape and dtype are read."""
+        """Draws the factor by which ``[batch, length, d]`` is multiplied.
+
+        Only the shape and the dtype of `x` are read. The factor is 1.0 if nothing is dropped.
+        """
         if self.rate == 0.0 or not self.has_rng("dropout"):
             return 1.0
         key, probability = self.make_rng("dropout"), 1.0 - self.rate
         if self.elementwise:
-            # Drawing is most of the cost: one draw of 32 bits decides on two positions.
+            # Most of the time goes into drawing random bits. Each draw of 32 bits is therefore
+            # split into two numbers of 16 bits, which decide about two positions.
             threshold = max(1, round(probability * 2**16))
             shape = (x.shape[0], (x.shape[1] + 1) // 2, x.shape[2])
             bits = jax.random.bits(key, shape)
@@ -65,11 +74,13 @@ class FeedForward(nn.Module):
 
     Attributes:
       hidden_dim: width of the hidden layer.
-      activations: one name of `ACTIVATIONS` per input matrix: ``("relu",)`` is T5 1.0,
-        ``("gelu", "linear")`` the gated GELU of T5 1.1 (Shazeer 2020).
+      activations: one name of `ACTIVATIONS` for each input matrix. T5 1.0 uses ``("relu",)``. T5
+        1.1 uses the gated GELU ``("gelu", "linear")`` (Shazeer 2020).
       dropout_rate: dropout of hidden features.
-      elementwise_dropout: draws for every position, not one for all of them, see `Dropout`.
-      use_bias: biases in all matrices, as in BERT; T5 has none.
+      elementwise_dropout: whether every position has its own draw, instead of one draw for all
+        positions; see `Dropout`.
+      use_bias: whether all matrices have a bias, as in BERT. T5 has none.
+      kernel_init: initializer of all kernels.
     """
 
     hidden_dim: Length
@@ -81,7 +92,7 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Transforms ``[batch, length, d_model]``."""
+        """Transforms ``[batch, length, d_model]`` into an array of the same shape."""
         dense = functools.partial(
             dense_layer, dtype=x.dtype, kernel_init=self.kernel_init, use_bias=self.use_bias
         )
@@ -103,26 +114,38 @@ class FeedForward(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """A vector for every absolute position, added to the embedded tokens.
+    """The base of modules that give a vector for every absolute position.
 
-    A subclass whose positions end has a field `max_length`.
+    The vectors are added to the embedded tokens. A subclass with a limited number of positions has
+    a field `max_length`.
     """
 
     def __call__(self, positions: jax.Array | np.ndarray, d_model: int) -> jax.Array:
-        """Returns vectors ``[..., d_model]`` of integer positions ``[...]``."""
+        """Returns vectors ``[..., d_model]`` for integer positions ``[...]``."""
         raise NotImplementedError
 
 
 @register
 class LearnedPositions(PositionEmbedding):
-    """A learned vector for every absolute position, ``embedding [max_length, d_model]``."""
+    """A learned vector for every absolute position, ``embedding [max_length, d_model]``.
+
+    Attributes:
+      max_length: number of positions.
+      embedding_init: initializer of the vectors.
+    """
 
     max_length: Length
     embedding_init: Initializer = Normal(0.02)
 
     @nn.compact
     def __call__(self, positions: jax.Array | np.ndarray, d_model: int) -> jax.Array:
-        """Returns vectors ``[..., d_model]`` of integer positions ``[...]``, NaN past the end if traced."""
+        """Returns vectors ``[..., d_model]`` for integer positions ``[...]``.
+
+        If the positions are traced, the vectors of positions past the end are NaN.
+
+        Raises:
+          ValueError: a known position is not less than `max_length`.
+        """
         init = with_axes(self.embedding_init, "length", "embed")
         table = self.param("embedding", init, (self.max_length, d_model))
         if not is_concrete(positions):
@@ -138,18 +161,23 @@ class LearnedPositions(PositionEmbedding):
 
 @register
 class SinusoidalPositions(PositionEmbedding):
-    """Fixed sines and cosines of the position (Vaswani et al. 2017, section 3.5), no parameters.
+    """Fixed sines and cosines of the position, without parameters.
+
+    Vaswani et al. 2017, section 3.5.
 
     Attributes:
-      endpoint: the slowest rate is exactly 1/10,000, as in Tensor2Tensor and the code of You et al.
-        2020; otherwise it is 10,000^(−(d − 2)/d), as in the paper's formula.
+      endpoint: whether the slowest rate is exactly 1/10,000, as in Tensor2Tensor and in the code of
+        You et al. 2020. Otherwise it is 10,000^(−(d − 2)/d), as in the paper's formula.
     """
 
     endpoint: bool = False
 
     @nn.compact
     def __call__(self, positions: jax.Array | np.ndarray, d_model: int) -> jax.Array:
-        """Returns vectors ``[..., d_model]`` of integer positions ``[...]``: sines, then cosines."""
+        """Returns vectors ``[..., d_model]`` for integer positions ``[...]``.
+
+        The first half of a vector holds the sines, the second half the cosines.
+        """
         positions = jnp.asarray(positions)
         last = d_model - 2 if self.endpoint else d_model
         rates = 10_000.0 ** (-np.arange(0, d_model, 2) / max(last, 1))

@@ -1,5 +1,8 @@
-"""Published models that are no T5: hard-coded attention, BERT with free head sizes, Linformer,
-attention replacements."""
+"""Models of papers that are not T5s.
+
+These are hard-coded attention, BERT with any head size, Linformer, and feed-forward networks that
+replace attention.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ from synthesizer_jax.primitives.initializers import GlorotUniform, Normal
 from synthesizer_jax.primitives.norms import LayerNorm
 
 RATIO_WMT, RATIO_IWSLT = 1.02305, 1.03606
-"""Source words per target word of WMT and of IWSLT 2016, English to German (You et al. 2020's code)."""
+"""Source words per target word of WMT and IWSLT 2016, English to German.
+
+The numbers are from the code of You et al. 2020.
+"""
 
 
 def hard_coded(
@@ -33,22 +39,23 @@ def hard_coded(
     prefix: int = 0,
     dropout_rate: float = 0.0,
 ) -> EncoderDecoder:
-    """The Transformer of You et al. 2020: post-norm, sinusoids, one embedding for everything.
+    """Returns the Transformer of You et al. 2020.
 
-    Dropout acts where the released code has it, on elements of embeddings and of sub-layers' outputs;
-    matrices start from Xavier's uniform values.
+    It is post-norm, uses sinusoidal positions, and has one embedding for both stacks and the
+    output. As in the released code, dropout acts on the elements of embeddings and of sub-layers'
+    outputs. The matrices start from Xavier's uniform distribution.
 
     Args:
-      variant: ``base`` (dot product everywhere), ``hc_sa`` (self-attention hard-coded), ``hc_all``
-        (cross-attention too), ``sh_x`` (self-attention hard-coded, one learned head of full width in
-        the last decoder layer and no cross-attention elsewhere).
-      d_model: width.
-      layers: of each stack.
+      variant: ``base`` has dot products everywhere. ``hc_sa`` has hard-coded self-attention.
+        ``hc_all`` also has hard-coded cross-attention. ``sh_x`` has hard-coded self-attention, and
+        its only cross-attention is one learned head of full width in the last decoder layer.
+      d_model: width of the model.
+      layers: number of layers of each stack.
       heads: number of heads.
       d_ff: width of the feed-forward layers.
       ratio: source words per target word, for hard-coded cross-attention.
-      prefix: source tokens before the sentence, such as those of "translate English to German:", which
-        hard-coded cross-attention passes over; the paper's texts have none.
+      prefix: number of source tokens before the sentence, such as those of "translate English to
+        German:". Hard-coded cross-attention skips them. The paper's texts have none.
       dropout_rate: probability of dropping an element.
     """
     init = GlorotUniform()
@@ -60,7 +67,7 @@ def hard_coded(
     dot = attention(alignment=product)
 
     def stack(mixer: Mixer, cross: Mixer | None, first: int = 0) -> Stack:
-        """The first layers have no cross-attention."""
+        """Returns a stack whose layers have the cross mixer, except the first `first` layers."""
         block = Block(
             mixer,
             FeedForward(d_ff, ("relu",), use_bias=True, kernel_init=init),
@@ -104,17 +111,19 @@ def bert(
     mixer: Mixer | None = None,
     dropout_rate: float = 0.0,
 ) -> Encoder:
-    """BERT with any head size (Bhojanapalli et al. 2020, section 4), pooler and MLM head included.
+    """Returns BERT with any head size, including its pooler and its masked language model head.
 
-    All kernels and embeddings start with a standard deviation of 0.02, as BERT's.
+    Bhojanapalli et al. 2020, section 4. All kernels and embeddings start with a standard deviation
+    of 0.02, as in BERT.
 
     Args:
-      d_model: width; feed-forward layers have 3,072 at 768, else 4,096, as the published counts need.
-      heads: number of heads; it need not divide d_model.
-      head_dim: the paper's d_p.
+      d_model: width of the model. Feed-forward layers have a width of 3,072 if it is 768, and 4,096
+        otherwise. These widths give the published parameter counts.
+      heads: number of heads. It does not have to divide d_model.
+      head_dim: width of a head, d_p in the paper.
       layers: number of layers.
-      mixer: something else than attention.
-      dropout_rate: one rate for all dropouts; BERT is trained with 0.1.
+      mixer: a mixer to use instead of attention.
+      dropout_rate: the rate of all dropouts. BERT is trained with 0.1.
     """
     init, norm = Normal(0.02), LayerNorm(epsilon=1e-12)
     dropout: dict[str, Any] = {"dropout_rate": dropout_rate, "elementwise_dropout": True}
@@ -156,13 +165,13 @@ def bert(
 
 
 def attention_replaced(kind: str, hidden_dim: int) -> EncoderDecoder:
-    """A small Transformer whose encoder has no attention (Bozic et al. 2023), for 50 tokens.
+    """Returns a small Transformer for 50 tokens whose encoder has no attention (Bozic et al. 2023).
 
-    Pre-norm, d 128, 6 + 6 layers, 8 heads of 16, feed-forward 512.
+    It is pre-norm, with d 128, 6 + 6 layers, 8 heads of 16, and feed-forward layers of 512.
 
     Args:
-      kind: ``alr``, ``alsr``, ``alrr`` or ``elr``, see `SentenceFeedForward`.
-      hidden_dim: width of its hidden layer.
+      kind: ``alr``, ``alsr``, ``alrr`` or ``elr``; see `SentenceFeedForward`.
+      hidden_dim: width of the hidden layer of the network that replaces attention.
     """
     feed_forward = FeedForward(512, ("relu",), use_bias=True)
     projected = kind in ("alr", "alsr")
@@ -185,7 +194,10 @@ def attention_replaced(kind: str, hidden_dim: int) -> EncoderDecoder:
 
 
 def linformer_base() -> Encoder:
-    """A BERT-base with Linformer's attention (Wang et al. 2020), projected to 256 positions."""
+    """Returns a BERT-base with Linformer's attention (Wang et al. 2020).
+
+    Keys and values are projected to 256 positions.
+    """
     mixer = Linformer(12, 64, max_length=512, projected_length=256)
     return bert(768, 12, 64, layers=12, mixer=mixer)
 
@@ -198,7 +210,7 @@ FIXED_HEADS = (
     *((768, heads, 128) for heads in (8, 12, 16, 20)),
     *((1024, heads, 1024 // heads) for heads in (8, 32)),
 )
-"""Width, heads and head size of Bhojanapalli et al.'s published models."""
+"""Width, number of heads and head size of the models that Bhojanapalli et al. published."""
 
 PUBLISHED: dict[str, Callable[[], TokenModel]] = {
     **{
@@ -218,4 +230,4 @@ PUBLISHED: dict[str, Callable[[], TokenModel]] = {
         for size, hidden in sizes.items()
     },
 }
-"""Named models; call the entry to get the configured module."""
+"""Named models. Call an entry to get the configured module."""

@@ -1,4 +1,4 @@
-"""A stack of layers: runs of equal blocks as a loop or a scan, with or without rematerialization."""
+"""A stack of layers, computed as a loop or as a scan, with or without rematerialization."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from synthesizer_jax.primitives.norms import RMSNorm
 from synthesizer_jax.primitives.parameters import Variables
 
 Positions: TypeAlias = jax.Array | np.ndarray
-"""In-sequence positions ``[batch or 1, q]``: NumPy's if they are known, or traced."""
+"""In-sequence positions ``[batch or 1, q]``, a NumPy array if they are known, otherwise traced."""
 
 _policies = jax.checkpoint_policies
 _attention = _policies.save_only_these_names(CHECKPOINT_NAME)
@@ -37,15 +37,24 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
         _policies.checkpoint_dots_with_no_batch_dims, _attention
     ),
 }
-"""What a rematerialized layer saves: nothing; all products; only products with parameters. The latter
-two also save the results of fused attention."""
+"""What a rematerialized layer saves for the backward pass.
+
+``full`` saves nothing. ``dots`` saves the results of all matrix products.
+``dots_with_no_batch_dims`` saves only those of products with parameters. The latter two also save
+the results of fused attention.
+"""
 Remat: TypeAlias = Annotated[str, Choices(tuple(REMAT_POLICIES))]
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """`repeats` layers of the same configuration, one after another."""
+    """Several layers with the same configuration, one after another.
+
+    Attributes:
+      block: the configuration of a layer.
+      repeats: number of layers.
+    """
 
     block: Block
     repeats: Annotated[int, Range(1, 256)]
@@ -53,22 +62,24 @@ class Run:
 
 @register
 class Stack(nn.Module):
-    """Layers in a row: embedded tokens in, normalized hidden states out.
+    """A sequence of layers, from embedded tokens to normalized hidden states.
 
     Attributes:
-      runs: the layers. One run is the usual case; several make different layers.
+      runs: the layers. Most models have one run. Several runs make a stack whose layers differ.
       bias: one position bias for all layers whose self-attention has logits, such as
         `RelativeBias`.
-      positions: a module ``(positions, d_model) -> vectors`` that is added to the embeddings, such
-        as `LearnedPositions`.
+      positions: a module ``(positions, d_model) -> vectors`` whose vectors are added to the
+        embeddings, such as `LearnedPositions`.
       input_norm: a normalization of the embeddings (BERT).
-      norm: the normalization of the output; None in post-norm models, whose last layer ends in one.
-      dropout_rate: dropout of the embeddings and, unless `drop_output` is False, of the output.
-      scan: each run of several layers is one `nn.scan` with stacked parameters: compile time does
-        not grow with the depth.
-      remat: None, or a name of `REMAT_POLICIES`: recompute layers in the backward pass.
-      elementwise_dropout: draws for every position, not one for all of them, see `Dropout`.
-      drop_output: False: no dropout of the output (You et al. 2020).
+      norm: the normalization of the output. It is None in post-norm models, because their last
+        layer ends with one.
+      dropout_rate: dropout of the embeddings and, if `drop_output` is True, of the output.
+      scan: whether each run of several layers is one `nn.scan` with stacked parameters. The compile
+        time then does not grow with the number of layers.
+      remat: a name of `REMAT_POLICIES`, to recompute layers in the backward pass, or None.
+      elementwise_dropout: whether every position has its own draw, instead of one draw for all
+        positions; see `Dropout`.
+      drop_output: whether dropout is applied to the output. You et al. 2020 do not.
     """
 
     runs: Annotated[tuple[Run, ...], NotEmpty()]
@@ -84,7 +95,7 @@ class Stack(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers over all runs."""
+        """The number of layers over all runs."""
         return sum(run.repeats for run in self.runs)
 
     def __call__(
@@ -96,16 +107,16 @@ class Stack(nn.Module):
         counted: jax.Array | None = None,
         shared_positions: PositionEmbedding | None = None,
     ) -> jax.Array:
-        """Runs all layers.
+        """Applies all layers.
 
         Args:
           x: ``[batch, q, d_model]`` embeddings.
-          mask: the self-attention's mask; an array is read as layers do, with two axes as ``[q, k]``,
+          mask: the mask of self-attention. Arrays are read as in layers: two axes mean ``[q, k]``;
             see `Mask.of`.
-          memory: the encoder's side, for decoders.
-          counted: ``[batch, q]`` bool, the positions that count in what modules add to a training
-            loss; None: those that are real by the mask.
-          shared_positions: a bound module like `positions`, which several stacks share.
+          memory: what a decoder attends to.
+          counted: ``[batch, q]`` bool, the positions over which modules average their additions to
+            a training loss. None means the positions that are real according to the mask.
+          shared_positions: a bound module like `positions` that several stacks share.
 
         Returns:
           ``[batch, q, d_model]``.
@@ -134,17 +145,18 @@ class Stack(nn.Module):
         whole: bool = False,
         shared_positions: PositionEmbedding | None = None,
     ) -> tuple[LayerCache, ...]:
-        """Returns the layers' empty caches, with the keys and values of the memory.
+        """Returns the caches of all layers, which hold only the keys and values of the memory.
 
         Args:
-          x: ``[batch, any, d_model]``; only the shape and the dtype are read.
-          memory: the encoder's side, for decoders.
+          x: ``[batch, any, d_model]``. Only the shape and the dtype are read.
+          memory: what a decoder attends to.
           max_length: number of positions that `extend` may reach.
-          whole: see `Mixer.init_cache`; so they are where the stack has a bias, which is for all positions.
+          whole: see `Mixer.init_cache`. If the stack has a bias, all positions are kept in any
+            case, because the bias is for all positions.
           shared_positions: as in `__call__`.
 
         Raises:
-          ValueError: a layer does not decode, or has fewer than `max_length` positions.
+          ValueError: a layer cannot decode, or it has fewer than `max_length` positions.
         """
         for positions in (self.positions, shared_positions):
             limit = getattr(positions, "max_length", None)
@@ -167,13 +179,13 @@ class Stack(nn.Module):
         memory_mask: MaskLike = None,
         shared_positions: PositionEmbedding | None = None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """Runs all layers on the tokens after those in the caches, see `Mixer.extend`.
+        """Applies all layers to the tokens after those in the caches; see `Mixer.extend`.
 
         Args:
           x: ``[batch · n, q, d_model]`` embeddings, n rows for each row of the memory.
-          caches: from `init_cache` or the step before.
-          mask: the self-attention's mask.
-          memory_mask: the cross-attention's mask, of ``batch`` rows.
+          caches: the caches from `init_cache` or from the previous step.
+          mask: the mask of self-attention.
+          memory_mask: the mask of cross-attention, with ``batch`` rows.
           shared_positions: as in `__call__`.
 
         Returns:
@@ -214,7 +226,7 @@ class Stack(nn.Module):
         num_keys: int,
         position: int | jax.Array = 0,
     ) -> jax.Array:
-        """Applies everything to embeddings: ``layers(x, bias)``, and what comes before and after."""
+        """Applies ``layers(x, bias)`` to embeddings, and everything that comes before and after."""
         check_fields(self, type(self).__name__)
         if self.positions is not None:
             embedder = self.positions.copy(name="position_embedder", parent=self)
@@ -231,7 +243,7 @@ class Stack(nn.Module):
         return Dropout(rate, self.elementwise_dropout, name="output_dropout")(x)
 
     def _blocks(self) -> list[Block]:
-        """Binds the blocks of all layers."""
+        """Returns the bound blocks of all layers."""
         if self.scan:
             raise ValueError("Stack: decoding runs unrolled; build the model with scan=False")
         block = self._block_type()
@@ -246,7 +258,11 @@ class Stack(nn.Module):
         positions: Positions,
         counted: jax.Array | None = None,
     ) -> jax.Array:
-        """Applies ``layer(x, index)`` for every layer; `UniversalStack` overrides it and reads the rest."""
+        """Applies ``layer(x, index)`` for every layer.
+
+        `UniversalStack` overrides this method. It is the only stack that reads `positions` and
+        `counted`.
+        """
         for index in range(self.num_layers):
             x = layer(x, index)
         return x
@@ -268,7 +284,7 @@ class Stack(nn.Module):
         return x
 
     def _position_bias(self, x: jax.Array, position: int | jax.Array, num_keys: int) -> Terms:
-        """Makes the terms of the bias that all layers share."""
+        """Returns the terms of the bias that all layers share."""
         if self.bias is None:
             return ()
         counts = {n for run in self.runs if (n := run.block.self_mixer.bias_heads) is not None}
@@ -284,18 +300,20 @@ class Stack(nn.Module):
         return self.bias.copy(name="relpos_bias", parent=self)(x, x, context)
 
     def _block_type(self) -> type[Block]:
-        """Returns `Block`, rematerialized if the stack says so."""
+        """Returns the class `Block`, with rematerialization if `remat` is set."""
         if self.remat is None:
             return Block
+        # A scan keeps XLA from merging the recomputation with the forward pass, a loop does not.
         policy, prevent_cse = REMAT_POLICIES[self.remat], not self.scan
         rematerialized: type[Block] = nn.remat(Block, policy=policy, prevent_cse=prevent_cse)
         return rematerialized
 
 
 def _positions_of(mask: Mask | None, position: int | jax.Array, *, q: int) -> Positions:
-    """Returns the positions ``[batch or 1, q]`` of q tokens, concrete if they are known.
+    """Returns the positions ``[batch or 1, q]`` of q tokens, as a NumPy array if they are known.
 
-    In packed rows they count in the segments, elsewhere from `position` on.
+    In packed rows the positions start again in every segment. In other rows they count up from
+    `position`.
     """
     segments = None if mask is None else mask.key_segments
     if segments is not None:
@@ -306,13 +324,13 @@ def _positions_of(mask: Mask | None, position: int | jax.Array, *, q: int) -> Po
 
 
 def _capacity(caches: tuple[LayerCache, ...]) -> int | None:
-    """Returns the number of key positions in the self-attention's caches; None: any."""
+    """Returns the number of key positions in the caches of self-attention, or None for no limit."""
     self_caches = [cache.self_attention for cache in caches]
     return max((c.capacity for c in self_caches if isinstance(c, Cache) and not c.window), default=None)
 
 
 def unstack_layers(stack: Stack, variables: Variables) -> Variables:
-    """Converts one collection of a scanned stack's variables to the layout of the looped stack.
+    """Converts variables of a scanned stack to the layout of the looped stack.
 
     Args:
       stack: the stack's configuration.
@@ -328,7 +346,10 @@ def unstack_layers(stack: Stack, variables: Variables) -> Variables:
 
 
 def stack_layers(stack: Stack, variables: Variables) -> Variables:
-    """Inverts `unstack_layers`."""
+    """Converts variables of a looped stack to the layout of the scanned stack.
+
+    It is the inverse of `unstack_layers`, and has the same arguments.
+    """
     result = {k: v for k, v in variables.items() if not k.startswith("layers_")}
     for run, names in _layers_of_runs(stack):
         if names[0] in variables:
@@ -338,7 +359,7 @@ def stack_layers(stack: Stack, variables: Variables) -> Variables:
 
 
 def _layers_of_runs(stack: Stack) -> Iterator[tuple[str, list[str]]]:
-    """Yields the name of every run of a scanned stack, with those of its layers in a looped stack."""
+    """Yields the name of every run in a scanned stack, and its layers' names in a looped stack."""
     layer = 0
     for index, run in enumerate(stack.runs):
         yield f"run_{index}", [f"layers_{layer + i}" for i in range(run.repeats)]

@@ -1,4 +1,4 @@
-"""The interfaces of models over a vocabulary, and of those that read inputs and write targets."""
+"""The interfaces of models over a vocabulary, and of models that read inputs and write targets."""
 
 from __future__ import annotations
 
@@ -29,24 +29,29 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 class TokenModel(nn.Module, kw_only=True):
-    """Embedding and output projection over one vocabulary.
+    """The base of models with an embedding and an output projection over one vocabulary.
 
-    Dropout acts where the random stream ``dropout`` is given, as in ``model.apply(variables, ...,
-    rngs={"dropout": key})``; without it nothing is dropped, in training neither. Gradients belong to
-    the collection ``params`` alone: what is frozen, such as a Fixed Random table, is in ``constants``.
+    Dropout is active if the random stream ``dropout`` is given, as in
+    ``model.apply(variables, ..., rngs={"dropout": key})``. Without it nothing is dropped, not even
+    in training. Take gradients only of the collection ``params``. Arrays that are never trained,
+    such as a Fixed Random table, are in ``constants``.
 
     Attributes:
-      vocab_size: rows of the embedding (T5: 32,128 for 32,100 pieces).
+      vocab_size: number of rows of the embedding. T5 has 32,128 rows for 32,100 pieces.
       d_model: width of the model.
-      tied: the embedding is also the output projection.
-      embedding_scale: factor of the embedded tokens; √d_model in the original Transformer.
-      logits_scale: factor of what the output projection reads; None: 1/√d_model where `tied` (T5
-        1.0), else 1.
-      logits_soft_cap: logits x become ``cap · tanh(x / cap)`` (Gemma 2); None: they stay.
-      dtype: dtype of the computation, ``"float32"`` or ``"bfloat16"`` (activations of T5's feed-forward
-        layers overflow float16); parameters are float32. In an experiment it may be ``"auto"``, with which
-        a model cannot be applied; see `resolve_dtype`.
-      ids: of padding, of the end of a text and of the decoder's first input.
+      tied: whether the embedding is also the output projection.
+      embedding_scale: factor of the embedded tokens. It is √d_model in the original Transformer.
+      logits_scale: factor of the input of the output projection. None means 1/√d_model if `tied`
+        (T5 1.0), and 1 otherwise.
+      logits_soft_cap: the logits x become ``cap · tanh(x / cap)`` (Gemma 2). None means that they
+        stay as they are.
+      dtype: dtype of the computation, ``"float32"`` or ``"bfloat16"``. Float16 is not offered,
+        because activations of T5's feed-forward layers overflow it. Parameters are float32. In an
+        experiment the dtype may be ``"auto"``, but a model with this dtype cannot be applied; see
+        `resolve_dtype`.
+      ids: the ids of padding, of the end of a text and of the decoder's first input.
+      embedding_init: initializer of the embedding.
+      logits_init: initializer of the output projection, if it is not tied.
     """
 
     vocab_size: Length
@@ -75,17 +80,18 @@ class TokenModel(nn.Module, kw_only=True):
             self.logits_kernel = self.param("logits_kernel", init, shape[::-1])
 
     def example(self, inputs_length: int, targets_length: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns abstract arguments of `__call__` for one example: inputs and targets."""
+        """Returns the abstract arguments of `__call__` for one example: inputs and targets."""
         shape = lambda n: jax.ShapeDtypeStruct((1, n), jnp.int32)
         return shape(inputs_length), shape(targets_length)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Embeds tokens ``[batch, length]`` as ``[batch, length, d_model]`` in the computation's dtype."""
+        """Embeds tokens ``[batch, length]`` as ``[batch, length, d_model]``, in `dtype`."""
         return self.look_up(self.embedding, tokens, self.embedding_scale)
 
     def look_up(self, table: jax.Array, tokens: jax.Array, scale: float) -> jax.Array:
-        """Embeds tokens ``[batch, length]`` by a table ``[vocab, d]``, times a scale."""
+        """Looks up tokens ``[batch, length]`` in a table ``[vocab, d]``, and scales the result."""
         if mesh_axes("batch"):
+            # Each device sums the gradient of the table over its own examples.
             x = map_over_batch(_embedding_lookup, table.astype(self.dtype), tokens)
         else:
             x = jnp.take(table, tokens, axis=0)
@@ -98,7 +104,10 @@ class TokenModel(nn.Module, kw_only=True):
         return cap_logits(product, self.logits_soft_cap)
 
     def output_kernel(self) -> tuple[jax.Array, float]:
-        """Returns the projection ``[d_model, vocab]`` and its input's factor; `logits_soft_cap` follows."""
+        """Returns the output projection ``[d_model, vocab]`` and the factor of its input.
+
+        The caller applies `logits_soft_cap` to the product.
+        """
         scale = self.logits_scale
         if self.tied:
             return self.embedding.T, self.d_model**-0.5 if scale is None else scale
@@ -107,15 +116,16 @@ class TokenModel(nn.Module, kw_only=True):
 
 @jax.custom_vjp
 def _embedding_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Looks up rows ``[..., d]`` of a table; a device sums their cotangents in float32.
+    """Looks up rows ``[..., d]`` of a table, with a gradient that each device sums in float32.
 
-    The sums of the devices are added in the table's dtype, like the gradients of all other parameters.
+    The sums of the devices are then added in the table's dtype, like the gradients of all other
+    parameters.
     """
     return jnp.take(table, tokens, axis=0)
 
 
 _Residuals: TypeAlias = tuple[jax.Array, jax.Array]
-"""An empty array ``[0, vocab, d]`` with the table's shape and dtype; the tokens."""
+"""An empty array ``[0, vocab, d]`` with the table's shape and dtype, and the tokens."""
 
 
 def _embedding_lookup_fwd(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, _Residuals]:
@@ -132,36 +142,42 @@ _embedding_lookup.defvjp(_embedding_lookup_fwd, _embedding_lookup_bwd)
 
 
 def num_real_tokens(tokens: jax.Array, padding: int) -> jax.Array:
-    """Returns the number of real tokens per row, ``[batch]``; `padding` is the id of others."""
+    """Returns the number of real tokens in each row, ``[batch]``.
+
+    A token is real if it is not `padding`.
+    """
     return (tokens != padding).sum(axis=-1, dtype=jnp.int32)
 
 
 def move_token_padding_last(tokens: jax.Array, padding: int) -> tuple[jax.Array, jax.Array]:
-    """Moves the padding of rows ``[batch, n]`` to the end; returns them and the order.
+    """Moves the padding of rows ``[batch, n]`` to the end.
 
-    Models read inputs through this, so that padding on the left, or anywhere, changes nothing:
-    positions count real tokens.
+    Models read their inputs through this function. Positions then count real tokens, so the outputs
+    do not depend on where the padding is.
+
+    Returns:
+      The tokens in their new order, and the old index of each token, both ``[batch, n]``.
     """
     order = jnp.argsort(tokens == padding, axis=1, stable=True)
     return take_positions(tokens, order), order
 
 
 def token_mask(mask: MaskLike, *, batch: int, length: int) -> Mask | None:
-    """Returns the mask that the argument of a model stands for; all models convert theirs here.
+    """Converts the argument `mask` of a model to a `Mask`, or returns None if there is none.
 
-    Models read tokens, whose usual mask is a tokenizer's attention mask, so an array with two axes says
-    which tokens are real. Layers read vectors, and follow Flax: two axes are ``[q, k]`` to them; see
-    `Mask.of`. Arrays hide keys only: the states of padding are those of a query that sees the real tokens,
-    as in transformers.
+    An array with two axes says which tokens are real, because the usual mask of tokens is a
+    tokenizer's attention mask. Layers read vectors and follow Flax instead: for them two axes are
+    ``[q, k]``; see `Mask.of`. Arrays hide only keys. The states of padding are those of a query
+    that sees the real tokens, as in transformers.
 
     Args:
-      mask: None, a `Mask`, or an array of booleans or zeros and ones, ``[batch or 1, keys]`` or
-        ``[batch or 1, heads or 1, q or 1, keys]``.
+      mask: None, a `Mask`, or an array of booleans or of zeros and ones. The array is
+        ``[batch or 1, keys]`` or ``[batch or 1, heads or 1, q or 1, keys]``.
       batch: number of rows of the tokens.
-      length: number of tokens of a row.
+      length: number of tokens in a row.
 
     Raises:
-      ValueError: an array has another shape, or other numbers.
+      ValueError: an array has another shape, or other numbers than zeros and ones.
       TypeError: `mask` is something else.
     """
     if mask is None or isinstance(mask, Mask):
@@ -183,24 +199,30 @@ def token_mask(mask: MaskLike, *, batch: int, length: int) -> Mask | None:
 
 
 def real_targets_mask(tokens: jax.Array, padding: int) -> jax.Array:
-    """Returns the mask ``[batch, q]`` of shifted targets before the padding; the first is real."""
+    """Returns which positions ``[batch, q]`` of shifted targets are before the padding.
+
+    The first position always counts, because its input is the start token, which may be padding's
+    id.
+    """
     last = jnp.max(jnp.where(tokens != padding, jnp.arange(tokens.shape[1])[None], 0), axis=1, initial=0)
     return jnp.arange(tokens.shape[1])[None] <= last[:, None]
 
 
 def stacks_of(model: nn.Module) -> dict[str, Stack]:
-    """Returns the stacks of a model by the names of their fields."""
+    """Returns the stacks of a model, by the names of their fields."""
     return {name: field for name, field in fields_of(model).items() if isinstance(field, Stack)}
 
 
 def resolve_dtype(model: _Model, platform: str | None = None) -> _Model:
-    """Returns the model with the dtype for which ``auto`` stands: bfloat16, on CPUs float32.
+    """Returns the model with a specific dtype in place of ``"auto"``.
 
-    A model with another dtype is returned as it is.
+    ``"auto"`` means float32 on CPUs and bfloat16 elsewhere. A model with another dtype is returned
+    as it is.
 
     Args:
       model: a `TokenModel`.
-      platform: of the devices: ``cpu``, ``gpu`` or ``tpu``; None: JAX's default backend.
+      platform: the platform of the devices: ``cpu``, ``gpu`` or ``tpu``. None means JAX's default
+        backend.
     """
     if fields_of(model)["dtype"] != AUTO:
         return model
@@ -208,18 +230,18 @@ def resolve_dtype(model: _Model, platform: str | None = None) -> _Model:
 
 
 def dtype_of(platform: str | None = None) -> str:
-    """Returns the dtype for which ``auto`` stands on a platform; see `resolve_dtype`."""
+    """Returns the dtype that ``"auto"`` means on a platform; see `resolve_dtype`."""
     platform = jax.default_backend() if platform is None else platform
     return "float32" if platform == "cpu" else "bfloat16"
 
 
 def unroll(model: _Model) -> _Model:
-    """Returns the same model with looped layers, as decoding needs it."""
+    """Returns the same model with looped layers instead of scanned ones, as decoding requires."""
     return replace(model, **{name: replace(s, scan=False) for name, s in stacks_of(model).items()})
 
 
 def unroll_variables(model: nn.Module, variables: Variables) -> Variables:
-    """Returns a model's variables in the layout of `unroll(model)`, each layer's slice taken once."""
+    """Returns the variables of a model in the layout of `unroll(model)`."""
     stacks = stacks_of(model)
     return {
         collection: {
@@ -233,14 +255,17 @@ def unroll_variables(model: nn.Module, variables: Variables) -> Variables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What a model needs to know of the rows of a batch besides their tokens.
+    """What a model has to know about the rows of a batch, besides their tokens.
 
     Attributes:
-      segments: of packed rows the segment numbers of inputs ``[batch, k]`` and targets ``[batch, q]``,
-        1, 2, … in the order of the row, 0 for padding; None: every row is one example.
-      counted: ``[batch, q]`` bool, the positions with a target, over which modules average what they add
-        to a training loss (`LOSSES`); None: up to the padding, in packed rows all segments.
-      max_segments: no row has more segments; lets terms of absolute positions run on unpacked rows.
+      segments: the segment numbers of packed rows, for inputs ``[batch, k]`` and targets
+        ``[batch, q]``. They are 1, 2, … in the order of the row, and 0 for padding. None means that
+        every row holds one example.
+      counted: ``[batch, q]`` bool, the positions that have a target. Modules average their
+        additions to a training loss (`LOSSES`) over these positions. None means all positions
+        before the padding, or all segments of packed rows.
+      max_segments: an upper bound of the number of segments in a row. With it, terms of absolute
+        positions can be computed on unpacked rows.
     """
 
     segments: tuple[jax.Array, jax.Array] | None = None
@@ -255,8 +280,10 @@ class DecodingCache:
 
     Attributes:
       layers: the caches of the decoder's layers.
-      memory_mask: which tokens of the memory are real, one row per example; None without a memory.
-      prefix_lengths: ``[rows]`` tokens that all later ones see, whatever a window says; None: none.
+      memory_mask: which tokens of the memory are real, with one row for each example. It is None if
+        there is no memory.
+      prefix_lengths: ``[rows]`` number of tokens that all later tokens see, even beyond a window.
+        It is None if there is no prefix.
     """
 
     layers: tuple[LayerCache, ...]
@@ -264,9 +291,10 @@ class DecodingCache:
     prefix_lengths: jax.Array | None = None
 
     def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> DecodingCache:
-        """Applies a function to the arrays that every row of targets has for itself.
+        """Applies a function to the arrays that have an entry for every row of targets.
 
-        The rows of an example, such as its beams, share the keys and values of the memory.
+        The rows of an example, such as its beams, share the keys and values of the memory, which
+        stay as they are.
 
         Args:
           function: maps ``[rows, ...]`` to ``[other rows, ...]``, such as ``lambda x: x[order]``.
@@ -277,10 +305,10 @@ class DecodingCache:
 
 
 class TextToText(TokenModel, kw_only=True):
-    """A model from inputs to targets, trained by teacher forcing and decoded step by step.
+    """A model that maps inputs to targets.
 
-    The trainer, the decoding loops and the evaluation use these methods only, as in
-    ``apply_method(model.hidden, variables, ...)``.
+    It is trained by teacher forcing and decoded step by step. The trainer, the decoding loops and
+    the evaluation use only these methods, as in ``apply_method(model.hidden, variables, ...)``.
     """
 
     @on_any_mesh
@@ -292,7 +320,7 @@ class TextToText(TokenModel, kw_only=True):
         Args:
           encoder_tokens: ``[batch, k]`` integers, with padding on either side.
           decoder_tokens: ``[batch, q]`` the targets shifted right by one, padded on the right.
-          rows: which rows are packed; None: none.
+          rows: which rows are packed. None means that no row is packed.
 
         Returns:
           ``[batch, q, vocab]`` float32.
@@ -302,14 +330,20 @@ class TextToText(TokenModel, kw_only=True):
     def hidden(
         self, encoder_tokens: jax.Array, decoder_tokens: jax.Array, *, rows: Rows | None = None
     ) -> jax.Array:
-        """Returns the targets' states before the projection to the vocabulary.
+        """Returns the states of the targets before the projection to the vocabulary.
 
-        Arguments are those of `__call__`. Returns ``[batch, q, d_model]``, for `logits`.
+        The arguments are those of `__call__`.
+
+        Returns:
+          ``[batch, q, d_model]``, the argument of `logits`.
         """
         raise NotImplementedError
 
     def encode_inputs(self, tokens: jax.Array) -> PyTree:
-        """Returns what `decode` needs of ``[batch, k]`` input tokens, a pytree of the model's own."""
+        """Returns what `decode` needs from input tokens ``[batch, k]``.
+
+        It is a pytree of the model's own type.
+        """
         raise NotImplementedError
 
     def decode(self, tokens: jax.Array, memory: PyTree) -> jax.Array:
@@ -317,7 +351,7 @@ class TextToText(TokenModel, kw_only=True):
 
         Args:
           tokens: ``[batch · n, q]`` the targets shifted right by one, n rows for each input.
-          memory: from `encode_inputs`, ``batch`` rows.
+          memory: the result of `encode_inputs`, with ``batch`` rows.
         """
         raise NotImplementedError
 
@@ -329,17 +363,19 @@ class TextToText(TokenModel, kw_only=True):
           max_length: number of target positions that `extend` may reach.
 
         Raises:
-          ValueError: among others, the model has fewer positions.
+          ValueError: the model cannot decode so many positions, for example because a table is
+            shorter.
         """
         raise NotImplementedError
 
     def extend(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
-        """Decodes the next tokens; the layers must be looped, not scanned (`unroll`).
+        """Decodes the next tokens. The layers must be looped, not scanned; see `unroll`.
 
         Args:
-          tokens: ``[batch · n, q]`` the targets' next tokens, n rows for each example; first the
-            start token.
-          cache: from `init_cache` or the step before; its rows are those of the tokens.
+          tokens: ``[batch · n, q]`` the next tokens of the targets, n rows for each example. The
+            first token is the start token.
+          cache: the cache from `init_cache` or from the previous step. It must have the rows of the
+            tokens.
 
         Returns:
           ``[batch · n, q, d_model]`` states for `logits`, and the new cache.

@@ -1,4 +1,4 @@
-"""Universal Transformer: one block, applied again and again."""
+"""Universal Transformer, which applies one block again and again."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from synthesizer_jax.primitives.parameters import with_axes
 class UniversalStack(Stack):
     """A stack whose layers share their parameters (Dehghani et al. 2019); see also `Stack`.
 
-    Before every step the signals of position and step are added. With a `halting_threshold` every
-    position halts by itself (adaptive computation time, Graves 2016). As in Tensor2Tensor and
-    Mesh-TensorFlow the output is ``a_T`` of ``a_t = w_t s_t + (1 − w_t) a_{t−1}``, ``a_0 = 0``; Graves'
-    own average is ``Σ_t w_t s_t``. Here s are the states and w the halting probabilities, the last one
-    the remainder, zero afterwards. The mean number of steps costs `ponder_cost`.
+    Before every step, sinusoids of the position and of the step are added to the states. With a
+    `halting_threshold`, every position decides when it halts (adaptive computation time, Graves
+    2016).
+
+    Let s_t be the state after step t, and w_t the halting probability. The last probability of a
+    position is replaced by the remainder, and w is zero afterwards. As in Tensor2Tensor and
+    Mesh-TensorFlow, the output is ``a_T``, where ``a_t = w_t s_t + (1 − w_t) a_{t−1}`` and
+    ``a_0 = 0``. Graves' own average is ``Σ_t w_t s_t``.
 
     Attributes:
-      runs: one `Run`, its repeats are the steps.
-      halting_threshold: a position halts once its probabilities add up to more than this; None runs
-        all steps.
-      ponder_cost: factor of the mean number of steps and remainders in the training loss.
-      signals: add the sinusoids of position and step.
+      runs: one `Run`. Its repeats are the steps.
+      halting_threshold: a position halts once the sum of its probabilities exceeds this value. None
+        means that all steps run.
+      ponder_cost: factor of the mean number of steps, plus the remainders, in the training loss.
+      signals: whether to add the sinusoids of position and step.
     """
 
     halting_threshold: Share | None = None
@@ -40,7 +43,7 @@ class UniversalStack(Stack):
     signals: bool = True
 
     def _blocks(self) -> list[Block]:
-        """Binds the one block, for every step of the recurrence."""
+        """Returns the one bound block, repeated for every step of the recurrence."""
         if len(self.runs) != 1:
             raise ValueError("UniversalStack: give one Run, whose block all its repeats share")
         block = self._block_type()(**fields_of(self.runs[0].block), name="shared", parent=self)
@@ -56,7 +59,10 @@ class UniversalStack(Stack):
         positions: Positions,
         counted: jax.Array | None = None,
     ) -> jax.Array:
-        """Applies the block `num_layers` times, or until every position has halted."""
+        """Applies the block `num_layers` times and, if positions halt, averages the states.
+
+        The positions of a batch halt at different steps, so all steps are computed.
+        """
         threshold = self.halting_threshold
         sinusoids: PyTree = SinusoidalPositions(parent=None)
         average = jnp.zeros_like(x)
@@ -96,8 +102,12 @@ class UniversalStack(Stack):
     def _sow_ponder_cost(self, steps: jax.Array, counted: jax.Array | None) -> None:
         """Sows the ponder cost in `LOSSES` if that collection is mutable.
 
-        It is a mean over rows of means over their positions, so that it does not depend on how a batch
-        is divided into parts of equal size.
+        The cost is averaged over the positions of each row and then over the rows. It therefore
+        does not depend on how a batch is divided into parts of equal size.
+
+        Args:
+          steps: number of steps plus remainder of each position, ``[batch, q]``.
+          counted: the positions over which to average, ``[batch, q]``. None means all.
         """
         if self.is_initializing() or not self.is_mutable_collection(LOSSES):
             return

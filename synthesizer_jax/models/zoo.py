@@ -1,4 +1,4 @@
-"""Named models: published sizes times what makes the logits."""
+"""Models with names: published sizes, combined with different alignments and mixers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,20 @@ from synthesizer_jax.models.universal import UniversalStack
 from synthesizer_jax.primitives.initializers import FanIn, MeshGlorotUniform, Normal
 
 VOCAB_SIZE = 32_128
-"""T5's 32,100 pieces, rounded up to a multiple of 128."""
+"""The 32,100 pieces of T5's vocabulary, rounded up to a multiple of 128."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A published size; `layers` are those of each stack."""
+    """A published size of a T5.
+
+    Attributes:
+      d_model: width of the model.
+      layers: number of layers of each stack.
+      d_ff: width of the feed-forward layers.
+      heads: number of heads.
+      head_dim: width of one head.
+    """
 
     d_model: int
     layers: int
@@ -58,7 +66,10 @@ T5_1_0 = {
     "3b": Size(1024, 24, 16384, 32, 128),
     "11b": Size(1024, 24, 65536, 128, 128),
 }
-"""T5 1.0 (Raffel et al. 2020), and "T5 (Base+)" of Tay et al. 2021, as large as R+V: 292 M."""
+"""The sizes of T5 1.0 (Raffel et al. 2020).
+
+``base_plus`` is "T5 (Base+)" of Tay et al. 2021. It is as large as R+V, with 292 M parameters.
+"""
 
 T5_1_1 = {
     "tiny": Size(32, 2, 64, 2, 64),
@@ -68,21 +79,27 @@ T5_1_1 = {
     "xl": Size(2048, 24, 5120, 32, 64),
     "xxl": Size(4096, 24, 10240, 64, 64),
 }
-"""T5 1.1: gated GELU, untied output."""
+"""The sizes of T5 1.1, which has gated GELU and an untied output projection."""
 
 
 def dot_product(head_dim: int) -> DotProduct:
-    """T5's dot product: no scale in the logits, 1/√head_dim in the query's initializer instead."""
+    """Returns T5's dot product.
+
+    The logits have no scale. The initializer of the queries has the factor 1/√head_dim instead.
+    """
     return DotProduct(scale=1.0, query_init=FanIn(1.0 / head_dim))
 
 
 def alignment(variant: str, *, head_dim: int, max_length: int = 512) -> Alignment:
-    """The alignment of a variant, by the abbreviations of Tay et al. 2021's tables.
+    """Returns the alignment of a variant, named as in the tables of Tay et al. 2021.
 
     Args:
       variant: a key of `VARIANTS`.
       head_dim: width of a head.
       max_length: number of positions of the tables.
+
+    Raises:
+      ValueError: there is no such variant.
     """
     if variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r}; allowed: {', '.join(VARIANTS)}")
@@ -102,7 +119,11 @@ VARIANTS: dict[str, Callable[[Alignment, int], Alignment]] = {
     "frv": lambda dot, n: Mixture((FactorizedRandom(max_length=n), dot)),
     "fdv": lambda dot, n: Mixture((FactorizedDense(max_length=n), dot)),
 }
-"""Vanilla, Dense, Random, Fixed Random, Factorized Random, Factorized Dense, and mixtures."""
+"""Functions that make the alignment of a variant from a dot product and a number of positions.
+
+v is the vanilla dot product. d is Dense, r Random, fix Fixed Random, fr Factorized Random, and fd
+Factorized Dense. The other names are mixtures of two of these.
+"""
 
 
 def t5(
@@ -121,22 +142,25 @@ def t5(
     scan: bool = False,
     remat: str | None = None,
 ) -> EncoderDecoder:
-    """A T5 of a given size with any alignment or mixer in its self-attention.
+    """Returns a T5 of a given size, with any alignment or mixer in its self-attention.
 
     Args:
-      size: widths and depths.
-      gated: True is T5 1.1 (gated GELU, untied output), False T5 1.0 (ReLU, tied).
-      encoder: alignment of the encoder's self-attention, or a whole mixer; None is T5's dot product.
-      decoder: the same of the decoder; None is as the encoder.
-      cross: the mixer over the encoder's output; None is T5's attention.
-      relative_bias: T5's bias, one table per stack; none where self-attention has no logits.
-      positions: added to the embeddings, such as `SinusoidalPositions`.
-      vocab_size: rows of the embedding.
-      dropout_rate: one rate for all dropouts.
-      elementwise_dropout: draws for every position, as Tensor2Tensor's, not one for all, as T5's.
+      size: widths and numbers of layers.
+      gated: True for T5 1.1 (gated GELU, untied output), False for T5 1.0 (ReLU, tied output).
+      encoder: the alignment of the encoder's self-attention, or a mixer in its place. None means
+        T5's dot product.
+      decoder: the same for the decoder. None means the same as in the encoder.
+      cross: the mixer over the encoder's outputs. None means T5's attention.
+      relative_bias: whether to use T5's position bias, one table per stack. A stack whose
+        self-attention has no logits gets none.
+      positions: a module whose vectors are added to the embeddings, such as `SinusoidalPositions`.
+      vocab_size: number of rows of the embedding.
+      dropout_rate: the rate of all dropouts.
+      elementwise_dropout: whether every position has its own draw, as in Tensor2Tensor. If it is
+        False, one draw is for all positions, as in T5.
       dtype: dtype of the computation.
-      scan: scan over layers.
-      remat: rematerialization policy, see `Stack`.
+      scan: whether to scan over layers; see `Stack`.
+      remat: the rematerialization policy; see `Stack`.
     """
     dropout: dict[str, Any] = {"dropout_rate": dropout_rate, "elementwise_dropout": elementwise_dropout}
     vanilla = dot_product(size.head_dim)
@@ -146,11 +170,13 @@ def t5(
     feed_forward = FeedForward(size.d_ff, activations=activations, **dropout)
 
     def mixer(kind: Alignment | Mixer) -> Mixer:
+        """Returns attention with an alignment, or the mixer itself."""
         if not isinstance(kind, Alignment):
             return kind
         return Attention(size.heads, size.head_dim, alignment=kind, dropout_rate=dropout_rate)
 
     def stack(kind: Alignment | Mixer, cross: Mixer | None) -> Stack:
+        """Returns the encoder's stack, or the decoder's if there is a cross mixer."""
         block = Block(mixer(kind), feed_forward, cross_mixer=cross, **dropout)
         has_bias = relative_bias and block.self_mixer.bias_heads is not None
         bias = RelativeBias(bidirectional=cross is None) if has_bias else None
@@ -196,17 +222,27 @@ MESH: dict[str, Callable[[], Alignment | None]] = {
     "dense_plus": _mesh_dense_plus,
     "dense_plus_alpha": partial(_mesh_dense_plus, "sigmoid"),
 }
-"""The modes of the code that was released for the Synthesizer paper's C4 runs; None: T5's attention."""
+"""The modes of the code that was released for the Synthesizer paper's C4 runs.
+
+None stands for T5's attention.
+"""
 
 
 def _mesh(variant: str, *, learned_positions: bool) -> EncoderDecoder:
-    """A T5-base of the Synthesizer paper's C4 runs, as the released Mesh-TensorFlow code built it.
+    """Returns a T5-base of the Synthesizer paper's C4 runs, as the released code built it.
 
-    Eight heads of 128 in the Synthesizers' self-attention (its constructor's defaults), one matrix of the
-    dense alignment for all heads, Glorot tables of 512 positions, rank 16 in `factorized` (here with the
-    paper's formula), 12 × 64 in cross-attention. Table 2 of Narang et al. 2021 has the paper's numbers.
-    It gives the same whole millions of parameters for both kinds of positions: T5's relative bias, and a
-    vector for each of 512 positions that both stacks share.
+    The self-attention of the Synthesizers has eight heads of 128, which are the defaults of this
+    code for Mesh-TensorFlow. Cross-attention has 12 heads of 64. All heads share one matrix of the
+    dense alignment. Tables are for 512 positions and start from a Glorot distribution. `factorized`
+    has rank 16 and uses the formula of the paper, not that of the code.
+
+    The paper's numbers are in Table 2 of Narang et al. 2021. Two kinds of positions give the same
+    whole millions of parameters: T5's relative bias, and a vector for each of 512 positions that
+    both stacks share. Both are therefore offered.
+
+    Args:
+      variant: a key of `MESH`.
+      learned_positions: whether to use the vectors instead of the relative bias.
     """
     kind = MESH[variant]()
     mixer = None if kind is None else Attention(8, 128, alignment=kind)
@@ -215,25 +251,30 @@ def _mesh(variant: str, *, learned_positions: bool) -> EncoderDecoder:
 
 
 def _synthesizer(variant: str, size: Size) -> EncoderDecoder:
-    """A T5 1.1 with a variant in both stacks' self-attention."""
+    """Returns a T5 1.1 with a variant in the self-attention of both stacks."""
     return t5(size, encoder=alignment(variant, head_dim=size.head_dim))
 
 
 def _talking_heads(size: Size) -> EncoderDecoder:
-    """A T5 1.1 with twice the heads of half the width (Shazeer et al. 2020; T5's ``t5.1.th``)."""
+    """Returns a T5 1.1 with twice as many heads of half the width.
+
+    Shazeer et al. 2020, and T5's configuration ``t5.1.th``.
+    """
     heads, width = 2 * size.heads, size.head_dim // 2
     mixer = TalkingHeads(heads, width, alignment=dot_product(width))
     return t5(size, encoder=mixer, decoder=mixer, cross=mixer)
 
 
 def _convolution(kind: type[LightweightConvolution | DynamicConvolution]) -> EncoderDecoder:
-    """A T5 1.0 whose self-attention is a convolution, as Mesh-TensorFlow built it.
+    """Returns a T5 1.0 whose self-attention is a convolution, as in Mesh-TensorFlow.
 
-    Nine taps, a dense layer after the convolution, learned positions (Narang et al. 2021). The
-    lightweight one has one kernel a channel, 224 M parameters as published. The dynamic one is
-    published with 257 M and 1.06 times the work of the vanilla model. One kernel a channel, as in the
-    last released code, would make it 351 M and 1.49 times; a kernel for every four channels comes
-    closest, with 256 M and 1.07 times.
+    It has nine taps, a dense layer after the convolution, and learned positions (Narang et al.
+    2021).
+
+    The lightweight convolution has one kernel per channel, and 224 M parameters as published. The
+    dynamic convolution is published with 257 M parameters and 1.06 times the FLOPs of the vanilla
+    model. With one kernel per channel, as in the last released code, it would have 351 M and 1.49
+    times. One kernel for every four channels comes closest, with 256 M and 1.07 times.
     """
     groups = 192 if kind is DynamicConvolution else None
     mixer = kind(width=9, pointwise=True, groups=groups)
@@ -243,10 +284,13 @@ def _convolution(kind: type[LightweightConvolution | DynamicConvolution]) -> Enc
 
 
 def _universal() -> EncoderDecoder:
-    """A Universal Transformer with adaptive halting at 0.5 (Narang et al. 2021, appendix B).
+    """Returns a Universal Transformer with adaptive halting at 0.5.
 
-    One block a stack, 41 M parameters and twice the work of the vanilla model. Published are 84 M and
-    3.6 times: nothing that was released says with which settings of Mesh-TensorFlow's code.
+    Narang et al. 2021, appendix B.
+
+    Each stack has one block. The model has 41 M parameters and twice the FLOPs of the vanilla
+    model. The paper reports 84 M and 3.6 times, but no released file says which settings of
+    Mesh-TensorFlow's code it used.
     """
     base = t5(T5_1_0["base"], gated=False, relative_bias=False)
     shared = lambda stack: UniversalStack((Run(stack.runs[0].block, 24),), halting_threshold=0.5)
@@ -256,13 +300,14 @@ def _universal() -> EncoderDecoder:
 def language_model(
     variant: str, size: Size, *, prefix: bool = False, max_length: int = 1024
 ) -> LanguageModel:
-    """A decoder-only T5 1.1.
+    """Returns a decoder-only T5 1.1.
 
     Args:
       variant: a key of `VARIANTS`.
-      size: a size of `T5_1_1`; its layers are those of the one stack.
-      prefix: a prefix language model.
-      max_length: positions of a row, inputs and targets together, that tables of the alignment hold.
+      size: a size of `T5_1_1`. Its number of layers is that of the one stack.
+      prefix: whether it is a prefix language model.
+      max_length: number of positions in the tables of the alignment, for inputs and targets
+        together.
     """
     kind = alignment(variant, head_dim=size.head_dim, max_length=max_length)
     attention = Attention(size.heads, size.head_dim, alignment=kind)
@@ -299,7 +344,8 @@ ZOO: dict[str, Callable[[], TokenModel]] = {
     "prefix_lm_base": partial(language_model, "v", T5_1_1["base"], prefix=True),
     **PUBLISHED,
 }
-"""Every named model; call the entry to get the configured module.
+"""All models with a name. Call an entry to get the configured module.
 
-Modules made while this file is imported would be children of a caller whose compact method imports it.
+The entries are functions because a module that is made during an import would become a child of the
+module whose compact method imports this file.
 """
