@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -101,8 +102,13 @@ class RuledOptimizer:
     schedule: optax.Schedule | None = None
 
     def init(self, params: PyTree) -> PyTree:
-        """Returns the state of the transformation, which holds no entries for frozen parameters."""
-        return self.transformation.init(self.trained(params))
+        """Returns the state of the transformation, which holds no entries for frozen parameters.
+
+        PRNG keys in it, such as those of ``optax.noisy_sgd``, are kept as their data, because checkpoints
+        hold plain arrays only.
+        """
+        state = self.transformation.init(self.trained(params))
+        return _without_keys(state)
 
     def trained(self, tree: PyTree) -> PyTree:
         """Returns nested dictionaries like the parameters without the entries that are frozen."""
@@ -129,9 +135,26 @@ class RuledOptimizer:
             return new if rate.all() else jnp.where(rate == 0, p, new)
 
         trained = self.trained(params)
+        opt_state = self._with_keys(opt_state, trained)
         updates, opt_state = self.transformation.update(gradients, opt_state, trained)
         new = jax.tree.map(apply_update, trained, updates, self.trained(self.rates))
-        return merge_entries(new, params), opt_state
+        return merge_entries(new, params), _without_keys(opt_state)
+
+    def _with_keys(self, opt_state: PyTree, trained: PyTree) -> PyTree:
+        """Returns a state with PRNG keys in the place of their data, as the transformation has made it."""
+        implementations = list[Any]()  # JAX's specification of a leaf's keys; None: no keys
+
+        def record(trained: PyTree) -> None:
+            for x in jax.tree.leaves(self.transformation.init(trained)):
+                implementations.append(jax.random.key_impl(x) if _is_key(x) else None)
+
+        jax.eval_shape(record, trained)
+        leaves, structure = jax.tree.flatten(opt_state)
+        restored = [
+            x if implementation is None else jax.random.wrap_key_data(x, impl=implementation)
+            for x, implementation in zip(leaves, implementations, strict=True)
+        ]
+        return jax.tree.unflatten(structure, restored)
 
     def learning_rate(self, opt_state: PyTree) -> dict[str, jax.Array]:
         """Returns ``learning_rate``, that of the next update; nothing if it is not known."""
@@ -139,6 +162,16 @@ class RuledOptimizer:
         if self.schedule is None or count is None:
             return {}
         return {"learning_rate": jnp.asarray(self.schedule(count), jnp.float32)}
+
+
+def _is_key(x: jax.Array) -> bool:
+    """Returns whether an array holds PRNG keys, and not numbers."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _without_keys(state: PyTree) -> PyTree:
+    """Returns a state with the data of PRNG keys in their place."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
 
 
 def trained_entries(rates: PyTree, tree: PyTree) -> PyTree:

@@ -131,6 +131,24 @@ def test_every_optimizer_equals_numpy_under_rules(name):
     assert "c" not in keys_of(state), "a frozen parameter has no state"
 
 
+def test_a_state_with_random_keys_is_plain_arrays_from_which_it_goes_on():
+    params, gradients = problem()
+    recipe = optax_optimizer("noisy_sgd", 0.1, key=7)
+    optimizer = build_optimizer(recipe, (), model=MODEL, params=params, axes=AXES)
+    begun, state = train(optimizer, params, gradients[:2])
+    plain = jax.tree.map(np.asarray, state)  # as a checkpoint holds it
+    update = jax.jit(optimizer.update)
+    for g in gradients[2:]:
+        begun, plain = update(g, plain, begun)
+    oracle = optax.noisy_sgd(0.1, key=7)
+    expected, theirs = params, oracle.init(params)
+    for g in gradients:
+        updates, theirs = jax.jit(oracle.update)(g, theirs)
+        expected = optax.apply_updates(expected, updates)
+    for n in params:
+        np.testing.assert_allclose(begun[n], expected[n], rtol=1e-6, atol=1e-6)
+
+
 REFUSED = {
     "no such path": ((OptimizerRule("A"),), AdamW(), r"'A' matches no parameter, such as 'a'; a"),
     "shadowed": ((OptimizerRule(".*"), OptimizerRule("a")), AdamW(), r"earlier rules decide for"),
