@@ -61,7 +61,7 @@ def materialize_banded(
     if positions is not None:
         q_positions, key = positions
         first_key = _first_tap_keys(term, mask, first_key.shape[1])[q_positions]
-        if weights.shape[0] == 1 and weights.shape[1] > 1:
+        if weights.shape[0] == 1 and weights.shape[1] != 1:
             weights = weights[0][q_positions]
     tap = (key[:, None, :] - first_key[:, :, None])[:, :, None, :]  # [b or 1, q, 1, k]
     batch = max(weights.shape[0], tap.shape[0])
@@ -165,7 +165,7 @@ def _sum_shifted_values_bwd(
     padding = ((0, 0), (width - 1, width - 1), (0, 0), (0, 0))
     padded_dout = jnp.pad(dout, padding)
     padded_weights = weights.astype(dtype)
-    if weights.shape[1] > 1:
+    if weights.shape[1] != 1:
         padded_weights = jnp.pad(padded_weights, padding)
     length = window.shape[1]
     dwindow, dweights = jnp.zeros_like(window, dtype=dtype), []
@@ -174,7 +174,9 @@ def _sum_shifted_values_bwd(
         # dwindow[b, n, h] = Σ_t weights[b, n - t, h, t] · dout[b, n - t, h]
         queries = slice(width - 1 - t, width - 1 - t + length)
         tap = (
-            padded_weights[:, queries, :, t, None] if weights.shape[1] > 1 else padded_weights[..., t, None]
+            padded_weights[:, queries, :, t, None]
+            if weights.shape[1] != 1
+            else padded_weights[..., t, None]
         )
         dwindow = dwindow + tap * padded_dout[:, queries]
         # dweights[b, q, h, t] = Σ_e dout[b, q, h, e] · window[b, q + t, h, e], summed over the examples

@@ -106,7 +106,8 @@ class Term(abc.ABC):
 
     def depends_on_tokens(self, name: str) -> bool:
         """Whether an array is made of tokens; otherwise it is looked up by position."""
-        return any(a.name == name and "b" in a.axes and a.x.shape[0] > 1 for a in self.arrays())
+        # A symbolic size of an exported program is not equal to 1, but cannot be ordered.
+        return any(a.name == name and "b" in a.axes and a.x.shape[0] != 1 for a in self.arrays())
 
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
         """Whether queries, and keys, are looked up by their position in a segment of a packed row."""
@@ -474,7 +475,7 @@ class Banded(_NoLogits):
 
     @property
     def lengths(self) -> tuple[int | None, int | None]:
-        return (self.weights.shape[1] if self.weights.shape[1] > 1 else None), None
+        return (self.weights.shape[1] if self.weights.shape[1] != 1 else None), None
 
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
         # In self-attention a fixed distance is the same in the row.

@@ -21,6 +21,7 @@ from synthesizer_jax.base.registry import replace
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
 from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.inference import Decoding, decode, encode_tokens, score_targets
+from synthesizer_jax.mixers import DynamicConvolution
 from synthesizer_jax.models import Size, alignment, t5, unroll, unroll_variables
 from synthesizer_jax.models.zoo import language_model as zoo_model
 from synthesizer_jax.pretrained import generate, load
@@ -51,6 +52,12 @@ def language_model():
 
 def encoder(kind="d", vocab_size=VOCAB):
     return sj.Encoder(vocab_size=vocab_size, d_model=8, encoder=encoder_decoder(kind).encoder)
+
+
+def convolutions():
+    """Its weights depend on the tokens, and so have the batch's size, which is a symbol."""
+    stack = t5(SIZE, encoder=DynamicConvolution(width=3), relative_bias=False).encoder
+    return sj.Encoder(vocab_size=VOCAB, d_model=8, encoder=stack)
 
 
 def variables_of(model):
@@ -115,8 +122,12 @@ def test_a_synthesizer_runs_at_every_batch_and_length_on_every_platform(synthesi
 
 @pytest.mark.parametrize(
     ("model", "programs", "beams"),
-    [(encoder(), ["encode"], 1), (language_model(), ["generate", "score"], 3)],
-    ids=["encoder", "language model"],
+    [
+        (encoder(), ["encode"], 1),
+        (convolutions(), ["encode"], 1),
+        (language_model(), ["generate", "score"], 3),
+    ],
+    ids=["encoder", "dynamic convolutions", "language model"],
 )
 def test_a_model_has_the_programs_of_its_kind(tmp_path, model, programs, beams):
     """Also with constants, scanned layers and beams."""
