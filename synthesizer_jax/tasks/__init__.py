@@ -1,1 +1,1 @@
-"""Tasks: T5's and the papers', of SeqIO's registries and users' files."""
+"""Tasks and mixtures: T5's, those of other papers, of SeqIO's registries, and of users' files."""

@@ -29,9 +29,15 @@ SPECIAL = {
 
 
 def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
-    """Returns WSC in T5's "simple" format: the text with ``*pronoun*``, and the row's candidate as target.
+    """Formats WSC in T5's "simple" format.
 
-    Hidden labels stay −1. With `positive_only` only rows whose label is true are kept (for training).
+    The input is the text with the pronoun marked as ``*pronoun*``. The target is the row's
+    candidate for what the pronoun refers to, whether this is right or not. The feature ``label``
+    says whether it is right. It remains −1 if it is hidden.
+
+    Args:
+      dataset: rows of ``super_glue/wsc.fixed``.
+      positive_only: whether to keep only the rows whose candidate is right. Use this for training.
     """
     if positive_only:
         dataset = dataset.filter(lambda row: tf.equal(row["label"], 1))
@@ -49,7 +55,11 @@ def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
 
 
 def _mark_pronoun(text: bytes, pronoun: bytes, index: int) -> str:
-    """Returns the input: the text with the word at the pronoun's index written as ``*pronoun*``."""
+    """Returns the input, in which the word at the pronoun's index is written as ``*pronoun*``.
+
+    Raises:
+      ValueError: if another word is at this index.
+    """
     if marked := SPECIAL.get(text.decode()):
         return f"wsc: {marked}"
     words, word = text.decode().split(" "), pronoun.decode()
@@ -59,14 +69,15 @@ def _mark_pronoun(text: bytes, pronoun: bytes, index: int) -> str:
 
 
 def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns definite pronoun resolution (DPR) in WSC's format.
+    """Formats definite pronoun resolution (DPR) like WSC.
 
-    The first occurrence of the pronoun is marked; the target is the candidate that it refers to.
+    The first occurrence of the pronoun is marked. The target is the candidate to which it refers.
     """
 
     def convert(row: Row) -> Row:
         pattern = tf.strings.join([" (", row["pronoun"], r")( |\.|,)"])
-        replace = tf.strings.regex_replace  # accepts a pattern that is a tensor
+        # `tf.strings.regex_replace` accepts a pattern that is a tensor.
+        replace = tf.strings.regex_replace
         marked_text = replace(row["sentence"], pattern, r" *\1*\2", replace_global=False)
         return {
             "inputs": tf.strings.join(["wsc: ", marked_text]),
@@ -83,9 +94,9 @@ _PUNCTUATION = ".,?!"
 
 
 def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns WNLI rows in WSC's format (see `_wnli_question`); hidden labels stay −1.
+    """Formats WNLI like WSC (see `_wnli_question`). Hidden labels remain −1.
 
-    T5's authors have verified the conversion on the validation and test splits only.
+    T5's authors have verified this conversion only on the validation and test splits.
     """
     question = lambda premise, hypothesis: _wnli_question(premise.decode(), hypothesis.decode())
 
@@ -105,19 +116,23 @@ def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
-    """Returns the pair (``wsc: … *pronoun* …``, candidate) of a WNLI row.
+    """Returns the input ``wsc: … *pronoun* …`` and the candidate of a WNLI row.
 
-    Of the premise's pronouns it marks the one whose neighboring words have the longest match in
-    the hypothesis. The candidate is the text between those neighbors in the hypothesis; it is
-    empty if no neighbors match or if there is no text between them.
+    The hypothesis of a row repeats a part of the premise, with a candidate in place of a pronoun.
+    The pronoun is found as follows: of all pronouns of the premise, it is the one whose neighboring
+    words have the longest match in the hypothesis. The candidate is the text between these
+    neighbors in the hypothesis. It is empty if no neighbors match or if there is no text between
+    them.
 
     Raises:
-      ValueError: the premise has no pronoun, or the candidate does not occur in the hypothesis.
+      ValueError: if the premise has no pronoun, or if the candidate does not occur in the
+        hypothesis.
     """
     words, target = _clean(premise), _clean(hypothesis)
     positions = [i for i, word in enumerate(words) if word in PRONOUNS]
     if not positions:
         raise ValueError(f"WNLI: no pronoun in {premise!r}")
+    # For every pronoun, the words before it and after it that also occur in the hypothesis.
     overlaps = [(i, _overlap(words, target, i)) for i in positions]
     position, (left, right) = max(overlaps, key=lambda pair: sum(map(len, pair[1])))
     candidate = _between(left, right, " ".join(target))
@@ -125,14 +140,16 @@ def _wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
 
 
 def _clean(text: str) -> list[str]:
+    """Returns the words of a text in lower case, without a punctuation character at their ends."""
     words = (word[:-1] if word[-1:] in _PUNCTUATION else word for word in text.lower().split(" "))
     return [word for word in words if word]
 
 
 def _overlap(words: list[str], target: list[str], position: int) -> tuple[list[str], list[str]]:
-    """Returns the longest suffix before and prefix after a position that occur in the target.
+    """Returns the words before and after a position that also occur in the target.
 
-    As in T5, the words before the position are compared in reverse order.
+    They are the longest sequences of words that end before the position and begin after it. As in
+    T5, the words before the position are compared in reverse order.
     """
 
     def longest_prefix(words: list[str], text: str) -> list[str]:
@@ -143,7 +160,11 @@ def _overlap(words: list[str], target: list[str], position: int) -> tuple[list[s
 
 
 def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
-    """Returns the text between two word sequences, else before the right or after the left one."""
+    """Returns the part of the target between two sequences of words.
+
+    If there is no such part, it is the text before the right sequence, or else the text after the
+    left sequence. It is empty if neither sequence is found.
+    """
     if not left and not right:
         return ""
     before, after = ([re.escape(" ".join(words))] if words else [] for words in (left, right))
@@ -154,7 +175,12 @@ def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
 
 
 def _question(premise: str, position: int) -> str:
-    """Returns the premise with the word at `position`, which does not count empty words, marked."""
+    """Returns the input: the premise with a marked word.
+
+    Args:
+      premise: the text.
+      position: the index of the word. Empty words and single punctuation characters do not count.
+    """
     words = premise.split(" ")
     i = [i for i, word in enumerate(words) if len(word) > 1 or word not in _PUNCTUATION][position]
     word = words[i]
@@ -164,10 +190,10 @@ def _question(premise: str, position: int) -> str:
 
 
 def _original(candidate: str, hypothesis: str) -> str:
-    """Returns the candidate, from its last article on, in the hypothesis' original spelling.
+    """Returns the candidate in the spelling of the hypothesis, from its last article on.
 
     Raises:
-      ValueError: the candidate does not occur in the hypothesis.
+      ValueError: if the candidate does not occur in the hypothesis.
     """
     words = candidate.split(" ")
     articles = [words.index(article) for article in ("a", "an", "the") if article in words]

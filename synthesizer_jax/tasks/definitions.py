@@ -1,4 +1,7 @@
-"""All tasks of T5, with its names and versions (Raffel et al. 2020), and those of the papers."""
+"""The definitions of all tasks of T5, with its names and versions, and of tasks of other papers.
+
+T5's tasks are those of Raffel et al. 2020.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,16 @@ def classification(
     prefix: str | None = None,
     **options: Any,
 ) -> Task:
-    """Returns a task whose answer is a label word; see `preprocessors.classification` and `Task`.
+    """Returns a task whose answers are label words.
 
-    Without `prefix` the input begins with the last part of the name of the data set.
+    Args:
+      name: the name of the task.
+      dataset: the TFDS data set.
+      features: the features of the input (see `preprocessors.classification`).
+      labels: the label words, in the order of the integer labels.
+      prefix: the first word of the input. By default, it is the last part of the name of the data
+        set.
+      **options: other fields of `Task`.
     """
     prefix = prefix or dataset.rpartition("/")[2]
     preprocess = functools.partial(
@@ -45,10 +55,12 @@ def classification(
 
 
 def _glue(config: str, *arguments: Any, **options: Any) -> Task:
+    """Returns a GLUE task, with T5's name and version."""
     return classification(f"glue_{config}_v002", f"glue/{config}", *arguments, **options)
 
 
 def _super(config: str, *arguments: Any, **options: Any) -> Task:
+    """Returns a SuperGLUE task, with T5's name and version."""
     name, dataset = f"super_glue_{config}_v102", f"super_glue/{config}"
     return classification(name, dataset, *arguments, **options)
 
@@ -81,10 +93,11 @@ GLUE = (
         postprocess_fn=postprocessors.referent,
     ),
 )
-"""In the order of T5's registry; labels in index order."""
+"""The tasks of GLUE in the order of T5's registry. Label words are in the order of the labels."""
 
 
 def _wsc(split: str, splits: tuple[str, ...], **options: Any) -> Task:
+    """Returns the task that trains on WSC, or the task that evaluates it on its other splits."""
     name, dataset = f"super_glue_wsc_v102_simple_{split}", "super_glue/wsc.fixed"
     preprocess = functools.partial(coreference.wsc, positive_only=split == "train")
     return Task(name, dataset, preprocess, splits=splits, postprocess_fn=postprocessors.referent, **options)
@@ -120,7 +133,8 @@ SUPER_GLUE = (
         RTE,
         prefix="rte",
         splits=("test",),
-        metrics=(metrics.matthews,),  # T5 computes none of AX-b and AX-g, whose rows have labels
+        # T5 computes no metrics for AX-b and AX-g, although their rows have labels.
+        metrics=(metrics.matthews,),
     ),
     _super(
         "axg", PAIR, RTE, prefix="rte", splits=("test",), metrics=(metrics.accuracy, metrics.gender_parity)
@@ -132,10 +146,11 @@ SUPER_GLUE = (
 
 
 def sentinel_name(name: str) -> str:
-    """Returns T5's name of a task's sentinel format.
+    """Returns T5's name for the variant of a task in the sentinel format.
 
-    ``_1_sentinel`` is inserted before the first of ``_train``, ``_dev``, ``_test``, ``_eval`` and
-    ``.``, or else appended.
+    In this format, answers begin with a sentinel. The name has ``_1_sentinel`` inserted before the
+    first of ``_train``, ``_dev``, ``_test``, ``_eval`` and ``.``. If it contains none of them,
+    ``_1_sentinel`` is appended.
     """
     positions = [name.find(m) for m in ("_train", "_dev", "_test", "_eval", ".") if m in name]
     position = min(positions, default=len(name))
@@ -143,15 +158,19 @@ def sentinel_name(name: str) -> str:
 
 
 SENTINEL = tuple(dataclasses.replace(d, name=sentinel_name(d.name), sentinel=True) for d in SUPER_GLUE)
+"""The tasks of SuperGLUE in T5's sentinel format."""
 
 LANGUAGES = dict(cs="Czech", de="German", en="English", fr="French", ja="Japanese", ro="Romanian")
+"""The names that T5's inputs give to languages, by the codes of the languages."""
 
 
 def _text_to_text(prefix: str, *features: str) -> Preprocessor:
+    """Returns a preprocessor that puts a prefix before the source text."""
     return functools.partial(preprocessors.text_to_text, prefix=prefix, features=features)
 
 
 def _translation(name: str, dataset: str, pair: tuple[str, str], *metrics: Metric) -> Task:
+    """Returns a task that translates from the first language of a pair to the second."""
     source, target = (LANGUAGES[language] for language in pair)
     preprocess = _text_to_text(f"translate {source} to {target}:", *pair)
     splits = UNLABELED if "wmt19" in name else TRAINED
@@ -159,12 +178,14 @@ def _translation(name: str, dataset: str, pair: tuple[str, str], *metrics: Metri
 
 
 def _wmt(name: str, target: str) -> Task:
+    """Returns T5's task that translates a WMT corpus from English."""
     corpus = name.rpartition("_")[0]
     dataset = f"{corpus}_translate/{target}-en"
     return _translation(f"{name}_v003", dataset, ("en", target), metrics.bleu)
 
 
 def _both_directions(corpus: str, *others: str, metrics: tuple[Metric, ...]) -> Iterator[Task]:
+    """Yields the tasks that translate a corpus from English to other languages and back."""
     for pair in (("en", other) for other in others):
         for way in (pair, pair[::-1]):
             name, dataset = f"{corpus}_{'_'.join(way)}", f"{corpus}/{'_'.join(pair)}"
@@ -178,11 +199,14 @@ TRANSLATION = (
     *(_wmt(f"{corpus}_enfr", "fr") for corpus in ("wmt14", "wmt15")),
     _wmt("wmt16_enro", "ro"),
     _wmt("wmt19_ende", "de"),
-    *_both_directions("multi30k", "de", "fr", "cs", metrics=(metrics.bleu,)),  # Elliott et al. 2016, 2017
-    *_both_directions("iwslt2016", "de", metrics=_MANY),  # Cettolo et al. 2016
-    *_both_directions("iwslt2017", "de", "fr", "ja", metrics=_MANY),  # Cettolo et al. 2017
+    # Elliott et al. 2016, 2017
+    *_both_directions("multi30k", "de", "fr", "cs", metrics=(metrics.bleu,)),
+    # Cettolo et al. 2016
+    *_both_directions("iwslt2016", "de", metrics=_MANY),
+    # Cettolo et al. 2017
+    *_both_directions("iwslt2017", "de", "fr", "ja", metrics=_MANY),
 )
-"""T5's tasks of the conference on machine translation, and both directions of Multi30k and IWSLT."""
+"""T5's tasks of the WMT conferences, and both directions of Multi30k and IWSLT."""
 
 
 _ARTICLE = _text_to_text("summarize:", "article", "highlights")
@@ -193,6 +217,7 @@ SUMMARIZATION = (  # See et al. 2017
 
 
 def _squad(name: str, *, context: bool) -> Task:
+    """Returns a task on SQuAD, with or without the paragraph in the input."""
     preprocess = functools.partial(preprocessors.squad, context=context)
     postprocess = postprocessors.all_answers
     return Task(name, "squad/v1.1", preprocess, (metrics.squad,), UNLABELED, postprocess_fn=postprocess)
@@ -205,6 +230,7 @@ QUESTION_ANSWERING = (  # Rajpurkar et al. 2016
 
 
 def _texts(name: str, dataset: str, splits: tuple[str, ...], objective: str | None = None) -> Task:
+    """Returns a task whose rows are texts, and whose training examples an objective may make."""
     preprocess, made_by = preprocessors.language_modeling, OBJECTIVES[objective] if objective else None
     return Task(name, dataset, preprocess, (), splits, has_inputs=False, objective=made_by)
 
@@ -222,7 +248,10 @@ LANGUAGE_MODELING = (
         for version in ("v1", "raw_v1")
     ),
 )
-"""Their measure is the held-out loss. ``v1`` of WikiText has ``<unk>`` for rare words."""
+"""Tasks whose measure is the loss on held-out texts.
+
+In the versions ``v1`` of WikiText, rare words are replaced by ``<unk>``.
+"""
 
 PRE_TRAINING = (
     *(
@@ -241,8 +270,11 @@ PRE_TRAINING = (
     ),
     _texts("wikipedia_20190301.en_v003_unsupervised", "wikipedia/20190301.en", ("train",), "span_3_15_u_u"),
 )
-"""Texts with the objective that makes examples of them; T5 leaves that of ``unsupervised`` to its
-configuration, whose choice for the published models it is here."""
+"""Texts, each with the objective that makes training examples of them.
+
+T5 leaves the objective of its ``unsupervised`` tasks to its configuration. Here, these tasks have
+the objective of T5's published models.
+"""
 
 
 _DIALOGUE_SCORES = (metrics.dialogue_bleu, metrics.rouge_l, metrics.distinct)

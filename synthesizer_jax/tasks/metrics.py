@@ -1,6 +1,7 @@
-"""Metrics, in percent, of lists of postprocessed targets and predictions; those of T5 have its names.
+"""Metrics, which compare lists of postprocessed targets and predictions.
 
-There must be as many targets as predictions, and one at least.
+All scores are in percent. Metrics that T5 computes have T5's names. Every metric requires as many
+targets as predictions, and at least one.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ with epy.lazy_imports():
     from rouge_score import rouge_scorer
 
 Value: TypeAlias = Any
-"""What a metric compares; its type depends on the task: an index, a number, a string or a dictionary."""
+"""A value that a metric compares. Its type depends on the task.
+
+It is an index, a number, a string or a dictionary.
+"""
 
 Metric: TypeAlias = Callable[[Sequence[Value], Sequence[Value]], dict[str, float]]
-"""A function from targets and predictions, as a task postprocesses them, to scores by name."""
+"""A function of postprocessed targets and predictions that returns scores by name."""
 
 References: TypeAlias = str | Sequence[str]
-"""The reference text of an example, or several."""
+"""The reference text of an example, or several of them."""
 
 _Target = TypeVar("_Target")
 _Prediction = TypeVar("_Prediction")
@@ -37,14 +41,18 @@ _Prediction = TypeVar("_Prediction")
 def zip_equal(
     targets: Sequence[_Target], predictions: Sequence[_Prediction]
 ) -> list[tuple[_Target, _Prediction]]:
-    """Returns the pairs of targets and predictions; there must be equally many, and one at least."""
+    """Returns the pairs of targets and predictions.
+
+    Raises:
+      ValueError: if their numbers are different, or if there are none.
+    """
     pairs = list(zip(targets, predictions, strict=True))
     if not pairs:
         raise ValueError("there are no targets to compare with; give a metric one example or more")
     return pairs
 
 
-# Labels and numbers. ----------------------------------------------------------------------------------
+# Labels and numbers. -----------------------------------------------------------------------------
 
 
 def accuracy(targets: Sequence[object], predictions: Sequence[object]) -> dict[str, float]:
@@ -53,44 +61,48 @@ def accuracy(targets: Sequence[object], predictions: Sequence[object]) -> dict[s
 
 
 def f1_with_invalid(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
-    """Returns the binary F1 of class 1; a prediction that is no label counts as the wrong one."""
+    """Returns the binary F1 of class 1. A prediction that is not a label counts as wrong."""
     predictions = [p if p in (0, 1) else 1 - t for t, p in zip_equal(targets, predictions)]
     return {"f1": 100 * _f1(targets, predictions, 1)}
 
 
 def matthews(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
-    """Returns the Matthews correlation of all classes, −1 (invalid) included; 0 if undefined."""
+    """Returns the Matthews correlation of all classes.
+
+    Invalid predictions form the class −1. The score is 0 if the correlation is undefined.
+    """
     targets, predictions = zip(*zip_equal(targets, predictions), strict=True)
-    defined = len({*targets, *predictions}) > 1  # scikit-learn would warn
+    # With a single class, the correlation is undefined, and scikit-learn would print a warning.
+    defined = len({*targets, *predictions}) > 1
     value = sklearn.metrics.matthews_corrcoef(targets, predictions) if defined else 0.0
     return {"matthews_corrcoef": 100 * float(value)}
 
 
 def pearson(targets: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
-    """Returns the Pearson correlation; 0 if one side is constant."""
+    """Returns the Pearson correlation. It is 0 if all targets or all predictions are equal."""
     return {"pearson_corrcoef": 100 * _correlation(scipy.stats.pearsonr, targets, predictions)}
 
 
 def spearman(targets: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
-    """Returns Spearman's rank correlation; 0 if one side is constant."""
+    """Returns Spearman's rank correlation. It is 0 if all targets or all predictions are equal."""
     return {"spearman_corrcoef": 100 * _correlation(scipy.stats.spearmanr, targets, predictions)}
 
 
 def mean_3class_f1(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
-    """Returns the mean of the F1 of classes 0, 1 and 2."""
+    """Returns the mean of the F1 scores of the classes 0, 1 and 2."""
     scores = [_f1(targets, predictions, label) for label in range(3)]
     return {"mean_3class_f1": 100 * float(np.mean(scores))}
 
 
 def multirc_f1(targets: Sequence[Mapping[str, Any]], predictions: Sequence[int]) -> dict[str, float]:
-    """Returns the binary F1 over all answers; see `postprocessors.multirc` for the targets."""
+    """Returns the binary F1 over all answers (see `postprocessors.multirc` for the targets)."""
     return f1_with_invalid([t["value"] for t in targets], predictions)
 
 
 def multirc_exact_match(
     targets: Sequence[Mapping[str, Any]], predictions: Sequence[int]
 ) -> dict[str, float]:
-    """Returns the share of questions of which every answer is predicted correctly."""
+    """Returns the share of questions for which all answers are predicted correctly."""
     groups: dict[tuple[int, int], bool] = {}
     for target, prediction in zip_equal(targets, predictions):
         group = target["group"]
@@ -99,13 +111,17 @@ def multirc_exact_match(
 
 
 def gender_parity(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
-    """Returns the share of adjacent pairs of rows with equal predictions (AX-g)."""
+    """Returns the share of pairs of rows with equal predictions (AX-g).
+
+    Two adjacent rows make a pair. They differ only in the gender of a pronoun.
+    """
     answers = [answer for _, answer in zip_equal(targets, predictions)]
     pairs = zip(answers[::2], answers[1::2], strict=False)
     return {"gender_parity": 100 * float(np.mean([a == b for a, b in pairs]))}
 
 
 def _f1(targets: Sequence[int], predictions: Sequence[int], label: int) -> float:
+    """Returns the F1 of one class, as a fraction."""
     sides = zip(*zip_equal(targets, predictions), strict=True)
     score = sklearn.metrics.f1_score(*sides, labels=[label], average="macro", zero_division=0)
     return float(score)
@@ -114,19 +130,26 @@ def _f1(targets: Sequence[int], predictions: Sequence[int], label: int) -> float
 def _correlation(
     measure: Callable[[np.ndarray, np.ndarray], Any], targets: Sequence[float], predictions: Sequence[float]
 ) -> float:
+    """Returns a correlation, or 0 if all values of one side are equal."""
     x, y = np.asarray(zip_equal(targets, predictions), float).T
     if x.min() == x.max() or y.min() == y.max():
         return 0.0
-    # Squares of numbers near the end of float64 would overflow.
+    # Scaling does not change a correlation. Without it, the squares of very large numbers overflow.
     return float(measure(x / np.abs(x).max(), y / np.abs(y).max()).statistic)
 
 
-# Answers to questions: the best over all answers, normalized as by the script of SQuAD (Rajpurkar et al.
-# 2016). ------------------------------------------------------------------------------------------------
+# Answers to questions. ---------------------------------------------------------------------------
+# If there are several correct answers, the best score counts. Texts are normalized like in the
+# script of SQuAD (Rajpurkar et al. 2016).
 
 
 def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns SQuAD's exact match ``em`` and ``f1`` of words; a target is a list of one answer or more."""
+    """Returns SQuAD's exact match ``em``, and the ``f1`` of words.
+
+    Args:
+      targets: for every example, a list of one or more correct answers. The best score counts.
+      predictions: the predicted answers.
+    """
     scores = []
     for answers, prediction in zip_equal(targets, predictions):
         predicted = normalize_squad(prediction)
@@ -137,7 +160,10 @@ def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[
 
 
 def record_squad(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns SQuAD's ``em`` and ``f1`` of the first row of every query; see `postprocessors.record`."""
+    """Returns SQuAD's ``em`` and ``f1`` of the first row of every query.
+
+    See `postprocessors.record` for the targets.
+    """
     first: dict[tuple[int, int], tuple[Sequence[str], str]] = {}
     for target, prediction in zip_equal(targets, predictions):
         first.setdefault(target["group"], (target["answers"] or [""], prediction))
@@ -146,53 +172,68 @@ def record_squad(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str
 
 
 def normalize_squad(text: str) -> str:
-    """Returns the text in lower case, without ASCII punctuation and articles, with single spaces."""
+    """Returns the text in lower case and without punctuation, articles and repeated spaces.
+
+    Only ASCII punctuation is removed.
+    """
     words = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", words).split())
 
 
 def _token_f1(answer: str, prediction: str) -> float:
-    """Returns the F1 of the multisets of words of two normalized strings."""
+    """Returns the F1 of the words of two normalized strings, as a fraction.
+
+    A word that occurs several times counts several times.
+    """
     a, p = answer.split(), prediction.split()
     common = sum((collections.Counter(a) & collections.Counter(p)).values())
     return 2 * common / (len(a) + len(p)) if common else 0.0
 
 
-# Generated texts: a target is a string, or a list of reference texts. ---------------------------------
+# Generated texts. --------------------------------------------------------------------------------
+# A target is a string, or a list of reference texts.
 
 
 def bleu(
     targets: Sequence[References], predictions: Sequence[str], *, tokenize: str = "intl"
 ) -> dict[str, float]:
-    """Returns sacreBLEU's corpus BLEU-4 as T5 computes it: case-sensitive, smoothed (Post 2018).
+    """Returns sacreBLEU's corpus BLEU-4 as T5 computes it, case-sensitive and smoothed (Post 2018).
+
+    Scores of different tokenizers cannot be compared.
 
     Args:
       targets: the references of each prediction.
-      predictions: the texts to compare with them.
-      tokenize: sacreBLEU's tokenizer: ``intl`` (T5; splits off all Unicode punctuation), ``13a``
-        (sacreBLEU's default, WMT's) or ``none``. Scores of different tokenizers cannot be compared.
+      predictions: the texts to compare with the references.
+      tokenize: sacreBLEU's tokenizer. ``intl`` is T5's and splits off all Unicode punctuation.
+        ``13a`` is the tokenizer of WMT and sacreBLEU's default. ``none`` splits only at spaces.
 
     Returns:
-      The score as ``bleu``, or as ``bleu_13a`` and so on with another tokenizer than T5's.
+      The score by the name ``bleu``, or with another tokenizer than T5's by ``bleu_13a`` and so on.
     """
     score = _corpus_bleu(targets, predictions, tokenize=tokenize, order=4)
     return {"bleu" if tokenize == "intl" else f"bleu_{tokenize}": score}
 
 
 def bleu_13a(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns `bleu` with WMT's tokenizer, as most papers report it."""
+    """Returns `bleu` with the tokenizer of WMT, as most papers report it."""
     return bleu(targets, predictions, tokenize="13a")
 
 
 def dialogue_bleu(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns corpus BLEU of words ``bleu1``, and of one to four words ``bleu4``, which spaces separate."""
+    """Returns the corpus BLEU of single words, ``bleu1``, and of one to four words, ``bleu4``.
+
+    Words are separated by spaces.
+    """
     return {
         f"bleu{order}": _corpus_bleu(targets, predictions, tokenize="none", order=order) for order in (1, 4)
     }
 
 
 def chrf(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns sacreBLEU's corpus chrF2, the F2 of character n-grams up to six (Popović 2015)."""
+    """Returns sacreBLEU's corpus chrF2 (Popović 2015).
+
+    It is the F2 score of character n-grams of up to six characters.
+    """
     score = sacrebleu.corpus_chrf(list(predictions), _reference_streams(targets, predictions))
     return {"chrf": float(score.score)}
 
@@ -205,14 +246,15 @@ def rouge(
 ) -> dict[str, float]:
     """Returns the F1 of ROUGE (Lin 2004) by the package rouge-score, without stemming.
 
-    As in T5, `` . `` ends a sentence, which ``rougeLsum`` needs to know. Of several references the
-    best one counts, for each kind of ROUGE.
+    As in T5, `` . `` ends a sentence, which ``rougeLsum`` needs to know. If there are several
+    references, the best one counts, separately for each kind of ROUGE.
 
     Args:
       targets: the references of each prediction.
-      predictions: answers.
-      kinds: ``rouge1`` and so on for n-grams, ``rougeL`` for the longest common subsequence of the
-        whole texts, ``rougeLsum`` for that of their sentences.
+      predictions: the texts to compare with the references.
+      kinds: the kinds of ROUGE to compute. ``rouge1`` and so on count n-grams. ``rougeL`` uses the
+        longest common subsequence of the whole texts, and ``rougeLsum`` uses those of their
+        sentences.
     """
     scorer = rouge_scorer.RougeScorer(list(kinds))
     values = []
@@ -229,9 +271,10 @@ def rouge_l(targets: Sequence[References], predictions: Sequence[str]) -> dict[s
 
 
 def distinct(targets: Sequence[object], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns the shares of different words ``distinct1`` and pairs of words ``distinct2``.
+    """Returns the shares of different words, ``distinct1``, and of different pairs, ``distinct2``.
 
-    They are counted over all predictions together (Li et al. 2016); 0 if there is none.
+    A pair consists of two adjacent words. The shares are computed over all predictions together (Li
+    et al. 2016). They are 0 if there are no words or pairs.
     """
     texts = [prediction.split() for prediction in predictions]
     pairs = [pair for words in texts for pair in itertools.pairwise(words)]
@@ -245,6 +288,7 @@ def distinct(targets: Sequence[object], predictions: Sequence[str]) -> dict[str,
 def _corpus_bleu(
     targets: Sequence[References], predictions: Sequence[str], *, tokenize: str, order: int
 ) -> float:
+    """Returns the smoothed corpus BLEU of up to `order` words, in percent."""
     metric = sacrebleu.metrics.BLEU(
         tokenize=tokenize, smooth_method="exp", max_ngram_order=order, force=True
     )
@@ -253,17 +297,20 @@ def _corpus_bleu(
 
 
 def _reference_streams(targets: Sequence[References], predictions: Sequence[str]) -> list[list[Any]]:
-    """Returns the n-th references of all examples, for every n; None where there are fewer.
+    """Returns one list for every n, with the n-th reference of each example.
 
-    T5 passes lists of references on untransposed, which sacreBLEU reads as streams.
+    sacreBLEU expects references in this form. An entry is `None` if an example has fewer
+    references. T5 passes the lists of each example instead, which sacreBLEU then misreads.
     """
     references = [_as_list(target) for target, _ in zip_equal(targets, predictions)]
     return [list(stream) for stream in itertools.zip_longest(*references)]
 
 
 def _as_list(references: References) -> list[str]:
+    """Returns the references of an example as a list."""
     return [references] if isinstance(references, str) else list(references)
 
 
 def _split_sentences(text: str) -> str:
+    """Returns the text with each sentence on its own line, as ``rougeLsum`` expects."""
     return text.replace(" . ", " .\n")

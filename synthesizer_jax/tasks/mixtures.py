@@ -12,14 +12,16 @@ from synthesizer_jax.tasks.definitions import sentinel_name
 
 @dataclasses.dataclass(frozen=True)
 class ExamplesRate:
-    """A rate by a task's number of training examples: ``min(count · scale, ceiling) ^ (1/temperature)``.
+    """A rate that depends on the number of training examples of a task.
 
-    Raffel et al. 2020, section 3.5.2. The examples are rows of the data set: unlike T5 with cached
-    tasks, one of ReCoRD with several answers counts once.
+    The rate is ``min(count · scale, ceiling) ^ (1/temperature)`` (Raffel et al. 2020, section
+    3.5.2). The count is the number of rows in the data set. In T5 with cached tasks, a row of
+    ReCoRD with several answers counts several times. Here it counts once.
 
     Attributes:
-      ceiling: the artificial limit of the data sets' sizes.
-      temperature: 1 samples in proportion to the sizes; more samples more equally.
+      ceiling: an artificial limit of the sizes of data sets.
+      temperature: with 1, tasks are sampled in proportion to their sizes. The higher it is, the
+        more equally tasks are sampled.
       scale: a factor of the count.
     """
 
@@ -33,6 +35,7 @@ class ExamplesRate:
 
 
 Rates: TypeAlias = Mapping[str, float | ExamplesRate]
+"""The rate of each task of a mixture, by the name of the task."""
 
 GLUE_RATES: dict[str, float] = {
     "glue_cola_v002": 8_551.0,
@@ -47,7 +50,11 @@ GLUE_RATES: dict[str, float] = {
     "glue_mnli_matched_v002": 0.0,
     "glue_ax_v002": 0.0,
 }
-"""Numbers of training examples. WNLI is left out; WSC and DPR are trained on instead."""
+"""The numbers of training examples of the tasks of GLUE, which are their rates.
+
+WNLI is left out. WSC and DPR are used for training instead. Tasks with the rate 0 are only
+evaluated.
+"""
 
 WSC_DPR_RATES: dict[str, float] = {
     "dpr_v001_simple": 1_322.0,
@@ -69,7 +76,7 @@ SUPER_GLUE_RATES: dict[str, float] = {
 }
 
 _JOINT = GLUE_RATES | SUPER_GLUE_RATES
-# RTE is in both benchmarks, so each copy has half of its rate.
+# RTE is in both benchmarks, so each of its two tasks has half of the rate.
 _JOINT |= dict.fromkeys(("glue_rte_v002", "super_glue_rte_v102"), 1_245.0)
 
 LARGE_TRANSLATION = ("wmt_t2t_ende_v003", "wmt15_enfr_v003")
@@ -82,6 +89,7 @@ UNSUPERVISED_RATE = 1e6
 
 
 def _by_examples(*names: str) -> Rates:
+    """Returns rates that are the numbers of training examples."""
     return dict.fromkeys(names, ExamplesRate())
 
 
@@ -96,7 +104,7 @@ MIXTURES: dict[str, Rates] = {
     },
     "wsc_dpr_simple_proportional": WSC_DPR_RATES,
     "glue_mnli_and_dev_v002": dict.fromkeys((name for name in GLUE_RATES if "mnli" in name), 1.0),
-    # Known to T5's authors: RTE counts twice, and SQuAD and QNLI overlap.
+    # As T5's authors know, RTE counts twice in this mixture, and SQuAD and QNLI overlap.
     "en_mix": {
         C4: UNSUPERVISED_RATE,
         **_by_examples(*GLUE_RATES, *SUPER_GLUE_RATES, "squad_v010_allanswers"),
@@ -104,7 +112,8 @@ MIXTURES: dict[str, Rates] = {
     "all_equal": dict.fromkeys(_PROPORTIONAL, 1.0),
     "all_proportional": _PROPORTIONAL,
     "all_mix": {**_PROPORTIONAL, C4: UNSUPERVISED_RATE},
-    # Everything but one benchmark (RTE then has its whole rate), or one task.
+    # These mixtures contain everything except one benchmark or one task. Without one of the two
+    # benchmarks, the remaining task of RTE has its whole rate.
     "leave_one_out_glue_v002_proportional": {**SUPER_GLUE_RATES, **_OTHERS},
     "leave_one_out_super_glue_v102_proportional": {**GLUE_RATES, **_OTHERS},
     **{
@@ -114,8 +123,8 @@ MIXTURES: dict[str, Rates] = {
     "large_supervised_equal": dict.fromkeys((*LARGE_TRANSLATION, "cnn_dailymail_v002"), 1.0),
     "large_supervised_proportional": _by_examples(*LARGE_TRANSLATION, "cnn_dailymail_v002"),
     "large_translation_equal": dict.fromkeys(LARGE_TRANSLATION, 1.0),
-    # Not a mixture of T5: GLUE and SuperGLUE without C4 and SQuAD.
+    # This mixture is not one of T5's. It consists of GLUE and SuperGLUE without C4 and SQuAD.
     "glue_super_glue_proportional": _JOINT,
     **synthetic.MIXTURES,
 }
-"""Sampling weights by mixture and task; a task is drawn in proportion to its weight."""
+"""The rate of each task, by mixture and task. A task is drawn in proportion to its rate."""

@@ -1,4 +1,4 @@
-"""Conversion of decoded answers and targets to the values that metrics compare."""
+"""Converts decoded answers and targets to the values that metrics compare."""
 
 from __future__ import annotations
 
@@ -7,30 +7,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 Example: TypeAlias = Mapping[str, Any]
-"""A preprocessed row: its strings ``inputs_pretokenized`` and ``targets_pretokenized``, and features."""
+"""A preprocessed row, that is, its features by name.
+
+The texts are ``inputs_pretokenized`` and ``targets_pretokenized``.
+"""
 
 UNKNOWN = "<unk>"
 """The target of a row whose label is hidden."""
 
 SENTINEL = "<extra_id_0>"
-"""The prefix of the answers in T5's sentinel tasks."""
+"""The prefix of the answers in T5's sentinel format."""
 
 BOOLEAN = ("False", "True")
 
 _DETERMINERS = (
     "a an few her his each every many much my our some that the their these this those which whose your"
 )
+"""The words that `referent` ignores."""
 
 
 def label_index(answer: str, labels: Sequence[str]) -> int:
-    """Returns the index of the label that equals the answer, −1 if there is none."""
+    """Returns the index of the label that equals the answer, or −1 if no label does."""
     return labels.index(answer) if answer in labels else -1
 
 
 def parse_number(answer: str, *, otherwise: float = -1.0) -> float:
-    """Returns the answer as a float, `otherwise` if it is not a number.
+    """Returns the answer as a float, or `otherwise` if it is not a number.
 
-    Unlike in T5, ``nan`` and ``inf`` are not: a single one of them makes a correlation undefined.
+    Unlike in T5, ``nan`` and ``inf`` are not numbers, because a single one of them would make a
+    correlation undefined.
     """
     try:
         value = float(answer)
@@ -40,10 +45,10 @@ def parse_number(answer: str, *, otherwise: float = -1.0) -> float:
 
 
 def is_labeled(example: Example) -> bool:
-    """Returns whether a preprocessed row has its answer; rows of most test splits do not.
+    """Returns whether the answer to a preprocessed row is known. In most test splits it is not.
 
-    Hidden are a ``label`` of −1 (STS-B, WSC, WNLI as coreference), an empty list of ``answers``
-    (ReCoRD), and for all other tasks the target `UNKNOWN`.
+    The answer is hidden if the ``label`` is −1 (STS-B, WSC, and WNLI as coreference), if the list
+    of ``answers`` is empty (ReCoRD), or, for all other tasks, if the target is `UNKNOWN`.
     """
     if "label" in example:
         return bool(example["label"] != -1)
@@ -57,20 +62,24 @@ def to_text(value: object) -> str:
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 
-# Functions of a task, with the arguments of SeqIO's. --------------------------------------------------
+# Functions for `Task.postprocess_fn`. They have the arguments of SeqIO's. ------------------------
 
 
 def number(answer: str, *, example: Example | None, is_target: bool) -> float:
-    """Returns the number, −1 for anything else (STS-B)."""
+    """Returns the answer as a number, or −1 if it is not a number (STS-B)."""
     return parse_number(answer)
 
 
 def referent(answer: str, *, example: Example, is_target: bool) -> int:
-    """Returns a row's label, and of a prediction 1 if it names the candidate, else 0; −1 if it is empty.
+    """Returns whether an answer names the same referent as the candidate (WSC and WNLI).
 
-    This is T5's rule for WSC: determiners are removed and words lower-cased; then one set of words must
-    contain the other, and an apostrophe in only one of the two means another referent. Consequently nothing
-    matches a referent that consists of determiners only.
+    For a target, this is the label of the row. For a prediction, it is 1 if the prediction names
+    the candidate, 0 if it does not, and −1 if it is empty.
+
+    The comparison follows T5's rule for WSC. Determiners are removed and words are converted to
+    lower case. Then one set of words must contain the other. An apostrophe in only one of the two
+    texts means that they name different referents. A referent that consists only of determiners
+    therefore matches nothing.
     """
     if is_target:
         return int(example["label"])
@@ -85,11 +94,16 @@ def referent(answer: str, *, example: Example, is_target: bool) -> int:
 
 
 def _without_determiners(text: str) -> str:
+    """Returns the text in lower case, without determiners."""
     return " ".join(w for w in text.strip().lower().split(" ") if w not in _DETERMINERS.split())
 
 
 def multirc(answer: str, *, example: Example, is_target: bool) -> int | dict[str, Any]:
-    """Returns the index of the label, and of a target the (paragraph, question) that it belongs to."""
+    """Returns the index of the label that equals the answer, or −1 (MultiRC).
+
+    For a target, the index is in a dictionary, together with the paragraph and question to which
+    the row belongs.
+    """
     label = label_index(answer, BOOLEAN)
     if not is_target:
         return label
@@ -97,7 +111,11 @@ def multirc(answer: str, *, example: Example, is_target: bool) -> int | dict[str
 
 
 def record(answer: str, *, example: Example, is_target: bool) -> str | dict[str, Any]:
-    """Returns the text, and of a target all answers and the (passage, query) that it belongs to."""
+    """Returns the answer (ReCoRD).
+
+    For a target, it returns all correct answers in a dictionary, together with the passage and
+    query to which the row belongs.
+    """
     if not is_target:
         return answer
     group = (int(example["idx/passage"]), int(example["idx/query"]))
@@ -105,5 +123,5 @@ def record(answer: str, *, example: Example, is_target: bool) -> str | dict[str,
 
 
 def all_answers(answer: str, *, example: Example, is_target: bool) -> Any:
-    """Returns the text, and of a target all answers of the row (SQuAD)."""
+    """Returns the answer. For a target, it returns all correct answers of the row (SQuAD)."""
     return [to_text(text) for text in example["answers"]] if is_target else answer

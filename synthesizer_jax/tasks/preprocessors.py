@@ -1,4 +1,4 @@
-"""T5's text formats, as `tf.data` transformations (Raffel et al. 2020, appendix D)."""
+"""T5's text formats, as transformations of `tf.data` data sets (Raffel et al. 2020, appendix D)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ with epy.lazy_imports():
     import tensorflow as tf
 
 Row: TypeAlias = "dict[str, tf.Tensor]"
-"""Features by name; only ``idx`` may be a dictionary of tensors."""
+"""The features of a row by name. Only ``idx`` may be a dictionary of tensors."""
 
 
 def classification(
@@ -23,13 +23,14 @@ def classification(
     features: Sequence[str] | Mapping[str, str],
     labels: Sequence[str],
 ) -> tf.data.Dataset:
-    """Formats rows as ``prefix key1: value1 key2: value2 …`` with a label word as target.
+    """Formats rows as ``prefix key1: value1 key2: value2 …``, with a label word as the target.
 
     Args:
       dataset: rows with `features`, an integer ``label`` and optionally ``idx``.
       prefix: the first word of the input.
-      features: feature names in input order; ``{key: feature}`` where they are shown by other names.
-      labels: label words, indexed by the integer label.
+      features: the names of the features in the order of the input. To show features by other
+        names, pass a dictionary ``{key: feature}``.
+      labels: the label words, indexed by the integer label.
     """
     return dataset.map(
         lambda row: {
@@ -41,13 +42,14 @@ def classification(
 
 
 def _format_input(row: Row, prefix: str, features: Sequence[str] | Mapping[str, str]) -> tf.Tensor:
+    """Returns the input: the prefix, and every feature after its key and a colon."""
     names = features if isinstance(features, Mapping) else {name: name for name in features}
     words = [part for key, name in names.items() for part in (f"{key}:", row[name])]
     return tf.strings.join([prefix, *words], separator=" ")
 
 
 def _label_word(label: tf.Tensor, labels: Sequence[str]) -> tf.Tensor:
-    """Returns the word of an integer label, `UNKNOWN` for −1."""
+    """Returns the label word of an integer label, or `UNKNOWN` for −1."""
     return tf.gather(tf.constant([UNKNOWN, *labels]), tf.cast(label, tf.int64) + 1)
 
 
@@ -60,9 +62,14 @@ def _index(row: Row) -> Row:
 
 
 def text_to_text(dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]) -> tf.data.Dataset:
-    """Formats rows as ``prefix source`` with the target as it is; `features` are the names of both.
+    """Formats rows as ``prefix source``, and keeps the target as it is.
 
-    It is T5's `translate` and `summarize`.
+    This is T5's `translate` and `summarize`.
+
+    Args:
+      dataset: rows with `features`.
+      prefix: the first words of the input.
+      features: the names of the features of the source and of the target.
     """
     source, target = features
     return dataset.map(
@@ -74,16 +81,16 @@ def text_to_text(dataset: tf.data.Dataset, *, prefix: str, features: Sequence[st
 
 
 def language_modeling(dataset: tf.data.Dataset, *, feature: str = "text") -> tf.data.Dataset:
-    """Returns the texts as targets; there are no inputs."""
+    """Uses the texts as targets. There are no inputs."""
     return dataset.map(lambda row: {"targets": row[feature]})
 
 
 def dialogue(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Formats dialogues as ``dialogue history: … persona: …`` with the reply as target.
+    """Formats dialogues as ``dialogue history: … persona: …``, with the reply as the target.
 
-    Utterances are separated by `` | ``, of which the latest eight are kept; the speakers take turns. The
-    persona, some sentences about the speaker of the reply, comes last, so that a cut on the right costs no
-    utterance; a row may have none.
+    The history consists of the latest eight utterances, separated by `` | ``. The speakers take
+    turns. The persona consists of some sentences about the speaker of the reply, and a row may have
+    none. It comes last, so that no utterance is lost if the end of the input is cut off.
     """
 
     def convert(row: Row) -> Row:
@@ -96,7 +103,10 @@ def dialogue(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def similarity(dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]) -> tf.data.Dataset:
-    """Formats STS-B: the target is the score rounded to a fifth, ``round(label · 5) / 5``, half to even."""
+    """Formats STS-B. The target is the score, rounded to a multiple of 0.2.
+
+    It is ``round(label · 5) / 5``, where halves are rounded to even numbers.
+    """
 
     def convert(row: Row) -> Row:
         label = tf.cast(row["label"], tf.float32)
@@ -111,7 +121,10 @@ def similarity(dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]
 
 
 def multirc(dataset: tf.data.Dataset, *, labels: Sequence[str]) -> tf.data.Dataset:
-    """Formats MultiRC: question, answer, paragraph, with a space for ``<br>`` and without ``<b>``."""
+    """Formats MultiRC as question, answer and paragraph.
+
+    The tag ``<br>`` becomes a space, and ``<b>`` is removed.
+    """
 
     def convert(row: Row) -> Row:
         text = _format_input(row, "multirc", ("question", "answer", "paragraph"))
@@ -126,9 +139,14 @@ def multirc(dataset: tf.data.Dataset, *, labels: Sequence[str]) -> tf.data.Datas
 
 
 def record(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Formats ReCoRD: query, entities, passage; a row per answer, or one with `UNKNOWN`."""
+    """Formats ReCoRD as query, entities and passage.
+
+    There is one row for every answer. If a row has no answers, its target is `UNKNOWN`.
+    """
 
     def convert(row: Row) -> Row:
+        # Highlights become sentences of the passage. A period is added where the text before has
+        # none.
         passage = tf.strings.regex_replace(row["passage"], r"(\.|\?|\!|\"|\')\n@highlight\n", r"\1 ")
         passage = tf.strings.regex_replace(passage, r"\n@highlight\n", ". ")
         entities = tf.strings.reduce_join(row["entities"], separator=", ")
@@ -146,18 +164,19 @@ def record(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(convert).unbatch()
 
 
-# Question answering. ----------------------------------------------------------------------------------
+# Question answering. -----------------------------------------------------------------------------
 
 
 def squad(dataset: tf.data.Dataset, *, context: bool = True) -> tf.data.Dataset:
-    """Formats SQuAD as ``question: … context: …`` with the first answer as target.
+    """Formats SQuAD as ``question: … context: …``, with the first answer as the target.
 
-    Every ASCII punctuation character gets spaces around it, and white space is squeezed. All answers
-    are kept as ``answers``.
+    Spaces are put around every ASCII punctuation character, and white space is reduced to single
+    spaces. The feature ``answers`` holds all answers.
 
     Args:
       dataset: rows of ``squad/v1.1``.
-      context: whether the inputs have it; otherwise they are ``squad trivia question: …``.
+      context: whether inputs contain the context. Otherwise they have the form ``squad trivia
+        question: …``.
     """
 
     def convert(row: Row) -> Row:
@@ -175,14 +194,20 @@ def squad(dataset: tf.data.Dataset, *, context: bool = True) -> tf.data.Dataset:
 
 
 def _pad_punctuation(text: tf.Tensor) -> tf.Tensor:
+    """Returns the text with spaces around every ASCII punctuation character."""
     return _squeeze(tf.strings.regex_replace(text, r"([[:punct:]])", r" \1 "))
 
 
 def _squeeze(text: tf.Tensor) -> tf.Tensor:
+    """Returns the text with single spaces in place of white space."""
     return tf.strings.regex_replace(text, r"\s+", " ")
 
 
 def takes_batches(preprocess: Callable[..., tf.data.Dataset] | None) -> bool:
-    """Returns whether a task's `preprocess` makes of batches of rows what it makes of rows."""
+    """Returns whether a preprocessor can be given batches of rows instead of single rows.
+
+    The result must be the same. This is true for preprocessors that convert every row by itself
+    with operations on strings.
+    """
     elementwise = (classification, text_to_text, language_modeling, similarity, multirc)
     return preprocess is None or getattr(preprocess, "func", preprocess) in elementwise

@@ -1,4 +1,4 @@
-"""Tasks and mixtures of SeqIO's registries, with the vocabulary and the data directory of a run."""
+"""Uses tasks and mixtures of SeqIO's registries with the vocabulary and data directory of a run."""
 
 from __future__ import annotations
 
@@ -26,31 +26,37 @@ with epy.lazy_imports():
     import tensorflow as tf
 
 LABEL_WORDS: dict[str, tuple[str, ...]] = {}
-"""The allowed answers by name of a task, which SeqIO's tasks do not tell; a package may add its own."""
+"""The allowed answers of SeqIO's tasks, by the name of the task.
+
+SeqIO's tasks do not say which answers they allow, so packages with such tasks can add them here.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class RegisteredTask(Task):
-    """A task of SeqIO's registry; `find_registered` makes it."""
+    """A task of SeqIO's registry. `find_registered` makes it."""
 
     @property
     def original(self) -> seqio.Task:
-        """The registered task, with its own vocabulary."""
+        """The task in SeqIO's registry, which has its own vocabulary."""
         return seqio.TaskRegistry.get(self.name)
 
     @property
     def scores_targets(self) -> bool:
-        """Whether one of its metrics takes scores."""
+        """Whether a metric of the task needs the log-probabilities of the targets."""
         kinds = {metric.model_output_type for metric in self.original.metric_objs}
         return seqio.metrics.ModelOutputType.SCORE in kinds
 
     @property
     def is_text(self) -> bool:
-        """Whether it has no inputs and no metrics."""
+        """Whether the task has no inputs and no metrics."""
         return not self.has_inputs and not self.original.metric_objs
 
     def stored_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
-        """Returns the splits of its source; a TFDS data set that is not on this machine has none."""
+        """Returns the number of rows of each split of the source, or `None` if it is not known.
+
+        There are no splits if the source is a TFDS data set that is not on this machine.
+        """
         source = self.original.source
         if not isinstance(source, seqio.TfdsDataSource):
             return {split: source.num_input_examples(split) for split in source.splits}
@@ -63,13 +69,17 @@ class RegisteredTask(Task):
         }
 
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
-        """Returns what changes when the rows of a split are written again; None: nothing tells."""
+        """Returns a description of a split's rows that changes if they are written again.
+
+        It is `None` if there is nothing from which a change could be seen.
+        """
         source = self.original.source
         if isinstance(source, seqio.TfdsDataSource):
             directory = _stored_directory(source, data_dir)
             if directory is None:
                 return None
-            parts = _located(source, data_dir).tfds_dataset.files(split)  # of ``train[:90%]``
+            # A split such as `train[:90%]` consists of parts of files.
+            parts = _located(source, data_dir).tfds_dataset.files(split)
             rows = [(pathlib.Path(part.filename).name, part.skip, part.take) for part in parts]
             written = (
                 stored.describe_split(self.dataset, directory, name)
@@ -82,7 +92,12 @@ class RegisteredTask(Task):
         return None if rows is None else f"{rows} rows"
 
     def to_seqio(self, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
-        """Returns the task with another vocabulary; its TFDS data set is looked up in `data_dir`."""
+        """Returns the SeqIO task with another vocabulary.
+
+        Args:
+          vocabulary: the vocabulary of its inputs and targets.
+          data_dir: the directory in which its TFDS data set is looked up.
+        """
         task = self.original
         source = task.source
         if isinstance(source, seqio.TfdsDataSource):
@@ -90,26 +105,36 @@ class RegisteredTask(Task):
         return task.replace(source=source, output_features=_features(task, vocabulary))
 
     def is_labeled(self, example: Example) -> bool:
-        """True: its metrics are computed over all examples, as SeqIO does."""
+        """Returns `True`, because SeqIO computes metrics over all examples."""
         return True
 
     def score(
         self, examples: Sequence[Example], answers: Answers, *, vocabulary: Vocabulary | None = None
     ) -> dict[str, float]:
-        """Returns the numbers among its metrics, computed as SeqIO's `Evaluator` does.
+        """Returns the scores of the task's metrics, computed like in SeqIO's `Evaluator`.
+
+        Only numbers are returned. Values of SeqIO's other types, such as texts and images, are left
+        out.
+
+        Args:
+          examples: preprocessed rows.
+          answers: the answers of a model to these rows.
+          vocabulary: the vocabulary of the tokens. It is required here.
 
         Raises:
-          ValueError: a metric needs something that is not computed here, or fails.
+          ValueError: if a metric fails, or needs something that is not computed here.
         """
         assert vocabulary is not None
-        if answers.tokens is None:  # label words were ranked
+        # Label words were ranked, so there are no tokens yet.
+        if answers.tokens is None:
             tokens = [np.asarray(vocabulary.encode(text), np.int32) for text in answers.texts]
             answers = answers._replace(tokens=tokens)
         features = _features(self.original, vocabulary)
         scores: dict[str, float] = {}
         for metric in self.original.metric_objs:
             outputs = _outputs_for(metric.model_output_type, answers, self.name, vocabulary)
-            # A metric applies the postprocess_fn itself, and one made of a function has no name.
+            # Metrics of SeqIO call the postprocess_fn themselves, and metrics made of functions
+            # have no names. The error therefore cannot say which of them failed.
             with errors_of("a metric or the postprocess_fn", self.name):
                 scores |= _compute_metric(metric, examples, outputs, features)
         return scores
@@ -133,24 +158,36 @@ def find_registered(name: str) -> RegisteredTask:
 
 
 def task_names() -> list[str]:
-    """Returns the names in SeqIO's registry of tasks; none where no imported code uses SeqIO."""
+    """Returns the names in SeqIO's registry of tasks.
+
+    There are none if no imported code uses SeqIO. This function does not import it.
+    """
     return sorted(seqio.TaskRegistry.names()) if "seqio" in sys.modules else []
 
 
 def mixture_names() -> list[str]:
-    """Returns the names in SeqIO's registry of mixtures; none where no imported code uses SeqIO."""
+    """Returns the names in SeqIO's registry of mixtures.
+
+    There are none if no imported code uses SeqIO. This function does not import it.
+    """
     return sorted(seqio.MixtureRegistry.names()) if "seqio" in sys.modules else []
 
 
 def member_names(name: str) -> list[str]:
-    """Returns the names of the tasks of a mixture, those of its sub-mixtures included."""
+    """Returns the names of the tasks of a mixture, including the tasks of its sub-mixtures."""
     return [task.name for task in seqio.MixtureRegistry.get(name).tasks]
 
 
 def mixture_rates(name: str, tasks: Iterable[str], data_dir: pathlib.Path) -> dict[str, float]:
-    """Returns the rates of tasks of a mixture, whose data sets are in a directory.
+    """Returns the rates of some tasks of a mixture.
 
-    Functions that compute rates are given tasks that read that directory.
+    A mixture can compute rates with functions of the tasks. They are given tasks that read their
+    data in `data_dir`.
+
+    Args:
+      name: the name of the mixture.
+      tasks: the names of the tasks whose data sets are available. Others are left out.
+      data_dir: the directory of TFDS data sets.
     """
     mixture = _adapt_mixture(name, frozenset(tasks), data_dir)
     if mixture is None:
@@ -159,7 +196,8 @@ def mixture_rates(name: str, tasks: Iterable[str], data_dir: pathlib.Path) -> di
 
 
 def _adapt_mixture(name: str, tasks: frozenset[str], data_dir: pathlib.Path) -> seqio.Mixture | None:
-    """Returns the mixture of some of its tasks; None if it has none of them."""
+    """Returns a mixture with only some of its tasks, or `None` if it has none of them."""
+    # Rates do not depend on the vocabulary, so one is used that needs no file.
     vocabulary = Bytes().build()
     members: list[tuple[seqio.Task | seqio.Mixture, Any]] = []
     for member, rate in seqio.MixtureRegistry.get(name).rate_per_task_name.items():
@@ -173,7 +211,7 @@ def _adapt_mixture(name: str, tasks: frozenset[str], data_dir: pathlib.Path) -> 
 
 
 def seqio_vocabulary(vocabulary: Vocabulary) -> seqio.Vocabulary:
-    """Returns SeqIO's vocabulary with the same ids."""
+    """Returns the SeqIO vocabulary that has the same ids."""
     if isinstance(vocabulary, SentencePiece):
         kind = _byte_level_vocabulary if vocabulary.byte_level else seqio.SentencePieceVocabulary
         return kind(str(vocabulary.file), vocabulary.extra_ids)
@@ -182,14 +220,23 @@ def seqio_vocabulary(vocabulary: Vocabulary) -> seqio.Vocabulary:
 
 
 def _byte_level_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
-    """Returns a vocabulary that encodes each text in Python: TensorFlow Text has no BPE of bytes."""
+    """Returns a SeqIO vocabulary for a byte-level BPE, which encodes each text in Python.
+
+    This is necessary because TensorFlow Text has no byte-level BPE.
+
+    Args:
+      path: the path of the SentencePiece model.
+      extra_ids: the number of sentinels to add to it.
+    """
     vocabulary = SentencePiece(path, extra_ids)
 
     def encode(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of all texts one after another, and the number of ids of each text."""
         rows = [vocabulary.encode(text.decode("utf-8", "replace")) for text in texts]
         return np.array(list(itertools.chain(*rows)), np.int32), np.array(list(map(len, rows)), np.int64)
 
     def decode(ids: np.ndarray) -> np.ndarray:
+        """Returns the texts of ids ``[..., length]``."""
         texts = [vocabulary.decode(row).encode() for row in ids.reshape(-1, ids.shape[-1]).tolist()]
         return np.array(texts, object).reshape(ids.shape[:-1])
 
@@ -213,10 +260,10 @@ def _byte_level_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
 
 
 def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Feature]:
-    """Returns a task's features, inputs and targets with the given vocabulary.
+    """Returns a task's features, in which inputs and targets have another vocabulary.
 
     Raises:
-      ValueError: they are not sequences of tokens.
+      ValueError: if the inputs or targets are not sequences of tokens.
     """
     features = dict(task.output_features)
     for name in SIDES:
@@ -233,7 +280,7 @@ def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Featu
 
 
 def _stored_directory(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> pathlib.Path | None:
-    """Returns the directory of a source's data set; None if it is not on this machine."""
+    """Returns the directory of a source's data set, or `None` if it is not on this machine."""
     loader = source.tfds_dataset
     if loader.tfds_splits or loader.name is None:
         return None
@@ -246,19 +293,27 @@ def _stored_directory(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> p
 
 
 def _located(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> seqio.TfdsDataSource:
-    """Returns the source, which reads its data set in `data_dir` unless it names a place of its own."""
+    """Returns the source such that it reads its data set in a data directory.
+
+    A source that names a directory of its own is returned unchanged.
+
+    Raises:
+      ValueError: if the data set names a class that is not part of TFDS.
+    """
     if source.tfds_dataset.tfds_splits or source.tfds_dataset.data_dir is not None:
         return source
     if directory := _stored_directory(source, data_dir):
         stored.check_classes(directory)
+    # The source in SeqIO's registry must not change, so a copy is made.
     source = copy.deepcopy(source)
     source.tfds_dataset.override_data_dir(str(data_dir))
     return source
 
 
 def _describe_file(address: str) -> str:
-    """Returns a file with what changes when it is written again."""
-    stat = epath.Path(address).stat()  # the time in seconds; disks know more
+    """Returns the address of a file with properties that change if it is written again."""
+    # `epath` gives the time in seconds. For files on disks, the time in nanoseconds is known.
+    stat = epath.Path(address).stat()
     time = stat.mtime if "://" in address else os.stat(address).st_mtime_ns
     return f"{address}: {stat.length} bytes, modified at {time}"
 
@@ -266,12 +321,23 @@ def _describe_file(address: str) -> str:
 def _outputs_for(
     kind: seqio.metrics.ModelOutputType, answers: Answers, task: str, vocabulary: Vocabulary
 ) -> Any:
-    """Returns a model's outputs in the form that SeqIO passes to metrics of a kind."""
+    """Returns a model's outputs in the form that SeqIO passes to a metric.
+
+    Args:
+      kind: the kind of output that the metric needs.
+      answers: the answers of the model.
+      task: the name of the task, for messages.
+      vocabulary: the vocabulary of the tokens.
+
+    Raises:
+      ValueError: if this kind of output is not computed here.
+    """
     kinds = seqio.metrics.ModelOutputType
     if kind == kinds.SCORE:
         return np.asarray(answers.target_scores)
     if kind in (kinds.PREDICTION, kinds.PREDICTION_WITH_AUX) and answers.tokens is not None:
-        # SeqIO's padding is 0. Where that is text, EOS ends what metrics decode.
+        # SeqIO pads with 0. If 0 stands for text in this vocabulary, EOS is used, because metrics
+        # stop decoding at EOS.
         padding = vocabulary.eos_id if vocabulary.is_text(PAD) else PAD
         padded = zip(*itertools.zip_longest(*answers.tokens, fillvalue=padding), strict=True)
         tokens = np.array(list(padded), np.int32).reshape(len(answers.tokens), -1)
@@ -285,7 +351,11 @@ def _outputs_for(
 def _compute_metric(
     metric: Any, examples: Sequence[Example], outputs: Any, features: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Returns the numbers among a metric's values, by the protocol of SeqIO's `Evaluator`."""
+    """Returns the values of a metric that are numbers, computed like in SeqIO's `Evaluator`.
+
+    Raises:
+      TypeError: if a value is a string.
+    """
     instance = metric.from_model_output(examples, outputs, features)
     if isinstance(instance, seqio.metrics.CollectingMetric):
         values, _ = instance.actual_compute(examples, features)

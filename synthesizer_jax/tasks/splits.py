@@ -1,4 +1,4 @@
-"""What a run reads of a mixture: splits of its tasks, whether they are prepared, and their stream."""
+"""Finds the splits of a mixture's tasks that a run reads, and opens their stream."""
 
 from __future__ import annotations
 
@@ -20,11 +20,18 @@ from synthesizer_jax.tasks.task import Task
 _log = logging.getLogger(__name__)
 
 MNLI = "glue_mnli_v002"
+"""The task of MNLI that is trained on. It is evaluated by two other tasks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitRequest:
-    """A split of a task; `rows` says whether what metrics need of a row is asked for too."""
+    """A split of a task that a run needs.
+
+    Attributes:
+      task: the name of the task.
+      split: the name of the split.
+      rows: whether the run also needs the rows that metrics use.
+    """
 
     task: str
     split: str
@@ -34,11 +41,16 @@ class SplitRequest:
 def task_splits(
     names: Sequence[str], splits: Mapping[str, Sequence[str]], split: str
 ) -> list[tuple[str, str]]:
-    """Returns the pairs of task and split by which tasks are evaluated on a split.
+    """Returns the pairs of a task and a split that evaluate tasks on a split.
 
-    ``glue_mnli`` has no ``validation`` split and is evaluated by the tasks of its matched and mismatched
-    parts. Where these have no data, its splits ``validation_matched`` and ``validation_mismatched`` are
-    used. `splits` are those that each of the tasks has.
+    ``glue_mnli`` has no split ``validation``. It is evaluated by the tasks of its matched and
+    mismatched parts. If these tasks have no data, its splits ``validation_matched`` and
+    ``validation_mismatched`` are used instead.
+
+    Args:
+      names: the names of the tasks.
+      splits: the names of the splits that each task has.
+      split: the split to evaluate on.
     """
     pairs = [(name, split) for name in names if split in splits.get(name, ())]
     parts = (f"{split}_matched", f"{split}_mismatched") if MNLI in names else ()
@@ -49,7 +61,11 @@ def task_splits(
 
 
 def measured_task(name: str, split: str) -> str:
-    """Returns the task that a split evaluates: ``glue_mnli_matched`` for MNLI's ``validation_matched``."""
+    """Returns the name of the task that a split evaluates.
+
+    For MNLI's split ``validation_matched``, this is ``glue_mnli_matched``. For all other tasks, it
+    is the task itself.
+    """
     part = split.rpartition("_")[2]
     is_part = name == MNLI and part in ("matched", "mismatched")
     return name.replace("mnli", f"mnli_{part}") if is_part else name
@@ -60,11 +76,17 @@ STANDS_FOR = {
     "glue_mnli_mismatched_v002": (MNLI, 0.5),
     "super_glue_wsc_v102_simple_eval": ("super_glue_wsc_v102_simple_train", 1.0),
 }
-"""For tasks that are only evaluated: the trained task that they evaluate, and their share of it."""
+"""For each task that is only evaluated, the trained task that it evaluates, and a share.
+
+It is the evaluated task's share of the trained task's rate, which weights the losses of tasks.
+"""
 
 
 def names_of_split(task: str, split: str) -> set[str]:
-    """Returns the names by which a user may mean a split: its task, and those it measures and trains."""
+    """Returns the names by which a user may refer to a split.
+
+    They are its task, the task that it evaluates, and the task that is trained for it.
+    """
     measured = measured_task(task, split)
     return {task, measured, STANDS_FOR.get(measured, (measured, 1.0))[0]}
 
@@ -77,10 +99,17 @@ def requested_splits(
     evaluation_splits: Sequence[str],
     only: Collection[str] = (),
 ) -> list[SplitRequest]:
-    """Returns the splits of a mixture's tasks, or of those in `only`, whose data sets are here.
+    """Returns the splits of a mixture's tasks whose data sets are available.
+
+    Args:
+      mixture: the name of the mixture or task.
+      data_dir: the directory of the data sets.
+      training_splits: the splits that are used for training.
+      evaluation_splits: the splits that are used for evaluation.
+      only: the names of tasks. If there are any, the splits of other tasks are left out.
 
     Raises:
-      FileNotFoundError: there are none.
+      FileNotFoundError: if no task has data for any of the splits.
     """
     names = task_registry.member_names(mixture)
     splits = {name: list(task_registry.find_task(name).stored_splits(data_dir)) for name in names}
@@ -89,6 +118,8 @@ def requested_splits(
         for name in names:
             if split in splits[name]:
                 requests[name, split] = SplitRequest(name, split, rows=False)
+    # A split that is also used for evaluation replaces its request for training, because it needs
+    # rows.
     for split in evaluation_splits:
         for name, part in task_splits(names, splits, split):
             requests[name, part] = SplitRequest(name, part, rows=True)
@@ -104,7 +135,7 @@ def requested_splits(
 
 
 def import_remedy(names: Sequence[str], data_dir: pathlib.Path) -> str:
-    """Returns how the data of tasks comes into a directory, for the end of an error message."""
+    """Returns the end of an error message, which says how to get the data of tasks."""
     if registered := [name for name in names if name not in task_registry.TASKS]:
         return f"give the source of {registered[0]}, a task of SeqIO's registry, that split"
     datasets = [task_registry.find_task(name).dataset for name in names]
@@ -124,7 +155,14 @@ def is_current(
     lengths: Mapping[str, int] | None,
     epochs: int | None = None,
 ) -> bool:
-    """Returns whether a split is prepared, for these lengths and epochs, from the data that is there."""
+    """Returns whether a split is prepared and its data has not changed since.
+
+    Args:
+      request: the split, and whether its rows are needed.
+      prepared: the prepared tasks.
+      lengths: the maximum lengths of inputs and targets for which it must be prepared.
+      epochs: the number of epochs that must be prepared. `None` means that any number will do.
+    """
     info = prepared.find(request.task, request.split)
     if info is None:
         return False
@@ -138,7 +176,10 @@ def is_current(
 
 
 def task_objective(config: DataConfig, task: Task) -> Objective | None:
-    """Returns the objective by which a task's texts are trained; None: they are targets."""
+    """Returns the objective that makes training examples of a task's texts.
+
+    If it is `None`, the task has inputs, or its texts are targets as they are.
+    """
     if task.objective is not None or task.has_inputs:
         return task.objective
     return config.objective
@@ -153,12 +194,20 @@ def open_stream(
     shards: Sequence[int] | None = None,
     saved: Sequence[int] | None = None,
 ) -> Stream:
-    """Returns the `Stream` of a mixture, of those of its tasks that `PreparedTasks` finds.
+    """Returns the `Stream` of a mixture, which consists of its prepared tasks.
+
+    Args:
+      config: what to read.
+      vocabulary: the vocabulary of the token ids.
+      data_dir: the data directory.
+      ids: the special ids of the model that reads the batches.
+      shards: see `Stream`.
+      saved: see `Stream`.
 
     Raises:
-      FileNotFoundError: no task has the split.
-      ValueError: all rates are 0, label words are the same to the vocabulary, or targets are hidden; see
-        also `PreparedExamples` and `Stream`.
+      FileNotFoundError: if no task is prepared for the split.
+      ValueError: if all rates are 0, if the vocabulary cannot tell label words apart, or if targets
+        are hidden. See also `PreparedExamples` and `Stream`.
     """
     prepared = PreparedTasks(data_dir, vocabulary)
     rates = prepared.rates(config.mixture) or {}
@@ -180,12 +229,15 @@ def open_stream(
         names = ", ".join(missing)
         _log.warning("%s goes without %s: no data in %s", config.mixture, names, data_dir)
     members = {}
-    for name in sorted(sampled):  # SeqIO's order, on which the order of examples depends
+    # This is SeqIO's order of tasks. The order of examples depends on it.
+    for name in sorted(sampled):
         task = task_registry.find_task(name)
         words, length = task.label_words or (), config.lengths["targets"]
         index_by_tokens(words, vocabulary, owner=f"the task {name!r}", length=length)
         objective = task_objective(config, task)
         examples = prepared.open(name, config.split, config.lengths, documents=objective is not None)
+        # Hidden targets are an error if the task has label words, if a user has imported it with
+        # its answers, or if all its targets are hidden.
         hidden = examples.info.targets.get(HIDDEN, 0)
         is_answered = task.has_inputs and task.dataset.startswith(f"{task_registry.IMPORTED}/")
         if hidden and (words or is_answered or hidden == len(examples)):

@@ -1,4 +1,4 @@
-"""TFDS data sets on disk: what is there, read without TFDS."""
+"""Finds and describes TFDS data sets on disk, without TFDS."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ from synthesizer_jax.base.registry import JSON
 
 INFO, FEATURES = "dataset_info.json", "features.json"
 STAMP = ", written at "
-"""What precedes the time in the description of a data set; rows of equal size are told apart by it."""
+"""The text before the time in the description of a data set.
+
+The time tells versions of a data set apart whose files have equal sizes.
+"""
 
 REMEDY = "import it again with 'synthesizer-jax data import', or delete it"
+"""What an error message tells a user to do about a damaged data set."""
 
 
 def newest_version(dataset: str, data_dir: pathlib.Path) -> pathlib.Path | None:
-    """Returns the directory of the newest version of a data set such as ``glue/cola``; None: there is none.
+    """Returns the directory of the newest version of a data set, or `None` if there is no version.
 
-    Directories whose name does not have the form ``1.0.0`` are ignored.
+    Directories are ignored if their names do not have the form ``1.0.0``.
+
+    Args:
+      dataset: the name of the data set, such as ``glue/cola``.
+      data_dir: the data directory.
     """
     versions = [path.parent for path in (data_dir / dataset).glob(f"*/{INFO}")]
     versions = [path for path in versions if re.fullmatch(r"[0-9]+\.[0-9]+\.[0-9]+", path.name)]
@@ -29,8 +37,11 @@ def newest_version(dataset: str, data_dir: pathlib.Path) -> pathlib.Path | None:
 def stored_splits(directory: pathlib.Path) -> dict[str, int]:
     """Returns the number of examples of every split of a data set.
 
+    Args:
+      directory: the directory of a version of the data set.
+
     Raises:
-      ValueError: its ``dataset_info.json`` is damaged.
+      ValueError: if its ``dataset_info.json`` is damaged.
     """
     with describing(directory / INFO, REMEDY):
         splits = load_info(directory / INFO)["splits"]
@@ -38,7 +49,14 @@ def stored_splits(directory: pathlib.Path) -> dict[str, int]:
 
 
 def describe_split(dataset: str, directory: pathlib.Path, split: str) -> str:
-    """Returns a data set with its version, the sizes of the files of a split, and when it was written."""
+    """Returns a description of a split that changes if the split is written again.
+
+    It contains the name and version of the data set, the sizes of the split's files, and the time
+    at which they were written, if it is known.
+
+    Raises:
+      ValueError: if ``dataset_info.json`` is damaged.
+    """
     with describing(directory / INFO, REMEDY):
         info = load_info(directory / INFO)
         for record in info["splits"]:
@@ -50,7 +68,11 @@ def describe_split(dataset: str, directory: pathlib.Path, split: str) -> str:
 
 
 def check_classes(directory: pathlib.Path) -> None:
-    """Raises a `ValueError` if TFDS would import foreign code because a file of the data set says so."""
+    """Raises a `ValueError` if a data set names a class that is not part of TFDS.
+
+    TFDS imports the classes that ``features.json`` names, so a downloaded file could run foreign
+    code.
+    """
     with describing(directory / FEATURES, REMEDY):
         text = (directory / FEATURES).read_text(encoding="utf-8").replace("\\", "")
         for name in re.findall(r'"(?:type|pythonClassName|python_class_name)": *"([^"]*)"', text):

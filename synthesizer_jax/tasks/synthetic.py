@@ -1,6 +1,6 @@
-"""The synthetic co-training mixture: eight tasks in T5's formats.
+"""The synthetic co-training mixture, which consists of eight tasks in T5's formats.
 
-`preparation.synthetic` generates their rows and their vocabulary.
+`preparation.synthetic` generates the rows of the tasks and their vocabulary.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from synthesizer_jax.tasks.definitions import UNLABELED
 from synthesizer_jax.tasks.task import Task
 
 MIXTURE = "synthetic_co_training"
-"""Also TFDS's name of the data sets; one configuration per task."""
+"""The name of the mixture, and of its TFDS data set, which has one configuration per task."""
 QUICKSTART = "synthetic_quickstart"
+"""The name of a mixture of three tasks that are learned quickly."""
 VOCAB_SIZE = 1024
+"""The number of pieces of the vocabulary."""
 
 IMITATED: Mapping[str, tuple[str, float]] = {
     "cola": ("glue_cola_v002", 4.0),
@@ -29,7 +31,10 @@ IMITATED: Mapping[str, tuple[str, float]] = {
     "wic": ("super_glue_wic_v102", 5.0),
     "wsc": ("super_glue_wsc_v102_simple_eval", 3.0),
 }
-"""By configuration: T5's task that it is like, and its rate; comparing sentences needs more examples."""
+"""For each configuration, T5's task that it imitates, and its rate.
+
+Tasks that compare sentences have higher rates, because they need more examples.
+"""
 
 _T5 = {task.name: task for task in OF_T5}
 
@@ -45,9 +50,12 @@ MIXTURES: Mapping[str, Mapping[str, float]] = {
     mixture: {DEFINITIONS[config].name: IMITATED[config][1] for config in configs}
     for mixture, configs in ((MIXTURE, tuple(IMITATED)), (QUICKSTART, ("cola", "boolq", "wic")))
 }
-"""All tasks, and three that are learned soon."""
+"""The mixture of all tasks, and the mixture of three tasks that are learned quickly."""
 
 
 def vocabulary(data_dir: pathlib.Path) -> SentencePiece:
-    """Returns the mixtures' own vocabulary, a SentencePiece model without sentinels, there or not."""
+    """Returns the mixtures' own vocabulary, which is a SentencePiece model without sentinels.
+
+    The file does not have to exist yet.
+    """
     return SentencePiece(str(data_dir / MIXTURE / "vocabulary.model"), extra_ids=0)

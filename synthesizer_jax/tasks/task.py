@@ -1,4 +1,4 @@
-"""What training and evaluation need of a task."""
+"""Tasks: everything that training and evaluation need to know about them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,24 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 TRAINED = ("train", "validation", "test")
+"""The splits of a task by default."""
 
 Preprocessor: TypeAlias = "Callable[..., tf.data.Dataset]"
+"""A function that transforms a data set of rows."""
 
 
 @contextlib.contextmanager
 def errors_of(function: str, task: str) -> Iterator[None]:
-    """Names a task and its function in what the function raises, which may be a user's code.
+    """Context manager that names a task and its function if the function fails.
+
+    The function may be a user's code, which can raise anything.
+
+    Args:
+      function: a description of the function, such as ``the postprocess_fn``.
+      task: the name of the task.
 
     Raises:
-      ValueError: the function has raised anything; that is the cause.
+      ValueError: if the function has raised an exception, which is the cause of this one.
     """
     try:
         yield
@@ -41,13 +49,16 @@ def errors_of(function: str, task: str) -> Iterator[None]:
 
 
 class Answers(NamedTuple):
-    """What a model made of some examples; every field has one entry per example.
+    """The answers of a model to some examples. Every field has one entry per example.
 
     Attributes:
       texts: the decoded answers.
-      tokens: their token ids before EOS; None where label words were ranked instead of decoded.
-      scores: ``[n]`` the log-probabilities of the answers in nats, EOS included; None: not known.
-      target_scores: ``[n]`` the log-probabilities of the targets in nats; None: not computed.
+      tokens: the token ids of the answers before EOS. It is `None` if label words were ranked and
+        not decoded.
+      scores: the log-probabilities of the answers in nats, including EOS, ``[n]``. `None` means
+        that they are not known.
+      target_scores: the log-probabilities of the targets in nats, ``[n]``. `None` means that they
+        were not computed.
     """
 
     texts: list[str]
@@ -56,7 +67,7 @@ class Answers(NamedTuple):
     target_scores: np.ndarray | None = None
 
     def select(self, indices: Sequence[int]) -> Answers:
-        """Returns the answers to some of the examples."""
+        """Returns the answers to the examples with the given indices."""
         chosen = list(indices)
         pick = lambda x: x[chosen] if isinstance(x, np.ndarray) else [x[i] for i in chosen]
         return Answers._make(None if part is None else pick(part) for part in self)
@@ -64,25 +75,29 @@ class Answers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task over a TFDS data set: functions as those of a SeqIO task, and what such a task lacks.
+    """A task on a TFDS data set.
 
-    Creating it loads nothing; `preparation` reads it. Tasks of SeqIO's registry are a subclass of it,
-    `seqio_tasks.RegisteredTask`.
+    It has the same functions as a SeqIO task, and also what SeqIO tasks lack, such as label words.
+    Creating a task loads nothing. The package `preparation` reads its data. Tasks of SeqIO's
+    registry belong to the subclass `seqio_tasks.RegisteredTask`.
 
     Attributes:
-      name: T5's name.
-      dataset: TFDS data set and configuration, such as ``glue/cola``.
-      preprocess: makes rows with the strings ``inputs`` and ``targets`` of those of the data set; None:
-        they have them.
-      metrics: metric functions of targets and predictions.
-      splits: the splits of the data set that the task exposes.
-      label_words: the allowed answers, which are ranked instead of decoded; None: free text.
-      postprocess_fn: makes of an answer, by name its ``example`` and whether it ``is_target``, the value
-        that metrics compare; None: the index among the label words, −1 if it is none of them, or the text.
-      has_inputs: whether rows have inputs; otherwise they are texts.
+      name: the name of the task. Tasks of T5 have T5's names.
+      dataset: the TFDS data set and its configuration, such as ``glue/cola``.
+      preprocess: a function that converts the rows of the data set to rows with the strings
+        ``inputs`` and ``targets``. Use `None` if they have these strings already.
+      metrics: functions that compute scores from targets and predictions.
+      splits: the splits of the data set that the task offers.
+      label_words: the allowed answers. They are ranked by their probabilities, so nothing is
+        decoded. `None` means that answers are free text.
+      postprocess_fn: a function that converts an answer to the value that metrics compare. Its
+        keyword arguments are the ``example`` and ``is_target``. If it is `None`, the value is the
+        text, or, if there are label words, the index of the answer among them. The index of any
+        other answer is −1.
+      has_inputs: whether rows have inputs. Otherwise they are texts.
       sentinel: whether the task uses T5's sentinel format.
-      objective: what makes training examples of its texts, which have no inputs; None: see
-        `DataConfig.objective`.
+      objective: the objective that makes training examples of the texts of a task without inputs.
+        If it is `None`, see `DataConfig.objective`.
     """
 
     name: str
@@ -98,31 +113,49 @@ class Task:
 
     @property
     def scores_targets(self) -> bool:
-        """Whether a metric compares the log-probabilities of the targets (`Answers.target_scores`)."""
+        """Whether a metric needs the log-probabilities of the targets (`Answers.target_scores`)."""
         return False
 
     @property
     def is_text(self) -> bool:
-        """Whether it has no inputs and is measured by the loss of its texts, not by answers."""
+        """Whether the task consists of texts without inputs.
+
+        It is then measured by the loss of its texts instead of by answers.
+        """
         return not self.has_inputs
 
     def stored_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
-        """Returns the numbers of rows of the splits whose data set is in `data_dir`; None: not known."""
+        """Returns the number of rows of each split whose data set is in `data_dir`.
+
+        The number is `None` if it is not known.
+        """
         directory = stored.newest_version(self.dataset, data_dir)
         rows = {} if directory is None else stored.stored_splits(directory)
         return {split: rows[split] for split in self.splits if split in rows}
 
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
-        """Returns what changes when the rows of a split are written again; None: nothing tells."""
+        """Returns a description of a split's rows that changes if they are written again.
+
+        It is `None` if there is nothing from which a change could be seen.
+        """
         directory = stored.newest_version(self.dataset, data_dir)
         return None if directory is None else stored.describe_split(self.dataset, directory, split)
 
     def is_labeled(self, example: Example) -> bool:
-        """Returns whether the answer to a preprocessed row is known; in most test splits it is not."""
+        """Returns whether the answer to a preprocessed row is known. Most test splits hide it."""
         return postprocessors.is_labeled(example)
 
     def postprocess(self, answer: str, *, example: Example | None = None, is_target: bool = False) -> Value:
-        """Converts a decoded answer, or the target, of a preprocessed row to what metrics compare."""
+        """Converts an answer to a preprocessed row to the value that metrics compare.
+
+        Args:
+          answer: the decoded text of the answer, or of the row's target.
+          example: the preprocessed row.
+          is_target: whether `answer` is the target of the row.
+
+        Raises:
+          ValueError: if the task's `postprocess_fn` fails.
+        """
         if self.sentinel and answer.startswith(postprocessors.SENTINEL):
             answer = answer.removeprefix(postprocessors.SENTINEL).strip()
         if self.postprocess_fn is not None:
@@ -134,12 +167,15 @@ class Task:
     def score(
         self, examples: Sequence[Example], answers: Answers, *, vocabulary: Vocabulary | None = None
     ) -> dict[str, float]:
-        """Returns the task's metrics, T5's in percent.
+        """Returns the scores of the task's metrics. The scores of T5's metrics are in percent.
 
         Args:
           examples: preprocessed rows whose answers are known.
-          answers: those of a model to them.
-          vocabulary: the vocabulary of the tokens; None: only the texts are used.
+          answers: the answers of a model to these rows.
+          vocabulary: the vocabulary of the tokens. `None` is allowed if only the texts are used.
+
+        Raises:
+          ValueError: if a metric or the task's `postprocess_fn` fails.
         """
         targets = [
             self.postprocess(to_text(row["targets_pretokenized"]), example=row, is_target=True)

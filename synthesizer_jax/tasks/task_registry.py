@@ -1,8 +1,10 @@
-"""All tasks and mixtures by name: the package's, added and imported ones, those of SeqIO's registries.
+"""Finds all tasks and mixtures by name.
 
-Imported tasks are made of users' files: TFDS data sets with their definitions beside them.
-``DATA_DIR/imported/NAME/1.0.0`` has the strings ``inputs`` and ``targets``; its ``task.json`` says which
-metrics and label words the task has, which is known by its name wherever the directory is used.
+They are the tasks of this package, added and imported tasks, and the tasks of SeqIO's registries.
+Imported tasks are made of users' files. They are TFDS data sets with the strings ``inputs`` and
+``targets`` in ``DATA_DIR/imported/NAME/1.0.0``. The file ``task.json`` beside the data says which
+metrics and label words the task has. The task is therefore known by its name wherever its data
+directory is used.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from synthesizer_jax.tasks.stored import stored_splits
 from synthesizer_jax.tasks.task import Task
 
 TASKS: dict[str, Task] = {task.name: task for task in (*DEFINITIONS, *synthetic.DEFINITIONS.values())}
-"""All tasks that are not in SeqIO's registry alone; `add` adds others."""
+"""All tasks except those that are only in SeqIO's registry. `add` adds more tasks."""
 
 IMPORTED, DEFINITION_FILE, IMPORTED_VERSION = "imported", "task.json", "1.0.0"
 
@@ -38,7 +40,7 @@ METRICS: Mapping[str, tuple[metrics.Metric, str]] = {
     "rouge": (metrics.rouge, "texts"),
     "spearman": (metrics.spearman, "numbers"),
 }
-"""Metrics by the names that ``--metric`` takes, and what they compare."""
+"""The metrics that ``--metric`` accepts by name, and a description of what they compare."""
 
 _REMEDY = (
     "tasks of a package of yours are found with --import PACKAGE, in Python after "
@@ -47,7 +49,11 @@ _REMEDY = (
 
 
 def add(tasks: Iterable[Task], mixtures: Mapping[str, Rates] = {}) -> None:
-    """Adds tasks and mixtures, which recipes then name; raises a `ValueError` for a negative rate."""
+    """Adds tasks and mixtures, which recipes can then name.
+
+    Raises:
+      ValueError: if a rate is negative, or if all rates of a mixture are 0.
+    """
     for name, rates in mixtures.items():
         if not any(rates.values()) or any(isinstance(r, float | int) and r < 0 for r in rates.values()):
             raise ValueError(f"the rates of the mixture {name!r} are {rates}; give none below 0, one above")
@@ -56,10 +62,10 @@ def add(tasks: Iterable[Task], mixtures: Mapping[str, Rates] = {}) -> None:
 
 
 def add_imported(data_dir: pathlib.Path) -> list[str]:
-    """Makes the imported tasks of a data directory known, and returns their names.
+    """Adds the imported tasks of a data directory, and returns their names.
 
     Raises:
-      ValueError: a definition is damaged.
+      ValueError: if a definition is damaged.
     """
     paths = sorted((data_dir / IMPORTED).glob(f"*/{IMPORTED_VERSION}/{DEFINITION_FILE}"))
     definitions = [read_definition(path) for path in paths]
@@ -68,10 +74,10 @@ def add_imported(data_dir: pathlib.Path) -> list[str]:
 
 
 def read_definition(path: pathlib.Path) -> Task:
-    """Reads the definition of an imported task.
+    """Returns an imported task, as its file ``task.json`` defines it.
 
     Raises:
-      ValueError: it is damaged.
+      ValueError: if the file is damaged.
     """
     name = path.parent.parent.name
     with describing(path, "import the task again, or delete its directory"):
@@ -94,10 +100,10 @@ def read_definition(path: pathlib.Path) -> Task:
 
 
 def find_task(name: str) -> Task:
-    """Returns the task of that name: one of `TASKS`, or else of SeqIO's registry.
+    """Returns the task of that name, from `TASKS` or else from SeqIO's registry.
 
     Raises:
-      ValueError: there is no such task; the message suggests a similar name.
+      ValueError: if there is no such task. The message suggests a similar name.
     """
     if name in TASKS:
         return TASKS[name]
@@ -107,20 +113,20 @@ def find_task(name: str) -> Task:
 
 
 def task_names() -> list[str]:
-    """Returns the names of all tasks, those of SeqIO's registry last."""
+    """Returns the names of all tasks. The tasks of SeqIO's registry come last."""
     return list(dict.fromkeys([*TASKS, *seqio_tasks.task_names()]))
 
 
 def mixture_names() -> list[str]:
-    """Returns the names of all mixtures, those of SeqIO's registry last."""
+    """Returns the names of all mixtures. The mixtures of SeqIO's registry come last."""
     return list(dict.fromkeys([*MIXTURES, *seqio_tasks.mixture_names()]))
 
 
 def member_names(name: str) -> list[str]:
-    """Returns the names of a mixture's tasks, or of a single task.
+    """Returns the names of a mixture's tasks. The name of a task gives only this task.
 
     Raises:
-      ValueError: there is neither a mixture nor a task of that name.
+      ValueError: if there is neither a mixture nor a task of that name.
     """
     if name in MIXTURES:
         return [find_task(task).name for task in MIXTURES[name]]
@@ -136,13 +142,14 @@ def member_names(name: str) -> list[str]:
 
 
 def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
-    """Returns the rates of those tasks of a mixture, or of a single task, whose data sets are here.
+    """Returns the rates of the tasks of a mixture whose data sets are available.
 
-    Rates may depend on the numbers of training examples (`ExamplesRate`, or functions of SeqIO's
-    mixtures); a task without any has the rate 0.
+    The name can also be that of a single task. Rates may depend on the number of training examples,
+    either by an `ExamplesRate` or by a function of a SeqIO mixture. A task without training
+    examples then has the rate 0.
 
     Raises:
-      ValueError: there is neither a mixture nor a task of that name, or a rate is negative.
+      ValueError: if there is neither a mixture nor a task of that name, or if a rate is negative.
     """
     names = [n for n in member_names(name) if find_task(n).stored_splits(data_dir)]
     if name not in MIXTURES and name in seqio_tasks.mixture_names():
@@ -160,9 +167,10 @@ def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
 
 
 def default_data_dir() -> pathlib.Path:
-    """Returns the data directory of the environment, by default TFDS's.
+    """Returns the default data directory.
 
-    ``SYNTHESIZER_DATA_DIR`` takes precedence over ``TFDS_DATA_DIR``.
+    It is ``SYNTHESIZER_DATA_DIR`` or else ``TFDS_DATA_DIR`` in the environment. If neither is set,
+    it is TFDS's default, ``~/tensorflow_datasets``.
     """
     configured = os.environ.get("SYNTHESIZER_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
     return storage_path(configured or "~/tensorflow_datasets").expanduser()
