@@ -1,1 +1,1 @@
-"""What every package stands on: configurations as JSON, files, messages, types."""
+"""The foundation of all other packages: configurations as JSON, files, messages and types."""

@@ -1,4 +1,4 @@
-"""Paths and atomic file writes, on disks and in Google Cloud Storage buckets."""
+"""Paths, atomic file writes and file errors, on disks and in Google Cloud Storage buckets."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import BinaryIO, cast
 
 BUCKET = "gs://"
+"""The beginning of the address of a file in a bucket."""
 
 STORAGE_LIBRARIES = ("gcsfs", "aiohttp", "requests", "google")
 """The libraries whose exceptions are errors of the storage service."""
@@ -27,12 +28,12 @@ def storage_path(address: str) -> pathlib.Path:
     """Returns the path of a file or directory on a disk or in Google Cloud Storage.
 
     Args:
-      address: a path, or ``gs://BUCKET/…``, for an `etils.epath.Path`; ``gs:/BUCKET/…``, as `pathlib`
-        writes it, is accepted too.
+      address: a path on a disk, or ``gs://BUCKET/…``, which becomes an `etils.epath.Path`. The form
+        ``gs:/BUCKET/…`` is accepted too, because `pathlib` writes it.
 
     Raises:
-      ValueError: the address has another scheme, or does not name a directory in a bucket.
-      ModuleNotFoundError: a library that accesses buckets is not installed.
+      ValueError: if the address has another scheme, or does not name a directory in a bucket.
+      ModuleNotFoundError: if a library that accesses buckets is not installed.
     """
     if not re.match("[A-Za-z][A-Za-z0-9]+:/", address):
         return pathlib.Path(address)
@@ -42,13 +43,14 @@ def storage_path(address: str) -> pathlib.Path:
             f"{address} is not a path on a disk or in Google Cloud Storage; use DIRECTORY or "
             "gs://BUCKET/DIRECTORY"
         )
-    # `etils.epath` needs one of the first two, Orbax the third.
+    # `etils.epath` needs TensorFlow or gcsfs, and Orbax needs google.cloud.storage.
     can_read = is_installed("tensorflow") or is_installed("gcsfs")
     if not (can_read and is_installed("google.cloud.storage")):
         raise ModuleNotFoundError(
             f"reading {address} needs libraries that are not installed: pip install 'synthesizer_jax[gcs]'"
         )
-    # By default TensorFlow caches the metadata of files for some seconds, and would not see changes.
+    # By default, TensorFlow caches the metadata of files for some seconds. It would not see changes
+    # by other processes in this time.
     os.environ.setdefault("GCS_STAT_CACHE_MAX_AGE", "0")
     from etils import epath
 
@@ -59,34 +61,48 @@ def is_installed(library: str) -> bool:
     """Returns whether a library can be imported."""
     try:
         return importlib.util.find_spec(library) is not None
-    except ModuleNotFoundError:  # its parent package is not installed
+    except ModuleNotFoundError:
+        # The parent package of the library is not installed.
         return False
 
 
 def in_bucket(path: pathlib.Path) -> bool:
-    """Returns whether a path is in a bucket, where objects are written atomically and never renamed."""
+    """Returns whether a path is in a bucket.
+
+    Files in buckets are written atomically, and they cannot be renamed.
+    """
     return str(path).startswith(BUCKET)
 
 
 def join(directory: pathlib.Path, path: str) -> pathlib.Path:
-    """Joins a directory and a path; returns the path if it is absolute or in a bucket."""
+    """Joins a directory and a path. Absolute paths and paths in buckets are returned unchanged."""
     resolved = storage_path(path)
     return resolved if in_bucket(resolved) or resolved.is_absolute() else directory / resolved
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Returns whether an exception is an error of the storage service; missing files are not."""
+    """Returns whether an exception is an error of the storage service. Missing files are not."""
     return type(error).__module__.partition(".")[0] in STORAGE_LIBRARIES
 
 
 def absolute(path: pathlib.Path) -> pathlib.Path:
-    """Returns the absolute path; paths in buckets are absolute already."""
+    """Returns the absolute path. Paths in buckets are absolute already."""
     return path if in_bucket(path) else path.absolute()
 
 
 @contextlib.contextmanager
 def describing(path: pathlib.Path, remedy: str = "restore it, or delete it") -> Iterator[None]:
-    """Context manager of reading a file: raises errors of its contents as a `ValueError` with its path."""
+    """Context manager for reading a file, which raises errors of its contents as a `ValueError`.
+
+    Missing files and permissions are not errors of the contents. They are raised unchanged.
+
+    Args:
+      path: the path of the file, which the message contains.
+      remedy: what the user can do, which ends the message.
+
+    Raises:
+      ValueError: if the contents of the file cannot be read.
+    """
     try:
         yield
     except (FileNotFoundError, PermissionError):
@@ -97,17 +113,20 @@ def describing(path: pathlib.Path, remedy: str = "restore it, or delete it") -> 
 
 
 def decode_lines(file: BinaryIO, path: pathlib.Path | None) -> Iterator[str]:
-    """Yields the lines of UTF-8 text without their ends, LF or CRLF, and without byte-order marks.
+    """Yields the lines of UTF-8 text without line ends and byte-order marks.
 
-    A CR or U+2028 is text, so that the lines of two files that belong together stay together. A line that
-    is not the first begins with a byte-order mark if files with marks were joined.
+    Lines end with LF or CRLF. Other characters that could end a line, such as CR and U+2028, are
+    text. Otherwise, the lines of two files that belong together could lose their correspondence. A
+    byte-order mark can also be at the beginning of a later line, if several files with marks were
+    joined.
 
     Args:
-      file: the file, which is closed in the end.
-      path: the path of the file, for errors; None: it is the standard input.
+      file: the file. It is closed at the end.
+      path: the path of the file, for errors. `None` means standard input.
 
     Raises:
-      ValueError: a line is not UTF-8. The message has the line and the command that converts the file.
+      ValueError: if a line is not UTF-8. The message contains the number of the line and the
+        command that converts the file.
     """
     seen_utf8 = False
     with file:
@@ -124,10 +143,14 @@ def decode_lines(file: BinaryIO, path: pathlib.Path | None) -> Iterator[str]:
 
 
 def _decoding_remedy(path: pathlib.Path | None, *, seen_utf8: bool) -> str:
-    """Returns what to do about a file with bytes that are not UTF-8.
+    """Returns what to do about a file with bytes that are not UTF-8, for an error message.
 
-    A file of which earlier lines are UTF-8 with other characters than ASCII is damaged. Conversion from
-    Latin-1 would spoil these lines.
+    If earlier lines contain non-ASCII characters in UTF-8, the file is damaged. A conversion from
+    Latin-1 would spoil these lines, so another remedy is given.
+
+    Args:
+      path: the path of the file. `None` means standard input.
+      seen_utf8: whether earlier lines contain non-ASCII characters.
     """
     name = "FILE" if path is None else shlex.quote(str(path))
     unpack = {".gz": "gzip -dc", ".zst": "zstd -dc"}.get("" if path is None else path.suffix, "cat")
@@ -144,12 +167,12 @@ def _decoding_remedy(path: pathlib.Path | None, *, seen_utf8: bool) -> str:
 
 @contextlib.contextmanager
 def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """Opens a file for writing that replaces `path` when the context ends without an error.
+    """Opens a file for writing, which replaces `path` when the context ends without an error.
 
-    A file in a bucket is buffered in memory until then.
+    A file in a bucket is held in memory until then.
 
     Args:
-      path: the destination; its directory is created if necessary.
+      path: the destination. Its directory is created if necessary.
     """
     if in_bucket(path):
         buffer = io.BytesIO()
@@ -162,6 +185,8 @@ def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
         with name_write_errors(path, "the file is not written"):
             with temporary.open("xb") as file:
                 yield file
+            # The temporary file is in the same directory, so the file system replaces the old file
+            # at once.
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -169,15 +194,15 @@ def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a directory that gets its name when the context ends without an error.
+    """Yields a directory that gets its final name when the context ends without an error.
 
-    What a killed process has left of the same directory is removed first.
+    First, it removes what killed processes have left of the same directory.
 
     Raises:
-      FileExistsError: the destination exists and is not empty, at the start or, because another process
-        has made it, in the end.
-      OSError: the disk is full.
-      ValueError: it is in a bucket, where directories cannot be renamed.
+      FileExistsError: if the destination exists and is not empty. This can also happen at the end,
+        if another process has made it in the meantime.
+      OSError: if the disk is full.
+      ValueError: if the destination is in a bucket, where directories cannot be renamed.
     """
     if in_bucket(directory):
         raise ValueError(
@@ -189,7 +214,9 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     with name_write_errors(directory, "nothing was written"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            directory.rmdir()  # fails for a mounted one now, and not when everything is written
+            # Removing a mounted directory fails. It is better to fail now than after everything is
+            # written.
+            directory.rmdir()
         with temporary_directory(directory.parent, f".{directory.name}.incomplete") as staging:
             yield staging
             try:
@@ -203,11 +230,17 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
-    """Makes a directory on a disk that is removed when the context ends, if it is still there.
+    """Makes a directory on a disk, and removes it when the context ends, if it still exists.
 
-    Those with the same prefix of the name that killed processes have left are removed first.
+    Directories with the same prefix that were left behind by killed processes are removed first.
+
+    Args:
+      parent: the directory in which it is made.
+      prefix: the beginning of its name.
     """
     for path in parent.iterdir():
+        # A process locks its directory while it lives. A directory without a lock has lost its
+        # process.
         if path.name.startswith(f"{prefix}-") and (lock := _try_lock(path)) is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
@@ -215,7 +248,9 @@ def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.P
     directory, unlocked = parent / f"{prefix}-{name}", parent / f".{name}"
     unlocked.mkdir()
     lock = _try_lock(unlocked)
-    unlocked.rename(directory)  # from here on others may find it, and see that it is locked
+    # From now on, other processes can find the directory. It is locked already, so they leave it
+    # alone.
+    unlocked.rename(directory)
     try:
         yield directory
     finally:
@@ -225,12 +260,18 @@ def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.P
 
 
 def _try_lock(directory: pathlib.Path) -> int | None:
-    """Returns a descriptor that locks a directory while the process lives; None if it cannot be locked."""
+    """Locks a directory until the process ends or closes the returned descriptor.
+
+    Returns:
+      The file descriptor, or `None` if the directory cannot be locked.
+    """
     descriptor = None
     try:
         descriptor = os.open(directory, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another process has it or has removed it, or the storage has no locks
+    except OSError:
+        # Another process has locked or removed the directory, or the storage does not support
+        # locks.
         if descriptor is not None:
             os.close(descriptor)
         return None
@@ -238,7 +279,12 @@ def _try_lock(directory: pathlib.Path) -> int | None:
 
 
 def write_atomic(path: pathlib.Path, content: str | bytes | Iterable[str]) -> pathlib.Path:
-    """Writes bytes, or one or more strings as UTF-8, as `open_atomic` does, and returns the path."""
+    """Writes a file as `open_atomic` does, and returns its path.
+
+    Args:
+      path: the destination.
+      content: bytes, a string, or several strings. Strings are written as UTF-8.
+    """
     with open_atomic(path) as file:
         for part in [content] if isinstance(content, str | bytes) else content:
             file.write(part.encode() if isinstance(part, str) else part)
@@ -246,7 +292,10 @@ def write_atomic(path: pathlib.Path, content: str | bytes | Iterable[str]) -> pa
 
 
 def append(path: pathlib.Path, content: bytes) -> None:
-    """Appends to a file; in a bucket, where that is impossible, the whole file is written again."""
+    """Appends bytes to a file.
+
+    Files in buckets cannot be appended to, so the whole file is written again.
+    """
     if in_bucket(path):
         path.write_bytes((path.read_bytes() if path.exists() else b"") + content)
         return
@@ -255,19 +304,19 @@ def append(path: pathlib.Path, content: bytes) -> None:
 
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-"""Errors of a disk that is full, broken or not writable."""
+"""The numbers of the errors of a disk that is full, broken or not writable."""
 
 
 @contextlib.contextmanager
 def name_write_errors(path: pathlib.Path, outcome: str) -> Iterator[None]:
-    """Context manager that raises the errors of a full disk as one `OSError`, with a path and the outcome.
+    """Context manager that raises errors of a full or broken disk as one clear `OSError`.
 
-    Python's error does not name the file, or it names a temporary one. Those of libraries are dumps of
-    what they wrote.
+    Python's own error names no file, or a temporary file. The errors of libraries contain parts of
+    what they wrote. The new error contains the path and what is there now.
 
     Args:
       path: the file or directory that the user knows.
-      outcome: what is there now, such as ``what was finished is kept``.
+      outcome: what has been written, such as ``what was finished is kept``.
     """
     try:
         yield
@@ -279,9 +328,10 @@ def name_write_errors(path: pathlib.Path, outcome: str) -> Iterator[None]:
 
 
 def _write_error(error: Exception) -> int | None:
-    """Returns the number of the operating system's error that writing has failed with; None: another error.
+    """Returns the number of the operating system's error, if an exception is an error of writing.
 
-    Exceptions of libraries have only its text: those of TensorStore, safetensors, ArrayRecord, TensorFlow.
+    For other exceptions, it returns `None`. The exceptions of libraries (TensorStore, safetensors,
+    ArrayRecord and TensorFlow) contain only the text of the error and not its number.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno if error.errno in _WRITE_ERRORS else None
@@ -289,7 +339,10 @@ def _write_error(error: Exception) -> int | None:
 
 
 def refuse_links(directory: pathlib.Path) -> None:
-    """Raises an `OSError` for a link in a directory, through which what is written would go elsewhere."""
+    """Raises an `OSError` if a directory contains a symbolic link.
+
+    Writing through such a link would change files elsewhere.
+    """
     if in_bucket(directory) or not directory.is_dir():
         return
     for path in directory.iterdir():

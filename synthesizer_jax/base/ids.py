@@ -1,4 +1,4 @@
-"""The ids of a vocabulary that stand for no text."""
+"""The special token ids of a model, which stand for no text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from synthesizer_jax.base.typing import Number
 @register
 @dataclasses.dataclass(frozen=True)
 class SpecialIds:
-    """Ids that stand for no text; T5's by default.
+    """Token ids that stand for no text. The defaults are T5's ids.
 
     Attributes:
-      padding: of what fills up rows.
-      end: of the end of a text, EOS.
-      start: of the decoder's first input.
-      also_end: others with which decoding ends, as that of a turn.
+      padding: the id that fills up rows.
+      end: the id of the end of a text (EOS).
+      start: the id of the decoder's first input.
+      also_end: other ids that end decoding, such as the id of the end of a turn.
     """
 
     padding: Number = 0
@@ -27,7 +27,7 @@ class SpecialIds:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """All ids with which decoding ends."""
+        """All ids that end decoding."""
         return self.end, *self.also_end
 
 

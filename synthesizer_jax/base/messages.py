@@ -1,4 +1,4 @@
-"""Phrases for error messages."""
+"""Phrases for error messages, and the reports of progress."""
 
 from __future__ import annotations
 
@@ -7,33 +7,42 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 Phase: TypeAlias = Callable[[str, int], Callable[[int], object]]
-"""Is told the title and the number of items of a phase of long work; returns what is told how many of them
-were done since the last call."""
+"""A function that reports the progress of long work.
+
+It is called at the beginning of each phase, with the phase's title and its number of items. It
+returns a function, which is called with the number of items that were done since its last call.
+"""
 
 
 def silent_phase(_: str, __: int) -> Callable[[int], None]:
-    """A `Phase` that says nothing."""
+    """A `Phase` that reports nothing."""
     return lambda _: None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns ``, did you mean 'x'?`` for the most similar known word, or an empty string."""
+    """Returns ``, did you mean 'x'?`` for the most similar known word.
+
+    If no known word is similar, the result is an empty string.
+    """
     matches = difflib.get_close_matches(word[:60], list(known), n=1, cutoff=0.5)
     return f", did you mean {matches[0]!r}?" if matches else ""
 
 
 def escape_controls(text: str) -> str:
-    """Returns a text with its control characters, which terminals obey, as escapes such as ``\\x1b``."""
+    """Returns a text in which control characters are written as escapes such as ``\\x1b``.
+
+    Otherwise, a terminal would obey them.
+    """
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def not_divisible(name: str, size: int, *, by: str, divisor: int) -> str:
-    """Returns ``{name}={size} is not divisible by {by}``, and the nearest multiples of the divisor."""
+    """Returns ``{name}={size} is not divisible by {by}``, and the nearest multiples."""
     below, above = size // divisor * divisor, (size // divisor + 1) * divisor
     multiples = f"nearest multiples are {below} and" if below else "smallest multiple is"
     return f"{name}={size} is not divisible by {by}; the {multiples} {above}"
 
 
 def one_line_error(error: BaseException) -> str:
-    """Formats an error as one line of at most 300 characters."""
+    """Returns an error as one line with at most 300 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,9 +1,10 @@
-"""Conversion of configurations to JSON and back.
+"""Converts configurations to JSON and back.
 
-An unbound Flax module or a frozen dataclass is its own configuration. Classes that may occur in a saved
-experiment are decorated with `@register`; `to_json` writes them as ``{"type": name, field: value, ...}``,
-and `from_json` rebuilds them after checking that values have the types of the fields' annotations. Only
-registered classes are instantiated; nothing that a file names is imported.
+An unbound Flax module or a frozen dataclass is its own configuration. Classes that may occur in a
+saved experiment are decorated with `@register`. `to_json` writes their objects as
+``{"type": name, field: value, ...}``. `from_json` checks that the values have the types of the
+fields' annotations, and makes equal objects. It makes objects only of registered classes, and it
+never imports what a file names.
 """
 
 from __future__ import annotations
@@ -35,15 +36,19 @@ REGISTRY: dict[str, type] = {}
 """The registered classes by name."""
 
 EXTRA_MESH_AXES: dict[str, tuple[str, ...]] = {}
-"""The mesh axes that `sharding.register_mesh_axis` has added, with the logical axes that they shard."""
+"""The mesh axes that `sharding.register_mesh_axis` has added, each with its logical axes.
+
+The arrays' dimensions with these logical axes are sharded over the mesh axis.
+"""
 
 
 def register(cls: Class) -> Class:
-    """Registers a module or frozen dataclass under its class name; used as a decorator.
+    """Registers a module or frozen dataclass under its class name. Use it as a decorator.
 
     Raises:
-      ValueError: a class of another module is already registered under that name.
+      ValueError: if a class of another module is already registered under that name.
     """
+    # A class of the same module may be registered again, as when a notebook's cell is run twice.
     registered = REGISTRY.setdefault(cls.__name__, cls)
     if registered.__module__ != cls.__module__:
         raise ValueError(
@@ -55,8 +60,9 @@ def register(cls: Class) -> Class:
 
 
 def field_names(cls: type) -> list[str]:
-    """Returns the names of a module's or dataclass' configuration fields, in order."""
-    linen = sys.modules.get("flax.linen")  # not imported: recipes without models do not need Flax
+    """Returns the names of the configuration fields of a module or dataclass, in order."""
+    # Flax is not imported here, because recipes without models do not need it.
+    linen = sys.modules.get("flax.linen")
     hidden = {"parent", "name"} if linen and issubclass(cls, linen.Module) else set()
     return [f.name for f in dataclasses.fields(cls) if f.init and f.name not in hidden]
 
@@ -67,7 +73,7 @@ def fields_of(obj: object) -> dict[str, Any]:
 
 
 def replace(obj: Config, **changes: object) -> Config:
-    """Returns a copy of a module or dataclass with some fields changed."""
+    """Returns a copy of a module or dataclass in which some fields are changed."""
     return type(obj)(**{**fields_of(obj), **changes})
 
 
@@ -78,7 +84,7 @@ def to_json(value: object) -> JSON:
       value: JSON values, tuples, registered dataclasses and unbound registered modules.
 
     Raises:
-      ValueError: a value has another type, or its class is not registered.
+      ValueError: if a value has another type, or if its class is not registered.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -95,11 +101,17 @@ def to_json(value: object) -> JSON:
 
 
 def plain_json(value: Any, *, digits: int = 17) -> JSON:
-    """Returns JSON data: arrays as lists, floats with so many digits, NaN and infinities as null.
+    """Converts reports with arrays to JSON data.
 
-    By default floats are as they are. A tuple as a key becomes its parts, separated by spaces.
+    Arrays become lists, and NaN and infinities become null. A tuple that is a key becomes a string,
+    in which spaces separate its parts.
+
+    Args:
+      value: nested dictionaries, lists, tuples, arrays and JSON values.
+      digits: the number of significant digits of floats. By default, floats are not rounded.
     """
-    if hasattr(value, "tolist"):  # an array, or a number of NumPy
+    # Arrays and NumPy's numbers have this method.
+    if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):
         return float(f"{value:.{digits}g}") if math.isfinite(value) else None
@@ -112,16 +124,16 @@ def plain_json(value: Any, *, digits: int = 17) -> JSON:
 def from_json(data: JSON, path: str = "") -> Any:
     """Converts JSON data from `to_json` back to a value.
 
-    Lists become tuples. Unknown fields whose value is null are ignored, because they belong to versions
-    that had more fields.
+    Lists become tuples. Unknown fields are ignored if their value is null, because they belong to
+    versions that had more fields.
 
     Args:
       data: JSON data.
-      path: the data's position in the file, such as ``model.encoder``, for errors.
+      path: the position of the data in the file, such as ``model.encoder``, for errors.
 
     Raises:
-      ValueError: an unknown type name or field, or a value that does not have the field's type; the error
-        names the position.
+      ValueError: if a type name or field is unknown, or a value does not have the type of its
+        field. The message contains the position.
     """
     if isinstance(data, list):
         return tuple(from_json(v, child_path(path, i)) for i, v in enumerate(data))
@@ -149,26 +161,33 @@ def from_json(data: JSON, path: str = "") -> Any:
     check_types(cls, values, path)
     try:
         return cls(**values)
-    except TypeError as error:  # a field without a default is missing
+    except TypeError as error:
+        # The value of a field without a default is missing.
         raise ValueError(f"{where}{error}") from None
 
 
 def child_path(path: str, name: str | int) -> str:
-    """Returns the path of a field or of a list's entry."""
+    """Returns the position of a field or of an entry of a list, such as ``model.encoder``."""
     return f"{path}.{name}" if path else str(name)
 
 
 @functools.cache
 def field_types(cls: Any, *, limits: bool = False) -> dict[str, Annotation]:
-    """Returns the annotations of a class' fields, or a function's arguments, with or without `Limit`."""
+    """Returns the annotations of the fields of a class, or of the arguments of a function.
+
+    Args:
+      cls: the class or function.
+      limits: whether the annotations include the values' limits (see `Limit`).
+    """
     try:
         return typing.get_type_hints(cls, include_extras=limits)
-    except NameError:  # the name is imported for type checkers only
+    except NameError:
+        # An annotation contains a name that is imported only for type checkers.
         return {}
 
 
 def check_fields(obj: object, path: str = "") -> None:
-    """Raises a `ValueError` that names the first wrong field in a tree of modules and dataclasses."""
+    """Raises a `ValueError` for the first wrong field in a tree of modules and dataclasses."""
     children: Any = enumerate(obj) if isinstance(obj, tuple) else ()
     if is_config(obj):
         check_types(type(obj), fields_of(obj), path)
@@ -178,20 +197,30 @@ def check_fields(obj: object, path: str = "") -> None:
 
 
 def check_types(cls: Any, values: Mapping[str, object], path: str = "") -> None:
-    """Raises a `ValueError` for the first value that does not match the annotation of its name."""
+    """Raises a `ValueError` for the first value that does not match the annotation of its name.
+
+    Args:
+      cls: the class or function with the annotations.
+      values: the values by the names of the fields or arguments.
+      path: the position of the fields, for the message.
+    """
     for name, value in values.items():
         annotation = field_types(cls, limits=True).get(name, Any)
         if matches_type(value, annotation):
             continue
         plain = field_types(cls)[name]
         expected = f", expected {format_type(plain)}"
+        # The type is right, so the value is outside of its limits.
         if matches_type(value, plain):
             expected = f"; allowed: {format_limits(annotation)}"
         raise ValueError(f"{child_path(path, name)} is {format_value(value)}{expected}")
 
 
 def format_limits(annotation: Annotation) -> str:
-    """Formats what an annotation allows besides its types, such as ``1 to 256``; empty if that is all."""
+    """Returns the limits of an annotation as text, such as ``1 to 256``.
+
+    It is empty if the annotation has no limits.
+    """
     parts = typing.get_args(annotation)
     limits = [str(part) for part in parts if isinstance(part, Limit)]
     nested = " or ".join(filter(None, map(format_limits, parts)))
@@ -199,11 +228,11 @@ def format_limits(annotation: Annotation) -> str:
 
 
 def matches_type(value: object, annotation: Annotation) -> bool:
-    """Returns whether a value matches an annotation, and lies in its `Limit` if it has one.
+    """Returns whether a value matches an annotation, including its `Limit` if it has one.
 
-    An integer of 32 bits, as JAX takes it, matches `float`; NaN and infinities do not. A value matches
-    a protocol if it has the protocol's methods and they accept the protocol's arguments. Annotations that
-    cannot be checked match.
+    A 32-bit integer, which JAX accepts as a number, matches `float`. NaN and infinities do not
+    match `float`. A value matches a protocol if it has the protocol's methods and they accept the
+    protocol's arguments. Every value matches an annotation that cannot be checked.
     """
     origin: object = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
@@ -212,6 +241,7 @@ def matches_type(value: object, annotation: Annotation) -> bool:
     if origin is Annotated:
         limits = (x for x in arguments[1:] if isinstance(x, Limit))
         return matches_type(value, arguments[0]) and all(value in limit for limit in limits)
+    # For Python, True and False are integers.
     if annotation in (int, float) and isinstance(value, bool):
         return False
     if annotation is float:
@@ -231,22 +261,24 @@ def matches_type(value: object, annotation: Annotation) -> bool:
 
 
 def _implements(value: object, protocol: type) -> bool:
-    """Whether a value has a protocol's methods, with parameters for the protocol's arguments."""
+    """Returns whether a value has the methods of a protocol, with compatible parameters."""
     methods = {n: m for n, m in vars(protocol).items() if inspect.isfunction(m)}
     for name in methods.keys() - {"__init__", "__subclasshook__"}:
         parameters = list(inspect.signature(methods[name]).parameters.values())[1:]
         try:
             method: Any = value if name == "__call__" else getattr(value, name)
             inspect.signature(method).bind(*(p for p in parameters if p.default is p.empty))
-        except (AttributeError, TypeError, ValueError):  # not callable, or other parameters
+        except (AttributeError, TypeError, ValueError):
+            # The value lacks the method, or the method has other parameters.
             return False
+    # A class has the methods of its objects, but only its objects implement the protocol.
     return not isinstance(value, type)
 
 
 def class_names(annotation: Annotation) -> list[str]:
-    """Returns the names of the registered classes whose objects match an annotation, in order.
+    """Returns the names of the registered classes whose objects match an annotation, sorted.
 
-    Annotations of numbers, strings and tuples have none.
+    There are none for annotations of numbers, strings and tuples.
     """
     members = union_members(annotation) or (annotation,)
     return sorted(
@@ -255,28 +287,32 @@ def class_names(annotation: Annotation) -> list[str]:
 
 
 def _is_class_of(cls: type, annotation: Annotation) -> bool:
-    """Whether objects of a class match a class or a protocol."""
+    """Returns whether the objects of a class match an annotation.
+
+    The annotation is a class or a protocol. No object matches other annotations.
+    """
     if not isinstance(annotation, type) or annotation is object:
         return False
     if not getattr(annotation, "_is_protocol", False):
         return issubclass(cls, annotation)
-    # A protocol of one method, such as `Schedule.build`, fits classes that are not meant. Here they are in
-    # other packages than the protocol; a user's class may be anywhere.
+    # A protocol with one method, such as `Schedule.build`, also fits classes that are not meant.
+    # Such classes are in other packages of this library than the protocol. The class of a user can
+    # be anywhere.
     package, other = (c.__module__.split(".")[:2] for c in (cls, annotation))
     if package[0] == other[0] and package != other:
         return False
-    # The attributes of an object that is not initialized are its methods.
+    # An object that is not initialized has only the attributes of its class, which are its methods.
     return _implements(object.__new__(cls), annotation)
 
 
 def union_members(annotation: Annotation) -> tuple[Annotation, ...]:
-    """Returns the members of a union, and an empty tuple for other annotations."""
+    """Returns the members of a union, or an empty tuple for other annotations."""
     origin: object = typing.get_origin(annotation)
     return typing.get_args(annotation) if origin in (types.UnionType, typing.Union) else ()
 
 
 def format_type(annotation: Annotation) -> str:
-    """Formats an annotation for errors and tables."""
+    """Returns an annotation as text for errors and tables."""
     origin: object = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if union_members(annotation):
@@ -291,14 +327,15 @@ def format_type(annotation: Annotation) -> str:
 
 
 def format_value(value: object) -> str:
-    """Formats a value for errors, with at most 60 characters."""
+    """Returns a value as text for errors, with at most 60 characters."""
     if is_config(value):
         return f"a {type(value).__name__}"
     formatted = repr(value) if not isinstance(value, dict) else json.dumps(value, default=str)
-    formatted = " ".join(formatted.split())  # modules are shown on several lines
+    # The representations of modules have several lines.
+    formatted = " ".join(formatted.split())
     return formatted if len(formatted) <= 60 else f"{formatted[:57]}…"
 
 
 def is_config(value: object) -> bool:
-    """Returns whether a value is a module or a dataclass, which has fields."""
+    """Returns whether a value is a module or a dataclass instance, which have fields."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -1,6 +1,7 @@
-"""Types that several modules share, among them numbers and words with the values that they may have.
+"""Types that several modules share, including numbers and words with limited values.
 
-``steps: Count`` is an int for type checkers; `registry.check_types` checks that it lies in the range.
+With ``steps: Count``, type checkers see an int, and `registry.check_types` checks that it lies in
+the allowed range.
 """
 
 from __future__ import annotations
@@ -11,14 +12,21 @@ from collections.abc import Container
 from typing import Annotated, Any, TypeAlias
 
 PyTree: TypeAlias = Any
-"""A pytree of any structure: nested containers with arrays, or what stands for arrays, as leaves."""
+"""A pytree of any structure, that is, nested containers whose leaves are arrays.
+
+The leaves can also be objects that stand for arrays, such as shapes.
+"""
 
 KeyPath: TypeAlias = tuple[Any, ...]
-"""The path of a leaf, as `jax.tree.map_with_path` gives it."""
+"""The path of a leaf, in the form in which `jax.tree.map_with_path` passes it."""
 
 
 class Limit(Container[Any]):
-    """What a value of an annotated type must be besides; its string completes "allowed: …"."""
+    """A limit of the values of an annotated type.
+
+    A subclass says by ``in`` which values are allowed. Its string completes a message that begins
+    with "allowed: ".
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +36,8 @@ class Range(Limit):
     Attributes:
       low: the minimum.
       high: the maximum.
-      above: whether the minimum does not belong to it.
-      below: whether the maximum does not belong to it.
+      above: whether the minimum itself is excluded.
+      below: whether the maximum itself is excluded.
     """
 
     low: float
@@ -51,7 +59,11 @@ class Range(Limit):
 
 @dataclasses.dataclass(frozen=True)
 class Choices(Limit):
-    """Some values."""
+    """A limited number of values.
+
+    Attributes:
+      values: the allowed values.
+    """
 
     values: tuple[object, ...]
 
@@ -63,7 +75,7 @@ class Choices(Limit):
 
 
 class NotEmpty(Limit):
-    """Tuples with an entry, texts with a character."""
+    """Tuples with at least one entry, and texts with at least one character."""
 
     def __contains__(self, value: Any) -> bool:
         return bool(value)
@@ -72,7 +84,8 @@ class NotEmpty(Limit):
         return "not empty"
 
 
-_LARGEST = 2**31 - 1  # counts and lengths are 32-bit integers on devices
+# Counts and lengths are 32-bit integers on devices.
+_LARGEST = 2**31 - 1
 
 Count: TypeAlias = Annotated[int, Range(1, _LARGEST)]
 Number: TypeAlias = Annotated[int, Range(0, _LARGEST)]
@@ -85,4 +98,7 @@ Positive: TypeAlias = Annotated[float, Range(0, above=True)]
 Dtype: TypeAlias = Annotated[str, Choices(("float32", "bfloat16"))]
 AUTO = "auto"
 AutoDtype: TypeAlias = Annotated[str, Choices((AUTO, "float32", "bfloat16"))]
-"""A `Dtype`, or ``auto``, which becomes one when the platform is known; see `models.resolve_dtype`."""
+"""A `Dtype`, or ``auto``.
+
+The value ``auto`` becomes a `Dtype` when the platform is known (see `models.resolve_dtype`).
+"""

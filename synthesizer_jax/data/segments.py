@@ -142,8 +142,8 @@ class SegmentStream:
                 tokens = random_chunk(tokens, draws, length=LONGEST_DOCUMENT)
                 end = [self._form.ids.end] * first.document_eos
                 group.append(np.append(tokens, end).astype(np.int32))
-            # A whole epoch has passed without a token, so this loop would never end.
             elif not group and epoch > first_epoch + 1:
+                # A whole epoch has passed without a token, so this loop would never end.
                 raise ValueError(f"there are no tokens in {self.name}; check how it is read")
         return group
 

@@ -1,1 +1,1 @@
-"""The process: its group, signals, memory pages and compilation cache."""
+"""The processes of a run: their groups, signals, and the cache of compiled programs."""

@@ -1,4 +1,4 @@
-"""The persistent cache of compiled programs."""
+"""The persistent cache of compiled programs, which makes later starts faster."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import os
 import pathlib
 
 MAX_BYTES = 4 * 2**30
-"""Maximum size in bytes; the least recently used programs are removed first."""
+"""The maximum size of the cache in bytes. The least recently used programs are removed first."""
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+"""The environment variable with the directory of JAX's cache."""
 
 
 def enable_compilation_cache() -> None:
     """Makes JAX cache compiled programs in ``$XDG_CACHE_HOME/synthesizer_jax/compiled``.
 
-    By environment variables, because many commands do not import JAX. A directory in
-    ``JAX_COMPILATION_CACHE_DIR`` takes precedence. Does nothing if the directory is not writable.
+    It does nothing if the directory is not writable, or if the environment variable
+    ``JAX_COMPILATION_CACHE_DIR`` names another directory. JAX is configured by environment
+    variables, so that commands that do not need JAX do not import it.
     """
     if VARIABLE in os.environ:
         return
@@ -27,10 +29,11 @@ def enable_compilation_cache() -> None:
         return
     if os.access(directory, os.W_OK):
         for program in directory.glob("*-cache"):
-            # Without a time of use its process was killed, and JAX would warn for ever.
+            # The process was killed before it wrote the program's time of use. JAX would warn about
+            # such a program at every start, so it is removed.
             if not program.with_name(f"{program.name.removesuffix('cache')}atime").exists():
                 program.unlink(missing_ok=True)
         os.environ[VARIABLE] = str(directory)
         os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(MAX_BYTES))
-        # A start has dozens of small programs, which take longer to compile than to read.
+        # A start compiles dozens of small programs. Reading them is faster than compiling them.
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

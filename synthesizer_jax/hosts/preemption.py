@@ -1,4 +1,4 @@
-"""Saving and exiting when the machine is preempted or the user presses Ctrl-C."""
+"""Saves the state and exits if the machine is preempted or the user presses Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from collections.abc import Iterator
 from synthesizer_jax.hosts import processes
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
-"""Exit codes after a signal, when the state is saved. That of SIGTERM is EX_TEMPFAIL: start the same
-command again. That of SIGINT is the code of shells: a user stopped the run."""
+"""The exit code of the process after each signal, when the state is saved.
+
+The code for SIGTERM is EX_TEMPFAIL, which means that the same command should be started again. The
+code for SIGINT is the one that shells use if the user has stopped a program.
+"""
 
 
 class Preempted(Exception):  # noqa: N818 - an event, not an error
-    """The process received a signal to stop; the caller saves and exits with `exit_code`."""
+    """The process has received a signal to stop.
+
+    The caller saves the state and exits with `exit_code`.
+    """
 
     def __init__(self, number: int):
         self.signal = signal.Signals(number)
@@ -26,27 +32,28 @@ class Preempted(Exception):  # noqa: N818 - an event, not an error
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the process, see `EXIT_CODES`."""
+        """The exit code of the process (see `EXIT_CODES`)."""
         return EXIT_CODES[self.signal]
 
 
 class StopSignal:
     """Context manager that lets a run save a checkpoint and exit after SIGTERM or SIGINT (Ctrl-C).
 
-    Between two steps the training loop checks `received`. Work that may block is executed inside
-    `region()`, where the state is saved or there is none, and where signals end the process at once, as
-    they do by default; Python would run its handlers only after a long compilation. So does a second SIGINT
-    anywhere.
+    The training loop checks `received` between two steps. Work that may block for long, such as a
+    compilation, is done inside `region()`. At that time, the state is already saved or there is no
+    state yet. Signals therefore end the process at once inside a region, as they do by default. A
+    handler in Python could not do this, because Python runs handlers only after a long compilation.
+    A second SIGINT also ends the process at once, inside a region or not.
 
-    Several processes stop together, after a step: in every step they compare what they have received. What
-    they do in a region they do to its end.
+    If a run has several processes, they stop together after a step. In every step, they compare
+    which signals they have received. In this case, a region always runs to its end.
 
-    It must be used on the main thread. A signal that is ignored (`nohup`, a background process of a shell)
-    remains ignored. In a notebook, an interactive interpreter or a container without an init process a
-    region runs to its end.
+    It must be used on the main thread. A signal that is ignored, such as by `nohup` or in a
+    background process of a shell, stays ignored. In a notebook, an interactive interpreter or a
+    container without an init process, a region runs to its end.
 
     Attributes:
-      received: the number of the signal that this process has received; 0 is none.
+      received: the number of the signal that this process has received, or 0.
     """
 
     def __init__(self) -> None:
@@ -65,6 +72,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _record(self, number: int, _: object = None) -> None:
+        """Remembers the first signal. A second SIGINT then has its usual effect."""
         self.received = self.received or number
         if number == signal.SIGINT:
             again = signal.default_int_handler if self._interactive else signal.SIG_DFL
@@ -72,10 +80,10 @@ class StopSignal:
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        """Context manager for work that may block for long, while the state is saved or there is none.
+        """Context manager for work that may block for long while there is no unsaved state.
 
         Raises:
-          Preempted: a signal was received.
+          Preempted: if this is the only process and has received a signal.
         """
         ends = not (self._interactive or self._is_init) and processes.process_count() == 1
         self._raise_if_received()
@@ -89,5 +97,6 @@ class StopSignal:
         self._raise_if_received()
 
     def _raise_if_received(self) -> None:
+        """Raises `Preempted` if this is the only process. Several processes stop after a step."""
         if self.received and processes.process_count() == 1:
             raise Preempted(self.received)

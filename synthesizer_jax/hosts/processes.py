@@ -1,4 +1,4 @@
-"""Groups of processes that run one program: their start, barriers, and values that they exchange."""
+"""Groups of processes that run one program: starting them, barriers, and exchanging values."""
 
 from __future__ import annotations
 
@@ -23,19 +23,27 @@ T = TypeVar("T")
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 PROCESSES = "SYNTHESIZER_PROCESSES"
 PROCESS = "SYNTHESIZER_PROCESS"
-"""Environment variables that define a group: ``host:port`` of process 0, number of processes, own index."""
+"""Environment variables that define a group.
+
+They contain the address ``host:port`` of process 0, the number of processes, and the index of this
+process.
+"""
 
 OPEN_PORT = "8476"
-"""The coordinator's default port on TPUs; JAX's own, 8482, is blocked by Google Cloud's firewall for many
-slices. ``JAX_COORDINATOR_PORT`` takes precedence."""
+"""The default port of the coordinator on TPUs.
+
+Google Cloud's firewall blocks JAX's own default, 8482, for many slices. The environment variable
+``JAX_COORDINATOR_PORT`` takes precedence.
+"""
 
 PATIENCE = 30.0
-"""Seconds until a line says that processes are missing."""
+"""The number of seconds after which a line says that processes are missing."""
 
 BARRIER_SECONDS = 3600
+"""The number of seconds after which a barrier fails."""
 
 BACKGROUND = "synthesizer_jax_background"
-"""How the names of threads begin for which a command does not wait."""
+"""The beginning of the names of threads for which a command does not wait."""
 
 
 def print_line(text: str) -> None:
@@ -44,7 +52,7 @@ def print_line(text: str) -> None:
 
 
 def start_group() -> None:
-    """Joins this process to its group, and says of which devices that is; see `join_group`."""
+    """Joins this process to its group (see `join_group`), and prints the devices of the group."""
     if join_group() and is_process_zero() and process_count() > 1:
         kinds = {device.device_kind for device in jax.devices()}
         print_line(
@@ -54,31 +62,38 @@ def start_group() -> None:
 
 
 def join_group(timeout: float = 300.0) -> bool:
-    """Joins this process to its group, and returns whether there is one; must precede other uses of JAX.
+    """Joins this process to its group, and returns whether there is a group.
 
-    The group is the one that `jax.distributed.initialize` finds (Cloud TPU, GKE, SLURM, Open MPI), or is
-    defined by the variables `ADDRESS`, `PROCESSES` and `PROCESS`. Does nothing for a single process, under
-    Pathways, or if JAX is in use already; initializes no devices.
+    Call it before any other use of JAX. The group is the one that `jax.distributed.initialize`
+    finds (on Cloud TPU, GKE, SLURM and Open MPI), or the one that the variables `ADDRESS`,
+    `PROCESSES` and `PROCESS` define. The function does nothing if there is only one process, under
+    Pathways, or if JAX is already in use. It does not initialize devices.
+
+    Args:
+      timeout: the number of seconds to wait for the other processes.
 
     Raises:
-      ValueError: the environment variables are incomplete or invalid.
-      RuntimeError: not all processes have connected.
+      ValueError: if the environment variables are incomplete or invalid.
+      RuntimeError: if not all processes have connected in time.
     """
     if jax.distributed.is_initialized() or "proxy" in os.environ.get("JAX_PLATFORMS", ""):
         return False
     os.environ.setdefault("JAX_COORDINATOR_PORT", OPEN_PORT)
-    # JAX's own handler would discard a SIGTERM that arrives before the program handles signals.
+    # JAX's own handler would discard a SIGTERM that arrives before this program handles signals.
     jax.config.update("jax_enable_preemption_service", False)
     group, errors = _group_from_environment(), list[BaseException]()
 
     def initialize() -> None:
-        try:  # JAX itself would end the process at the timeout, with a C++ trace
+        try:
+            # JAX itself ends the process after its timeout, with a C++ trace. Its timeout is
+            # therefore longer than the one of this function.
             jax.distributed.initialize(**group, initialization_timeout=int(timeout) + 60)
         except BaseException as error:
             errors.append(error)
 
     joining = threading.Thread(target=initialize, daemon=True)
-    joining.start()  # in a thread, so that signals are handled while it blocks
+    # The call blocks, so it runs in a thread of its own. The main thread can still handle signals.
+    joining.start()
     joining.join(min(PATIENCE, timeout))
     if joining.is_alive():
         print_line("waiting for the other processes of the group; is the program running on every host?")
@@ -89,6 +104,7 @@ def join_group(timeout: float = 300.0) -> bool:
             "on every host, and open the coordinator's port in the firewall"
         )
     for error in errors:
+        # JAX raises these errors if there is no group, or if it is in use already.
         nowhere = "coordinator_address should be defined", "must be called before"
         if group or not any(text in str(error) for text in nowhere):
             raise error
@@ -96,7 +112,13 @@ def join_group(timeout: float = 300.0) -> bool:
 
 
 def _group_from_environment() -> dict[str, Any]:
-    """Returns the arguments of `jax.distributed.initialize` that the variables define, if they are set."""
+    """Returns the arguments of `jax.distributed.initialize` that the environment variables define.
+
+    There are none if the variables are not set.
+
+    Raises:
+      ValueError: if the variables are incomplete or invalid.
+    """
     if PROCESSES not in os.environ and PROCESS not in os.environ:
         return {}
     address, count, index = (os.environ.get(name, "") for name in (ADDRESS, PROCESSES, PROCESS))
@@ -115,22 +137,24 @@ def _group_from_environment() -> dict[str, Any]:
 
 
 def process_count() -> int:
-    """Returns the number of processes in the group; does not initialize devices if there is none."""
+    """Returns the number of processes in the group. Without a group, it initializes no devices."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def is_process_zero() -> bool:
-    """Whether this process writes the files that all processes share."""
+    """Returns whether this process writes the files that all processes share."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 _barriers = itertools.count()
+"""The numbers of barriers, which make their keys unique."""
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has called this function, in the same order of calls.
+    """Waits until every process has called this function. All must call it in the same order.
 
-    It uses no devices, which the runtime of a multi-slice pod considers to hang if they wait for minutes.
+    It uses no devices. The runtime of a pod with several slices would consider devices that wait
+    for minutes to be hanging.
     """
     if process_count() > 1:
         import orbax.checkpoint as ocp
@@ -140,7 +164,12 @@ def barrier(name: str) -> None:
 
 
 def all_gather(name: str, value: T) -> list[T]:
-    """Returns the values, JSON data, of all processes in order, after all have called this function."""
+    """Returns the values of all processes in order, after all have called this function.
+
+    Args:
+      name: the name of the barrier.
+      value: this process' value, which must be JSON data.
+    """
     if process_count() == 1:
         return [value]
     from jax.experimental import multihost_utils
@@ -148,6 +177,7 @@ def all_gather(name: str, value: T) -> list[T]:
     barrier(name)
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(data.size))
+    # All processes must contribute arrays of the same shape, so the texts are padded.
     padded = np.zeros(sizes.max(), np.uint8)
     padded[: data.size] = data
     rows = multihost_utils.process_allgather(padded)
@@ -167,25 +197,25 @@ def process_zero_first(name: str) -> Iterator[None]:
 
 
 def background_thread() -> concurrent.futures.ThreadPoolExecutor:
-    """Returns a pool of one thread, for work that the command line does not wait for after an error.
+    """Returns a pool of one thread, for work that a command does not wait for after an error.
 
-    Nothing can stop XLA while it compiles, and Python waits for the threads of a pool before it exits.
-    Python would not wait for a daemon thread, but a daemon thread that returns from C++ while Python
-    exits aborts the process. See `has_background_thread`.
+    This is used for compilation, because nothing can stop XLA while it compiles. Python waits for
+    the threads of a pool before it exits. It does not wait for daemon threads, but a daemon thread
+    that returns from C++ while Python exits aborts the process. See `has_background_thread`.
     """
     return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=BACKGROUND)
 
 
 def has_background_thread() -> bool:
-    """Returns whether a `background_thread` is still running."""
+    """Returns whether a thread of a `background_thread` is still running."""
     return any(thread.name.startswith(BACKGROUND) for thread in threading.enumerate())
 
 
 def exit_process(code: int) -> NoReturn:
     """Ends this process after an error.
 
-    A process of a group does not wait for the others, which may be waiting for it; they end when they
-    lose the connection to it.
+    In a group, it does not wait for the other processes, because they may be waiting for this one.
+    They end when they lose the connection to it.
     """
     if not jax.distributed.is_initialized():
         sys.exit(code)

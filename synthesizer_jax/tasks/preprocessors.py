@@ -175,8 +175,8 @@ def squad(dataset: tf.data.Dataset, *, context: bool = True) -> tf.data.Dataset:
 
     Args:
       dataset: rows of ``squad/v1.1``.
-      context: whether inputs contain the context. Otherwise they have the form ``squad trivia
-        question: …``.
+      context: whether inputs contain the context. Otherwise they have the form
+        ``squad trivia question: …``.
     """
 
     def convert(row: Row) -> Row:
