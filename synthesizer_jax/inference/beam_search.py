@@ -1,4 +1,4 @@
-"""Beam search with a length penalty, by the rule of T5X."""
+"""Beam search with a length penalty, by T5X's rules."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from synthesizer_jax.inference.decoder import Constraints, Decoder, Sequences
 from synthesizer_jax.models import DecodingCache
 
 NEVER = -1e9
-"""Log-probability of an absent sequence; those below half of it are absent."""
+"""The log-probability of an absent sequence.
+
+Sequences whose log-probability is below half of it count as absent.
+"""
 
 GROUP = 128
-"""Number of tokens in a group of `top_tokens`."""
+"""The number of tokens in a group of `top_tokens`."""
 
 
 def length_penalty(length: ArrayLike, alpha: ArrayLike) -> jax.Array:
@@ -25,17 +28,17 @@ def length_penalty(length: ArrayLike, alpha: ArrayLike) -> jax.Array:
 
 
 class _Beams(NamedTuple):
-    """State of a beam search over b examples with n beams and m positions.
+    """The state of a beam search over b examples with n beams and m positions.
 
     Attributes:
       at: number of decoded positions.
       live: ``[b, n]`` log-probabilities of the unfinished sequences, best first.
       tokens: ``[b, n, m]`` the unfinished sequences.
-      ended: ``[b, n]`` scores of the finished sequences with the length penalty, best first.
+      ended: ``[b, n]`` scores of the finished sequences, divided by the length penalty, best first.
       ended_tokens: ``[b, n, m]`` the finished sequences.
-      text: ``[b, n]`` the states of `Constraints.stops` of the unfinished sequences.
-      cache: self-attention caches have b · n rows; cross-attention caches that no step changes have b
-        rows, which the beams of an example share.
+      text: ``[b, n]`` the states of `Constraints.stops` for the unfinished sequences.
+      cache: the model's cache. Caches of self-attention have b · n rows. Caches of cross-attention
+        that no step changes have b rows, which the beams of an example share.
     """
 
     at: jax.Array
@@ -52,9 +55,9 @@ class _Continuations(NamedTuple):
 
     Attributes:
       scores: ``[b, count]`` log-probabilities.
-      source: ``[b, count]`` the beams that they continue.
+      source: ``[b, count]`` the beam that each of them continues.
       tokens: ``[b, count, m]`` the sequences with the new token.
-      text: ``[b, count]`` their states of `Constraints.stops`.
+      text: ``[b, count]`` the states of `Constraints.stops` after the new token.
       ends: ``[b, count]`` whether the new token ends the sequence.
     """
 
@@ -68,19 +71,27 @@ class _Continuations(NamedTuple):
 def beam_search(
     decoder: Decoder, constraints: Constraints, *, beams: int, alpha: ArrayLike, samples: int = 1
 ) -> Sequences:
-    """Searches with `beams` unfinished and `beams` finished sequences of every example.
+    """Searches for the most probable sequences of every example.
 
-    The search for an example ends at its maximum length, or when no unfinished sequence can exceed the
-    score of its worst finished sequence. `alpha` is the exponent of the length penalty, and `samples` the
-    number of sequences to return per example, at most `beams`.
+    Each example has `beams` unfinished and `beams` finished sequences. The search for an example
+    ends at its maximum length. It ends earlier if no unfinished sequence can get a better score
+    than the worst finished sequence.
+
+    Args:
+      decoder: the model and its inputs.
+      constraints: what the sequences may hold.
+      beams: number of beams.
+      alpha: exponent of the length penalty.
+      samples: number of sequences to return per example, at most `beams`.
     """
     b, n, m = decoder.batch, beams, decoder.max_length
 
-    # At most this many continuations can end with an id of `Constraints.ids`, so that n others remain.
+    # Each beam can be ended by every id that ends a sequence. With this many continuations, at
+    # least n of them therefore go on.
     count = (1 + len(set(constraints.ids.ends))) * n
 
     def continuations(state: _Beams, logits: jax.Array, scores: jax.Array, count: int) -> _Continuations:
-        """Returns the best continuations of the beams by `logits` ``[b, n, vocab]``."""
+        """Returns the best continuations of the beams, given `logits` ``[b, n, vocab]``."""
         top, source, token = top_tokens(logits, scores, count)
         tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)
         tokens = tokens.at[:, :, state.at].set(token)
@@ -88,8 +99,12 @@ def beam_search(
         return _Continuations(top, source, tokens, text, ends)
 
     def advance(state: _Beams, logits: jax.Array) -> tuple[_Beams, jax.Array]:
-        """Extends all beams by one token; also returns the beam that each live one continues."""
-        if constraints.repetition_penalty is not None:  # of log-probabilities, as in transformers
+        """Extends all beams by one token.
+
+        It also returns the beam that each unfinished sequence continues, ``[b, n]``.
+        """
+        if constraints.repetition_penalty is not None:
+            # As in transformers, beam search applies the penalty to log-probabilities.
             logits = jax.nn.log_softmax(logits)
         scores = state.live - logsumexp(logits, axis=-1).reshape(b, n)  # [b, n]
         allowed = constraints.apply(logits, state.tokens.reshape(b * n, m), state.at).reshape(b, n, -1)
@@ -102,13 +117,14 @@ def beam_search(
         ended_tokens = jnp.take_along_axis(ended_tokens, order[:, :, None], axis=1)  # [b, n, m]
 
         if constraints.stops is not None:
-            # Any number of continuations can complete stop strings, so the others are searched for alone.
+            # Any number of continuations can complete stop strings. A second search without them
+            # finds n continuations that go on.
             found = continuations(state, constraints.without_stops(allowed, state.text), scores, count)
         live, order = jax.lax.top_k(jnp.where(found.ends, NEVER, found.scores), n)  # [b, n]
         tokens = jnp.take_along_axis(found.tokens, order[:, :, None], axis=1)  # [b, n, m]
         source, text = (jnp.take_along_axis(x, order, axis=1) for x in (found.source, found.text))
 
-        # An example at its maximum length keeps what it has.
+        # An example at its maximum length keeps its sequences while the others go on.
         is_open = (state.at < constraints.longest)[:, None]
         new = _Beams(
             at=state.at + 1,
@@ -122,13 +138,17 @@ def beam_search(
         return new, source
 
     def body(state: _Beams) -> _Beams:
+        """Decodes one position."""
         token = jnp.take_along_axis(state.tokens, jnp.full((b, n, 1), state.at - 1), axis=2).reshape(-1)
         logits, cache = decoder.next(token, state.cache)
         state, source = advance(state._replace(cache=cache), logits)
+        # The caches follow their beams.
         rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)  # [b · n]
         return state._replace(cache=state.cache.map_rows(lambda x: x[rows]))
 
     def unfinished(state: _Beams) -> jax.Array:
+        # Log-probabilities only fall, so this is the best score that the best beam can reach.
+        """Returns whether an example can still find a better sequence."""
         hope = state.live[:, 0] / length_penalty(constraints.longest, alpha)
         return jnp.any((state.at < constraints.longest) & (hope > state.ended[:, -1]))
 
@@ -147,9 +167,9 @@ def beam_search(
 def _best_of(state: _Beams, constraints: Constraints, alpha: ArrayLike, *, samples: int) -> Sequences:
     """Returns the best sequences of a search that has ended.
 
-    As in T5X, finished sequences, however improbable, come before those that the maximum length cut. A
-    cut sequence's score is divided by the length penalty like all others; T5X returns its
-    log-probability.
+    As in T5X, finished sequences come before sequences that were cut at the maximum length, even if
+    they are less probable. The score of a cut sequence is divided by the length penalty, like all
+    other scores. T5X returns its log-probability instead.
     """
     n = state.live.shape[1]
     cut = state.live / length_penalty(constraints.longest, alpha)[:, None]
@@ -166,13 +186,14 @@ def _best_of(state: _Beams, constraints: Constraints, alpha: ArrayLike, *, sampl
 
 
 def top_tokens(logits: jax.Array, scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the best continuations of an example's beams, as `jax.lax.top_k` over all of them would.
+    """Returns the best continuations of an example's beams.
 
-    The vocabulary is divided into groups of `GROUP` tokens. The best `count` tokens are in the `count`
-    groups with the largest maxima, so only these groups are searched.
+    The result is the same as that of `jax.lax.top_k` over all tokens of all beams, but faster. The
+    vocabulary is divided into groups of `GROUP` tokens. The best `count` tokens must be in the
+    `count` groups with the largest maxima, so only these groups are searched.
 
     Args:
-      logits: ``[b, n, vocab]`` of n beams.
+      logits: ``[b, n, vocab]`` for n beams.
       scores: ``[b, n]`` numbers that are added to all logits of a beam.
       count: number of continuations.
 

@@ -1,4 +1,4 @@
-"""A model as the decoding loops see it: tokens in, logits out."""
+"""The view that the decoding loops have of a model: tokens in, logits out."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from synthesizer_jax.primitives.parameters import Variables, apply_method
 
 
 class Sequences(NamedTuple):
-    """Several decoded sequences per input: the best of the beams, best first, or independent samples.
+    """Several decoded sequences for each input.
+
+    They are the best sequences of a beam search, best first, or independent samples.
 
     Attributes:
-      tokens: ``[batch, samples, max_length]``, including EOS; padding after it.
-      scores: ``[batch, samples]`` what beam search ranks by: the log-probabilities divided by the length
-        penalty. Without beams, the log-probabilities.
-      log_probabilities: ``[batch, samples]`` in nats, EOS included, under the model itself: before
-        temperature, `top_k`, `top_p`, `min_p` and the minimum length change its distribution. A repetition
-        penalty changes those of beams.
+      tokens: ``[batch, samples, max_length]``, including EOS, with padding after it.
+      scores: ``[batch, samples]`` the log-probabilities. In beam search they are divided by the
+        length penalty, and sequences are ranked by them.
+      log_probabilities: ``[batch, samples]`` log-probabilities in nats, including that of EOS. They
+        are those of the model itself, before temperature, `top_k`, `top_p`, `min_p` and the minimum
+        length change its distribution. Only in beam search do they include the effect of a
+        repetition penalty.
     """
 
     tokens: jax.Array
@@ -34,17 +37,19 @@ class Sequences(NamedTuple):
 
 
 class Constraints(NamedTuple):
-    """What sequences may hold; lengths count EOS.
+    """What decoded sequences may hold. Lengths include EOS.
 
     Attributes:
-      shortest: ``[]`` the minimum length of every example; None: 1, without a copy of the logits.
+      shortest: ``[]`` the minimum length of every example. None means 1, and avoids a copy of the
+        logits.
       longest: ``[batch]`` the maximum length of each example.
-      repetition_penalty: ``[]``, see `Decoding`; None: 1.
-      no_repeat_ngram_size: see `Decoding`; None: all are allowed.
-      prompt: ``[batch, k]`` the tokens before the decoded ones, the last at the end; read where repetition
-        is constrained.
-      stops: ``[states, vocab]``, see `data.stop_strings.stop_table`; None: EOS alone ends sequences.
-      ids: those of padding and of EOS.
+      repetition_penalty: ``[]``, see `Decoding`. None means no penalty.
+      no_repeat_ngram_size: see `Decoding`. None means that all repetitions are allowed.
+      prompt: ``[batch, k]`` the tokens before the decoded ones, aligned on the right. It is given
+        only if repetition is constrained.
+      stops: ``[states, vocab]``, see `data.stop_strings.stop_table`. None means that only EOS ends
+        sequences.
+      ids: the ids of padding and EOS.
     """
 
     shortest: ArrayLike | None
@@ -56,15 +61,20 @@ class Constraints(NamedTuple):
     ids: SpecialIds = T5_IDS
 
     def apply(self, logits: jax.Array, tokens: jax.Array, at: jax.Array) -> jax.Array:
-        """Returns logits ``[rows, vocab]`` of position `at` after `tokens` ``[rows, m]``, changed.
+        """Returns the logits after applying the constraints.
 
-        Forbidden tokens have −∞. `tokens` has padding from `at` on.
+        Forbidden tokens get −∞.
+
+        Args:
+          logits: ``[rows, vocab]`` the logits at position `at`.
+          tokens: ``[rows, m]`` the tokens decoded so far, with padding from `at` on.
+          at: the position to decode.
         """
         if self.prompt is not None:
             prompt = jnp.repeat(self.prompt, len(tokens) // len(self.prompt), axis=0)
             past = jnp.concatenate([prompt, tokens], axis=1)
             row, length = jnp.arange(len(past))[:, None], prompt.shape[1] + at
-            nowhere = logits.shape[1]
+            nowhere = logits.shape[1]  # an index past the vocabulary, which updates drop
             if (penalty := self.repetition_penalty) is not None:
                 known = jnp.where((jnp.arange(past.shape[1]) < length) & (past >= 0), past, nowhere)
                 seen = jnp.zeros(logits.shape, bool).at[row, known].set(True, mode="drop")
@@ -80,7 +90,12 @@ class Constraints(NamedTuple):
         return jnp.where(is_end & (at + 1 < self.shortest), -jnp.inf, logits)
 
     def follow(self, text: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the states of `stops` after tokens, from those before, and which tokens end sequences."""
+        """Returns the states of `stops` after tokens, and whether each token ends its sequence.
+
+        Args:
+          text: the states before the tokens.
+          token: the tokens, in the same shape.
+        """
         ends = self._are_ends(token)
         if self.stops is None:
             return text, ends
@@ -91,18 +106,27 @@ class Constraints(NamedTuple):
     def without_stops(self, logits: jax.Array, text: jax.Array) -> jax.Array:
         """Returns logits ``[..., vocab]`` with −∞ for tokens that complete a stop string.
 
-        `text` ``[...]`` are the states of `stops` before the tokens; there are stop strings.
+        There must be stop strings.
+
+        Args:
+          logits: the logits.
+          text: ``[...]`` the states of `stops` before the tokens.
         """
         assert self.stops is not None
         stops = jnp.asarray(self.stops)
         return jnp.where(stops[text] == len(stops) - 1, -jnp.inf, logits)
 
     def _are_ends(self, tokens: jax.Array) -> jax.Array:
+        """Returns which tokens end a sequence by their id."""
         return functools.reduce(operator.or_, [tokens == end for end in self.ids.ends])
 
 
 def _repeats_ngram(past: jax.Array, length: jax.Array, n: int) -> jax.Array:
-    """Returns which of the first `length` tokens come after the n - 1 last of them, ``[rows, k]``."""
+    """Returns which tokens would complete an n-gram that has occurred before, ``[rows, k]``.
+
+    A position is marked if the n - 1 tokens before it are equal to the last n - 1 of the first
+    `length` tokens.
+    """
     position = jnp.arange(past.shape[1])
     repeats = jnp.broadcast_to((position >= n - 1) & (position < length), past.shape)  # [rows, k]
     for i in range(1, min(n, past.shape[1])):
@@ -112,7 +136,7 @@ def _repeats_ngram(past: jax.Array, length: jax.Array, n: int) -> jax.Array:
 
 
 def check_continues(model: TextToText, continues: bool) -> None:
-    """Raises a `TypeError` if a model would have to continue texts, and cannot."""
+    """Raises a `TypeError` if a model is asked to continue texts but cannot."""
     if continues and not isinstance(model, LanguageModel):
         raise TypeError(
             f"{type(model).__name__} models read inputs and continue no text; pass a LanguageModel, or "
@@ -121,9 +145,10 @@ def check_continues(model: TextToText, continues: bool) -> None:
 
 
 class Decoder:
-    """A model with looped layers and its variables; maps tokens to logits.
+    """A model with its variables and inputs, which maps tokens to logits.
 
-    The cache has `max_length` positions. For the other arguments see `decode_sequences` and `Decoding`.
+    The layers of the model must be looped. The cache has `max_length` positions. See
+    `decode_sequences` and `Decoding` for the other arguments.
     """
 
     def __init__(
@@ -152,7 +177,7 @@ class Decoder:
         return jnp.full(self.batch, self.ids.start, jnp.int32), cache
 
     def next(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
-        """Returns the ``[rows, vocab]`` float32 logits after the tokens ``[rows]``, and the cache."""
+        """Returns the float32 logits ``[rows, vocab]`` after tokens ``[rows]``, and the cache."""
         hidden, cache = apply_method(self._model.extend, self._variables, tokens[:, None], cache)
         x = (hidden[:, 0] * jnp.asarray(self._scale, hidden.dtype)).astype(self._kernel.dtype)
         logits = jnp.matmul(x, self._kernel, preferred_element_type=jnp.float32)

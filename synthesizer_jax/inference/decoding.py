@@ -20,11 +20,12 @@ from synthesizer_jax.primitives.parameters import Variables
 
 
 class Decoded(NamedTuple):
-    """One decoded sequence per input.
+    """One decoded sequence for each input.
 
     Attributes:
-      tokens: ``[batch, max_length]``, including EOS; padding after it.
-      scores: ``[batch]`` log-probabilities in nats; with several beams divided by the length penalty.
+      tokens: ``[batch, max_length]``, including EOS, with padding after it.
+      scores: ``[batch]`` log-probabilities in nats. With several beams they are divided by the
+        length penalty.
     """
 
     tokens: jax.Array
@@ -42,21 +43,21 @@ def decode(
     logits_dtype: str | None = None,
     continues: bool = False,
 ) -> Decoded:
-    """Decodes one sequence per input, greedily or by beam search.
+    """Decodes one sequence for each input, greedily or by beam search.
 
     Args:
       variables: the model's variables, with scanned or looped layers.
       encoder_tokens: ``[batch, k]`` integers, with padding on either side.
       model: an unbound model.
       max_length: the largest number of tokens of a sequence; see `Decoding`.
-      beams: the number of beams; 1 decodes greedily.
-      alpha: the exponent of the length penalty of beam search; greedy decoding ignores it.
-      logits_dtype: the dtype of the logits; see `Decoding`.
+      beams: number of beams. With 1, decoding is greedy.
+      alpha: exponent of the length penalty of beam search. Greedy decoding ignores it.
+      logits_dtype: dtype of the factors of the output projection; see `Decoding`.
       continues: see `decode_sequences`.
 
     Returns:
-      The best sequence of every example. As in T5X, beam search returns a finished sequence, however
-      improbable, unless none has finished.
+      The best sequence of every example. As in T5X, beam search returns a finished sequence if
+      there is one, even if an unfinished sequence is more probable.
 
     Raises:
       ValueError: a setting is not allowed, or the model has fewer than `max_length` positions.
@@ -79,29 +80,30 @@ def decode_sequences(
     continues: bool = False,
     stops: ArrayLike | None = None,
 ) -> Sequences:
-    """Decodes a batch of inputs.
+    """Decodes a batch of inputs with any settings.
 
-    One program serves all values of `alpha`, `temperature`, `top_p`, `min_p`, `repetition_penalty`,
-    `min_length`, `relative_length`, `extra_length` and `seed`; switching one of them on or off compiles
-    another.
+    The program is compiled once for all values of `alpha`, `temperature`, `top_p`, `min_p`,
+    `repetition_penalty`, `min_length`, `relative_length`, `extra_length` and `seed`. Turning one of
+    them on or off compiles another program.
 
     Args:
       variables: the model's variables, with scanned or looped layers.
       encoder_tokens: ``[batch, k]`` integers, with padding on either side.
       model: an unbound model.
       decoding: the settings.
-      examples: ``[batch]`` integers that tell the examples apart, whatever the batch; their samples
-        depend on it. None: their positions in the batch.
-      continues: whether the tokens, without EOS, are the beginning of the targets, which a `LanguageModel`
-        that was trained on targets alone continues.
-      stops: `data.stop_strings.stop_table` of `Decoding.stop_strings`, if there are any.
+      examples: ``[batch]`` integers that identify the examples. The samples of an example depend on
+        its integer, not on its place in the batch. None means the positions in the batch.
+      continues: whether `encoder_tokens`, which must not have EOS then, are the beginning of the
+        targets. A `LanguageModel` that was trained on targets only continues them.
+      stops: the result of `data.stop_strings.stop_table` for `Decoding.stop_strings`, if there are
+        any.
 
     Returns:
-      `Decoding.samples` sequences of every example. Finished beams come before those that the maximum
-      length cut, as in T5X.
+      `Decoding.samples` sequences of every example. As in T5X, finished beams come before beams
+      that were cut at the maximum length.
 
     Raises:
-      ValueError: the model has fewer than `Decoding.max_length` positions.
+      ValueError: the model has fewer than `Decoding.max_length` positions, or `stops` is missing.
       TypeError: the model cannot decode, or is an NNX module.
     """
     if not isinstance(model, TextToText):
@@ -118,7 +120,8 @@ def decode_sequences(
     sampling = None
     if decoding.temperature:
         sampling = Sampling(
-            # With JAX's other generators, what a key draws under `jax.vmap` depends on the other keys.
+            # With JAX's other generators, what a key draws under `jax.vmap` depends on the other
+            # keys.
             jax.random.key(decoding.seed, impl="threefry2x32"),
             jnp.asarray(range(encoder_tokens.shape[0]) if examples is None else examples),
             temperature=float(decoding.temperature),
@@ -126,7 +129,8 @@ def decode_sequences(
             min_p=None if decoding.min_p is None else float(decoding.min_p),
         )
     relative, penalty = decoding.relative_length, decoding.repetition_penalty
-    # What is passed as an array has the same value in all static arguments.
+    # Settings that are passed as arrays have their default values here, so that their values do not
+    # compile another program.
     static = Decoding(
         max_length=decoding.max_length,
         beams=decoding.beams,
@@ -167,7 +171,10 @@ def run_decoding(
     decoding: Decoding,
     continues: bool,
 ) -> Sequences:
-    """The compiled program of `decode_sequences`, for any numbers in place of those of `decoding`."""
+    """The compiled program of `decode_sequences`.
+
+    The numbers that are passed as arrays replace those of `decoding`.
+    """
     longest = jnp.full(encoder_tokens.shape[0], decoding.max_length)
     if relative_length is not None:
         factor, extra = relative_length
@@ -178,11 +185,14 @@ def run_decoding(
     if not (repetition_penalty is decoding.no_repeat_ngram_size is None):
         prompt = jnp.full_like(encoder_tokens[:, :1], model.ids.start)  # the decoder's first input
         if isinstance(model, LanguageModel):
-            # Padding after the last token moves to the beginning.
+            # The prompt is aligned on the right: padding after the last token moves to the
+            # beginning.
             after = jnp.argmax(encoder_tokens[:, ::-1] != model.ids.padding, axis=1)
             prompt = jax.vmap(jnp.roll)(encoder_tokens, after)
             is_token = prompt != model.ids.padding
-            # The end of the output is another one, and padding is nothing that could repeat.
+            # EOS at the end of the input must not make EOS of the output a repetition, so it
+            # becomes the start token. Padding becomes −1, because it is no token that could be
+            # repeated.
             prompt = jnp.where(prompt == model.ids.end, model.ids.start, prompt)
             prompt = jnp.where(is_token, prompt, -1)
     constraints = Constraints(

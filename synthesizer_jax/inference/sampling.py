@@ -1,4 +1,4 @@
-"""Greedy decoding and sampling: one token after the other, several rows per example."""
+"""Greedy decoding and sampling, one token after the other, with several rows per example."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from synthesizer_jax.models import DecodingCache
 
 
 class Sampling(NamedTuple):
-    """What samples depend on beside the model.
+    """The settings of sampling.
 
     Attributes:
       key: ``[]`` random key.
-      examples: ``[batch]`` integers that tell the examples apart.
+      examples: ``[batch]`` integers that identify the examples.
       temperature: ``[]`` T, by which logits are divided.
-      top_p: ``[]`` probability of the tokens to draw from; None: all.
-      min_p: ``[]`` the least probability of a token to draw, divided by the largest; None: 0.
+      top_p: ``[]`` the probability that the tokens to draw from must have together. None means all
+        tokens.
+      min_p: ``[]`` the smallest probability of a token to draw, relative to the largest. None means
+        0.
     """
 
     key: jax.Array
@@ -34,13 +36,15 @@ class Sampling(NamedTuple):
 def keep_most_probable(
     logits: jax.Array, *, top_k: int | None = None, top_p: ArrayLike | None = None
 ) -> jax.Array:
-    """Returns logits with −∞ for all but the most probable tokens; of equal ones the first are kept.
+    """Returns logits with −∞ for all tokens except the most probable ones.
+
+    If several tokens have equal logits, the first of them are kept.
 
     Args:
       logits: ``[rows, vocab]``.
-      top_k: number of tokens to keep; None: all.
-      top_p: after that, the smallest number of tokens whose probability, among those that `top_k` kept,
-        is at least this is kept; None: all.
+      top_k: number of tokens to keep. None means all.
+      top_p: after `top_k`, keeps the smallest number of tokens whose total probability is at least
+        this value. Probabilities are computed among the tokens that `top_k` kept. None means all.
     """
     vocab = logits.shape[-1]
     values, tokens = jax.lax.top_k(logits, vocab if top_k is None else min(top_k, vocab))
@@ -57,14 +61,14 @@ def keep_most_probable(
 
 
 class _State(NamedTuple):
-    """State of decoding r rows with m positions.
+    """The state of decoding r rows with m positions.
 
     Attributes:
       at: number of decoded positions.
       token: ``[r]`` the last tokens.
-      tokens: ``[r, m]`` all tokens; padding after the end.
+      tokens: ``[r, m]`` all tokens, with padding after the end.
       scores: ``[r]`` log-probabilities of the tokens.
-      done: ``[r]`` whether EOS was decoded, a stop string, or the maximum number of tokens.
+      done: ``[r]`` whether a row has ended, by EOS, a stop string or the maximum number of tokens.
       text: ``[r]`` the states of `Constraints.stops`.
       cache: the model's cache.
     """
@@ -86,20 +90,27 @@ def decode_rows(
     sampling: Sampling | None = None,
     top_k: int | None = None,
 ) -> Sequences:
-    """Decodes token after token until every row has ended; `samples` are the rows of an example.
+    """Decodes token after token until every row has ended.
 
-    Without `sampling` the most probable tokens are taken; `top_k` is the number to draw from, None all.
+    Args:
+      decoder: the model and its inputs.
+      constraints: what the sequences may hold.
+      samples: number of rows of each example.
+      sampling: the settings of sampling. None takes the most probable token at every position.
+      top_k: number of tokens to draw from. None means all.
     """
     rows = decoder.batch * samples
     longest = jnp.repeat(constraints.longest, samples)
 
     def body(state: _State) -> _State:
+        """Decodes one position."""
         logits, cache = decoder.next(state.token, state.cache)
         allowed = constraints.apply(logits, state.tokens, state.at)
         if sampling is None:
             token = _first_maximum(allowed)
         else:
             token = _draw(sampling, allowed, state.at, samples=samples, top_k=top_k)
+        # The scores are the model's own, so they come from the logits without constraints.
         logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]  # [rows]
         logp -= logsumexp(logits, axis=-1)
         token = jnp.where(state.done, decoder.ids.padding, token).astype(jnp.int32)
@@ -115,6 +126,7 @@ def decode_rows(
         )
 
     def unfinished(state: _State) -> jax.Array:
+        """Returns whether a row has not ended yet."""
         return (state.at < decoder.max_length) & ~jnp.all(state.done)
 
     token, cache = decoder.begin()
@@ -137,24 +149,28 @@ def decode_rows(
 
 
 def _first_maximum(x: jax.Array) -> jax.Array:
-    """Returns ``argmax(x, axis=-1)``, which XLA's CPU backend computes element by element."""
+    """Returns ``argmax(x, axis=-1)``.
+
+    XLA's CPU backend computes `jnp.argmax` element by element, which is slow.
+    """
     ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    last = x.shape[-1] - 1  # also of NaNs
+    last = x.shape[-1] - 1  # the result if x has NaNs, which are equal to nothing
     return jnp.where(x == x.max(axis=-1, keepdims=True), ids, last).min(axis=-1)
 
 
 def _draw(
     sampling: Sampling, logits: jax.Array, at: jax.Array, *, samples: int, top_k: int | None
 ) -> jax.Array:
-    """Draws the token ``[rows]`` of position `at` by logits ``[rows, vocab]`` of the examples' samples."""
-    # The largest logit becomes 0, so that no temperature makes an infinity of it.
+    """Draws the tokens ``[rows]`` of position `at`, given the logits ``[rows, vocab]``."""
+    # The largest logit becomes 0, so that division by a small temperature cannot make it infinite.
     logits -= logits.max(axis=-1, keepdims=True)
     logits /= jnp.maximum(sampling.temperature, jnp.finfo(logits.dtype).tiny)
     if top_k is not None or sampling.top_p is not None:
         logits = keep_most_probable(logits, top_k=top_k, top_p=sampling.top_p)
-    if sampling.min_p is not None:  # the largest is among those that remain
+    if sampling.min_p is not None:
+        # The largest logit is 0, so a token's logit is the logarithm of its relative probability.
         logits = jnp.where(logits < jnp.log(sampling.min_p), -jnp.inf, logits)
-    # A key depends on example, sample and position, whatever else is in the batch.
+    # A key depends only on the example, the sample and the position, not on the rest of the batch.
     fold = jax.random.fold_in
     keys = jax.vmap(fold, (None, 0))(sampling.key, sampling.examples)
     keys = jax.vmap(jax.vmap(fold, (None, 0)), (0, None))(keys, jnp.arange(samples)).reshape(-1)

@@ -1,6 +1,6 @@
-"""Log-probabilities of given targets and of classes, and the states of an encoder.
+"""Log-probabilities of given targets and classes, and the states of an encoder.
 
-Functions take the variables of an unbound model, and tokens ``[batch, k]`` with padding.
+The functions take the variables of an unbound model, and tokens ``[batch, k]`` with padding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def encode_tokens(
 ) -> jax.Array:
     """Returns the outputs of an encoder, ``[batch, k, d_model]`` float32.
 
-    Without a mask, see `Encoder`, padding is after the tokens.
+    Without a mask, give tokens with padding at the end, because an `EncoderDecoder` returns the
+    states of the real tokens first. See `Encoder` for the mask.
 
     Raises:
       TypeError: the model has no encoder.
@@ -42,7 +43,7 @@ def encode_tokens(
 
 
 def encoder_width(model: TokenModel) -> int:
-    """Returns the width ``d_model`` of what `encode_tokens` returns.
+    """Returns the width ``d_model`` of the outputs of `encode_tokens`.
 
     Raises:
       TypeError: the model has no encoder.
@@ -55,7 +56,7 @@ def encoder_width(model: TokenModel) -> int:
 
 
 def _no_encoder(model: TokenModel) -> TypeError:
-    """Returns the error of a model without an encoder."""
+    """Returns the error for a model without an encoder."""
     return TypeError(f"{type(model).__name__} has no encoder; give an EncoderDecoder or an Encoder")
 
 
@@ -64,10 +65,18 @@ def _no_encoder(model: TokenModel) -> TypeError:
 def score_choices(
     variables: Variables, encoder_tokens: jax.Array, *, choices: ArrayLike, model: TextToText
 ) -> jax.Array:
-    """Returns the log-probabilities of the same choices for every example; the encoder runs once.
+    """Returns the log-probabilities of the same choices for every example.
 
-    The choices are ``[choices, t]`` target tokens with EOS and padding. Returns ``[batch, choices]``
-    float32, in nats, summed over the tokens of a choice.
+    The encoder runs only once.
+
+    Args:
+      variables: the model's variables.
+      encoder_tokens: ``[batch, k]`` inputs with padding.
+      choices: ``[choices, t]`` target tokens with EOS and padding.
+      model: an unbound model.
+
+    Returns:
+      ``[batch, choices]`` float32 in nats, summed over the tokens of a choice.
     """
     memory = apply_method(model.encode_inputs, variables, encoder_tokens)
 
@@ -90,12 +99,18 @@ def score_targets(
 ) -> jax.Array:
     """Returns the log-probability of every example's target, ``[batch]`` float32 in nats.
 
-    The targets are ``[batch, t]`` tokens with EOS and padding. Their log-probabilities are summed. With
-    `continues` the other tokens, without EOS, are the beginning of the text that the targets continue; see
-    `decode_sequences`.
+    It is summed over the tokens of the target.
+
+    Args:
+      variables: the model's variables.
+      encoder_tokens: ``[batch, k]`` inputs with padding.
+      targets: ``[batch, t]`` target tokens with EOS and padding.
+      model: an unbound model.
+      continues: whether `encoder_tokens`, without EOS, are the beginning of a text that the targets
+        continue; see `decode_sequences`.
 
     Raises:
-      TypeError: the model continues no text.
+      TypeError: `continues` is True, but the model cannot continue texts.
     """
     check_continues(model, continues)
     if continues:
@@ -107,7 +122,10 @@ def score_targets(
 @functools.partial(jax.jit, static_argnames="model")
 @on_any_mesh
 def score_classes(variables: Variables, tokens: jax.Array, *, model: Encoder) -> jax.Array:
-    """Returns the log-probabilities ``[batch, outputs]`` of the classes of an encoder with `outputs`."""
+    """Returns the log-probabilities of the classes of an encoder, ``[batch, outputs]``.
+
+    The encoder must have `outputs`.
+    """
     outputs = apply_method(model.__call__, variables, tokens).outputs
     assert outputs is not None
     return jax.nn.log_softmax(outputs)
@@ -118,9 +136,13 @@ def score_classes(variables: Variables, tokens: jax.Array, *, model: Encoder) ->
 def score_masked_tokens(
     variables: Variables, tokens: jax.Array, *, targets: jax.Array, model: Encoder
 ) -> jax.Array:
-    """Returns the log-probability of the masked tokens of every example, ``[batch]`` float32 in nats.
+    """Returns the log-probability of every example's masked tokens, ``[batch]`` float32 in nats.
 
-    The targets are ``[batch, k]`` tokens to predict, and padding elsewhere; the encoder has `masked_lm`.
+    Args:
+      variables: the encoder's variables.
+      tokens: ``[batch, k]`` inputs with masked tokens.
+      targets: ``[batch, k]`` the tokens to predict, and padding at all other places.
+      model: an unbound encoder with `masked_lm`.
     """
     logits = apply_method(model.__call__, variables, tokens).token_logits
     assert logits is not None
@@ -130,7 +152,7 @@ def score_masked_tokens(
 def _log_probability(
     model: TextToText, variables: Variables, *, targets: jax.Array, memory: PyTree
 ) -> jax.Array:
-    """Returns ``[batch]`` sums of the target tokens' log-probabilities, with teacher forcing."""
+    """Returns the log-probabilities of targets with teacher forcing, ``[batch]``."""
     logits = _teacher_forced_logits(model, variables, targets, memory)
     return _sum_log_probabilities(logits, targets, model.ids.padding)
 
@@ -138,14 +160,14 @@ def _log_probability(
 def _log_probability_of_rest(
     model: TextToText, variables: Variables, *, texts: jax.Array, targets: jax.Array
 ) -> jax.Array:
-    """Returns ``[batch]`` sums of the log-probabilities of targets that directly continue texts."""
+    """Returns the log-probabilities of targets that directly continue texts, ``[batch]``."""
     padding, n = model.ids.padding, texts.shape[1]
     count = num_real_tokens(texts, padding)[:, None]  # [b, 1]
     texts, _ = move_token_padding_last(texts, padding)
     both = jnp.concatenate([texts, targets], axis=1)  # [b, n + t]
     position = jnp.arange(both.shape[1])[None]
 
-    # Row positions from `count` on hold the targets, and padding after them.
+    # In each row, the targets start directly after the `count` real tokens of the text.
     index = jnp.where(position < count, position, position - count + n)
     whole = jnp.take_along_axis(both, index, axis=1, mode="fill", fill_value=padding)
     logits = _teacher_forced_logits(model, variables, whole, texts[:, :0])
@@ -156,14 +178,14 @@ def _log_probability_of_rest(
 def _teacher_forced_logits(
     model: TextToText, variables: Variables, targets: jax.Array, memory: PyTree
 ) -> jax.Array:
-    """Returns the logits ``[batch, t, vocab]`` of targets, each after those before it."""
+    """Returns the logits ``[batch, t, vocab]`` of targets, each given the targets before it."""
     shifted = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=model.ids.start)
     hidden = apply_method(model.decode, variables, shifted, memory)
     return apply_method(model.logits, variables, hidden)
 
 
 def _sum_log_probabilities(logits: jax.Array, targets: jax.Array, padding: int) -> jax.Array:
-    """Returns ``[batch]`` sums of the log-probabilities of target tokens that are not padding."""
+    """Returns the sums ``[batch]`` of the log-probabilities of target tokens, without padding."""
     logp = jax.nn.log_softmax(logits.astype(jnp.float32))
     logp = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]  # [b, t]
     return jnp.where(targets != padding, logp, 0.0).sum(axis=-1)

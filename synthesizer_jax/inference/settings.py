@@ -1,4 +1,4 @@
-"""How sequences are decoded: greedily, by beam search, or by sampling."""
+"""Settings that say how sequences are decoded: greedily, by beam search, or by sampling."""
 
 from __future__ import annotations
 
@@ -13,46 +13,53 @@ Sequences: TypeAlias = Annotated[int, Range(1, 2**10)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Settings of decoding: greedy by default, by beam search with `beams`, by sampling with `temperature`.
+    """Settings of decoding.
 
-    Lengths count tokens with EOS.
+    Decoding is greedy by default. With `beams` it is beam search, and with `temperature` it is
+    sampling. Lengths count tokens, including EOS.
 
     Attributes:
       max_length: maximum number of decoded tokens.
-      min_length: minimum number of decoded tokens: EOS has probability zero at the first
+      min_length: minimum number of decoded tokens. EOS has probability zero at the first
         ``min_length - 1`` positions. 1 allows the empty text.
-      relative_length: the maximum of an input of n real tokens is also ``round(relative_length · n) +
-        extra_length`` (ties to even), but not less than `min_length`. None: `max_length` alone.
-      extra_length: see `relative_length`; Tensor2Tensor decodes with 1 and 100.
-      beams: number of beams; 1 is greedy decoding or sampling.
-      alpha: exponent of the length penalty ``((5 + n) / 6)^alpha`` by which beam search divides the
-        log-probability of a sequence of n tokens (Wu et al. 2016, equation 14; T5 uses 0.6 with 4
-        beams).
-      temperature: T > 0 samples tokens from ``softmax(logits / T)``; 0 takes the most probable token.
-      top_k: samples are drawn from the k most probable tokens (Fan et al. 2018); None: from all.
-      top_p: samples are drawn from the smallest set of most probable tokens with at least this
-        probability (nucleus sampling, Holtzman et al. 2020, section 3.1); None: from all. The order is
-        that of transformers: temperature, then `top_k`, then `top_p` of what remains, then `min_p`.
-      min_p: samples are drawn from the tokens with at least this share of the largest probability (Nguyen
-        et al. 2024, section 3); None: from all.
-      repetition_penalty: divides the logits of tokens that the sequence already holds if they are positive,
-        and multiplies them if they are negative (Keskar et al. 2019, CTRL, section 4.1; as in
-        transformers). Beam search changes log-probabilities instead, and returns the changed ones. The
-        sequence of a `LanguageModel` begins with its input, whose EOS does not count. None: no penalty.
-      no_repeat_ngram_size: n; a token that would complete the same n tokens in a row a second time has
-        probability zero (Paulus et al. 2018, section 2.5; as in transformers). None: all are allowed.
-      stop_strings: a sequence also ends with the token that completes one of these strings in its text;
-        texts are cut before the string, which may begin or end within tokens. Scores are those of the
-        tokens. `min_length` does not forbid them.
-      samples: number of sequences per input: independent samples, or the best of the beams.
-      seed: seed of the samples. Sample j of example i depends on the seed, i, j and the model's logits
-        alone, neither on the batch nor on devices or the number of samples.
-      logits_dtype: dtype of the operands of the output projection; None is the model's. ``"bfloat16"``
-        halves the memory traffic of the projection, which dominates a step of small models. The
-        logits are float32 in any case.
+      relative_length: limits the number of tokens further, to
+        ``round(relative_length · n) + extra_length`` for an input of n real tokens, but not to less
+        than `min_length`. Ties are rounded to even. None means that only `max_length` is the limit.
+      extra_length: see `relative_length`. Tensor2Tensor uses a `relative_length` of 1 and an
+        `extra_length` of 100.
+      beams: number of beams. 1 means greedy decoding or sampling.
+      alpha: exponent of the length penalty ``((5 + n) / 6)^alpha``, by which beam search divides
+        the log-probability of a sequence of n tokens (Wu et al. 2016, equation 14). T5 uses 0.6
+        with 4 beams.
+      temperature: T > 0 samples tokens from ``softmax(logits / T)``. 0 takes the most probable
+        token.
+      top_k: draws from only the k most probable tokens (Fan et al. 2018). None means all tokens.
+      top_p: draws from only the smallest set of most probable tokens with at least this total
+        probability (nucleus sampling, Holtzman et al. 2020, section 3.1). None means all tokens.
+        The order is that of transformers: first temperature, then `top_k`, then `top_p` among the
+        remaining tokens, then `min_p`.
+      min_p: draws from only the tokens that have at least this share of the largest probability
+        (Nguyen et al. 2024, section 3). None means all tokens.
+      repetition_penalty: changes the logits of tokens that are already in the sequence. Positive
+        logits are divided by it, and negative ones are multiplied (Keskar et al. 2019, CTRL,
+        section 4.1; as in transformers). Beam search changes log-probabilities instead of logits,
+        and returns the changed ones. The sequence of a `LanguageModel` begins with its input, but
+        the EOS of the input does not count. None means no penalty.
+      no_repeat_ngram_size: n. A token has probability zero if it would complete a sequence of n
+        tokens that has occurred before (Paulus et al. 2018, section 2.5; as in transformers). None
+        means that all repetitions are allowed.
+      stop_strings: a sequence also ends with the token that completes one of these strings in its
+        text. Texts are cut before the string, which may begin or end within a token. Scores are
+        those of all tokens. `min_length` does not forbid stop strings.
+      samples: number of sequences per input, either independent samples or the best beams.
+      seed: seed of the samples. Sample j of example i depends only on the seed, i, j and the
+        model's logits. It does not depend on the batch, the devices or the number of samples.
+      logits_dtype: dtype of the factors of the output projection. None means the model's dtype.
+        ``"bfloat16"`` halves the memory traffic of the projection, which takes most of the time of
+        a decoding step of small models. The logits are float32 in any case.
 
     Raises:
-      ValueError: a value is not allowed, or does not go with another.
+      ValueError: a value is not allowed, or cannot be combined with another.
     """
 
     max_length: Length
