@@ -1,1 +1,1 @@
-"""Evaluation of models: predictions, metrics by task, averages and files of results."""
+"""Evaluation of models: predictions, metrics for each task, averages, and files of results."""

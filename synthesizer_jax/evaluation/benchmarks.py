@@ -1,6 +1,7 @@
-"""GLUE and SuperGLUE: averages, and files for the leaderboards from predictions for the test splits.
+"""GLUE and SuperGLUE: averages of their metrics, and files for their leaderboards.
 
-Every group of tasks has the same weight in an average.
+The files are made from predictions for the test splits. In an average, every group of tasks has the
+same weight.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from synthesizer_jax.tasks.metrics import Value
 from synthesizer_jax.tasks.task import Task
 
 Results = Mapping[str, Mapping[str, float]]
-"""Metrics by task name."""
+"""The metrics of each task, by the name of the task."""
 
 BENCHMARKS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "GLUE": (
@@ -30,7 +31,10 @@ BENCHMARKS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("super_glue_wsc_v102_simple_eval",),
     ),
 }
-"""The tasks of every group; GLUE's average does not include WNLI and AX."""
+"""The groups of tasks of each benchmark.
+
+GLUE's average does not include WNLI and AX.
+"""
 
 _GLUE = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "QNLI", "RTE", "WNLI", "AX")
 _SUPER_GLUE = ("BoolQ", "CB", "COPA", "MultiRC", "ReCoRD", "RTE", "WiC", "AX-b", "AX-g")
@@ -41,22 +45,30 @@ FILES = {
     **{f"super_glue/{name.lower().replace('-', '')}": f"super_glue/{name}.jsonl" for name in _SUPER_GLUE},
     "super_glue/wsc.fixed": "super_glue/WSC.jsonl",
 }
-"""The files by data set."""
+"""The leaderboard file of each data set."""
 
 WORDS = frozenset(["MNLI-m", "MNLI-mm", "QNLI", "RTE", "AX", "BoolQ", "CB", "WiC", "AX-b", "AX-g"])
-"""Files that contain label words; the others contain integers, numbers or text."""
+"""The files that contain label words. The others contain integers, numbers or text."""
 
 LOWER = frozenset(["BoolQ", "WiC"])
+"""The files whose label words are in lower case."""
 
 
 def averages(results: Results) -> dict[str, float]:
-    """Returns the averages of the benchmarks of which all tasks have results."""
+    """Returns the average of each benchmark for which every task has results."""
     by_benchmark = {name: _group_means(results, name) for name in BENCHMARKS}
     return {name: _mean(means) for name, means in by_benchmark.items() if means}
 
 
 def best_average(by_step: Mapping[int, Results], benchmark: str) -> float | None:
-    """Returns the average of all groups, each at its own best step; None if no step has all tasks."""
+    """Returns the average of all groups, each at its own best step.
+
+    Returns `None` if no step has results of all tasks.
+
+    Args:
+      by_step: the results of each evaluated step.
+      benchmark: a key of `BENCHMARKS`.
+    """
     by_group = [_group_means(results, benchmark) for _, results in sorted(by_step.items())]
     groups = zip(*filter(None, by_group), strict=True)
     best = [means[_best(dict(enumerate(means)))] for means in groups]
@@ -64,14 +76,24 @@ def best_average(by_step: Mapping[int, Results], benchmark: str) -> float | None
 
 
 def best_single_step(by_step: Mapping[int, Results], benchmark: str) -> tuple[int, float] | None:
-    """Returns the step with the highest average, and that average; None if no step has all tasks."""
+    """Returns the step with the highest average, and that average.
+
+    Returns `None` if no step has results of all tasks. Of several equal steps, it takes the first.
+
+    Args:
+      by_step: the results of each evaluated step.
+      benchmark: a key of `BENCHMARKS`.
+    """
     means = {step: averages(results).get(benchmark) for step, results in sorted(by_step.items())}
     whole = {step: mean for step, mean in means.items() if mean is not None}
     return (step := _best(whole), whole[step]) if whole else None
 
 
 def best_by_task(by_step: Mapping[int, Results]) -> dict[str, int]:
-    """Returns the step with the highest mean of its metrics for every task, the first of equal ones."""
+    """Returns, for every task, the step with the highest mean of its metrics.
+
+    Of several equal steps, it takes the first.
+    """
     means: dict[str, dict[int, float]] = {}
     for step, results in sorted(by_step.items()):
         for task, metrics in results.items():
@@ -81,7 +103,11 @@ def best_by_task(by_step: Mapping[int, Results]) -> dict[str, int]:
 
 
 def _group_means(results: Results, benchmark: str) -> list[float]:
-    """Returns the mean of every group over its tasks of the mean of their metrics; empty: a task lacks."""
+    """Returns the mean of every group.
+
+    A task counts with the mean of its metrics, and a group with the mean of its tasks. The list is
+    empty if a task has no results.
+    """
     groups = BENCHMARKS[benchmark]
     if not all(results.get(task) for group in groups for task in group):
         return []
@@ -89,7 +115,10 @@ def _group_means(results: Results, benchmark: str) -> list[float]:
 
 
 def _best(values: Mapping[int, float]) -> int:
-    """Returns the step with the highest value, the first of equal ones; NaN is less than any number."""
+    """Returns the step with the highest value, or the first of several equal ones.
+
+    NaN is less than any number.
+    """
     return max(values, key=lambda step: (not math.isnan(values[step]), values[step]))
 
 
@@ -100,21 +129,22 @@ def _mean(values: Sequence[float]) -> float:
 def write_submission(
     directory: pathlib.Path, answers: Sequence[tuple[EvaluationSet, Sequence[str]]]
 ) -> dict[pathlib.Path, int]:
-    """Writes ``DIRECTORY/glue/*.tsv`` and ``DIRECTORY/super_glue/*.jsonl``, each atomically.
+    """Writes ``DIRECTORY/glue/*.tsv`` and ``DIRECTORY/super_glue/*.jsonl``, each file atomically.
 
-    A prediction that is none of the labels is replaced by the first label, and one that is no similarity
-    score by 0; similarity scores are clipped to 0 to 5.
+    A leaderboard accepts only valid labels. If a prediction is not one of the labels, the first
+    label is written. If it is not a similarity score, 0 is written. Similarity scores are clipped
+    to the range from 0 to 5.
 
     Args:
-      directory: created if it does not exist.
-      answers: evaluation sets of whole splits, and the predictions for them. Tasks that belong to neither
-        benchmark are left out.
+      directory: the directory, which is created if it does not exist.
+      answers: evaluation sets of whole splits, and the predictions for them. Tasks that belong to
+        neither benchmark are left out.
 
     Returns:
-      The number of invalid predictions by the path of the file.
+      The number of invalid predictions in each file, by its path.
 
     Raises:
-      ValueError: two tasks have the same file; then nothing was written.
+      ValueError: two tasks have the same file. In this case no file is written.
     """
     texts: dict[pathlib.Path, str] = {}
     invalid: dict[pathlib.Path, int] = {}
@@ -143,13 +173,17 @@ def write_submission(
 
 
 def _is_invalid(value: Value) -> bool:
-    """Returns whether a value is the −1 of none of the labels, or no similarity score."""
+    """Returns whether a value stands for an invalid prediction.
+
+    It is −1 if the prediction is not one of the labels, and NaN or negative if it is not a
+    similarity score.
+    """
     return isinstance(value, int | float) and not value >= 0
 
 
 def _format_label(task: Task, value: Value, *, file: str) -> int | str:
     """Returns a value in the format of a file: a label word, an integer, a number or a text."""
-    if isinstance(value, str):  # ReCoRD's
+    if isinstance(value, str):  # only ReCoRD's answers are texts
         return value
     if file == "STS-B":
         return f"{min(max(value, 0.0), 5.0):.3f}"
@@ -165,7 +199,11 @@ def _format_label(task: Task, value: Value, *, file: str) -> int | str:
 def _json_lines(
     file: str, indices: Sequence[int | dict[str, int]], labels: Sequence[int | str]
 ) -> list[dict[str, JSON]]:
-    """Returns the lines of a SuperGLUE file, ``{"idx": ..., "label": ...}``; MultiRC's are passages."""
+    """Returns the lines of a SuperGLUE file, ``{"idx": ..., "label": ...}``.
+
+    In the file of MultiRC, a line is a passage with its questions and their answers. In the file of
+    ReCoRD, a line is a query, whose first example gives the answer.
+    """
     nested = [index for index in indices if isinstance(index, dict)]
     if file == "ReCoRD":
         first = {index["query"]: i for i, index in reversed(list(enumerate(nested)))}

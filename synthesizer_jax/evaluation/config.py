@@ -10,37 +10,45 @@ from synthesizer_jax.base.typing import Choices, Count, Dtype, Length, NotNegati
 from synthesizer_jax.inference.settings import Decoding, Sequences
 
 METHODS = ("greedy", "beam", RANK := "rank")
+"""The names of the methods by which a model answers."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What is evaluated during a run, and how `eval` decodes.
+    """What is evaluated during a run, and how the command `eval` decodes.
+
+    The command `generate` uses the settings from `alpha` to `extra_length` and from
+    `repetition_penalty` to `stop_strings` too, unless it is given others.
 
     Attributes:
-      every: steps between evaluations; 0 evaluates after the last step only.
-      method: ``"rank"`` scores every label word, ``"greedy"`` and ``"beam"`` decode; tasks without label
-        words are decoded greedily under ``"rank"``.
-      beams: of ``"beam"``.
-      alpha: see `Decoding`, as the two lengths and what is said of repetition and stop strings, which
-        `generate` also takes unless it is given others.
-      relative_length: the longest answer to an input is ``relative_length`` times as long, plus
-        `extra_length`, but at most `DataConfig.targets_length`; None: that alone.
-      extra_length: number of tokens.
+      every: number of steps between evaluations. 0 evaluates only after the last step.
+      method: ``"rank"`` computes the probability of every label word and takes the most probable
+        one. Tasks without label words are then decoded greedily. ``"greedy"`` and ``"beam"`` decode
+        the answers to all tasks.
+      beams: number of beams of ``"beam"``.
+      alpha: exponent of the length penalty; see `Decoding`.
+      relative_length: limits an answer to ``relative_length`` times the tokens of its input plus
+        `extra_length`, but at most to `DataConfig.targets_length`. None means that only the latter
+        is the limit.
+      extra_length: number of tokens; see `relative_length`.
       repetition_penalty: see `Decoding`.
       no_repeat_ngram_size: see `Decoding`.
       stop_strings: see `Decoding`.
-      max_examples: maximum number of examples per task, whole groups; None is all.
+      max_examples: maximum number of examples per task. The last group of examples is completed.
+        None means all examples.
       batch_size: number of examples per compiled batch.
-      loss_batches: the held-out teacher-forced loss is computed for at most this many batches of each
-        task's labeled examples; 0: it is not computed.
+      loss_batches: the teacher-forced loss is computed for at most this many batches of each task's
+        labeled examples. With 0 it is not computed.
       split: the split to evaluate on.
-      logits_dtype: dtype of the output projection when decoding; None: the model's.
+      logits_dtype: dtype of the factors of the output projection when decoding. None means the
+        model's dtype.
       patience: the run stops after this many evaluations in a row without a better ``score`` (see
-        `Evaluator.measure`); None: it does all its steps.
-      min_improvement: a score is better if it exceeds the best before by more than this.
-      save_predictions: whether a run also writes what its model answers for every example, into
-        ``evaluation/STEP/TASK.jsonl``; texts alone have no answers.
+        `Evaluator.measure`). None means that it never stops early.
+      min_improvement: a score is better if it exceeds the best previous score by more than this
+        value.
+      save_predictions: whether a run also writes the model's answer to every example, into
+        ``evaluation/STEP/TASK.jsonl``. Texts without inputs have no answers.
     """
 
     every: Number = 0
@@ -62,7 +70,14 @@ class Evaluation:
     save_predictions: bool = True
 
     def decoding(self, max_length: int, **given: Any) -> Decoding:
-        """Returns settings of decoding: those that are given, else these, except beams and dtype."""
+        """Returns settings of decoding.
+
+        They are this configuration's settings, except for the beams and the dtype of the logits.
+
+        Args:
+          max_length: maximum number of decoded tokens.
+          **given: settings that replace those of this configuration.
+        """
         names = ("alpha", "relative_length", "extra_length", "repetition_penalty", "no_repeat_ngram_size")
         own = {name: getattr(self, name) for name in (*names, "stop_strings")}
         return Decoding(max_length=max_length, **own | given)

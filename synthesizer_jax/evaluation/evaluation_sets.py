@@ -1,4 +1,4 @@
-"""Evaluation sets: the examples of one task and split, to be predicted and scored."""
+"""Evaluation sets, which are the examples of one task and split, to be predicted and scored."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class EvaluationSet:
     Attributes:
       task: the task.
       split: the split.
-      examples: the preprocessed rows, with ``inputs_pretokenized`` and ``targets_pretokenized``, and the
-        token ids ``inputs`` and ``targets``, int32 with EOS; those of texts are whole, however long.
-      vocabulary: the vocabulary of the token ids; metrics of SeqIO's tasks decode with it.
+      examples: the preprocessed rows. They have ``inputs_pretokenized`` and
+        ``targets_pretokenized``, and the token ids ``inputs`` and ``targets``, int32 with EOS.
+        Texts without inputs are never truncated.
+      vocabulary: the vocabulary of the token ids, with which metrics of SeqIO's tasks decode.
     """
 
     task: Task
@@ -56,22 +57,26 @@ class EvaluationSet:
 
     @property
     def target_words(self) -> list[str]:
-        """The target string of every example."""
+        """The target text of every example."""
         return [to_text(row["targets_pretokenized"]) for row in self.examples]
 
     @functools.cached_property
     def labeled(self) -> tuple[int, ...]:
-        """Indices of the examples with a label; a test split may have none."""
+        """The indices of the examples that have a label. A test split may have none."""
         return tuple(i for i, row in enumerate(self.examples) if self.task.is_labeled(row))
 
     def score(self, answers: Answers | Sequence[str]) -> dict[str, float]:
-        """Returns the task's metrics, T5's in percent; an empty dictionary if no example has a label.
+        """Returns the metrics of the task, or an empty dictionary if no example has a label.
+
+        T5's metrics are in percent.
 
         Args:
-          answers: those to all examples, or their texts; those to examples without a label are ignored.
+          answers: the answers to all examples, or only their texts. Answers to examples without a
+            label are ignored.
 
         Raises:
-          ValueError: the number of answers differs from that of examples, or a metric is no number.
+          ValueError: the number of answers differs from the number of examples, or a metric is not
+            a number.
         """
         if not isinstance(answers, Answers):
             answers = Answers(list(answers))
@@ -90,22 +95,31 @@ class EvaluationSet:
         return result
 
     def predicted_value(self, index: int, prediction: str) -> Value:
-        """Returns the value of a prediction for an example that metrics compare."""
+        """Returns the value of a prediction for an example, which the metrics compare."""
         return self.task.postprocess(self._shown(prediction), example=self.examples[index])
 
     def _shown(self, answer: str) -> str:
-        """Returns an answer with its sentinel, which bytes do not show; SeqIO strips all such answers."""
+        """Returns an answer with its sentinel, if the vocabulary does not decode sentinels.
+
+        Vocabularies of bytes do not decode them. SeqIO strips the sentinel of all answers of such
+        tasks.
+        """
         if self.vocabulary and self.task.sentinel:
             hidden = not self.vocabulary.decode([self.vocabulary.vocab_size - 1])
             return SENTINEL + answer if hidden else answer
         return answer
 
     def record(self, index: int, prediction: str | None) -> dict[str, JSON]:
-        """Returns the JSON record of an example and its prediction; None: there is none.
+        """Returns a JSON record of an example and its prediction.
 
-        ``idx`` is the index of the example in the original file, or of the stored row if it has none.
-        ``target`` is None if it is hidden. If metrics compare numbers, ``label`` is that of the prediction
-        (−1 if it is none of the labels) and ``target_label`` that of the target.
+        ``idx`` is the index of the example in the original file, or the index of the stored row if
+        the file has none. ``target`` is None if it is hidden. If the metrics compare numbers, the
+        record also has ``label``, the number of the prediction, which is −1 if it is not one of the
+        labels. It then has ``target_label`` too, the number of the target.
+
+        Args:
+          index: the index of the example.
+          prediction: the prediction, or None if there is none.
         """
         example = self.examples[index]
         target = None
@@ -125,7 +139,7 @@ class EvaluationSet:
         target_label: Value | None = None
         if target is not None:
             target_label = self.task.postprocess(target, example=example, is_target=True)
-        if isinstance(target_label, Mapping):  # MultiRC's, with its question
+        if isinstance(target_label, Mapping):  # MultiRC's labels also hold their question
             target_label = target_label["value"]
         return result | {"label": label, "target_label": target_label}
 
@@ -147,23 +161,27 @@ def load_evaluation_set(
 ) -> EvaluationSet:
     """Reads the prepared examples of a task and split.
 
-    Where the objective of texts makes inputs, such as that of span corruption, the examples are those that
-    it makes of the split, once, with the same noise at every call; otherwise they are whole texts.
+    If the task is a text and the training objective makes inputs, as span corruption does, the
+    examples are made by this objective from the whole split. The noise is the same in every call.
+    Otherwise the examples of texts are the whole texts.
 
     Args:
-      name: of the task.
-      split: its split.
+      name: the name of the task.
+      split: the split.
       prepared: data directory and vocabulary.
-      lengths: maximum lengths of ``inputs`` and ``targets``, including EOS; texts without inputs are
-        not truncated.
-      max_examples: reading ends with the group of rows (MultiRC's questions, ReCoRD's queries, AX-g's
-        pairs; single rows of other tasks) that reaches this number; None reads all.
-      objective: by which texts without inputs are trained; None: they are targets.
-      ids: the model's.
+      lengths: maximum lengths of ``inputs`` and ``targets``, including EOS. Texts without inputs
+        are not truncated.
+      max_examples: reading ends with the group of rows that reaches this number. A group is a
+        question of MultiRC, a query of ReCoRD, a pair of AX-g, or a single row of any other task.
+        None means all rows.
+      objective: the objective by which texts without inputs are trained. None means that the texts
+        are targets.
+      ids: the special ids of the model.
 
     Raises:
       FileNotFoundError: the split is not prepared for evaluation.
-      ValueError: its files are damaged, or it has inputs and their length is 0.
+      ValueError: the files of the split are damaged, or it has inputs but the length of inputs is
+        0.
     """
     task, ours = task_registry.find_task(name), name in task_registry.TASKS
     made_by = objective if task.is_text and objective and objective.makes_inputs else None
@@ -184,7 +202,8 @@ def load_evaluation_set(
             for row, (inputs, targets) in zip(read, iter(examples), strict=False)
         ]
         if ours:
-            # TFDS stores rows in a random order; in that of the original file groups are contiguous.
+            # TFDS stores rows in a random order. In the order of the original file, the rows of a
+            # group follow one another.
             rows.sort(key=lambda row: tuple(_places(row).values()))
         if max_examples is not None:
             groups = metric_groups(task, rows)
@@ -199,7 +218,7 @@ def load_evaluation_set(
 def _made_rows(
     documents: PreparedExamples, objective: Objective, form: ExampleFormat, vocabulary: Vocabulary
 ) -> Iterator[Example]:
-    """Yields the examples that an objective makes of texts in one epoch, in their order."""
+    """Yields the examples that an objective makes from texts in one epoch, in their order."""
     seed = np.random.SeedSequence(0)
     stream = SegmentStream(documents, objective, form, shard=(0, 1), seed=seed, shuffle=False)
     while True:
@@ -212,7 +231,11 @@ def _made_rows(
 
 
 def original_index(row: Example, index: int) -> int | dict[str, int]:
-    """Returns a row's ``idx`` as JSON, an integer or integers by name; `index` if it has none."""
+    """Returns the ``idx`` of a row as JSON, or `index` if the row has none.
+
+    It is an integer, or a dictionary of integers, for example of a paragraph, a question and an
+    answer.
+    """
     places = _places(row)
     if "idx" in places:
         return places["idx"]
@@ -220,24 +243,27 @@ def original_index(row: Example, index: int) -> int | dict[str, int]:
 
 
 def _places(row: Example) -> dict[str, int]:
-    """Returns a row's indices in the original file by name."""
+    """Returns the indices of a row in the original file, by their names."""
     parts = ("paragraph", "passage", "question", "query", "answer")
     names = [name for name in ("idx", *(f"idx/{part}" for part in parts)) if name in row]
     return {n: int(row[n]) for n in names if np.asarray(row[n]).dtype.kind in "iu"}
 
 
 def metric_groups(task: Task, rows: Sequence[Example]) -> list[tuple[int, ...]]:
-    """Returns the group of each row of a task, which metrics need as a whole."""
+    """Returns the group to which each row of a task belongs.
+
+    Some metrics can only be computed for whole groups.
+    """
     groups, in_pairs = [], gender_parity in task.metrics
     for i, row in enumerate(rows):
         key = tuple(_places(row).values()) or (i,)
-        # MultiRC's question, ReCoRD's query; AX-g's pair.
+        # A pair of AX-g, or else a question of MultiRC or a query of ReCoRD: its first two indices.
         groups.append(tuple(x // 2 for x in key) if in_pairs else key[:2])
     return groups
 
 
 def evenly_spaced(rows: Sequence[T], count: int) -> list[T]:
-    """Returns at most `count` of the rows."""
+    """Returns at most `count` of the rows, evenly spaced."""
     count = min(count, len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]
 
@@ -253,16 +279,24 @@ def evaluation_tasks(
 
 
 def loss_weight(rates: Mapping[str, float], task: str) -> float:
-    """Returns a task's weight in the held-out loss: its rate, or its share of the trained task's rate."""
+    """Returns the weight of a task in the held-out loss.
+
+    It is the rate of the task in the mixture. If the task measures another task that was trained,
+    it is a share of that task's rate.
+    """
     trained, part = STANDS_FOR.get(task, (task, 0.0))
     return rates.get(task) or part * rates.get(trained, 0.0)
 
 
 def label_prior_entropy(sets: Sequence[tuple[EvaluationSet, float]]) -> dict[str, float]:
-    """Returns the entropies of the targets in nats per example: the best loss without reading the inputs.
+    """Returns the best losses that are possible without reading the inputs, in nats per example.
 
-    Of sets of tasks with label words and their weights these are ``per_task``, the weighted mean of the
-    entropies of the targets given the task, and ``joint``, the entropy of the weighted mixture of all.
+    They are entropies of the targets. ``per_task`` is the weighted mean over tasks of the entropy
+    of their targets, for a model that knows the task. ``joint`` is the entropy of the targets of
+    all tasks together, weighted in the same way.
+
+    Args:
+      sets: evaluation sets of tasks with label words, and their weights.
     """
     total = sum(weight for _, weight in sets)
     per_task = 0.0

@@ -1,4 +1,4 @@
-"""The evaluation of a run: held-out loss and the metrics of every task."""
+"""The evaluation of a run, which measures the held-out loss and the metrics of every task."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from synthesizer_jax.tasks.splits import import_remedy, names_of_split, task_obj
 
 
 class Evaluator:
-    """Evaluates models on the held-out examples of a mixture, which are loaded once.
+    """Evaluates models on the held-out examples of a mixture.
+
+    The examples are loaded only once.
 
     Args:
       model: the configured, unbound model.
-      data: what it was trained on.
+      data: the data on which it was trained.
       evaluation: what to measure.
-      prepared: where its examples lie.
-      only: names of the tasks to evaluate; None: all. The name of a trained task stands for the tasks
-        that measure it.
+      prepared: where the examples are stored.
+      only: names of the tasks to evaluate. The name of a trained task also stands for the tasks
+        that measure it. None means all tasks.
 
     Attributes:
       sets: the examples of every task that has the split.
       loss_sets: for each set, the examples whose loss is computed.
-      lacking: the mixture's tasks that do not have the split.
+      lacking: the tasks of the mixture that do not have the split.
 
     Raises:
-      ValueError: `only` names a task that is not in the mixture, or a masked language model would have to
-        answer.
+      ValueError: `only` names a task that is not in the mixture, or a masked language model would
+        have to answer a task.
       FileNotFoundError: no task has the split.
     """
 
@@ -98,16 +100,18 @@ class Evaluator:
     def measure(
         self, variables: Variables, *, mesh: Mesh | None = None, phase: Phase = silent_phase
     ) -> tuple[list[TaskResult], dict[str, float]]:
-        """Returns the results of every task, and those over all tasks: ``score``, losses, averages.
+        """Returns the results of every task, and the results over all tasks.
 
-        ``score``, by which checkpoints are kept and runs stop early, is the mean over tasks of the mean
-        of their metrics. Where no task has a metric, as with texts alone, it is −``loss``: what texts are
-        measured by is lower for a better model, and does not enter a mean of percentages.
+        The results over all tasks are ``score``, the losses and the averages of benchmarks.
+        ``score`` decides which checkpoints are kept and when a run stops early. It is the mean over
+        tasks of the mean of their metrics. If no task has a metric, for example because all of them
+        are texts, it is −``loss``. The measures of texts do not enter the mean, because they are
+        lower for a better model and are not percentages.
 
         Args:
-          variables: the model's.
-          mesh: shards the variables and the examples; see `Predictor`.
-          phase: is told of every task.
+          variables: the variables of the model.
+          mesh: the mesh that shards the variables and the examples; see `Predictor`.
+          phase: is called with the name and the size of every task, to report progress.
         """
         data, evaluation = self.data, self.evaluation
         predictor = Predictor(
@@ -134,11 +138,11 @@ class Evaluator:
         return results, overall | losses | averages({r.task: r.metrics for r in results})
 
     def _held_out_loss(self, results: list[TaskResult]) -> dict[str, float]:
-        """Returns the teacher-forced loss of labeled examples, with the mixture's weights of its tasks.
+        """Returns the teacher-forced loss of labeled examples, weighted by the mixture's rates.
 
-        ``loss`` is in nats per target token, over all tasks. ``label_loss`` is in nats per example, over
-        tasks with label words. It is comparable with ``label_prior_entropy`` (given the task) and
-        ``joint_label_prior_entropy``, the losses of a model that does not read the input.
+        ``loss`` is in nats per target token, over all tasks. ``label_loss`` is in nats per example,
+        over tasks with label words. Compare it with ``label_prior_entropy`` (given the task) and
+        ``joint_label_prior_entropy``. These are the losses of a model that does not read the input.
         """
         weighted = zip(self.loss_sets, self.weights, results, strict=True)
         chosen = [(s, w, r.loss) for s, w, r in weighted if w and r.loss is not None]
@@ -159,7 +163,10 @@ class Evaluator:
 
 
 def check_masked_tasks(model: TextToText | Encoder, data: DataConfig) -> None:
-    """Raises a `ValueError` that names the first task which a masked language model cannot predict."""
+    """Raises a `ValueError` if a masked language model would have to answer a task.
+
+    The error names the first task that does not consist of masked tokens.
+    """
     if not (isinstance(model, Encoder) and model.masked_lm):
         return
     for name in task_registry.member_names(data.mixture):

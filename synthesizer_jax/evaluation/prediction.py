@@ -1,4 +1,8 @@
-"""Predictions for a list of tokenized inputs: few compiled programs, order restored."""
+"""Predictions for a list of tokenized inputs.
+
+Inputs of similar length share a batch, so that few programs are compiled. The predictions are in
+the order of the inputs.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +42,26 @@ from synthesizer_jax.sharding import (
 )
 
 CHOICES, CHOICE_LENGTH = 4, 8
-"""The numbers of label words, and of their tokens, are padded to multiples of these."""
+"""The number of label words and the number of their tokens are padded to multiples of these.
+
+Tasks with different label words can then share a compiled program.
+"""
 
 LENGTHS = {"rank": (64, 128, 256, 512), "decode": (128, 512)}
-"""Lengths of compiled batches where inputs have up to 512 tokens, in proportion elsewhere. Ranking, which
-most tasks want, has more of them: GLUE and SuperGLUE together take eight programs, and four for the
-loss."""
+"""The lengths of compiled batches if inputs have up to 512 tokens.
+
+For other maximum lengths they change in proportion. Ranking has more lengths because most tasks use
+it. GLUE and SuperGLUE together need eight programs, and four more for the loss.
+"""
 
 
 class Generated(NamedTuple):
-    """A text that a model generated, and its log-probability in nats; see `inference.Sequences`."""
+    """A text that a model generated.
+
+    Attributes:
+      text: the text.
+      score: its log-probability in nats; see `Sequences.scores`.
+    """
 
     text: str
     score: float
@@ -58,10 +72,10 @@ class Predictions(NamedTuple):
 
     Attributes:
       texts: the answers.
-      scores: ``[n]`` their log-probabilities in nats, end of sequence included.
-      ranked: ``[n, words]`` the log-probabilities of all label words, where they were ranked.
+      scores: ``[n]`` log-probabilities of the answers in nats, including EOS.
+      ranked: ``[n, words]`` log-probabilities of all label words, if they were ranked.
       words: the label words that were ranked.
-      tokens: the token ids of the answers before the end of the sequence, where they were decoded.
+      tokens: the token ids of the answers before EOS, if they were decoded.
     """
 
     texts: list[str]
@@ -78,21 +92,24 @@ class Predictor:
       model: an unbound model.
       variables: its variables, on any devices.
       vocabulary: maps text to ids and back.
-      inputs_length: inputs are truncated to this many tokens. 0: there are none, and texts that are given
-        are continued by a `LanguageModel`.
-      row_length: number of tokens of a training row, which a text to continue and its continuation share.
-        Texts are not padded beyond it, for models that have no more positions. None: it is not known.
-      decoding: how texts are decoded. Of several sequences per input, only `generate_texts` returns more
-        than the first.
-      ranks: whether label words are scored where there are any; then nothing is decoded.
-      classes: the label words of the outputs of an `Encoder`, which has no other answers; see
-        `DataConfig.classes`.
-      batch_size: number of rows of a compiled batch.
-      mesh: the mesh that shards the variables, and is to shard the inputs; batches are padded to a multiple
-        of its devices. Of several processes each gives all inputs and gets all answers. None: one device.
+      inputs_length: inputs are truncated to this many tokens. With 0 there are no inputs. A
+        `LanguageModel` then continues the texts that it is given.
+      row_length: number of tokens in a training row, which holds a text to continue and its
+        continuation. Texts are not padded beyond it, because a model may have no more positions.
+        None means that it is not known.
+      decoding: how texts are decoded. If there are several sequences per input, only
+        `generate_texts` returns more than the first.
+      ranks: whether label words are scored for tasks that have them, instead of decoding an answer.
+      classes: the label words that the outputs of an `Encoder` stand for. An encoder has no other
+        answers; see `DataConfig.classes`.
+      batch_size: number of rows in a compiled batch.
+      mesh: the mesh that shards the variables and the inputs. Batches are padded to a multiple of
+        its devices. If there are several processes, each passes all inputs and gets all answers.
+        None means one device.
 
     Attributes:
-      advance: is told the number of inputs after every batch of them.
+      advance: a function that is called with the number of inputs after every batch, to report
+        progress.
     """
 
     def __init__(
@@ -121,9 +138,10 @@ class Predictor:
         self.batch_size = -(-batch_size // self._num_shards) * self._num_shards
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the token ids of an input, truncated to `inputs_length`; see `around_inputs`.
+        """Returns the token ids of an input, truncated to `inputs_length`.
 
-        Without inputs they are those of a text to continue, all of them and without EOS.
+        The first and last ids are those of `Vocabulary.around_inputs`. If `inputs_length` is 0, the
+        result is the ids of a text to continue, which is neither truncated nor ended by EOS.
         """
         ids = self.vocabulary.encode(text)
         if self.inputs_length:
@@ -134,13 +152,13 @@ class Predictor:
     def predict(
         self, inputs: Sequence[np.ndarray], label_words: Sequence[str] | None = None
     ) -> Predictions:
-        """Predicts a text per input, in their order.
+        """Predicts a text for each input, in the order of the inputs.
 
-        A model with classes ranks all of them where the task names no label words.
+        If the model has classes and the task has no label words, all classes are ranked.
 
         Args:
           inputs: token ids with EOS.
-          label_words: the allowed answers, if they are ranked.
+          label_words: the allowed answers, if answers are ranked.
         """
         words = tuple(label_words or (self.classes.words if self.classes else ()))
         if self.ranks and words:
@@ -155,9 +173,10 @@ class Predictor:
         return Predictions(texts, scores, tokens=tokens)
 
     def generate_texts(self, inputs: Sequence[np.ndarray]) -> list[list[Generated]]:
-        """Returns `Decoding.samples` texts per input, the best of the beams first.
+        """Returns `Decoding.samples` texts for each input, the best of the beams first.
 
-        Samples of an input depend on its position among the inputs, not on `batch_size` or `mesh`.
+        The samples of an input depend on its position among the inputs, but not on `batch_size` or
+        `mesh`.
 
         Args:
           inputs: token ids from `encode`.
@@ -177,7 +196,7 @@ class Predictor:
 
         Args:
           inputs: token ids with EOS.
-          mask: returns the mask of a batch of tokens; see `encode_tokens`, also for errors.
+          mask: returns the mask of a batch of tokens. See `encode_tokens`, also for errors.
         """
         encode = functools.partial(encode_tokens, self.variables, model=self.model)
         batches = self._map(inputs, "rank", lambda _, tokens: encode(tokens, mask=mask(tokens)))
@@ -187,7 +206,8 @@ class Predictor:
         """Returns the log-probabilities in nats of label words as answers, ``[n, words]`` float32.
 
         Raises:
-          ValueError: the model has classes, and a word is none of them; see also `index_by_tokens`.
+          ValueError: the model has classes, and a word is not one of them. See also
+            `index_by_tokens`.
         """
         if self.classes is not None:
             return self._class_log_probabilities(inputs)[:, self.classes.columns(label_words)]
@@ -197,20 +217,24 @@ class Predictor:
         choices = _pad_tokens(words, -(-len(words) // CHOICES) * CHOICES, length, self.model.ids.padding)
 
         def score(_: list[int], tokens: jax.Array) -> jax.Array:
+            """Scores all choices for a batch."""
             return score_choices(self.variables, tokens, choices=choices, model=self._decoder)
 
         return self._scores(inputs, "rank", score).reshape(len(inputs), -1)[:, : len(words)]
 
     def log_probabilities(self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the log-probabilities in nats of given targets, teacher-forced, ``[n]`` float32.
+        """Returns the log-probabilities in nats of given targets, ``[n]`` float32.
+
+        They are computed with teacher forcing.
 
         Args:
           inputs: token ids with EOS.
-          targets: token ids with EOS, one for each input. Of a masked language model those at the places
-            of the inputs, and padding where nothing is predicted.
+          targets: token ids with EOS, one array for each input. For a masked language model, a
+            target has the length of its input. It holds the tokens to predict at their places, and
+            padding at all others.
 
         Raises:
-          ValueError: the model has classes, and a target is none of them.
+          ValueError: the model has classes, and a target is not one of them.
         """
         model = self.model
         if self.classes is not None:
@@ -219,9 +243,10 @@ class Predictor:
         longest, length = max(map(len, targets), default=1), CHOICE_LENGTH
         if longest > length or self.decoding.max_length < length:
             length = max(self.decoding.max_length, longest)
-        masked = isinstance(model, Encoder)  # of the inputs' length
+        masked = isinstance(model, Encoder)  # its targets have the length of the inputs
 
         def score(indices: list[int], tokens: jax.Array) -> jax.Array:
+            """Scores the targets of a batch."""
             width = tokens.shape[1] if masked else length
             rows = self._to_devices(
                 _pad_tokens([targets[i] for i in indices], len(tokens), width, model.ids.padding)
@@ -230,17 +255,18 @@ class Predictor:
                 return score_masked_tokens(self.variables, tokens, targets=rows, model=model)
             return score_targets(self.variables, tokens, targets=rows, model=self._decoder)
 
-        # No more logits than ranking four label words computes.
+        # The batch is as large as possible without computing more logits than ranking `CHOICES`
+        # label words does.
         rows = self.batch_size * CHOICES * CHOICE_LENGTH
         rows //= (self.inputs_length if masked else length) * self._num_shards
         rows = min(max(rows, 1) * self._num_shards, self.batch_size)
         return self._scores(inputs, "rank" if masked else "decode", score, batch_size=rows)
 
     def count_tokens(self, targets: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the number of predicted tokens of given targets, ``[n]`` int64.
+        """Returns the number of predicted tokens in given targets, ``[n]`` int64.
 
-        `log_probabilities` sums over these tokens: all of a target but padding, at which an objective
-        predicts nothing. A class is one token.
+        `log_probabilities` sums over these tokens. They are all tokens of a target except padding,
+        at which an objective predicts nothing. A class counts as one token.
         """
         if self.classes is not None:
             return np.ones(len(targets), np.int64)
@@ -249,7 +275,11 @@ class Predictor:
 
     @property
     def _decoder(self) -> TextToText:
-        """The model, if it generates text."""
+        """The model, if it can generate text.
+
+        Raises:
+          TypeError: the model is an encoder.
+        """
         if not isinstance(self.model, TextToText):
             raise TypeError(
                 f"{type(self.model).__name__} generates no text; give an EncoderDecoder or a LanguageModel"
@@ -266,7 +296,10 @@ class Predictor:
         return scores.reshape(len(inputs), len(classes.words))
 
     def _generate(self, indices: list[int], tokens: jax.Array) -> Sequences:
-        """Decodes ``[batch, k]`` inputs of those indices, on which samples depend."""
+        """Decodes a batch of inputs ``[batch, k]``.
+
+        The samples of an input depend on its index in `indices`.
+        """
         examples = np.zeros(len(tokens), np.int32)
         examples[: len(indices)] = indices
         return decode_sequences(
@@ -280,12 +313,13 @@ class Predictor:
         )
 
     def _text(self, ids: list[int]) -> str:
-        """Returns the text of ids before the first stop string."""
+        """Returns the text of ids, cut before the first stop string."""
         text = self.vocabulary.decode(ids)
         found = [text.index(string) for string in self.decoding.stop_strings if string in text]
         return text[: min(found, default=len(text))]
 
     def _to_devices(self, x: np.ndarray) -> jax.Array:
+        """Puts a batch on the devices, sharded over the mesh if there is one."""
         if self.mesh is None:
             return jnp.asarray(x)
         return replicate_to_devices(x, batch_sharding(self.mesh))
@@ -298,7 +332,7 @@ class Predictor:
         *,
         batch_size: int | None = None,
     ) -> np.ndarray:
-        """Returns the array whose parts a function computes for batches; see `_map`."""
+        """Returns one array of all rows that `answer` returns for batches; see `_map`."""
         rows = self._map(inputs, kind, answer, batch_size=batch_size)
         return np.array([row for (row,) in rows], np.float32)
 
@@ -310,7 +344,18 @@ class Predictor:
         *,
         batch_size: int | None = None,
     ) -> list[tuple[np.ndarray, ...]]:
-        """Returns a row per input of the arrays that a function computes for batches of the `LENGTHS`."""
+        """Calls a function for batches of inputs, and returns the results in their order.
+
+        Args:
+          inputs: token ids.
+          kind: a key of `LENGTHS`, which gives the lengths of batches.
+          answer: a function from the indices and the tokens ``[batch, length]`` of a batch to
+            arrays with a row for each input.
+          batch_size: number of rows in a batch. None means the predictor's.
+
+        Returns:
+          For each input, its rows of all arrays.
+        """
         answers: list[tuple[np.ndarray, ...]] = [()] * len(inputs)
         longest = self.inputs_length or self._padded_length(max(map(len, inputs), default=0))
         allowed = [-(-n * longest // 512) for n in LENGTHS[kind]]
@@ -326,9 +371,10 @@ class Predictor:
         return answers
 
     def _padded_length(self, longest: int) -> int:
-        """Returns the length to which texts of at most `longest` tokens are padded to be continued.
+        """Returns the length to which texts to continue are padded.
 
-        It is a power of two, so that few programs are compiled, or what `row_length` leaves for it.
+        The longest of them has `longest` tokens. The length is a power of two, so that few programs
+        are compiled. If `row_length` does not leave that many tokens, it is less.
         """
         if not longest:
             return 0
@@ -347,7 +393,16 @@ def _until_end(tokens: np.ndarray, ids: SpecialIds) -> list[int]:
 def _length_batches(
     inputs: Sequence[np.ndarray], batch_size: int, lengths: Sequence[int], padding: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Yields indices of inputs, sorted by length, and ``[batch_size, length]`` tokens; lengths ascend."""
+    """Yields batches of inputs of similar length, the shortest first.
+
+    A batch consists of the indices of its inputs and of their tokens, ``[batch_size, length]``.
+
+    Args:
+      inputs: token ids.
+      batch_size: number of rows in a batch.
+      lengths: the allowed lengths, in ascending order. Longer inputs are truncated to the last.
+      padding: the id of padding.
+    """
     order = sorted(range(len(inputs)), key=lambda i: (len(inputs[i]), i))
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]

@@ -1,4 +1,7 @@
-"""The results of a model on every task: metrics, losses of the targets and of texts, and their files."""
+"""The results of a model on every task, and their files.
+
+Results are metrics, losses of the targets and measures of texts.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,20 @@ from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.tasks.task import Answers
 
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "bits_per_byte")
-"""The measures of texts, and the loss of every task; all others are metrics, in percent."""
+"""The measures of texts, and the loss of every task.
+
+All other results are metrics, for which higher is better.
+"""
 
 
 RESULTS_FILE = "results.json"
-"""File of an evaluation's folder."""
+"""The file of results in the folder of an evaluation."""
 
 PART = "part"
-"""Folder, beside a whole evaluation's files, of the last evaluation of some tasks or examples."""
+"""The folder of the last evaluation of only some tasks or examples.
+
+It lies beside the files of a whole evaluation, which it must not replace.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +42,9 @@ class TargetLoss:
     """The teacher-forced loss of targets.
 
     Attributes:
-      nats: negative log-probability of a target, mean over examples.
-      tokens: number of tokens of a target, including EOS, mean over examples; 1 where it is a class.
+      nats: negative log-probability of a target, averaged over examples.
+      tokens: number of tokens of a target, including EOS, averaged over examples. It is 1 if the
+        target is a class.
     """
 
     nats: float
@@ -42,7 +52,7 @@ class TargetLoss:
 
     @property
     def per_token(self) -> float:
-        """Nats per target token."""
+        """The loss in nats per target token."""
         return self.nats / self.tokens
 
 
@@ -54,14 +64,16 @@ class TaskResult:
       task: name of the task.
       split: the split.
       n: number of examples.
-      labeled: number of examples with a label; only these are scored.
-      metrics: metrics over the labeled examples, T5's in percent; empty if there are none.
-      predictions: predictions in the order of the examples; none for texts.
+      labeled: number of examples with a label. Only these are scored.
+      metrics: metrics over the labeled examples, T5's in percent. It is empty if no example has a
+        label.
+      predictions: predictions in the order of the examples. It is empty for texts.
       scores: ``[n]`` log-probabilities of the predictions, or of the texts, in nats.
-      ranked: ``[n, words]`` log-probabilities of the label words; None if they were not ranked.
+      ranked: ``[n, words]`` log-probabilities of the label words, or None if they were not ranked.
       words: the label words that were ranked.
-      loss: the loss over labeled examples, or all texts; None if it was not computed.
-      text_metrics: `text_metrics` of texts, of which lower is better; empty for other tasks.
+      loss: the loss over labeled examples or over all texts, or None if it was not computed.
+      text_metrics: the `text_metrics` of texts, for which lower is better. It is empty for other
+        tasks.
     """
 
     task: str
@@ -84,14 +96,14 @@ def evaluate_tasks(
     loss_sets: Sequence[EvaluationSet] | None = None,
     phase: Phase = silent_phase,
 ) -> list[TaskResult]:
-    """Predicts and scores every evaluation set; of texts, it computes the loss.
+    """Predicts and scores every evaluation set. For texts it computes only the loss.
 
     Args:
       predictor: the model.
       sets: the evaluation sets.
-      loss_sets: for each of them the labeled examples over which the loss is computed; None computes no
-        losses.
-      phase: is told of every set.
+      loss_sets: for each of the sets, the labeled examples over which the loss is computed. None
+        means that no losses are computed.
+      phase: is called with the name and the size of every set, to report progress.
     """
     results = []
     for i, examples in enumerate(sets):
@@ -128,9 +140,10 @@ def evaluate_tasks(
 
 
 def _evaluate_texts(predictor: Predictor, examples: EvaluationSet) -> TaskResult:
-    """Returns the loss of all texts, and what follows from it; nothing is decoded."""
+    """Returns the result of a set of texts: their loss, and the measures that follow from it."""
     nats = text_nats(predictor, examples.inputs, examples.targets)
     tokens = predictor.count_tokens(examples.targets)
+    # Words and bytes can be counted only if the targets are the whole texts.
     texts = None if any(map(len, examples.inputs)) else examples.target_words
     return TaskResult(
         task=examples.task.name,
@@ -148,17 +161,19 @@ def _evaluate_texts(predictor: Predictor, examples: EvaluationSet) -> TaskResult
 def text_nats(
     predictor: Predictor, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """Returns the negative log-probability of texts of any length, ``[n]`` float64.
+    """Returns the negative log-probabilities of texts of any length, ``[n]`` float64.
 
-    A text that is longer than the targets of a training row (`Predictor.decoding`'s ``max_length``) is
-    evaluated in consecutive windows of that length. No token is left out and none counts twice; every
-    window starts without context, so the first tokens of a window have a higher loss than with the whole
-    text before them.
+    A text may be longer than the targets of a training row, which is the ``max_length`` of
+    `Predictor.decoding`. It is then evaluated in consecutive windows of this length. No token is
+    left out, and none counts twice. Every window starts without context. The first tokens of a
+    window therefore have a higher loss than they would have after the whole text before them.
 
     Args:
       predictor: the model.
-      inputs: token ids that the model reads before each text; empty arrays for texts alone.
-      targets: token ids of each text with EOS; the model's padding at tokens that an objective leaves out.
+      inputs: token ids that the model reads before each text. They are empty arrays if there is
+        only the text.
+      targets: token ids of each text, with EOS. Tokens that an objective leaves out are replaced by
+        the model's padding.
     """
     length = predictor.decoding.max_length
     starts = [(i, s) for i, t in enumerate(targets) for s in range(0, len(t), length)]
@@ -171,16 +186,17 @@ def text_nats(
 
 
 def text_metrics(nats: np.ndarray, tokens: np.ndarray, texts: Sequence[str] | None) -> dict[str, float]:
-    """Returns the measures of texts, of which lower is better.
+    """Returns the measures of texts, for which lower is better.
 
-    ``perplexity`` is exp(nats / tokens). ``word_perplexity`` is exp(nats / (words + texts)), words
-    being what white space separates, and ``bits_per_byte`` nats / ln 2 / bytes; these two can be
-    compared between vocabularies.
+    ``perplexity`` is exp(nats / tokens). ``word_perplexity`` is exp(nats / (words + texts)), where
+    words are separated by white space. ``bits_per_byte`` is nats / ln 2 / bytes. The last two can
+    be compared between vocabularies.
 
     Args:
-      nats: ``[n]`` negative log-probability of every text, its EOS included.
-      tokens: ``[n]`` number of its tokens, its EOS included.
-      texts: the texts themselves, whose words and bytes are counted; None: they are not whole.
+      nats: ``[n]`` negative log-probability of every text, including its EOS.
+      tokens: ``[n]`` number of tokens of every text, including its EOS.
+      texts: the texts, whose words and bytes are counted. None means that the targets are not whole
+        texts, and only the perplexity is computed.
     """
     total = float(nats.sum(dtype=np.float64))
     measures = {"perplexity": _exp(total / float(tokens.sum()))}
@@ -192,11 +208,12 @@ def text_metrics(nats: np.ndarray, tokens: np.ndarray, texts: Sequence[str] | No
 
 
 def _exp(nats: float) -> float:
+    """Returns the exponential, or infinity if it is too large for a float."""
     return math.exp(nats) if nats < 700 else math.inf
 
 
 def _target_loss(predictor: Predictor, examples: EvaluationSet) -> TargetLoss | None:
-    """Returns the loss of a set's targets; None if it is empty."""
+    """Returns the loss of the targets of a set, or None if the set is empty."""
     if not examples.inputs:
         return None
     logp = predictor.log_probabilities(examples.inputs, examples.targets)
@@ -205,13 +222,16 @@ def _target_loss(predictor: Predictor, examples: EvaluationSet) -> TargetLoss | 
 
 
 def mean_score(results: Sequence[TaskResult]) -> float:
-    """Returns the mean over tasks of the mean of their metrics; NaN if there are none."""
+    """Returns the mean over tasks of the mean of their metrics, or NaN if there are no metrics."""
     means = [sum(r.metrics.values()) / len(r.metrics) for r in results if r.metrics]
     return float(np.mean(means)) if means else float("nan")
 
 
 def flatten_results(results: Sequence[TaskResult]) -> dict[str, float]:
-    """Returns ``{"task/metric": value}``, and ``"task/loss"`` in nats per target token."""
+    """Returns all results as ``{"task/metric": value}``.
+
+    They include ``"task/loss"`` in nats per target token.
+    """
     values = {
         f"{r.task}/{name}": value for r in results for name, value in (r.metrics | r.text_metrics).items()
     }
@@ -221,18 +241,18 @@ def flatten_results(results: Sequence[TaskResult]) -> dict[str, float]:
 def evaluation_folder(
     directory: pathlib.Path, step: int, split: str | None = None, *, part: bool = False
 ) -> pathlib.Path:
-    """Returns the folder of a run's directory for the files of an evaluation.
+    """Returns the folder in a run's directory for the files of an evaluation.
 
     Args:
-      directory: the run's.
+      directory: the directory of the run.
       step: the evaluated step.
-      split: None for the split that the recipe evaluates: ``evaluation/STEP``; the name of another one:
-        ``evaluation/STEP/SPLIT``.
-      part: whether only some tasks or examples are evaluated, whose files must not replace those of all:
-        ``…/part``.
+      split: None for the split that the recipe evaluates, whose folder is ``evaluation/STEP``. The
+        folder of another split is ``evaluation/STEP/SPLIT``.
+      part: whether only some tasks or examples are evaluated. Their files must not replace those of
+        a whole evaluation, so they are in the subfolder ``part``.
 
     Raises:
-      OSError: a link is on the way, which might lead out of the run's directory.
+      OSError: a folder on the way is a link, which might lead out of the run's directory.
     """
     for name in filter(None, ("evaluation", str(step), split, PART if part else None)):
         refuse_links(directory)
@@ -243,7 +263,17 @@ def evaluation_folder(
 def write_results(
     folder: pathlib.Path, step: int, results: Sequence[TaskResult], *, overall: Mapping[str, float]
 ) -> pathlib.Path:
-    """Writes ``FOLDER/results.json``; numbers that are not finite become null."""
+    """Writes ``FOLDER/results.json``. Numbers that are not finite become null.
+
+    Args:
+      folder: the folder of the evaluation.
+      step: the evaluated step.
+      results: the results of every task.
+      overall: the results over all tasks.
+
+    Returns:
+      The path of the file.
+    """
     tasks = [
         {
             "task": result.task,
@@ -260,14 +290,24 @@ def write_results(
 
 
 def write_predictions(folder: pathlib.Path, result: TaskResult, *, examples: EvaluationSet) -> pathlib.Path:
-    """Writes a task's predictions, ``FOLDER/TASK.jsonl``.
+    """Writes the predictions for a task to ``FOLDER/TASK.jsonl``.
 
-    A line is one example: its `EvaluationSet.record`, ``score``, the log-probability of the prediction in
-    nats, and where label words were ranked, ``scores``, the log-probability of each. A text has no
-    prediction, and ``score`` is its own log-probability.
+    Each line is one example. It holds the example's `EvaluationSet.record` and ``score``, the
+    log-probability of the prediction in nats. If label words were ranked, ``scores`` holds the
+    log-probability of each word. A text has no prediction, and its ``score`` is its own
+    log-probability.
+
+    Args:
+      folder: the folder of the evaluation.
+      result: the result of the task.
+      examples: its evaluation set.
+
+    Returns:
+      The path of the file.
     """
 
     def lines() -> Iterable[str]:
+        """Yields the lines of the file."""
         for i, prediction in enumerate(result.predictions or (None,) * result.n):
             record = {**examples.record(i, prediction), "score": float(result.scores[i])}
             if result.ranked is not None:
