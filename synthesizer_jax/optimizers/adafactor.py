@@ -1,9 +1,10 @@
 """T5's Adafactor, which factors parameters according to their logical axes.
 
-optax's Adafactor factors the two largest dimensions of an array and computes norms over the whole array.
-However, T5's attention kernels are matrices in three dimensions, scanned layers are stacked in one array,
-and a Synthesizer's table is a stack of one matrix per head. Here the logical axes of a parameter determine
-which of its dimensions form a batch of separate matrices, which are rows and which are columns.
+Optax's Adafactor factors the two largest dimensions of an array and computes norms over the whole
+array. This does not fit the parameters of these models. T5's attention kernels are matrices in
+three dimensions, scanned layers are stacked in one array, and a Synthesizer's table is a stack of
+one matrix per head. Here the logical axes of a parameter determine which of its dimensions form a
+batch of separate matrices, which are rows and which are columns.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ BATCH = frozenset({"layers"})
 """Axes along which separate parameters are stacked."""
 
 TABLE = frozenset({"query_length", "key_length"})
-"""Axes of tables; with one of these, ``heads`` is a batch axis too, as every head has its own table."""
+"""Axes of tables over positions.
+
+If a parameter has one of these, ``heads`` is a batch axis too, because every head has its own
+table.
+"""
 
 NEVER_FACTORED = frozenset({"norm", "relpos_buckets", "parts"})
 """Axes of parameters that are never factored."""
 
 T5_AXES = frozenset({"layers", "vocab", "embed", "mlp", "heads", "kv_heads", "kv"})
-"""Axes of T5's own matrices, whose stacks T5X factors regardless of their size."""
+"""Axes of T5's own matrices. T5X factors stacks of these matrices regardless of their size."""
 
 HEAD_FEATURES = frozenset({"kv", "synth_hidden"})
-"""Axes of a head's features, which form a single matrix dimension with the heads before them."""
+"""Axes of a head's features. They form a single matrix dimension with the heads before them."""
 
 EPSILON_SQUARE = 1e-30
 """ε₁, which is added to squares of gradients."""
@@ -44,14 +49,19 @@ EPSILON_SCALE = 1e-3
 """ε₂, the smallest scale of a parameter."""
 
 Moments: TypeAlias = dict[str, jax.Array]
-"""The second moment of a parameter: ``row`` and ``col``, or ``full``."""
+"""The second moment of a parameter, in the entries ``row`` and ``col``, or in ``full``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FactoredDims:
-    """The dimensions of a parameter along which blocks are stacked, and those of a block's matrix.
+    """The roles of a parameter's dimensions.
 
-    There are no rows and columns if it is not factored.
+    Attributes:
+      batch: the dimensions along which blocks are stacked.
+      rows: the dimensions that form the rows of a block's matrix. It is empty if the parameter is
+        not factored.
+      columns: the dimensions that form the columns of a block's matrix. It is empty if the
+        parameter is not factored.
     """
 
     batch: tuple[int, ...]
@@ -63,12 +73,19 @@ def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) ->
     """Returns the roles of a parameter's dimensions.
 
     As in T5X, every layer of a scanned stack is a block. Stacks of T5's own matrices are factored
-    regardless of their size; the matrices of unrolled layers only if they are large enough. Both layouts
-    therefore have the same updates if rows and columns are at least `min_size`, as in all published models.
-    Smaller unrolled models keep full second moments.
+    regardless of their size. The matrices of unrolled layers are factored only if they are large
+    enough. If rows and columns are at least `min_size`, as in all published models, both layouts
+    have the same updates. Smaller unrolled models keep full second moments.
+
+    Args:
+      axes: logical axis names of the parameter's dimensions.
+      shape: the shape of the parameter.
+      min_size: the minimum number of rows and of columns for factoring.
     """
     is_table = bool(TABLE & set(axes)) and len(axes) > 2
     batch = tuple(i for i, axis in enumerate(axes) if axis in BATCH or (axis == "heads" and is_table))
+    # Each group of dimensions is one dimension of the block's matrix: heads and their features are
+    # one.
     groups: list[list[int]] = []
     for i in range(len(axes)):
         after_heads = i > 0 and i - 1 not in batch and axes[i - 1] in ("heads", "kv_heads")
@@ -91,8 +108,9 @@ class AdafactorState(NamedTuple):
 
     Attributes:
       updates: number of updates, int32.
-      moments: like the parameters, with a dictionary for each: means of squared gradients
-        ``{"row": [batch, rows], "col": [batch, columns]}`` if it is factored, else ``{"full": [...]}`` in
+      moments: a pytree like the parameters, with a dictionary of means of squared gradients for
+        each. If the parameter is factored, the dictionary is
+        ``{"row": [batch, rows], "col": [batch, columns]}``. Otherwise it is ``{"full": [...]}`` in
         the parameter's shape.
     """
 
@@ -103,19 +121,24 @@ class AdafactorState(NamedTuple):
 @register
 @dataclasses.dataclass(frozen=True)
 class Adafactor:
-    """Adafactor as T5 uses it (Shazeer and Stern 2018, algorithms 4, 5 and 8), without momentum.
+    """Adafactor as T5 uses it, without momentum (Shazeer and Stern 2018, algorithms 4, 5 and 8).
 
-    ``β₂(t) = 1 − (t+1)^−decay_rate``; ``V ← β₂ V + (1 − β₂)(G² + ε₁)``, factored as row and column
-    means according to `factored_dims`; ``U = G / √V``, divided by ``max(1, RMS(U) / clip)``; the update is
-    ``−learning_rate · max(ε₂, RMS(X)) · U``. The RMS is computed per block.
+    For a gradient G of a parameter X at update t, counted from 0:
+
+    1. ``β₂(t) = 1 − (t+1)^−decay_rate``.
+    2. ``V ← β₂ V + (1 − β₂)(G² + ε₁)``, stored as row and column means if `factored_dims` says so.
+    3. ``U = G / √V``, divided by ``max(1, RMS(U) / clip)``.
+    4. The update is ``−learning_rate · max(ε₂, RMS(X)) · U``.
+
+    Each RMS is computed over a block.
 
     Attributes:
-      learning_rate: the schedule of the learning rate; defaults to that of T5's pre-training.
+      learning_rate: the schedule of the learning rate. The default is that of T5's pre-training.
       decay_rate: exponent of the second moment's decay.
-      clip: maximum RMS of a block's update; None: no clipping.
+      clip: maximum RMS of a block's update. None means no clipping.
       parameter_scale: whether to multiply the update by the RMS of the parameter's block.
       min_size: minimum number of rows and of columns for factoring; see `factored_dims`.
-      clip_norm: maximum global norm of the gradient; None (as in T5): no clipping.
+      clip_norm: maximum global norm of the gradient. None, as in T5, means no clipping.
     """
 
     learning_rate: LearningRate = InverseSquareRoot()
@@ -126,11 +149,17 @@ class Adafactor:
     clip_norm: Positive | None = None
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
-        """See `Optimizer.build`; updates require the parameters."""
+        """Returns the optax transformation; see `Optimizer.build`.
+
+        Its updates require the parameters.
+        """
         learning_rate = build_schedule(self.learning_rate)
 
         def init(params: PyTree) -> AdafactorState:
+            """Returns a state with moments of zero."""
+
             def zeros(p: jax.Array, names: Axes) -> Moments:
+                """Returns the initial moments of a parameter."""
                 kept = _moment_dims(factored_dims(names, p.shape, min_size=self.min_size), p.ndim)
                 return {name: jnp.zeros([p.shape[i] for i in kept[name]]) for name in kept}
 
@@ -139,12 +168,14 @@ class Adafactor:
         def update(
             gradients: PyTree, state: AdafactorState, params: PyTree = None
         ) -> tuple[PyTree, AdafactorState]:
+            """Returns the updates and the new state."""
             decay = 1.0 - (state.updates + 1.0) ** -self.decay_rate
             rate = learning_rate(state.updates)
 
             def update_parameter(
                 g: jax.Array, names: Axes, p: jax.Array, moments: Moments
             ) -> tuple[jax.Array, Moments]:
+                """Returns the update of a parameter and its new moments."""
                 g = g.astype(jnp.float32)
                 dims = factored_dims(names, g.shape, min_size=self.min_size)
                 u, moments = _precondition(g, moments, dims, decay=decay)
@@ -156,6 +187,8 @@ class Adafactor:
                 return (-rate * u).astype(p.dtype), moments
 
             tree = jax.tree.map(update_parameter, gradients, axes, params, state.moments)
+            # The tree has a pair for each parameter. It is split into one tree of updates and one
+            # of moments.
             pairs = jax.tree.leaves(tree, is_leaf=lambda x: type(x) is tuple)
             updates, moments = (
                 jax.tree.unflatten(jax.tree.structure(gradients), [pair[i] for pair in pairs])
@@ -167,7 +200,7 @@ class Adafactor:
 
 
 def _moment_dims(dims: FactoredDims, ndim: int) -> dict[str, list[int]]:
-    """Returns the parameter's dimensions that its moments have."""
+    """Returns the dimensions of a parameter that each of its moments has."""
     if not dims.rows:
         return {"full": list(range(ndim))}
     without = lambda reduced: [i for i in range(ndim) if i not in reduced]
@@ -184,6 +217,7 @@ def _precondition(
         return g * jax.lax.rsqrt(full), {"full": full}
     row = decay * moments["row"] + (1.0 - decay) * square.mean(axis=dims.columns)
     col = decay * moments["col"] + (1.0 - decay) * square.mean(axis=dims.rows)
+    # V is the outer product of the row and column means, divided by the mean of the row means.
     row_factor = jnp.expand_dims(row, dims.columns)
     col_factor = jnp.expand_dims(col, dims.rows)
     mean = row_factor.mean(axis=dims.rows, keepdims=True)
@@ -192,16 +226,22 @@ def _precondition(
 
 
 def _rms(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    """Returns the root mean square over some dimensions, which are kept with size 1."""
     return jnp.sqrt(jnp.mean(x * x, axis=dims, keepdims=True))
 
 
 def state_axes(opt_state: PyTree, axes: PyTree, shapes: PyTree) -> PyTree:
     """Returns the logical axes of an optimizer's state.
 
-    A leaf with a parameter's path and shape, such as a moment of Adam, has the parameter's axes. If the
-    path continues with ``row``, ``col`` or ``full``, as in Adafactor, the leaf has the axes that remain
-    after the reduction, and their sizes. All other leaves have no axes. Only dictionary keys of paths
-    count. Axes and shapes are those of the parameters.
+    A leaf with the path and shape of a parameter, such as a moment of Adam, has the parameter's
+    axes. The path may continue with ``row``, ``col`` or ``full``, as in Adafactor. The leaf then
+    has the axes that remain after the reduction. Its sizes must be those of these axes. All other
+    leaves have no axes. Only the dictionary keys of a path are compared.
+
+    Args:
+      opt_state: the state of an optimizer.
+      axes: the logical axes of the parameters.
+      shapes: the shapes of the parameters.
     """
     axes_by_leaf: dict[tuple[tuple[str, ...], tuple[int, ...]], Axes] = {}  # by path and shape
     nodes = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
@@ -215,10 +255,12 @@ def state_axes(opt_state: PyTree, axes: PyTree, shapes: PyTree) -> PyTree:
                 axes_by_leaf[(*keys, moment), shape] = tuple(names[i] for i in kept)
 
     def find_axes(path: KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> Axes:
+        """Returns the axes of a leaf of the state."""
         return axes_by_leaf.get((_dict_keys(path), leaf.shape), (None,) * leaf.ndim)
 
     return jax.tree.map_with_path(find_axes, opt_state)
 
 
 def _dict_keys(path: KeyPath) -> tuple[str, ...]:
+    """Returns the dictionary keys of a path."""
     return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))

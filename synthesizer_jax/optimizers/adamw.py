@@ -1,4 +1,4 @@
-"""AdamW."""
+"""The optimizer AdamW, from optax."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class AdamW:
       learning_rate: the schedule of the learning rate.
       b1: decay rate of the first moment.
       b2: decay rate of the second moment.
-      eps: added to the square root of the second moment.
-      weight_decay: weight decay; not applied to norm scales, relative position biases and mixture weights.
-      clip_norm: maximum global norm of the gradient; None: no clipping.
+      eps: a number that is added to the square root of the second moment.
+      weight_decay: weight decay. It is not applied to scales of norms, relative position biases and
+        weights of mixtures.
+      clip_norm: maximum global norm of the gradient. None means no clipping.
     """
 
     learning_rate: LearningRate = Constant()

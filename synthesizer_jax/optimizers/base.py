@@ -11,35 +11,39 @@ from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.optimizers.schedules import LearningRate, build_schedule
 
 COUNTS = ("count", "updates")
-"""What optimizers' states call the number of their updates."""
+"""The names under which states of optimizers count their updates."""
 
 
 class Optimizer(Protocol):
     """The configuration of an optimizer.
 
-    To add an optimizer, decorate a frozen dataclass with `register`. If it has a field `learning_rate`,
-    this must be a number, or a `Schedule` of the number of updates, whose value is logged.
+    To add an optimizer, decorate a frozen dataclass with `register`. If it has a field
+    `learning_rate`, the field must be a number or a `Schedule` of the number of updates. The value
+    of the schedule is logged.
     """
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
         """Returns the optax transformation.
 
         Args:
-          axes: like the parameters that are trained, with a tuple of logical axis names for each.
+          axes: a pytree like the trained parameters, with a tuple of logical axis names for each.
         """
         ...
 
 
 def schedule_of(optimizer: Optimizer) -> optax.Schedule | None:
-    """Returns the learning rate by the number of updates; None: the optimizer has no schedule."""
+    """Returns the learning rate as a function of the number of updates.
+
+    Returns `None` if the optimizer has no schedule.
+    """
     learning_rate: LearningRate | None = getattr(optimizer, "learning_rate", None)
     return None if learning_rate is None else build_schedule(learning_rate)
 
 
 def count_updates(opt_state: PyTree) -> jax.Array | None:
-    """Returns the number of updates that a state of an optimizer counts.
+    """Returns the number of updates that a state of an optimizer counts, or `None` if it does not.
 
-    It is the first integer named ``count``, as in optax, or ``updates``; None: there is none.
+    It is the first scalar named ``count``, as in optax, or ``updates``.
     """
     return next(
         (
@@ -54,7 +58,10 @@ def count_updates(opt_state: PyTree) -> jax.Array | None:
 def with_clipping(
     transformation: optax.GradientTransformation, clip_norm: float | None
 ) -> optax.GradientTransformation:
-    """Clips the gradient's global norm before a transformation; None: no clipping."""
+    """Returns a transformation that first clips the gradient's global norm.
+
+    If `clip_norm` is None, nothing is clipped.
+    """
     if clip_norm is None:
         return transformation
     return optax.chain(optax.clip_by_global_norm(clip_norm), transformation)

@@ -1,4 +1,4 @@
-"""Optimizers and schedules of optax, by name."""
+"""Optimizers and schedules of optax, selected by name."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from synthesizer_jax.optimizers.base import with_clipping
 from synthesizer_jax.optimizers.schedules import Constant, LearningRate, build_schedule
 
 Argument: TypeAlias = float | int | bool | str | None
+"""An argument of one of optax's functions, which can be saved as JSON."""
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     name: f
     for name, f in vars(optax).items()
     if inspect.isfunction(f)
     and next(iter(inspect.signature(f).parameters), "") == "learning_rate"
-    # The last three take no schedule, or more than gradients.
+    # The three optimizers that are excluded take no schedule, or need more than gradients.
     and not name.startswith(("_", "scale_by_"))
     and name not in ("rprop", "sm3", "lbfgs")
 }
+"""The functions of optax that make an optimizer from a learning rate, by name."""
 
 SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
     name: f
     for name, f in vars(optax.schedules).items()
-    if inspect.isfunction(f) and not name.startswith("inject_")  # those change optimizers
+    if inspect.isfunction(f) and not name.startswith("inject_")  # these change optimizers instead
 }
+"""The functions of optax that make a schedule, by name."""
 
 
 @register
@@ -43,7 +46,7 @@ class Optax:
       name: name of the function in `optax`, such as ``"lion"``.
       learning_rate: the schedule of the learning rate.
       arguments: names and values of the function's other arguments, sorted by name.
-      clip_norm: maximum global norm of the gradient; None: no clipping.
+      clip_norm: maximum global norm of the gradient. None means no clipping.
     """
 
     name: str
@@ -64,7 +67,12 @@ class Optax:
 @register
 @dataclasses.dataclass(frozen=True)
 class OptaxSchedule:
-    """A schedule of optax; see `optax_schedule`."""
+    """A schedule of optax; see `optax_schedule`.
+
+    Attributes:
+      name: name of the function in `optax.schedules`.
+      arguments: names and values of the function's arguments.
+    """
 
     name: str
     arguments: dict[str, Any]
@@ -77,7 +85,11 @@ class OptaxSchedule:
 
 
 def _thaw(value: Any) -> Any:
-    """Returns an argument as optax takes it: keys of JSON that are numbers, and schedules built."""
+    """Returns an argument in the form that optax expects.
+
+    Lists are stored as tuples, and integer keys as strings, which is undone here. Schedules are
+    built.
+    """
     if isinstance(value, dict):
         return {int(k) if k.isdigit() else k: x for k, x in value.items()}
     if isinstance(value, tuple):
@@ -86,7 +98,7 @@ def _thaw(value: Any) -> Any:
 
 
 def _check_call(name: str, functions: Mapping[str, Callable[..., Any]], arguments: Any) -> None:
-    """Raises a `ValueError` unless the functions include one of that name with these arguments."""
+    """Raises a `ValueError` if no function has this name, or if it cannot take these arguments."""
     if name not in functions:
         raise ValueError(f"optax has no {name!r}{did_you_mean(name, functions)} to use here")
     try:
@@ -102,10 +114,28 @@ def optax_optimizer(
     clip_norm: float | None = None,
     **arguments: Argument,
 ) -> Optax:
-    """Returns the optimizer ``optax.NAME(learning_rate, **arguments)``; see `optax_schedule`."""
+    """Returns the optimizer ``optax.NAME(learning_rate, **arguments)``.
+
+    Args:
+      name: name of the function in `optax`, such as ``"lion"``.
+      learning_rate: a number or a schedule.
+      clip_norm: maximum global norm of the gradient. None means no clipping.
+      **arguments: the function's other arguments.
+
+    Raises:
+      ValueError: optax has no such optimizer, or it cannot be called with these arguments.
+    """
     return Optax(name, learning_rate, tuple(sorted(arguments.items())), clip_norm)
 
 
 def optax_schedule(name: str, **arguments: Any) -> OptaxSchedule:
-    """Returns the schedule ``optax.NAME(**arguments)``; raises a `ValueError` if that cannot be called."""
+    """Returns the schedule ``optax.NAME(**arguments)``.
+
+    Args:
+      name: name of the function in `optax.schedules`.
+      **arguments: the function's arguments.
+
+    Raises:
+      ValueError: optax has no such schedule, or it cannot be called with these arguments.
+    """
     return OptaxSchedule(name, from_json(to_json(arguments)))

@@ -1,7 +1,7 @@
-"""Learning rates and freezing by the path of a parameter, around any optimizer.
+"""Learning rates and freezing by the path of a parameter, for any optimizer.
 
-The optimizer is built for the parameters that are trained, and knows nothing of the others: they have no
-gradients, no state, and no part in a clipped global norm.
+The optimizer is built only for the trained parameters. Frozen parameters have no gradients, no
+optimizer state, and no part in the global norm of the gradient.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from synthesizer_jax.primitives.parameters import check_path_pattern, check_patt
 @register
 @dataclasses.dataclass(frozen=True)
 class OptimizerRule:
-    r"""How the parameters with some paths are optimized.
+    r"""How the parameters with certain paths are optimized.
 
     Attributes:
-      pattern: a regular expression for whole paths of parameters, with looped layers, such as
-        ``encoder/layers_\d+/.*/table``. Scanned layers have these paths too.
-      learning_rate: factor of the optimizer's learning rate; its updates are multiplied by it.
-      frozen: the parameters are not changed, as with a `learning_rate` of 0.
+      pattern: a regular expression that must match the whole path of a parameter, such as
+        ``encoder/layers_\d+/.*/table``. Paths are those with looped layers, even if layers are
+        scanned.
+      learning_rate: a factor by which the optimizer's updates are multiplied, like a factor of its
+        learning rate.
+      frozen: whether the parameters stay as they are. This is the same as a `learning_rate` of 0.
     """
 
     pattern: str
@@ -46,16 +48,20 @@ class OptimizerRule:
 
     @property
     def rate(self) -> float:
-        """The factor of the learning rate, 0 for what is frozen."""
+        """The factor of the learning rate, which is 0 if the parameters are frozen."""
         return 0.0 if self.frozen else self.learning_rate
 
 
 def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRule]) -> PyTree:
-    """Returns the factor of every parameter's learning rate; the first rule that matches its path decides.
+    """Returns the factor of the learning rate for every parameter.
+
+    The first rule that matches the path of a parameter decides. If no rule matches, the factor is
+    1.
 
     Returns:
-      Like the parameters, float32 arrays without dimensions, or ``[layers, 1, …]`` if rules tell the
-      layers of a scanned stack apart. Where all are 0 the parameter is frozen.
+      A pytree like the parameters with float32 arrays. They are scalars, or ``[layers, 1, …]`` if
+      the rules differ between the layers of a scanned stack. A parameter is frozen if all its
+      factors are 0.
 
     Raises:
       ValueError: a rule decides nothing, or every parameter is frozen.
@@ -77,7 +83,14 @@ def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRul
 
 
 def looped_paths(model: nn.Module, keys: tuple[str, ...]) -> list[str]:
-    """Returns the paths that a parameter has with looped layers, one for each layer stacked in it."""
+    """Returns the paths that a parameter has if layers are looped.
+
+    A parameter of a scanned stack has one path for each layer that is stacked in it.
+
+    Args:
+      model: the model.
+      keys: the path of the parameter.
+    """
     stack = stacks_of(model).get(keys[0])
     if stack is None or not stack.scan or not keys[1].startswith("run_"):
         return ["/".join(keys)]
@@ -89,12 +102,13 @@ def looped_paths(model: nn.Module, keys: tuple[str, ...]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class RuledOptimizer:
-    """An optax transformation of the parameters that are trained.
+    """An optax transformation for the trained parameters, together with the factors of rules.
 
     Attributes:
-      transformation: made for what `trained` returns.
-      rates: see `resolve_rules`.
-      schedule: the learning rate by the number of updates; None: the optimizer has none.
+      transformation: an optax transformation for trees as `trained` returns them.
+      rates: the factors of the learning rate; see `resolve_rules`.
+      schedule: the learning rate as a function of the number of updates, or None if the optimizer
+        has no schedule.
     """
 
     transformation: optax.GradientTransformation
@@ -102,20 +116,23 @@ class RuledOptimizer:
     schedule: optax.Schedule | None = None
 
     def init(self, params: PyTree) -> PyTree:
-        """Returns the state of the transformation, which holds no entries for frozen parameters.
+        """Returns the state of the transformation, which has no entries for frozen parameters.
 
-        PRNG keys in it, such as those of ``optax.noisy_sgd``, are kept as their data, because checkpoints
-        hold plain arrays only.
+        The state may have PRNG keys, for example that of ``optax.noisy_sgd``. Their data is stored
+        in their place, because checkpoints hold only plain arrays.
         """
         state = self.transformation.init(self.trained(params))
         return _without_keys(state)
 
     def trained(self, tree: PyTree) -> PyTree:
-        """Returns nested dictionaries like the parameters without the entries that are frozen."""
+        """Returns a tree like the parameters without the entries of frozen parameters."""
         return trained_entries(self.rates, tree)
 
     def mask_gradients(self, gradients: PyTree) -> PyTree:
-        """Returns the gradients of `trained` parameters with zeros for frozen layers of scanned stacks."""
+        """Returns the gradients of trained parameters, with zeros for frozen layers.
+
+        A scanned stack holds trained and frozen layers in one array.
+        """
         return jax.tree.map(
             lambda g, rate: g if rate.all() else jnp.where(rate == 0, jnp.zeros_like(g), g),
             gradients,
@@ -123,12 +140,18 @@ class RuledOptimizer:
         )
 
     def update(self, gradients: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the new parameters and the new state, from what `mask_gradients` returns.
+        """Returns the new parameters and the new state.
 
         Frozen parameters keep every bit.
+
+        Args:
+          gradients: the result of `mask_gradients`.
+          opt_state: the state.
+          params: all parameters.
         """
 
         def apply_update(p: jax.Array, u: jax.Array, rate: np.ndarray) -> jax.Array:
+            """Returns a new parameter, given its update and the factors of its learning rate."""
             if (rate != 1.0).any():
                 u = jnp.asarray(rate) * u
             new = (p + u).astype(p.dtype)
@@ -141,13 +164,18 @@ class RuledOptimizer:
         return merge_entries(new, params), _without_keys(opt_state)
 
     def _with_keys(self, opt_state: PyTree, trained: PyTree) -> PyTree:
-        """Returns a state with PRNG keys in the place of their data, as the transformation has made it."""
-        implementations = list[Any]()  # JAX's specification of a leaf's keys; None: no keys
+        """Returns a state with PRNG keys in the place of their data.
+
+        The transformation expects them.
+        """
+        implementations = list[Any]()  # JAX's specification of a leaf's keys, or None for numbers
 
         def record(trained: PyTree) -> None:
+            """Records for each leaf of the state whether it holds keys, and of which kind."""
             for x in jax.tree.leaves(self.transformation.init(trained)):
                 implementations.append(jax.random.key_impl(x) if _is_key(x) else None)
 
+        # Only the dtypes of the initial state are needed, so it is traced and not computed.
         jax.eval_shape(record, trained)
         leaves, structure = jax.tree.flatten(opt_state)
         restored = [
@@ -157,7 +185,7 @@ class RuledOptimizer:
         return jax.tree.unflatten(structure, restored)
 
     def learning_rate(self, opt_state: PyTree) -> dict[str, jax.Array]:
-        """Returns ``learning_rate``, that of the next update; nothing if it is not known."""
+        """Returns ``{"learning_rate": ...}`` of the next update, or ``{}`` if it is unknown."""
         count = count_updates(opt_state)
         if self.schedule is None or count is None:
             return {}
@@ -165,7 +193,7 @@ class RuledOptimizer:
 
 
 def _is_key(x: jax.Array) -> bool:
-    """Returns whether an array holds PRNG keys, and not numbers."""
+    """Returns whether an array holds PRNG keys instead of numbers."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -175,13 +203,18 @@ def _without_keys(state: PyTree) -> PyTree:
 
 
 def trained_entries(rates: PyTree, tree: PyTree) -> PyTree:
-    """Returns nested dictionaries, or such with axes as leaves, without the entries that are frozen."""
+    """Returns a tree without the entries of frozen parameters.
+
+    Args:
+      rates: the factors of the learning rate; see `resolve_rules`.
+      tree: nested dictionaries like the parameters. Leaves may also be tuples of axis names.
+    """
     factors, flat = traverse_util.flatten_dict(rates), traverse_util.flatten_dict(tree)
     return traverse_util.unflatten_dict({k: x for k, x in flat.items() if factors[k].any()})
 
 
 def merge_entries(trained: PyTree, params: PyTree) -> PyTree:
-    """Returns nested dictionaries with the entries of `trained`, and otherwise those of `params`."""
+    """Returns `params` with the entries of `trained` in place of its own."""
     flat = traverse_util.flatten_dict(params) | traverse_util.flatten_dict(trained)
     return traverse_util.unflatten_dict(flat)
 
@@ -194,9 +227,14 @@ def build_optimizer(
     params: PyTree,
     axes: PyTree,
 ) -> RuledOptimizer:
-    """Builds an optimizer for the parameters that the rules leave to be trained; see `resolve_rules`.
+    """Builds an optimizer for the parameters that the rules do not freeze.
 
-    `axes` is like the parameters, with a tuple of logical axis names for each.
+    Args:
+      config: the configuration of the optimizer.
+      rules: the rules; see `resolve_rules`.
+      model: the model.
+      params: its parameters.
+      axes: a pytree like the parameters, with a tuple of logical axis names for each.
     """
     rates = resolve_rules(model, params, rules)
     return RuledOptimizer(config.build(trained_entries(rates, axes)), rates, schedule_of(config))

@@ -25,11 +25,15 @@ class Schedule(Protocol):
 
 
 LearningRate: TypeAlias = Schedule | NotNegative
-"""A schedule, or the value of a constant one."""
+"""A schedule, or a number for a constant learning rate."""
 
 
 def build_schedule(rate: LearningRate) -> optax.Schedule:
-    """Returns the learning rate as a function of the step."""
+    """Returns the learning rate as a function of the step.
+
+    Raises:
+      ValueError: the schedule does not build a function.
+    """
     schedule = (Constant(rate) if isinstance(rate, int | float) else rate).build()
     if not callable(schedule):
         raise ValueError(
@@ -41,7 +45,14 @@ def build_schedule(rate: LearningRate) -> optax.Schedule:
 @register
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A constant `value` after a linear warm-up from 0; T5 fine-tunes with 0.001 and no warm-up."""
+    """A constant learning rate after a linear warm-up from 0.
+
+    T5 fine-tunes with 0.001 and no warm-up.
+
+    Attributes:
+      value: the learning rate.
+      warmup_steps: number of steps of the warm-up.
+    """
 
     value: NotNegative = 1e-3
     warmup_steps: Number = 0
@@ -53,9 +64,13 @@ class Constant:
 @register
 @dataclasses.dataclass(frozen=True)
 class InverseSquareRoot:
-    """``factor / √max(step, warmup_steps)``: constant during the warm-up, then decaying.
+    """``factor / √max(step, warmup_steps)``, which is constant during the warm-up and then decays.
 
-    T5 pre-trains with 1 and 10,000 (Raffel et al. 2020, section 3.1.2).
+    T5 pre-trains with a factor of 1 and 10,000 steps (Raffel et al. 2020, section 3.1.2).
+
+    Attributes:
+      factor: factor of the learning rate.
+      warmup_steps: number of steps with a constant learning rate.
     """
 
     factor: NotNegative = 1.0
@@ -72,8 +87,13 @@ class InverseSquareRoot:
 class Noam:
     """``factor · d_model^−½ · min(s^−½, s · warmup_steps^−1.5)`` at step s, counted from 1.
 
-    Linear warm-up, then inverse square root (Vaswani et al. 2017, equation 3). Tensor2Tensor's base model
-    has the factor 2 and 8,000 steps.
+    The learning rate grows linearly and then decays with the inverse square root of the step
+    (Vaswani et al. 2017, equation 3). Tensor2Tensor's base model has the factor 2 and 8,000 steps.
+
+    Attributes:
+      d_model: width of the model.
+      warmup_steps: number of steps of the warm-up.
+      factor: factor of the learning rate.
     """
 
     d_model: Count
@@ -93,7 +113,16 @@ class Noam:
 @register
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Linear warm-up to `peak`, then linear decay to `final` at `total_steps`, as BERT is trained."""
+    """Linear warm-up to `peak`, then linear decay to `final` at `total_steps`.
+
+    BERT is trained with this schedule.
+
+    Attributes:
+      peak: the largest learning rate.
+      total_steps: the step at which the decay ends.
+      warmup_steps: number of steps of the warm-up.
+      final: the learning rate from `total_steps` on.
+    """
 
     peak: NotNegative
     total_steps: Count
@@ -111,7 +140,14 @@ class Linear:
 @register
 @dataclasses.dataclass(frozen=True)
 class Cosine:
-    """Linear warm-up to `peak`, then cosine decay to `final` at `total_steps`."""
+    """Linear warm-up to `peak`, then cosine decay to `final` at `total_steps`.
+
+    Attributes:
+      peak: the largest learning rate.
+      total_steps: the step at which the decay ends.
+      warmup_steps: number of steps of the warm-up.
+      final: the learning rate from `total_steps` on.
+    """
 
     peak: NotNegative
     total_steps: Count
@@ -129,14 +165,14 @@ class Cosine:
 
 
 def _warmup(step: jax.typing.ArrayLike, warmup_steps: int) -> jax.Array:
-    """The factor of a linear warm-up, from 1 / warmup_steps at step 0 to 1."""
+    """Returns the factor of a linear warm-up, which grows from 1 / warmup_steps at step 0 to 1."""
     if warmup_steps == 0:
         return jnp.asarray(1.0)
     return jnp.minimum((jnp.asarray(step, jnp.float32) + 1.0) / warmup_steps, 1.0)
 
 
 def _decay_fraction(step: jax.typing.ArrayLike, schedule: Cosine | Linear) -> jax.Array:
-    """The share of the steps after the warm-up that are done, from 0 to 1."""
+    """Returns the share of the steps after the warm-up that are done, from 0 to 1."""
     decay_steps = max(schedule.total_steps - schedule.warmup_steps, 1)
     decay_step = jnp.asarray(step, jnp.float32) - schedule.warmup_steps
     return jnp.clip(decay_step / decay_steps, 0.0, 1.0)
