@@ -110,6 +110,7 @@ def beam_search(
         allowed = constraints.apply(logits, state.tokens.reshape(b * n, m), state.at).reshape(b, n, -1)
         found = continuations(state, allowed, scores, count)
 
+        # Sequences that have just ended compete with those that ended before.
         real = found.ends & (found.scores > NEVER / 2)
         penalized = jnp.where(real, found.scores / length_penalty(state.at + 1, alpha), NEVER)
         ended, order = jax.lax.top_k(jnp.concatenate([state.ended, penalized], axis=1), n)
@@ -204,7 +205,8 @@ def top_tokens(logits: jax.Array, scores: jax.Array, count: int) -> tuple[jax.Ar
     groups = -(-vocab // GROUP)
     logits = jnp.pad(logits, ((0, 0), (0, 0), (0, groups * GROUP - vocab)), constant_values=-jnp.inf)
     logits = logits.reshape(b, n, groups, GROUP)
-    peaks = (logits.max(axis=-1) + scores[:, :, None]).reshape(b, n * groups)  # the best of each group
+    # The best logit of each group, [b, n · groups].
+    peaks = (logits.max(axis=-1) + scores[:, :, None]).reshape(b, n * groups)
     _, chosen = jax.lax.top_k(peaks, min(count, n * groups))
     chosen = jnp.sort(chosen)  # as in top_k, the first of equal values comes first
     # [b, count, GROUP]

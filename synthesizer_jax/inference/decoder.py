@@ -165,7 +165,7 @@ class Decoder:
         self._model, self._variables, self._encoder_tokens = model, variables, encoder_tokens
         self._continues = continues
         kernel, self._scale = apply_method(model.output_kernel, variables)
-        # Cast once, not in every iteration of the loop.
+        # The kernel is cast here once, and not in every iteration of the loop.
         self._kernel = kernel.astype(model.dtype if logits_dtype is None else logits_dtype)
 
     def begin(self) -> tuple[jax.Array, DecodingCache]:

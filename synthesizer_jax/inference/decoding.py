@@ -120,8 +120,8 @@ def decode_sequences(
     sampling = None
     if decoding.temperature:
         sampling = Sampling(
-            # With JAX's other generators, what a key draws under `jax.vmap` depends on the other
-            # keys.
+            # With JAX's other generators, the numbers of a key under `jax.vmap` depend on the
+            # other keys, and so on the batch.
             jax.random.key(decoding.seed, impl="threefry2x32"),
             jnp.asarray(range(encoder_tokens.shape[0]) if examples is None else examples),
             temperature=float(decoding.temperature),
@@ -129,8 +129,8 @@ def decode_sequences(
             min_p=None if decoding.min_p is None else float(decoding.min_p),
         )
     relative, penalty = decoding.relative_length, decoding.repetition_penalty
-    # Settings that are passed as arrays have their default values here, so that their values do not
-    # compile another program.
+    # The settings that are passed as arrays are the same here in every call, so that their values
+    # do not compile another program.
     static = Decoding(
         max_length=decoding.max_length,
         beams=decoding.beams,
@@ -185,8 +185,7 @@ def run_decoding(
     if not (repetition_penalty is decoding.no_repeat_ngram_size is None):
         prompt = jnp.full_like(encoder_tokens[:, :1], model.ids.start)  # the decoder's first input
         if isinstance(model, LanguageModel):
-            # The prompt is aligned on the right: padding after the last token moves to the
-            # beginning.
+            # The prompt is aligned on the right, so padding after the last token moves to its left.
             after = jnp.argmax(encoder_tokens[:, ::-1] != model.ids.padding, axis=1)
             prompt = jax.vmap(jnp.roll)(encoder_tokens, after)
             is_token = prompt != model.ids.padding

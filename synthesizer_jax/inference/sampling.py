@@ -55,7 +55,8 @@ def keep_most_probable(
         reached = (sums[..., :-1] >= top_p) & (jnp.asarray(top_p) < 1)
         count = 1 + jnp.sum(~reached, axis=-1)
     last = count[..., None] - 1
-    least, last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, tokens))  # [rows, 1] each
+    # The last token that is kept, and its logit, [rows, 1] each.
+    least, last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, tokens))
     tied = (logits == least) & (jnp.arange(vocab)[None] <= last_token)
     return jnp.where((logits > least) | tied, logits, -jnp.inf)
 

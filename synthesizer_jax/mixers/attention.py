@@ -101,8 +101,7 @@ class AttentionBase(Mixer):
         mask = self._narrow(inputs.mask)
         values = self._values(attended)
         num_keys, limit = attended.shape[1], None
-        # While decoding, the terms are made for all positions of the cache, not only for the new
-        # ones.
+        # While decoding, the terms are made for all positions of the cache.
         if cache is not None:
             num_keys, limit = cache.capacity, cache.num_queries
         query_span = Span(position, _num_positions(mask, x.shape[1]), limit)
@@ -133,8 +132,7 @@ class AttentionBase(Mixer):
         terms = self._terms(x, attended, values, context)
         if kv is None:
             return init_cache(terms, values, max_length=max_length)
-        # In cross-attention all keys and values are known now, and only queries will be added
-        # later.
+        # In cross-attention all keys and values are known now. Only queries will be added.
         cache = init_cache(terms, values, max_length=num_keys, memory=kv)
         sizes = {"batch": kv.shape[0], "heads": 1, "q_length": 1, "k_length": num_keys}
         keys = Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid).broadcast_to(**sizes)
@@ -195,7 +193,8 @@ class AttentionBase(Mixer):
         """Projects ``[batch, k, width]`` tokens to values ``[batch, k, heads, width]``."""
         if not self.project_values:
             shape = (*memory.shape[:2], self.num_value_heads, memory.shape[-1])
-            return jnp.broadcast_to(memory[:, :, None], shape)  # [b, k, h, width], the same for every head
+            # [b, k, h, width], the same for every head
+            return jnp.broadcast_to(memory[:, :, None], shape)
         return project(
             memory,
             heads=self.num_value_heads,
@@ -261,6 +260,7 @@ class Attention(AttentionBase):
             sinks = self.param("sinks", with_axes(nn.initializers.zeros_init(), "heads"), (self.num_heads,))
         options: dict[str, Any] = {"mask": mask, "soft_cap": self.soft_cap, "sinks": sinks}
         if self.is_sowing_weights:
+            # `attend` may never hold all weights, so they are computed once more to be shown.
             lengths: dict[str, Any] = {"q_length": x.shape[1], "k_length": values.shape[1]}
             weights = attention_weights(terms, **lengths, **options)
             self.sow("intermediates", "attention_weights", weights)

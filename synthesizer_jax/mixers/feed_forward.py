@@ -122,7 +122,8 @@ class SentenceNetwork(nn.Module):
         return Sums(
             total=x.sum(-1, keepdims=True),
             squares=jnp.square(x).sum(-1, keepdims=True),
-            hidden=jnp.einsum("bnd,gndf->bngf", x, scale[..., None] * kernel),  # [b, n, nets, hidden]
+            # [b, n, nets, hidden]
+            hidden=jnp.einsum("bnd,gndf->bngf", x, scale[..., None] * kernel),
         )
 
     def hidden(self, sums: Sums) -> jax.Array:
@@ -203,7 +204,7 @@ class SentenceFeedForward(Mixer):
 
     has_cross_attention = True
     supports_packing = False
-    shares_cross_cache = False  # in cross-attention it sums up decoder tokens
+    shares_cross_cache = False  # its cache in cross-attention sums up the decoder's tokens
     supports_causal = property(lambda self: self.causal)
     supports_bidirectional = property(lambda self: not self.causal)
 

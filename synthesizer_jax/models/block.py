@@ -197,7 +197,8 @@ class Block(nn.Module):
                         "Block: rows that share a memory while decoding stand at one position; give a "
                         "scalar"
                     )
-            else:  # every row of tokens has a cache of its own
+            else:
+                # Every row of tokens has a cache of its own, and therefore needs a row of the mask.
                 mask = jax.tree.map(lambda a: _repeat_rows(a, batch), mask)
             extend = lambda mixer, x: mixer.extend(x, old, mask=mask, position=position)
             y, cross = _share_memory(extend, mixer, x, batch)

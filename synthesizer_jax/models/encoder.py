@@ -62,6 +62,7 @@ class Encoder(TokenModel, kw_only=True):
       masked_lm: whether there is BERT's head over the tokens. It consists of a dense layer, GELU, a
         normalization, a product with the embedding (if `tied`) or with a projection, and a bias.
       token_types: number of segment embeddings, 2 in BERT. 0 means none.
+      tied: whether the head over the tokens uses the embedding as its projection.
       head_init: initializer of the heads' kernels.
     """
 

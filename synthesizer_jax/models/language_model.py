@@ -97,8 +97,7 @@ class LanguageModel(TextToText, kw_only=True):
         """Returns the cache after tokens ``[batch, k]``, with room for `max_length` more."""
         x = self.embed(tokens)
         length = tokens.shape[1] + max_length
-        # A prefix must stay visible to all later tokens, so a cache of a window is not enough for
-        # it.
+        # A prefix must stay visible to all later tokens, so a cache of a window is not enough.
         layers = self.decoder.init_cache(x, max_length=length, whole=self.prefix)
         if tokens.shape[1]:
             _, layers = self.decoder.extend(x, layers, mask=mask)
@@ -118,7 +117,7 @@ class LanguageModel(TextToText, kw_only=True):
         """
         count = num_real_tokens(targets, self.ids.padding)
         tokens, _ = move_token_padding_last(targets, self.ids.padding)
-        # The decoder's first input, then the targets.
+        # Like the inputs of training: the start token, then the targets.
         tokens = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=self.ids.start)
         last = jnp.take_along_axis(tokens, count[:, None], axis=1)[:, 0]  # [b]
         mask = Mask(causal=True, key_lengths=count)
@@ -142,6 +141,7 @@ def _concatenate_rows(inputs: jax.Array, targets: jax.Array, count: jax.Array) -
       targets: ``[batch, q]``.
       count: ``[batch]`` number of real inputs.
     """
+    # The targets are padded by k on both sides, so that they can be shifted by up to k positions.
     rows = jnp.concatenate([jnp.zeros_like(inputs), targets, jnp.zeros_like(inputs)], axis=1)
     position = jnp.arange(inputs.shape[1] + targets.shape[1])[None]
     # [b, k + q], the targets `count` positions to the right of the row's beginning.

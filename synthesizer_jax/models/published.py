@@ -225,7 +225,7 @@ PUBLISHED: dict[str, Callable[[], TokenModel]] = {
         f"{kind}_{size}": partial(attention_replaced, kind, hidden)
         for kind, sizes in {
             **dict.fromkeys(("alr", "alrr", "elr"), _WIDTHS),
-            "alsr": {"xs": 200, "s": 400, "m": 800, "l": 1600},  # their largest is their L
+            "alsr": {"xs": 200, "s": 400, "m": 800, "l": 1600},  # the paper has no larger size
         }.items()
         for size, hidden in sizes.items()
     },

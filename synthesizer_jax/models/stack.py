@@ -271,6 +271,7 @@ class Stack(nn.Module):
         """Applies the layers of every run in a scan."""
         stacked = "params", "constants", "intermediates", LOGITS, LOSSES, TAPS, OVERRIDES
         for index, run in enumerate(self.runs):
+            # Each layer has its own slice of every collection, along a new first axis.
             scanned = nn.scan(
                 self._block_type(),
                 variable_axes=dict.fromkeys(stacked, 0),
@@ -303,7 +304,7 @@ class Stack(nn.Module):
         """Returns the class `Block`, with rematerialization if `remat` is set."""
         if self.remat is None:
             return Block
-        # A scan keeps XLA from merging the recomputation with the forward pass, a loop does not.
+        # A scan already keeps XLA from merging the recomputation with the forward pass.
         policy, prevent_cse = REMAT_POLICIES[self.remat], not self.scan
         rematerialized: type[Block] = nn.remat(Block, policy=policy, prevent_cse=prevent_cse)
         return rematerialized

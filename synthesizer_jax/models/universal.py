@@ -84,6 +84,8 @@ class UniversalStack(Stack):
                 continue
             probability = jax.nn.sigmoid(gate(x)[..., 0])
             running = halted < 1.0  # [b, q], the positions that have not halted
+            # A position stops at the step in which its probabilities exceed the threshold. The
+            # weight of this step is the remainder, so that the weights add up to 1.
             stops = running & (halted + probability > threshold)
             runs_on = running & ~stops
             halted = halted + jnp.where(runs_on, probability, 0.0)

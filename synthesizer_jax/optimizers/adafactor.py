@@ -84,8 +84,7 @@ def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) ->
     """
     is_table = bool(TABLE & set(axes)) and len(axes) > 2
     batch = tuple(i for i, axis in enumerate(axes) if axis in BATCH or (axis == "heads" and is_table))
-    # Each group of dimensions is one dimension of the block's matrix: heads and their features are
-    # one.
+    # Each group holds the dimensions that form one dimension of the block's matrix.
     groups: list[list[int]] = []
     for i in range(len(axes)):
         after_heads = i > 0 and i - 1 not in batch and axes[i - 1] in ("heads", "kv_heads")
@@ -243,7 +242,8 @@ def state_axes(opt_state: PyTree, axes: PyTree, shapes: PyTree) -> PyTree:
       axes: the logical axes of the parameters.
       shapes: the shapes of the parameters.
     """
-    axes_by_leaf: dict[tuple[tuple[str, ...], tuple[int, ...]], Axes] = {}  # by path and shape
+    # Axes by the path and the shape of a leaf, for all leaves that any optimizer might have.
+    axes_by_leaf: dict[tuple[tuple[str, ...], tuple[int, ...]], Axes] = {}
     nodes = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
     for (path, names), param in zip(nodes, jax.tree.leaves(shapes), strict=True):
         keys = _dict_keys(path)

@@ -118,8 +118,7 @@ def check_patterns_decide(field: str, patterns: Iterable[str], paths: Collection
 
 def is_axes(node: object) -> TypeGuard[Axes]:
     """Returns whether a node of a pytree is a tuple of axis names, for use as ``is_leaf``."""
-    # Optax's empty state is a named tuple without fields, which must not pass for a tuple of no
-    # names.
+    # Optax's empty state is a named tuple without fields. It must not pass for a tuple of axes.
     if not isinstance(node, tuple) or hasattr(node, "_fields"):
         return False
     return all(isinstance(axis, str | None) for axis in node)
