@@ -72,8 +72,8 @@ class ExampleStream:
             )
 
     def __next__(self) -> Example:
-        # A chunk may contain no example of this shard, so this can take several turns.
         """Returns the next example."""
+        # A chunk may contain no example of this shard, so this can take several turns.
         while self._num_taken == len(self._order):
             if self._reads_chunks and (self._chunk + 1) * CHUNK < len(self._examples):
                 self.restore([self._epoch, self._chunk + 1, 0])

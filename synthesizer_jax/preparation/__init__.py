@@ -1,1 +1,1 @@
-"""Preparation of data: importers, synthetic data, and the tokens that training and evaluation read."""
+"""Prepares data: it imports and generates data sets, and writes the tokens that runs read."""

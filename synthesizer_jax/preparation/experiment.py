@@ -1,4 +1,4 @@
-"""Preparation of what a run reads, from Python."""
+"""Prepares the data that an experiment reads, from Python."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from synthesizer_jax.training.run_directory import find_vocabulary
 
 
 def prepare_data(experiment: Experiment, data_dir: pathlib.Path | None = None) -> None:
-    """Prepares what `training.run.run` reads of an experiment, where that is missing or outdated.
+    """Prepares the data that `training.run.run` reads, if it is missing or outdated.
 
-    This process does it, which knows the tasks that it has added, and imports TensorFlow. The command
-    ``synthesizer-jax data prepare`` does the same in another.
+    It runs in this process, which knows the tasks that have been added here, and it imports
+    TensorFlow. The command ``synthesizer-jax data prepare`` does the same in another process.
 
     Args:
-      experiment: what is to be run.
-      data_dir: where data sets lie; None is `task_registry.default_data_dir()`.
+      experiment: the experiment that is going to run.
+      data_dir: the directory of the data sets. By default, it is
+        `task_registry.default_data_dir()`.
 
     Raises:
-      FileNotFoundError: no task of the mixture has the splits.
-      ValueError: a data set is damaged, or the experiment has no vocabulary.
+      FileNotFoundError: if no task of the mixture has the splits.
+      ValueError: if a data set is damaged, or if the experiment has no vocabulary.
     """
     import_tensorflow()
     directory = storage_path(str(data_dir or default_data_dir()))

@@ -1,4 +1,4 @@
-"""Import of users' files as tasks; `tasks.task_registry` says what is written."""
+"""Imports files of users as tasks. The module `tasks.task_registry` describes what is written."""
 
 from __future__ import annotations
 
@@ -36,27 +36,34 @@ with epy.lazy_imports():
 
 
 class Template:
-    """A text with fields of a row in braces, such as ``review: {text}``; dots enter JSON objects.
+    """A text with the names of fields in braces, such as ``review: {text}``.
+
+    A name with dots refers to a field of a JSON object inside a field.
+
+    Args:
+      text: the text with the names.
 
     Raises:
-      ValueError: there is a brace outside of a field.
+      ValueError: if there is a brace outside of a field.
     """
 
     def __init__(self, text: str):
+        # The parts with odd indices are the names of fields, because `split` keeps what its group
+        # matches.
         self.text, self._parts = text, re.split(r"\{([^{}]+)\}", text)
         if brace := re.search("[{}]", "".join(self._parts[::2])):
             raise ValueError(f"the template {text!r} has {brace[0]!r} outside of a field; write {{NAME}}")
 
     @property
     def fields(self) -> list[str]:
-        """The names of its fields."""
+        """The names of the fields, in their order."""
         return self._parts[1::2]
 
     def __call__(self, row: Row) -> str:
-        """Returns the text of a row; the empty text if all fields are blank there.
+        """Returns the text for a row. It is empty if all fields of the row are blank.
 
         Raises:
-          ValueError: the row lacks a field, or it is no text or number.
+          ValueError: if the row lacks a field, or if a field is not a text or number.
         """
         values = [_field_text(row, field) for field in self.fields]
         if values and all(map(is_blank, values)):
@@ -65,7 +72,11 @@ class Template:
 
 
 def _field_text(row: Row, field: str) -> str:
-    """Returns the text of a field of a row."""
+    """Returns a field of a row as text.
+
+    Raises:
+      ValueError: see `Template`.
+    """
     value: JSON = row
     names = [field] if field in row else field.split(".")
     for count, name in enumerate(names):
@@ -81,16 +92,17 @@ def _field_text(row: Row, field: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FileTask:
-    """A task that is made of files.
+    """A task that is made of files of users.
 
     Attributes:
-      name: its name: lower-case letters, digits and ``_``.
-      inputs: makes the input of a row; None: the task has targets only.
-      targets: makes the target of a row; None: all are hidden.
-      metrics: names in `METRICS`.
-      labels: ``{value: word}`` of the allowed targets, in index order; empty: free text. A target that is a
-        value is replaced by its word; one that is neither is an error. The blank target of a row with
-        an input is a hidden one, which only splits ``test…`` may have.
+      name: the name of the task. It consists of lower-case letters, digits and ``_``.
+      inputs: a function that makes the input of a row. `None` means that the task has only targets.
+      targets: a function that makes the target of a row. `None` means that all targets are hidden.
+      metrics: names of metrics in `METRICS`.
+      labels: the allowed targets as ``{value: word}``, in the order of their indices. A target that
+        equals a value is replaced by its word. Any other target must equal a word. If a row has an
+        input and a blank target, the target is hidden. Only splits whose names begin with ``test``
+        may have hidden targets. If `labels` is empty, targets are free text.
     """
 
     name: str
@@ -128,11 +140,15 @@ class FileTask:
 
     @property
     def is_numeric(self) -> bool:
-        """Whether its metrics compare numbers."""
+        """Whether the metrics of the task compare numbers."""
         return any(METRICS[name][1] == "numbers" for name in self.metrics)
 
     def texts(self, row: Row) -> tuple[str, str]:
-        """Returns the input (empty if the task has none) and the target of a row."""
+        """Returns the input and the target of a row. The input is empty if the task has no inputs.
+
+        Raises:
+          ValueError: if a field is missing, or if the target is not allowed.
+        """
         try:
             target = "" if self.targets is None else self.targets(row)
         except ValueError as error:
@@ -155,17 +171,21 @@ class FileTask:
 def import_files(
     task: FileTask, splits: Mapping[str, SplitFiles], data_dir: pathlib.Path, *, renew: bool = False
 ) -> list[SplitReport]:
-    """Writes a task's data set, all of it or nothing, and its definition.
+    """Writes the data set and the definition of a task. If there is an error, nothing is written.
 
     Args:
       task: the task.
-      splits: the files of its splits.
+      splits: the files of each split.
       data_dir: a TFDS data directory.
-      renew: whether an imported task of the same name is replaced; otherwise the splits are added to it.
+      renew: whether to replace an imported task of the same name. Otherwise, the splits are added
+        to that task.
+
+    Returns:
+      A report for every split.
 
     Raises:
-      ValueError: a row is broken, a split is empty or there already, or the name is that of a task of
-        the package.
+      ValueError: if a row is broken, if a split is empty or exists already, or if the name is that
+        of a task of this package.
     """
     same_name = task_registry.TASKS.get(task.name)
     if same_name is not None and not same_name.dataset.startswith(f"{IMPORTED}/"):
@@ -193,7 +213,9 @@ def import_files(
             "metrics": list(task.metrics),
             "words": list(dict.fromkeys(task.labels.values())),
             "has_inputs": task.inputs is not None,
-            "inputs": getattr(task.inputs, "text", None),  # other splits must have them too
+            # Splits that are added later must have the same inputs. `staging` compares the
+            # definitions.
+            "inputs": getattr(task.inputs, "text", None),
         }
         write_atomic(directory / DEFINITION_FILE, json.dumps(definition, indent=1) + "\n")
     task_registry.add(
@@ -203,7 +225,11 @@ def import_files(
 
 
 def _format_row(task: FileTask, report: SplitReport, row: Row) -> Row:
-    """Returns a row of a task, and counts its label."""
+    """Returns the input and the target of a row of the task, and counts its label.
+
+    Raises:
+      ValueError: if the target is missing in a split that must have it.
+    """
     inputs, target = task.texts(row)
     if task.inputs is None and not target:
         raise ValueError("the target is blank, and the row has no input either; remove the row")

@@ -1,4 +1,4 @@
-"""What the rows of a task look like: texts, lengths in tokens, sizes, overlap between splits."""
+"""Shows the rows of a task, and compares the sizes and the contents of its splits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,18 @@ from synthesizer_jax.tasks.postprocessors import Example, to_text
 def read_rows(
     name: str, split: str, vocabulary: Vocabulary, *, data_dir: pathlib.Path, count: int | None = None
 ) -> Iterator[Example]:
-    """Yields a task's preprocessed rows in stored order, not truncated; at most `count` if it is given.
+    """Yields the preprocessed rows of a task in stored order, which are not truncated.
+
+    Args:
+      name: the name of the task.
+      split: the name of the split.
+      vocabulary: the vocabulary of the tokens.
+      data_dir: the data directory.
+      count: the largest number of rows to read, or `None` for all rows.
 
     Raises:
-      FileNotFoundError: the split is not in `data_dir`.
+      FileNotFoundError: if the split is not in `data_dir`.
+      ValueError: if the rows cannot be read.
     """
     task = task_registry.find_task(name)
     splits = task.stored_splits(data_dir)
@@ -42,23 +50,37 @@ def read_rows(
 
 @dataclasses.dataclass(frozen=True)
 class SplitCheck:
-    """The check of one split of a task."""
+    """The result of checking one split of a task.
+
+    Attributes:
+      task: the name of the task.
+      split: the name of the split.
+      rows: the number of stored rows, or `None` if it is not known.
+      published: the published number of rows, or `None` if it is not known.
+      repeated: the number of preprocessed rows whose input and target also occur in an earlier row
+        of the split.
+      shared: for each earlier split, the number of inputs that both splits have. Splits that share
+        no inputs are left out.
+    """
 
     task: str
     split: str
-    rows: int | None  # stored; None: not known
-    published: int | None  # the published number of rows; None: not known
-    repeated: int  # preprocessed rows whose input and target an earlier row of the split has
-    shared: Mapping[str, int]  # numbers of inputs that earlier splits have too
+    rows: int | None
+    published: int | None
+    repeated: int
+    shared: Mapping[str, int]
 
     @property
     def is_complete(self) -> bool | None:
-        """Whether the number of rows is the published one; None where either is not known."""
+        """Whether the number of rows is the published one. It is `None` if either is not known."""
         return None if None in (self.rows, self.published) else self.rows == self.published
 
 
 def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
-    """Compares a task's sizes with the published ones, and its splits, which are read, with each other."""
+    """Compares a task's splits with their published sizes, and with each other.
+
+    All rows of the splits are read. Rows are compared by their hashes, to save memory.
+    """
     vocabulary, seen = Bytes().build(), dict[str, set[int]]()
     task = task_registry.find_task(name)
     published = published_rows(task.dataset)
@@ -79,7 +101,7 @@ def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
 
 
 def text_of(row: Example, feature: str, vocabulary: Vocabulary) -> str:
-    """Returns the text of a feature; empty if the row does not have it."""
+    """Returns the text of a feature of a row, or an empty text if the row lacks the feature."""
     if f"{feature}_pretokenized" in row:
         return to_text(row[f"{feature}_pretokenized"])
     return vocabulary.decode(row.get(feature, ()))

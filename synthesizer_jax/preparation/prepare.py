@@ -1,6 +1,7 @@
-"""Prepares tasks: every example of a split is read and tokenized once, and written.
+"""Prepares tasks: reads and tokenizes every example of a split once, and writes the tokens.
 
-Large splits are written shard by shard; those that are complete remain after an interruption.
+Large splits are written shard by shard. After an interruption, complete shards are not written
+again.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ with epy.lazy_imports():
     from array_record.python import array_record_module
 
 ONE_SHARD = 1_000_000
-"""Splits with no more rows are written as one shard."""
+"""The largest number of rows of a split that is written as a single shard."""
 
 
 def prepare(
@@ -65,28 +66,31 @@ def prepare(
     setup: Callable[[], object] | None = None,
     log: Callable[[str], None] = print,
 ) -> None:
-    """Prepares the tasks of a mixture that have a split, and the mixture's rates.
+    """Prepares the splits of a mixture's tasks, and writes the rates of the mixture.
 
     Args:
-      mixture: a mixture or task.
-      prepared: data directory and vocabulary.
-      training_splits: splits whose tokens are written.
-      evaluation_splits: splits of which everything is written that metrics need.
-      lengths: the lengths of inputs and targets of rows, for tasks whose steps depend on them.
-      epochs: how often rows are read, each time with other random numbers of the task's steps; None: as
-        often as for what is there, or once.
-      only: see `requested_splits`.
-      workers: number of processes that write shards.
-      renew: whether to write again what is there.
-      setup: called in those processes first, to import what registers tasks.
-      log: receives a line for every split.
+      mixture: the name of a mixture or task.
+      prepared: the data directory and the vocabulary.
+      training_splits: the splits for training. Their tokens are written.
+      evaluation_splits: the splits for evaluation. In addition to their tokens, everything that
+        metrics need is written.
+      lengths: the lengths of inputs and targets of rows. Only tasks whose steps depend on them need
+        them.
+      epochs: how often the rows are read. Each time, the random steps of the task draw other
+        numbers. By default, it is the number for which the split is already prepared, or 1.
+      only: the names of tasks to which the preparation is limited (see `requested_splits`).
+      workers: the number of processes that write shards.
+      renew: whether to write splits again that are already prepared.
+      setup: a function that each of these processes calls first, for example to import tasks.
+      log: a function that receives a line for every split.
 
     Raises:
-      FileNotFoundError: no task has the splits.
-      OSError: the disk is full.
-      ValueError: a data set is damaged, or a task needs `lengths`.
+      FileNotFoundError: if no task has the splits.
+      OSError: if the disk is full.
+      ValueError: if a data set is damaged, or if a task needs `lengths`.
     """
-    if made := MIXTURES.get(mixture):  # here; all other data sets were imported
+    # The data sets of these mixtures are generated. All other data sets were imported before.
+    if made := MIXTURES.get(mixture):
         synthetic.write(prepared.data_dir, made)
     rates = task_registry.mixture_rates(mixture, prepared.data_dir)
     requests = requested_splits(
@@ -115,18 +119,37 @@ def prepare(
 
 @dataclasses.dataclass(frozen=True)
 class _ShardJob:
-    """What a process needs to know to write one shard."""
+    """What a process needs to know in order to write one shard.
+
+    Attributes:
+      request: the split.
+      prepared: the data directory and the vocabulary.
+      options: arguments of `read_task`.
+      targets_length: the maximum length of targets in rows. It is `None` if it is not known, or if
+        the task consists of texts.
+      key: identifies everything on which the contents of the shard depend. An existing shard is
+        kept only if its key is equal.
+    """
 
     request: SplitRequest
     prepared: PreparedTasks
-    options: dict[str, Any]  # of `read_task`
-    targets_length: int | None  # of rows; None: not known, or texts
-    key: str  # what must be equal for a shard that is there to be kept
+    options: dict[str, Any]
+    targets_length: int | None
+    key: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What was written; see `PreparedInfo`."""
+    """What was written of a shard.
+
+    Attributes:
+      key: see `_ShardJob`.
+      examples: the number of examples.
+      tokens: the total numbers of tokens of inputs and of targets.
+      checksum: the CRC-32 of the first record.
+      rows_digest: the SHA-256 of the file of rows, or `None` if it was not written.
+      targets: see `PreparedInfo`.
+    """
 
     key: str
     examples: int
@@ -146,7 +169,11 @@ def _prepare_split(
     renew: bool,
     setup: Callable[[], object] | None,
 ) -> PreparedInfo:
-    """Writes all shards of a split beside those that are there, then ``info.json``, and removes the old."""
+    """Writes all shards of a split and then ``info.json``, and removes the files of before.
+
+    The new files have other names than existing files, which are removed only at the end. Therefore
+    ``info.json`` always describes complete files.
+    """
     before = prepared.find(request.task, request.split)
     epochs, old = epochs or (before.epochs if before else 1), set(before.files if before else ())
     task = task_registry.find_task(request.task)
@@ -165,6 +192,7 @@ def _prepare_split(
     directory = prepared.directory(request.task, request.split)
     key = json.dumps([source, fixed, epochs, request.rows, FORMAT, renew and secrets.token_hex(4)])
     names = [f"tokens-{i:05}-of-{epochs * shards:05}.arrayrecord" for i in range(epochs * shards)]
+    # New files must not overwrite files that info.json still describes.
     if old & set(names):
         names = [name.replace("tokens", "tokens-b") for name in names]
     options = {"with_rows": request.rows, "lengths": fixed}
@@ -176,9 +204,11 @@ def _prepare_split(
     if min(workers, len(jobs)) == 1:
         written = list(map(_write_shard, jobs, paths))
     else:
+        # TensorFlow cannot be used in a forked process, so new processes are started.
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(workers, context, initializer=setup) as pool:
             written = list(pool.map(_write_shard, jobs, paths))
+    # Empty shards are left out.
     filled = {n: s for n, s in zip(names, written, strict=True) if s.examples}
     if not filled:
         raise ValueError(f"{request.task}'s split {request.split!r} has no examples")
@@ -212,7 +242,10 @@ def _prepare_split(
 
 
 def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
-    """Writes a shard, unless it is there and complete."""
+    """Writes a shard, unless it already exists and is complete.
+
+    A file ``.json`` beside the shard is written last. It says that the shard is complete.
+    """
     done = path.with_suffix(".json")
     if done.is_file():
         with describing(done):
@@ -233,13 +266,14 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
 
 
 def _write_rows(batches: Iterator[Batch], job: _ShardJob, path: pathlib.Path) -> Iterator[Chunk]:
-    """Yields the tokens of rows, and writes everything else of them."""
+    """Yields the tokens of rows, and writes everything else of the rows to a file."""
     with open_atomic(path) as file:
         for tokens, rows in batches:
             for i, row in enumerate(rows):
                 texts = {
                     f"{side}_pretokenized": job.prepared.vocabulary.decode(ids)
                     for side, ids in zip(SIDES, tokens[i], strict=True)
+                    # SeqIO tasks may give only tokens, so their texts are decoded.
                     if f"{side}_pretokenized" not in row
                 }
                 file.write(msgpack.packb(texts | row, default=lambda value: value.tolist()))
@@ -249,9 +283,13 @@ def _write_rows(batches: Iterator[Batch], job: _ShardJob, path: pathlib.Path) ->
 def _count_targets(
     chunks: Iterator[Chunk], job: _ShardJob, task: Task, counts: collections.Counter[str]
 ) -> Iterator[Chunk]:
-    """Yields chunks, and counts targets by what is to be said of them."""
+    """Yields the chunks unchanged, and counts targets that a user should know about.
+
+    They are targets that are truncated, hidden, or hold text that the vocabulary does not cover.
+    """
     vocabulary, limit = job.prepared.vocabulary, job.targets_length
     sentinel = [vocabulary.vocab_size - 1] * task.sentinel
+    # All token ids of a hidden target: empty or unknown text, with or without sentinel and EOS.
     texts: list[list[int]] = [[], vocabulary.encode(UNKNOWN)]
     hidden = {(*text, *sentinel, *end) for text in texts for end in ((), (vocabulary.eos_id,))}
     for chunk in chunks:
@@ -259,18 +297,27 @@ def _count_targets(
         lengths = np.diff(ends)
         if limit is not None:
             counts[f"are cut at {limit} tokens"] += int((lengths > limit).sum())
+        # Only short targets can be hidden, so only these few are compared.
         short = np.flatnonzero(lengths <= max(map(len, hidden))).tolist()
         counts[HIDDEN] += sum(tuple(chunk[i][1].tolist()) in hidden for i in short)
+        # The number of unknown tokens before each end. Its differences are the numbers in each
+        # target.
         unknown = np.append(0, np.cumsum(ids == vocabulary.unk_id))[ends]
         counts["hold unknown pieces"] += int(np.count_nonzero(np.diff(unknown)))
         yield chunk
 
 
 def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Shard:
-    """Writes chunks as an ArrayRecord file, which has no records if there are none."""
+    """Writes chunks as an ArrayRecord file. If there are no chunks, the file has no records.
+
+    Args:
+      chunks: the examples.
+      path: the file to write, on a disk or in a bucket.
+      key: see `Shard`.
+    """
     examples, tokens, checksum = 0, dict.fromkeys(SIDES, 0), 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    # ArrayRecord writes to disks alone.
+    # ArrayRecord writes only to disks, so a file for a bucket is copied afterwards.
     folder = pathlib.Path(tempfile.gettempdir()) if in_bucket(path) else path.parent
     with temporary_directory(folder, ".synthesizer_jax") as directory:
         partial = directory / path.name
@@ -279,6 +326,7 @@ def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Sh
             for chunk in chunks:
                 record = chunk.to_bytes()
                 writer.write(record)
+                # The checksum is that of the first record.
                 checksum = checksum if examples else zlib.crc32(record)
                 examples += len(chunk)
                 for side, ids in zip(SIDES, (chunk.inputs.ids, chunk.targets.ids), strict=True):
@@ -293,8 +341,12 @@ def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Sh
 
 
 def _truncation(task: Task, vocabulary: Vocabulary) -> tuple[bool, dict[str, int]]:
-    """Returns whether the steps of a task depend on the lengths of rows otherwise than by truncating them,
-    and how many last tokens of every side remain then.
+    """Returns whether a task must know the lengths of rows, and how it truncates examples.
+
+    Returns:
+      Whether a step of the task depends on the lengths of rows in another way than by truncating
+      them. And the numbers of tokens at the end of inputs and of targets that remain if an example
+      is truncated.
     """
     if not isinstance(task, RegisteredTask):
         after = {"inputs": len(vocabulary.around_inputs[1]), "targets": 1}
@@ -303,6 +355,7 @@ def _truncation(task: Task, vocabulary: Vocabulary) -> tuple[bool, dict[str, int
     steps = [getattr(step, "func", step) for step in task.original.preprocessors]
     others = [step for step in steps if step not in (own.append_eos_after_trim, own.append_eos)]
     needs_lengths = any("sequence_length" in inspect.signature(step).parameters for step in others)
+    # Only this step puts EOS after truncating, so EOS remains.
     keeps_eos = steps[-1:] == [own.append_eos_after_trim]
     kept = {side: int(keeps_eos and side in features and features[side].add_eos) for side in SIDES}
     return needs_lengths, kept

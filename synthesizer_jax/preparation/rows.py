@@ -1,4 +1,4 @@
-"""The rows of tasks with their tokens: of TFDS data sets, and of SeqIO's tasks."""
+"""Reads and tokenizes the rows of tasks, both tasks on TFDS data sets and SeqIO's tasks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ with epy.lazy_imports():
 
 
 Batch: TypeAlias = tuple[Chunk, Iterable[dict[str, Any]]]
-"""The tokens of up to `CHUNK` consecutive rows of a task, and everything else of each of them."""
+"""The tokens of up to `CHUNK` consecutive rows of a task, and the other features of each row."""
 
 
 def read_task(
@@ -45,23 +45,23 @@ def read_task(
     seed: int = 0,
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
-    """Returns the rows of a split, or of one of its shards, in stored order.
+    """Yields the rows of a split, or of one shard of it, in stored order.
 
     Args:
-      task: the task; SeqIO reads those of its registry.
-      split: its split.
-      prepared: its data directory and vocabulary.
-      with_rows: whether more than tokens is asked for; otherwise it may be missing.
-      lengths: the lengths of rows, for steps that depend on them.
-      seed: of the task's random steps.
-      shard: index of the shard and number of shards.
+      task: the task. SeqIO reads the tasks of its registry.
+      split: the name of the split.
+      prepared: the data directory and the vocabulary.
+      with_rows: whether other features than the tokens are needed. If not, they may be missing.
+      lengths: the lengths of inputs and targets, for tasks whose steps depend on them.
+      seed: the seed of the random steps of the task.
+      shard: the index of the shard, and the number of shards.
     """
     import_tensorflow()
     if not isinstance(task, RegisteredTask):
         with seqio.map_seed_manager(seed):
             texts = _read_texts(task, split, prepared.data_dir, shard)
         return to_batches(encode(texts, task, prepared.vocabulary))
-    # Files in their order, one after another.
+    # Read the files in their order, one after another.
     seqio.set_tfds_read_config_override(tfds.ReadConfig(try_autocache=False, interleave_cycle_length=1))
     rows = task.to_seqio(prepared.vocabulary, prepared.data_dir).get_dataset(
         lengths,
@@ -71,21 +71,26 @@ def read_task(
         shard_info=None if shard[1] == 1 else seqio.ShardInfo(*shard),
         try_in_mem_cache=False,
     )
-    if with_rows:  # one by one: the ranks of features need not be known
+    # Rows are gathered one by one, so the ranks of features need not be known.
+    if with_rows:
         return _gather(rows.as_numpy_iterator())
     tokens = rows.map(lambda row: {side: row[side] for side in SIDES if side in row})
     return to_batches(tokens.ragged_batch(CHUNK))
 
 
 def num_files(task: Task, split: str, prepared: PreparedTasks) -> int:
-    """Returns the number of files of a split, by which it may be sharded."""
+    """Returns the number of files of a split. A large split is written in as many shards."""
     if isinstance(task, RegisteredTask):
         return len(task.to_seqio(prepared.vocabulary, prepared.data_dir).source.list_shards(split))
     return len(list(_directory(task, prepared.data_dir).glob(f"*-{split}.*-of-*")))
 
 
 def _directory(task: Task, data_dir: pathlib.Path) -> pathlib.Path:
-    """Returns the directory of a task's data set, which must be there."""
+    """Returns the directory of a task's data set, which must exist.
+
+    Raises:
+      ValueError: if the data set names a class that is not part of TFDS.
+    """
     directory = stored.newest_version(task.dataset, data_dir)
     assert directory is not None
     stored.check_classes(directory)
@@ -93,21 +98,24 @@ def _directory(task: Task, data_dir: pathlib.Path) -> pathlib.Path:
 
 
 def _read_texts(task: Task, split: str, data_dir: pathlib.Path, shard: tuple[int, int]) -> tf.data.Dataset:
-    """Returns batches of the rows that a task makes of those of its data set."""
+    """Returns the preprocessed rows of a task in batches."""
     info, (index, num_shards) = tfds.builder_from_directory(str(_directory(task, data_dir))).info, shard
     files, features = list(map(str, info.splits[split].filepaths)), info.features
     read_file = file_adapters.ADAPTER_FOR_FORMAT[info.file_format].make_tf_data
     records = tf.data.Dataset.from_tensor_slices(files[index::num_shards]).flat_map(read_file)
+    # If a file has lost rows, reading fails at the end.
     counts = info.splits[split].shard_lengths[index::num_shards]
     records = records.apply(tf.data.experimental.assert_cardinality(sum(counts)))
     stored_types, types = features.tf_example_spec, features.get_tensor_spec()
     preprocess = task.preprocess or (lambda rows: rows)
 
     def parse(records: tf.Tensor) -> Row:
+        """Parses a batch of records, all of whose features are scalars."""
         values = tf.io.parse_example(records, stored_types)
         return {name: tf.cast(values[name], spec.dtype) for name, spec in sorted(types.items())}
 
-    # Parsing and formatting rows one by one takes longer than encoding them.
+    # Parsing and formatting rows one by one takes longer than encoding them. Rows are therefore
+    # parsed in batches if all features are stored as scalars of the same kind.
     if not all(
         getattr(spec, "shape", None) == ()
         and (spec.dtype == tf.string) == (stored_types[name].dtype == tf.string)
@@ -121,17 +129,26 @@ def _read_texts(task: Task, split: str, data_dir: pathlib.Path, shard: tuple[int
 
 
 def encode(texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary) -> tf.data.Dataset:
-    """Adds the tokens to batches of a task's rows."""
+    """Adds the token ids of inputs and targets to batches of a task's rows.
+
+    The texts remain as ``inputs_pretokenized`` and ``targets_pretokenized``.
+
+    Raises:
+      ValueError: if the rows have no targets.
+    """
     sentinel, theirs = [vocabulary.vocab_size - 1] * task.sentinel, seqio_vocabulary(vocabulary)
     first, last = vocabulary.around_inputs
+    # The ids before and after the ids of a text.
     around = {"inputs": (first, [*sentinel, *last]), "targets": (sentinel, [vocabulary.eos_id])}
     if "targets" not in texts.element_spec:
         raise ValueError(f"the rows of the task {task.name!r} have no targets")
 
     def encode_side(texts: tf.Tensor, side: str) -> tf.RaggedTensor:
+        """Returns the ids of texts, including the ids before and after them."""
         if isinstance(vocabulary, SentencePiece):
             ids = theirs.encode_tf(texts)
         else:
+            # Every byte has one id, so all texts are encoded at once and divided by their lengths.
             joined = theirs.encode_tf(tf.strings.reduce_join(texts))
             ids = tf.RaggedTensor.from_row_lengths(joined, tf.strings.length(texts))
         first, last = (tf.repeat(tf.constant([x], tf.int32), tf.size(texts), 0) for x in around[side])
@@ -145,21 +162,23 @@ def encode(texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary) -> tf.dat
 
 
 def to_batches(rows: tf.data.Dataset) -> Iterator[Batch]:
-    """Yields what a data set of batches holds; rows may lack inputs."""
-    options = tf.data.Options()  # autotuning and graph optimizations take more time than they save
+    """Yields the batches of a data set. Rows may lack inputs."""
+    # Autotuning and graph optimizations take more time than they save.
+    options = tf.data.Options()
     options.autotune.enabled = False
     options.experimental_optimization.apply_default_optimizations = False
     for batch in rows.prefetch(2).with_options(options):
         sides = [batch.pop(side) for side in SIDES if side in batch]
         tokens = [RaggedTokens(side.values.numpy(), side.row_splits.numpy()) for side in sides]
         count = len(tokens[-1].ends) - 1
-        chunk = Chunk(*[RaggedTokens.of([()] * count), *tokens][-2:])  # with inputs there are two already
+        # If the rows have inputs and targets, the last two entries of the list are these.
+        chunk = Chunk(*[RaggedTokens.of([()] * count), *tokens][-2:])
         columns = tf.nest.map_structure(lambda column: column.numpy(), batch)
         yield chunk, (tf.nest.map_structure(operator.itemgetter(i), columns) for i in range(count))
 
 
 def _gather(rows: Iterator[dict[str, Any]]) -> Iterator[Batch]:
-    """Yields batches of single rows."""
+    """Yields single rows in batches."""
     while batch := list(itertools.islice(rows, CHUNK)):
         tokens = [[row.pop(side, ()) for row in batch] for side in SIDES]
         yield Chunk(*map(RaggedTokens.of, tokens)), batch
@@ -167,14 +186,17 @@ def _gather(rows: Iterator[dict[str, Any]]) -> Iterator[Batch]:
 
 @contextlib.contextmanager
 def reading_errors(what: str) -> Iterator[None]:
-    """Context manager that turns errors of reading the stored rows of `what` into one-line messages.
+    """Context manager that turns errors of reading stored rows into one-line messages.
+
+    Args:
+      what: a description of the rows, for the message.
 
     Raises:
-      ValueError: TensorFlow or TFDS could not read the files.
+      ValueError: if TensorFlow or TFDS could not read the files.
     """
     from google.protobuf import json_format
 
-    # TFDS does not validate what it reads.
+    # TFDS does not validate what it reads, so damaged files cause errors of many kinds.
     builtin_errors = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
     try:
         yield
@@ -189,22 +211,28 @@ def reading_errors(what: str) -> Iterator[None]:
 
 @functools.cache
 def import_tensorflow() -> None:
-    """Imports TensorFlow and SeqIO without their messages, and hides accelerators from TensorFlow.
+    """Imports TensorFlow and SeqIO silently, and hides accelerators from TensorFlow.
 
-    It would take their memory from JAX.
+    TensorFlow would otherwise take the accelerators' memory from JAX.
     """
-    level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # as JAX does, which keeps its own
+    # JAX sets the same default for its own messages, so this level is restored at the end.
+    level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3" if level == "1" else level
     with _silent_stderr():
-        importlib.import_module("seqio")  # with TensorFlow Text, which prints the messages again
-        with contextlib.suppress(RuntimeError):  # already initialized: keep the caller's devices
+        # This also imports TensorFlow Text, which prints the messages again.
+        importlib.import_module("seqio")
+        # TensorFlow may be initialized already. The caller's devices then remain.
+        with contextlib.suppress(RuntimeError):
             tf.config.set_visible_devices([], "GPU")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = level
 
 
 @contextlib.contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Discards what C++ code prints while it is imported, before the level of messages can be set."""
+    """Context manager that discards what C++ code prints while it is imported.
+
+    The level of its messages cannot be set before the import.
+    """
     sys.stderr.flush()
     stderr = os.dup(2)
     try:

@@ -1,4 +1,4 @@
-"""Generation of the synthetic tasks' rows, and of their vocabulary: no file, no network."""
+"""Generates the rows and the vocabulary of the synthetic tasks, without files or a network."""
 
 from __future__ import annotations
 
@@ -23,29 +23,36 @@ with epy.lazy_imports():
     import tensorflow_datasets as tfds
 
 VERSION = "1.0.0"
-"""Counts the grammars: other rows need another version."""
+"""The version of the data sets. It must change if the grammars generate other rows."""
 
 NOISE = 0.02
-"""Share of labels that are wrong, in training and held out alike."""
+"""The share of labels that are wrong, both in training and in held-out rows."""
 SIZES: Mapping[str, int] = {"train": 12000, "validation": 600}
-"""Rows per task."""
+"""The number of rows of each split of a task."""
 HELD_OUT = 8
-"""One combination of words in so many is held out."""
+"""One of this many combinations of words is held out."""
 
 VOCABULARY_TEXTS = 2000
-"""Training rows per task that the vocabulary is trained on."""
+"""The number of training rows of each task from which the vocabulary is trained."""
 
 NUM_LABELS = {**dict.fromkeys(DEFINITIONS, 2), "mnli": 3, "stsb": 0}
-"""Numbers of labels, which are equally frequent, by configuration; 0 where the label is a number."""
+"""The number of labels of each configuration. All labels of a task are equally frequent.
+
+It is 0 if the label is a number.
+"""
 
 
 def examples(config: str, split: str, *, seed: int = 0) -> Iterator[grammar.Row]:
-    """Yields all rows of one split, the same for the same seed on every machine.
+    """Yields all rows of one split. They are the same for the same seed on every machine.
 
-    Training and held-out rows differ in their combinations of words, so no row is in both. No two rows of a
-    split have the same text, and all labels are equally frequent; in training WSC has only the label 1, as
-    T5's.
-    The grammar is the function with the name of the configuration.
+    No row is in both splits, because training rows and held-out rows have different combinations of
+    words. No two rows of a split have the same text. All labels are equally frequent, except that
+    the training rows of WSC have only the label 1, as in T5.
+
+    Args:
+      config: the configuration, which is also the name of the function in `synthetic_grammar`.
+      split: ``train`` or ``validation``.
+      seed: the seed.
     """
     draw_row, size, num_labels = getattr(grammar, config), SIZES[split], NUM_LABELS[config]
     only_positive = config == "wsc" and split == "train"
@@ -57,6 +64,7 @@ def examples(config: str, split: str, *, seed: int = 0) -> Iterator[grammar.Row]
         row, combination = draw_row(draw)
         label = row["label"]
         text = tuple(value for name, value in row.items() if name != "label")
+        # A checksum decides, because Python's `hash` of a string differs between processes.
         is_held_out = zlib.crc32(" ".join(combination).encode()) % HELD_OUT == 0
         unwanted = (only_positive and not label) or (num_labels and counts[label] >= limit)
         if is_held_out != (split == "validation") or unwanted or text in seen:
@@ -67,21 +75,21 @@ def examples(config: str, split: str, *, seed: int = 0) -> Iterator[grammar.Row]
 
 
 def train_vocabulary(data_dir: pathlib.Path) -> None:
-    """Trains the mixtures' vocabulary where it is missing."""
+    """Trains the vocabulary of the mixtures if it does not exist."""
     path = vocabulary(data_dir).file
     if not path.is_file():
         train_sentencepiece(training_texts(), path, vocab_size=VOCAB_SIZE, model_type="bpe")
 
 
 def training_texts() -> Iterator[str]:
-    """Yields the training inputs and targets that the vocabulary is made of."""
+    """Yields the training inputs and targets from which the vocabulary is trained."""
     for config, task in DEFINITIONS.items():
         for row in itertools.islice(examples(config, "train"), VOCABULARY_TEXTS):
             yield from as_text(task, row)
 
 
 def as_text(task: Task, row: grammar.Row) -> tuple[str, str]:
-    """Returns inputs and targets of a row, the strings that the SeqIO task makes."""
+    """Returns the input and the target of a row, as the task's preprocessor makes them."""
     if task.label_words is None:
         words = row["text"].split(" ")
         words[row["span2_index"]] = f"*{row['span2_text']}*"
@@ -96,17 +104,22 @@ def as_text(task: Task, row: grammar.Row) -> tuple[str, str]:
 
 
 def is_written(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) -> bool:
-    """Returns whether a directory has the data sets of tasks."""
+    """Returns whether the data sets of tasks exist in a directory."""
     data_sets = [data_dir / task.dataset for task in DEFINITIONS.values() if task.name in names]
     return all((place / VERSION / "dataset_info.json").is_file() for place in data_sets)
 
 
 def write(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) -> None:
-    """Writes the data sets of tasks, and the vocabulary of all; what is there is kept."""
+    """Writes the data sets of tasks and their vocabulary, and keeps those that exist.
+
+    Args:
+      data_dir: a TFDS data directory.
+      names: the names of the tasks.
+    """
     train_vocabulary(data_dir)
     for config, task in DEFINITIONS.items():
         if task.name in names and not is_written(data_dir, [task.name]):
-            # TFDS would keep what is damaged
+            # TFDS would keep a damaged data set.
             shutil.rmtree(data_dir / task.dataset, ignore_errors=True)
             splits = {split: functools.partial(examples, config, split) for split in SIZES}
             imitated = task_registry.TASKS[IMITATED[config][0]].dataset

@@ -1,4 +1,7 @@
-"""The grammar of the synthetic tasks: one function draws a row of each, in a little English."""
+"""The grammars of the synthetic tasks, which are small parts of English.
+
+For each task, a function draws a row. It has the name of the task's configuration.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,27 @@ from synthesizer_jax.base.registry import JSON
 T = TypeVar("T")
 
 Row: TypeAlias = dict[str, JSON]
+"""The features of a row by name."""
 Example: TypeAlias = tuple[Row, tuple[str, ...]]
-"""A row, and the words whose combination puts it on the training or the held-out side."""
+"""A row, and the words whose combination decides whether it is a training or a held-out row."""
 
 
 class Draw:
-    """Random choices made of `random.Random.random` alone, whose sequence Python guarantees."""
+    """Random choices that are the same on every machine.
+
+    They use only `random.Random.random`, whose sequence Python guarantees.
+
+    Args:
+      seed: the seed.
+      noise: the share of labels that `noisy` changes.
+    """
 
     def __init__(self, seed: str, *, noise: float):
         self._random = random.Random(seed)
         self._noise = noise
 
     def chance(self, probability: float) -> bool:
-        """Returns true with that probability."""
+        """Returns `True` with the given probability."""
         return self._random.random() < probability
 
     def below(self, count: int) -> int:
@@ -35,7 +46,7 @@ class Draw:
         return options[self.below(len(options))]
 
     def other(self, options: Sequence[T], than: T) -> T:
-        """Returns one of the options that is not `than`."""
+        """Returns one of the options that is not equal to `than`."""
         return self.one([option for option in options if option != than])
 
     def two(self, options: Sequence[T]) -> tuple[T, T]:
@@ -44,11 +55,17 @@ class Draw:
         return first, self.other(options, first)
 
     def noisy(self, label: int, count: int) -> int:
-        """Returns the label, or now and then another of the `count` ones: an annotator's slip."""
+        """Returns the label, or sometimes another label, like an annotator's mistake.
+
+        Args:
+          label: the label.
+          count: the number of labels.
+        """
         return self.other(range(count), label) if self.chance(self._noise) else label
 
 
 def _words(text: str) -> tuple[str, ...]:
+    """Returns the words of a text."""
     return tuple(text.split())
 
 
@@ -60,31 +77,43 @@ KIND_OF = {
     **dict.fromkeys(_words("house church school hotel"), "building"),
     **dict.fromkeys(_words("guitar piano drum flute"), "instrument"),
 }
+"""The kind of every noun."""
 NOUNS = tuple(KIND_OF)
 _STATES = "clean/dirty wet/dry warm/cold safe/unsafe big/small quiet/noisy hidden/visible famous/unknown"
 STATES = tuple((pair.partition("/")[0], pair.partition("/")[2]) for pair in _words(_STATES))
+"""Pairs of opposite states."""
 PAIR_OF = {state: pair for pair in STATES for state in pair}
+"""The pair to which each state belongs."""
 OPPOSITE = {state: pair[1 - pair.index(state)] for state, pair in PAIR_OF.items()}
+"""The opposite of each state."""
 
 
 def _sentence(text: str) -> str:
+    """Returns a text with a capital letter at the beginning and a period at the end."""
     return f"{text[0].upper()}{text[1:]}."
 
 
-# One sentence: CoLA and SST-2. -----------------------------------------------------------------------
+# One sentence: CoLA and SST-2. -------------------------------------------------------------------
 
 PERSONS_AND_ANIMALS = tuple(
     (noun, f"{noun}s")
     for noun in _words("dog cat horse boy girl teacher farmer singer doctor bird king student")
 )
+"""Nouns in the singular and the plural."""
 ACTIONS = tuple(
     (f"{verb}s", verb) for verb in _words("sleep run sing wait laugh eat swim smile work dance")
 )
+"""Verbs in the singular and the plural."""
 DETERMINERS = (_words("This That Every"), _words("These Those Many"))
+"""Determiners in the singular and in the plural."""
 
 
 def cola(draw: Draw) -> Example:
-    """``The dogs near the king sleep in the park.`` is acceptable. Held out: pairs of noun and verb."""
+    """Draws a row like CoLA's, in which a sentence is acceptable or has one fault of grammar.
+
+    For example, ``The dogs near the king sleep in the park.`` is acceptable. The rows are divided
+    into training and held-out rows by pairs of noun and verb.
+    """
     label, number = draw.below(2), draw.below(2)
     fault = "" if label else draw.one(_words("agreement agreement determiner order article"))
     noun, verb = draw.one(PERSONS_AND_ANIMALS), draw.one(ACTIONS)
@@ -124,11 +153,15 @@ REACTIONS = (
     ("{} was happy", "{} was sad"),
     ("{} stayed for hours", "{} left the room"),
 )
-"""What people do when something is good, and what when it is not."""
+"""Pairs of what people do if something is good and if it is not."""
 
 
 def sst2(draw: Draw) -> Example:
-    """The second clause of opinions decides. Held out: pairs of the last adjective and its noun."""
+    """Draws a row like SST-2's, in which one or two opinions are positive or negative.
+
+    If there are two opinions, the second one determines the label. The rows are divided by pairs of
+    the last adjective and its noun.
+    """
     label = draw.below(2)
     first, second = draw.two(ASPECTS)
     form = draw.one(("single", "because", "and", "but", "although"))
@@ -145,28 +178,42 @@ def sst2(draw: Draw) -> Example:
 
 
 def _opinion(draw: Draw, positive: int, aspect: str) -> tuple[str, tuple[str, str]]:
-    """Returns a clause of that polarity, and its adjective and noun."""
+    """Returns a clause with an opinion, and its adjective and noun.
+
+    Args:
+      draw: the random choices.
+      positive: 1 for a positive opinion, 0 for a negative one.
+      aspect: the noun.
+    """
     denied = draw.chance(0.3)
     adjective = draw.one(PRAISE if positive != denied else BLAME)
     modifiers = ("not ", "never ", "hardly ") if denied else ("", "", "so ", "very ", "truly ")
     return f"the {aspect} is {draw.one(modifiers)}{adjective}", (adjective, aspect)
 
 
-# Two sentences: STS-B, MNLI and WiC. -------------------------------------------------------------------
+# Two sentences: STS-B, MNLI and WiC. -------------------------------------------------------------
 
 
 class _Scene(NamedTuple):
+    """A sentence about something at a place that is in some state."""
+
     noun: str
     place: str
     state: str
 
     def describe(self, draw: Draw) -> str:
+        """Returns the sentence, with a random preposition before the place."""
         preposition = draw.one(("near", "in", "behind"))
         return _sentence(f"the {self.noun} {preposition} the {self.place} is {self.state}")
 
 
 def stsb(draw: Draw) -> Example:
-    """The score grows with the parts that agree; a cat is half a dog. Held out: noun and kind of state."""
+    """Draws a row like STS-B's, in which two sentences have a similarity between 0 and 5.
+
+    The score grows with the number of parts that are the same: noun, place and state. A noun of the
+    same kind, such as a cat for a dog, counts as half a part. The rows are divided by pairs of the
+    noun and the pair of states.
+    """
     shared, related = draw.below(4), draw.chance(0.5)
     same = [False] * 3
     for _ in range(shared):
@@ -188,11 +235,16 @@ def stsb(draw: Draw) -> Example:
 
 
 def mnli(draw: Draw) -> Example:
-    """``The dog near the house is not wet.`` entails ``The animal is dry.`` Held out: as in STS-B."""
+    """Draws a row like MNLI's, in which a premise entails a hypothesis, contradicts it, or neither.
+
+    For example, ``The dog near the house is not wet.`` entails ``The animal is dry.`` The rows are
+    divided by pairs of the noun and the pair of states, as in `stsb`.
+    """
     label = draw.below(3)
     noun, state = draw.one(NOUNS), draw.one(draw.one(STATES))
     beside = draw.one([n for n in NOUNS if KIND_OF[n] != KIND_OF[noun]])
-    if label == 1:  # neutral
+    # A neutral hypothesis is about another noun.
+    if label == 1:
         subject, claim = beside, draw.one((state, OPPOSITE[state]))
     else:
         subject, claim = noun, OPPOSITE[state] if label else state
@@ -207,21 +259,26 @@ def mnli(draw: Draw) -> Example:
 
 
 def _said(draw: Draw, state: str) -> str:
-    """Returns a state, or now and then the denial of its opposite."""
+    """Returns a state, or sometimes the denial of its opposite."""
     return f"not {OPPOSITE[state]}" if draw.chance(0.15) else state
 
 
 WORDS = _words("bat crane bank mouse seal bass plant spring trunk branch stream horn shell web")
-"""Each has a sense in nature and one in town."""
+"""Words that have one sense in nature and another one in a town."""
 CONTEXTS = (
     _words("river forest lake meadow sea mountain"),
     _words("office shop factory garage museum hospital"),
 )
+"""The places in nature, and the places in a town."""
 PEOPLE = (_words("hunter fisherman shepherd farmer"), _words("clerk engineer driver banker"))
+"""The persons in nature, and the persons in a town."""
 
 
 def wic(draw: Draw) -> Example:
-    """An ambiguous word in nature or in town: the same sense? Held out: word and first context."""
+    """Draws a row like WiC's, in which two sentences use a word in the same sense or not.
+
+    The rows are divided by pairs of the word and the place in the first sentence.
+    """
     label, sense = draw.below(2), draw.below(2)
     word = draw.one(WORDS)
     first, context = _use(draw, word, sense)
@@ -234,7 +291,13 @@ def wic(draw: Draw) -> Example:
 
 
 def _use(draw: Draw, word: str, sense: int) -> tuple[str, str]:
-    """Returns a sentence with one of `WORDS` in that sense, and the place that shows it."""
+    """Returns a sentence with one of `WORDS`, and the place that shows the sense of the word.
+
+    Args:
+      draw: the random choices.
+      word: the word.
+      sense: 0 for the sense in nature, 1 for the sense in a town.
+    """
     person = draw.one(PEOPLE[sense] if draw.chance(0.85) else ("girl", "boy", "man", "woman"))
     context = draw.one(CONTEXTS[sense])
     forms = ("the {0} saw a {1} near the {2}", "the {0} found the {1} in the {2}")
@@ -242,11 +305,15 @@ def _use(draw: Draw, word: str, sense: int) -> tuple[str, str]:
     return _sentence(form.format(person, word, context)), context
 
 
-# Little stories: BoolQ, COPA and WSC. -----------------------------------------------------------------
+# Little stories: BoolQ, COPA and WSC. ------------------------------------------------------------
 
 
 def boolq(draw: Draw) -> Example:
-    """``The dog is wet. The car is dirty.``, ``is the car clean`` is false. Held out: subject, matter."""
+    """Draws a row like BoolQ's, in which the answer to a question is in a passage.
+
+    For example, after ``The dog is wet. The car is dirty.``, the answer to ``is the car clean`` is
+    False. The rows are divided by pairs of the subject and what is asked about it.
+    """
     label, asked = draw.below(2), draw.below(2)
     if draw.chance(0.3):
         word = draw.one(WORDS)
@@ -270,12 +337,20 @@ EVENTS = (
     ("{} heard good news", "{} heard bad news"),
     ("{} found the ring", "{} broke the ring"),
 )
-"""Causes as pairs with opposite outcomes; opinions as in SST-2 are causes too, reactions effects."""
+"""Pairs of causes with opposite outcomes.
+
+Opinions as in SST-2 are causes too, and `REACTIONS` are effects.
+"""
 MATTERS = ("race", "exam", "news", "ring")
+"""What each of `EVENTS` is about."""
 
 
 def copa(draw: Draw) -> Example:
-    """``Anna won the race.`` has the effect ``She smiled.`` Held out: pairs of person and premise."""
+    """Draws a row like COPA's, in which one of two choices is the cause or the effect of a premise.
+
+    For example, ``Anna won the race.`` has the effect ``She smiled.`` The rows are divided by pairs
+    of the person and the premise.
+    """
     label, question, outcome = draw.below(2), draw.below(2), draw.below(2)
     woman = draw.below(2)
     name, pronoun = draw.one((MEN, WOMEN)[woman]), ("he", "she")[woman]
@@ -301,7 +376,7 @@ def copa(draw: Draw) -> Example:
 
 
 def _matters(draw: Draw, question: int, outcome: int) -> tuple[str, str, str]:
-    """Returns a premise, the choice about the same matter, and one about another."""
+    """Returns a premise, the choice about the same matter, and a choice about another matter."""
     same, other = draw.two(range(len(MATTERS)))
     mention = draw.one(("{} talked about the", "{} thought about the", "{} wrote about the"))
     events = [EVENTS[matter][outcome] for matter in (same, other)]
@@ -311,8 +386,14 @@ def _matters(draw: Draw, question: int, outcome: int) -> tuple[str, str, str]:
 
 
 def _happening(draw: Draw, question: int, outcome: int) -> str:
-    """Returns a cause or an effect with that outcome, ``{}`` for the person."""
-    if question:  # on an effect
+    """Returns a cause or an effect with the given outcome, with ``{}`` in place of the person.
+
+    Args:
+      draw: the random choices.
+      question: 0 for a cause, 1 for an effect.
+      outcome: 0 for a good outcome, 1 for a bad one.
+    """
+    if question:  # an effect
         return draw.one(REACTIONS)[outcome]
     if draw.chance(0.5):
         return draw.one(EVENTS)[outcome]
@@ -324,11 +405,15 @@ REASONS = (
     ("needed help", "wanted advice", "felt alone", "was grateful"),
     ("had helped", "worked hard", "gave advice", "was brave"),
 )
-"""Reasons of the one who does it, and of the other."""
+"""Reasons of the person who does something, and reasons of the other person."""
 
 
 def wsc(draw: Draw) -> Example:
-    """``Anna thanked Mary because *she* had helped.`` means Mary. Held out: pairs of persons."""
+    """Draws a row like WSC's, in which a pronoun refers to one of two persons.
+
+    For example, in ``Anna thanked Mary because *she* had helped.``, it refers to Mary. The rows are
+    divided by pairs of persons.
+    """
     label, gender, referent = draw.below(2), draw.below(2), draw.below(2)
     reason = draw.one(REASONS[referent])
     if draw.chance(0.3):

@@ -1,4 +1,4 @@
-"""Writing of TFDS data sets: all of one or nothing."""
+"""Writes TFDS data sets, each of them completely or not at all."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ with epy.lazy_imports():
     import tensorflow_datasets as tfds
 
 FeatureType: TypeAlias = "tfds.features.FeatureConnector | type[np.generic]"
+"""A feature type of TFDS, or a dtype of NumPy."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,17 +38,20 @@ def write_dataset(
     splits: Mapping[str, Callable[[], Iterable[Mapping[str, Any]]]],
     data_dir: pathlib.Path,
 ) -> pathlib.Path:
-    """Writes one TFDS data set; its files alone suffice to read it.
+    """Writes a TFDS data set, which can be read from its files without a class for it.
 
     Args:
-      dataset: its name, and its configuration if it has one, such as ``glue/cola``.
-      version: such as ``1.0.0``.
-      features: TFDS feature types by name.
-      splits: for every split a function that returns its rows.
-      data_dir: a TFDS data directory, in which the directory ``dataset/version`` is made and returned.
+      dataset: the name of the data set, and its configuration if it has one, such as ``glue/cola``.
+      version: the version, such as ``1.0.0``.
+      features: the TFDS feature types by name.
+      splits: for every split, a function that returns its rows.
+      data_dir: a TFDS data directory, in which the directory ``dataset/version`` is made.
+
+    Returns:
+      The directory of the data set.
 
     Raises:
-      OSError: a file cannot be written.
+      OSError: if a file cannot be written.
     """
     from tensorflow_datasets.core import registered
 
@@ -75,14 +79,17 @@ def write_dataset(
     builder = builder_class(config=config or None, data_dir=str(data_dir))
     tfds.display_progress_bar(False)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints about a download
+        # TFDS prints messages about a download, although there is none.
+        with contextlib.redirect_stdout(io.StringIO()):
             builder.download_and_prepare()
     except (OSError, RuntimeError, tf.errors.OpError) as error:
-        cause = error.__cause__ if isinstance(error, RuntimeError) else error  # TFDS wraps some
+        # TFDS raises some errors as the cause of a `RuntimeError`.
+        cause = error.__cause__ if isinstance(error, RuntimeError) else error
         if not isinstance(cause, OSError | tf.errors.OpError):
             raise
         reason = getattr(cause, "message", None) or str(cause)
-        if "Not enough disk space" in reason:  # TFDS's, which shows a size that it does not know
+        # The message of TFDS shows a size that it does not know, so it is replaced.
+        if "Not enough disk space" in reason:
             reason = os.strerror(errno.ENOSPC)
         raise OSError(
             f"{builder.data_dir} cannot be written ({reason}); no data set was changed"
@@ -91,26 +98,33 @@ def write_dataset(
 
 
 def _key(row: Mapping[str, Any], number: int) -> Hashable:
-    """Returns the key of a row, on which its place in the files depends: that of TFDS, or its number."""
+    """Returns the key of a row, which determines the place of the row in the files.
+
+    It is the key that TFDS uses, or else the number of the row.
+    """
     index = row.get("idx", number)
-    if isinstance(index, Mapping):  # ReCoRD's, MultiRC's
+    # ReCoRD and MultiRC have several indices.
+    if isinstance(index, Mapping):
         return index["query"] if "query" in index else "_".join(map(str, index.values()))
     return index
 
 
 @contextlib.contextmanager
 def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
-    """Context manager of a folder to write data sets to, which are moved to a data directory in the end.
+    """Context manager that yields a folder for data sets, and moves them into place at the end.
 
-    Each takes the place of one that is there, or of none; after an error nothing is moved.
+    Each data set replaces the one of the same name and version, if there is one. If there is an
+    error, nothing is moved.
 
     Args:
-      data_dir: a TFDS data directory on a disk; created if it does not exist.
-      renew: whether data sets that exist are replaced; otherwise their splits are kept.
+      data_dir: the TFDS data directory to which they are moved, on a disk. It is created if it does
+        not exist.
+      renew: whether existing data sets are replaced. Otherwise, the splits of an existing data set
+        are kept and the new ones are added.
 
     Raises:
-      OSError: the disk is full.
-      ValueError: the data directory is in a bucket, or splits are there already.
+      OSError: if the disk is full.
+      ValueError: if the data directory is in a bucket, or if splits exist already.
     """
     if in_bucket(data_dir):
         raise ValueError(
@@ -122,6 +136,7 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
         data_dir.mkdir(parents=True, exist_ok=True)
         folder = stack.enter_context(temporary_directory(data_dir, ".import"))
         yield folder
+        # The destination of every data set that was written to the folder.
         targets = {path.parent: data_dir / path.parent.relative_to(folder) for path in folder.rglob(INFO)}
         for written, target in targets.items():
             _keep_splits(target, written, renew=renew)
@@ -133,13 +148,24 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
             try:
                 written.rename(target)
             except OSError:
-                if replaced.exists():  # what was there stays
+                # The old data set stays where it was.
+                if replaced.exists():
                     replaced.rename(target)
                 raise
 
 
 def _keep_splits(installed: pathlib.Path, written: pathlib.Path, *, renew: bool) -> None:
-    """Copies the splits of an installed data set into the one that is to take its place; see `staging`."""
+    """Copies the splits of an installed data set into the new data set that will replace it.
+
+    Args:
+      installed: the directory of the installed data set, which may not exist.
+      written: the directory of the new data set.
+      renew: whether the splits are dropped instead. See `staging`.
+
+    Raises:
+      ValueError: if both have the same split, or if the new data set has other features or another
+        definition.
+    """
     if not (installed / INFO).exists():
         return
     info = load_info(written / INFO)

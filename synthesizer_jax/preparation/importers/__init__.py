@@ -1,1 +1,1 @@
-"""Conversion of archives and of files that a user names to TFDS data sets, without a network."""
+"""Converts archives, and files that a user names, to TFDS data sets. It needs no network."""

@@ -1,7 +1,9 @@
-"""The archives of GLUE and SuperGLUE: which files hold a split, how they are read, how many rows they have.
+"""Reads the archives of GLUE and SuperGLUE.
 
-Rows may have more fields than the data set has features. The sizes are those of TFDS after it has dropped
-rows. What a reader raises, `reading.Cursor` names.
+This module knows which files hold a split, how they are read, and how many rows they have. Rows may
+have more fields than the data set has features. The numbers of rows are those of TFDS, which drops
+some rows. The readers here may raise any exception. `reading.Cursor` adds the place in the file to
+it.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from synthesizer_jax.tasks.definitions import DEFINITIONS
 with epy.lazy_imports():
     import tensorflow_datasets as tfds
 
-_COLA = ("source", "is_acceptable", "mark", "sentence")  # its training files have no header
+# CoLA's training and validation files have no header.
+_COLA = ("source", "is_acceptable", "mark", "sentence")
 _MRPC = {"sentence1": "#1 String", "sentence2": "#2 String"}
-_APART = ("Kamenev and Zinoviev", "Kamenev, Zinoviev, and Stalin")  # no substrings of WSC's texts
+# These spans of WSC are not substrings of their texts.
+_APART = ("Kamenev and Zinoviev", "Kamenev, Zinoviev, and Stalin")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +36,19 @@ class SplitLayout:
     """The files of a split.
 
     Attributes:
-      patterns: of file names, in order of preference; those of one pattern are the whole split.
-      rows: the published number of rows; None: any.
+      patterns: patterns of file names, in order of preference. The files that match one pattern are
+        the whole split.
+      rows: the published number of rows. `None` means that any number is right.
     """
 
     patterns: tuple[str, ...]
     rows: int | None
 
     def find(self, source: pathlib.Path) -> list[pathlib.Path]:
-        """Returns the preferred files that are there, plain or compressed, or none."""
+        """Returns the files that match the first pattern for which there are files.
+
+        The files may be compressed with gzip. If no pattern matches, the list is empty.
+        """
         for pattern in self.patterns:
             compressed = {path.with_suffix(""): path for path in source.glob(pattern + ".gz")}
             found = compressed | {path: path for path in source.glob(pattern)}
@@ -50,16 +58,22 @@ class SplitLayout:
 
 
 Layout: TypeAlias = tuple[str, Mapping[str, SplitLayout]]
-"""A data set of TFDS, and its splits."""
+"""The name of a TFDS data set, and its splits."""
 
 
 def _benchmark(dataset: str, /, **splits: tuple[str, int | None]) -> Layout:
-    """Returns a data set of GLUE or SuperGLUE: a file of the archive, or Parquet, for every split.
+    """Returns the layout of a data set of GLUE or SuperGLUE.
 
-    Folders may be in lower case or have TFDS's names; Parquet files in these have TFDS's columns.
+    A split is a file of the archive, or consists of Parquet files. Folders may be in lower case or
+    have the names of TFDS. Parquet files in folders with TFDS's names have the columns of TFDS.
+
+    Args:
+      dataset: the name of the TFDS data set.
+      **splits: for every split, its file in the archive and its published number of rows.
     """
     config = dataset.partition("/")[2]
-    task, _, part = config.partition("_")  # mnli_matched
+    # A name such as `mnli_matched` consists of the task and a part of its evaluation data.
+    task, _, part = config.partition("_")
     layouts = {}
     for split, (file, rows) in splits.items():
         folder, _, name = file.rpartition("/")
@@ -71,6 +85,7 @@ def _benchmark(dataset: str, /, **splits: tuple[str, int | None]) -> Layout:
 
 
 def _glue(config: str, folder: str, *sizes: int | None, super_glue: bool = False) -> Layout:
+    """Returns the layout of a data set with the usual names of files."""
     names = ("train", "val" if super_glue else "dev", "test")
     kind = "jsonl" if super_glue else "tsv"
     files = [(f"{folder}/{name}.{kind}", size) for name, size in zip(names, sizes, strict=True)]
@@ -86,7 +101,8 @@ ARCHIVES: Mapping[str, Mapping[str, Mapping[str, SplitLayout]]] = {
             _glue("cola", "CoLA", 8_551, 1_043, 1_063),
             _glue("sst2", "SST-2", 67_349, 872, 1_821),
             _glue("mrpc", "MRPC", 3_668, 408, 1_725),
-            _glue("qqp", "QQP", None, 40_430, 390_965),  # its source was corrected
+            # The source of QQP was corrected, so the number of training rows differs.
+            _glue("qqp", "QQP", None, 40_430, 390_965),
             _glue("stsb", "STS-B", 5_749, 1_500, 1_379),
             _benchmark(
                 "glue/mnli",
@@ -132,20 +148,26 @@ ARCHIVES: Mapping[str, Mapping[str, Mapping[str, SplitLayout]]] = {
 DATASETS = tuple(
     dict.fromkeys(t.dataset for t in DEFINITIONS if t.dataset.partition("/")[0] not in ARCHIVES)
 )
-"""The data sets of tasks that have no archive: TFDS prepares them, or a user names their files."""
+"""The data sets of tasks that have no archive.
+
+Either TFDS prepares such a data set, or a user names the files to import.
+"""
 
 
 def published_rows(dataset: str) -> dict[str, int]:
-    """Returns the published sizes of the splits of a data set, as far as they are known."""
+    """Returns the published number of rows of each split of a data set, if it is known."""
     splits = ARCHIVES.get(dataset.partition("/")[0], {}).get(dataset, {})
     return {name: split.rows for name, split in splits.items() if split.rows}
 
 
 def read_split(dataset: str, paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row | None]]:
-    """Yields the rows of an archive's split and where they are; None is a row that is left out."""
+    """Yields the place and the values of each row of an archive's split.
+
+    The values are `None` if the row is left out.
+    """
     if uncompressed(paths[0]).suffix == ".parquet":
         for where, row in itertools.chain(*map(read_rows, paths)):
-            # ReCoRD's lists are sets, which TFDS sorts.
+            # The lists of ReCoRD are sets, and TFDS sorts them.
             yield where, {k: sorted(v) if type(v) is list else v for k, v in row.items()}
     elif dataset.startswith("glue/"):
         yield from _glue_rows(dataset.removeprefix("glue/"), paths[0])
@@ -154,7 +176,10 @@ def read_split(dataset: str, paths: Sequence[pathlib.Path]) -> Iterator[tuple[st
 
 
 def _glue_rows(config: str, path: pathlib.Path) -> Iterator[tuple[str, Row | None]]:
-    """Yields the rows of a file of GLUE, TSV without quotes; rows that lack a column are left out."""
+    """Yields the rows of a file of GLUE, which is TSV without quotes.
+
+    Rows that lack a column are left out. Only test files and diagnostic files may lack labels.
+    """
     settings = tfds.builder_cls("glue").builder_configs[config]
     columns = _MRPC if config == "mrpc" else settings.text_features
     lines = ((number, line.split("\t")) for number, line in read_lines(path) if line)
@@ -172,7 +197,10 @@ def _glue_rows(config: str, path: pathlib.Path) -> Iterator[tuple[str, Row | Non
 
 
 def _super_glue_rows(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
-    """Yields the rows of a file of SuperGLUE, JSON lines; labels of test files are hidden."""
+    """Yields the rows of a file of SuperGLUE, which has JSON lines. Test files have no labels.
+
+    Their labels are −1, which stands for a hidden label.
+    """
     hidden: Row = {"label": -1} if "test" in path.name else {}
     for where, row in read_rows(path):
         if "qas" in row:
@@ -185,7 +213,7 @@ def _super_glue_rows(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
 
 
 def _record(row: Row) -> Iterator[Row]:
-    """Yields ReCoRD's row of every query; entities and answers are sets."""
+    """Yields a row for every query of ReCoRD. Its entities and answers are sorted sets."""
     text = row["passage"]["text"]
     entities = {text[e["start"] : e["end"] + 1] for e in row["passage"]["entities"]}
     for query in row["qas"]:
@@ -199,7 +227,7 @@ def _record(row: Row) -> Iterator[Row]:
 
 
 def _multirc(row: Row) -> Iterator[Row]:
-    """Yields MultiRC's row of every answer."""
+    """Yields a row for every answer of MultiRC."""
     for question in row["passage"]["questions"]:
         for answer in question["answers"]:
             indices = {"paragraph": row["idx"], "question": question["idx"], "answer": answer["idx"]}
@@ -213,7 +241,7 @@ def _multirc(row: Row) -> Iterator[Row]:
 
 
 def _wsc(row: Row) -> Row:
-    """Returns a row of WSC whose spans are substrings of the text, as TFDS's ``wsc.fixed`` has them."""
+    """Returns a row of WSC whose spans are substrings of the text, as in TFDS's ``wsc.fixed``."""
     row = {**row, **row["target"]}
     for span in ("span1", "span2"):
         text, index = row[f"{span}_text"], row[f"{span}_index"]
@@ -221,6 +249,7 @@ def _wsc(row: Row) -> Row:
             continue
         if "theyscold" in text:
             row["span2_index"] = 10
+        # The other spans differ from the text only in their first letter, a period or a line break.
         is_lower = row["text"].split()[index][0].islower()
         text = (text[0].lower() if is_lower else text[0].upper()) + text[1:]
         row[f"{span}_text"] = text.rstrip(".").replace("\n", " ")

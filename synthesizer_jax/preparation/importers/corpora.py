@@ -1,7 +1,7 @@
-"""Import of the data sets of tasks: from archives as published, or from files that a user names.
+"""Imports the data sets of tasks, from published archives or from files that a user names.
 
-Data sets have the features that formats read, named as TFDS's, so that data prepared by TFDS can take
-their place.
+The features of the data sets are those that the tasks' preprocessors read, and have the names of
+TFDS. A data set can therefore be replaced by one that TFDS has prepared.
 """
 
 from __future__ import annotations
@@ -39,24 +39,26 @@ with epy.lazy_imports():
     import tensorflow_datasets as tfds
 
 VERSION = "1.0.0"
+"""The version of data sets that are not read from an archive."""
 _TITLE = re.compile(r" = [^=].* = ?")
 
 
 @dataclasses.dataclass
 class SplitReport:
-    """The import of one split.
+    """A report on the import of one split.
 
     Attributes:
-      dataset: the TFDS data set.
-      split: the split.
-      files: the files that are there.
-      published: number of rows that were published; None: not known, or any.
-      pattern: names the files of an archive; empty for files of a user's.
-      rows: number of examples written.
-      dropped: number of rows that are left out because they lack something.
-      lossy: number of rows with the character U+FFFD, which other programs write for text that they
-        could not read.
-      blank_inputs: number of rows of a user's task with a blank input.
+      dataset: the name of the TFDS data set.
+      split: the name of the split.
+      files: the files of the split that exist.
+      published: the published number of rows. `None` means that it is not known, or that any number
+        is right.
+      pattern: the pattern of the file names in an archive. It is empty for files that a user names.
+      rows: the number of rows that were written.
+      dropped: the number of rows that were left out because they lack something.
+      lossy: the number of rows with the character U+FFFD, which other programs write in place of
+        text that they could not read.
+      blank_inputs: the number of rows of a user's task that have a blank input.
       targets: how often each label of a user's task occurs.
     """
 
@@ -73,13 +75,25 @@ class SplitReport:
 
     @property
     def name(self) -> str:
-        """The TFDS data set and the split, such as `glue/mnli:validation_matched`."""
+        """The name of the TFDS data set and the split, such as ``glue/mnli:validation_matched``."""
         return f"{self.dataset}:{self.split}"
 
     def convert(
         self, rows: Iterable[tuple[str, Row | None]], cursor: Cursor, convert: Callable[[Row], Row]
     ) -> Iterator[Row]:
-        """Yields what a function makes of the rows, and counts them; None is a row that is left out."""
+        """Converts and counts rows.
+
+        Args:
+          rows: pairs of a place and a row. The row is `None` if it is left out.
+          cursor: remembers the place for errors.
+          convert: a function that converts a row.
+
+        Yields:
+          The converted rows.
+
+        Raises:
+          ReadError: if there are no rows.
+        """
         for row in cursor.follow(rows):
             if row is None:
                 self.dropped += 1
@@ -95,7 +109,10 @@ class SplitReport:
 
 
 def report_lines(reports: Sequence[SplitReport]) -> Iterator[str]:
-    """Yields the reports as aligned plain text: a line per split, its labels, and a summary."""
+    """Yields the reports as lines of aligned text.
+
+    There is a line for each split, a line for its labels if it has any, and a summary.
+    """
     width = max(len(report.name) for report in reports)
     for report in reports:
         if not report.files:
@@ -118,16 +135,21 @@ def report_lines(reports: Sequence[SplitReport]) -> Iterator[str]:
 
 
 def feature_values(row: Row, features: Mapping[str, FeatureType], labels: Mapping[str, str]) -> Row:
-    """Returns the values of features by name, of which a row has a field each.
+    """Returns the values of features, which are read from the fields of the same names in a row.
+
+    Args:
+      row: the row.
+      features: the types of the features by name.
+      labels: label words, by the values that stand for them in the row.
 
     Raises:
-      ValueError: it lacks one, or its value is of another kind.
+      ValueError: if the row lacks a field, or if the value of a field has the wrong kind.
     """
     return {name: _value(row, name, kind, labels) for name, kind in features.items()}
 
 
 def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str]) -> JSON:
-    """Returns the value of a feature, whose field a row has."""
+    """Returns the value of a feature, which is read from the field of the same name in a row."""
     value = find_field(row, name)
     if isinstance(feature, dict):
         fields = value if isinstance(value, dict) else {name: value}
@@ -140,14 +162,15 @@ def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str])
         return _label(value, feature.names, labels)
     if not isinstance(feature, tfds.features.Text):
         is_number = isinstance(feature, tfds.features.Tensor) and feature.np_dtype == np.float32
-        if is_number and not math.isfinite(float(value)):  # STS-B's
+        # This is the score of STS-B.
+        if is_number and not math.isfinite(float(value)):
             raise ValueError(f"the field {name!r} is {value}, which is no finite number")
         return float(value) if is_number else value
     return value_text(value, name)
 
 
 def _refuse_blank(name: str, value: JSON) -> None:
-    """Raises a `ValueError` if the value of a feature is, or holds, a blank text."""
+    """Raises a `ValueError` if the value of a feature is a blank text or contains one."""
     if isinstance(value, dict):
         for part, inner in value.items():
             _refuse_blank(part, inner)
@@ -159,7 +182,11 @@ def _refuse_blank(name: str, value: JSON) -> None:
 
 
 def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON:
-    """Returns a word of a label, its index, or −1 of a hidden one."""
+    """Returns a label as a word or index, or −1 for a hidden label.
+
+    Raises:
+      ValueError: if the value is not a label.
+    """
     value = labels.get(str(value), value)
     if value in words or value in map(str, range(-1, len(words))):
         return value if value in words else int(value)
@@ -173,19 +200,23 @@ def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON
 def import_archive(
     name: str, source: pathlib.Path, data_dir: pathlib.Path, *, renew: bool = False
 ) -> list[SplitReport]:
-    """Writes the TFDS data sets of an archive from its files; none if a row cannot be read.
+    """Writes the TFDS data sets of an archive. If a row cannot be read, nothing is written.
 
-    Splits whose files are not there are reported as missing.
+    If the files of a split do not exist, the report says that the split is missing.
 
     Args:
       name: a key of `ARCHIVES`.
-      source: the directory of the files, or its parent if the directory is called `name`; files may be
-        plain or gzip.
-      data_dir: a TFDS data directory; created if it does not exist.
-      renew: whether data sets that exist are replaced; otherwise their splits are kept.
+      source: the directory of the files, or its parent if the directory has the name `name`. The
+        files may be compressed with gzip.
+      data_dir: a TFDS data directory. It is created if it does not exist.
+      renew: whether existing data sets are replaced. Otherwise, their splits are kept.
+
+    Returns:
+      A report for every split.
 
     Raises:
-      ValueError: no file was found, or a row is invalid; the message has file, place and reason.
+      ValueError: if no file was found, or a row is invalid. The message contains the file, the
+        place and the reason.
     """
     source = source / name if (source / name).is_dir() else source
     if not source.is_dir():
@@ -198,7 +229,7 @@ def import_archive(
 
 
 def archive_reports(name: str, source: pathlib.Path) -> list[SplitReport]:
-    """Returns the splits of all data sets of an archive, before they are read."""
+    """Returns reports for the splits of all data sets of an archive, before they are read."""
     return [
         SplitReport(dataset, split, layout.find(source), layout.rows, layout.patterns[0])
         for dataset, splits in ARCHIVES[name].items()
@@ -214,21 +245,24 @@ def import_dataset(
     labels: Mapping[str, str],
     renew: bool = False,
 ) -> list[SplitReport]:
-    """Writes a TFDS data set from files whose fields are its features; all of it or nothing.
+    """Writes a TFDS data set from files whose fields are its features.
 
-    Rows of aligned files are left out if one of their lines is blank; in other files, a blank text is an
-    error. The rows of WikiText are articles.
+    If there is an error, nothing is written. If a line of aligned files is blank, the row is left
+    out. In other files, a blank text is an error. For WikiText, the rows are articles.
 
     Args:
       dataset: one of `archives.DATASETS`.
-      splits: the files of its splits.
+      splits: the files of each split.
       data_dir: a TFDS data directory.
-      labels: label words by the values that stand for them in the files.
-      renew: whether a data set that exists is replaced; otherwise its splits are kept.
+      labels: label words, by the values that stand for them in the files.
+      renew: whether an existing data set is replaced. Otherwise, its splits are kept.
+
+    Returns:
+      A report for every split.
 
     Raises:
-      ValueError: a row is broken, a split is empty, there already or unknown, or the data set is there
-        in another version.
+      ValueError: if a row is broken, if a split is unknown, empty or exists already, or if the data
+        set exists in another version.
     """
     known = dict.fromkeys(s for task in DEFINITIONS if task.dataset == dataset for s in task.splits)
     if unknown := [split for split in splits if split not in known]:
@@ -247,7 +281,10 @@ def import_dataset(
 
 
 def _articles(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row | None]]:
-    """Yields WikiText's articles, without blank lines at both ends, which start with `` = Title = ``."""
+    """Yields the articles of WikiText, without blank lines at their beginnings and ends.
+
+    An article begins with a line of the form `` = Title = `` after a blank line.
+    """
     for path in paths:
         text, previous = list[str](), ""
         for number, line in read_lines(path):
@@ -269,13 +306,22 @@ def _write(
     *,
     renew: bool,
 ) -> list[SplitReport]:
-    """Writes the data sets of splits, whose rows a function reads, and returns the reports."""
+    """Writes the data sets of splits, and returns the reports.
+
+    Args:
+      reports: the splits.
+      read: a function that reads the rows of a split.
+      data_dir: a TFDS data directory.
+      labels: label words, by the values that stand for them in the files.
+      renew: whether existing data sets are replaced.
+    """
     cursor = Cursor()
 
     def rows(report: SplitReport, features: Mapping[str, FeatureType]) -> Iterator[Row]:
         def values(row: Row) -> Row:
             found = feature_values(row, features, labels)
-            for name in () if report.pattern else found:  # published texts stay as they are
+            # Blank texts are errors only in files of users. Published texts stay as they are.
+            for name in () if report.pattern else found:
                 _refuse_blank(name, found[name])
             return found
 
@@ -293,7 +339,8 @@ def _write(
 def dataset_features(dataset: str, folder: pathlib.Path) -> tuple[str, Mapping[str, FeatureType]]:
     """Returns the version and the features of a data set.
 
-    Those of benchmarks are TFDS's; of others, they are what the format of their tasks reads.
+    For GLUE and SuperGLUE, they are those of TFDS. For other data sets, the features are those that
+    the preprocessor of the data set's task reads.
     """
     task = next(task for task in DEFINITIONS if task.dataset == dataset)
     if dataset.startswith(("glue/", "super_glue/")):

@@ -1,4 +1,4 @@
-"""Which files of a user's are the splits of a task."""
+"""Finds the files that are the splits of a task that a user imports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPLIT_NAMES: Mapping[str, str] = {
     **{"train": "train", "training": "train", "test": "test"},
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
-"""Beginnings of the names of files in a folder, and the splits that they are."""
+"""The splits to which files in a folder belong, by the beginnings of the names of the files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,12 @@ class SplitFiles:
     """The files of one split.
 
     Attributes:
-      files: several are read one after the other, or line by line if they are `aligned`.
-      aligned: whether the files are text that belongs together line by line, a field per file.
-      columns: names of the columns of CSV and TSV files without a header line, or of aligned files.
+      files: the paths of the files. They are read one after the other, or in parallel if they are
+        `aligned`.
+      aligned: whether the files are texts that belong together line by line. Each file then gives
+        one field.
+      columns: the names of the columns of CSV and TSV files without a header line, or the names of
+        the fields of aligned files.
     """
 
     files: tuple[pathlib.Path, ...]
@@ -42,10 +45,10 @@ class SplitFiles:
     columns: tuple[str, ...] = ()
 
     def rows(self) -> Rows:
-        """Yields the rows.
+        """Yields the place and the values of each row.
 
         Raises:
-          ReadError: a row cannot be read.
+          ReadError: if a row cannot be read.
         """
         if self.aligned:
             for number, texts in _aligned_lines(self.files):
@@ -54,14 +57,21 @@ class SplitFiles:
             yield from read_rows(path, self.columns)
 
     def whole_rows(self) -> Iterator[tuple[str, Row | None]]:
-        """Yields the rows, None where a line of aligned files is blank."""
+        """Yields the place and the values of each row.
+
+        The values are `None` if a line of aligned files is blank.
+        """
         for where, row in self.rows():
             is_whole = not self.aligned or not any(is_blank(str(text)) for text in row.values())
             yield where, row if is_whole else None
 
     @property
     def fields(self) -> list[str]:
-        """The fields of aligned files: `columns`, or the ends of their names, or else the beginnings."""
+        """The names of the fields of aligned files.
+
+        They are `columns` if there are any. Otherwise, they are the suffixes of the files, or the
+        stems of the files if the suffixes are not different.
+        """
         if self.columns:
             return list(self.columns)
         names = [uncompressed(path) for path in self.files]
@@ -70,7 +80,11 @@ class SplitFiles:
 
 
 def _aligned_lines(files: Sequence[pathlib.Path]) -> Iterator[tuple[int, list[str]]]:
-    """Yields the number and the texts of every line of files that belong together line by line."""
+    """Yields the number of each line of aligned files, and the line's text in every file.
+
+    Raises:
+      ReadError: if a file has fewer lines than another.
+    """
     for rows in itertools.zip_longest(*map(read_lines, files)):
         number = next(row[0] for row in rows if row is not None)
         if None in rows:
@@ -81,17 +95,18 @@ def _aligned_lines(files: Sequence[pathlib.Path]) -> Iterator[tuple[int, list[st
 
 
 def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[str, SplitFiles]:
-    """Returns the splits that arguments name.
+    """Returns the files of each split that arguments name.
 
     Args:
-      sources: ``SPLIT=FILE`` (several separated by commas; ``FILE+FILE`` is aligned text; ``*`` in the
-        name of a file stands for anything, and files of the same split follow one another), or one
-        folder of files whose names begin with a split's.
+      sources: either the path of one folder, in which the names of files begin with the names of
+        splits, or arguments of the form ``SPLIT=FILE``. Several of these can be separated by
+        commas. ``FILE+FILE`` stands for aligned files. ``*`` in the name of a file stands for any
+        characters. Several files of the same split are read one after the other.
       columns: see `SplitFiles`.
 
     Raises:
-      ValueError: an argument names no file that can be read, or one that another names too.
-      FileNotFoundError: there is no such file.
+      ValueError: if an argument names no file that can be read, or names a file twice.
+      FileNotFoundError: if a file does not exist.
     """
     parts = [part for source in sources for part in source.split(",")]
     if len(parts) == 1 and "=" not in parts[0]:
@@ -117,7 +132,7 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
 
 
 def _check_columns(splits: Mapping[str, SplitFiles]) -> None:
-    """Raises a `ValueError` if there are names of columns, and no file has columns without names."""
+    """Raises a `ValueError` if columns are named, but no file can use their names."""
     for split in splits.values():
         if not split.columns or split.aligned or any(file_kind(path) in TABLES for path in split.files):
             return
@@ -126,7 +141,12 @@ def _check_columns(splits: Mapping[str, SplitFiles]) -> None:
 
 
 def _checked(split: SplitFiles) -> SplitFiles:
-    """Returns the files of a split; they are there, and how to read them is known."""
+    """Returns the files of a split, after checking that they exist and can be read.
+
+    Raises:
+      FileNotFoundError: if a file does not exist.
+      ValueError: if the files do not fit together, or if it is not known how to read one of them.
+    """
     for path in split.files:
         if not path.exists():
             raise FileNotFoundError(f"there is no file {path}")
@@ -150,7 +170,10 @@ def _checked(split: SplitFiles) -> SplitFiles:
 
 
 def _named_files(name: str) -> list[pathlib.Path]:
-    """Returns the files of a path, in whose last part ``*`` stands for anything, ordered by name."""
+    """Returns the files that a path names, sorted by name.
+
+    In the last part of the path, ``*`` stands for any characters.
+    """
     path = pathlib.Path(name)
     if "*" not in path.name:
         return [path]
@@ -161,7 +184,11 @@ def _named_files(name: str) -> list[pathlib.Path]:
 
 
 def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
-    """Returns the files of every split in a folder."""
+    """Returns the files of each split in a folder.
+
+    Raises:
+      ValueError: if the path is not a folder, or if the folder has no files of splits.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; write --from SPLIT=FILE, such as train={folder}")
     files: dict[str, list[pathlib.Path]] = {}

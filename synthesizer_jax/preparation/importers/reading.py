@@ -1,4 +1,8 @@
-"""Rows of files: JSON lines, CSV, TSV and text, plain, gzip or zstd, and Parquet."""
+"""Reads the rows of files.
+
+The files are JSON lines, CSV, TSV and text, each plain or compressed with gzip or zstd, and
+Parquet.
+"""
 
 from __future__ import annotations
 
@@ -28,32 +32,36 @@ with epy.lazy_imports():
 T = TypeVar("T")
 
 Row: TypeAlias = dict[str, JSON]
-"""One row of a file: its fields by name."""
+"""One row of a file, that is, its fields by name."""
 Rows: TypeAlias = Iterator[tuple[str, Row]]
-"""Rows, and where they are, such as ``train.csv, line 3``."""
+"""Pairs of the place of a row, such as ``train.csv, line 3``, and the row."""
 
 COMPRESSIONS, TABLES = (".gz", ".zst"), (".csv", ".tsv")
-FIELD_LIMIT = 2**24  # characters of a CSV field
+FIELD_LIMIT = 2**24  # the largest number of characters in a CSV field
 
 _ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),
     *(RuntimeError, SyntaxError, csv.Error),
 )
-"""What readers and TFDS raise for rows that they cannot read or write."""
+"""The exceptions that readers and TFDS raise for rows that they cannot read or write."""
 
 
 class ReadError(ValueError):
-    """A file cannot be imported; the message has file, place and reason."""
+    """A file cannot be imported. The message contains the file, the place and the reason."""
 
 
 class Cursor:
-    """Remembers where the row is that was read last, for errors of reading and of writing it."""
+    """Remembers the place of the row that was read last, for errors of reading and writing it.
+
+    Args:
+      where: the place before the first row.
+    """
 
     def __init__(self, where: str = ""):
         self.where = where
 
     def follow(self, rows: Iterable[tuple[str, T]]) -> Iterator[T]:
-        """Yields the rows."""
+        """Yields the rows, and remembers the place of each."""
         for where, row in rows:
             self.where = where
             yield row
@@ -61,7 +69,7 @@ class Cursor:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Context manager that turns errors into `ReadError`, which says where the row is."""
+        """Context manager that turns errors into a `ReadError` whose message contains the place."""
         try:
             yield
         except ReadError:
@@ -73,16 +81,17 @@ class Cursor:
 
 
 def is_blank(text: str) -> bool:
-    """Returns whether a text shows nothing.
+    """Returns whether nothing of a text is visible.
 
-    It is empty, or all of its characters are white space, controls or invisible: no-break spaces,
-    zero-width spaces, byte-order marks and soft hyphens, for example.
+    The text is empty, or all of its characters are white space, control characters or invisible
+    characters. Invisible characters are, for example, zero-width spaces, byte-order marks and soft
+    hyphens.
     """
     return all(unicodedata.category(character) in _INVISIBLE for character in text)
 
 
 _INVISIBLE = frozenset(("Zs", "Zl", "Zp", "Cc", "Cf"))
-"""Unicode's categories of separators, controls and format characters."""
+"""Unicode's categories of separators, control characters and format characters."""
 
 _SPREADSHEET = "is a spreadsheet or another archive; save the sheet as 'CSV UTF-8', or unpack the archive"
 _UTF16 = "is UTF-16; convert it to UTF-8: iconv -f utf-16 -t utf-8 {path} > NEW"
@@ -98,17 +107,20 @@ _NO_TEXT: Mapping[bytes, str] = {
     b"PK\x03\x04": _SPREADSHEET,
     b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": _SPREADSHEET,
 }
-"""What files are that begin with these bytes, and what to do with them."""
+"""What a file is that begins with each of these bytes, and what a user can do about it."""
 
 
 def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
-    """Yields the number (from 1) and the text of every line of a UTF-8 file, plain or compressed.
+    """Yields the number and the text of every line of a UTF-8 file. Numbers begin with 1.
+
+    The file may be plain or compressed.
 
     Raises:
-      ReadError: the file is no regular file or not text, its compression is damaged, or a line is not
-        UTF-8.
+      ReadError: if it is not a regular file or not text, if its compression is damaged, or if a
+        line is not UTF-8.
     """
-    if not path.is_file():  # reading from a pipe would block
+    # Reading from a pipe would block.
+    if not path.is_file():
         raise ReadError(f"{path} is no regular file; nothing was imported")
     number = 0
     try:
@@ -133,17 +145,17 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
 
 
 def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> Rows:
-    """Yields the rows of a file, which its suffix tells how to read.
+    """Yields the place and the values of each row of a file. The suffix determines how it is read.
 
-    JSON lines are objects; CSV is quoted as in RFC 4180, where CRLF in a field becomes LF, TSV is not
-    quoted; the lines of text are the field ``text``; blank lines are skipped.
+    JSON lines are objects. CSV is quoted as in RFC 4180, and CRLF in a field becomes LF. TSV is not
+    quoted. The lines of a text file are the field ``text``. Blank lines are skipped.
 
     Args:
       path: the file.
-      columns: names of the columns of a CSV or TSV file without a header line.
+      columns: the names of the columns of a CSV or TSV file without a header line.
 
     Raises:
-      ReadError: a row cannot be read.
+      ReadError: if a row cannot be read.
     """
     kind = file_kind(path)
     for where, row in _READERS[kind](path, *[columns] * (kind in TABLES)):
@@ -151,6 +163,7 @@ def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> Rows:
 
 
 def _json_rows(path: pathlib.Path) -> Rows:
+    """Yields the rows of a file of JSON lines."""
     for number, line in read_lines(path):
         if line.strip():
             with Cursor(f"{path}, line {number}").named():
@@ -169,7 +182,13 @@ def _json_rows(path: pathlib.Path) -> Rows:
 
 
 def _json_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
-    """Returns an object of JSON, whose names must differ: of two values, either could be meant."""
+    """Returns a JSON object, whose names must be different.
+
+    If a name occurs twice, it is not clear which of the two values is meant.
+
+    Raises:
+      ValueError: if a name occurs twice.
+    """
     names = dict(pairs)
     if len(names) < len(pairs):
         written = [name for name, _ in pairs]
@@ -179,6 +198,7 @@ def _json_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
 
 
 def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
+    """Yields the rows of a CSV or TSV file."""
     cursor = Cursor(str(path))
     with cursor.named():
         table = cursor.follow((f"{path}, line {row[0]}", row) for row in _cells(path))
@@ -189,7 +209,7 @@ def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
         header = set(map(_folded, names))
         rows = itertools.chain([(first, cells)] if columns and cells else [], table)
         for number, values in rows:
-            # The first cell decides for nearly all rows.
+            # The first comparison is cheap, and it decides for nearly all rows.
             if _folded(values[0]) in header and set(map(_folded, values)) == header:
                 _refuse_header(is_first=number == first, named=bool(columns))
             if len(values) != len(names):
@@ -198,17 +218,20 @@ def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
 
 
 def _folded(name: str) -> str:
-    """Returns the name of a column as it is compared: without blanks around it, in lower case."""
+    """Returns the name of a column in the form in which names are compared.
+
+    Differences in case and in the blanks around a name do not matter.
+    """
     return name.strip().casefold()
 
 
 def _check_separator(path: pathlib.Path, cells: Sequence[str], *, named: bool) -> None:
-    """Raises a `ValueError` if the first line of a table shows that its columns are separated otherwise.
+    """Raises a `ValueError` if the first line of a table shows that it has another separator.
 
     Args:
       path: the table.
-      cells: those of the first line.
-      named: whether the columns are named elsewhere; otherwise the line is the header.
+      cells: the cells of the first line.
+      named: whether the columns are named elsewhere. If not, the first line is the header.
     """
     is_tsv = uncompressed(path).suffix == ".tsv"
     right = "tabs (.csv: ',')" if is_tsv else "',' (.tsv: tabs)"
@@ -222,7 +245,12 @@ def _check_separator(path: pathlib.Path, cells: Sequence[str], *, named: bool) -
 
 
 def _refuse_header(*, is_first: bool, named: bool) -> NoReturn:
-    """Raises a `ValueError` about a row that consists of the names of the columns."""
+    """Raises a `ValueError` about a row that consists of the names of the columns.
+
+    Args:
+      is_first: whether it is the first row.
+      named: whether the columns are named by ``--columns``.
+    """
     if named and is_first:
         raise ValueError("the line is a header with the names of --columns; leave --columns out")
     way = "choose other names with --columns" if named else "rename the columns in the first line"
@@ -230,7 +258,10 @@ def _refuse_header(*, is_first: bool, named: bool) -> NoReturn:
 
 
 def _cells(path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
-    """Yields the number of the (last) line and the cells of every row that is not blank."""
+    """Yields the line number and the cells of every row that is not blank.
+
+    If a row has several lines, the number is that of its last line.
+    """
     lines = read_lines(path)
     if uncompressed(path).suffix == ".tsv":
         for number, line in lines:
@@ -249,9 +280,13 @@ def _cells(path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _tsv_cells(line: str, where: str) -> list[str]:
-    """Returns the cells of a line of TSV, in which quotes are characters of the text.
+    """Returns the cells of a line of TSV, in which quotes are ordinary characters.
 
-    Some programs quote cells of TSV as in CSV. The doubled quotes in such cells tell them from others.
+    Some programs quote the cells of TSV as in CSV. Such a cell can be recognized if it contains
+    doubled quotes.
+
+    Raises:
+      ValueError: if a cell is quoted as in CSV.
     """
     cells = line.split("\t")
     if '""' in line and (quoted := next(filter(_CSV_CELL.fullmatch, cells), None)):
@@ -264,16 +299,18 @@ def _tsv_cells(line: str, where: str) -> list[str]:
 
 
 _CSV_CELL = re.compile('"(?=.*"".*")([^"]|"")+"')
+"""A cell that is quoted as in CSV and contains doubled quotes."""
 _CSV_ERRORS: Mapping[str, str] = {
     "new-line": "a CR is outside of quotes; end lines with LF: tr '\\r' '\\n' < FILE > NEW",
     "end of data": "a quoted cell has no end; close its quotes, and double those within it",
     "expected after": "a quoted cell goes on after its end; double the quotes within it",
     "field limit": f"a cell has more than {FIELD_LIMIT:,} characters; close its quotes",
 }
-"""What is said of an error of `csv`, by a part of its message."""
+"""What a user is told about an error of the module `csv`, by a part of its message."""
 
 
 def _check_names(names: Sequence[str]) -> None:
+    """Raises a `ValueError` if several columns have the same name."""
     if repeated := [repr(name) for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise ValueError(
             f"several columns are called {', '.join(repeated)}; every column needs a name of its own "
@@ -282,12 +319,14 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _text_rows(path: pathlib.Path) -> Rows:
+    """Yields the lines of a text file that are not blank."""
     for number, line in read_lines(path):
         if not is_blank(line):
             yield f"line {number}", {"text": line}
 
 
 def _parquet_rows(path: pathlib.Path) -> Rows:
+    """Yields the rows of a Parquet file."""
     number = 0
     try:
         with pq.ParquetFile(path) as file:
@@ -306,7 +345,9 @@ def _parquet_rows(path: pathlib.Path) -> Rows:
 
 
 def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
-    if pa.types.is_float32(column.type):  # 0.1 would be 0.10000000149011612
+    """Returns the values of a column of a Parquet file."""
+    # As float64, the float32 number 0.1 would be 0.10000000149011612. As text, it is 0.1.
+    if pa.types.is_float32(column.type):
         column = column.cast(pa.string()).cast(pa.float64())
     try:
         return list(column.to_pylist())
@@ -315,7 +356,8 @@ def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
             f"{where}: the column {name!r} has a text that is not UTF-8 ({error.object[:40]!r}); write the "
             "column anew from its source; nothing was imported"
         ) from error
-    except _ERRORS as error:  # a time that Python has not
+    except _ERRORS as error:
+        # Parquet has, for example, times that Python cannot represent.
         raise ReadError(
             f"{where}: write the column {name!r} as text: {error}; nothing was imported"
         ) from error
@@ -324,20 +366,21 @@ def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
 _READERS: Mapping[str, Callable[..., Rows]] = {
     **dict.fromkeys((".jsonl", ".json"), _json_rows),
     **dict.fromkeys(TABLES, _table_rows),
-    **dict.fromkeys((".txt", ".tokens", ".raw"), _text_rows),  # the others are WikiText's
+    # WikiText's files end in .tokens and .raw.
+    **dict.fromkeys((".txt", ".tokens", ".raw"), _text_rows),
     ".parquet": _parquet_rows,
 }
-"""The readers by the suffix of the uncompressed file."""
+"""The readers by the suffix of the file without compression."""
 
 ROWS_WITH_FIELDS = (".jsonl", ".json", *TABLES, ".parquet")
-"""The suffixes of files whose rows have fields; the others are text."""
+"""The suffixes of files whose rows have fields. Other files are text."""
 
 
 def file_kind(path: pathlib.Path) -> str:
-    """Returns the suffix that says how a file is read.
+    """Returns the suffix that determines how a file is read.
 
     Raises:
-      ValueError: it is not known.
+      ValueError: if the suffix is not known.
     """
     suffix = uncompressed(path).suffix
     if suffix not in _READERS:
@@ -349,15 +392,20 @@ def file_kind(path: pathlib.Path) -> str:
 
 
 def uncompressed(path: pathlib.Path) -> pathlib.Path:
-    """Returns a path without the suffix of a compression."""
+    """Returns a path without the suffix of its compression."""
     return path.with_suffix("") if path.suffix in COMPRESSIONS else path
 
 
 def find_field(row: Mapping[str, JSON], name: str, *, field: str = "") -> JSON:
-    """Returns a field of a row, or of an object in one; `field` is how errors name it, by default `name`.
+    """Returns a field of a row, or a field of an object in a row.
+
+    Args:
+      row: the row or object.
+      name: the name of the field.
+      field: the name that errors show. By default, it is `name`.
 
     Raises:
-      ValueError: there is no such field.
+      ValueError: if there is no such field.
     """
     if name not in row:
         known = ", ".join(row) or "none"
@@ -366,10 +414,12 @@ def find_field(row: Mapping[str, JSON], name: str, *, field: str = "") -> JSON:
 
 
 def value_text(value: JSON, field: str) -> str:
-    """Returns a value of a field as text: strings and bytes as they are, others as Python writes them.
+    """Returns the value of a field as text.
+
+    Strings and bytes are returned as they are. Other values are written as Python writes them.
 
     Raises:
-      ValueError: it is null, a list or an object, no finite number, or not UTF-8.
+      ValueError: if the value is null, a list, an object, not a finite number, or not UTF-8.
     """
     infinite = isinstance(value, float) and not math.isfinite(value)
     if value is None or infinite or isinstance(value, list | dict):
