@@ -123,6 +123,7 @@ def _best(values: Mapping[int, float]) -> int:
 
 
 def _mean(values: Sequence[float]) -> float:
+    """Returns the mean of some values."""
     return sum(values) / len(values)
 
 
@@ -167,6 +168,7 @@ def write_submission(
             lines = _json_lines(path.stem, indices, labels)
             texts[path] = "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in lines)
         invalid[path] = sum(map(_is_invalid, values))
+    # The files are written only now, so that an error above leaves no incomplete submission.
     for path, text in texts.items():
         write_atomic(path, text)
     return invalid

@@ -207,6 +207,7 @@ def load_evaluation_set(
             rows.sort(key=lambda row: tuple(_places(row).values()))
         if max_examples is not None:
             groups = metric_groups(task, rows)
+            # The last group is completed, because metrics need whole groups.
             end = max_examples
             while 0 < end < len(rows) and groups[end] == groups[max_examples - 1]:
                 end += 1
@@ -311,4 +312,5 @@ def label_prior_entropy(sets: Sequence[tuple[EvaluationSet, float]]) -> dict[str
 
 
 def _entropy(shares: Iterable[float]) -> float:
+    """Returns the entropy of a distribution in nats."""
     return -sum(p * math.log(p) for p in shares)

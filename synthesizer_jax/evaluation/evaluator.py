@@ -60,6 +60,7 @@ class Evaluator:
         self.vocabulary = prepared.vocabulary
         mixture, split = data.mixture, evaluation.split
         members = task_registry.member_names(mixture)
+        # A user may name a task or the trained task that it measures, so all of these names count.
         measures = {
             pair: names_of_split(*pair)
             for pair in evaluation_sets.evaluation_tasks(mixture, prepared, split)

@@ -135,6 +135,7 @@ class Predictor:
         self.mesh = None if mesh is None or mesh.size == 1 else mesh
         self._num_shards = 1 if self.mesh is None else batch_shards(self.mesh)
         self.advance: Callable[[int], object] = lambda _: None
+        # Each shard of the mesh gets the same number of rows.
         self.batch_size = -(-batch_size // self._num_shards) * self._num_shards
 
     def encode(self, text: str) -> np.ndarray:
@@ -240,6 +241,8 @@ class Predictor:
         if self.classes is not None:
             indices = [self.classes.index(target, owner="an example") for target in targets]
             return self._class_log_probabilities(inputs)[np.arange(len(inputs)), indices]
+        # Targets have one of two lengths, so that few programs are compiled: a short one that is
+        # enough for label words, and the maximum length of an answer.
         longest, length = max(map(len, targets), default=1), CHOICE_LENGTH
         if longest > length or self.decoding.max_length < length:
             length = max(self.decoding.max_length, longest)
@@ -365,6 +368,7 @@ class Predictor:
                 inputs, batch_size or self.batch_size, allowed, self.model.ids.padding
             ):
                 outputs = jax.tree.leaves(answer(rows, self._to_devices(batch)))
+                # A batch may have more rows than inputs. The rest is padding and is left out.
                 for row, *values in zip(rows, *map(fetch, outputs), strict=False):
                     answers[row] = tuple(values)
                 self.advance(len(rows))

@@ -112,6 +112,7 @@ def evaluate_tasks(
         if task.is_text:
             passes = sum(-(-len(target) // window) for target in examples.targets)
         else:
+            # Each example is predicted, and scored again if a metric or the loss needs its target.
             passes = size * (1 + task.scores_targets) + len(loss_set.inputs if loss_set else ())
         predictor.advance = phase(f"{task.name}, {examples.split}: {size:,} examples", passes)
         if task.is_text:

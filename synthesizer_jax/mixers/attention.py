@@ -110,6 +110,7 @@ class AttentionBase(Mixer):
         if kv is not None:
             context = dataclasses.replace(context, packed_positions=mask.packed_positions)
         terms, valid = self._terms(x, attended, values, context), None
+        # The terms and values of the new tokens join those of the tokens in the cache.
         if cache is not None:
             if cache.window and inputs.bias:
                 raise ValueError(
@@ -119,6 +120,7 @@ class AttentionBase(Mixer):
             terms, values, mask, cache, valid = _extend(
                 cache, terms, values, n=x.shape[1], mask=mask, position=position
             )
+        # An invalid position, which cannot raise an error if it is traced, makes the outputs NaN.
         y = fill_invalid(self._attend(x, terms, values, bias=inputs.bias, mask=mask), valid)
         y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init, use_bias=self.use_bias)
         return y, cache
@@ -249,11 +251,13 @@ class Attention(AttentionBase):
         return self.num_heads if self.alignment.makes_logits else None
 
     def _values(self, memory: jax.Array) -> jax.Array:
+        """Returns the projected values, ``[batch, k, num_value_heads, width]``."""
         return self._project_values(memory, heads_axis="heads" if self.num_kv_heads is None else "kv_heads")
 
     def _attend(
         self, x: jax.Array, terms: Terms, values: jax.Array, *, bias: Terms, mask: Mask
     ) -> jax.Array:
+        """Returns the attention output of every head, ``[batch, q, heads, width]``."""
         alignment_terms, terms = terms, add(*terms, *bias)
         sinks = None
         if self.sinks:

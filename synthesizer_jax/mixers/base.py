@@ -273,6 +273,7 @@ class Mixer(nn.Module):
         cache: MixerCache = inputs.cache
         batch = inputs.x.shape[0]
         positions, lengths = (jnp.broadcast_to(p, batch) for p in (inputs.position, cache.length))
+        # The offset is set again for every example, from its own position.
         mask = dataclasses.replace(inputs.mask, query_offset=0)
 
         def row(x: jax.Array, index: jax.Array) -> jax.Array:

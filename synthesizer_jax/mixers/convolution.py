@@ -87,6 +87,7 @@ class ConvolutionBase(Mixer):
             u = u * jax.nn.sigmoid(self._dense(x, "gate"))
         logits = self._tap_logits(u, groups)
         weights = jax.nn.softmax(logits.astype(logits_dtype(logits)), axis=-1)
+        # The distance of the first tap: the window ends at the position, or lies around it.
         first = 1 - self.width if mask.causal else -(self.width // 2)
         values = u.reshape(*u.shape[:2], groups, d_model // groups)  # [b, n, groups, channels]
         return (banded(weights, first=first),), values
@@ -101,6 +102,7 @@ class ConvolutionBase(Mixer):
         raise NotImplementedError
 
     def _dense(self, x: jax.Array, name: str, *, use_bias: bool = False) -> jax.Array:
+        """Applies a dense layer ``[d_model, d_model]``."""
         dense = functools.partial(dense_layer, dtype=x.dtype, kernel_init=self.kernel_init)
         axes = "embed", "mlp"
         return dense(x.shape[-1], axes, use_bias=use_bias, name=name, parent=self)(x)
@@ -114,6 +116,7 @@ class LightweightConvolution(ConvolutionBase):
     """
 
     def _tap_logits(self, u: jax.Array, groups: int) -> jax.Array:
+        """Returns the learned logits, ``[1, 1, groups, width]``."""
         init = with_axes(self.tap_init, "heads", "taps")
         return self.param("taps", init, (groups, self.width))[None, None]
 
@@ -130,6 +133,7 @@ class DynamicConvolution(ConvolutionBase):
     """
 
     def _tap_logits(self, u: jax.Array, groups: int) -> jax.Array:
+        """Returns logits computed from every token, ``[batch, length, groups, width]``."""
         dense = functools.partial(dense_layer, dtype=u.dtype, kernel_init=self.kernel_init)
         axes = "embed", "heads", "taps"
         return dense((groups, self.width), axes, name="taps", parent=self)(u)

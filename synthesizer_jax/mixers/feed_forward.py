@@ -244,6 +244,7 @@ class SentenceFeedForward(Mixer):
             capacity=self.max_length,
             exact=True,
         )
+        # The cache keeps the sums up to the last new token.
         sums = jax.tree.map(lambda x: x[:, -1:], sums)
         return fill_invalid(y, valid), dataclasses.replace(cache, sums=sums, length=length)
 

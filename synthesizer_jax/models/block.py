@@ -68,6 +68,7 @@ class LayerCache:
         """
 
         def apply(cache: MixerCache) -> MixerCache:
+            """Applies the function to all arrays of a cache except scalars."""
             return jax.tree.map(lambda x: function(x) if jnp.ndim(x) else x, cache)
 
         cross = self.cross_attention
@@ -138,9 +139,11 @@ class Block(nn.Module):
         """
 
         def attend_to_self(mixer: Mixer, x: jax.Array) -> jax.Array:
+            """Calls the self mixer."""
             return mixer(x, mask=mask, bias=bias if mixer.bias_heads else ())
 
         def attend_to_memory(mixer: Mixer, x: jax.Array) -> jax.Array:
+            """Calls the cross mixer."""
             assert memory is not None
             attend = lambda mixer, x: (mixer(x, memory.encoded, mask=memory.mask), None)
             return _share_memory(attend, mixer, x, memory.encoded.shape[0])[0]
@@ -182,12 +185,14 @@ class Block(nn.Module):
         cross: MixerCache = cache.cross_attention
 
         def attend_to_self(mixer: Mixer, x: jax.Array) -> jax.Array:
+            """Extends the cache of the self mixer."""
             nonlocal self_cache
             terms = bias if mixer.bias_heads else ()
             y, self_cache = mixer.extend(x, self_cache, mask=mask, bias=terms, position=position)
             return y
 
         def attend_to_memory(mixer: Mixer, x: jax.Array) -> jax.Array:
+            """Extends the cache of the cross mixer."""
             nonlocal cross
             old, mask, batch = cross, memory_mask, x.shape[0]
             if cache.shares_cross:
@@ -239,10 +244,12 @@ class Block(nn.Module):
         return x
 
     def _self_mixer(self, in_decoder: bool) -> Mixer:
+        """Returns the bound self mixer."""
         name = "self_attention" if in_decoder else "attention"
         return self.self_mixer.copy(name=name, parent=self)
 
     def _cross_mixer(self, in_decoder: bool) -> Mixer:
+        """Returns the bound cross mixer."""
         if not in_decoder:
             raise ValueError("Block: a cross_mixer needs the encoder's output as memory")
         assert self.cross_mixer is not None

@@ -106,6 +106,7 @@ class FeedForward(nn.Module):
         # Recomputing the activations is cheaper than keeping their residuals.
         @jax.checkpoint
         def activate(*inputs: jax.Array) -> jax.Array:
+            """Multiplies the activated inputs, and applies dropout."""
             pairs = zip(self.activations, inputs, strict=True)
             return functools.reduce(operator.mul, [ACTIVATIONS[a](h) for a, h in pairs]) * factor
 

@@ -127,6 +127,7 @@ class Stack(nn.Module):
             counted = mask.for_self_attention().queries(x.shape[1])
 
         def layers(x: jax.Array, bias: Terms) -> jax.Array:
+            """Applies the layers to embeddings."""
             if self.scan:
                 return self._scan(x, mask, bias, memory)
             blocks = self._blocks()
@@ -200,9 +201,11 @@ class Stack(nn.Module):
         positions = _positions_of(mask, position, q=x.shape[1])
 
         def layers(x: jax.Array, bias: Terms) -> jax.Array:
+            """Applies the layers to embeddings and extends their caches."""
             blocks = self._blocks()
 
             def layer(x: jax.Array, index: int) -> jax.Array:
+                """Applies one layer and extends its cache."""
                 x, extended[index] = blocks[index].extend(
                     x, caches[index], mask=mask, bias=bias, memory_mask=memory_mask, position=position
                 )

@@ -129,10 +129,12 @@ _Residuals: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def _embedding_lookup_fwd(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, _Residuals]:
+    """Returns the rows, and residuals that hold the tokens but no copy of the table."""
     return _embedding_lookup(table, tokens), (jnp.zeros_like(table, shape=(0, *table.shape)), tokens)
 
 
 def _embedding_lookup_bwd(residuals: _Residuals, g: jax.Array) -> tuple[jax.Array, None]:
+    """Returns the cotangent of the table, which is summed in float32. Tokens have none."""
     empty, tokens = residuals
     dtable = jnp.zeros(empty.shape[1:], jnp.float32).at[tokens].add(g.astype(jnp.float32))
     return dtable.astype(empty.dtype), None
@@ -158,6 +160,7 @@ def move_token_padding_last(tokens: jax.Array, padding: int) -> tuple[jax.Array,
     Returns:
       The tokens in their new order, and the old index of each token, both ``[batch, n]``.
     """
+    # The sort is stable, so the real tokens keep their order.
     order = jnp.argsort(tokens == padding, axis=1, stable=True)
     return take_positions(tokens, order), order
 
@@ -204,6 +207,7 @@ def real_targets_mask(tokens: jax.Array, padding: int) -> jax.Array:
     The first position always counts, because its input is the start token, which may be padding's
     id.
     """
+    # The place of each row's last token. Padding before it is part of the targets.
     last = jnp.max(jnp.where(tokens != padding, jnp.arange(tokens.shape[1])[None], 0), axis=1, initial=0)
     return jnp.arange(tokens.shape[1])[None] <= last[:, None]
 

@@ -50,6 +50,7 @@ class UniversalStack(Stack):
         return [block] * self.num_layers
 
     def _scan(self, *arguments: object) -> jax.Array:
+        """Raises a `ValueError`, because the steps have no parameters of their own to stack."""
         raise ValueError("UniversalStack: there is nothing to stack; leave scan=False")
 
     def _repeat(

@@ -195,19 +195,23 @@ def t5(
 
 
 def _mesh_random() -> Random:
+    """Returns Mesh-TensorFlow's mode ``random``."""
     return Random(max_length=512, table_init=MeshGlorotUniform())
 
 
 def _mesh_dense() -> Dense:
     # Mesh-TensorFlow folds 1/√128 into the query projection of its dense modes too.
+    """Returns Mesh-TensorFlow's mode ``dense``."""
     return Dense(max_length=512, share_heads=True, hidden_init=FanIn(1.0 / 128))
 
 
 def _mesh_random_plus(weights: str = "sum") -> Mixture:
+    """Returns Mesh-TensorFlow's mode ``random_plus``, or ``random_plus_alpha`` with a gate."""
     return Mixture((dot_product(128), _mesh_random()), weights=weights)
 
 
 def _mesh_dense_plus(weights: str = "sum") -> Mixture:
+    """Returns Mesh-TensorFlow's mode ``dense_plus``, or ``dense_plus_alpha`` with a gate."""
     parts = dot_product(128), _mesh_dense()
     return Mixture(parts, weights=weights, share_query=True, query_init=FanIn(1.0 / 128))
 

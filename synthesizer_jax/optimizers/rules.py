@@ -155,6 +155,7 @@ class RuledOptimizer:
             if (rate != 1.0).any():
                 u = jnp.asarray(rate) * u
             new = (p + u).astype(p.dtype)
+            # Frozen layers take their old values: adding zero times an update could change bits.
             return new if rate.all() else jnp.where(rate == 0, p, new)
 
         trained = self.trained(params)

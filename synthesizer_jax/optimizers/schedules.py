@@ -104,6 +104,7 @@ class Noam:
         scale = self.factor * self.d_model**-0.5
 
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
+            """Returns the learning rate at a step."""
             number = jnp.asarray(step, jnp.float32) + 1.0
             return scale * jnp.minimum(number**-0.5, number * self.warmup_steps**-1.5)
 
@@ -131,6 +132,7 @@ class Linear:
 
     def build(self) -> optax.Schedule:
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
+            """Returns the learning rate at a step."""
             decayed = self.peak + (self.final - self.peak) * _decay_fraction(step, self)
             return decayed * _warmup(step, self.warmup_steps)
 
@@ -156,6 +158,7 @@ class Cosine:
 
     def build(self) -> optax.Schedule:
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
+            """Returns the learning rate at a step."""
             angle = jnp.pi * _decay_fraction(step, self)
             cosine = self.final + (self.peak - self.final) * 0.5 * (1.0 + jnp.cos(angle))
             warm = self.peak * _warmup(step, self.warmup_steps)

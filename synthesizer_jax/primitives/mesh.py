@@ -90,6 +90,7 @@ def on_any_mesh(function: Function) -> Function:
 
     @functools.wraps(function)
     def wrapped(owner: PyTree, x: jax.Array, *args: object, **kwargs: object) -> PyTree:
+        """Calls the function directly, or with automatic axes if the mesh axes are explicit."""
         is_module = isinstance(owner, nn.Module)
         variables = owner.variables if is_module else owner
         with mesh_of_arguments(x, variables):
@@ -98,6 +99,7 @@ def on_any_mesh(function: Function) -> Function:
             rules, spec_of = _input_layout(x, variables)
 
             def call_with_rules(owner: PyTree, *args_and_kwargs: PyTree) -> PyTree:
+                """Calls the function with the rules that the types of its arguments imply."""
                 *args, kwargs = args_and_kwargs
                 with nn.logical_axis_rules(rules):
                     return function(owner, *args, **kwargs)
@@ -118,6 +120,7 @@ def _input_layout(x: jax.Array, variables: Mapping[str, PyTree]) -> tuple[_Rules
       The logical axis rules, and a function from a result to its `PartitionSpec`.
     """
     num_leading = 2 if x.ndim == 2 else x.ndim - 1  # tokens, or [batch..., length, d_model]
+    # The input's own layout comes before the user's rules, because the first rule for a name wins.
     batch, sequence = axes_along(x, 0), axes_along(x, num_leading - 1)
     user_rules = list(nn.get_logical_axis_rules())
     rules: _Rules = [("batch", batch), ("sequence", sequence), *user_rules]
@@ -163,7 +166,10 @@ def _lift_to_auto_mode(
         rngs: PyTree,
         *args: PyTree,
     ) -> PyTree:
+        """Unpacks the variables and random streams of a scope, and applies the function to them."""
+
         def apply(variables: PyTree, rngs: PyTree, *args: PyTree) -> PyTree:
+            """Applies the function in a new scope, and returns the scope's variables too."""
             scope = scope_fn(variables, rngs)
             return function(scope, *args), repack_fn(scope)
 

@@ -30,6 +30,7 @@ Without it, JAX would also save copies of the input in float32.
 def _rms_norm(x: jax.Array, epsilon: float, scale: jax.Array) -> jax.Array:
     """Divides ``[..., d]`` by its root mean square and multiplies by ``[d]``; see `RMSNorm`."""
     x32 = x.astype(logits_dtype(x))
+    # `checkpoint_name` marks what `_save_statistics` keeps for the backward pass, [..., 1].
     inverse_rms = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + epsilon)
     scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
     return (x32 * (checkpoint_name(inverse_rms, "statistic") * scale)).astype(x.dtype)

@@ -170,6 +170,7 @@ def _boxed_init(module: nn.Module) -> Callable[..., PyTree]:
     """
 
     def init(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Initializes the variables of the module as boxes with axis names."""
         with logical_axes():
             return module.init(*args, **kwargs)
 
