@@ -1,4 +1,4 @@
-"""Phrases for error messages, and the reports of progress."""
+"""Phrases for error messages, and functions that report progress."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def escape_controls(text: str) -> str:
     """Returns a text in which control characters are written as escapes such as ``\\x1b``.
 
-    Otherwise, a terminal would obey them.
+    A terminal would obey control characters.
     """
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 

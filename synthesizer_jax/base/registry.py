@@ -228,7 +228,7 @@ def format_limits(annotation: Annotation) -> str:
 
 
 def matches_type(value: object, annotation: Annotation) -> bool:
-    """Returns whether a value matches an annotation, including its `Limit` if it has one.
+    """Returns whether a value matches an annotation, including the annotation's `Limit`.
 
     A 32-bit integer, which JAX accepts as a number, matches `float`. NaN and infinities do not
     match `float`. A value matches a protocol if it has the protocol's methods and they accept the

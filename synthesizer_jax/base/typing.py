@@ -24,8 +24,8 @@ KeyPath: TypeAlias = tuple[Any, ...]
 class Limit(Container[Any]):
     """A limit of the values of an annotated type.
 
-    A subclass says by ``in`` which values are allowed. Its string completes a message that begins
-    with "allowed: ".
+    A subclass defines ``__contains__``, which says whether a value is allowed, and ``__str__``. Its
+    string completes a message that begins with "allowed: ".
     """
 
 

@@ -35,10 +35,10 @@ class Packer:
     example fits. The length of an example is the length of its inputs, or of its targets if rows
     have no inputs.
 
-    An example of a later epoch waits until all pending examples of the same task from the epoch
-    before it are in rows. Without this rule, the short examples of a small task would be repeated
-    before its long ones are used. Every example is used exactly once, and the rows depend only on
-    the order of the examples.
+    The examples of a task's next epoch wait until all pending examples of its current epoch are in
+    rows. Without this rule, the short examples of a small task would be repeated before its long
+    ones are used. Every example is used exactly once, and the rows depend only on the order of the
+    examples.
 
     Args:
       take: a function that returns the next examples. Its argument is their number.
@@ -79,7 +79,7 @@ class Packer:
         self._append(pending)
 
     def next_row(self) -> list[DrawnExample]:
-        """Returns the examples of the next row, at least one."""
+        """Returns the examples of the next row. There is at least one."""
         self._append(self._take(self._window - len(self._pending)))
         number, oldest = next(iter(self._pending.items()))
         row = [self._remove(bisect.bisect_left(self._by_length, self._key(oldest, number)))]
@@ -141,12 +141,12 @@ class Packer:
 
 
 class LengthSorter:
-    """Makes rows of one example each, such that the rows of a batch have similar lengths.
+    """Makes rows of one example each, and gives the rows of a batch similar lengths.
 
     The examples of `GROUP` batches are drawn together. They are sorted by the length of their
     inputs, or of their targets if they have no inputs. Then the sorted list is cut into batches,
-    whose order is random. The order of the batches is the same in all virtual shards, so that the
-    short examples of all shards are in the same batches.
+    whose order is random. All virtual shards use the same order, so that the short examples of all
+    shards are in the same batches.
 
     Args:
       take: a function that returns the next examples. Its argument is their number.
@@ -176,7 +176,7 @@ class LengthSorter:
         self._pending = collections.deque(pending)
 
     def next_row(self) -> list[DrawnExample]:
-        """Returns a list with the only example of the next row."""
+        """Returns the next row, which is a list of one example."""
         if not self._pending:
             drawn = self._take(GROUP * self._rows)
             drawn.sort(key=lambda e: len(e.inputs) or len(e.targets))

@@ -131,7 +131,7 @@ class SegmentObjective(Objective):
         """Returns the inputs and the targets of a segment, int32, at most as long as `form` says.
 
         Args:
-          tokens: the token ids of the segment, ``[length]``, at least one.
+          tokens: the token ids of the segment, ``[length]``. There is at least one token.
           draws: the random numbers of this segment.
           form: the lengths and the vocabulary.
         """
@@ -147,9 +147,9 @@ class Denoising(SegmentObjective):
     noise. This is T5's `denoise` with `random_spans_noise_mask`, `noise_span_to_unique_sentinel`
     and `nonnoise_span_to_unique_sentinel`.
 
-    The first sentinel is the last id of the vocabulary, ``<extra_id_0>``, and the ids of the
-    following ones count down. As in T5, a segment with more spans than there are sentinels also
-    uses the ids below them.
+    The first sentinel is ``<extra_id_0>``, which has the last id of the vocabulary. Each following
+    sentinel has the next lower id. As in T5, a segment with more spans than there are sentinels
+    also uses the ids below the sentinels.
 
     Attributes:
       density: the share of the tokens that are noise.
@@ -292,7 +292,10 @@ class FullLM(SegmentObjective):
     document_eos: bool = True
 
     def segment_length(self, form: ExampleFormat) -> int:
-        """Returns the number of tokens of a segment. With its EOS, if any, it fills the targets."""
+        """Returns the number of tokens of a segment.
+
+        The segment fills the targets, together with EOS if segments end with EOS.
+        """
         _check_length("targets", form, 2, "FullLM")
         return form.targets_length - (not self.document_eos)
 
@@ -336,9 +339,10 @@ class PrefixLM(SegmentObjective):
 class MaskedLM(SegmentObjective):
     """Masked language modeling for encoders (Devlin et al. 2019, section 3.1 and appendix A.1).
 
-    Of n tokens, round(n · density) are chosen at random, and at least one. The encoder predicts the
-    chosen tokens. In the inputs, a chosen token is replaced by the mask token or by a random token,
-    or it stays as it is. The targets of all other tokens are padding, so their loss has no weight.
+    From n tokens, round(n · density) tokens are chosen at random, but at least one token. The
+    encoder predicts the chosen tokens. In the inputs, a chosen token is replaced by the mask token
+    or by a random token, or it stays as it is. The targets of all other tokens are padding, so
+    their loss has no weight.
 
     Attributes:
       density: the share of the tokens that are chosen.

@@ -246,8 +246,8 @@ class Stream:
         """
         saved = json.loads((directory / STREAM_FILE).read_text(encoding="utf-8"))
         current = self.fingerprint()
-        # A field that is missing in one of the two has its default. Earlier versions did not save
-        # the numbers of examples, so a missing number is no difference.
+        # A field that is missing in the saved or in the current settings has its default. Earlier
+        # versions did not save the numbers of examples, so a missing number is no difference.
         omitted = _DEFAULTS | {k: v for k, v in current.items() if k.startswith("examples of ")}
         for key in sorted(saved.keys() | current.keys()):
             was, now = (x.get(key, omitted.get(key)) for x in (saved, current))

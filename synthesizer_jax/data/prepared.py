@@ -240,7 +240,7 @@ class RaggedTokens(NamedTuple):
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> RaggedTokens:
-        """Returns the sequences in one array."""
+        """Returns an object that holds the given sequences."""
         ends = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
         return cls(np.fromiter(itertools.chain.from_iterable(sequences), np.int32, ends[-1]), ends)
 

@@ -122,7 +122,7 @@ class SegmentStream:
             start = stop
 
     def _read_documents(self) -> list[np.ndarray]:
-        """Returns the token ids of every document of the group, at least one document.
+        """Returns the token ids of each document of the group. There is at least one document.
 
         All documents are of the same epoch.
         """

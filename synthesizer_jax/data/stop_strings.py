@@ -10,7 +10,7 @@ from synthesizer_jax.data.vocabularies import Vocabulary
 
 
 def stop_table(vocabulary: Vocabulary, strings: Sequence[str], size: int) -> np.ndarray:
-    """Returns the automaton that finds any of some strings in the text of tokens.
+    """Returns the automaton that finds stop strings in the text of tokens.
 
     This is the automaton of Aho and Corasick (1975). It reads the bytes of each token, so a string
     may begin and end inside a token. State 0 is the beginning of the text. The last state means
@@ -19,7 +19,7 @@ def stop_table(vocabulary: Vocabulary, strings: Sequence[str], size: int) -> np.
 
     Args:
       vocabulary: the vocabulary, which gives the bytes of each token.
-      strings: one string or more, none of which is empty.
+      strings: one or more strings. None of them is empty.
       size: the number of token ids.
 
     Returns:

@@ -300,7 +300,7 @@ class SentencePiece(Vocabulary):
             piece = processor.IdToPiece(i)
             if self.byte_level:
                 return self.byte_level.bytes_of(i)
-            # Such a piece is written as its byte, for example `<0x41>`.
+            # The piece of a single byte is written in hexadecimal, for example `<0x41>`.
             if processor.IsByte(i):
                 return bytes([int(piece[3:5], 16)])
             if first or processor.IsUnknown(i) or processor.IsControl(i):

@@ -169,7 +169,7 @@ def _prepare_split(
     renew: bool,
     setup: Callable[[], object] | None,
 ) -> PreparedInfo:
-    """Writes all shards of a split and then ``info.json``, and removes the files of before.
+    """Writes all shards of a split and then ``info.json``, and removes the previous files.
 
     The new files have other names than existing files, which are removed only at the end. Therefore
     ``info.json`` always describes complete files.

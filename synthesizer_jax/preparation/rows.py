@@ -79,7 +79,7 @@ def read_task(
 
 
 def num_files(task: Task, split: str, prepared: PreparedTasks) -> int:
-    """Returns the number of files of a split. A large split is written in as many shards."""
+    """Returns the number of files of a split. A large split is written in this number of shards."""
     if isinstance(task, RegisteredTask):
         return len(task.to_seqio(prepared.vocabulary, prepared.data_dir).source.list_shards(split))
     return len(list(_directory(task, prepared.data_dir).glob(f"*-{split}.*-of-*")))
@@ -171,7 +171,8 @@ def to_batches(rows: tf.data.Dataset) -> Iterator[Batch]:
         sides = [batch.pop(side) for side in SIDES if side in batch]
         tokens = [RaggedTokens(side.values.numpy(), side.row_splits.numpy()) for side in sides]
         count = len(tokens[-1].ends) - 1
-        # If the rows have inputs and targets, the last two entries of the list are these.
+        # Rows without inputs get empty ones. If there are inputs, the first of three entries is
+        # dropped.
         chunk = Chunk(*[RaggedTokens.of([()] * count), *tokens][-2:])
         columns = tf.nest.map_structure(lambda column: column.numpy(), batch)
         yield chunk, (tf.nest.map_structure(operator.itemgetter(i), columns) for i in range(count))

@@ -1,6 +1,8 @@
 """The grammars of the synthetic tasks, which are small parts of English.
 
-For each task, a function draws a row. It has the name of the task's configuration.
+For each task, there is a function with the name of the task's configuration. It draws a row and
+returns it with some of its words. The combination of these words decides whether the row is used
+for training or held out.
 """
 
 from __future__ import annotations
@@ -111,8 +113,8 @@ DETERMINERS = (_words("This That Every"), _words("These Those Many"))
 def cola(draw: Draw) -> Example:
     """Draws a row like CoLA's, in which a sentence is acceptable or has one fault of grammar.
 
-    For example, ``The dogs near the king sleep in the park.`` is acceptable. The rows are divided
-    into training and held-out rows by pairs of noun and verb.
+    For example, ``The dogs near the king sleep in the park.`` is acceptable. Rows are held out by
+    their combination of noun and verb.
     """
     label, number = draw.below(2), draw.below(2)
     fault = "" if label else draw.one(_words("agreement agreement determiner order article"))
@@ -159,8 +161,8 @@ REACTIONS = (
 def sst2(draw: Draw) -> Example:
     """Draws a row like SST-2's, in which one or two opinions are positive or negative.
 
-    If there are two opinions, the second one determines the label. The rows are divided by pairs of
-    the last adjective and its noun.
+    If there are two opinions, the second one determines the label. Rows are held out by their
+    combination of the last adjective and its noun.
     """
     label = draw.below(2)
     first, second = draw.two(ASPECTS)
@@ -211,8 +213,8 @@ def stsb(draw: Draw) -> Example:
     """Draws a row like STS-B's, in which two sentences have a similarity between 0 and 5.
 
     The score grows with the number of parts that are the same: noun, place and state. A noun of the
-    same kind, such as a cat for a dog, counts as half a part. The rows are divided by pairs of the
-    noun and the pair of states.
+    same kind, such as a cat for a dog, counts as half a part. Rows are held out by their
+    combination of the noun and the pair of opposite states.
     """
     shared, related = draw.below(4), draw.chance(0.5)
     same = [False] * 3
@@ -237,8 +239,9 @@ def stsb(draw: Draw) -> Example:
 def mnli(draw: Draw) -> Example:
     """Draws a row like MNLI's, in which a premise entails a hypothesis, contradicts it, or neither.
 
-    For example, ``The dog near the house is not wet.`` entails ``The animal is dry.`` The rows are
-    divided by pairs of the noun and the pair of states, as in `stsb`.
+    For example, the premise ``The dog near the house is not wet.`` entails the hypothesis
+    ``The animal is dry.`` in this grammar. Rows are held out by their combination of the noun and
+    the pair of opposite states.
     """
     label = draw.below(3)
     noun, state = draw.one(NOUNS), draw.one(draw.one(STATES))
@@ -277,7 +280,7 @@ PEOPLE = (_words("hunter fisherman shepherd farmer"), _words("clerk engineer dri
 def wic(draw: Draw) -> Example:
     """Draws a row like WiC's, in which two sentences use a word in the same sense or not.
 
-    The rows are divided by pairs of the word and the place in the first sentence.
+    Rows are held out by their combination of the word and the place in the first sentence.
     """
     label, sense = draw.below(2), draw.below(2)
     word = draw.one(WORDS)
@@ -312,7 +315,7 @@ def boolq(draw: Draw) -> Example:
     """Draws a row like BoolQ's, in which the answer to a question is in a passage.
 
     For example, after ``The dog is wet. The car is dirty.``, the answer to ``is the car clean`` is
-    False. The rows are divided by pairs of the subject and what is asked about it.
+    False. Rows are held out by their combination of the subject and what is asked about it.
     """
     label, asked = draw.below(2), draw.below(2)
     if draw.chance(0.3):
@@ -348,8 +351,8 @@ MATTERS = ("race", "exam", "news", "ring")
 def copa(draw: Draw) -> Example:
     """Draws a row like COPA's, in which one of two choices is the cause or the effect of a premise.
 
-    For example, ``Anna won the race.`` has the effect ``She smiled.`` The rows are divided by pairs
-    of the person and the premise.
+    For example, the premise ``Anna won the race.`` has the effect ``She smiled.`` in this grammar.
+    Rows are held out by their combination of the person and the premise.
     """
     label, question, outcome = draw.below(2), draw.below(2), draw.below(2)
     woman = draw.below(2)
@@ -411,8 +414,8 @@ REASONS = (
 def wsc(draw: Draw) -> Example:
     """Draws a row like WSC's, in which a pronoun refers to one of two persons.
 
-    For example, in ``Anna thanked Mary because *she* had helped.``, it refers to Mary. The rows are
-    divided by pairs of persons.
+    For example, in ``Anna thanked Mary because *she* had helped.``, the pronoun refers to Mary.
+    Rows are held out by their pair of persons.
     """
     label, gender, referent = draw.below(2), draw.below(2), draw.below(2)
     reason = draw.one(REASONS[referent])

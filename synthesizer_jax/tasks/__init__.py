@@ -1,1 +1,1 @@
-"""Tasks and mixtures: T5's, those of other papers, of SeqIO's registries, and of users' files."""
+"""Tasks and mixtures of T5, of other papers, of SeqIO's registries, and of users' files."""

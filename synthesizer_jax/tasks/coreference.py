@@ -32,12 +32,12 @@ def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
     """Formats WSC in T5's "simple" format.
 
     The input is the text with the pronoun marked as ``*pronoun*``. The target is the row's
-    candidate for what the pronoun refers to, whether this is right or not. The feature ``label``
-    says whether it is right. It remains −1 if it is hidden.
+    candidate, that is, the words to which the pronoun may refer. The feature ``label`` is 1 if the
+    pronoun refers to the candidate, and 0 if it does not. A hidden label remains −1.
 
     Args:
       dataset: rows of ``super_glue/wsc.fixed``.
-      positive_only: whether to keep only the rows whose candidate is right. Use this for training.
+      positive_only: whether to keep only the rows with label 1. Use this for training.
     """
     if positive_only:
         dataset = dataset.filter(lambda row: tf.equal(row["label"], 1))
@@ -146,10 +146,10 @@ def _clean(text: str) -> list[str]:
 
 
 def _overlap(words: list[str], target: list[str], position: int) -> tuple[list[str], list[str]]:
-    """Returns the words before and after a position that also occur in the target.
+    """Returns the longest sequences of words around a position that also occur in the target.
 
-    They are the longest sequences of words that end before the position and begin after it. As in
-    T5, the words before the position are compared in reverse order.
+    The first one ends before the position, and the second one begins after it. As in T5, the words
+    before the position are compared in reverse order.
     """
 
     def longest_prefix(words: list[str], text: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""The definitions of all tasks of T5, with its names and versions, and of tasks of other papers.
+"""The definitions of all tasks of T5, with T5's names and versions, and of tasks of other papers.
 
-T5's tasks are those of Raffel et al. 2020.
+T5's tasks are described by Raffel et al. 2020.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ QUESTION_ANSWERING = (  # Rajpurkar et al. 2016
 
 
 def _texts(name: str, dataset: str, splits: tuple[str, ...], objective: str | None = None) -> Task:
-    """Returns a task whose rows are texts, and whose training examples an objective may make."""
+    """Returns a task without inputs. If an objective is named, it makes the training examples."""
     preprocess, made_by = preprocessors.language_modeling, OBJECTIVES[objective] if objective else None
     return Task(name, dataset, preprocess, (), splits, has_inputs=False, objective=made_by)
 

@@ -208,7 +208,8 @@ def bleu(
         ``13a`` is the tokenizer of WMT and sacreBLEU's default. ``none`` splits only at spaces.
 
     Returns:
-      The score by the name ``bleu``, or with another tokenizer than T5's by ``bleu_13a`` and so on.
+      A dictionary with one score. Its name is ``bleu`` with T5's tokenizer, ``bleu_13a`` with the
+      tokenizer ``13a``, and so on.
     """
     score = _corpus_bleu(targets, predictions, tokenize=tokenize, order=4)
     return {"bleu" if tokenize == "intl" else f"bleu_{tokenize}": score}
@@ -252,9 +253,9 @@ def rouge(
     Args:
       targets: the references of each prediction.
       predictions: the texts to compare with the references.
-      kinds: the kinds of ROUGE to compute. ``rouge1`` and so on count n-grams. ``rougeL`` uses the
-        longest common subsequence of the whole texts, and ``rougeLsum`` uses those of their
-        sentences.
+      kinds: the kinds of ROUGE to compute. ``rouge1``, ``rouge2`` and so on count n-grams.
+        ``rougeL`` uses the longest common subsequence of the whole texts, and ``rougeLsum`` the
+        longest common subsequences of their sentences.
     """
     scorer = rouge_scorer.RougeScorer(list(kinds))
     values = []
@@ -297,10 +298,11 @@ def _corpus_bleu(
 
 
 def _reference_streams(targets: Sequence[References], predictions: Sequence[str]) -> list[list[Any]]:
-    """Returns one list for every n, with the n-th reference of each example.
+    """Returns the references in the form that sacreBLEU expects.
 
-    sacreBLEU expects references in this form. An entry is `None` if an example has fewer
-    references. T5 passes the lists of each example instead, which sacreBLEU then misreads.
+    For every n, there is a list with the n-th reference of each example. An entry is `None` if an
+    example has fewer references. T5 passes a list for each example instead, which sacreBLEU then
+    misreads.
     """
     references = [_as_list(target) for target, _ in zip_equal(targets, predictions)]
     return [list(stream) for stream in itertools.zip_longest(*references)]

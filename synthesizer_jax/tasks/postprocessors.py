@@ -47,8 +47,9 @@ def parse_number(answer: str, *, otherwise: float = -1.0) -> float:
 def is_labeled(example: Example) -> bool:
     """Returns whether the answer to a preprocessed row is known. In most test splits it is not.
 
-    The answer is hidden if the ``label`` is −1 (STS-B, WSC, and WNLI as coreference), if the list
-    of ``answers`` is empty (ReCoRD), or, for all other tasks, if the target is `UNKNOWN`.
+    For STS-B, WSC, and WNLI as coreference, the answer is hidden if the ``label`` is −1. For
+    ReCoRD, it is hidden if the list of ``answers`` is empty. For all other tasks, it is hidden if
+    the target is `UNKNOWN`.
     """
     if "label" in example:
         return bool(example["label"] != -1)

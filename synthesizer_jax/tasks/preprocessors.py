@@ -204,10 +204,9 @@ def _squeeze(text: tf.Tensor) -> tf.Tensor:
 
 
 def takes_batches(preprocess: Callable[..., tf.data.Dataset] | None) -> bool:
-    """Returns whether a preprocessor can be given batches of rows instead of single rows.
+    """Returns whether a preprocessor gives the same result for batches of rows as for single rows.
 
-    The result must be the same. This is true for preprocessors that convert every row by itself
-    with operations on strings.
+    This is true for preprocessors that convert every row by itself with operations on strings.
     """
     elementwise = (classification, text_to_text, language_modeling, similarity, multirc)
     return preprocess is None or getattr(preprocess, "func", preprocess) in elementwise

@@ -71,7 +71,7 @@ class RegisteredTask(Task):
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
         """Returns a description of a split's rows that changes if they are written again.
 
-        It is `None` if there is nothing from which a change could be seen.
+        It is `None` if such changes cannot be detected.
         """
         source = self.original.source
         if isinstance(source, seqio.TfdsDataSource):
@@ -111,7 +111,7 @@ class RegisteredTask(Task):
     def score(
         self, examples: Sequence[Example], answers: Answers, *, vocabulary: Vocabulary | None = None
     ) -> dict[str, float]:
-        """Returns the scores of the task's metrics, computed like in SeqIO's `Evaluator`.
+        """Returns the scores of the task's metrics, computed as in SeqIO's `Evaluator`.
 
         Only numbers are returned. Values of SeqIO's other types, such as texts and images, are left
         out.
@@ -351,7 +351,7 @@ def _outputs_for(
 def _compute_metric(
     metric: Any, examples: Sequence[Example], outputs: Any, features: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Returns the values of a metric that are numbers, computed like in SeqIO's `Evaluator`.
+    """Returns the values of a metric that are numbers, computed as in SeqIO's `Evaluator`.
 
     Raises:
       TypeError: if a value is a string.

@@ -41,7 +41,7 @@ class SplitRequest:
 def task_splits(
     names: Sequence[str], splits: Mapping[str, Sequence[str]], split: str
 ) -> list[tuple[str, str]]:
-    """Returns the pairs of a task and a split that evaluate tasks on a split.
+    """Returns which splits of which tasks must be evaluated, as pairs of a task and a split.
 
     ``glue_mnli`` has no split ``validation``. It is evaluated by the tasks of its matched and
     mismatched parts. If these tasks have no data, its splits ``validation_matched`` and
@@ -50,7 +50,7 @@ def task_splits(
     Args:
       names: the names of the tasks.
       splits: the names of the splits that each task has.
-      split: the split to evaluate on.
+      split: the name of the split on which the tasks are to be evaluated.
     """
     pairs = [(name, split) for name in names if split in splits.get(name, ())]
     parts = (f"{split}_matched", f"{split}_mismatched") if MNLI in names else ()
@@ -118,8 +118,8 @@ def requested_splits(
         for name in names:
             if split in splits[name]:
                 requests[name, split] = SplitRequest(name, split, rows=False)
-    # A split that is also used for evaluation replaces its request for training, because it needs
-    # rows.
+    # If a split is used for both, this replaces the request for training, because evaluation needs
+    # the rows of the split.
     for split in evaluation_splits:
         for name, part in task_splits(names, splits, split):
             requests[name, part] = SplitRequest(name, part, rows=True)

@@ -51,8 +51,8 @@ def stored_splits(directory: pathlib.Path) -> dict[str, int]:
 def describe_split(dataset: str, directory: pathlib.Path, split: str) -> str:
     """Returns a description of a split that changes if the split is written again.
 
-    It contains the name and version of the data set, the sizes of the split's files, and the time
-    at which they were written, if it is known.
+    It contains the name and version of the data set, and the sizes of the split's files. If it is
+    known when the files were written, it also contains this time.
 
     Raises:
       ValueError: if ``dataset_info.json`` is damaged.

@@ -37,7 +37,7 @@ def errors_of(function: str, task: str) -> Iterator[None]:
       task: the name of the task.
 
     Raises:
-      ValueError: if the function has raised an exception, which is the cause of this one.
+      ValueError: if the function raises an exception. The original exception is the cause.
     """
     try:
         yield
@@ -136,7 +136,7 @@ class Task:
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
         """Returns a description of a split's rows that changes if they are written again.
 
-        It is `None` if there is nothing from which a change could be seen.
+        It is `None` if such changes cannot be detected.
         """
         directory = stored.newest_version(self.dataset, data_dir)
         return None if directory is None else stored.describe_split(self.dataset, directory, split)

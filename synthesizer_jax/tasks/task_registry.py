@@ -123,7 +123,7 @@ def mixture_names() -> list[str]:
 
 
 def member_names(name: str) -> list[str]:
-    """Returns the names of a mixture's tasks. The name of a task gives only this task.
+    """Returns the names of a mixture's tasks. If `name` is a task, it is the only one.
 
     Raises:
       ValueError: if there is neither a mixture nor a task of that name.

@@ -1,7 +1,7 @@
 """Imports the data sets of tasks, from published archives or from files that a user names.
 
-The features of the data sets are those that the tasks' preprocessors read, and have the names of
-TFDS. A data set can therefore be replaced by one that TFDS has prepared.
+A data set has the features that the preprocessor of its task reads, and they have TFDS's names. A
+data set can therefore be replaced by one that TFDS has prepared.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str])
         return _label(value, feature.names, labels)
     if not isinstance(feature, tfds.features.Text):
         is_number = isinstance(feature, tfds.features.Tensor) and feature.np_dtype == np.float32
-        # This is the score of STS-B.
+        # The only such number is the score of STS-B.
         if is_number and not math.isfinite(float(value)):
             raise ValueError(f"the field {name!r} is {value}, which is no finite number")
         return float(value) if is_number else value
@@ -261,8 +261,8 @@ def import_dataset(
       A report for every split.
 
     Raises:
-      ValueError: if a row is broken, if a split is unknown, empty or exists already, or if the data
-        set exists in another version.
+      ValueError: if a row is broken, if a split is unknown or empty, if a split exists already, or
+        if the data set exists in another version.
     """
     known = dict.fromkeys(s for task in DEFINITIONS if task.dataset == dataset for s in task.splits)
     if unknown := [split for split in splits if split not in known]:

@@ -69,8 +69,8 @@ class SplitFiles:
     def fields(self) -> list[str]:
         """The names of the fields of aligned files.
 
-        They are `columns` if there are any. Otherwise, they are the suffixes of the files, or the
-        stems of the files if the suffixes are not different.
+        They are `columns` if there are any. Otherwise, they are the suffixes of the files if these
+        are all different, and else the stems of the files.
         """
         if self.columns:
             return list(self.columns)

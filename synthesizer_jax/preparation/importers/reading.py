@@ -54,7 +54,7 @@ class Cursor:
     """Remembers the place of the row that was read last, for errors of reading and writing it.
 
     Args:
-      where: the place before the first row.
+      where: the place that errors name before the first row is read.
     """
 
     def __init__(self, where: str = ""):
@@ -83,9 +83,9 @@ class Cursor:
 def is_blank(text: str) -> bool:
     """Returns whether nothing of a text is visible.
 
-    The text is empty, or all of its characters are white space, control characters or invisible
-    characters. Invisible characters are, for example, zero-width spaces, byte-order marks and soft
-    hyphens.
+    This is true if the text is empty, or if all of its characters are white space, control
+    characters or invisible. Invisible characters are, for example, zero-width spaces, byte-order
+    marks and soft hyphens.
     """
     return all(unicodedata.category(character) in _INVISIBLE for character in text)
 
