@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import re
@@ -18,6 +19,9 @@ The time tells versions of a data set apart whose files have equal sizes.
 
 REMEDY = "import it again with 'synthesizer-jax data import', or delete it"
 """What an error message tells a user to do about a damaged data set."""
+
+_CLASS_KEYS = ("type", "pythonClassName", "python_class_name")
+"""The keys of classes, in the forms in which versions of TFDS and of protobuf write them."""
 
 
 def newest_version(dataset: str, data_dir: pathlib.Path) -> pathlib.Path | None:
@@ -74,10 +78,34 @@ def check_classes(directory: pathlib.Path) -> None:
     code.
     """
     with describing(directory / FEATURES, REMEDY):
-        text = (directory / FEATURES).read_text(encoding="utf-8").replace("\\", "")
-        for name in re.findall(r'"(?:type|pythonClassName|python_class_name)": *"([^"]*)"', text):
+        for name in _class_names((directory / FEATURES).read_text(encoding="utf-8")):
             if not name.startswith("tensorflow_datasets."):
                 raise ValueError(f"it names the class {name!r}, which is not one of TFDS")
+
+
+def _class_names(text: str) -> list[str]:
+    """Returns the names of classes in JSON.
+
+    The content of a feature may be a string that contains JSON, which TFDS reads too.
+
+    Raises:
+      json.JSONDecodeError: if the text is not JSON.
+    """
+    names: list[str] = []
+
+    def check(pairs: list[tuple[str, JSON]]) -> None:
+        for key, value in pairs:
+            if not isinstance(value, str):
+                continue
+            if key in _CLASS_KEYS:
+                names.append(value)
+            else:
+                with contextlib.suppress(json.JSONDecodeError):  # most strings are plain text
+                    names.extend(_class_names(value))
+
+    # The hook sees every object of the text, and keys that occur twice.
+    json.loads(text, object_pairs_hook=check)
+    return names
 
 
 def load_info(path: pathlib.Path) -> dict[str, JSON]:
