@@ -1,4 +1,4 @@
-"""`synthesizer-jax convert`, `export` and `average`: a run from a checkpoint, and files from a run."""
+"""The commands `convert`, `export` and `average`, which make runs and files from checkpoints."""
 
 from __future__ import annotations
 
@@ -25,23 +25,29 @@ def convert(
 ) -> None:
     """Convert a pretrained T5 to a run: T5, FLAN-T5, mT5, umT5, ByT5, UL2, MADLAD-400, T5Gemma.
 
-    Nothing in a checkpoint is executed. `eval` and `generate` take the run; `train DIR` starts from it.
+    You can evaluate the new run with `eval`, use it with `generate`, and start
+    a training from it with `train DIRECTORY`. No code from a checkpoint is
+    executed.
 
-    With --encoder or --decoder the self-attention becomes a Synthesizer that computes the same before it
-    is trained.
+    With --encoder or --decoder, the self-attention is replaced by a
+    Synthesizer. Before any training, the new model computes the same as the
+    old one.
 
     Example: synthesizer-jax convert google/flan-t5-small runs/flan --encoder rv
 
     Args:
-      source: a folder of Hugging Face transformers or of PEFT, its OWNER/NAME on the hub, a checkpoint of
-        T5X, or a run.
-      directory: the new directory.
-      revision: branch, tag or commit of a model of the hub; by default its main branch.
-      vocabulary: a SentencePiece file, or bytes; by default the folder's own.
-      extra_ids: sentinels after the pieces of --vocabulary; by default T5's.
-      encoder: a mixture with the dot product for the encoder, such as rv, which starts as the model.
-      decoder: the same for the decoder.
-      max_length: positions of the mixtures' tables; by default 512.
+      source: a folder of Hugging Face transformers or of PEFT, the OWNER/NAME of a model on the
+        hub, a T5X checkpoint, or a run.
+      directory: the directory of the new run.
+      revision: the branch, tag or commit of a model on the hub. The default is its main branch.
+      vocabulary: a SentencePiece file, or the word bytes. The default is the vocabulary in the
+        folder.
+      extra_ids: the number of sentinels after the pieces of --vocabulary. The default is that of
+        T5.
+      encoder: the new self-attention of the encoder. It must be a mixture that contains the dot
+        product, such as rv.
+      decoder: the new self-attention of the decoder, with the same choices as --encoder.
+      max_length: the number of positions of the mixtures' tables. The default is 512.
     """
     from synthesizer_jax.costs.summary import num_elements
     from synthesizer_jax.pretrained.convert import convert_checkpoint
@@ -78,26 +84,32 @@ def export(
     beams: Count = 1,
     imports: Imports = None,
 ) -> None:
-    """Write a run's model for another library, or as programs that need none.
+    """Export the model of a run for another library, or as programs that run without this package.
 
-    Transformers and T5X take T5s only; a Synthesizer is refused with the name of the part that they lack.
-    StableHLO takes every model: a directory of programs for CPUs, NVIDIA GPUs and TPUs, with a loader that
-    needs only jax and, for SentencePiece vocabularies, sentencepiece. The programs of a model that was
-    trained on texts alone continue texts.
+    Transformers and T5X support only T5s. If the model is a Synthesizer, the
+    command ends with an error that names the part that they lack.
+
+    StableHLO supports every model. It gives a directory of programs for CPUs,
+    NVIDIA GPUs and TPUs, and a loader. The loader needs only jax and, for
+    SentencePiece vocabularies, sentencepiece. If the model was trained only on
+    texts without inputs, its programs continue texts.
 
     Example: synthesizer-jax export runs/flan flan-finetuned
 
     Example: synthesizer-jax export runs/rv rv-programs --to stablehlo --max-length 32
 
     Args:
-      run: RUN, or RUN/checkpoints/STEP.
+      run: the directory RUN of a run, or one checkpoint, RUN/checkpoints/STEP.
       directory: the new directory.
-      to: huggingface, peft (a run's adapters alone), t5x, t5x-scanned or stablehlo.
-      dtype: float32 or bfloat16, of the tensors for transformers.
-      inputs_length: stablehlo: tokens of an input at most; by default as in training. A text to continue
-        and its continuation share the tokens of a training row, by default one half each.
-      max_length: stablehlo: tokens of a target at most; by default as in training.
-      beams: stablehlo: beams of the decoding loop; 1 is greedy.
+      to: the format, which is huggingface, peft (only the run's adapters), t5x, t5x-scanned or
+        stablehlo.
+      dtype: the dtype of the tensors for transformers, float32 or bfloat16.
+      inputs_length: for stablehlo, the maximum number of tokens of an input. The default is that of
+        the training. If the model continues texts, a text and its continuation share the tokens of
+        a training row. By default each has one half.
+      max_length: for stablehlo, the maximum number of tokens of a target. The default is that of
+        the training.
+      beams: for stablehlo, the number of beams. 1 is greedy decoding.
     """
     from synthesizer_jax.pretrained.export import export_run
     from synthesizer_jax.runs import code
@@ -116,18 +128,22 @@ def average(
     last: Annotated[int, Range(2)] | None = None,
     imports: Imports = None,
 ) -> None:
-    """Average the newest checkpoints of a run: write a run whose parameters are their mean.
+    """Average the newest checkpoints of a run, and write a run with the mean of their parameters.
 
-    A run keeps its training.keep_latest newest and training.keep_best best checkpoints; both kinds count.
-    The steps that were averaged are printed. `eval`, `generate` and `export` take the new run, and
-    `train DIR` starts from it.
+    A run keeps the newest checkpoints (as many as training.keep_latest says)
+    and the best ones (as many as training.keep_best says). Checkpoints of both
+    kinds are averaged. The command prints the steps that it has averaged.
+
+    You can use the new run with `eval`, `generate` and `export`, and start a
+    training from it with `train DIRECTORY`.
 
     Example: synthesizer-jax average runs/cola runs/cola-mean --last 5
 
     Args:
-      run: directory of the run.
-      directory: the new directory.
-      last: number of the newest checkpoints; by default all that are kept.
+      run: the directory of the run.
+      directory: the directory of the new run.
+      last: how many of the newest checkpoints to average. The default is all checkpoints of the
+        run.
     """
     from synthesizer_jax.runs import code
     from synthesizer_jax.training.checkpoint_average import average_checkpoints

@@ -1,4 +1,4 @@
-"""`synthesizer-jax data …`."""
+"""The commands `synthesizer-jax data …`, which import, prepare, list, show and check data sets."""
 
 from __future__ import annotations
 
@@ -22,15 +22,24 @@ if TYPE_CHECKING:
     from synthesizer_jax.training.experiment import Experiment
 
 SHOWN_TOKENS = 24
+"""How many tokens of a text `data show` prints."""
 
 MINE = "mine"
-"""The name that imports files of the user's own."""
+"""The name with which `data import` imports the user's own files."""
 
 
 def _open_directory(
     data_dir: pathlib.Path | None, imports: list[str] | None, *, libraries: bool = True
 ) -> pathlib.Path:
-    """Makes all tasks known, the user's and those of imported files too; returns the data directory."""
+    """Registers all tasks, and returns the data directory.
+
+    All tasks include those of the user's code and those of files that were imported before.
+
+    Args:
+      data_dir: the data directory. `None` is the default data directory.
+      imports: the user's packages or files to load.
+      libraries: whether TensorFlow is needed and should be imported.
+    """
     from synthesizer_jax.preparation.rows import import_tensorflow
     from synthesizer_jax.runs import code
     from synthesizer_jax.tasks import task_registry
@@ -44,15 +53,28 @@ def _open_directory(
 
 
 def _vocabulary(name: str | None, extra_ids: int = EXTRA_IDS, bos: bool = False) -> SentencePiece | Bytes:
+    """Returns the vocabulary of a SentencePiece file, or bytes if the name is "bytes" or `None`."""
     return Bytes(extra_ids) if name in (None, "bytes") else SentencePiece(str(name), extra_ids, bos)
 
 
 def prepare_missing(
     experiment: Experiment, data_dir: pathlib.Path | None, *, trains: bool = True, only: Sequence[str] = ()
 ) -> None:
-    """Prepares what is missing of the data of a run, in a process that imports TensorFlow and ends.
+    """Prepares the data of a run that is not prepared yet.
 
-    For the arguments see `missing_preparation`; raises a `ValueError` if the process fails.
+    The work is done in a separate process, so that this process need not import TensorFlow. In a
+    group of processes, only process zero starts it, and the others wait.
+
+    Args:
+      experiment: the experiment of the run.
+      data_dir: the data directory. `None` is the default data directory.
+      trains: whether the run trains. Otherwise only its evaluation data is prepared.
+      only: the tasks to prepare. If it is empty, all tasks are prepared.
+
+    Raises:
+      ValueError: the separate process fails. The message gives its last line of output and its
+        command.
+      FileNotFoundError: nothing is prepared, and there are no data sets.
     """
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.tasks import task_registry
@@ -66,6 +88,7 @@ def prepare_missing(
             return
         command = [sys.executable, "-m", "synthesizer_jax", *missing]
         done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, errors="replace")
+        # If the process failed, its last line is the error, which is raised here.
         said, _, last = done.stderr.rstrip().rpartition("\n")
         print(said if done.returncode else done.stderr, end="", file=sys.stderr)
         if done.returncode:
@@ -89,31 +112,41 @@ def import_files(
     columns: str | None = None,
     renew: bool = False,
 ) -> None:
-    """Write TFDS data sets: those of an archive, of a task's data set from files, or of your own files.
+    """Import files as data sets: a benchmark's archive, a known data set, or your own files.
 
-    Missing splits of an archive are reported; splits of an earlier import are kept. A row that cannot be
-    read stops the import with its file and line, and then no data set is changed.
+    The data sets are written in the format of TFDS. If a row cannot be read,
+    the import stops, names the file and the line, and changes no data set.
+    Splits that were imported before are kept. Splits that an archive lacks are
+    reported.
 
-    Files are JSON lines, CSV, TSV, Parquet, text (a row per line, with the field 'text') or aligned text
-    (train=a.en+a.de), those of lines also .gz or .zst. Examples:
-    synthesizer-jax data import wmt14_translate/de-en --from train=a.en+a.de,validation=b.en+b.de;
-    synthesizer-jax data import mine --name reviews --from train=a.jsonl,validation=b.csv --input
-    'review: {text}' --target '{label}' --labels bad,good
+    A file may be JSON lines, CSV, TSV, Parquet, text (one row per line, with
+    the field 'text') or aligned text (train=a.en+a.de). Files of lines may be
+    compressed as .gz or .zst.
+
+    Example: synthesizer-jax data import wmt14_translate/de-en
+    --from train=a.en+a.de,validation=b.en+b.de
+
+    Example: synthesizer-jax data import mine --name reviews
+    --from train=a.jsonl,validation=b.csv --input 'review: {text}'
+    --target '{label}' --labels bad,good
 
     Args:
-      benchmark: an archive (glue, super_glue), a data set that a task reads, such as
-        cnn_dailymail, or mine; an unknown name lists all.
-      source: directory of an archive. Of files, SPLIT=FILE, several with commas or by repeating the
-        option, or a directory; in the name of a file, * stands for anything.
-      name: mine: the name of the task.
-      inputs: mine: the input, with fields of a row in braces, such as 'review: {text}'; without it the
-        task has targets only.
-      target: mine: the target, such as '{label}'; '' for rows that are only to be predicted.
-      labels: the allowed targets, such as 'bad,good' or '0=bad,1=good'; of a data set, the words for the
-        labels in its files.
-      metrics: mine: accuracy (the default), bleu, f1, … Repeatable.
-      columns: the columns of CSV and TSV files that have no header, or of aligned files, such as 'a,b'.
-      renew: replace what was imported before, with all of its splits.
+      benchmark: an archive (glue or super_glue), the name of a data set that a task reads, such as
+        cnn_dailymail, or mine for your own files. An unknown name prints the list of all names.
+      source: for an archive, its directory. For files, SPLIT=FILE or a directory. Separate several
+        with commas or repeat the option. In the name of a file, * stands for any characters.
+      name: for your own files, the name of the task.
+      inputs: for your own files, the text of the input, with fields of a row in braces, such as
+        'review: {text}'. Without this option, the task has only targets.
+      target: for your own files, the text of the target, such as '{label}'. Give '' for rows that
+        you only want to predict.
+      labels: the allowed targets, such as 'bad,good' or '0=bad,1=good'. For a known data set, the
+        words for the labels in its files.
+      metrics: for your own files, the metric, such as accuracy (the default), bleu or f1.
+        Repeatable.
+      columns: the columns of CSV and TSV files without a header, or of aligned files, such as
+        'a,b'.
+      renew: replace a data set that was imported before, with all of its splits.
     """
     from synthesizer_jax.preparation import file_tasks
     from synthesizer_jax.preparation.importers import corpora
@@ -189,26 +222,28 @@ def prepare_tasks(
     renew: bool = False,
     imports: Imports = None,
 ) -> None:
-    """Tokenize a mixture's tasks once; training and evaluation read the files without TensorFlow.
+    """Tokenize the tasks of a mixture once, so that runs can read them without TensorFlow.
 
-    They are written into the data directory, where every run with the same vocabulary finds them, whatever
-    its lengths. Training, eval, predict, distill and inspect prepare what they miss by themselves. A call
-    that is interrupted keeps the files it has finished.
+    The prepared files are written to the data directory. All runs with the
+    same vocabulary use them, even if their sequence lengths differ. You rarely
+    need this command, because train, eval, predict, distill and inspect prepare
+    missing data themselves. If you interrupt it, it keeps the finished files.
 
     Args:
-      mixture: mixture or task to prepare.
-      vocabulary: a SentencePiece model, or bytes; by default bytes, or the synthetic mixtures' own.
-      extra_ids: sentinels added to the vocabulary.
-      bos: whether inputs begin with BOS, as CodeT5's, and as Gemma's, which have no EOS then.
-      split: split to train on; by default train. Repeatable.
-      evaluation_split: split to evaluate on; by default validation. Repeatable.
-      inputs_length: input tokens of a row, for tasks whose steps depend on it.
-      targets_length: target tokens of a row.
-      epochs: how often rows are read, for tasks with random steps; by default once, or as for what is
-        there.
+      mixture: the mixture or task to prepare.
+      vocabulary: a SentencePiece model, or the word bytes. The default is bytes, except for the
+        synthetic mixtures, which have their own vocabulary.
+      extra_ids: the number of sentinels that are added to the vocabulary.
+      bos: begin inputs with BOS, as CodeT5 and Gemma do. Gemma's inputs then do not end with EOS.
+      split: a split to train on. The default is train. Repeatable.
+      evaluation_split: a split to evaluate on. The default is validation. Repeatable.
+      inputs_length: the number of input tokens in a row, for tasks whose steps depend on it.
+      targets_length: the number of target tokens in a row, for tasks whose steps depend on it.
+      epochs: how often the rows are read, for tasks with random steps. The default is once, or as
+        often as the files that exist were prepared.
       task: prepare only this task of the mixture. Repeatable.
-      workers: processes that read the files of large data sets.
-      renew: write again what is there.
+      workers: the number of processes that read the files of large data sets.
+      renew: write files again that exist.
     """
     from synthesizer_jax.data.prepared import PreparedTasks
     from synthesizer_jax.preparation.prepare import prepare
@@ -239,12 +274,13 @@ def prepare_tasks(
 
 
 def list_tasks(mixture: str | None = None, *, data_dir: DataDir = None, imports: Imports = None) -> None:
-    """List the tasks with the numbers of prepared examples, and the mixtures.
+    """List all tasks, the number of examples that each has in the data directory, and all mixtures.
 
-    With --import also those of SeqIO's registries.
+    With --import, the tasks and mixtures that your code adds to the registries
+    of SeqIO are listed, too.
 
     Args:
-      mixture: only the tasks of this mixture.
+      mixture: list only the tasks of this mixture, with their rates.
     """
     from synthesizer_jax.tasks import task_registry
 
@@ -274,14 +310,17 @@ def show_task(
     examples: Count = 2000,
     imports: Imports = None,
 ) -> None:
-    """Show a task's texts and tokens, and how long they are; lengths count EOS.
+    """Show the texts and tokens of some rows of a task, and the lengths of its inputs and targets.
+
+    Lengths include EOS.
 
     Args:
-      task: the task.
-      split: its split.
-      vocabulary: a SentencePiece model, which counts the tokens, or bytes; by default bytes.
-      rows: number of rows to show.
-      examples: number of rows to measure.
+      task: the name of the task.
+      split: the split of the task.
+      vocabulary: the vocabulary that splits texts into tokens, a SentencePiece model or the word
+        bytes. The default is bytes.
+      rows: the number of rows to show.
+      examples: the number of rows whose lengths are measured.
     """
     import numpy as np
 
@@ -310,12 +349,14 @@ def show_task(
 
 
 def check_tasks(mixture: str, *, data_dir: DataDir = None, imports: Imports = None) -> None:
-    """Compare prepared data sets with their published sizes, and their splits with each other.
+    """Compare data sets with their published sizes, and find repeated rows and shared inputs.
 
-    Exits with 1 where a split has another number of rows than was published.
+    The table shows how many rows of a split are repeated, and how many inputs
+    it shares with other splits of the task. The exit code is 1 if a split does
+    not have the published number of rows.
 
     Args:
-      mixture: mixture or task.
+      mixture: the mixture or task whose data sets are checked.
     """
     from synthesizer_jax.preparation import inspection
 
@@ -347,13 +388,13 @@ def train_vocabulary(
     examples: Count = 20_000,
     imports: Imports = None,
 ) -> None:
-    """Train a SentencePiece model on a mixture's training inputs and targets.
+    """Train a SentencePiece model on the inputs and targets of a mixture's training split.
 
     Args:
-      mixture: mixture or task that provides the text.
-      output: the SentencePiece model to write.
-      size: number of pieces.
-      examples: examples per task.
+      mixture: the mixture or task that provides the text.
+      output: the file of the new SentencePiece model.
+      size: the number of pieces.
+      examples: the maximum number of examples to read from each task.
     """
     from synthesizer_jax.data.task_streams import SIDES
     from synthesizer_jax.data.vocabularies import train_sentencepiece
@@ -373,7 +414,16 @@ def train_vocabulary(
 
 
 def _members(mixture: str, directory: pathlib.Path, split: str | None = None) -> list[str]:
-    """Returns the tasks of a mixture that have data, or a split, in a directory."""
+    """Returns the tasks of a mixture that have data in a directory.
+
+    Args:
+      mixture: the name of a mixture or a task.
+      directory: the data directory.
+      split: the split that the tasks must have. `None` means any split.
+
+    Raises:
+      FileNotFoundError: no task has data. The message says how to import them.
+    """
     from synthesizer_jax.tasks import task_registry
     from synthesizer_jax.tasks.splits import import_remedy
 

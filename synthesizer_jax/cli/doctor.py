@@ -1,4 +1,4 @@
-"""`synthesizer-jax doctor` and `synthesizer-jax local`: this machine, and several processes on it."""
+"""The commands `doctor`, which checks a machine, and `local`, which starts processes on it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 def doctor(
     *, workdir: pathlib.Path | None = None, data_dir: DataDir = None, timeout: NotNegative = 60.0
 ) -> None:
-    """Show versions, devices and memory, and check processes and directories before a run does.
+    """Show versions, devices and memory, and check processes and directories before a run.
 
-    Start it like a training, on all hosts at once.
+    Start it as you would start a training, on all hosts at the same time. It
+    reports an error if the processes have different versions or settings, or
+    if a directory cannot be written.
 
     Example: synthesizer-jax doctor --workdir runs/rv
 
     Args:
-      workdir: directory for a future run.
-      timeout: maximum number of seconds to wait for other processes.
+      workdir: the directory of a future run.
+      timeout: the maximum number of seconds to wait for other processes.
     """
     import jax
 
@@ -64,11 +66,12 @@ def doctor(
     ]
     for directory in filter(None, (workdir, data_dir)):
         probe = directory / f".doctor_{os.getpid()}_{socket.gethostname()}"
-        if not in_bucket(directory):  # where TensorFlow would never end if there is no such bucket
+        # In a bucket that does not exist, mkdir with TensorFlow would never return.
+        if not in_bucket(directory):
             directory.mkdir(parents=True, exist_ok=True)
         try:
             probe.write_bytes(b"x")
-        except FileNotFoundError as error:  # gcsfs names its request alone
+        except FileNotFoundError as error:  # the message of gcsfs names only its request
             raise FileNotFoundError(
                 f"{directory} is in no bucket that is there ({error}); make it"
             ) from None
@@ -80,17 +83,19 @@ def doctor(
 
 
 def local(command: list[str], *, processes: Count = 2, devices: Count | None = None) -> None:
-    """Run a command as one group of several processes on this machine.
+    """Run a command in several processes on this machine, which form one group as on several hosts.
 
-    If one process fails, the others are killed. SIGTERM and Ctrl-C are sent to all processes. The exit code
-    is that of the first process that failed, 128 plus the number of the signal if one ended it.
+    If one process fails, the others are killed. SIGTERM and Ctrl-C are passed
+    on to all processes. The exit code is the exit code of the first process
+    that failed. If a signal ended that process, the exit code is 128 plus the
+    number of the signal.
 
     Example: synthesizer-jax local --processes 2 --devices 4 -- train quickstart --workdir runs/rv
 
     Args:
-      command: a command of synthesizer-jax, after --.
-      processes: number of processes.
-      devices: CPU devices of each process; by default JAX's number.
+      command: a command of synthesizer-jax, written after --.
+      processes: the number of processes.
+      devices: the number of CPU devices of each process. By default JAX chooses it.
     """
     from synthesizer_jax.hosts.preemption import EXIT_CODES
     from synthesizer_jax.hosts.processes import ADDRESS, PROCESS, PROCESSES
@@ -108,9 +113,11 @@ def local(command: list[str], *, processes: Count = 2, devices: Count | None = N
         for index in range(processes):
             arguments = [sys.executable, "-m", "synthesizer_jax", *command]
             environment = {**shared, PROCESS: str(index)}
-            # In a session of its own, a process gets Ctrl-C from here alone, and once.
+            # A terminal sends Ctrl-C to all processes of its session. In a session of its own, a
+            # process gets the signal only once, from the loop below.
             group.append(subprocess.Popen(arguments, env=environment, start_new_session=True))
         while True:
+            # Codes are None while processes run. The first code that is not 0 is kept.
             codes = [process.poll() for process in group]
             code = code or next((ended for ended in codes if ended), 0)
             if None not in codes or code not in (0, *EXIT_CODES.values()):
@@ -124,4 +131,5 @@ def local(command: list[str], *, processes: Count = 2, devices: Count | None = N
         for process in group:
             process.kill()
             process.wait()
+    # Python reports a process that a signal has ended with the negative number of the signal.
     raise typer.Exit(128 - code if code < 0 else code)

@@ -1,4 +1,4 @@
-"""`synthesizer-jax eval` and `synthesizer-jax predict`."""
+"""The commands `synthesizer-jax eval` and `synthesizer-jax predict`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TEST = "test"
 LABEL_LOSSES = "label_loss", "label_prior_entropy", "joint_label_prior_entropy"
+"""The measures of label words, which are printed in a sentence of their own."""
 
 
 def evaluate(
@@ -37,26 +38,31 @@ def evaluate(
     save_predictions: bool = True,
     imports: Imports = None,
 ) -> None:
-    """Evaluate checkpoints task by task, with T5's metrics and the benchmarks' averages.
+    """Evaluate checkpoints of a run task by task, with T5's metrics and the averages of benchmarks.
 
-    The model is restored from the run's directory and sharded over all devices of all processes, as in
-    training. Results and predictions are written to evaluation/STEP in that directory, and those of a
-    split that is not the recipe's to evaluation/STEP/SPLIT. With --task or --max-examples they go to the
-    folder part in it, so that the results of the whole stay. Examples without a label, as in most test
-    splits, are predicted and not scored.
+    The model is sharded over all devices of all processes, as in training.
+    Results and predictions are written to evaluation/STEP in the directory of
+    the run. If you choose another split than the recipe, they are written to
+    evaluation/STEP/SPLIT. With --task or --max-examples, they are written to a
+    subfolder part, so that they do not replace the results of a whole
+    evaluation.
+
+    Examples without a label, as in most test splits, are predicted but not
+    scored.
 
     Args:
-      run: directory of the run.
-      workdir: the same.
-      step: step of the checkpoint; by default the newest one.
-      every: evaluate all checkpoints; show the best of each task.
-      method: greedy, beam or rank; by default the recipe's.
-      split: split; by default the recipe's.
-      task: only this task. Repeatable.
-      max_examples: maximum number of examples per task, in whole groups.
-      batch_size: examples per batch.
-      save_predictions: write input, target, prediction and score of every example to TASK.jsonl, beside
-        the results.
+      run: the directory of the run.
+      workdir: the directory of the run, which you can give with this option instead.
+      step: the step of the checkpoint. The default is the newest one.
+      every: evaluate all checkpoints, and show the best step of each task.
+      method: the decoding method, greedy, beam or rank. The default is the recipe's.
+      split: the split to evaluate. The default is the recipe's.
+      task: evaluate only this task. Repeatable.
+      max_examples: the maximum number of examples per task. Examples that are scored as a group
+        stay together.
+      batch_size: the number of examples per batch.
+      save_predictions: write the input, target, prediction and score of every example to
+        TASK.jsonl, next to the results.
     """
     from synthesizer_jax.evaluation import scoring
     from synthesizer_jax.hosts import processes
@@ -92,30 +98,38 @@ def predict(
 ) -> None:
     """Predict all examples of a split, and write the files of GLUE's and SuperGLUE's leaderboards.
 
-    Every task has a file TASK.jsonl of inputs, predictions and their scores; where examples have labels,
-    metrics are shown. Predictions of a benchmark's test split are also written as its leaderboard reads
-    them, except with --max-examples, glue/CoLA.tsv or super_glue/BoolQ.jsonl: a folder is what is to be
-    zipped. There a prediction that is none of the labels becomes the first label, one that is no similarity
-    score 0, and others are clipped to 0 to 5; invalid ones are counted.
+    Inputs, predictions and scores of each task are written to TASK.jsonl. If
+    the examples have labels, metrics are shown.
+
+    For a test split of GLUE or SuperGLUE, the files of the leaderboard are
+    written, too, such as glue/CoLA.tsv or super_glue/BoolQ.jsonl, unless you
+    give --max-examples. To submit them, zip the folder glue or super_glue. The
+    leaderboards accept only valid answers: a prediction that is not one of the
+    labels becomes the first label, and one that is not a similarity score
+    becomes 0. Similarity scores are clipped to the range from 0 to 5. The
+    command says how many predictions it has replaced.
 
     Example: synthesizer-jax predict runs/rv --split test --output predictions
 
     Args:
-      run: directory of the run.
-      workdir: the same.
+      run: the directory of the run.
+      workdir: the directory of the run, which you can give with this option instead.
       split: the split to predict.
-      output: directory of the files; by default evaluation/STEP/SPLIT in the run's.
-      step: step of the checkpoint; by default the newest one.
-      method: greedy, beam or rank; by default the recipe's.
-      task: only this task. Repeatable.
-      max_examples: maximum number of examples per task, in whole groups.
-      batch_size: examples per batch.
+      output: the directory of the files. The default is evaluation/STEP/SPLIT in the directory of
+        the run.
+      step: the step of the checkpoint. The default is the newest one.
+      method: the decoding method, greedy, beam or rank. The default is the recipe's.
+      task: predict only this task. Repeatable.
+      max_examples: the maximum number of examples per task. Examples that are scored as a group
+        stay together.
+      batch_size: the number of examples per batch.
     """
     from synthesizer_jax.evaluation.benchmarks import write_submission
     from synthesizer_jax.hosts import processes
 
     changes = _given(method=method, batch_size=batch_size, split=split, loss_batches=0)
-    changes["max_examples"] = max_examples  # by default all, whatever the recipe evaluates
+    # Without the option all examples are predicted, even if the recipe evaluates fewer.
+    changes["max_examples"] = max_examples
     opened, evaluator = _open(chosen_run(run, workdir), imports, data_dir, task, changes)
     number, variables = opened.restore(step)
     part = max_examples is not None
@@ -131,7 +145,7 @@ def predict(
 
 
 def _given(**options: object) -> dict[str, object]:
-    """Returns the options that are not None."""
+    """Returns the options that were given, which are those that are not `None`."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -142,7 +156,17 @@ def _open(
     tasks: list[str] | None,
     changes: Mapping[str, object],
 ) -> tuple[OpenRun, Evaluator]:
-    """Opens a run and the examples of some tasks (None: all), and prints which have none in the split."""
+    """Opens a run and its evaluator, and prints which tasks do not have the split.
+
+    Missing data is prepared first.
+
+    Args:
+      workdir: the directory of the run.
+      imports: the user's packages or files to load.
+      data_dir: the data directory. `None` is the default data directory.
+      tasks: the tasks to evaluate. `None` is all tasks of the run.
+      changes: fields of the run's `Evaluation` to replace, by name.
+    """
     from synthesizer_jax.base.registry import replace
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.tasks.task_registry import default_data_dir
@@ -175,8 +199,17 @@ def _measure(
 ) -> tuple[pathlib.Path, list[TaskResult], dict[str, float]]:
     """Evaluates a checkpoint, prints its results and writes its predictions.
 
+    Args:
+      run: the run.
+      evaluator: the evaluation sets and how to evaluate them.
+      step: the step of the checkpoint.
+      variables: the variables of the checkpoint.
+      part: whether only some tasks or examples are evaluated.
+      output: the folder for the predictions. `None` is a folder in the directory of the run.
+      writes: whether to write the predictions.
+
     Returns:
-      The folder of its files, and the results; see `Evaluator.measure`.
+      The folder, the results by task and the measures over all tasks; see `Evaluator.measure`.
     """
     from synthesizer_jax.evaluation import scoring
     from synthesizer_jax.hosts import processes
@@ -197,10 +230,18 @@ def _measure(
 
 
 def _restore_checkpoints(run: OpenRun, step: int | None, *, every: bool) -> Iterator[tuple[int, PyTree]]:
-    """Yields the step and the variables of one checkpoint, or of all.
+    """Yields the step and the variables of one checkpoint, or of all checkpoints.
 
-    Of all, those that cannot be read, or that a running training has deleted meanwhile, are skipped with a
-    message.
+    A running training may delete checkpoints in the meantime. If `every` is true, checkpoints that
+    cannot be read are therefore skipped with a message.
+
+    Args:
+      run: the run.
+      step: the step of the checkpoint. `None` is the newest one. It is not used if `every` is true.
+      every: whether to yield all checkpoints.
+
+    Raises:
+      FileNotFoundError: no checkpoint can be read.
     """
     from synthesizer_jax.checkpoints import manager
     from synthesizer_jax.hosts import processes
@@ -228,7 +269,7 @@ def _restore_checkpoints(run: OpenRun, step: int | None, *, every: bool) -> Iter
 
 
 def _print_results(step: int, results: Sequence[TaskResult], overall: Mapping[str, float]) -> None:
-    """Prints a checkpoint's results by task, and those over all tasks: score, losses, averages."""
+    """Prints the results of a checkpoint for each task, and the measures over all tasks."""
     rows = []
     for result in results:
         nats = "" if result.loss is None else f"{result.loss.per_token:.4f}"
@@ -249,13 +290,15 @@ def _print_results(step: int, results: Sequence[TaskResult], overall: Mapping[st
 
 
 def _format(metrics: Mapping[str, float]) -> str:
+    """Returns names and values in one line."""
     return "  ".join(f"{name} {value:.2f}" for name, value in metrics.items())
 
 
 def _print_best_steps(results: Mapping[int, Results]) -> None:
-    """Prints every task's best step, and for each benchmark two averages.
+    """Prints the best step of every task, and two averages for each benchmark.
 
-    The first average takes each task at its best step, as T5 does; the second is that of the best step.
+    For the first average, each task is taken at its own best step, as in T5. The second average is
+    the highest average that a single step has.
     """
     from synthesizer_jax.evaluation import benchmarks
 

@@ -1,4 +1,4 @@
-"""`synthesizer-jax generate`."""
+"""The command `synthesizer-jax generate`."""
 
 from __future__ import annotations
 
@@ -42,40 +42,55 @@ def generate(
     logits_dtype: str | None = None,
     imports: Imports = None,
 ) -> None:
-    """Decode inputs with a trained checkpoint, one line of output per line of input.
+    """Generate texts with a trained checkpoint, one line of output for each line of input.
 
-    Greedy by default, by beam search with --beams, by sampling with --temperature. With --samples n,
-    every input gives n lines. A model that was trained on texts alone continues the inputs. The model is
-    sharded over all devices of one process. TensorFlow and SeqIO are not needed.
+    By default, decoding is greedy. --beams chooses beam search, and
+    --temperature chooses sampling. With --samples n, each input gives n lines.
+    A model that was trained on texts without inputs continues the texts that
+    you give.
+
+    The model is sharded over all devices of one process. TensorFlow and SeqIO
+    are not needed.
 
     Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
 
     Args:
-      text: inputs; by default the lines of --input or stdin. Without --workdir the first is the run.
-      workdir: directory of the run.
+      text: the inputs. The default is the lines of --input or of stdin. Without --workdir, the
+        first argument is the directory of the run.
+      workdir: the directory of the run.
       input_file: a file with one input per line.
-      output_file: the file to write; by default stdout.
-      step: step of the checkpoint; by default the newest one.
-      beams: number of beams; by default 1, which is greedy, or samples.
-      alpha: exponent of beam search's length penalty ((5 + n) / 6)^alpha; by default the recipe's.
-      temperature: sample from softmax(logits / temperature); by default 0, which does not sample.
-      top_k: sample from this number of most probable tokens.
-      top_p: sample from the fewest most probable tokens of at least this probability.
-      min_p: sample from tokens with at least this share of the largest probability.
-      repetition_penalty: divide the logits of tokens that a text holds already by this number, negative
-        ones multiply; by default the recipe's.
-      no_repeat_ngram_size: forbid that this many tokens in a row occur twice; by default the recipe's.
-      stop_string: end a text before this string; by default the recipe's. Repeatable.
-      samples: lines per input: samples, or the best of the beams; by default 1.
-      seed: seed of the samples; by default 0.
-      min_length: minimum number of tokens to decode, end of sequence included; by default 1.
-      max_length: maximum number of tokens to decode; by default that of the training's targets, less the
-        longest text to continue.
-      relative_length: maximum number of tokens to decode, per token of the input; by default the recipe's.
-      extra_length: number of tokens to add to that.
+      output_file: the file to write. The default is stdout.
+      step: the step of the checkpoint. The default is the newest one.
+      beams: the number of beams. The default is the number of samples, and 1 is greedy decoding.
+      alpha: the exponent of the length penalty ((5 + n) / 6)^alpha of beam search. The default is
+        the recipe's.
+      temperature: sample from softmax(logits / temperature). The default is 0, which does not
+        sample.
+      top_k: sample only from this number of the most probable tokens.
+      top_p: sample only from the smallest set of most probable tokens whose probabilities add up to
+        at least this number.
+      min_p: sample only from tokens whose probability is at least this share of the largest
+        probability.
+      repetition_penalty: make tokens less likely that the text contains already. Their positive
+        logits are divided by this number, and their negative logits are multiplied by it. The
+        default is the recipe's.
+      no_repeat_ngram_size: do not repeat any sequence of this many tokens. The default is the
+        recipe's.
+      stop_string: end a text before this string. The default is the recipe's. Repeatable.
+      samples: the number of lines per input. They are samples, or the best beams. The default is 1.
+      seed: the seed of the samples. The default is 0.
+      min_length: the minimum number of tokens to generate, including EOS. The default is 1.
+      max_length: the maximum number of tokens to generate. The default is the targets' length in
+        the training. If the model continues texts, the length of the longest text is subtracted
+        from it.
+      relative_length: the maximum number of tokens to generate for each token of the input. The
+        default is the recipe's.
+      extra_length: the number of tokens to add to the limit of --relative-length. The default is
+        the recipe's.
       scores: print the log-probability in nats and a tab before each text.
-      batch_size: inputs per batch.
-      logits_dtype: float32 or bfloat16, of the output projection; by default the model's dtype.
+      batch_size: the number of inputs per batch.
+      logits_dtype: the dtype of the output projection, float32 or bfloat16. The default is the
+        dtype of the model.
     """
     from synthesizer_jax.evaluation.prediction import Predictor
     from synthesizer_jax.models import Encoder
@@ -127,12 +142,13 @@ def generate(
         mesh=run.mesh,
     )
     inputs = [predictor.encode(line) for line in lines]
-    if max_length is None and not data.inputs_length:  # the texts belong to the row
+    # If the training had no inputs, the texts to continue take their part of the targets' row.
+    if max_length is None and not data.inputs_length:
         rest = data.targets_length - max(map(len, inputs), default=0)
         predictor.decoding = dataclasses.replace(decoding, max_length=max(rest, 1))
     written = []
     for answer, score in itertools.chain.from_iterable(predictor.generate_texts(inputs)):
-        line = " ".join(answer.splitlines())
+        line = " ".join(answer.splitlines())  # one line of output per text
         written.append(f"{score:.4f}\t{line}\n" if scores else f"{line}\n")
     if output_file is None:
         typer.echo("".join(written), nl=False)
@@ -141,7 +157,11 @@ def generate(
 
 
 def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list[str]:
-    """Returns the inputs from the command line, a file or stdin."""
+    """Returns the inputs from the command line, from a file or from stdin.
+
+    Raises:
+      ValueError: inputs are given twice, or there are none.
+    """
     if text and input_file is not None:
         raise ValueError("give inputs as arguments or with --input, not both")
     if text:

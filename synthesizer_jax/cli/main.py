@@ -1,4 +1,4 @@
-"""The command `synthesizer-jax`."""
+"""The program `synthesizer-jax`: the table of its commands, and how it ends and reports errors."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ DATA_COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 END_SECONDS = 60.0
-"""Time for threads of libraries to end after the command."""
+"""How many seconds the threads of libraries have to end after the command."""
 
 TRACEBACK = "SYNTHESIZER_JAX_TRACEBACK"
+"""The environment variable that makes all errors print a traceback if it is set."""
 
 app = typer.Typer(
     name="synthesizer-jax",
@@ -74,7 +75,7 @@ app.add_typer(data_app, name="data")
 
 
 def print_version(show: bool) -> None:
-    """Prints the version and exits."""
+    """Prints the version and exits, if `show` is true."""
     if show:
         typer.echo(__version__)
         raise typer.Exit
@@ -90,10 +91,11 @@ def options(
 
 
 def main() -> None:
-    """Runs a command, and exits at most `END_SECONDS` after it even if threads are still running.
+    """Runs a command, and makes sure that the process ends.
 
-    It exits at once if only a thread is left whose result nobody needs any more; see
-    `processes.background_thread`.
+    Threads of libraries can keep a process alive after its command has ended. The process exits at
+    most `END_SECONDS` after the command even if such threads are still running. It exits at once if
+    a thread of `processes.background_thread` is running, because nobody needs its result any more.
     """
     try:
         run()
@@ -113,9 +115,10 @@ def main() -> None:
 
 
 def run() -> None:
-    """Runs a command and prints errors that users can cause in one line, without a traceback.
+    """Runs a command, and prints errors that users can cause in one line, without a traceback.
 
-    With the environment variable SYNTHESIZER_JAX_TRACEBACK=1 tracebacks are printed.
+    The exit code is 2 after such an error and 1 after any other error. If the environment variable
+    SYNTHESIZER_JAX_TRACEBACK is set, all errors are printed with a traceback, and the code is 1.
     """
     # SeqIO logs every split that it skips, and Orbax the tracebacks of errors that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -123,7 +126,7 @@ def run() -> None:
     logging.basicConfig(format="%(message)s")
     sys.unraisablehook = _report_unraisable
     enable_compilation_cache()
-    # As Ctrl-C does: incomplete output is removed.
+    # SIGTERM becomes an exception, as Ctrl-C does, so that incomplete output is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()
@@ -146,13 +149,17 @@ def run() -> None:
 
 
 def _report_unraisable(raised: sys.UnraisableHookArgs) -> None:
-    """Reports what threads of libraries raise, but not that a write still was under way after an error."""
+    """Reports an error that Python cannot raise, such as one in a destructor.
+
+    One error is not reported: libraries raise "Event loop is closed" if an asynchronous write is
+    still under way when the process ends after an error, which has been reported already.
+    """
     if str(raised.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(raised)
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Returns whether users or the storage can cause errors of this class."""
+    """Returns whether the class of an error is one that users or the file storage can cause."""
     kinds: tuple[type[Exception], ...] = (ValueError, OSError, RuntimeError, ImportError)
     if (tensorflow := sys.modules.get("tensorflow")) is not None:
         kinds += (tensorflow.errors.OpError,)
@@ -160,9 +167,11 @@ def _is_user_error(error: Exception) -> bool:
 
 
 def _one_line_message(error: BaseException) -> str:
-    """Returns an error's message in one line, for unspecific errors with how to see the traceback.
+    """Returns the message of an error in one line.
 
-    Of a message that echoes what a file holds, the middle is left out.
+    The middle of a message with more than 2000 characters is left out, because such a message
+    probably repeats the contents of a file. The message of a plain `RuntimeError` or `ImportError`
+    is followed by a hint how to see the traceback, because it may say little.
     """
     if isinstance(error, ModuleNotFoundError) and (extra := _extra_of(error.name or "")):
         return f"{error.name} is not installed; run pip install 'synthesizer_jax[{extra}]'"
@@ -174,8 +183,9 @@ def _one_line_message(error: BaseException) -> str:
 
 
 def _extra_of(module: str) -> str | None:
-    """Returns the extra of this package that installs a module; None: there is none."""
+    """Returns the extra of this package that installs a module, or `None` if no extra does."""
     name = module.partition(".")[0]
+    # A module may be distributed under another name, or with hyphens in the place of underscores.
     package = {"sklearn": "scikit-learn"}.get(name, name.replace("_", "[-_]"))
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout, not installed
         for requirement in importlib.metadata.requires("synthesizer-jax") or ():

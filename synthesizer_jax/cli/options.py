@@ -1,4 +1,7 @@
-"""Commands from functions, and what several of them share: options, opening a run, printing a table."""
+"""Turns functions into commands, and holds the code that several commands share.
+
+Shared are the options that several commands have, opening a run, and printing a table.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +60,23 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]
 
 
 def as_command(function: Callable[..., None]) -> Callable[..., None]:
-    """Returns a function that Typer makes a command of.
+    """Returns a function that Typer can register as a command.
 
-    Parameters before ``*`` are arguments, the others options; a string in an annotation is the option's
-    name, a `Limit` is checked, and paths may be in buckets. The help texts are the `Args` of the docstring.
+    Parameters before ``*`` become arguments of the command, and the other parameters become
+    options. A string in the metadata of an annotation (``Annotated[..., "--all"]``) is the name of
+    the option. Limits in an annotation, such as those of `Count`, are checked before the function
+    is called. A path may be in a bucket (``gs://BUCKET/…``). The `Args` of the function's docstring
+    become the help texts, and the docstring before `Args` becomes the description of the command.
+
+    Args:
+      function: the function, with annotations for all parameters.
+
+    Returns:
+      A function with the same parameters. It raises a `ValueError` if a value is outside its
+      limits.
     """
     described, _, arguments = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
+    # Each match is the name of a parameter and its text, with the continuation lines of the text.
     texts = dict(re.findall(r"^  (\w+): (.*(?:\n    .*)*)", arguments, re.MULTILINE))
     plain = typing.get_type_hints(function)
     hints = typing.get_type_hints(function, include_extras=True)
@@ -72,10 +86,12 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
         extras = getattr(hints[name], "__metadata__", ())
         names = [extra for extra in extras if isinstance(extra, str)]
         if kind is bool and parameter.default is False:
+            # With a name, Typer does not add the opposite option, such as --no-quiet.
             names = names or [f"--{name.replace('_', '-')}"]
         is_option = parameter.kind is parameter.KEYWORD_ONLY
         info = typer.Option(*names) if is_option else typer.Argument()
         for extra in extras:
+            # Several commands share the objects of this file, and each may set another help text.
             info = copy.copy(extra) if isinstance(extra, ArgumentInfo | OptionInfo) else info
         text = " ".join(texts.get(name, "").split())
         info.help = info.help or text[:1].upper() + text[1:]
@@ -98,10 +114,11 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _to_storage_paths(path: Any) -> Any:
-    """Converts ``gs://BUCKET/…`` to a path in Google Cloud Storage; None and other paths stay as they are.
+    """Converts ``gs://BUCKET/…`` to a path in Google Cloud Storage.
 
-    For a path in a bucket, TensorFlow is loaded if it is installed, because its first import prints
-    messages that must be suppressed.
+    `None` and paths outside of buckets stay as they are. A list is converted entry by entry. If the
+    path is in a bucket and TensorFlow is installed, TensorFlow is imported here, because its first
+    import prints messages that must be suppressed.
     """
     if path is None or isinstance(path, list | tuple):
         return path and [_to_storage_paths(one) for one in path]
@@ -114,7 +131,11 @@ def _to_storage_paths(path: Any) -> Any:
 
 
 def chosen_run(run: pathlib.Path | None, workdir: pathlib.Path | None) -> pathlib.Path:
-    """Returns the run of a command that takes it as RUN or as --workdir RUN.
+    """Returns the directory of the run, which a command takes as RUN or as --workdir RUN.
+
+    Args:
+      run: the directory that was given as an argument, or `None`.
+      workdir: the directory that was given with --workdir, or `None`.
 
     Raises:
       ValueError: neither or both are given.
@@ -127,7 +148,14 @@ def chosen_run(run: pathlib.Path | None, workdir: pathlib.Path | None) -> pathli
 
 
 class OpenRun(NamedTuple):
-    """A run whose checkpoints are used: over which mesh, and in which layout, see `place_variables`."""
+    """A run whose checkpoints can be restored.
+
+    Attributes:
+      directory: the directory of the run.
+      experiment: the experiment of the run.
+      mesh: the mesh over which the variables are sharded.
+      layout: the shapes, dtypes and shardings of the variables; see `place_variables`.
+    """
 
     directory: pathlib.Path
     experiment: Experiment
@@ -135,14 +163,26 @@ class OpenRun(NamedTuple):
     layout: PyTree
 
     def restore(self, step: int | None) -> tuple[int, PyTree]:
-        """Returns the step and the variables of a checkpoint; None: the newest."""
+        """Returns the step and the variables of a checkpoint.
+
+        Args:
+          step: the step of the checkpoint. `None` is the newest checkpoint.
+        """
         from synthesizer_jax.training.initial_parameters import restore_run
 
         return restore_run(self.directory, step=step, layout=self.layout)
 
 
 def open_run(directory: pathlib.Path, imports: Sequence[str] | None) -> OpenRun:
-    """Opens a run with its code and the user's; its variables are to be sharded over all devices."""
+    """Opens a run, and plans how to shard its variables over all devices.
+
+    No checkpoint is read yet.
+
+    Args:
+      directory: the directory of the run.
+      imports: the user's packages or files, which are loaded first because the run may need their
+        classes or tasks.
+    """
     from synthesizer_jax.checkpoints.placement import place_variables
     from synthesizer_jax.runs import code
     from synthesizer_jax.training.run_directory import load_experiment
@@ -156,7 +196,14 @@ def open_run(directory: pathlib.Path, imports: Sequence[str] | None) -> OpenRun:
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: int = 1
 ) -> None:
-    """Prints a table whose first `left` columns are aligned left, and the others right."""
+    """Prints a table.
+
+    Args:
+      headings: one heading for each column.
+      rows: the texts of the cells, row by row.
+      title: a title above the table.
+      left: the number of columns that are aligned left. The columns after them are aligned right.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -166,5 +213,6 @@ def print_table(
     for row in rows:
         table.add_row(*row)
     console = Console(markup=False, highlight=False)
+    # Pipes and files have no width. A large one keeps the rows of a table on single lines.
     console.width = console.width if console.is_terminal else 160
     console.print(table)

@@ -1,4 +1,4 @@
-"""`synthesizer-jax recipes`, `models` and `plan`: what there is, and what it needs."""
+"""The commands `recipes` and `models`, which list both, and `plan`, which estimates memory."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ def recipes(
     overrides: Overrides = None,
     imports: Imports = None,
 ) -> None:
-    """List the recipes in this package, or show all fields of one recipe.
+    """List the recipes of this package, or show all fields of one recipe.
 
-    Each field of a recipe is a line: its path and value as --set path=value takes them, its type, and its
-    default.
+    Each line shows one field of the recipe: its path and value in the form
+    that --set path=value takes, its type, and its default.
 
     Example: synthesizer-jax recipes quickstart --set model=t5_1_1_tiny
 
     Args:
-      name: a packaged recipe or FILE.py, with :function; by default all are listed.
+      name: the recipe to show, NAME[:function] or FILE.py[:function]. By default all recipes are
+        listed.
     """
     if name is None:
         if overrides or imports:
@@ -54,6 +55,7 @@ def recipes(
 
     kinds = (Experiment, Distillation)
     recipe, _ = load_with_code(name, overrides or (), kinds=kinds, imports=imports or ())
+    # The many fields of the model come last.
     rows = sorted(settings(recipe), key=lambda row: row.path.startswith("model"))
     typer.echo(f"{name} returns this {type(recipe).__name__}; change it by --set path=value")
     assignments = [f"{row.path}={row.value}" for row in rows]
@@ -65,13 +67,17 @@ def recipes(
 
 
 def known_costs() -> dict[str, dict[str, Any]]:
-    """Reads the costs of all named models; does not import JAX."""
+    """Returns the costs of all named models from a file, so that JAX need not be imported.
+
+    Returns:
+      A dictionary with the costs of each model by the names of their columns, by the model's name.
+    """
     file = importlib.resources.files("synthesizer_jax") / "costs" / "zoo.json"
     return json.loads(file.read_text(encoding="utf-8"))
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Returns the names of models that begin with a string."""
+    """Returns the names of models that begin with a string, for the completion in a shell."""
     return [name for name in known_costs() if name.startswith(incomplete)]
 
 
@@ -80,11 +86,14 @@ def models(
     *,
     as_json: Annotated[bool, "--json"] = False,
 ) -> None:
-    """List the named models and their costs; FLOPs are those of 512 + 114 tokens.
+    """List the named models and their costs.
+
+    FLOPs are those of a forward pass per token, for 512 tokens of inputs and
+    114 tokens of targets.
 
     Args:
-      pattern: a pattern of names, such as 'mesh_*'.
-      as_json: print JSON.
+      pattern: list only names that match this pattern, such as 'mesh_*'.
+      as_json: print JSON instead of a table.
     """
     rows = {name: row for name, row in known_costs().items() if fnmatch.fnmatch(name, pattern)}
     if not rows:
@@ -111,17 +120,19 @@ def plan(
     overrides: Overrides = None,
     imports: Imports = None,
 ) -> None:
-    """Estimate the memory that a recipe needs on every chip and its chip-hours; list settings that fit.
+    """Estimate the memory and chip-hours of a recipe on given chips, and list settings that fit.
 
-    No TPU or GPU is needed, and no array is allocated. In the place of a recipe it takes the directory of a
-    run, or a folder of transformers, of which it needs only config.json.
+    No TPU or GPU is needed, and no array is allocated. Instead of a recipe, you
+    can give the directory of a run, or a folder of transformers, of which only
+    config.json is read.
 
     Example: synthesizer-jax plan papers.cotraining:glue_super_glue:rv --topology v5e:4x4
 
     Args:
-      topology: topology of a slice, such as v5p:4x4x8 or v6e-16, or of GPUs, such as h100:8.
-      slices: number of slices.
-      compiled: also compile the step for these chips; takes minutes.
+      topology: the topology of a TPU slice, such as v5p:4x4x8 or v6e-16, or of GPUs, such as
+        h100:8.
+      slices: the number of slices.
+      compiled: also compile the training step for these chips, which takes minutes.
     """
     import jax
 
@@ -160,7 +171,7 @@ def plan(
 
 
 def _print_plan(plan: MemoryPlan) -> None:
-    """Prints the mesh, the memory that one device needs, and the FLOPs of a step."""
+    """Prints the mesh, the memory that one device needs in GiB, and the FLOPs of a step."""
     topology, needs = plan.topology, plan.needs
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     slices = f"{topology.slices} × " if topology.slices > 1 else ""
@@ -176,7 +187,7 @@ def _print_plan(plan: MemoryPlan) -> None:
 
 
 def _print_compiled(experiment: Experiment, plan: MemoryPlan) -> None:
-    """Compiles the step, and prints its memory."""
+    """Compiles the training step, and prints the memory that the compiler reports in GiB."""
     from synthesizer_jax.training.plan import TooLargeError, compile_step
 
     try:
@@ -193,7 +204,14 @@ def _print_compiled(experiment: Experiment, plan: MemoryPlan) -> None:
 
 
 def changed_settings(experiment: Experiment, changed: Experiment) -> list[str]:
-    """Returns the assignments for ``--set`` that change an experiment's plain fields into another's."""
+    """Returns the assignments for ``--set`` that turn one experiment into another.
+
+    Only plain fields are compared, which are those without fields of their own.
+
+    Args:
+      experiment: the experiment to change.
+      changed: the experiment with the new values. It has the same fields.
+    """
     before = {row.path: row.value for row in settings(experiment)}
     return [
         f"{row.path}={row.value}" for row in settings(changed) if row.leaf and row.value != before[row.path]

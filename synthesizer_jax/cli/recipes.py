@@ -1,4 +1,4 @@
-"""Recipes by name: listed, completed, loaded, and their fields changed by ``--set path=value``."""
+"""Finds and calls recipes by name, and changes fields of their results by ``--set path=value``."""
 
 from __future__ import annotations
 
@@ -58,10 +58,13 @@ OTHER_NAMES = {
     "max_grad_norm": "training.optimizer.clip_norm",
     "per_device_train_batch_size": "data.batch_size",
 }
-"""What other libraries call a setting, and what it is called here."""
+"""Names that other libraries give to settings, and what an error suggests to write instead."""
 
 MOST_CHOICES = 16
-"""Longer lists of classes are left out of errors, as of a field that takes any module."""
+"""An error lists the classes that a field may have if they are at most this many.
+
+A field that may be any module has too many.
+"""
 
 Kind = TypeVar("Kind")
 """The class of a recipe's result: `Experiment` or `Distillation`."""
@@ -72,10 +75,14 @@ PACKAGE = "synthesizer_jax.recipes"
 """The folder ``configs/``, which is installed under this name."""
 
 WORDS = {"none": None, "true": True, "false": False}
+"""Words that `parse_text` reads in upper and lower case, besides JSON and Python."""
 
 
 def load_recipe(name: str, overrides: Sequence[str] = (), *, imports: Sequence[str] = ()) -> Experiment:
-    """Calls a recipe and returns its experiment with some fields changed; see `load_with_code`."""
+    """Calls a recipe, and returns its experiment with some fields changed.
+
+    See `load_with_code` for the arguments and errors.
+    """
     from synthesizer_jax.training.experiment import Experiment
 
     return load_with_code(name, overrides, kinds=(Experiment,), imports=imports)[0]
@@ -84,16 +91,21 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, imports: Sequence[s
 def load_with_code(
     name: str, overrides: Sequence[str] = (), *, kinds: tuple[type[Kind], ...], imports: Sequence[str] = ()
 ) -> tuple[Kind, Code]:
-    """Calls a recipe; returns its result with some fields changed, and the code to record with a run.
+    """Calls a recipe, and returns its result with some fields changed and the code that it needs.
 
     Args:
-      name: ``MODULE[:FUNCTION[:ARGUMENT…]]``. The module is a Python file, one of the recipes in this
-        package, or a module of your own package (``my_package.recipes``); the function is `default` if
-        omitted, and called with the arguments, which are texts. Or the directory of a run, for its
-        experiment, starting from its parameters.
+      name: ``MODULE[:FUNCTION[:ARGUMENT…]]`` or the directory of a run. The module is a Python
+        file, one of the recipes in this package, or a module of your own package
+        (``my_package.recipes``). Without a function, `default` is called. The function gets the
+        arguments. For a directory, the result is the experiment of the run, and it starts from the
+        parameters of the run.
       overrides: assignments such as ``training.steps=200``.
       kinds: the classes that the recipe may return.
       imports: packages or files to import first.
+
+    Returns:
+      The result of the recipe with its changed fields, and the user's code, which must be recorded
+      with a run.
 
     Raises:
       ValueError: there is no such recipe or field, or a value is not allowed.
@@ -118,7 +130,13 @@ def load_with_code(
 
 
 def _load_module(name: str) -> tuple[ModuleType, Code]:
-    """Returns a recipe's module, and the part of its code that must be recorded with a run."""
+    """Returns the module of a recipe, and the code that must be recorded with a run.
+
+    A recipe of this package needs no recorded code.
+
+    Raises:
+      ValueError: there is no such module.
+    """
     from synthesizer_jax.runs import code
 
     if name.endswith(".py"):
@@ -135,9 +153,15 @@ def _load_module(name: str) -> tuple[ModuleType, Code]:
 
 
 def _call(module: ModuleType, call: str) -> object:
-    """Calls a recipe's function; ``call`` is its name, and arguments after colons.
+    """Calls a function of a recipe's module, and returns its result.
 
-    Arguments are texts, or what `parse_text` makes of them where the annotation is of another type.
+    Args:
+      module: the module.
+      call: ``FUNCTION[:ARGUMENT…]``. An argument stays a text if its annotation allows that text.
+        Otherwise it is converted by `parse_text`.
+
+    Raises:
+      ValueError: there is no such function, or it does not allow these arguments.
     """
     from synthesizer_jax.runs.code import convert_errors
 
@@ -168,14 +192,18 @@ def _call(module: ModuleType, call: str) -> object:
 
 
 def packaged_recipes() -> list[str]:
-    """Returns the names of the recipes in this package."""
+    """Returns the names of this package's modules with recipes, such as ``papers.translation``."""
     (folder,) = map(pathlib.Path, importlib.import_module(PACKAGE).__path__)
     files = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
     return sorted(".".join(file.parts) for file in files if file.name != "__init__")
 
 
 def list_recipes() -> list[dict[str, str]]:
-    """Returns what each packaged recipe is called, returns and is; their sources are only parsed."""
+    """Returns the name, the returned class and the summary of each recipe in this package.
+
+    The summary is the first line of the recipe's docstring. The sources are parsed but not
+    imported, which is faster.
+    """
     rows = []
     for module in packaged_recipes():
         path = importlib.resources.files(PACKAGE) / f"{module.replace('.', '/')}.py"
@@ -204,14 +232,15 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A field that can be set.
+    """A field of a recipe that ``--set`` can change.
 
     Attributes:
-      path: such as ``training.optimizer.learning_rate.warmup_steps``.
-      type: the annotated type, and what is allowed besides.
-      value: as it is typed after ``--set path=``; the name of its class where it has fields itself.
-      default: the same of its default; None: the recipe has to give it.
-      leaf: whether it is a plain value, without fields.
+      path: the path of the field, such as ``training.optimizer.learning_rate.warmup_steps``.
+      type: the annotated type, followed by its limits if it has some.
+      value: the current value in the form in which it is typed after ``--set path=``. An object
+        with fields is shown as the name of its class.
+      default: the default value in the same form, or `None` if the field has no default.
+      leaf: whether the value is plain, which means that it has no fields.
     """
 
     path: str
@@ -222,11 +251,11 @@ class Setting:
 
 
 def settings(obj: object, path: str = "") -> Iterator[Setting]:
-    """Yields every settable field of an experiment, or of anything in one.
+    """Yields every field of an experiment, or of an object inside it, that ``--set`` can change.
 
     Args:
-      obj: a module or dataclass.
-      path: where it stands.
+      obj: a Flax module or dataclass.
+      path: the path of the object in the experiment. It is empty for the experiment itself.
     """
     cls: Any = type(obj)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)}
@@ -244,7 +273,10 @@ def settings(obj: object, path: str = "") -> Iterator[Setting]:
 
 
 def _nested_objects(value: object, path: str) -> Iterator[tuple[object, str]]:
-    """Yields the objects with fields that a value is or holds, and their paths."""
+    """Yields the objects with fields in a value, and their paths.
+
+    They are the value itself, or entries of it if it is a tuple.
+    """
     if isinstance(value, tuple):
         for i, entry in enumerate(value):
             yield from _nested_objects(entry, child_path(path, i))
@@ -253,7 +285,7 @@ def _nested_objects(value: object, path: str) -> Iterator[tuple[object, str]]:
 
 
 def _format_setting(value: object) -> str:
-    """Returns a plain value as ``--set`` reads it, an object as the name of its class."""
+    """Returns a plain value in the form that ``--set`` reads, or the name of an object's class."""
     if is_config(value):
         return type(value).__name__
     if isinstance(value, tuple) and any(map(is_config, value)):
@@ -268,7 +300,11 @@ def _format_setting(value: object) -> str:
 
 
 def parse_text(text: str) -> JSON:
-    """Returns the value of an argument: JSON, a literal of Python, a word of `WORDS`, or the text."""
+    """Returns the value that a text on the command line means.
+
+    It is read as JSON, as a literal of Python or as a word of `WORDS`, whichever is possible first.
+    If none is, the value is the text itself.
+    """
     for read in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return read(text)
@@ -276,21 +312,25 @@ def parse_text(text: str) -> JSON:
 
 
 def override(obj: _Object, *assignments: str) -> _Object:
-    """Returns a copy with some fields changed, each by ``path.to.field=value``; the last one counts.
+    """Returns a copy of an object with some fields changed by assignments ``path.to.field=value``.
 
-    An object is made, and checked, when all of its fields have their new values.
+    The order of assignments to different fields does not matter, because an object is built and
+    checked after all of its fields have their new values. If a field is assigned twice, the last
+    value counts.
 
     Args:
       obj: an experiment, or any registered object inside it.
-      assignments: dots name fields, numbers index tuples; a value is JSON or a literal of Python, read by
-        the field's type. A model is given by its name in `ZOO`, and has the dtype ``auto``; an objective is
-        given by its name in `OBJECTIVES`, any object by the name of its class, or as JSON with its
-        ``type``.
+      assignments: each consists of a path and a value. In a path, dots separate the names of
+        fields, and numbers are indices of tuples. A value is JSON or a literal of Python, and must
+        fit the type of the field. A model may be given by its name in `ZOO` and then has the dtype
+        ``auto``. An objective may be given by its name in `OBJECTIVES`. Any object may be given by
+        the name of its class, or as JSON with the name of its class as ``type``.
 
     Raises:
-      ValueError: an unknown field or a value that does not fit, with a suggestion.
+      ValueError: a field is unknown, or a value does not fit. The message suggests what to write.
     """
-    changes: dict[str | None, Any] = {}  # by field or index; under None the new value itself
+    # A tree of changes: the keys are the parts of the paths, and the key None holds a new value.
+    changes: dict[str | None, Any] = {}
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals:
@@ -304,11 +344,19 @@ def override(obj: _Object, *assignments: str) -> _Object:
 
 
 def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path: str) -> object:
-    """Returns the value of a field of type `kind` at a path after changes."""
+    """Returns the value of a field after changes, which may be changes of its own fields.
+
+    Args:
+      changes: a tree of changes; see `override`.
+      value: the value of the field before.
+      kind: the annotated type of the field.
+      path: the path of the field, for error messages.
+    """
     if None in changes:
         value = _parse_value(changes.pop(None), kind, path)
     if not changes:
         return value
+    # Fields or entries of the value by name or index, and the types of fields.
     entries: dict[str, object] = {}
     kinds: dict[str, Annotation] = {}
     missing = "{!r} is inside a plain value, which has no fields"
@@ -335,7 +383,11 @@ def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path
 
 
 def _parse_value(text: str, kind: Annotation, path: str) -> object:
-    """Returns the value of an argument for a field of type `kind`."""
+    """Returns the value that a text means for a field of type `kind`.
+
+    Raises:
+      ValueError: the text does not fit the type of the field. The message suggests what to write.
+    """
     from synthesizer_jax.data.objectives import OBJECTIVES, Objective
     from synthesizer_jax.models import ZOO, TokenModel
 

@@ -1,4 +1,4 @@
-"""`synthesizer-jax compare`, `report` and `inspect`: pages about runs."""
+"""The commands `compare`, `report` and `inspect`, which write pages about runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from synthesizer_jax.cli.options import DataDir, Imports, print_table
 
 
 def report(runs: list[pathlib.Path], *, output: pathlib.Path = pathlib.Path("report.html")) -> None:
-    """Show a run, or compare several: scores, curves, answers, speed and settings, in one page.
+    """Show a run, or compare several, in a page of scores, curves, answers, speed and settings.
 
-    Runs whose experiments differ in seeds alone are one system, with standard errors and bands. Only the
-    files of the runs are read.
+    Runs whose experiments differ only in their seeds are shown as one system,
+    with standard errors and bands. Only the files of the runs are read.
 
     Example: synthesizer-jax compare runs/rv-0 runs/rv-1 runs/vanilla-0 runs/vanilla-1
 
     Args:
-      runs: directories of runs.
+      runs: the directories of one or more runs.
       output: the HTML file to write.
     """
     from synthesizer_jax.reports.logged import read_systems
@@ -47,21 +47,24 @@ def inspect(
     static_forms: bool = True,
     imports: Imports = None,
 ) -> None:
-    """Show what the layers of a model have learned: where heads look, how sharp, local and static they are.
+    """Show where the attention heads of a model look, and how sharp, local and static they are.
 
-    A page, and a JSON file beside it, hold attention maps, histograms of the weights before and after
-    training, distances, ranks, mixture weights, projections and likeness of heads. They say what static
-    forms of attention, which depend on positions alone, miss of every head.
+    The command writes a page and a JSON file with the same numbers. They show
+    attention maps, histograms of the attention weights before and after
+    training, distances, ranks, mixture weights, projections, and how similar
+    heads are. They also show how much of each head is lost if it is replaced by
+    a static form of attention, which depends only on positions.
 
     Example: synthesizer-jax inspect runs/rv --data-dir DATA --output rv.html
 
     Args:
-      run: RUN, or RUN/checkpoints/STEP.
+      run: the directory RUN of a run, or one checkpoint, RUN/checkpoints/STEP.
       output: the HTML file to write.
-      mixture: task or mixture whose examples are read; by default the run's.
-      examples: examples of the evaluation sets that are read.
-      batch_size: examples per batch.
-      static_forms: fit static forms to the heads, and measure the loss with tables in their places.
+      mixture: the task or mixture whose examples are read. The default is that of the run.
+      examples: the number of examples to read from the evaluation sets.
+      batch_size: the number of examples per batch.
+      static_forms: fit static forms to the heads, and measure the loss of the model with tables in
+        the place of heads.
     """
     from synthesizer_jax.cli.data import prepare_missing
     from synthesizer_jax.inspection.run import inspect_run

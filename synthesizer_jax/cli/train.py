@@ -1,4 +1,4 @@
-"""`synthesizer-jax train`, `synthesizer-jax distill` and `synthesizer-jax quickstart`."""
+"""The commands `train`, `distill` and `quickstart`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def train(
     imports: Imports = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train a recipe, or continue the training in the same workdir.
+    """Train a recipe, or continue its training if the workdir contains it already.
 
     Example: synthesizer-jax train quickstart --workdir runs/rv --set training.steps=200
 
     Args:
-      workdir: directory of the run, for checkpoints and logs; also gs://BUCKET/….
+      workdir: the directory of the run, for checkpoints and logs. It may be in a bucket,
+        gs://BUCKET/….
     """
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.training.experiment import Experiment
@@ -50,14 +51,15 @@ def quickstart(
     overrides: Overrides = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train two small models on generated tasks, and compare them in a report: a minute on two cores.
+    """Train two small models on generated tasks, and compare them in a report.
 
-    Needs no files and no network, but the extras data and report.
+    It takes about a minute on two CPU cores. No files and no network are
+    needed, but the extras data and report must be installed.
 
     Example: synthesizer-jax quickstart --set training.steps=1000
 
     Args:
-      workdir: directory of the two runs, their data and report.html.
+      workdir: the directory for the two runs, their data and report.html.
     """
     runs = [workdir / name for name in ("random_vanilla", "dot_product")]
     for run in runs:
@@ -81,16 +83,19 @@ def distill(
     imports: Imports = None,
     quiet: Quiet = False,
 ) -> None:
-    """Replace parts of a trained model and train the replacements on the outputs of the replaced parts.
+    """Replace parts of a trained model, and train the replacements to give the same outputs.
 
-    The workdir then is an ordinary run: eval and generate load it, and train fine-tunes from it.
+    The workdir is then an ordinary run. You can use it with eval and generate,
+    and fine-tune it with train.
 
     Example: synthesizer-jax distill papers.replacement:alr --teacher runs/vanilla --workdir runs/alr
 
     Args:
-      teacher: a training run, RUN or RUN/checkpoints/STEP; by default its newest checkpoint. A distillation
-        that continues takes the checkpoint with which it began.
-      workdir: directory of the run, for checkpoints and logs; also gs://BUCKET/….
+      teacher: the directory RUN of the trained run, whose newest checkpoint is used, or one
+        checkpoint, RUN/checkpoints/STEP. A distillation that continues keeps the checkpoint with
+        which it began.
+      workdir: the directory of the run, for checkpoints and logs. It may be in a bucket,
+        gs://BUCKET/….
     """
     from synthesizer_jax.distillation.distill import Distillation
     from synthesizer_jax.distillation.distill import distill as distill_run
