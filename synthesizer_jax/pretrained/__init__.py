@@ -1,4 +1,4 @@
-"""Loading a model from a run, a folder or the Hugging Face Hub, and generating text or encoding with it."""
+"""Loads models from runs, folders and the Hugging Face Hub, and generates or encodes text."""
 
 from synthesizer_jax.evaluation.prediction import Generated
 from synthesizer_jax.inference import Decoding

@@ -1,4 +1,8 @@
-"""The T5s of other libraries: one architecture with a few fields."""
+"""One architecture whose fields describe every T5 of other libraries.
+
+Readers of checkpoints fill in an `Architecture` and build a model from it. Writers go the other
+way. They get the `Architecture` of a model, which fails if the model is not a T5.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,22 @@ from synthesizer_jax.primitives.norms import RMSNorm
 from synthesizer_jax.primitives.parameters import apply_method
 
 MOST_LAYERS = 256
-"""Of a stack; a file that names more is damaged, and tracing them would take hours."""
+"""The largest number of layers of a stack in a checkpoint.
+
+A file that names more layers is damaged, and tracing so many layers would take hours.
+"""
 
 
 class Pretrained(NamedTuple):
-    """A model of another library, with looped layers: its `Unread` parameters and, if known, vocabulary.
+    """A model of another library with looped layers, so that every layer has its own parameters.
 
-    `origin` is the path, or ``OWNER/NAME@COMMIT`` of the Hugging Face hub.
+    Attributes:
+      model: the unbound model.
+      params: the parameters as nested dictionaries of `Unread`, which are read when they are
+        needed.
+      vocabulary: the vocabulary, or `None` if the checkpoint has none that is supported.
+      origin: the path of the checkpoint, or ``OWNER/NAME@COMMIT`` for a model of the Hugging Face
+        Hub.
     """
 
     model: EncoderDecoder | Encoder
@@ -40,20 +53,24 @@ REMEDY = (
     "other libraries have T5s only, so keep this model's own checkpoint, or export it with --to stablehlo, "
     "which takes every model"
 )
-"""What to do with a model that other libraries lack."""
+"""The end of messages about a model that other libraries lack. It says what to do instead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """The fields in which published T5s differ; those that models here have too are named as there.
+    """The fields in which published T5s differ.
+
+    A field has the same name and meaning as in the models of this package, if they have it too.
 
     Attributes:
-      num_decoder_layers: 0: there is only an encoder.
-      tied: the embedding is also the output projection (T5 1.0).
-      scaled: the decoder's outputs are divided by √d_model before that projection (T5 1.0).
-      bias_per_layer: every layer has a relative bias of its own (umT5), not the first of a stack.
-      dropout_rate: one rate for all dropouts.
-      ids: of padding, of the end and of the start.
+      num_decoder_layers: the number of decoder layers. If it is 0, there is only an encoder.
+      tied: whether the embedding is also the output projection, as in T5 1.0.
+      scaled: whether the decoder's outputs are divided by √d_model before the output projection, as
+        in T5 1.0.
+      bias_per_layer: whether every layer has its own relative bias, as in umT5. Otherwise all
+        layers of a stack share one.
+      dropout_rate: the rate of all dropouts.
+      ids: the ids of padding, of the end and of the start.
     """
 
     vocab_size: int
@@ -74,16 +91,18 @@ class Architecture:
     ids: SpecialIds = T5_IDS
 
     def build(self) -> EncoderDecoder | Encoder:
-        """Returns the unbound model."""
+        """Returns the unbound model, which is an `Encoder` if there are no decoder layers."""
         rate, dot = self.dropout_rate, dot_product(self.head_dim)
         norm = RMSNorm(epsilon=self.epsilon)
         feed_forward = FeedForward(self.d_ff, activations=self.activations, dropout_rate=rate)
         attention = Attention(self.num_heads, self.head_dim, alignment=dot, dropout_rate=rate)
 
         def stack(num_layers: int, cross: Attention | None) -> Stack:
+            """Returns a decoder with this cross-attention, or an encoder if it is `None`."""
             bias = RelativeBias(self.num_buckets, self.max_distance, bidirectional=cross is None)
             mixer = attention
             if self.bias_per_layer:
+                # With a bias per layer, the bias is a part of each layer's own alignment.
                 mixer = attention.copy(alignment=Mixture((dot, bias), weights="sum"))
             block = Block(mixer, feed_forward, cross_mixer=cross, dropout_rate=rate, norm=norm)
             return Stack(
@@ -104,6 +123,8 @@ class Architecture:
             decoder=stack(self.num_decoder_layers, attention),
             tied=self.tied,
             ids=self.ids,
+            # `None` stands for the default of a T5, which scales the outputs if the embedding is
+            # tied.
             logits_scale=None if self.scaled == self.tied else scale,
         )
 
@@ -112,7 +133,7 @@ class Architecture:
         """Returns the architecture of a model.
 
         Raises:
-          ValueError: the model is not a T5; the message names a part that differs.
+          ValueError: if the model is not a T5. The message names a part that differs.
         """
         if not isinstance(model, EncoderDecoder | Encoder):
             raise ValueError(f"a {type(model).__name__} is not a T5; {REMEDY}")
@@ -145,15 +166,21 @@ class Architecture:
             dropout_rate=block.dropout_rate,
             ids=model.ids,
         )
+        # The fields above come from a few parts of the model. Compare all parts, because the others
+        # may differ from a T5's.
         check_same_function(model, architecture.build())
         return architecture
 
 
 def first_block(stack: Stack, name: str) -> tuple[Block, Attention, FeedForward]:
-    """Returns the first block of a stack, its attention and its feed-forward layer.
+    """Returns the first block of a stack, the block's attention, and its feed-forward layer.
+
+    Args:
+      stack: the stack.
+      name: the stack's name in error messages.
 
     Raises:
-      ValueError: it has others in their places.
+      ValueError: if the block has another mixer or another layer in place of these.
     """
     block = stack.runs[0].block
     mixer, feed_forward = block.self_mixer, block.feed_forward
@@ -164,7 +191,11 @@ def first_block(stack: Stack, name: str) -> tuple[Block, Attention, FeedForward]
 
 
 def check_same_function(model: nn.Module, published: nn.Module) -> None:
-    """Raises a `ValueError` that names what a model computes otherwise than a published one."""
+    """Raises a `ValueError` if a model computes something else than a published model.
+
+    The message names the first part that differs. Settings that do not change the function, such as
+    the dtype, are not compared.
+    """
     expected, given = (dict(_settings(to_json(m))) for m in (published, model))
     for path in sorted(expected.keys() | given.keys()):
         if expected.get(path) != given.get(path):
@@ -172,12 +203,14 @@ def check_same_function(model: nn.Module, published: nn.Module) -> None:
 
 
 def with_output_of_t5(model: TokenModel, params: PyTree) -> tuple[TokenModel, PyTree]:
-    """Returns a T5 whose outputs are scaled exactly if it is tied, as all other libraries have them.
+    """Returns an equivalent T5 and its parameters, in the form that other libraries support.
 
-    Any other T5 is given an output projection of its own, with which it computes the same.
+    Other libraries divide the decoder's outputs by √d_model if the output projection is the
+    embedding, and only then. If a model combines these two properties otherwise, the returned model
+    has its own output projection, which includes the scale. Both models compute the same logits.
 
     Raises:
-      ValueError: the model is not a T5; the message names a part that differs.
+      ValueError: if the model is not a T5. The message names a part that differs.
     """
     architecture = Architecture.of(model)
     if architecture.scaled == architecture.tied:
@@ -187,11 +220,15 @@ def with_output_of_t5(model: TokenModel, params: PyTree) -> tuple[TokenModel, Py
 
 
 _FREE = ("dropout_rate", "elementwise_dropout", "drop_output", "dtype", "scan", "remat", "implementation")
-"""Fields that change neither the parameters nor, without dropout, what is computed from them."""
+"""Fields that change neither the parameters nor what the model computes without dropout."""
 
 
 def _settings(data: Any, path: str = "") -> Iterator[tuple[str, object]]:
-    """Yields the paths and values of a model's JSON on which its function depends, layer by layer."""
+    """Yields the paths and values of all settings in a model's JSON that its function depends on.
+
+    Runs of equal layers are written out layer by layer, so that models compare equal however their
+    layers are grouped.
+    """
     if isinstance(data, dict):
         runs = data.get("runs")
         if runs is not None:
@@ -208,5 +245,5 @@ def _settings(data: Any, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def other_part(path: str, value: object) -> str:
-    """Returns the message for a part that no T5 has."""
+    """Returns the error message for a part that no published T5 has."""
     return f"{path} is {value!r}, which no published T5 has; {REMEDY}"

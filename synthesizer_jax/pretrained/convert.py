@@ -1,4 +1,4 @@
-"""Conversion of another library's checkpoint to a run's directory."""
+"""Conversion of another library's checkpoint to a run directory."""
 
 from __future__ import annotations
 
@@ -37,24 +37,28 @@ def convert_checkpoint(
     decoder: str | None = None,
     max_length: int = 512,
 ) -> PyTree:
-    """Writes a run's directory with the parameters of another library's checkpoint, at step 0.
+    """Writes a run directory with the parameters of another library's checkpoint, at step 0.
 
-    The experiment is T5's fine-tuning on GLUE; `eval` and `generate` take the directory, and other runs
-    take its parameters by ``init_from``. Two parameters at a time are in memory, unless the source is read
-    whole (msgpack, a run). The directory appears when it is complete; the event ``converted`` in its
-    ``events.jsonl`` names the source, a model of the hub with its commit.
+    The experiment of the new run is T5's fine-tuning on GLUE. The commands `eval` and `generate`
+    can use the directory, and other runs can start from its parameters with ``init_from``. At most
+    two parameters are in memory at a time, except if the source is a msgpack file or a run, which
+    are read as a whole. The directory appears when it is complete. Its ``events.jsonl`` contains
+    the event ``converted``, which names the source, and the commit of a model from the hub.
 
     Args:
-      source: see `open_pretrained`; a run keeps its experiment, but for the model.
+      source: the checkpoint; see `open_pretrained`. If it is a run, the new run has the same
+        experiment, except for the model.
       directory: the new directory.
-      revision: of a model of the hub: a branch, tag or commit; None: its main branch.
-      vocabulary: in the place of the checkpoint's; checkpoints of T5X have none.
-      encoder, decoder: other alignments of their self-attention, which start as the model; see
-        `with_variants` and `start_as`. None keeps those of the model.
-      max_length: positions of the new tables.
+      revision: a branch, tag or commit of a model on the hub. `None` is the main branch.
+      vocabulary: a vocabulary to use instead of the checkpoint's. Checkpoints of T5X have none.
+      encoder: the name of a variant whose alignments the encoder's self-attention gets; see
+        `with_variants`. The new model computes the same as the old one at first; see `start_as`.
+        `None` keeps the model's alignments.
+      decoder: the same for the decoder.
+      max_length: the number of positions in the tables of new alignments.
 
     Returns:
-      The parameters as nested dictionaries of `Unread`, for their shapes.
+      The parameters as nested dictionaries of `Unread`, from which callers take the shapes.
     """
     with (
         new_directory(directory) as staging,
@@ -67,6 +71,8 @@ def convert_checkpoint(
             assert isinstance(teacher, EncoderDecoder)
             model = with_variants(teacher, encoder=encoder, decoder=decoder, max_length=max_length)
             params = start_as(teacher, model, params)
+            # `model` is derived from the checkpoint's model. Give it the dtype that the experiment
+            # has.
             experiment = replace(experiment, model=replace(model, dtype=experiment.model.dtype))
             params = jax.tree.map(lambda x: x if isinstance(x, Unread) else Unread.of(x), params)
         save_run(experiment, staging)
@@ -80,9 +86,10 @@ def convert_checkpoint(
 
 
 def experiment_of(folder: pathlib.Path) -> Experiment:
-    """Returns the experiment of the run that a folder of transformers would become.
+    """Returns the experiment of the run that `convert_checkpoint` would make from a folder.
 
-    Only its configuration has to be there. The vocabulary is `Bytes`, whatever the folder's is.
+    The folder is one of transformers, and only its configuration is read. The vocabulary is always
+    `Bytes`, even if the folder has another one.
     """
     return _fine_tuning(model_of(folder), Bytes(), source=folder)
 
@@ -90,7 +97,10 @@ def experiment_of(folder: pathlib.Path) -> Experiment:
 def _experiment(
     pretrained: Pretrained, source: pathlib.Path, vocabulary: Bytes | SentencePiece | None
 ) -> Experiment:
-    """Returns the experiment of a converted run: T5's fine-tuning settings, or those of a run."""
+    """Returns the experiment of a converted run.
+
+    It is the source's own experiment if the source is a run, and T5's fine-tuning otherwise.
+    """
     model = pretrained.model
     vocabulary = vocabulary or pretrained.vocabulary
     if vocabulary is None:
@@ -114,7 +124,7 @@ def _experiment(
 
 
 def _check_is_trained(model: TokenModel, source: pathlib.Path) -> None:
-    """Raises a `ValueError` if a model of another library is an encoder alone."""
+    """Raises a `ValueError` if a model of another library is only an encoder."""
     if isinstance(model, Encoder):
         raise ValueError(
             f"{source} holds an encoder alone, which is not trained here; use it with "
@@ -125,7 +135,10 @@ def _check_is_trained(model: TokenModel, source: pathlib.Path) -> None:
 def _fine_tuning(
     model: TokenModel, vocabulary: Bytes | SentencePiece, *, source: pathlib.Path
 ) -> Experiment:
-    """Returns T5's fine-tuning of a model that was read from `source`."""
+    """Returns the experiment that fine-tunes a model like T5, on GLUE.
+
+    The model was read from `source`, which error messages name.
+    """
     _check_is_trained(model, source)
     assert isinstance(model, EncoderDecoder)
     return Experiment(

@@ -1,4 +1,4 @@
-"""Export of a run's model to the files of another library."""
+"""Export of a run's model to the file formats of other libraries."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ FORMATS = HUGGING_FACE, PEFT, T5X, SCANNED_T5X, STABLEHLO = (
     "t5x-scanned",
     "stablehlo",
 )
+"""The names of the formats that `export_run` can write."""
 
 
 def export_run(
@@ -44,18 +45,31 @@ def export_run(
     max_length: int | None = None,
     beams: int = 1,
 ) -> None:
-    """Writes the model of a run for another library; the directory appears when it is complete.
+    """Writes the model of a run in a format of another library.
+
+    The directory appears when it is complete.
+
+    The lengths are limits of StableHLO programs, and by default the run's lengths. If the model was
+    trained on texts without inputs, `inputs_length` is the length of the beginning of a text, and
+    `max_length` the length of the rest. If only one of them is given, the other is what remains of
+    the run's ``targets_length``. If neither is given, both are half of it.
 
     Args:
       run: ``RUN`` or ``RUN/checkpoints/STEP``.
       directory: the new directory.
-      to: a name of `FORMATS`: a folder of transformers, one of PEFT with the run's adapters alone, a
-        checkpoint of T5X with looped or scanned layers, or StableHLO programs (`serving.programs`).
-      dtype: ``float32`` or ``bfloat16``, of the tensors for transformers; T5X's are float32.
-      inputs_length, max_length: largest lengths of the programs' inputs and targets; None: the run's. Those
-        of a model of texts alone are of the beginning and of the rest of a text; None: what the other one
-        leaves of the run's ``targets_length``, or half of it.
-      beams: number of beams of the programs' decoding loop; 1 is greedy decoding.
+      to: a name of `FORMATS`. ``huggingface`` is a folder of transformers. ``peft`` is a folder of
+        PEFT with only the run's adapters. ``t5x`` and ``t5x-scanned`` are checkpoints of T5X with
+        looped or scanned layers. ``stablehlo`` stands for StableHLO programs; see
+        `serving.programs`.
+      dtype: the dtype of the tensors for transformers, ``float32`` or ``bfloat16``. Tensors for T5X
+        are always float32.
+      inputs_length: the largest number of input tokens of the StableHLO programs; see above.
+      max_length: the largest number of target tokens of the StableHLO programs; see above.
+      beams: the number of beams in the decoding loop of the StableHLO programs. With 1, decoding is
+        greedy.
+
+    Raises:
+      ValueError: if the format does not exist, does not support the model, or has no such option.
     """
     if to not in FORMATS:
         raise ValueError(f"--to is {to!r}; use {', '.join(FORMATS)}")
@@ -89,10 +103,11 @@ def export_run(
 def _limits(
     experiment: Experiment, inputs_length: int | None, max_length: int | None, beams: int
 ) -> Limits:
-    """Returns the limits of a run's programs; for the arguments see `export_run`."""
+    """Returns the limits of a run's StableHLO programs; see `export_run` for the arguments."""
     data = experiment.data
     if data.inputs_length:
         return Limits(inputs_length or data.inputs_length, max_length or data.targets_length, beams)
+    # The model was trained on texts without inputs. Beginning and rest share the row.
     row = data.targets_length
     max_length = max_length or max(1, row - (inputs_length or row // 2))
     return Limits(inputs_length or max(1, row - max_length), max_length, beams)
@@ -101,7 +116,7 @@ def _limits(
 def _export_adapters(
     experiment: Experiment, source: pathlib.Path, directory: pathlib.Path, *, step: int | None
 ) -> None:
-    """Writes a folder of PEFT; see `write_adapters`."""
+    """Writes the run's adapters as a folder of PEFT; see `write_adapters`."""
     lora, model = experiment.training.adapters, experiment.model
     if lora is None:
         raise ValueError(f"{source} has no training.adapters; export it to {HUGGING_FACE}")
@@ -111,7 +126,11 @@ def _export_adapters(
 
 
 def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:
-    """Returns the text of a model card: the recipe, its data, results (or None) and versions."""
+    """Returns the text of a model card.
+
+    The card contains the recipe, a description of the data, the results if `metrics` are given, and
+    the versions of the libraries.
+    """
     kind = "A T5Gemma" if is_t5gemma(experiment.model) else "A T5"
     sections = [
         "---\nlibrary_name: transformers\ntags: [t5, synthesizer_jax]\n---",
@@ -133,6 +152,9 @@ def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:
 
 
 def _fenced(data: JSON) -> str:
-    """Returns JSON as code in Markdown; it contains no backtick that could end the code."""
+    """Returns JSON as Markdown code.
+
+    Backticks in it are escaped, because a backtick could end the code.
+    """
     text = json.dumps(data, indent=1).replace("`", "\\u0060")
     return f"```json\n{text}\n```" if "\n" in text else f"`{text}`"

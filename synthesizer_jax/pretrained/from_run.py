@@ -1,4 +1,4 @@
-"""The model and the variables of a run of this package."""
+"""Opens the model and the variables of a run of this package."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ from synthesizer_jax.runs.saved import SavedModel, find_checkpoint, has_adapters
 
 
 def open_run(source: pathlib.Path, mesh: Mesh | None = None) -> tuple[SavedModel, Variables]:
-    """Returns the model and vocabulary of a run and the variables of a checkpoint, with looped layers."""
+    """Returns the model and vocabulary of a run, and the variables of a checkpoint.
+
+    The model's layers are looped.
+
+    Args:
+      source: ``RUN``, for the newest checkpoint, or ``RUN/checkpoints/STEP``.
+      mesh: the mesh over which the variables are sharded. `None` uses one device.
+    """
     directory, step = find_checkpoint(source)
     saved = load_model(directory)
     model = saved.model
     layout = None if mesh is None else layout_over(model, model.example(1, 1), mesh)
-    if has_adapters(directory):  # other runs need nothing of what trained them
+    # Only a run with adapters needs the code for training, which adds them to their base.
+    if has_adapters(directory):
         from synthesizer_jax.training.initial_parameters import restore_run
 
         _, variables = restore_run(directory, step=step, layout=layout)

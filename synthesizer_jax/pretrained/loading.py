@@ -1,4 +1,4 @@
-"""Models, variables and vocabularies from directories, ready to use."""
+"""Loads models, variables and vocabularies from directories, and uses them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from synthesizer_jax.runs.saved import is_run, open_vocabulary
 
 
 class Loaded(NamedTuple):
-    """A model that is ready to use.
+    """A model with everything that is needed to use it.
 
     Attributes:
       model: the unbound model, with looped layers.
-      variables: its variables.
-      vocabulary: maps text to ids and back.
+      variables: the model's variables.
+      vocabulary: the vocabulary, which maps text to ids and ids to text.
     """
 
     model: TokenModel
@@ -52,32 +52,36 @@ def load(
     dtype: DTypeLike | None = None,
     encoder_only: bool = False,
 ) -> Loaded:
-    """Loads a model with its variables and vocabulary; loads no TensorFlow.
+    """Loads a model with its variables and its vocabulary.
+
+    This does not import TensorFlow.
 
     Args:
-      path: the directory of a run, ``RUN/checkpoints/STEP``, or a folder of Hugging Face transformers
-        with a T5, or the encoder of one, and its tokenizer, which pipelines of diffusers have beside it; or
-        ``OWNER/NAME`` of such a folder on the Hugging Face hub, if ``huggingface_hub`` is installed. A
-        folder of a repository may follow, ``black-forest-labs/FLUX.1-dev/text_encoder_2``.
-      revision: of a model of the hub: a branch, tag or commit; None: its main branch.
-      subfolder: the folder of the model inside of `path`, such as ``"text_encoder_2"``.
-      variant: which of several files of weights to read, such as ``"fp16"`` for
-        ``model.fp16.safetensors``; None: ``model.safetensors``.
-      mesh: a mesh from `sharding.make_mesh` or `jax.make_mesh`, over which the variables are sharded
-        parameter by parameter; None: one device. The axes ``fsdp`` and ``tensor`` shard parameters, and
-        ``data`` and ``fsdp`` divide examples. Nothing is sharded over an axis that the mesh lacks, and axes
-        with other names hold copies.
-      dtype: of the parameters and of the computation, bfloat16 or float32, by name or as in
-        ``jnp.bfloat16``, or ``"auto"``, which is bfloat16, on CPUs float32; None: float32 parameters, and
-        the model's own.
-      encoder_only: whether only the encoder's tensors are read, of a folder of transformers; the model is
-        an `Encoder`.
+      path: the model. It is a run directory, ``RUN/checkpoints/STEP``, or a folder of Hugging Face
+        transformers with a T5 or its encoder. The folder must contain a tokenizer, except in
+        pipelines of diffusers, which have it in a folder beside the model. If ``huggingface_hub``
+        is installed, it can also be the name ``OWNER/NAME`` of such a folder on the Hugging Face
+        Hub. A folder inside the repository may follow, as in
+        ``black-forest-labs/FLUX.1-dev/text_encoder_2``.
+      revision: a branch, tag or commit of a model on the hub. `None` is the main branch.
+      subfolder: the folder of the model inside `path`, such as ``"text_encoder_2"``.
+      variant: which files to read if a folder has the weights several times. For example,
+        ``"fp16"`` reads ``model.fp16.safetensors``. `None` reads ``model.safetensors``.
+      mesh: a mesh from `sharding.make_mesh` or `jax.make_mesh`. The variables are sharded over it,
+        one parameter at a time. The axes ``fsdp`` and ``tensor`` shard parameters, and ``data`` and
+        ``fsdp`` divide examples. The mesh may lack some of these axes. Variables and examples are
+        replicated over axes with other names. `None` uses one device.
+      dtype: the dtype of the parameters and of the computation. It is bfloat16 or float32, given by
+        name or as ``jnp.bfloat16``. ``"auto"`` is float32 on CPUs and bfloat16 on other devices.
+        With `None`, parameters are float32 and the computation has the model's own dtype.
+      encoder_only: whether to read only the encoder's tensors from a folder of transformers. The
+        model is then an `Encoder`.
 
     Raises:
-      FileNotFoundError: there is no model, or it has no vocabulary.
-      TypeError: `mesh` is not a mesh of devices.
-      ValueError: its files cannot be read, or the dtype is another, or the size of a mesh axis does not
-        divide the parameters.
+      FileNotFoundError: if there is no model, or it has no vocabulary.
+      TypeError: if `mesh` is not a mesh of devices.
+      ValueError: if the files cannot be read, if the dtype is not supported, or if the size of a
+        mesh axis does not divide a parameter.
     """
     if not isinstance(mesh, Mesh | None):
         raise TypeError(
@@ -93,7 +97,7 @@ def load(
             model = replace(model, dtype=dtype_name)
             variables = jax.tree.map(lambda x: x.astype(dtype_name), variables)
         return Loaded(model, variables, open_vocabulary(saved, run, model=model))
-    # A run needs none of what reads other libraries' checkpoints.
+    # Import this here, because a run can be loaded without the readers of other checkpoints.
     from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 
     with open_pretrained(
@@ -111,9 +115,10 @@ def load(
 
 
 def _check_dtype(dtype: DTypeLike) -> Dtype:
-    """Returns the name of a dtype of a model; raises a `ValueError` for others."""
+    """Returns the name of a dtype that models support, or raises a `ValueError`."""
     name: object = dtype
-    with contextlib.suppress(TypeError):  # no dtype of NumPy's; the check says what is allowed
+    # If this is not a dtype of NumPy, `check_types` below raises an error with the allowed names.
+    with contextlib.suppress(TypeError):
         name = jnp.dtype(dtype).name
     check_types(TokenModel, {"dtype": name})
     return dtype_of() if name == AUTO else str(name)
@@ -130,13 +135,16 @@ def generate(
     """Generates one text for each input.
 
     Args:
-      loaded: from `load`.
+      loaded: the result of `load`.
       texts: the inputs.
-      max_length: maximum number of tokens of greedy decoding.
-      inputs_length: inputs are truncated to this many tokens. 0 for a `LanguageModel` that was trained on
-        texts alone: it continues the texts.
-      decoding: other settings, in the place of `max_length`, such as
-        ``Decoding(max_length=64, temperature=0.7, top_p=0.9)``.
+      max_length: the maximum number of tokens of an output, for greedy decoding.
+      inputs_length: the maximum number of tokens of an input. Longer inputs are truncated. Use 0
+        for a `LanguageModel` that was trained on texts without inputs; it then continues the texts.
+      decoding: other settings, which replace `max_length`. For example, ``Decoding(max_length=64,
+        temperature=0.7, top_p=0.9)`` samples.
+
+    Returns:
+      The generated texts, in the order of the inputs.
     """
     decoding = decoding or Decoding(max_length=max_length)
     predictor = _predictor(loaded, texts, inputs_length, decoding)
@@ -149,15 +157,15 @@ def generate_with_scores(
     """Generates one or several texts for each input, with their log-probabilities.
 
     Args:
-      loaded: from `load`.
+      loaded: the result of `load`.
       texts: the inputs.
-      decoding: settings, such as ``Decoding(max_length=64, beams=4, samples=4)``.
+      decoding: the settings, such as ``Decoding(max_length=64, beams=4, samples=4)``.
       inputs_length: see `generate`.
 
     Returns:
-      For each input `Decoding.samples` texts, the best of the beams first. The scores are
-      log-probabilities under the model in nats; beams are in the order of their log-probabilities
-      divided by the length penalty.
+      A list of `Decoding.samples` texts for each input. The scores are log-probabilities under the
+      model, in nats. Beam search returns the best beam first. It orders beams by their
+      log-probability divided by the length penalty.
     """
     predictor = _predictor(loaded, texts, inputs_length, decoding)
     return predictor.generate_texts([predictor.encode(text) for text in texts])
@@ -172,26 +180,27 @@ def encode(
     pad_to: int | None = None,
     attend_to_padding: bool = False,
 ) -> np.ndarray | list[np.ndarray]:
-    """Encodes texts with the encoder of an encoder-decoder, or an encoder.
+    """Encodes texts with an encoder, or with the encoder of an encoder-decoder.
 
     Args:
-      loaded: from `load`.
+      loaded: the result of `load`.
       texts: the inputs.
-      inputs_length: inputs are truncated to this many tokens.
-      pool: whether to return the mean over the tokens of each text, EOS included; None: unless `pad_to`
-        is given.
-      pad_to: inputs are truncated and padded to this many tokens, in the place of `inputs_length`, and the
-        states of padding are those of transformers, too; at least one.
-      attend_to_padding: whether tokens see the padding up to `pad_to`, as in transformers without an
-        ``attention_mask``.
+      inputs_length: the maximum number of tokens of an input. Longer inputs are truncated.
+      pool: whether to return the mean over the tokens of each text, including EOS. `None` pools
+        unless `pad_to` is given.
+      pad_to: the number of tokens, at least one, to which inputs are truncated or padded. It
+        replaces `inputs_length`. The states at padding are the same as in transformers.
+      attend_to_padding: whether tokens attend to the padding up to `pad_to`. This is what
+        transformers does without an ``attention_mask``.
 
     Returns:
-      ``[n, d_model]`` float32 if pooled; ``[n, pad_to, d_model]``; without `pad_to` a list of
-      ``[length, d_model]``.
+      A float32 array ``[n, d_model]`` if pooled, and otherwise ``[n, pad_to, d_model]`` if `pad_to`
+      is given. Without pooling and `pad_to`, it is a list of arrays ``[length, d_model]``.
 
     Raises:
-      TypeError: the model has no encoder.
-      ValueError: padding is to be attended to, but there is none; or there is no room for tokens.
+      TypeError: if the model has no encoder.
+      ValueError: if `attend_to_padding` is set without `pad_to`, or if the length leaves no room
+        for tokens.
     """
     width = encoder_width(loaded.model)
     if attend_to_padding and pad_to is None:
@@ -209,6 +218,7 @@ def encode(
     else:
         padding = loaded.model.ids.padding
         rows = [np.pad(row, (0, pad_to - len(row)), constant_values=padding) for row in ids]
+        # Without a restriction in the mask, every token attends to all `pad_to` positions.
         see = (lambda _: Mask()) if attend_to_padding else functools.partial(_see_real, padding=padding)
         states = predictor.states(rows, see)
     if pool is None:
@@ -218,18 +228,23 @@ def encode(
 
     shape: tuple[int, ...] = (len(ids), length, width)
     if pool:
+        # Only real tokens count for the mean. Each row becomes ``[d_model]``.
         states = [x[: len(row)].mean(axis=0) for x, row in zip(states, ids, strict=True)]
         shape = (len(ids), width)
-    return np.array(states, np.float32).reshape(shape)  # no texts make no rows
+    # The shape is given because an empty list of texts would make an array ``[0]``.
+    return np.array(states, np.float32).reshape(shape)
 
 
 def _see_real(tokens: jax.Array, *, padding: int) -> Mask:
-    """Returns the mask in which padding, too, sees the real tokens ``[batch, k]``, as in transformers."""
+    """Returns the mask in which padding also attends to the real tokens, as in transformers.
+
+    The tokens are ``[batch, k]``.
+    """
     return Mask(key_lengths=num_real_tokens(tokens, padding), query_valid=jnp.ones_like(tokens, bool))
 
 
 def _check_length(name: str, length: int, vocabulary: Vocabulary) -> None:
-    """Raises a `ValueError` for a number of tokens that has no room for those around an input."""
+    """Raises a `ValueError` if a length leaves no room for the special tokens around an input."""
     first, last = vocabulary.around_inputs
     least = max(len(first) + len(last), 1)
     if length < least:
@@ -240,7 +255,7 @@ def _check_length(name: str, length: int, vocabulary: Vocabulary) -> None:
 
 
 def _predictor(loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding) -> Predictor:
-    """Returns a predictor for the texts, over the mesh of the variables."""
+    """Returns a predictor for the texts. It uses the mesh over which the variables are sharded."""
     if isinstance(texts, str):
         raise TypeError("texts is one string, which is a sequence of letters; pass [text]")
     model, variables, vocabulary = loaded

@@ -1,4 +1,7 @@
-"""Checkpoints of transformers, of T5X and of this package's runs, opened to be loaded or converted."""
+"""Opens checkpoints of transformers, of T5X and of this package's runs.
+
+`load` and `convert_checkpoint` both use it.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,24 @@ def open_pretrained(
     compare: bool = True,
     encoder_only: bool = False,
 ) -> Iterator[Pretrained]:
-    """Opens a checkpoint of another library, or a run; parameters are read inside the context.
+    """Opens a checkpoint of another library, or a run.
 
-    That is a folder of Hugging Face transformers, or of PEFT with adapters of one, a checkpoint of T5X, a
-    file or a directory, ``RUN`` or ``RUN/checkpoints/STEP``, or a model of the Hugging Face hub by its
-    name; for `revision` and `subfolder` see `locate`, for the other options `open_folder`. The tokenizer of
-    a folder is not read where a `vocabulary` is given.
+    Parameters can be read only inside the context.
+
+    Args:
+      source: a folder of Hugging Face transformers, a folder of PEFT with adapters for such a
+        model, a T5X checkpoint (a file or a directory), ``RUN`` or ``RUN/checkpoints/STEP``, or the
+        name of a model on the Hugging Face Hub.
+      revision: see `locate`.
+      subfolder: see `locate`.
+      variant: see `open_folder`.
+      vocabulary: a vocabulary to use instead of the folder's tokenizer, which is then not read.
+      compare: see `open_folder`.
+      encoder_only: see `open_folder`.
+
+    Raises:
+      FileNotFoundError: if there is no checkpoint.
+      ValueError: if the checkpoint is not supported, or an option does not apply to it.
     """
     source, origin = locate(source, revision, subfolder=subfolder, variant=variant)
     if source.is_file():
@@ -84,10 +99,11 @@ def open_pretrained(
 
 
 def _check_file(path: pathlib.Path) -> None:
-    """Raises a `ValueError` if a file is known to be something else than a checkpoint of T5X.
+    """Raises a `ValueError` if a file is recognized as something else than a T5X checkpoint.
 
-    Text encoders of diffusion models are often single files of tensors. These say neither what the model is
-    nor how its tokenizer cuts texts, so a folder with both must be given.
+    The text encoders of diffusion models are often single files of tensors. Such a file contains
+    neither the model's configuration nor its tokenizer, so the user must give a folder that has
+    both.
     """
     with path.open("rb") as file:
         head = file.read(16)
@@ -99,7 +115,8 @@ def _check_file(path: pathlib.Path) -> None:
     if head.lstrip().startswith(b"{"):
         raise ValueError(f"{path} is a file of JSON; give its folder, {path.parent}")
     name = None
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**32:  # the length of the header
+    # A safetensors file begins with the length of its header in 8 bytes. The header is JSON.
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**32:
         name = SAFETENSORS
     elif head.startswith(_TORCH_FILES):
         name = TORCH
@@ -114,11 +131,15 @@ def _check_file(path: pathlib.Path) -> None:
 
 
 _TORCH_FILES = b"PK\x03\x04", b"\x80\x02"
-"""How files of PyTorch begin: with a zip archive, or before version 1.6 with a pickle."""
+"""The first bytes of PyTorch files: a zip archive, or a pickle if saved before version 1.6."""
 
 
 def _open_run(source: pathlib.Path) -> Pretrained:
-    """Reads the model of a run; raises a `ValueError` if it cannot be converted."""
+    """Reads the model of a run.
+
+    Raises:
+      ValueError: if the model cannot be converted to another library's format.
+    """
     model = load_model(find_checkpoint(source)[0]).model
     if not isinstance(model, EncoderDecoder):
         raise ValueError(
@@ -135,9 +156,12 @@ def _open_run(source: pathlib.Path) -> Pretrained:
 
 
 def read_params(pretrained: Pretrained, mesh: Mesh | None = None, dtype: Dtype | None = None) -> PyTree:
-    """Reads the parameters of an open checkpoint one by one, to one device or sharded over a mesh.
+    """Reads the parameters of an open checkpoint, one after the other.
 
-    `dtype` None is float32.
+    Args:
+      pretrained: the open checkpoint.
+      mesh: the mesh over which the parameters are sharded. `None` uses one device.
+      dtype: the dtype of the parameters. `None` is float32.
     """
     if mesh is None:
         return jax.tree.map(lambda x: jnp.asarray(x.read(dtype)), pretrained.params)

@@ -1,7 +1,8 @@
-"""T5X's checkpoints: a msgpack file, TensorStore's arrays, or Orbax's directory; also written.
+"""Reads and writes the checkpoints of T5X.
 
-Parameters are read, the optimizer's state is not. There is no configuration: the architecture is read off
-names and shapes.
+They are a msgpack file, arrays of TensorStore, or a directory of Orbax. The parameters are read,
+and the state of the optimizer is not. A checkpoint has no configuration, so the architecture is
+derived from the names and shapes of its arrays.
 """
 
 from __future__ import annotations
@@ -36,42 +37,52 @@ from synthesizer_jax.pretrained.tensors import (
 from synthesizer_jax.primitives.parameters import Variables
 
 CHECKPOINT = "checkpoint"
-"""The msgpack file of a directory."""
+"""The name of the msgpack file in a checkpoint's directory."""
 
 OCDBT = "manifest.ocdbt"
-"""The file of a directory in which TensorStore's arrays share a database."""
+"""The file that marks a directory in which TensorStore's arrays share one database."""
 
 _GZIP = b"\x1f\x8b"
 _ARRAY = re.compile(
     r"(?P<name>_?(?:optimizer\.)?target\.(?P<path>[A-Za-z0-9_.]+))/(?P<about>\.zarray|zarr\.json)"
 )
-"""Keys of the files that describe arrays, ``target.encoder.layers_0.…/.zarray``."""
+"""Matches the names of files that describe arrays.
+
+An example is ``target.encoder.layers_0.…/.zarray``.
+"""
 
 _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
-"""TensorStore's driver of an array that a file of this name describes."""
+"""Maps the name of the file that describes an array to TensorStore's driver for the array."""
 
 
 _HEADS = dict.fromkeys(("query", "key", "value"), Layout(1)) | {"out": Layout(2)}
-"""Kernels with heads: ``[d_model, heads, width]`` and ``[heads, width, d_model]`` are matrices there."""
+"""How T5X stores kernels that have an axis of heads in this package.
+
+It merges ``[d_model, heads, width]`` and ``[heads, width, d_model]`` to matrices.
+"""
 
 
 _ASSUMED = {"activations": (("relu",), ("gelu", "linear")), "max_distance": (128,), "epsilon": (1e-6,)}
-"""What `open_checkpoint` takes models to have, as files do not tell."""
+"""The values that `open_checkpoint` assumes for fields that a checkpoint does not contain."""
 
 
 def is_checkpoint(directory: pathlib.Path) -> bool:
-    """Whether a directory is a checkpoint of T5X."""
+    """Whether a directory is a T5X checkpoint."""
     return (directory / CHECKPOINT).is_file() or _orbax_item(directory) is not None
 
 
 def open_checkpoint(path: pathlib.Path) -> Pretrained:
-    """Opens the parameters of a checkpoint.
+    """Opens the parameters of a T5X checkpoint.
 
-    A gated feed-forward layer is taken for T5 1.1's, with GELU, and the largest distance of the
-    relative bias for 128, as in T5X's own T5s: the checkpoint does not tell. (UL2 has SiLU.)
+    The checkpoint does not contain all settings of the model. A gated feed-forward layer is assumed
+    to use GELU, as in T5 1.1, and the largest distance of the relative bias is assumed to be 128,
+    as in T5X's own T5s. Some models differ. For example, UL2 uses SiLU.
 
-    Raises a `ValueError` if the path ``checkpoint_STEP``, a file or a directory, holds no T5; the message
-    lists all tensors that do not fit.
+    Args:
+      path: a file, or a directory ``checkpoint_STEP``.
+
+    Raises:
+      ValueError: if the path does not contain a T5. The message lists all tensors that do not fit.
     """
     item = _orbax_item(path) if path.is_dir() else None
     if item is not None:
@@ -94,10 +105,19 @@ def write_checkpoint(
     step: int = 0,
     scanned: bool = False,
 ) -> None:
-    """Writes the parameters as T5X's msgpack file, ``checkpoint``, without an optimizer's state.
+    """Writes the parameters as the msgpack file ``checkpoint`` of T5X.
 
-    T5X expects the name ``checkpoint_STEP`` of the empty directory. `scanned` stacks the layers of each
-    stack on axis 1, as T5X's scalable T5 does. Raises a `ValueError` that names what T5X lacks.
+    The state of an optimizer is not written.
+
+    Args:
+      directory: an empty directory. T5X expects it to be called ``checkpoint_STEP``.
+      model: the model, with looped layers.
+      variables: its variables.
+      step: the training step to record.
+      scanned: whether to stack the layers of each stack on axis 1, as T5X's scalable T5 does.
+
+    Raises:
+      ValueError: if T5X does not support the model. The message names what T5X lacks.
     """
     if isinstance(model, Encoder):
         raise ValueError("T5X has no encoder alone; export an EncoderDecoder")
@@ -119,7 +139,7 @@ def write_checkpoint(
 
 
 def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
-    """Returns the arrays in a msgpack file, gzipped or not; nothing in it is executed."""
+    """Returns the arrays in a msgpack file, which may be gzipped. Nothing in it is executed."""
     data = path.read_bytes()
     with reading(path):
         tree = serialization.msgpack_restore(gzip.decompress(data) if data[:2] == _GZIP else data)
@@ -133,7 +153,10 @@ def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
-    """Returns the directory of an Orbax checkpoint that holds the arrays; None if it is none."""
+    """Returns the directory of an Orbax checkpoint that holds the arrays, or `None`.
+
+    It is `None` if the directory is not an Orbax checkpoint.
+    """
     for item in (directory, directory / "state", directory / "default"):
         if (item / "_METADATA").is_file() or (item / OCDBT).is_file():
             return item
@@ -141,7 +164,11 @@ def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
 
 
 def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
-    """Opens TensorStore's arrays in a directory; the paths that other files name are not followed."""
+    """Opens the arrays that TensorStore has written into a directory.
+
+    Other files of a checkpoint, such as the msgpack file, may name paths of arrays. These paths are
+    not followed, because an untrusted file could name any path.
+    """
     path = f"{directory.resolve()}/"
     store = {"driver": "file", "path": path}
     if (directory / OCDBT).is_file():
@@ -155,10 +182,12 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
                 spec = {
                     "driver": _DRIVERS[match["about"]],
                     "kvstore": {**store, "path": f"{store.get('path', '')}{match['name']}/"},
-                    "fill_missing_data_reads": False,  # a block that is not there was lost
+                    # Without this, TensorStore would silently replace a lost block by zeros.
+                    "fill_missing_data_reads": False,
                 }
                 with reading(directory / match["name"]):
-                    # TensorStore takes structures for numbers, and what follows the JSON for nothing.
+                    # TensorStore accepts structured dtypes and ignores bytes after the JSON. Check
+                    # here that the file is whole JSON and the dtype is a number.
                     about = json.loads(files.read(match[0]).result().value)
                     dtype = about.get("dtype", about.get("data_type"))
                     if not isinstance(dtype, str):
@@ -166,7 +195,8 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
                     array: Any = tensorstore.open(spec, open=True, read=True).result()
                     blocks = array.chunk_layout.write_chunk.shape
                     if any(b > max(n, 1) for b, n in zip(blocks, array.shape, strict=True)):
-                        # A block is allocated whole; without the memory the process would end.
+                        # TensorStore allocates whole blocks. A false, huge block size would end the
+                        # process for lack of memory.
                         raise ValueError(f"it has the shape {array.shape} in blocks of {blocks}")
                 name = match["path"].replace(".", "/")
                 arrays[name] = _in_store(array, directory / match["name"])
@@ -174,10 +204,14 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _in_store(store: Any, source: pathlib.Path) -> Tensor:
-    """Returns an array of TensorStore; T5X once wrote bfloat16 as integers of 16 bits."""
+    """Returns an array of TensorStore as a `Tensor`.
+
+    T5X once wrote bfloat16 as 16-bit integers, so arrays of uint16 are read as bfloat16.
+    """
     as_bits = store.dtype.name == "uint16"
 
     def read(layer: int | None) -> np.ndarray:
+        """Reads the array, or only one index of its axis 1."""
         with reading(source):
             part = store if layer is None else store[:, layer]
             array: np.ndarray = part.read().result()
@@ -187,7 +221,10 @@ def _in_store(store: Any, source: pathlib.Path) -> Tensor:
 
 
 def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
-    """Returns the name and layout in T5X of a parameter of ours, both with looped layers."""
+    """Returns the name and the layout that a parameter of this package has in T5X.
+
+    Layers are looped on both sides.
+    """
     if path == ("embedding",):
         return "token_embedder/embedding", SAME
     if path == ("logits_kernel",):
@@ -197,12 +234,17 @@ def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     if path[-1] == "rel_embedding":
         per_layer = path[1] != "relpos_bias"
         return "/".join((*path[: 1 + per_layer], "relpos_bias", "rel_embedding")), SAME
+    # T5X has no levels for the alignment and for the parts of a mixture.
     name = "/".join(key for key in path if key not in ("align", "part_0"))
     return name, _HEADS.get(path[-2], SAME)
 
 
 def _looped(tensors: Tensors, path: pathlib.Path) -> dict[str, Tensor]:
-    """Returns the tensors as the minimal T5 has them: looped layers, kernels without an axis of heads."""
+    """Returns the tensors under the names and shapes of T5X's minimal T5.
+
+    There, layers are looped, and kernels have no axis of heads. Scanned layers are split, and axes
+    of heads are merged.
+    """
     looped = {}
     for name, x in tensors.items():
         stack, *rest = name.split("/")
@@ -219,10 +261,12 @@ def _looped(tensors: Tensors, path: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _layer(x: Tensor, i: int) -> Tensor:
+    """Returns one layer of a tensor whose axis 1 is the layers."""
     return Tensor((x.shape[0], *x.shape[2:]), x.dtype, lambda _: x.read(i))
 
 
 def _without_heads(name: str, x: Tensor) -> Tensor:
+    """Returns a tensor whose axis of heads, if it has one, is merged with another axis."""
     layout = _HEADS.get(name.split("/")[-2]) if "/" in name else None
     if layout is None or len(x.shape) != 3:
         return x
@@ -231,7 +275,7 @@ def _without_heads(name: str, x: Tensor) -> Tensor:
 
 
 def _scanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns arrays with the layers of each stack on axis 1, as T5X's scalable T5 has them."""
+    """Returns the arrays with the layers of each stack on axis 1, as in T5X's scalable T5."""
     scanned: dict[str, np.ndarray] = {}
     layers: dict[str, dict[int, np.ndarray]] = collections.defaultdict(dict)
     for name, x in arrays.items():
@@ -246,9 +290,14 @@ def _scanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _architecture(tensors: Tensors, path: pathlib.Path) -> Architecture:
-    """Returns the architecture that names and shapes imply, or raises a `ValueError`."""
+    """Returns the architecture that the names and shapes imply.
+
+    Raises:
+      ValueError: if they are not those of T5X's encoder-decoder.
+    """
 
     def shape(name: str) -> tuple[int, int]:
+        """Returns the shape of a matrix, or raises a `ValueError`."""
         if name not in tensors or len(tensors[name].shape) != 2 or 0 in tensors[name].shape:
             raise ValueError(
                 f"{path} has no array {name} of 2 axes; it is not a checkpoint of T5X's encoder-decoder"
@@ -257,6 +306,7 @@ def _architecture(tensors: Tensors, path: pathlib.Path) -> Architecture:
         return rows, columns
 
     def num_layers(stack: str) -> int:
+        """Returns the number of layers of a stack."""
         matches = (re.match(rf"{stack}/layers_(\d+)/", name) for name in tensors)
         return len({match[1] for match in matches if match})
 

@@ -1,4 +1,7 @@
-"""Parameters as other libraries store them: under other names, with axes reordered and merged."""
+"""Describes how other libraries store the parameters of this package.
+
+They use other names, and they reorder and merge axes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,18 @@ from synthesizer_jax.primitives.parameters import abstract_variables
 
 @contextlib.contextmanager
 def reading(path: pathlib.Path, remedy: str = "copy or download it again") -> Iterator[None]:
-    """`describing` for files of tensors, whose readers also raise errors of their own."""
+    """Context manager like `describing`, for files of tensors.
+
+    The readers of such files also raise errors of their own types, which become a `ValueError`
+    here.
+
+    Args:
+      path: the path of the file, which the message contains.
+      remedy: what the user can do, which ends the message.
+
+    Raises:
+      ValueError: if the contents of the file cannot be read.
+    """
     with describing(path, remedy):
         try:
             yield
@@ -36,36 +50,48 @@ def reading(path: pathlib.Path, remedy: str = "copy or download it again") -> It
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How another library stores a parameter.
+    """How another library stores the axes of a parameter.
 
-    With the same axes, or as a matrix, perhaps transposed, whose rows are our first `rows` axes merged.
+    Attributes:
+      rows: if given, the other library stores a matrix. Its rows are the first `rows` axes of this
+        package's array, merged, and its columns are the other axes. If `None`, the axes are the
+        same.
+      transposed: whether the matrix is transposed. This needs `rows`.
     """
 
     rows: int | None = None
     transposed: bool = False
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the other library's shape of a parameter of ours."""
+        """Returns the shape that a parameter of this package has in the other library."""
         if self.rows is None:
             return tuple(shape)
         matrix = math.prod(shape[: self.rows]), math.prod(shape[self.rows :])
         return matrix[::-1] if self.transposed else matrix
 
     def from_ours(self, x: np.ndarray) -> np.ndarray:
-        """Converts a parameter of ours to the other library's."""
+        """Converts an array of this package to the other library's shape."""
         shape = self.shape(x.shape)
         return x.reshape(shape[::-1]).T if self.transposed else x.reshape(shape)
 
     def to_ours(self, x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """Converts a parameter of the other library to ours, of the given shape."""
+        """Converts an array of the other library to this package's `shape`."""
         return (np.ascontiguousarray(x.T) if self.transposed else x).reshape(shape)
 
 
 SAME = Layout()
+"""The layout of a parameter whose axes are the same in both libraries."""
 
 
 class Correspondence(NamedTuple):
-    """A parameter: its keys in ``params`` and its shape here, its name and layout in another library."""
+    """A parameter of this package, and where another library has it.
+
+    Attributes:
+      path: its keys in ``params``, in this package.
+      shape: its shape in this package.
+      name: its name in the other library.
+      layout: its layout in the other library.
+    """
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
@@ -74,7 +100,14 @@ class Correspondence(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint; it is read, or one index of its axis 1, when it is asked for."""
+    """A tensor of a checkpoint, which is read when it is needed.
+
+    Attributes:
+      shape: its shape.
+      dtype: the name of its dtype, in NumPy or in safetensors.
+      read: reads the tensor if called with `None`, or one index of its axis 1 if called with a
+        number.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -82,7 +115,7 @@ class Tensor(NamedTuple):
 
     @classmethod
     def of(cls, x: np.ndarray) -> Tensor:
-        """Returns an array in memory as a tensor."""
+        """Returns an array in memory as a `Tensor`."""
         return cls(x.shape, x.dtype.name, lambda layer: x if layer is None else x[:, layer])
 
 
@@ -90,11 +123,17 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 """The tensors of a checkpoint by name."""
 
 NameOf: TypeAlias = Callable[[tuple[str, ...]], tuple[str, Layout]]
-"""Maps the keys of a parameter of ours, with looped layers, to its name and layout in another library."""
+"""Maps the keys of a parameter of this package to its name and layout in another library.
+
+The layers are looped.
+"""
 
 
 def correspondences(model: TokenModel, name_of: NameOf) -> list[Correspondence]:
-    """Returns where every parameter of a model, with looped layers, is found in another library."""
+    """Returns the name and layout in another library for every parameter of a model.
+
+    The keys are those of the model with looped layers, even if `model` has scanned ones.
+    """
     looped = unroll(model)
     shapes = abstract_variables(looped, *looped.example(1, 1))[0]["params"]
     flat = traverse_util.flatten_dict(shapes)
@@ -102,7 +141,7 @@ def correspondences(model: TokenModel, name_of: NameOf) -> list[Correspondence]:
 
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
-"""Names of the dtypes that parameters may have, NumPy's and those of safetensors."""
+"""The names of the dtypes that parameters may have, in NumPy and in safetensors."""
 
 
 def match_tensors(
@@ -112,12 +151,19 @@ def match_tensors(
     source: pathlib.Path,
     ignored: Collection[str] = (),
 ) -> dict[str, PyTree]:
-    """Returns the parameters as nested dictionaries of `Unread`, once all names and shapes fit.
+    """Returns the parameters as nested dictionaries of `Unread`, if all names and shapes fit.
 
-    The checkpoint stays open until they are read; `ignored` tensors are not parameters.
+    The checkpoint must stay open until the parameters are read.
+
+    Args:
+      tensors: the tensors of the checkpoint, by name.
+      parameters: the parameters of the model.
+      source: the path of the checkpoint, for messages.
+      ignored: names of tensors that may be present but are not parameters.
 
     Raises:
-      ValueError: tensors are missing, superfluous, or of another shape or dtype; all are listed.
+      ValueError: if tensors are missing or superfluous, or have another shape or dtype. The message
+        lists all of them.
     """
     problems = []
     for c in parameters:
@@ -143,7 +189,10 @@ def _read(tensor: Tensor, c: Correspondence) -> np.ndarray:
 
 
 def named_tensors(params: PyTree, parameters: Sequence[Correspondence]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the names and values that parameters, with looped layers, have in another library."""
+    """Yields the name and the value that each parameter has in another library.
+
+    The layers of `params` must be looped.
+    """
     ours = traverse_util.flatten_dict(params)
     for c in parameters:
         yield c.name, c.layout.from_ours(np.asarray(ours[c.path]))

@@ -1,4 +1,4 @@
-"""The configuration of a T5 in transformers, ``config.json``."""
+"""Reads and writes ``config.json``, the configuration of a T5 in transformers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_TENSORS = "adapter_model.safetensors"
 
 IDS = {"pad_token_id": "padding", "eos_token_id": "end", "decoder_start_token_id": "start"}
-"""Ids of both files, and the fields of `SpecialIds`."""
+"""Maps transformers' names of ids to fields of `SpecialIds`.
+
+The ids are in ``config.json`` and in ``generation_config.json``.
+"""
 
 FORCED = ("forced_bos_token_id", "forced_eos_token_id")
-"""Tokens that transformers can force, and models here cannot."""
+"""Settings that force transformers' decoder to emit a token. Models here cannot do this."""
 
 TAKEN = "T5, FLAN-T5, ByT5, UL2, MADLAD, mT5, umT5 or T5Gemma"
+"""The models that can be read, for error messages."""
 T5GEMMA = "t5gemma"
+"""The ``model_type`` of T5Gemma."""
 
 CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
-"""Values of ``model_type``, and the first part of the names of transformers' classes."""
+"""Maps each ``model_type`` of a T5 to the first part of its class names in transformers."""
 
 _OTHERS = {
     "T5Gemma 2, whose decoder attends to itself and to the encoder at once": ("t5gemma2",),
@@ -38,7 +43,10 @@ _OTHERS = {
     "a language model without an encoder": ("llama", "mistral", "gemma2", "gemma3_text", "qwen3", "gpt2"),
     "an encoder-decoder of another architecture": ("bart", "mbart", "marian", "pegasus", "m2m_100"),
 }
-"""Values of ``model_type`` that are not taken, by what they are."""
+"""Maps descriptions of other models to their values of ``model_type``, which are not supported.
+
+The descriptions make better error messages.
+"""
 
 ACTIVATIONS = {
     "relu": ("relu",),
@@ -46,7 +54,10 @@ ACTIVATIONS = {
     "gated-silu": ("silu", "linear"),
     "gated-relu": ("relu", "linear"),
 }
-"""Values of ``feed_forward_proj``; transformers computes a gated GELU by tanh, as T5 does."""
+"""Maps values of ``feed_forward_proj`` to the activations of `FeedForward`.
+
+For a gated GELU, transformers uses the approximation by tanh, as T5 does.
+"""
 
 
 FIELDS = {
@@ -61,14 +72,14 @@ FIELDS = {
     "dropout_rate": "dropout_rate",
     "epsilon": "layer_norm_epsilon",
 }
-"""Fields of `Architecture`, and transformers' names of them."""
+"""Maps fields of `Architecture` to their names in transformers."""
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Reads a JSON object.
+    """Reads a JSON object from a file.
 
     Raises:
-      ValueError: the file is not one.
+      ValueError: if the file does not contain a JSON object.
     """
     with describing(path, "copy or download it again"):
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -80,14 +91,24 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def read_config(folder: pathlib.Path, *, output: bool | None, encoder_only: bool = False) -> Architecture:
     """Returns the architecture that a folder's ``config.json`` describes.
 
-    Up to version 4, transformers has an output projection of its own if ``tie_word_embeddings`` is
-    false, and otherwise uses the embedding and scales the decoder's outputs. From version 5 on the
-    projection is the model's own if the folder has one. A T5 scales if ``scale_decoder_outputs`` is true,
-    by default the value of ``tie_word_embeddings``. An mT5 does not scale. (Version 5 scales also a umT5
-    with its own projection, in error: they were trained without.)
+    Versions of transformers differ in how they choose the output projection, and whether they scale
+    the decoder's outputs. Up to version 4, the model has its own output projection if
+    ``tie_word_embeddings`` is false. Otherwise it uses the embedding and scales the outputs.
 
-    `output` tells whether the folder holds an output projection that is not a copy of the embedding; None:
-    that is not known. `encoder_only` makes the architecture that of the encoder alone.
+    From version 5 on, the model has its own output projection if the folder contains one. A T5 then
+    scales the outputs if ``scale_decoder_outputs`` is true; the default is the value of
+    ``tie_word_embeddings``. An mT5 does not scale them. A umT5 scales them here only if it has no
+    output projection of its own. (Version 5 of transformers also scales them if it has one. This is
+    a bug, because these models were trained without scaling.)
+
+    Args:
+      folder: the folder of the model.
+      output: whether the folder contains an output projection that is not a copy of the embedding.
+        `None` means that this is not known.
+      encoder_only: whether to return the architecture of only the encoder.
+
+    Raises:
+      ValueError: if the configuration is not one of a supported T5.
     """
     path = folder / CONFIG
     data = read_json(path)
@@ -97,11 +118,11 @@ def read_config(folder: pathlib.Path, *, output: bool | None, encoder_only: bool
 
 
 def read_model_type(folder: pathlib.Path) -> str:
-    """Returns the ``model_type`` of a folder, which is taken here.
+    """Returns the ``model_type`` of a folder, which is a T5 or a T5Gemma.
 
     Raises:
-      FileNotFoundError: the folder holds no configuration.
-      ValueError: it is another; the message says what it is, if that is known.
+      FileNotFoundError: if the folder has no configuration.
+      ValueError: if it is another model. The message describes the model if it is known.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -122,11 +143,15 @@ def read_model_type(folder: pathlib.Path) -> str:
 
 
 Layers: TypeAlias = Annotated[int, Range(1, MOST_LAYERS)]
+"""A number of layers that a stack may have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Config:
-    """The fields of ``config.json`` that are read, in the order of checks, with transformers' defaults."""
+    """The fields of ``config.json`` that are read, with transformers' defaults.
+
+    The fields are checked in this order.
+    """
 
     model_type: str = "t5"
     vocab_size: Length
@@ -148,7 +173,7 @@ class _Config:
 
 
 def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool) -> Architecture:
-    """Returns the architecture of a configuration; see `read_config`."""
+    """Returns the architecture of a configuration; see `read_config` for the rules."""
     values: dict[str, Any] = {
         f.name: data.get(f.name, None if f.default is dataclasses.MISSING else f.default)
         for f in dataclasses.fields(_Config)
@@ -160,7 +185,9 @@ def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool)
     flag = family != "mt5" if flag is None else flag
     tied = scaled = flag
     unsaid = "4" if config.scale_decoder_outputs is None else "5"
-    major = str(config.transformers_version or unsaid).split(".")[0]  # of the version that wrote it
+    # The version of transformers that wrote the file. If the file does not contain it, the field
+    # `scale_decoder_outputs` means that it was version 5 or later.
+    major = str(config.transformers_version or unsaid).split(".")[0]
     if major.isdecimal() and int(major) >= 5:
         tied = tied if output is None else not output
         scaled = family == "umt5" and tied
@@ -184,10 +211,16 @@ def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool)
 
 
 def read_ids(folder: pathlib.Path, config: dict[str, Any], unsaid: SpecialIds = T5_IDS) -> SpecialIds:
-    """Returns the ids that a folder's two files name, and those of `unsaid` where they do not.
+    """Returns the ids that ``config.json`` and ``generation_config.json`` of a folder contain.
+
+    Args:
+      folder: the folder of the model.
+      config: the content of ``config.json``.
+      unsaid: the ids to use if neither file contains them.
 
     Raises:
-      ValueError: they name different ones, several but of EOS, or a token that is forced.
+      ValueError: if the files contradict each other, if a file has several ids for anything except
+        EOS, or if it forces a token.
     """
     found: dict[str, int] = {}
     also_end: tuple[int, ...] = ()
@@ -206,20 +239,30 @@ def read_ids(folder: pathlib.Path, config: dict[str, Any], unsaid: SpecialIds = 
                 one = len(ids) == 1 or (ids and name == "eos_token_id")
                 if not one or any(type(i) is not int for i in ids):
                     raise ValueError(f"{name} is {format_value(value)}, but models here have one id")
-                also_end = tuple(ids[1:]) if name == "eos_token_id" else also_end  # as generate() has it
+                # `generation_config.json` is read last and overrides `config.json`, as in
+                # transformers' generate().
+                also_end = tuple(ids[1:]) if name == "eos_token_id" else also_end
                 if found.setdefault(IDS[name], ids[0]) != ids[0]:
                     raise ValueError(f"{name} is {ids[0]}, but {CONFIG} has {found[IDS[name]]}")
     return dataclasses.replace(unsaid, **found, also_end=also_end)
 
 
 def write_ids(ids: SpecialIds) -> dict[str, object]:
-    """Returns the fields of both files that name ids."""
+    """Returns the fields of ``config.json`` and ``generation_config.json`` that contain ids."""
     fields = {theirs: getattr(ids, ours) for theirs, ours in IDS.items()} | dict.fromkeys(FORCED)
     return fields | ({"eos_token_id": list(ids.ends)} if ids.also_end else {})
 
 
 def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:
-    """Returns the fields of ``config.json``, which versions 4 and 5 of transformers read alike."""
+    """Returns the fields of a ``config.json`` that transformers 4 and 5 read as the same model.
+
+    Args:
+      architecture: the architecture of the model.
+      dtype: the name of the dtype of the tensors in the folder.
+
+    Raises:
+      ValueError: if transformers does not support the activations.
+    """
     a = architecture
     activations = {value: name for name, value in ACTIVATIONS.items()}
     if a.activations not in activations:

@@ -1,4 +1,4 @@
-"""Folders of transformers, written from models here."""
+"""Writes models of this package as folders of transformers."""
 
 from __future__ import annotations
 
@@ -34,22 +34,29 @@ from synthesizer_jax.pretrained.tensors import NameOf, correspondences, named_te
 from synthesizer_jax.primitives.parameters import Variables
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+"""The names and dtypes in which tensors can be written."""
 
 CARD = "README.md"
+"""The file name of the model card."""
 
 
 class Kind(NamedTuple):
-    """The fields of a model's ``config.json`` for the dtype of its tensors, and their names."""
+    """How transformers stores a model.
+
+    Attributes:
+      config: returns the fields of ``config.json`` for the name of the tensors' dtype.
+      name_of: returns the name and layout of a parameter.
+    """
 
     config: Callable[[str], dict[str, Any]]
     name_of: NameOf
 
 
 def kind_of(model: TokenModel) -> Kind:
-    """Returns how transformers has a model with looped layers.
+    """Returns how transformers stores a model. The model must have looped layers.
 
     Raises:
-      ValueError: it has none such; the message names a part that differs.
+      ValueError: if transformers does not support the model. The message names a part that differs.
     """
     if is_t5gemma(model):
         whole = isinstance(model, EncoderDecoder)
@@ -67,11 +74,23 @@ def write_folder(
     dtype: str = "float32",
     card: str = "",
 ) -> None:
-    """Writes a model, with looped layers, to an empty directory as a folder of transformers.
+    """Writes a model to an empty directory as a folder of transformers.
 
-    Versions 4 and 5 read its configuration alike. `dtype` is a name of `DTYPES`, `card` the text of the
-    model card; without a vocabulary no tokenizer is written. Raises a `ValueError` that names what
-    transformers lacks for such a model.
+    Versions 4 and 5 of transformers read the folder as the same model.
+
+    Args:
+      folder: the empty directory.
+      model: the model, with looped layers.
+      variables: its variables.
+      vocabulary: the vocabulary, which is written as a tokenizer. If it is `None`, no tokenizer is
+        written.
+      dtype: the dtype of the tensors, a name of `DTYPES`.
+      card: the text of the model card. If it is empty, no card is written.
+
+    Raises:
+      OSError: if the tensors cannot be written.
+      ValueError: if transformers does not support the model or the dtype. The message names what
+        transformers lacks.
     """
     if dtype not in DTYPES:
         raise ValueError(f"the dtype is {dtype!r}; use {' or '.join(DTYPES)}")
@@ -88,7 +107,8 @@ def write_folder(
         save_file(arrays, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written ({error}); nothing was exported") from None
-    path.chmod(0o644)  # safetensors writes it for the owner alone
+    # The library safetensors creates files that only their owner can read.
+    path.chmod(0o644)
     if vocabulary is not None:
         _write_tokenizer(folder, vocabulary, model.ids)
     if card:
@@ -96,10 +116,11 @@ def write_folder(
 
 
 def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialIds) -> None:
-    """Writes what `AutoTokenizer` needs to give a text the ids that the vocabulary gives it.
+    """Writes the files with which `AutoTokenizer` gives a text the same ids as the vocabulary.
 
-    A SentencePiece file contains the sentinels, as mT5's does: only then are they found where
-    SentencePiece finds them, at the beginning of a word, without a space after them.
+    Sentinels are written as pieces of the SentencePiece file, as in mT5's file. Only then does
+    transformers find them in the same places as SentencePiece does: at the beginning of a word, and
+    without a space after them.
     """
     fields: dict[str, object] = {
         "pad_token": "<pad>",
@@ -135,5 +156,5 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
 
 
 def _write_json(path: pathlib.Path, fields: Mapping[str, object]) -> None:
-    """Writes a JSON object."""
+    """Writes a JSON object to a file."""
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

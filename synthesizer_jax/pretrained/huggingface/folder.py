@@ -1,7 +1,7 @@
-"""A T5 in a folder of transformers: ``config.json``, weights, a tokenizer.
+"""Opens a T5 in a folder of transformers: ``config.json``, weights and a tokenizer.
 
 T5 1.0 and 1.1, LM-adapted T5, FLAN-T5, mT5, umT5, ByT5, UL2 and FLAN-UL2 are one architecture with
-different fields, and so is the encoder of each. Nothing in a folder is executed.
+different fields. So are the encoders of these models. Nothing in a folder is executed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,25 @@ def open_folder(
     encoder_only: bool = False,
     variant: str | None = None,
 ) -> Pretrained:
-    """Opens a model and its parameters.
+    """Opens the model in a folder, and its parameters, which are read when they are needed.
 
-    Without `compare`, an output projection is taken for the model's own, and only headers are read; with
-    it, tensors that are one in the model must be equal. `encoder_only` opens the encoder alone, of a whole
-    model too. For the `variant` see `with_variant`. Raises a `ValueError` for another architecture, which
-    lists all tensors that do not fit.
+    Args:
+      folder: the folder of the model.
+      compare: whether to read and compare tensors that may be one parameter in the model, such as
+        the embedding and the output projection. An output projection that is equal to the embedding
+        is then a copy of it. Without this, only the headers of files are read, and an output
+        projection in the folder is assumed to be the model's own.
+      encoder_only: whether to open only the encoder, even if the folder holds a whole model.
+      variant: see `with_variant`.
+
+    Raises:
+      FileNotFoundError: if the folder lacks files.
+      ValueError: if the architecture is not supported, or copies of one parameter differ. If
+        tensors do not fit, the message lists all of them.
     """
     open_files = functools.partial(open_weights, folder, variant=variant)
-    # Before the weights: it says best what is wrong with a folder.
+    # Read the configuration before the weights, because its error messages say best what is wrong
+    # with a folder.
     if read_model_type(folder) == T5GEMMA:
         return _open_t5gemma(folder, open_files, compare=compare, encoder_only=encoder_only)
     read_config(folder, output=None, encoder_only=encoder_only)
@@ -55,6 +65,8 @@ def open_folder(
                 f"{folder} again"
             )
     has_output = OUTPUT in tensors and not (compare and _are_equal(tensors, OUTPUT, shared))
+    # Read the configuration again, because it is now known whether the folder has an output
+    # projection.
     architecture = read_config(folder, output=has_output, encoder_only=encoder_only)
     if architecture.tied and has_output and compare and architecture.num_decoder_layers:
         raise _unequal_projection(folder, OUTPUT, shared)
@@ -71,11 +83,13 @@ def open_folder(
 
 
 def model_of(folder: pathlib.Path) -> TokenModel:
-    """Returns the model that a folder's ``config.json`` describes; no other file has to be there.
+    """Returns the model that a folder's ``config.json`` describes.
+
+    No other file is needed.
 
     Raises:
-      FileNotFoundError: the folder holds no configuration.
-      ValueError: it is that of another architecture.
+      FileNotFoundError: if the folder has no configuration.
+      ValueError: if the architecture is not supported.
     """
     if read_model_type(folder) == T5GEMMA:
         return t5gemma.T5Gemma.read(folder, encoder_only=False).build()
@@ -85,10 +99,14 @@ def model_of(folder: pathlib.Path) -> TokenModel:
 def _open_t5gemma(
     folder: pathlib.Path, open_files: Callable[..., Tensors], *, compare: bool, encoder_only: bool
 ) -> Pretrained:
-    """Opens a T5Gemma, whose tensors a function opens; see `open_folder`, and `open_weights`."""
+    """Opens a T5Gemma; see `open_folder`.
+
+    The function `open_files` opens its tensors; see `open_weights`.
+    """
     config = t5gemma.T5Gemma.read(folder, encoder_only=encoder_only)
     model = config.build()
     if config.decoder is None:
+        # The tensors of a whole model have a prefix that the tensors of an encoder lack.
         name_of, prefix = t5gemma.torch_name_in_encoder, t5gemma.PREFIX
         alone = open_files(lambda name: name.removeprefix(prefix).startswith("encoder."))
         tensors: Tensors = {name.removeprefix(prefix): x for name, x in alone.items()}
@@ -105,7 +123,7 @@ def _open_t5gemma(
 
 
 def _unequal_projection(folder: pathlib.Path, output: str, embedding: str) -> ValueError:
-    """Returns the error of a tied output projection that a folder holds with other values."""
+    """Returns the error for a tied output projection that differs from the embedding."""
     return ValueError(
         f"{folder / CONFIG} says that the model has no output projection of its own, but {output} is "
         f"not equal to {embedding}; correct tie_word_embeddings"

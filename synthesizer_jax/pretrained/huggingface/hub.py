@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub by name, such as ``google/flan-t5-small``."""
+"""Finds models of the Hugging Face Hub by name, such as ``google/flan-t5-small``."""
 
 from __future__ import annotations
 
@@ -40,28 +40,33 @@ FILES = (
     ADDED,
     *SENTENCEPIECE,
 )
-"""The files of a model that are downloaded: all that a folder is read from, except PyTorch's pickles.
+"""The files of a model that are downloaded.
 
-With any fewer, a model by its name would differ from the same model in a folder.
+They are all files that can be read from a folder, except PyTorch's pickles. If one of them were
+left out, a model from the hub could differ from the same model in a folder.
 """
 
 OWNERS = dict.fromkeys(("t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b"), "google-t5")
-"""The owners of models that had none in the first years of the hub; older adapters name their base so."""
+"""The owners of models whose names had no owner in the first years of the hub.
+
+Older adapters still name their base without an owner.
+"""
 
 _LIBRARIES = ("huggingface_hub", "httpx", "httpx2", "requests")
-"""Those whose exceptions say that the hub cannot be reached, or does not give a model."""
+"""Libraries whose exceptions mean that the hub cannot be reached or refuses to give a model."""
 
 
 _NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(/(?P<folder>\w[\w.-]*))?")
-"""``OWNER/NAME``, perhaps with a folder of it: ``OWNER/NAME/FOLDER``."""
+"""Matches ``OWNER/NAME``, and ``OWNER/NAME/FOLDER`` for a folder inside the repository."""
 
 
 class Found(NamedTuple):
     """A folder that `locate` has found.
 
     Attributes:
-      folder: its path.
-      origin: what it is, for logs: an absolute path, or ``OWNER/NAME@COMMIT`` and perhaps ``/FOLDER``.
+      folder: the path of the folder.
+      origin: a description for logs. It is an absolute path, or ``OWNER/NAME@COMMIT``, which
+        ``/FOLDER`` may follow.
     """
 
     folder: pathlib.Path
@@ -69,7 +74,7 @@ class Found(NamedTuple):
 
 
 def find_folder(source: pathlib.Path, revision: str | None = None) -> pathlib.Path:
-    """Returns the folder that `locate` finds."""
+    """Returns only the folder that `locate` finds."""
     return locate(source, revision).folder
 
 
@@ -80,21 +85,23 @@ def locate(
     subfolder: str | None = None,
     variant: str | None = None,
 ) -> Found:
-    """Returns a path that exists, or else the folder of the model of the hub that it names.
+    """Returns the folder of a model, which is a path that exists or the name of a model on the hub.
 
-    A folder of the hub is in the cache of the library ``huggingface_hub``, by the name of the commit. What
-    is not there is downloaded; without a network, or with ``HF_HUB_OFFLINE=1``, the cache must have it.
+    Models of the hub are in the cache of the library ``huggingface_hub``, in a folder with the name
+    of the commit. Missing files are downloaded. Without a network, or with ``HF_HUB_OFFLINE=1``,
+    the files must already be in the cache.
 
     Args:
-      source: a path, or ``OWNER/NAME``, or ``OWNER/NAME/FOLDER``, or one of the names in `OWNERS`.
-      revision: a branch, tag or commit of the hub; None: its main branch.
-      subfolder: a folder inside of the source, such as ``text_encoder_2`` of a pipeline of diffusers. The
-        folder of its tokenizer is downloaded too.
-      variant: which files with weights are downloaded, see `weights.with_variant`.
+      source: a path, ``OWNER/NAME``, ``OWNER/NAME/FOLDER``, or one of the names in `OWNERS`.
+      revision: a branch, tag or commit of the model on the hub. `None` is the main branch.
+      subfolder: a folder inside the source, such as ``text_encoder_2`` in a pipeline of diffusers.
+        The folder of its tokenizer is downloaded too.
+      variant: which files with weights are downloaded; see `weights.with_variant`.
 
     Raises:
-      FileNotFoundError: there is neither, or the model has no safetensors.
-      ValueError: a path that exists is given a revision.
+      FileNotFoundError: if there is neither such a path nor such a model, or the model has no
+        safetensors.
+      ValueError: if a revision is given for a path that exists.
     """
     if source.exists():
         if revision is not None:
@@ -125,7 +132,9 @@ def locate(
     patterns = [str(folder / file) for folder in needed for file in _files(variant)]
     try:
         found = huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns)
-    except Exception as error:  # they have no class in common
+    # The exceptions of these libraries have no class in common, so compare the names of their
+    # modules.
+    except Exception as error:
         if type(error).__module__.partition(".")[0] not in _LIBRARIES:
             raise
         raise FileNotFoundError(
@@ -144,7 +153,7 @@ def locate(
 
 
 def _files(variant: str | None) -> list[str]:
-    """Returns patterns of the names of files of a model, with the weights of a variant alone."""
+    """Returns patterns for the names of files to download, with only one variant of the weights."""
     if variant is None:
         return list(FILES)
     others = [name for name in FILES if not name.startswith("model")]
@@ -154,7 +163,10 @@ def _files(variant: str | None) -> list[str]:
 
 
 def _folders(source: pathlib.Path) -> str:
-    """Returns the end of a sentence that names the folders of a source, or nothing if it has none."""
+    """Returns the end of a sentence that lists the folders in a source.
+
+    It is empty if there are none.
+    """
     if not source.is_dir():
         return ""
     names = sorted(path.name for path in source.iterdir() if path.is_dir())[:10]

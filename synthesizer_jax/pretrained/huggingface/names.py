@@ -1,14 +1,20 @@
-"""Names and layouts of a T5's parameters in transformers."""
+"""The names and layouts of a T5's parameters in transformers."""
 
 from __future__ import annotations
 
 from synthesizer_jax.pretrained.tensors import SAME, Layout
 
 TRANSPOSED = Layout(1, transposed=True)
-"""A torch matrix, ``[outputs, inputs]``, for ``[inputs, outputs]`` or ``[d_model, heads, width]``."""
+"""The layout of a torch matrix ``[outputs, inputs]``.
+
+It is ``[inputs, outputs]`` or ``[d_model, heads, width]`` in this package.
+"""
 
 HEADS_OF_OUTPUTS = Layout(2, transposed=True)
-"""``[d_model, heads · width]`` for ``[heads, width, d_model]``."""
+"""The layout of a torch matrix ``[d_model, heads · width]``.
+
+It is ``[heads, width, d_model]`` in this package.
+"""
 
 _SUBLAYERS = {
     ("encoder", "attention"): "layer.0.SelfAttention",
@@ -22,6 +28,7 @@ _SUBLAYERS = {
     ("decoder", "pre_cross_attention_layer_norm"): "layer.1.layer_norm",
     ("decoder", "pre_mlp_layer_norm"): "layer.2.layer_norm",
 }
+"""Maps a stack and the name of a sub-layer in this package to its name in transformers."""
 
 _LEAVES = {
     "query": ".q",
@@ -31,24 +38,28 @@ _LEAVES = {
     "rel_embedding": ".relative_attention_bias",
     "scale": "",
 }
+"""Maps names of parameters in this package to the ends of their names in transformers."""
 
 EMBEDDINGS = ("shared.weight", "decoder.embed_tokens.weight", "encoder.embed_tokens.weight")
-"""Names of the one embedding; folders hold one of them, or several equal ones."""
+"""The names that the embedding may have. A folder has it under one name, or as equal copies."""
 
 OUTPUT = "lm_head.weight"
-"""The output projection."""
+"""The name of the output projection."""
 
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-"""A tensor of the first published folders that no model reads."""
+"""A tensor in the first published folders that no model uses."""
 
 
 def is_in_encoder(name: str) -> bool:
-    """Whether a tensor is a part of the encoder, or perhaps its embedding."""
+    """Whether a tensor belongs to the encoder, or may be its embedding."""
     return name in EMBEDDINGS or not (name.startswith("decoder.") or name == OUTPUT)
 
 
 def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
-    """Returns the name and layout in PyTorch of a parameter of ours, with looped layers."""
+    """Returns the name and layout that a parameter of this package has in PyTorch.
+
+    The layers are looped.
+    """
     if path == ("embedding",):
         return EMBEDDINGS[0], SAME
     if path == ("logits_kernel",):

@@ -1,6 +1,7 @@
-"""Folders of PEFT with the LoRA of a T5: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Reads and writes folders of PEFT that hold LoRA adapters of a T5 or T5Gemma.
 
-They hold low-rank updates of matrices, and whole parameters of ``modules_to_save``.
+Such a folder contains ``adapter_config.json`` and ``adapter_model.safetensors``. The tensors are
+low-rank updates of matrices, and whole parameters that ``modules_to_save`` names.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.training.adapters import LORA_A, LORA_B, LoRA
 
 _PREFIX = "base_model.model."
+"""The beginning of all names of tensors in a folder of PEFT."""
 
 _WEIGHT, _BASE_LAYER = ".weight", ".base_layer.weight"
-"""The ends of the names of a module's tensor, and of the one to which PEFT adds a low-rank update."""
+"""The ends of the names of a module's tensor, without and with an update that PEFT adds to it."""
 
 _SHARED, *_EMBEDDINGS_OF_STACKS = (name.removesuffix(_WEIGHT) for name in EMBEDDINGS)
+"""The modules of a T5 that hold the embedding: a common one, and one in each stack."""
 
 _TORCH_TENSORS = "adapter_model.bin"
+"""A file of older adapters, which is a pickle and therefore not read."""
 
 _WRITTEN: dict[str, object] = {
     "peft_type": "LORA",
@@ -49,6 +53,7 @@ _WRITTEN: dict[str, object] = {
     "inference_mode": True,
     "lora_dropout": 0.0,
 }
+"""The options that have the same values in every folder that `write_adapters` writes."""
 
 OPTIONS: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -70,9 +75,10 @@ OPTIONS: dict[str, tuple[object, ...]] = {
     "use_qalora": (False,),
     "velora_config": (),
 }
-"""Options of PEFT that change what is computed or what is saved, and the values of each that are read.
+"""Options of PEFT that change what is computed or saved, and their supported values.
 
-With these values, and with null, a folder holds W + alpha / rank · B · A of the base's own W.
+With these values, a matrix with adapters is W + (alpha / rank) · B · A. Here, W is the base's
+matrix, which is not changed. Null is supported for all options except ``peft_type``.
 """
 
 IGNORED = frozenset(
@@ -104,8 +110,9 @@ IGNORED = frozenset(
 )
 """Options that may have any value.
 
-Some are read elsewhere. Others say how the adapters were trained, or what the tensors and the other
-options say too: the configurations of ways to start belong to a value of ``init_lora_weights``.
+Some of them are read elsewhere in this module. Others only describe how the adapters were trained,
+or repeat what the tensors and other options say. For example, the configurations of initializers
+only matter with certain values of ``init_lora_weights``, which `OPTIONS` checks.
 """
 
 
@@ -115,14 +122,17 @@ def is_adapter(source: pathlib.Path) -> bool:
 
 
 def base_of(folder: pathlib.Path) -> pathlib.Path:
-    """Returns the folder of the model, or of other adapters, to which a folder's adapters belong.
+    """Returns the folder of the base, to which a folder's adapters belong.
+
+    The base is a model or a folder of other adapters.
 
     Raises:
-      ValueError: the folder names none, or the adapters belong to themselves.
-      FileNotFoundError: the model is not there; see `find_folder`.
+      ValueError: if the folder does not name its base, or the names lead back to the adapters.
+      FileNotFoundError: if the base does not exist; see `find_folder`.
     """
     base = other = _named_base(folder)
     seen = {folder.resolve()}
+    # Follow the bases of adapters to the end, so that a circle is found before anything is read.
     while other.resolve() not in seen:
         if not is_adapter(other):
             return base
@@ -135,7 +145,7 @@ def base_of(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _named_base(folder: pathlib.Path) -> pathlib.Path:
-    """Returns the folder that ``base_model_name_or_path`` names; see `base_of` for errors."""
+    """Returns the folder that ``base_model_name_or_path`` names; see `base_of` for the errors."""
     path = folder / ADAPTER_CONFIG
     config = read_json(path)
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
@@ -152,7 +162,7 @@ def _named_base(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _check_options(config: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` that names an option of PEFT with a value that is not implemented here."""
+    """Raises a `ValueError` that names an option of PEFT whose value is not supported."""
     for name, allowed in OPTIONS.items():
         value = config.get(name)
         if value not in allowed and (value is not None or name == "peft_type"):
@@ -163,20 +173,22 @@ def _check_options(config: Mapping[str, Any]) -> None:
 
 
 def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
-    """Returns an open T5 with a folder's adapters.
+    """Returns an open T5 to which a folder's adapters are added.
 
-    Matrices are read with their low-rank updates added. Tensors of ``modules_to_save`` take the place of
-    the base's. For an `Encoder`, tensors of a decoder are left out.
+    When a matrix is read, its low-rank update is added. Tensors of ``modules_to_save`` replace the
+    tensors of the base. For an `Encoder`, tensors of the decoder are left out.
 
     Raises:
-      FileNotFoundError: the folder has no safetensors.
-      ValueError: the adapters are of another kind or another model; all tensors that do not fit are listed.
+      FileNotFoundError: if the folder has no safetensors.
+      ValueError: if the adapters are of another kind or belong to another model. The message lists
+        all tensors that do not fit.
     """
     name_of = kind_of(base.model).name_of
     path = folder / ADAPTER_CONFIG
     config = read_json(path)
     with describing(path, "merge the adapters into the model with PEFT, and give that folder"):
         _check_options(config)
+        # The scale is alpha / rank, or alpha / √rank with rank-stabilized LoRA.
         alpha, power = float(config["lora_alpha"]), 0.5 if config.get("use_rslora") else 1.0
         wrapped = [str(name) for name in config.get("modules_to_save") or ()]
     saved = _open_tensors(folder)
@@ -201,6 +213,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
         a, b = (tensors.get(name) for name in updates)
         if a is None and b is None:
             continue
+        # The shape of the torch matrix, ``[outputs, inputs]``.
         outputs, inputs = c.layout.shape(c.shape)
         if a is None or b is None or not _are_update(a, b, inputs, outputs):
             problems.append(
@@ -208,6 +221,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
             )
             continue
         scale = alpha / a.shape[0] ** power
+        # A matrix of `modules_to_save` may have an update too.
         matrix = updated.get(c.path, params[c.path])
         updated[c.path] = Unread(c.shape, functools.partial(_read_updated, matrix, c, a, b, scale))
 
@@ -221,7 +235,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
 
 
 def _open_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
-    """Returns the tensors of a folder by their names in the model."""
+    """Returns the tensors of a folder, by the names that they have in the model."""
     path = folder / ADAPTER_TENSORS
     if not path.is_file() and (folder / _TORCH_TENSORS).is_file():
         raise FileNotFoundError(
@@ -233,16 +247,18 @@ def _open_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _of_encoder(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors that are not of a decoder, under the names that they have in an encoder."""
+    """Returns the tensors that do not belong to a decoder, by their names in an encoder."""
     names = {name: name.removeprefix(t5gemma.PREFIX) for name in tensors}
     others = ("decoder", OUTPUT.partition(".")[0])
     return {of: tensors[name] for name, of in names.items() if of.partition(".")[0] not in others}
 
 
 def _modules_of(c: Correspondence, model: TokenModel) -> list[str]:
-    """Returns the modules of transformers that hold a parameter of ours; each computes with its own copy.
+    """Returns the names of the modules of transformers that hold a parameter of this package.
 
-    Several modules hold the embedding of a T5, and a tied output projection, until PEFT wraps one of them.
+    In transformers, several modules hold the embedding of a T5, and the output projection holds it
+    too if it is tied. These modules share one tensor until PEFT wraps one of them. Then each of
+    them computes with its own copy.
     """
     module = c.name.removesuffix(_WEIGHT)
     if c.path != ("embedding",):
@@ -254,13 +270,19 @@ def _modules_of(c: Correspondence, model: TokenModel) -> list[str]:
 
 
 def _share_embedding(tensors: dict[str, Tensor], model: TokenModel, wrapped: list[str]) -> list[str]:
-    """Gives a T5's ``shared.weight``, where PEFT has saved it, to the modules that share it.
+    """Gives the tensor ``shared.weight`` of a T5 to the modules that share the embedding.
 
-    PEFT saves it as a copy of the base's. As one of ``modules_to_save`` it is another matter: transformers
-    computes with the embeddings of the stacks, so that such a tensor has no effect.
+    If PEFT has saved this tensor, it is usually a copy of the base's. If ``modules_to_save`` names
+    it, the tensor has no effect, because transformers computes with the embeddings of the stacks.
+    This is reported as a problem.
+
+    Args:
+      tensors: the tensors by name, which are changed in place.
+      model: the model of the base.
+      wrapped: the names in ``modules_to_save``.
 
     Returns:
-      A message if it has no effect, and otherwise none.
+      A list with a message if the tensor has no effect, and an empty list otherwise.
     """
     tensor = tensors.pop(_SHARED + _WEIGHT, None)
     if tensor is None:
@@ -278,24 +300,30 @@ def _share_embedding(tensors: dict[str, Tensor], model: TokenModel, wrapped: lis
 
 
 def _whole(module: str) -> tuple[str, str]:
-    """Returns the names that a module's own tensor may have in PEFT."""
+    """Returns the two names that a module's own tensor may have in PEFT."""
     return module + _WEIGHT, module + _BASE_LAYER
 
 
 def _updates(module: str) -> tuple[str, str]:
-    """Returns the names of PEFT's A ``[rank, inputs]`` and B ``[outputs, rank]``."""
+    """Returns the names of the matrices A ``[rank, inputs]`` and B ``[outputs, rank]`` in PEFT."""
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def _are_update(a: Tensor, b: Tensor, inputs: int, outputs: int) -> bool:
-    """Returns whether tensors are A and B of a matrix ``[outputs, inputs]``."""
+    """Whether two tensors are A and B for a matrix ``[outputs, inputs]``."""
     rank = a.shape[:1]
     shapes = (*rank, inputs), (outputs, *rank)
     return (a.shape, b.shape) == shapes and a.dtype in FLOATS and b.dtype in FLOATS
 
 
 def _misfit(c: Correspondence, whole: Mapping[str, Tensor], modules: list[str]) -> str | None:
-    """Returns why tensors cannot take the place of a parameter; None: they can."""
+    """Returns why tensors cannot replace a parameter, or `None` if they can.
+
+    Args:
+      c: the parameter.
+      whole: the tensors that replace it, by name.
+      modules: the modules that share the parameter. All must be replaced by equal tensors.
+    """
     shape = c.layout.shape(c.shape)
     for name, tensor in whole.items():
         if tensor.shape != shape:
@@ -311,29 +339,38 @@ def _misfit(c: Correspondence, whole: Mapping[str, Tensor], modules: list[str]) 
 
 
 def _read_whole(c: Correspondence, tensor: Tensor) -> np.ndarray:
-    """Reads a parameter of ours that a folder of PEFT holds whole."""
+    """Reads a parameter from a folder of PEFT that holds it whole."""
     return c.layout.to_ours(tensor.read(None), c.shape)
 
 
 def _read_updated(base: Unread, c: Correspondence, a: Tensor, b: Tensor, scale: float) -> np.ndarray:
-    """Reads a parameter of ours with its update added."""
+    """Reads a parameter and adds its low-rank update."""
     update = np.matmul(b.read(None).astype(np.float32), a.read(None).astype(np.float32))
     return base.read("float32") + c.layout.to_ours(scale * update, c.shape)
 
 
 def write_adapters(folder: pathlib.Path, model: TokenModel, adapters: Variables, lora: LoRA) -> None:
-    """Writes a run's adapters, with looped layers, to an empty directory as PEFT's of transformers' T5.
+    """Writes the adapters of a run to an empty directory, in the format of PEFT.
 
-    Parameters that the run has trained whole become ``modules_to_save``.
+    They are adapters for the T5 in transformers. Parameters that the run has trained as a whole
+    become ``modules_to_save``.
+
+    Args:
+      folder: the empty directory.
+      model: the model, with looped layers.
+      adapters: the variables that the run has trained.
+      lora: the configuration of the run's adapters.
 
     Raises:
-      ValueError: the model is not a T5, such as a classifier; the message names what transformers lacks.
+      ValueError: if the model is not a T5, for example if it is a classifier. The message names
+        what transformers lacks.
     """
     found = correspondences(model, kind_of(model).name_of)
     variables = traverse_util.flatten_dict(adapters)
     tensors, targets, saved = dict[str, np.ndarray](), set[str](), set[str]()
     for c in found:
-        scale = model.logits_scale or 1.0 if c.path == ("logits_kernel",) else 1.0  # as `with_output_of_t5`
+        # The output projection includes the scale of the logits, as in `with_output_of_t5`.
+        scale = model.logits_scale or 1.0 if c.path == ("logits_kernel",) else 1.0
         if ("params", *c.path) in variables:
             array = c.layout.from_ours(np.asarray(variables["params", *c.path]) * np.float32(scale))
             for module in _modules_of(c, model):
@@ -342,15 +379,17 @@ def write_adapters(folder: pathlib.Path, model: TokenModel, adapters: Variables,
         elif ("params", *c.path, LORA_A) in variables:
             module = c.name.removesuffix(_WEIGHT)
             a, b = (np.asarray(variables["params", *c.path, leaf]) for leaf in (LORA_A, LORA_B))
+            # A becomes ``[rank, inputs]`` and B ``[outputs, rank]``.
             matrices = a.reshape(-1, lora.rank).T, (b * np.float32(scale)).reshape(lora.rank, -1).T
             for name, matrix in zip(_updates(module), matrices, strict=True):
                 tensors[_PREFIX + name] = np.ascontiguousarray(matrix)
             targets.add(module)
 
+    # If all modules with these last names are adapted, write only the last names, such as q and v.
     leaves = {module.rpartition(".")[2] for module in targets}
     named = {c.name.removesuffix(_WEIGHT) for c in found}
     if targets == {module for module in named if module.rpartition(".")[2] in leaves}:
-        targets = leaves  # such as q and v, everywhere
+        targets = leaves
     config = {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -360,4 +399,5 @@ def write_adapters(folder: pathlib.Path, model: TokenModel, adapters: Variables,
     text = json.dumps(_WRITTEN | config, indent=1)
     (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
     save_file(tensors, folder / ADAPTER_TENSORS, metadata={"format": "pt"})
-    (folder / ADAPTER_TENSORS).chmod(0o644)  # safetensors writes it for the owner alone
+    # The library safetensors creates files that only their owner can read.
+    (folder / ADAPTER_TENSORS).chmod(0o644)

@@ -1,6 +1,7 @@
-"""T5Gemma in transformers: ``config.json``, and names of parameters (Zhang et al. 2025).
+"""T5Gemma in transformers: its ``config.json`` and the names of its parameters (Zhang et al. 2025).
 
-An encoder and a decoder as those of Gemma 2, perhaps of different sizes, each with its embedding.
+The encoder and the decoder are like Gemma 2. They may have different sizes, and each has its own
+embedding.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ from synthesizer_jax.pretrained.tensors import SAME, Layout
 from synthesizer_jax.primitives.norms import RMSNorm
 
 PREFIX, OUTPUT, _EMBEDDING = "model.", "lm_head.out_proj.weight", "embed_tokens.weight"
+"""Parts of tensor names: the prefix of whole models, the output projection, and embeddings."""
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "silu": "silu", "relu": "relu"}
+"""Maps transformers' names of activations to the names in this package."""
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+"""The values of ``layer_types`` for self-attention with and without a window."""
 _UNSCALED, _LINEAR = "default", "linear"
+"""The supported values of ``rope_type``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,15 @@ class _Stack:
 
     @classmethod
     def read(cls, data: dict[str, Any], path: str) -> _Stack:
-        """Returns the fields of a part of ``config.json``; raises a `ValueError` for a wrong one."""
+        """Returns the fields of a part of ``config.json``.
+
+        Args:
+          data: the part's JSON object.
+          path: the part's name in error messages.
+
+        Raises:
+          ValueError: if a field has a value that is not supported.
+        """
         data = {**data, **_rope(data, path)}
         if isinstance(data.get("layer_types"), list):
             data["layer_types"] = tuple(data["layer_types"])
@@ -80,8 +93,10 @@ class _Stack:
         return stack
 
     def build(self, *, in_decoder: bool, dropout_rate: float, attention_dropout: float) -> Stack:
-        """Returns the stack."""
+        """Returns the stack that the fields describe."""
         scale = self.query_pre_attn_scalar**-0.5
+        # Cross-attention has no positions and sees all keys. Self-attention has rotary positions,
+        # and in some layers a window.
         cross = Attention(
             self.num_attention_heads,
             self.head_dim,
@@ -95,7 +110,9 @@ class _Stack:
         global_mixer = cross.copy(alignment=rotary)
         window = self.sliding_window
         if window is not None and not in_decoder:
-            window += 1  # encoders of transformers 5 see one key more, on both sides
+            # The encoders of transformers 5 see one key more on both sides than a window of this
+            # package.
+            window += 1
         activations = (_ACTIVATIONS[self.hidden_activation], "linear")
         norm = RMSNorm(epsilon=self.rms_norm_eps, offset=1.0)
         block = Block(
@@ -113,7 +130,11 @@ class _Stack:
 
     @classmethod
     def of(cls, stack: Stack, name: str, **fields: Any) -> _Stack:
-        """Returns the fields of a stack; raises a `ValueError` that names a part that has none."""
+        """Returns the fields that describe a stack.
+
+        Raises:
+          ValueError: if a part of the stack cannot be described. The message names the part.
+        """
         block, mixer, feed_forward = first_block(stack, name)
         dot = mixer.alignment
         if not isinstance(dot, DotProduct) or not dot.scale:
@@ -122,6 +143,7 @@ class _Stack:
         windows = [getattr(mixer, "window", None) for mixer in mixers]
         window = next(filter(None, windows), None)
         if window is not None and block.cross_mixer is None:
+            # The reverse of `build`: only encoders have no cross-attention.
             window -= 1
         activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
         scaling = dot.rotary_scaling
@@ -146,9 +168,10 @@ class _Stack:
 
 
 def _rope(data: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns the settings of rotary positions, which version 4 of transformers calls ``rope_scaling``.
+    """Returns the settings of rotary positions of a stack.
 
-    Version 5 takes these if a stack has both.
+    Version 4 of transformers calls them ``rope_scaling``, and version 5 ``rope_parameters``. If a
+    stack has both, version 5 uses ``rope_scaling``, and so does this function.
     """
     names = [name for name in ("rope_scaling", "rope_parameters") if data.get(name)]
     if not names:
@@ -161,7 +184,16 @@ def _rope(data: dict[str, Any], path: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class T5Gemma:
-    """The configuration of a T5Gemma; `decoder` None: there is only an encoder."""
+    """The configuration of a T5Gemma.
+
+    Attributes:
+      encoder: the fields of the encoder.
+      decoder: the fields of the decoder. If it is `None`, there is only an encoder.
+      tied: whether the decoder's embedding is also the output projection.
+      dropout_rate: the rate of dropout outside attention.
+      attention_dropout: the rate of dropout of attention weights.
+      ids: the ids of padding, of the end and of the start.
+    """
 
     encoder: _Stack
     decoder: _Stack | None
@@ -172,7 +204,7 @@ class T5Gemma:
 
     @classmethod
     def read(cls, folder: pathlib.Path, *, encoder_only: bool = False) -> T5Gemma:
-        """Returns what a folder's ``config.json`` describes."""
+        """Returns the configuration that a folder's ``config.json`` describes."""
         path = folder / CONFIG
         data = read_json(path)
         with describing(path, f"give the folder of a {TAKEN}"):
@@ -186,6 +218,7 @@ class T5Gemma:
             tied = data.get("tie_word_embeddings", True)
             check_types(cls, {"tied": tied, **rates})
         ids = {name: parts["decoder"].get(name) for name in IDS} | data
+        # The decoder of a T5Gemma starts with BOS unless the files name another id.
         unsaid = SpecialIds(start=decoder.bos_token_id)
         return cls(
             encoder, None if encoder_only else decoder, tied, ids=read_ids(folder, ids, unsaid), **rates
@@ -193,7 +226,11 @@ class T5Gemma:
 
     @classmethod
     def of(cls, model: nn.Module) -> T5Gemma:
-        """Returns the configuration of a model; raises a `ValueError` that names a part that differs."""
+        """Returns the configuration of a model.
+
+        Raises:
+          ValueError: if the model is not a T5Gemma. The message names a part that differs.
+        """
         assert isinstance(model, EncoderDecoder | Encoder)
         common: dict[str, Any] = {"vocab_size": model.vocab_size, "bos_token_id": model.ids.start}
         common["final_logit_softcapping"] = model.logits_soft_cap
@@ -208,7 +245,7 @@ class T5Gemma:
         return config
 
     def build(self) -> EncoderDecoder | Encoder:
-        """Returns the unbound model."""
+        """Returns the unbound model, which is an `Encoder` if there is no decoder."""
         rates = {"dropout_rate": self.dropout_rate, "attention_dropout": self.attention_dropout}
         encoder = self.encoder.build(in_decoder=False, **rates)
         width = self.encoder.hidden_size
@@ -229,18 +266,23 @@ class T5Gemma:
         )
 
     def write(self, dtype: str) -> dict[str, Any]:
-        """Returns the fields of ``config.json``, which versions 4 and 5 of transformers read alike."""
+        """Returns the fields of a ``config.json`` that transformers 4 and 5 read as the same model.
+
+        The name of the tensors' dtype is `dtype`.
+        """
         ids = {name: value for name, value in write_ids(self.ids).items() if name not in FORCED}
         ids["bos_token_id"] = self.ids.start
 
         def part(stack: _Stack) -> dict[str, Any]:
+            """Returns the fields of one stack."""
             fields = fields_of(stack)
             del fields["partial_rotary_factor"]
             theta, kind, factor = (fields.pop(name) for name in ("rope_theta", "rope_type", "factor"))
             scaling = {"rope_type": kind} if factor is None else {"rope_type": kind, "factor": factor}
             rope = {"rope_parameters": {"rope_theta": theta, **scaling}, "rope_theta": theta}
             if factor is not None:
-                rope["rope_scaling"] = scaling  # which version 5 prefers, and version 4 needs
+                # Version 4 reads only this key, and version 5 prefers it.
+                rope["rope_scaling"] = scaling
             return {"model_type": "t5_gemma_module", **fields, **rope, **ids}
 
         kind = "ForConditionalGeneration" if self.decoder else "EncoderModel"
@@ -262,19 +304,23 @@ class T5Gemma:
 _SUBLAYERS = {"attention": "self_attn", "self_attention": "self_attn", "cross_attention": "cross_attn"}
 _SUBLAYERS["encoder_decoder_attention"] = "cross_attn"
 _LEAVES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
+"""Maps names of kernels in this package to their names in transformers."""
 _LEAVES |= {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
 
 
 def is_t5gemma(model: nn.Module) -> bool:
-    """Whether a model is a T5Gemma, but for what `T5Gemma.of` finds."""
+    """Whether a model looks like a T5Gemma, because its encoder's blocks normalize their outputs.
+
+    `T5Gemma.of` finds whether the other parts are T5Gemma's too.
+    """
     stack = getattr(model, "encoder", None)
     return isinstance(stack, Stack) and stack.runs[0].block.output_norm
 
 
 def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
-    """Returns the name and layout in ``T5GemmaForConditionalGeneration`` of a parameter of ours.
+    """Returns the name and layout of a parameter in ``T5GemmaForConditionalGeneration``.
 
-    The parameter is that of an `EncoderDecoder` with looped layers.
+    The path is that of a parameter of an `EncoderDecoder` with looped layers.
     """
     if path == ("logits_kernel",):
         return OUTPUT, TRANSPOSED

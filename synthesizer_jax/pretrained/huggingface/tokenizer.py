@@ -1,4 +1,4 @@
-"""The tokenizer of a folder, as a vocabulary here."""
+"""Reads the tokenizer of a folder as a vocabulary of this package."""
 
 from __future__ import annotations
 
@@ -24,49 +24,72 @@ TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 VOCABULARY, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
 GEMMA = "tokenizer.model"
+"""The name of Gemma's SentencePiece file."""
 SENTENCEPIECE = ("spiece.model", "sentencepiece.model", GEMMA)
+"""The names that a SentencePiece file may have in a folder."""
 TEXT_ENCODER = "text_encoder"
-"""How pipelines of diffusers call the folders of text encoders, perhaps with a number behind it."""
+"""The name of a text encoder's folder in pipelines of diffusers. A number may follow."""
 
 BYTES = "bytes"
-"""The name of the vocabulary that needs no file."""
+"""The name of the vocabulary of bytes, which needs no file."""
 
 BYTES_EXTRA_IDS = 125
-"""ByT5's number of sentinels."""
+"""The number of sentinels in ByT5's vocabulary."""
 
 
 MOST_ADDED = 2**16
-"""Tokens that a tokenizer adds to its pieces; a file that names more is damaged."""
+"""The largest number of tokens that a tokenizer may add to its pieces.
+
+A file that names more tokens is damaged.
+"""
 
 
 CLASSES = ("T5Tokenizer", "MT5Tokenizer", "ByT5Tokenizer", "GemmaTokenizer", "RobertaTokenizer")
-"""Tokenizers of transformers that are read; up to version 4 the names may end in ``Fast``."""
+"""The tokenizer classes of transformers that can be read.
+
+Up to version 4 of transformers, their names may end in ``Fast``.
+"""
 
 ANY_CLASS = ("PreTrainedTokenizer", "TokenizersBackend")
-"""Classes of transformers 4 and 5 that say nothing about the tokenizer. It is known by its files."""
+"""General classes of transformers 4 and 5 that say nothing about the tokenizer.
+
+The files of the folder show which tokenizer it is.
+"""
 
 _REMEDY = "put the model's spiece.model beside it, or name one with --vocabulary"
+"""What to do about a tokenizer that cannot be read."""
 
 _DO_WITHOUT = (
     "if your texts do without this token, run 'synthesizer-jax convert' with --vocabulary and the path of "
     "a SentencePiece file"
 )
-"""What to do about tokens that were added. A file without them that lies beside would only hide them."""
+"""What to do about tokens that were added to a tokenizer.
+
+To put a SentencePiece file without these tokens into the folder is no remedy, because it would only
+hide them.
+"""
 
 _OTHER_MODEL = "give a model whose tokenizer does so"
+"""What to do about a tokenizer that puts other tokens around a text."""
 
 
 def read_vocabulary(
     folder: pathlib.Path, scratch: pathlib.Path, *, ids: SpecialIds = T5_IDS, rows: int = MOST_ADDED**2
 ) -> Bytes | SentencePiece | None:
-    """Returns the configuration of a folder's vocabulary; None where there is none that is known.
+    """Returns the configuration of a folder's vocabulary, or `None` if none is supported.
 
-    Pipelines of diffusers have it in ``tokenizer_2``, say, beside ``text_encoder_2``. A SentencePiece model
-    that is made of a ``tokenizer.json`` is put into the directory `scratch`. The model has `ids`, and an
-    embedding of so many `rows`.
+    Pipelines of diffusers have the tokenizer in a folder beside the model, such as ``tokenizer_2``
+    beside ``text_encoder_2``.
+
+    Args:
+      folder: the folder of the model.
+      scratch: a directory for a SentencePiece file that is made from a ``tokenizer.json``.
+      ids: the ids of the model.
+      rows: the number of rows of the model's embedding.
 
     Raises:
-      ValueError: it is another class of tokenizer, a text has other tokens around it, or tokens were added.
+      ValueError: if the class of the tokenizer is not supported, if it puts other tokens around a
+        text, or if tokens were added to it.
     """
     path = folder / TOKENIZER_CONFIG
     fields = read_json(path) if path.is_file() else {}
@@ -82,11 +105,13 @@ def read_vocabulary(
         if (folder / name).is_file():
             vocabulary = named_vocabulary(str(folder / name), extra_ids)
             if extra_ids is None and vocabulary.build().vocab_size > rows:
-                vocabulary = replace(vocabulary, extra_ids=0)  # MADLAD has no sentinels
+                # The embedding has no rows for sentinels. This happens for MADLAD.
+                vocabulary = replace(vocabulary, extra_ids=0)
             bos = isinstance(vocabulary, SentencePiece) and vocabulary.bos
             _refuse_added(folder, fields, vocabulary.build().vocab_size)
             _check_bos(path, fields, bos)
-            if (folder / TOKENIZER).is_file():  # which transformers reads, and not the other file
+            # If a folder has both files, transformers reads this one.
+            if (folder / TOKENIZER).is_file():
                 _check_template(folder / TOKENIZER, read_json(folder / TOKENIZER), bos=bos)
             return vocabulary
     for name, other in ((TOKENIZER, TOKENIZER), (VOCABULARY, MERGES)):
@@ -101,7 +126,7 @@ def read_vocabulary(
 
 
 def _check_class(path: pathlib.Path, fields: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` if ``tokenizer_config.json`` names a class that is not read."""
+    """Raises a `ValueError` if ``tokenizer_config.json`` names a class that is not supported."""
     name = fields.get("tokenizer_class")
     if name is not None and str(name).removesuffix("Fast") not in (*CLASSES, *ANY_CLASS):
         raise ValueError(
@@ -112,9 +137,11 @@ def _check_class(path: pathlib.Path, fields: Mapping[str, Any]) -> None:
 
 
 def _check_bos(path: pathlib.Path, fields: Mapping[str, Any], bos: bool) -> None:
-    """Raises a `ValueError` if ``tokenizer_config.json`` puts other tokens around a text than are put here.
+    """Raises a `ValueError` if ``tokenizer_config.json`` puts other tokens around a text.
 
-    The tokenizers of T5 and RoBERTa have no such settings, and ignore them.
+    A vocabulary here puts either BOS before a text or EOS after it, except for a byte-level BPE,
+    which puts both. The tokenizers of T5 and RoBERTa ignore these settings, so they are not
+    checked.
     """
     name = str(fields.get("tokenizer_class")).removesuffix("Fast")
     if name in CLASSES and name != "GemmaTokenizer":
@@ -128,7 +155,10 @@ def _check_bos(path: pathlib.Path, fields: Mapping[str, Any], bos: bool) -> None
 
 
 def _check_template(path: pathlib.Path, data: Mapping[str, Any], *, bos: bool) -> None:
-    """Raises a `ValueError` if a ``tokenizer.json`` puts other tokens around a text than are put here."""
+    """Raises a `ValueError` if a ``tokenizer.json`` puts other tokens around a text.
+
+    A vocabulary here puts either BOS before a text or EOS after it.
+    """
     with describing(path, _OTHER_MODEL):
         processor = data.get("post_processor") or {}
         if processor.get("type") != "TemplateProcessing":
@@ -140,10 +170,10 @@ def _check_template(path: pathlib.Path, data: Mapping[str, Any], *, bos: bool) -
 
 
 def _refuse_added(folder: pathlib.Path, fields: Mapping[str, Any], size: int) -> None:
-    """Raises a `ValueError` for tokens that transformers adds to a vocabulary of `size` ids.
+    """Raises a `ValueError` if transformers adds tokens to a vocabulary of `size` ids.
 
-    Version 4 names them in ``tokenizer_config.json``, whose `fields` are given, and in
-    ``added_tokens.json``, version 5 in ``tokenizer.json`` alone.
+    Version 4 of transformers writes such tokens to ``tokenizer_config.json``, whose content is
+    `fields`, and to ``added_tokens.json``. Version 5 writes them only to ``tokenizer.json``.
     """
     with describing(folder, _REMEDY):
         decoder = fields.get("added_tokens_decoder") or {}
@@ -157,15 +187,16 @@ def _refuse_added(folder: pathlib.Path, fields: Mapping[str, Any], size: int) ->
 
 
 def _added_tokens(data: Mapping[str, Any]) -> dict[int, str]:
-    """Returns the tokens that a ``tokenizer.json`` adds to its pieces, by their ids."""
+    """Returns the tokens that a ``tokenizer.json`` adds to its pieces, by id."""
     tokens = data.get("added_tokens") or ()
     return {operator.index(token["id"]): str(token["content"]) for token in tokens}
 
 
 def tokenizer_folder(folder: _Path) -> _Path:
-    """Returns the folder in which a pipeline of diffusers has the tokenizer of a model.
+    """Returns the folder that holds the tokenizer of a model in a pipeline of diffusers.
 
-    That is ``tokenizer_2`` beside ``text_encoder_2``. For folders with other names it is the folder itself.
+    For example, it is ``tokenizer_2`` beside ``text_encoder_2``. For folders with other names, it
+    is the folder itself.
     """
     if not folder.name.startswith(TEXT_ENCODER):
         return folder
@@ -173,11 +204,15 @@ def tokenizer_folder(folder: _Path) -> _Path:
 
 
 def named_vocabulary(name: str, extra_ids: int | None = None) -> Bytes | SentencePiece:
-    """Returns the configuration of a vocabulary, a SentencePiece file or ``bytes``.
+    """Returns the configuration of the vocabulary in a SentencePiece file, or of bytes.
 
-    `extra_ids` is the number of sentinels after the pieces of the file; None: ByT5's 125, none for a file
-    that contains them, as mT5's does, or has no place for them, as Gemma's, and otherwise T5's 100. Inputs
-    begin with BOS in the vocabularies of Gemma and CodeT5.
+    Inputs begin with BOS in the vocabularies of Gemma and CodeT5.
+
+    Args:
+      name: the path of a SentencePiece file, or ``bytes``.
+      extra_ids: the number of sentinels to add after the pieces of the file. `None` chooses 125 for
+        bytes, as ByT5 does. For a file, it chooses 0 if the file contains its sentinels, as mT5's
+        does, or has no room for them, as Gemma's. For other files, it chooses 100, as T5 does.
     """
     if name == BYTES:
         return Bytes(BYTES_EXTRA_IDS if extra_ids is None else extra_ids)
@@ -190,14 +225,24 @@ def named_vocabulary(name: str, extra_ids: int | None = None) -> Bytes | Sentenc
 
 
 def _has_bos(model: bytes) -> bool:
-    """Returns whether inputs begin with BOS: a SentencePiece model is Gemma's, or made of CodeT5's."""
+    """Whether inputs begin with BOS.
+
+    This is the case for Gemma's SentencePiece model, and for a model that was made from CodeT5's
+    files.
+    """
     return b"<bos>" in model or BPE_OF_BYTES.encode() in model
 
 
 def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
-    """Returns the SentencePiece model that a ``tokenizer.json`` describes, sentinels included.
+    """Returns the SentencePiece model that a folder's tokenizer files describe, with its sentinels.
 
-    Or a ``vocab.json``, with ``merges.txt`` and perhaps ``added_tokens.json`` beside it.
+    Args:
+      path: a ``tokenizer.json``, or a ``vocab.json`` that has ``merges.txt`` beside it and may have
+        ``added_tokens.json``.
+      ids: the ids of the model, which the tokenizer must have too.
+
+    Raises:
+      ValueError: if the tokenizer is not supported.
     """
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
@@ -216,12 +261,14 @@ def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
         if (processor.pad_id(), processor.eos_id()) != (ids.padding, ids.end):
             raise ValueError("its ids of padding and EOS are not the model's")
     if BPE_OF_BYTES.encode() not in model:
+        # Byte-level BPEs are not checked, because they have RoBERTa's post-processor and no
+        # template.
         _check_template(path, data, bos=_has_bos(model))
     return model
 
 
 def _join_files(vocab: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
-    """Returns what the ``tokenizer.json`` of RoBERTa's older files would hold."""
+    """Returns what a ``tokenizer.json`` would contain instead of RoBERTa's older files."""
     lines = (folder / MERGES).read_text(encoding="utf-8").splitlines()
     merges = [line for line in lines if line and not line.startswith("#version")]
     added = read_json(folder / ADDED) if (folder / ADDED).is_file() else {}
@@ -243,12 +290,21 @@ def _join_files(vocab: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: SpecialIds) -> bytes:
-    """Returns the SentencePiece model of the JSON data; wrong data raise errors of several types."""
+    """Returns the SentencePiece model for the content of a ``tokenizer.json``.
+
+    Wrong content raises errors of several types, which the caller catches.
+
+    Args:
+      data: the content of the file.
+      messages: SentencePiece's module of protocol buffers.
+      special: the ids of the model.
+    """
     model, start = data["model"], special.start
     steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
     is_bpe = model["type"] == "BPE"
     is_byte_level = is_bpe and [step["type"] for step in steps] == ["ByteLevel"]
-    falls_back = is_bpe and not is_byte_level  # to bytes, for characters without a piece
+    # Whether characters without a piece are written as bytes.
+    falls_back = is_bpe and not is_byte_level
     if is_byte_level:
         pieces, unknown, start = _scored(model), model["vocab"]["<unk>"], model["vocab"]["<s>"]
     elif falls_back and model.get("byte_fallback"):
@@ -284,7 +340,8 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
     spec.unk_piece = pieces[unknown][0]
     spec.pad_piece, spec.eos_piece = pieces[special.padding][0], pieces[special.end][0]
     if is_byte_level:
-        spec.input.append(json.dumps(data))  # for `tokenizer_json`
+        # Keep the original data, because `tokenizer_json` returns it when the model is exported.
+        spec.input.append(json.dumps(data))
     if is_bpe:
         spec.bos_id, spec.bos_piece = start, pieces[start][0]
         proto.normalizer_spec.add_dummy_prefix = False
@@ -300,10 +357,16 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
 
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+"""Matches the pieces that stand for single bytes."""
 
 
 def _scored(model: dict[str, Any]) -> list[tuple[str, float]]:
-    """Returns the pieces of a BPE with scores in whose order they are merged, −∞ for those that are not."""
+    """Returns the pieces of a BPE with scores.
+
+    SentencePiece merges the pair whose piece has the highest score first, so the scores are the
+    negative ranks of the merges. Pieces that no merge makes have the score −∞, except single
+    characters.
+    """
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     ranks: dict[str, int] = {}
     for rank, (first, second) in enumerate(merges):
@@ -316,7 +379,11 @@ def _scored(model: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yields the steps of a normalizer or pre-tokenizer; raises a `ValueError` for others' steps."""
+    """Yields the steps of a normalizer or pre-tokenizer.
+
+    Raises:
+      ValueError: if a step, or a setting of a step, is not supported.
+    """
     if component is None:
         return
     kind = component["type"]
@@ -331,18 +398,24 @@ def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 _STEPS = ("Precompiled", "Strip", "Replace", "WhitespaceSplit", "Metaspace", "Split", "ByteLevel")
-"""The steps of T5's tokenizers, which are SentencePiece's, of Gemma's, and of CodeT5's."""
+"""The supported steps of tokenizers.
+
+They occur in the tokenizers of T5 (which were made from SentencePiece models), Gemma and CodeT5.
+"""
 
 
 def _refuse_others(added: Mapping[int, str], size: int) -> None:
-    """Raises a `ValueError` for tokens added to `size` pieces that are no sentinels."""
+    """Raises a `ValueError` for tokens that were added to `size` pieces and are not sentinels."""
     for i, name in added.items():
         if i >= size and not name.startswith("<extra_id_"):
             raise ValueError(f"it adds {name!r} to the pieces, which is not read")
 
 
 def _with_added(pieces: list[tuple[str, float]], added: Mapping[int, str]) -> list[tuple[str, float]]:
-    """Returns the pieces, and after them the sentinels that are added."""
+    """Returns the pieces, followed by the sentinels that were added to them.
+
+    Ids that neither names get unused pieces.
+    """
     count = max(len(pieces), max(added, default=-1) + 1)
     if count > len(pieces) + MOST_ADDED:
         raise ValueError(f"{count} ids")
@@ -350,7 +423,7 @@ def _with_added(pieces: list[tuple[str, float]], added: Mapping[int, str]) -> li
 
 
 def tokenizer_json(vocabulary: SentencePiece) -> str:
-    """Returns the ``tokenizer.json`` of which the model of a BPE of bytes was made."""
+    """Returns the ``tokenizer.json`` from which the model of a byte-level BPE was made."""
     from sentencepiece import sentencepiece_model_pb2
 
     messages: ModuleType = sentencepiece_model_pb2

@@ -1,4 +1,7 @@
-"""The tensors of a folder, from safetensors or PyTorch's files; nothing in them is executed."""
+"""Opens the tensors of a folder, from safetensors or PyTorch files.
+
+Nothing in these files is executed.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,17 @@ from synthesizer_jax.pretrained.huggingface.config import read_json
 from synthesizer_jax.pretrained.tensors import Tensor, Tensors, reading
 
 SAFETENSORS = "model.safetensors"
+"""The name of the file with the weights in safetensors, if they are in one file."""
 TORCH = "pytorch_model.bin"
+"""The name of the file with the weights in PyTorch's format, if they are in one file."""
 
 
 def with_variant(file: str, variant: str | None) -> str:
     """Returns the name that a file with weights, or its index, has in a variant of a model.
 
-    ``fp16`` makes ``model.safetensors`` ``model.fp16.safetensors``, as transformers saves a model with
-    ``variant="fp16"``. None: the name as it is.
+    For example, ``model.safetensors`` becomes ``model.fp16.safetensors`` in the variant ``fp16``.
+    This is the name that transformers uses if a model is saved with ``variant="fp16"``. If the
+    variant is `None`, the name is not changed.
     """
     if variant is None:
         return file
@@ -37,10 +43,19 @@ def with_variant(file: str, variant: str | None) -> str:
 def open_weights(
     folder: pathlib.Path, wanted: Callable[[str], bool] = lambda _: True, *, variant: str | None = None
 ) -> Tensors:
-    """Returns the tensors of a folder by their names in PyTorch, those whose names are `wanted`.
+    """Returns the tensors of a folder, by their names in PyTorch.
 
-    They are read one by one, when they are asked for; files without any are not opened. The files are those
-    of a `variant`, see `with_variant`.
+    Each tensor is read only when it is needed.
+
+    Args:
+      folder: the folder of the model.
+      wanted: tells from a tensor's name whether to return it. Files without such tensors are not
+        opened if there is an index.
+      variant: which files to open; see `with_variant`.
+
+    Raises:
+      FileNotFoundError: if the folder has no weights, or a file is missing.
+      ValueError: if a file cannot be read.
     """
     present = _find_files(folder, variant)
     if present is None:
@@ -51,6 +66,7 @@ def open_weights(
     if not path.is_file():
         with describing(index, "copy or download it again"):
             names = {f for name, f in read_json(index)["weight_map"].items() if wanted(name)}
+            # An untrusted index could name any path. Only files of the folder are opened.
             if outside := [n for n in names if pathlib.PurePath(n).name != n or "\\" in n]:
                 raise ValueError(f"{outside[0]!r} is not a file of the folder")
             shards = {folder / name for name in names}
@@ -64,7 +80,12 @@ def open_weights(
 
 
 def _find_files(folder: pathlib.Path, variant: str | None) -> tuple[str, pathlib.Path, pathlib.Path] | None:
-    """Returns a name of `_READERS` whose file or index a folder holds, and the paths of both, or None."""
+    """Returns the first name in `_READERS` for which a folder has files, or `None`.
+
+    Returns:
+      The name, the path of the single file, and the path of the index. At least one of the two
+      files exists.
+    """
     for file in _READERS:
         path = folder / with_variant(file, variant)
         index = folder / with_variant(f"{file}.index.json", variant)
@@ -74,7 +95,7 @@ def _find_files(folder: pathlib.Path, variant: str | None) -> tuple[str, pathlib
 
 
 def _advice(folder: pathlib.Path, variant: str | None) -> str:
-    """Returns what to do with a folder that holds no weights of a variant."""
+    """Returns what the user can do if a folder has no weights of a variant."""
     found = {match[1] for path in folder.iterdir() if (match := _VARIANT.fullmatch(path.name))}
     choices = [f"give variant={name!r}" for name in sorted(found)]
     if variant is not None and _find_files(folder, None) is not None:
@@ -83,14 +104,16 @@ def _advice(folder: pathlib.Path, variant: str | None) -> str:
 
 
 _VARIANT = re.compile(r"(?:model|pytorch_model)\.(\w+)(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
-"""Names of files of a variant, the variant as its group."""
+"""Matches the names of files of a variant. The variant is the group."""
 
 
 def open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
-    """Reads the header of a file."""
+    """Opens a safetensors file. Only its header is read now."""
 
     def read(_: int | None, *, name: str) -> np.ndarray:
-        # The file is mapped anew for every tensor, because pages that were read stay mapped.
+        """Reads one tensor."""
+        # Map the file again for every tensor. In a mapping that stays open, pages that were read
+        # would stay in memory.
         with safetensors.safe_open(path, framework="numpy") as file:
             array: np.ndarray = file.get_tensor(name)
         return array
@@ -104,12 +127,13 @@ def open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
-    """Maps a file by torch's loader that builds nothing but tensors."""
+    """Opens a PyTorch file, with the loader of torch that creates only tensors."""
     if not is_installed("torch"):
         raise ValueError(f"it needs PyTorch; install torch, or give a folder with {SAFETENSORS}")
     import torch
 
-    mapped = zipfile.is_zipfile(path)  # files of versions before 1.6 cannot be mapped
+    # Files that were saved before version 1.6 are not zip archives, and they cannot be mapped.
+    mapped = zipfile.is_zipfile(path)
     try:
         loaded: Any = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
@@ -122,6 +146,7 @@ def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
             raise ValueError(f"{name!r} is a {type(x).__name__} where a tensor is expected")
 
     def tensor(x: Any) -> Tensor:
+        """Returns a torch tensor as a `Tensor`. It is read as float32."""
         dtype = str(x.dtype).removeprefix("torch.")
         return Tensor(tuple(x.shape), dtype, lambda _: x.float().numpy())
 
@@ -132,7 +157,7 @@ _READERS: dict[str, Callable[[pathlib.Path], dict[str, Tensor]]] = {
     SAFETENSORS: open_safetensors,
     TORCH: _open_torch,
 }
-"""How files are opened, in the order in which they are looked for."""
+"""Maps names of files to the functions that open them, in the order in which they are tried."""
 
 _REMEDIES = {
     SAFETENSORS: "copy or download it again",
