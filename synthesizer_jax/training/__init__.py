@@ -1,1 +1,1 @@
-"""Training: experiments, the training step and loop, runs, and plans of their memory."""
+"""Training: experiments, the training step and loop, run directories, and memory plans."""

@@ -1,13 +1,19 @@
-"""Low-rank updates of a trained model's kernels: LoRA (Hu et al. 2022).
+"""LoRA adapters: low-rank updates of a trained model's kernels (Hu et al. 2022).
 
-A kernel W ``[inputs, outputs]`` becomes W + (alpha / rank) · A · B, with A ``[inputs, rank]`` and B
-``[rank, outputs]``. Both keep the kernel's axes: those of a query, ``[d_model, heads, head_dim]``, are
-``[d_model, rank]`` and ``[rank, heads, head_dim]``; those of scanned layers keep the axis of the layers.
+A kernel W of shape ``[inputs, outputs]`` becomes ``W + (alpha / rank) · A · B``, where A is
+``[inputs, rank]`` and B is ``[rank, outputs]``. Kernels with more than two dimensions keep them:
+for a query kernel ``[d_model, heads, head_dim]``, A is ``[d_model, rank]`` and B is
+``[rank, heads, head_dim]``. In scanned layers, A and B both have a leading axis of layers.
 
-A run with adapters has two kinds of parameters. The low-rank updates are ``PATH OF THE KERNEL/lora_a`` and
-``…/lora_b``. Parameters for which `Experiment.init_rules` make random values, such as a new classifier, are
-in no other checkpoint: they are trained whole, under their own paths. `trained_variables` has both kinds.
-The variables of the model are a function of them and of the base's, `adapted_variables`.
+A run with adapters trains and saves two kinds of parameters:
+
+- The low-rank updates. Their paths are ``KERNEL_PATH/lora_a`` and ``KERNEL_PATH/lora_b``.
+- Whole parameters for which `Experiment.init_rules` draw new random values, such as a new
+  classifier. No other checkpoint contains these values, so the run trains the complete arrays,
+  under their usual paths.
+
+`trained_variables` describes both kinds. `adapted_variables` computes the model's variables from
+them and from the variables of the base, which is the checkpoint that the adapters modify.
 """
 
 from __future__ import annotations
@@ -39,14 +45,18 @@ LORA_A, LORA_B = "lora_a", "lora_b"
 @register
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    """Which kernels have low-rank updates; see the module.
+    """Selects the kernels that are trained by low-rank updates, and the size of the updates.
+
+    The formula is in the docstring of this module.
 
     Attributes:
-      rank: of the updates.
-      alpha: the updates are multiplied by alpha / rank.
-      targets: a regular expression for whole paths of kernels, with looped layers, which scanned layers
-        have too; by default the queries and values of attention.
-      base_checksum: of the checkpoint `Experiment.init_from`, the base; a run fills it in.
+      rank: the rank of the updates.
+      alpha: the updates are multiplied by ``alpha / rank``.
+      targets: a regular expression that must match the whole path of a kernel. Paths have the form
+        of looped layers (``encoder/layers_0/...``), even if the model scans its layers. The default
+        matches the query and value projections of attention.
+      base_checksum: the checksum of the base, the checkpoint in `Experiment.init_from`. A run sets
+        it, so that the adapters are never applied to another base.
     """
 
     rank: Count = 8
@@ -61,7 +71,8 @@ class LoRA:
 def trained_variables(experiment: Experiment) -> tuple[Variables, PyTree]:
     """Returns the shapes and logical axes of the variables that a run trains and saves.
 
-    Without adapters these are the model's; see `abstract_adapters` for its errors.
+    Without adapters these are the variables of the model. With adapters they come from
+    `abstract_adapters`, which also lists the possible errors.
     """
     shapes, axes = abstract_variables(experiment.model, *experiment.example)
     lora = experiment.training.adapters
@@ -81,15 +92,17 @@ def abstract_adapters(
     """Returns the shapes and logical axes of the variables of a run with adapters.
 
     Args:
-      lora: which kernels have low-rank updates.
-      model: the model of the base.
-      shapes: the shapes of its variables.
-      axes: their logical axes. A kernel with ``embed`` last sums over all axes before it, others over one.
-      is_whole: tells from the path of a variable, with looped layers, whether the run holds it whole. A
-        kernel that it holds whole has no low-rank update.
+      lora: selects the kernels that have low-rank updates.
+      model: the model to which the adapters are added.
+      shapes: the shapes of the model's variables.
+      axes: the logical axes of the model's variables. They determine which axes of a kernel are
+        inputs: all axes except the last if the last one is ``embed``, otherwise only the first. The
+        axis of scanned layers does not count.
+      is_whole: a function that takes the path of a variable, in the form of looped layers, and
+        returns whether the run trains the whole variable. Such a kernel has no low-rank update.
 
     Raises:
-      ValueError: no kernel has an update, or only some of the layers of a scanned stack would be changed.
+      ValueError: no kernel has an update, or a pattern matches only some layers of a scanned stack.
     """
     adapters, names_of, paths = {}, {}, list[str]()
     flat_axes = traverse_util.flatten_dict(axes)
@@ -106,6 +119,8 @@ def abstract_adapters(
         what = f"training.adapters: {lora.targets!r} matches"
         if not _matches_all(what, looped, lambda path: re.fullmatch(lora.targets, path) is not None):
             continue
+        # `inputs` is the position of the first output axis, after the axis of layers and the input
+        # axes.
         lead = int(names[0] == "layers")
         inputs = kernel.ndim - 1 if names[-1] == "embed" else lead + 1
         for leaf, shape, of_leaf in (
@@ -127,10 +142,10 @@ def abstract_adapters(
 
 
 def _matches_all(what: str, looped: list[str], is_match: Callable[[str], bool]) -> bool:
-    """Returns whether all of the layers that are stacked in an array are matched, or none of them.
+    """Returns whether layers that are stacked in one array match: all of them or none of them.
 
     Raises:
-      ValueError: some are, and others are not. The message begins with `what`.
+      ValueError: some layers match and others do not. The message begins with `what`.
     """
     others = [path for path in looped if not is_match(path)]
     if others and len(others) < len(looped):
@@ -142,22 +157,25 @@ def _matches_all(what: str, looped: list[str], is_match: Callable[[str], bool]) 
 
 
 def is_update(keys: tuple[str, ...]) -> bool:
-    """Returns whether a variable of a run with adapters is a part of a low-rank update."""
+    """Returns whether a variable of a run with adapters is part of a low-rank update."""
     return keys[-1] in (LORA_A, LORA_B)
 
 
 def init_adapters(key: jax.Array, shapes: PyTree, axes: PyTree) -> PyTree:
-    """Returns fresh low-rank updates: A is uniform in ±1/√inputs, as PEFT's, and B is zero.
+    """Returns new low-rank updates. As in PEFT, A is uniform in ±1/√inputs, and B is zero.
+
+    B is zero so that the adapted model is equal to its base when training starts.
 
     Args:
       key: a random key.
-      shapes: the shapes of a run's parameters. Those that are trained whole are left out of the result.
-      axes: their logical axes.
+      shapes: the shapes of the run's parameters. Parameters that are trained whole are ignored.
+      axes: the logical axes of the parameters.
     """
     names = traverse_util.flatten_dict(axes)
     flat = {keys: x for keys, x in traverse_util.flatten_dict(shapes).items() if is_update(keys)}
     fresh = {}
     for new, (keys, x) in zip(jax.random.split(key, len(flat)), flat.items(), strict=True):
+        # A is [layers?, *inputs, rank]: only the input axes count for the range of its values.
         fan_in = math.prod(x.shape[int(names[keys][0] == "layers") : -1])
         is_a = keys[-1] == LORA_A
         fresh[keys] = TorchUniform(fan_in)(new, x.shape, x.dtype) if is_a else jnp.zeros(x.shape, x.dtype)
@@ -165,10 +183,11 @@ def init_adapters(key: jax.Array, shapes: PyTree, axes: PyTree) -> PyTree:
 
 
 def adapted_variables(variables: Variables, base: Variables, lora: LoRA | None) -> Variables:
-    """Returns what a model's `apply` takes, from a run's variables and those of its base.
+    """Returns the variables for the model's `apply`, from a run's variables and those of its base.
 
-    Without adapters it is the run's variables. Otherwise low-rank updates are added to kernels of the base,
-    and variables that the run holds whole take the place of the base's, which need not have them.
+    Low-rank updates are added to the kernels of the base. Variables that the run trains whole
+    replace those of the base, or are added if the base does not have them. If `lora` is `None`, the
+    run's variables are returned unchanged.
     """
     if lora is None:
         return variables
@@ -185,5 +204,8 @@ def adapted_variables(variables: Variables, base: Variables, lora: LoRA | None) 
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns ``[inputs, outputs]``; in full precision, so that it is the same wherever it is computed."""
+    """Returns the product of A and B, ``[inputs, outputs]``.
+
+    It is computed in full precision, so that it is the same wherever it is computed.
+    """
     return jnp.tensordot(a, b, 1, precision=jax.lax.Precision.HIGHEST)

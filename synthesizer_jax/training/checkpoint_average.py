@@ -1,4 +1,4 @@
-"""The mean of a run's newest checkpoints, as a run of its own."""
+"""Averages the newest checkpoints of a run into a run directory of their own."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ from synthesizer_jax.training.run_directory import load_experiment, save_run, wi
 def average_checkpoints(
     source: pathlib.Path, directory: pathlib.Path, *, last: int | None = None
 ) -> list[int]:
-    """Writes a run's directory with the mean of the parameters of a run's newest checkpoints.
+    """Writes a new run directory with the mean of the parameters of a run's newest checkpoints.
 
-    Those that `Training.keep_best` kept count like those of `Training.keep_latest`.
+    All saved checkpoints are candidates, whether `Training.keep_latest` or `Training.keep_best`
+    kept them.
 
-    The mean is float32, and that of what `restore_run` returns: of a run with exponential moving
-    averages it is the mean of these. Checkpoints are read one at a time and verified; the mean and one of
-    them are in memory. The new run has the number of the newest step and no state of the optimizer. The
-    directory appears when it is complete.
+    The mean is computed in float32 from the variables that `restore_run` returns. If the run has an
+    exponential moving average of the parameters, this is the mean of the moving averages.
+
+    Checkpoints are read and verified one at a time, so memory holds only the mean and one
+    checkpoint. The new run has the step number of the newest checkpoint and no optimizer state. The
+    new directory appears only when it is complete.
 
     Args:
-      source: the run's directory.
+      source: the directory of the run.
       directory: the new directory.
-      last: number of checkpoints, at least 2; None: all.
+      last: number of checkpoints to average, at least 2. None means all.
 
     Returns:
-      The steps of the checkpoints.
+      The steps of the averaged checkpoints.
 
     Raises:
-      FileExistsError: the directory exists and is not empty.
-      FileNotFoundError: there is no run in the source.
+      FileExistsError: the new directory exists and is not empty.
+      FileNotFoundError: `source` does not contain a run.
       OSError: the disk is full.
-      ValueError: the run has fewer checkpoints, or one cannot be read.
+      ValueError: the run has too few checkpoints, or one of them cannot be read.
     """
     experiment = with_vocabulary_path(load_experiment(source), source)
     saved, needed = finished_steps(source / "checkpoints"), last or 2
@@ -55,7 +58,8 @@ def average_checkpoints(
         for count, step in enumerate(steps, 1):
             variables = jax.device_get(restore_run(source, step=step)[1])
             params = jax.tree.map(np.float32, variables["params"])
-            # A running mean: equal checkpoints have a mean equal to them.
+            # A running mean is used because the mean of equal checkpoints is then exactly equal to
+            # them, without rounding errors from a sum and a division.
             update = lambda m, p, n=count: m + (p - m) / n
             mean = params if mean is None else jax.tree.map(update, mean, params)
         save_run(experiment.starting_from(None), staging)
@@ -66,6 +70,7 @@ def average_checkpoints(
             "constants": variables.get("constants", {}),
             "opt_state": {},
         }
-        # No thread still writes when an error has removed the directory.
+        # This returns only when everything is written. If an error removes the staging directory,
+        # no background thread is still writing into it.
         save_streamed(staging / "checkpoints", steps[-1], jax.tree.map(Unread.of, state))
     return steps

@@ -1,4 +1,4 @@
-"""What a recipe returns: everything a run is made of, typed, frozen, saved as JSON."""
+"""The configuration of a run, which a recipe returns: typed, immutable and saved as JSON."""
 
 from __future__ import annotations
 
@@ -24,30 +24,36 @@ from synthesizer_jax.training.adapters import LoRA
 @register
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How long and how.
+    """How a run trains: its length, optimizer, loss, logging and checkpoints.
 
     Attributes:
       steps: number of optimizer steps.
-      optimizer: `AdamW`, `Adafactor` or one of your own, with its schedule.
-      rules: learning rates and freezing by paths of parameters; the first rule that matches decides.
-      adapters: low-rank updates of kernels, which are trained instead of the parameters of
-        `Experiment.init_from`; see `LoRA`. None: the parameters are trained.
-      ema: decay of an exponential moving average of the parameters, which is evaluated and used later;
-        None: no average. See `step.apply_gradients`.
+      optimizer: `AdamW`, `Adafactor` or your own optimizer, including its learning rate schedule.
+      rules: learning rates and freezing by paths of parameters. The first rule that matches a path
+        applies to it.
+      adapters: low-rank updates of kernels; see `LoRA`. They are trained instead of the parameters
+        of `Experiment.init_from`. None trains the parameters themselves.
+      ema: decay of an exponential moving average of the parameters; see `step.apply_gradients`.
+        The average is evaluated, and everything that loads the trained model later uses it. None
+        means no average.
       z_loss: coefficient of log² Z.
-      label_smoothing: T5's label smoothing.
-      loss_normalizer: what the summed loss is divided by, see `losses.loss_denominator`.
-      micro_batches: gradient accumulation over this many parts of the batch.
-      seed: of parameters and dropout; the data's seed is `DataConfig.seed`.
-      log_every: steps between lines of ``metrics.jsonl``: the loss is that of the one step, rates are means
-        since the line before.
-      save_every: steps between checkpoints; the last step is always saved.
-      keep_latest: newest checkpoints to keep.
-      keep_best: best checkpoints to keep besides, by the evaluation's ``score``.
-      writers: where metrics go besides the run's directory, by name: ``wandb``, ``trackio``, ``mlflow``, or
-        one of your own, see `runs.writers`.
-      profile: the number of finished steps at which a trace for XProf begins, and that at which it ends; it
-        is written into ``profile`` in the run's directory. None: no trace.
+      label_smoothing: ε of T5's label smoothing.
+      loss_normalizer: the number by which the summed loss is divided; see
+        `losses.loss_denominator`.
+      micro_batches: number of parts into which a batch is divided for gradient accumulation.
+      seed: the seed of the initial parameters and of dropout. The seed of the data is
+        `DataConfig.seed`.
+      log_every: number of steps between lines of ``metrics.jsonl``. The loss in a line is that of
+        a single step. Rates are means since the previous line.
+      save_every: number of steps between checkpoints. The last step is always saved.
+      keep_latest: number of newest checkpoints to keep.
+      keep_best: number of additional checkpoints to keep, which have the best ``score`` of the
+        evaluation.
+      writers: names of services that also receive the metrics: ``wandb``, ``trackio``, ``mlflow``,
+        or your own writer; see `runs.writers`.
+      profile: a pair of step numbers. A trace for XProf starts when the first number of steps is
+        finished and ends when the second is. It is written to ``profile`` in the run directory.
+        None means no trace.
     """
 
     steps: Count
@@ -71,15 +77,18 @@ class Training:
 @register
 @dataclasses.dataclass(frozen=True)
 class InitRule:
-    r"""What a run that starts from a checkpoint does with some of its parameters.
+    r"""Determines how a run that starts from a checkpoint initializes some of its parameters.
 
     Attributes:
-      pattern: a regular expression for whole paths of parameters, with looped layers, such as
+      pattern: a regular expression that must match the whole path of a parameter. Paths have the
+        form of looped layers, even if the model scans them, such as
         ``encoder/layers_\d+/.*/table``.
-      action: ``restore`` takes the checkpoint's array of the same shape, ``resize`` one of any shape,
-        cropped or extended, and ``fresh`` none.
-      source: the path in the checkpoint, in which ``\1`` is the pattern's first group; None: the same.
-      fill: what fills new entries of a resized array: ``edge``, ``distance`` or ``fresh``; see
+      action: ``restore`` takes the checkpoint's array, which must have the same shape. ``resize``
+        takes an array of any shape with the same number of dimensions, and crops or extends it.
+        ``fresh`` draws new values.
+      source: the path in the checkpoint, in which ``\1`` stands for the pattern's first group. None
+        means the same path as in the model.
+      fill: how new entries of a resized array are filled: ``edge``, ``distance`` or ``fresh``; see
         `initial_parameters.resize`.
     """
 
@@ -93,14 +102,15 @@ class InitRule:
 
     @property
     def draws(self) -> bool:
-        """Whether the rule makes new random values, which the checkpoint does not hold."""
+        """Whether the rule draws new random values, which the checkpoint does not contain."""
         return self.action == "fresh" or (self.action == "resize" and self.fill == "fresh")
 
 
 def find_rule(rules: Sequence[InitRule], path: str) -> tuple[InitRule, re.Match[str]]:
-    """Returns the rule that decides about a parameter, and its match of the path with looped layers.
+    """Returns the rule that applies to a parameter, and the match of its pattern with the path.
 
-    The first rule that matches decides. If none does, the parameter is restored.
+    The first rule whose pattern matches applies. If no pattern matches, the parameter is restored.
+    The path has the form of looped layers.
     """
     for rule in (*rules, InitRule(".*")):
         match = re.fullmatch(rule.pattern, path)
@@ -112,23 +122,27 @@ def find_rule(rules: Sequence[InitRule], path: str) -> tuple[InitRule, re.Match[
 @register
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A whole run; every field of it and of what it holds is checked when it is made.
+    """The complete configuration of a run.
+
+    All fields, including those of nested objects, are checked when the experiment is constructed.
 
     Attributes:
-      model: the configured, unbound model; an `Encoder` has one head, `outputs` (with `DataConfig.classes`)
-        or `masked_lm`. Its `dtype` may be ``auto``; a run that starts records for which dtype this stands,
-        and keeps it.
-      data: mixture, lengths, batch, order.
-      training: steps and optimizer.
-      evaluation: what is measured.
-      vocabulary: `Bytes()` or `SentencePiece(path)`; None is the synthetic mixture's own.
-      mesh: how devices are arranged.
-      init_from: a checkpoint directory (``RUN`` or ``RUN/checkpoints/STEP``) whose parameters a
-        fresh run starts from, or to which its adapters belong.
-      init_rules: which parameters start otherwise than from those of the same path and shape.
-      init_optimizer: whether to go on with the optimizer's state of that checkpoint too. The schedule of
-        its learning rate then goes on at the number of updates in that state; the run's own steps count
-        from 0.
+      model: the configured, unbound model. An `Encoder` must have exactly one head: `outputs` (with
+        `DataConfig.classes`) or `masked_lm`. The model's `dtype` may be ``auto``. A new run then
+        records the dtype that ``auto`` means on its devices, and keeps it when it continues.
+      data: the mixture of tasks, sequence lengths, batch size and order of the examples.
+      training: the number of steps, the optimizer and the loss.
+      evaluation: what is evaluated, and when.
+      vocabulary: `Bytes()` or `SentencePiece(path)`. None is only possible for synthetic mixtures,
+        which have their own vocabulary.
+      mesh: how the devices are arranged in a mesh.
+      init_from: a run or one of its checkpoints (``RUN`` or ``RUN/checkpoints/STEP``). A new run
+        starts from its parameters. If the run has adapters, they modify this checkpoint.
+      init_rules: exceptions for parameters that do not start as the array with the same path and
+        shape in `init_from`.
+      init_optimizer: whether to also restore the optimizer state of that checkpoint. The learning
+        rate schedule then continues at the number of updates in that state, although the run counts
+        its own steps from 0.
     """
 
     model: TextToText | Encoder
@@ -166,35 +180,40 @@ class Experiment:
             )
 
     def starting_from(self, source: str | None) -> Experiment:
-        """Returns the experiment with all parameters from a checkpoint; None: fresh ones, no adapters."""
+        """Returns the experiment with all parameters restored from another checkpoint.
+
+        `init_rules`, `init_optimizer` and the checksum of the adapters' base are reset, because
+        they belong to the old checkpoint. If `source` is `None`, the parameters are initialized
+        randomly and there are no adapters.
+        """
         lora = self.training.adapters
         lora = None if source is None or lora is None else replace(lora, base_checksum=None)
         training = replace(self.training, adapters=lora)
         return replace(self, training=training, init_from=source, init_rules=(), init_optimizer=False)
 
     def draws(self, path: str) -> bool:
-        """Returns whether `init_rules` make new random values for a parameter; see `InitRule.draws`.
+        """Returns whether `init_rules` draw new values for a parameter; see `InitRule.draws`.
 
-        Such a parameter is a part of no checkpoint but the run's own. A run with adapters therefore trains
-        it whole and saves it with them.
+        Such values are in no checkpoint except the run's own. A run with adapters therefore trains
+        the whole parameter and saves it with the adapters.
 
         Args:
-          path: the parameter's path, with looped layers.
+          path: the path of the parameter, in the form of looped layers.
         """
         return find_rule(self.init_rules, path)[0].draws
 
     def resolved(self, platform: str | None = None) -> Experiment:
-        """Returns the experiment with the dtype of its model resolved; see `resolve_dtype`."""
+        """Returns the experiment with the model dtype ``auto`` replaced; see `resolve_dtype`."""
         return replace(self, model=resolve_dtype(self.model, platform))
 
     @property
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Abstract arguments of the model's call, of one example."""
+        """Shapes and dtypes of the arguments of the model's call, for one example."""
         return self.model.example(self.data.inputs_length, self.data.targets_length)
 
 
 def _check_head(experiment: Experiment) -> None:
-    """Raises a `ValueError` where model, data and evaluation are not those of the same kind of model."""
+    """Raises a `ValueError` if model, data and evaluation are for different kinds of models."""
     model, data = experiment.model, experiment.data
     if not isinstance(model, Encoder):
         if data.classes:

@@ -1,4 +1,4 @@
-"""The parameters of another run's checkpoint, from which a fresh run starts."""
+"""Starts a new run from the parameters of another run's checkpoint."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ RESTORED, RESIZED, INITIALIZED = "restored", "resized", "initialized"
 
 
 class Origin(NamedTuple):
-    """Where a parameter of a fresh run comes from.
+    """Where the initial value of a parameter comes from.
 
     Attributes:
       status: ``restored``, ``resized`` or ``initialized``.
-      source: its path in the checkpoint, unless it is initialized.
-      rule: the rule that decided it.
-      problem: why it does not fit; None: it does, or a rule initializes it.
+      source: the path of the array in the checkpoint. It is empty if a rule draws new values.
+      rule: the rule that applies to the parameter.
+      problem: why the checkpoint's array cannot be used. It is `None` if the array fits, or if a
+        rule asks for new values.
     """
 
     status: str
@@ -57,34 +58,43 @@ class Origin(NamedTuple):
 
     @property
     def has_new_values(self) -> bool:
-        """Whether some of its values are drawn."""
+        """Whether at least some of the values are drawn at random."""
         return self.status == INITIALIZED or (self.status == RESIZED and self.rule.draws)
 
 
 def initializer_of(
     experiment: Experiment, *, report: Callable[[str], object]
 ) -> Callable[[Trainer], TrainState] | None:
-    """Returns `initialize_from_checkpoint` of an experiment; None: it does not start from a checkpoint.
+    """Returns a function that makes a trainer's first state from `Experiment.init_from`.
+
+    The function is `initialize_from_checkpoint`. Returns `None` if the run does not start from a
+    checkpoint, or if it has adapters, because the trainer itself reads the base of adapters.
+
+    Args:
+      experiment: the experiment of the new run.
+      report: called with a table of what was restored, resized, initialized, and not used.
 
     Raises:
-      ValueError: there is no such run, or the experiment says how to start but not from what.
+      ValueError: `init_from` is not a run, or the experiment has settings for starting from a
+        checkpoint but no `init_from`.
     """
     _check_init_from(experiment)
     if experiment.init_from is None:
         return None
-    find_checkpoint(storage_path(experiment.init_from))  # fails before the data is read
+    # A missing checkpoint is reported here, before the data is read.
+    find_checkpoint(storage_path(experiment.init_from))
     if experiment.training.adapters is not None:
         if experiment.init_optimizer:
             raise ValueError(
                 "init_optimizer goes on with an optimizer of all parameters, and training.adapters trains "
                 "others; leave one of them out"
             )
-        return None  # the trainer reads it
+        return None  # `Trainer.read_base` reads the checkpoint
     return functools.partial(initialize_from_checkpoint, experiment=experiment, report=report)
 
 
 def _check_init_from(experiment: Experiment) -> None:
-    """Raises a `ValueError` if an experiment says how to start from a checkpoint, but names none."""
+    """Raises a `ValueError` if an experiment has settings for `init_from`, but no `init_from`."""
     if experiment.init_from is None and experiment != experiment.starting_from(None):
         raise ValueError(
             "init_rules, init_optimizer and training.adapters say what a run makes of a checkpoint; "
@@ -95,17 +105,18 @@ def _check_init_from(experiment: Experiment) -> None:
 def initialize_from_checkpoint(
     trainer: Trainer, *, experiment: Experiment, report: Callable[[str], object] = print
 ) -> TrainState:
-    """Returns a trainer's first state, with the parameters of the checkpoint `Experiment.init_from`.
+    """Returns a trainer's first state, with parameters from the checkpoint in `init_from`.
 
-    The optimizer starts anew unless the experiment has `init_optimizer`.
+    The optimizer starts with a new state unless the experiment has `init_optimizer`.
 
     Args:
-      trainer: makes everything else of the state, and parameters that are not restored.
-      experiment: the run that starts, with its `init_rules`.
-      report: is called with a table of what was restored, resized, initialized, and not used.
+      trainer: makes the rest of the state, and draws the parameters that are not restored.
+      experiment: the experiment of the new run, with its `init_rules`.
+      report: called with a table of what was restored, resized, initialized, and not used.
 
     Raises:
-      ValueError: there is no such run, an array does not fit, or it has another optimizer.
+      ValueError: `init_from` is not a run, an array does not fit, or `init_optimizer` is set and
+        the checkpoint has the state of another optimizer.
     """
     step, variables = _initial_variables(experiment, trainer.mesh, report=report)
     state = trainer.init(variables)
@@ -120,17 +131,18 @@ def initialize_from_checkpoint(
 def read_base(
     experiment: Experiment, mesh: Mesh | None, *, report: Callable[[str], object] = lambda _: None
 ) -> Variables:
-    """Returns the variables to which an experiment's adapters belong, over a mesh or on one device.
+    """Returns the variables of the base that an experiment's adapters modify.
 
-    They are those of the whole model at the start of the run, with the parameters that it trains whole.
+    The result has all variables of the model as they are at the start of the run. It includes the
+    initial values of the parameters that the run trains whole.
 
     Args:
-      experiment: the run with adapters.
-      mesh: the mesh; None: one device.
-      report: is called with a table of what was restored, resized, initialized, and not used.
+      experiment: an experiment with adapters.
+      mesh: the mesh over which the variables are sharded. None places them on one device.
+      report: called with a table of what was restored, resized, initialized, and not used.
 
     Raises:
-      ValueError: they are not there, or are others than those with which the adapters were trained.
+      ValueError: the base does not exist, or is not the one with which the adapters were trained.
     """
     _check_init_from(experiment)
     return _initial_variables(find_base(experiment), mesh, report=report)[1]
@@ -139,17 +151,24 @@ def read_base(
 def restore_run(
     directory: pathlib.Path, *, step: int | None = None, layout: Variables | None = None
 ) -> tuple[int, Variables]:
-    """Returns `restore_variables` of a run, whose adapters, if it has any, are added to their base.
+    """Returns the step and variables of a run's checkpoint, with adapters merged into their base.
 
-    Nothing is drawn: parameters that the run made afresh are those that it has saved.
+    It calls `restore_variables`. If the run has adapters, it also reads their base and adds the
+    updates to it. No random values are drawn: parameters that the run initialized are read from its
+    own checkpoint.
 
     Args:
-      directory: the run's.
-      step: the step to restore; None: the newest.
-      layout: that of the model's variables; None: they are on one device.
+      directory: the directory of the run.
+      step: the step to restore. None means the newest.
+      layout: shapes and shardings of the model's variables. None places them on one device.
+
+    Returns:
+      The step, and ``{"params": ..., "constants": ...}``.
 
     Raises:
-      ValueError: see `read_base`; or the run, of an earlier version, did not save all of them.
+      FileNotFoundError: there is no such checkpoint.
+      ValueError: the checkpoint or the base cannot be read; see `read_base`. Or an earlier version
+        trained the adapters and did not save the parameters that it initialized.
     """
     restore = functools.partial(restore_variables, directory / "checkpoints", step=step)
     if not has_adapters(directory):
@@ -174,10 +193,10 @@ def restore_run(
 def _initial_variables(
     experiment: Experiment, mesh: Mesh | None, *, report: Callable[[str], object], draw: bool = True
 ) -> tuple[int, Variables]:
-    """Returns the step of the checkpoint `Experiment.init_from`, and an experiment's variables from it.
+    """Returns the step of the checkpoint in `init_from`, and an experiment's initial variables.
 
-    Values that the rules do not take from there are made by the experiment's seed. If they are not to be
-    drawn, variables that have such values are left out (`Experiment.draws`).
+    Values that are not restored are drawn with the experiment's seed. If `draw` is false, the
+    result does not contain the variables for which `Experiment.draws` is true.
     """
     source = storage_path(str(experiment.init_from))
     directory, step = find_checkpoint(source)
@@ -187,9 +206,11 @@ def _initial_variables(
     shapes, axes = abstract_variables(experiment.model, *experiment.example)
 
     def flat(model: TokenModel, variables: Variables) -> dict[str, jax.Array]:
-        """Arrays by ``COLLECTION/PATH``, with looped layers."""
+        """Returns the arrays by ``COLLECTION/PATH``, in the form of looped layers."""
         return traverse_util.flatten_dict(unroll_variables(model, variables), sep="/")
 
+    # Shapes are compared layer by layer, so the two models may differ in whether layers are
+    # scanned.
     old, new = (
         {name: x.shape for name, x in jax.eval_shape(lambda t, m=m: flat(m, t), tree).items()}
         for m, tree in ((saved.model, variables), (experiment.model, shapes))
@@ -214,7 +235,7 @@ def _initial_variables(
     abstract = jax.eval_shape(lambda tree: flat(experiment.model, tree), shapes)
 
     def initialize(theirs: Variables, fresh: Variables) -> Variables:
-        """Returns the variables; `fresh` has those that are to be drawn."""
+        """Returns the new variables. `fresh` has the arrays with random values."""
         arrays, new = flat(saved.model, theirs), flat(experiment.model, fresh)
         ours = {
             name: new[name]
@@ -223,6 +244,7 @@ def _initial_variables(
             for name, origin in origins.items()
         }
         initialized: Variables = traverse_util.unflatten_dict(ours, sep="/")
+        # Scanned stacks hold the arrays of all layers in one array [layers, ...].
         for name, stack in stacks_of(experiment.model).items():
             for collection in initialized.values():
                 if stack.scan and name in collection:
@@ -233,20 +255,21 @@ def _initial_variables(
     fresh = fresh_variables(experiment, sharding, only=lambda path: path in drawn)
     result = jax.eval_shape(initialize, variables, fresh)
     place = None if sharding is None else _entries_of(sharding, result)
-    # The fresh arrays become part of the result, so that there is no third copy of them.
+    # `fresh` is donated, so its buffers can be reused for the result instead of a third copy.
     return step, jax.jit(initialize, out_shardings=place, donate_argnums=1)(variables, fresh)
 
 
 def fresh_variables(
     experiment: Experiment, sharding: PyTree, *, only: Callable[[str], bool] = lambda _: True
 ) -> Variables:
-    """Returns the variables that an experiment's seed makes.
+    """Returns random initial variables, drawn with the experiment's seed.
 
     Args:
-      experiment: the model, and the seed.
-      sharding: the shardings of the model's variables; None: one device.
-      only: tells from ``COLLECTION/PATH``, with looped layers, whether to make a variable. One that is
-        stacked in a scanned stack is made if any of its layers is to be made.
+      experiment: has the model and the seed.
+      sharding: the shardings of the model's variables. None places them on one device.
+      only: a function that takes ``COLLECTION/PATH``, in the form of looped layers, and returns
+        whether to draw the variable. A variable that is stacked over scanned layers is drawn if
+        `only` is true for any of its layers.
     """
     example = [jnp.zeros(t.shape, t.dtype) for t in experiment.example]
     shapes, _ = abstract_variables(experiment.model, *experiment.example)
@@ -259,6 +282,7 @@ def fresh_variables(
     )
 
     def make(key: jax.Array) -> Any:
+        """Returns the wanted variables of a newly initialized model."""
         variables: Any = experiment.model.init(key, *example)
         return _entries_of(variables, wanted)
 
@@ -269,22 +293,26 @@ def fresh_variables(
 
 
 def _entries_of(tree: PyTree, like: PyTree) -> PyTree:
-    """Returns the entries of nested dictionaries that others have too."""
+    """Returns the entries of the nested dictionary `tree` that `like` also has."""
     flat = traverse_util.flatten_dict(tree)
     return traverse_util.unflatten_dict({keys: flat[keys] for keys in traverse_util.flatten_dict(like)})
 
 
 def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> dict[str, Origin]:
-    """Returns the origin of every parameter of a fresh run.
+    """Returns where each parameter of a new run comes from.
+
+    The first rule whose pattern matches a path applies. If no pattern matches, the array with the
+    same path and shape is restored. A parameter for which this is impossible has an
+    `Origin.problem`.
 
     Args:
-      old: the shapes of the checkpoint's arrays, ``COLLECTION/PATH``, with looped layers.
-      new: the same of the fresh run.
-      rules: the first whose pattern matches the path decides; without one the array of the same path
-        and shape is restored.
+      old: shapes of the checkpoint's arrays by ``COLLECTION/PATH``, in the form of looped layers.
+      new: shapes of the new run's arrays by ``COLLECTION/PATH``, in the form of looped layers.
+      rules: the rules, in order of precedence.
 
     Raises:
-      ValueError: a rule decides nothing, or its `source` does not fit its pattern.
+      ValueError: a rule applies to no parameter, or its `source` refers to a group that its pattern
+        does not have.
     """
     paths = {name.split("/", 1)[1] for name in new}
     check_patterns_decide("init_rules", [rule.pattern for rule in rules], paths)
@@ -292,6 +320,7 @@ def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> di
 
 
 def _origin(name: str, shape: tuple[int, ...], old: Shapes, rules: Sequence[InitRule]) -> Origin:
+    """Returns the origin of one parameter; see `find_origins`."""
     collection, path = name.split("/", 1)
     rule, match = find_rule(rules, path)
     if rule.action == "fresh":
@@ -307,6 +336,7 @@ def _origin(name: str, shape: tuple[int, ...], old: Shapes, rules: Sequence[Init
         return Origin(INITIALIZED, source, rule, f"{where}absent there")
     if old[source] == shape:
         return Origin(RESTORED, source, rule)
+    # `distance` needs an axis of queries and an axis of keys.
     lowest_rank = 2 if rule.fill == "distance" else 1
     if rule.action == "resize" and len(old[source]) == len(shape) >= lowest_rank:
         return Origin(RESIZED, source, rule)
@@ -314,14 +344,14 @@ def _origin(name: str, shape: tuple[int, ...], old: Shapes, rules: Sequence[Init
 
 
 def resize(old: jax.Array, fresh: jax.Array | jax.ShapeDtypeStruct, fill: str) -> jax.Array:
-    """Crops or extends an array to the shape of another.
+    """Returns an array cropped or extended to the shape of another.
 
     Args:
       old: the array.
-      fresh: an array of the new shape; if the fill is not ``fresh``, its shape and dtype are enough.
-      fill: what fills new entries: ``edge``, the last entry along the axis; ``distance``, in a table whose
-        last two axes are queries and keys, the nearest entry of the same distance; ``fresh``, the entry
-        of the other array.
+      fresh: an array of the new shape. Its shape and dtype suffice unless `fill` is ``fresh``.
+      fill: how new entries are filled. ``edge`` repeats the last entry along the axis. ``distance``
+        is for tables whose last two axes are queries and keys: it takes the nearest entry with the
+        same distance between query and key. ``fresh`` takes the entries of `fresh`.
     """
     if old.shape == fresh.shape:
         return old.astype(fresh.dtype)
@@ -329,11 +359,13 @@ def resize(old: jax.Array, fresh: jax.Array | jax.ShapeDtypeStruct, fill: str) -
     if fill == "fresh":
         assert isinstance(fresh, jax.Array)
         return fresh.at[kept].set(old[kept].astype(fresh.dtype))
+    # Index arrays of the new shape. Clipping the indices repeats the last entry of every axis.
     indices = [jnp.clip(jnp.arange(m), 0, n - 1) for n, m in zip(old.shape, fresh.shape, strict=True)]
     grid = list(jnp.meshgrid(*indices, indexing="ij"))
     if fill == "distance":
         q, k = (jnp.arange(m) for m in fresh.shape[-2:])
         last_q, last_k = old.shape[-2] - 1, old.shape[-1] - 1
+        # Queries and keys are moved back by the same number, which keeps their distance.
         shift = jnp.maximum(jnp.maximum(q[:, None] - last_q, k[None, :] - last_k), 0)
         grid[-2] = jnp.broadcast_to(jnp.clip(q[:, None] - shift, 0, last_q), fresh.shape)
         grid[-1] = jnp.broadcast_to(jnp.clip(k[None, :] - shift, 0, last_k), fresh.shape)
@@ -341,7 +373,7 @@ def resize(old: jax.Array, fresh: jax.Array | jax.ShapeDtypeStruct, fill: str) -
 
 
 def _format_table(origins: Mapping[str, Origin], old: Shapes, new: Shapes) -> str:
-    """Returns lines that say what becomes of the arrays; layers of a stack are one line."""
+    """Returns a table of the origins of all arrays. Equal layers of a stack share a line."""
     used = {origin.source for origin in origins.values() if origin.status != INITIALIZED}
     groups = {
         status: {name: new[name] for name, o in origins.items() if o.status == status}

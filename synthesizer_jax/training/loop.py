@@ -1,6 +1,7 @@
-"""The training loop: save, evaluate, fetch, step, log the step before.
+"""The training loop.
 
-Only this loop holds a changing state.
+Each round saves a checkpoint and evaluates if these are due, fetches a batch, dispatches a step,
+and logs the previous step while the devices compute. Only this loop holds a state that changes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from synthesizer_jax.training.step import TrainState
 from synthesizer_jax.training.trainer import Trainer
 
 Evaluate = Callable[[TrainState], dict[str, float]]
-"""Measures a state; the entry ``score`` (higher is better) chooses the best checkpoint."""
+"""A function that measures a state and returns measures by name.
+
+The entry ``score`` (higher is better) determines which checkpoints are the best.
+"""
 
 
 def train(
@@ -41,32 +45,35 @@ def train(
     ready: Callable[[], None] = lambda: None,
     visible: bool = True,
 ) -> TrainState:
-    """Trains to `training.steps`, from the directory's newest checkpoint if there is one.
+    """Trains for `training.steps` steps, from the directory's newest checkpoint if there is one.
 
-    It ends earlier when `evaluation.patience` is used up; then it does nothing more when it is continued,
-    unless the patience is larger.
+    Training ends earlier if the score has not improved for `evaluation.patience` evaluations. A run
+    that has ended this way does not train further when it is continued, unless the patience is
+    larger.
 
-    ``events.jsonl`` tells when what happened. The log has the model FLOP/s utilization ``mfu``, where the
-    published peak of the devices is known, and ``product_utilization``, against a matrix product measured
-    after the first step.
+    The function writes events with their times to ``events.jsonl``. Among the logged metrics are
+    ``mfu``, the model FLOP/s utilization, if the published peak rate of the devices is known, and
+    ``product_utilization``, which is relative to a matrix product that is timed after the first
+    step.
 
     Args:
       trainer: makes the steps of an experiment.
-      stream: its batches.
-      directory: where checkpoints and logs lie.
-      stop: listens for signals.
-      evaluate: measures a state every `evaluation.every` steps and at the end, after it was saved.
-      initial: makes the state of a run that begins, such as from a checkpoint's parameters.
-      ready: called when the state exists and the step is compiled. Nothing was written before.
+      stream: the batches of the experiment.
+      directory: the run directory, for checkpoints and logs.
+      stop: receives the signals that ask the run to stop.
+      evaluate: measures a state every `evaluation.every` steps and at the end, after the state is
+        saved.
+      initial: makes the first state of a new run, for example from the parameters of a checkpoint.
+      ready: called when the state exists and the step is compiled. Nothing is written before.
       visible: whether to show progress.
 
     Returns:
       The final state.
 
     Raises:
-      Preempted: after SIGTERM or SIGINT, with everything saved.
-      NonFiniteLossError: the run diverged; the last good checkpoint is untouched.
-      FileNotFoundError: the run's checkpoints are gone.
+      Preempted: a SIGTERM or SIGINT was received. Everything is saved.
+      NonFiniteLossError: the run diverged. The last good checkpoint is unchanged.
+      FileNotFoundError: the run has saved checkpoints, but they are gone.
     """
     training, evaluation = trainer.experiment.training, trainer.experiment.evaluation
     scores = read_scores(directory / METRICS_FILE)
@@ -87,12 +94,15 @@ def train(
         log = RunLog(trainer.experiment, directory, checkpoints, visible=visible)
         stack.push(lambda kind, error, traceback: log.close(error))
 
-        # Continue where the run was saved, or start. While work that may take minutes is inside of
-        # `stop.region()`, a signal ends the process at once: everything is saved, or there is nothing.
+        # Restore the newest checkpoint, or make a first state. This may take minutes, so it runs
+        # inside `stop.region()`, in which a signal ends the process at once. This loses nothing,
+        # because everything that was trained is already saved.
         with stop.region():
             newest = max(checkpoints.steps, default=0)
             has_steps = newest < training.steps and not has_stopped(evaluation, scores, newest)
-            if has_steps:  # XLA compiles while the state is read or made; an error there does not wait
+            if has_steps:
+                # XLA compiles in another thread while the state is read or made. If that work
+                # fails, its error is raised without waiting for the compilation (`wait=False`).
                 pool = processes.background_thread()
                 stack.callback(pool.shutdown, wait=False)
                 log.say(newest, f"compiling: {trainer.description}")
@@ -103,12 +113,15 @@ def train(
                 compiling.result()
                 log.say(newest, f"ready in {format_duration(time.perf_counter() - began)}")
             start = int(state.step)
+            # Scores of later steps were measured on states whose checkpoints are lost.
             scores = {step: score for step, score in scores.items() if step <= start}
         ready()
         log.begin(start)
 
         def save(state: TrainState, *, wait: bool) -> None:
-            log.flush_files()  # everything is logged that a continued run would not log again
+            """Saves a checkpoint of `state`, after everything up to its step is logged."""
+            # A run that continues from this checkpoint does not log the earlier steps again.
+            log.flush_files()
             checkpoints.save(state, stream)
             if wait:
                 checkpoints.wait()
@@ -116,19 +129,22 @@ def train(
             log.flush_writers()
 
         trace = stack.enter_context(contextlib.ExitStack())
-        for step in range(start, training.steps + 1):  # `state` has done `step` steps
+        # At the start of each round, `state` is the state after `step` steps.
+        for step in range(start, training.steps + 1):
             if training.profile is not None and step == training.profile[1]:
                 jax.block_until_ready(state)
                 trace.close()
 
-            # Save. A step that is evaluated is saved before, so an evaluation that fails loses nothing.
+            # Save. A state is always saved before it is evaluated, so that a failure of the
+            # evaluation loses no training.
             last = step == training.steps
             due = last or bool(evaluation.every and step and step % evaluation.every == 0)
             must_evaluate = evaluate is not None and due and step not in scores
             if step > start and (last or must_evaluate or step % training.save_every == 0):
                 save(state, wait=last or must_evaluate)
 
-            # Evaluate. The first round makes up for an evaluation that a signal has cut off.
+            # Evaluate. If a signal interrupted the evaluation of the restored step, the first round
+            # does it again.
             if evaluate is not None and must_evaluate:
                 began = time.perf_counter()
                 with stop.region():
@@ -137,7 +153,9 @@ def train(
                 checkpoints.record_score(step, scores[step])
                 log.add_evaluation(step, values, time.perf_counter() - began)
 
-            # Stop at the end, when the score no longer improves, or on a signal that all processes know of.
+            # Stop at the last step, if the score no longer improves, or after a signal. With
+            # several processes, they must all have agreed on the signal, so that they stop at the
+            # same step.
             if last:
                 break
             if evaluation.patience is not None and step in scores:
@@ -150,24 +168,29 @@ def train(
                 save(state, wait=True)
                 raise Preempted(signal)
 
-            # Profile. Neither what the devices have not computed yet nor what was just saved is part of it.
+            # Profile. Saving comes first, and the devices finish the earlier steps, so that neither
+            # is part of the trace.
             if training.profile is not None and step == training.profile[0]:
                 jax.block_until_ready(state)
                 trace.enter_context(jax.profiler.trace(str(directory / "profile")))
                 log.say(step, f"profiling to step {training.profile[1]}")
 
-            # Fetch. Batches of another shape than those before need a program of their own.
+            # Fetch. The step is compiled for each shape of batches when it first occurs.
             batch = trainer.shard_batch(next(stream))
             if not trainer.is_compiled(batch):
-                log.flush()  # the last step has ended when the clock stops
+                # The last step must end before the clock is paused, or its time would not count.
+                log.flush()
                 with log.throughput.pause():
                     trainer.compile(batch)
                 log.say(step, f"compiled for {trainer.num_compiled} shapes")
 
-            # Step. This only dispatches it; while the devices compute, the step before is logged.
+            # Step. This only dispatches the step. While the devices compute it, `log.add_step` logs
+            # the previous one.
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, metrics = trainer.step(state, batch)
-            if step == start:  # not before: the first step need not wait for this
+            # The rate of a matrix product is measured after the first step, so that the measurement
+            # does not delay that step.
+            if step == start:
                 jax.block_until_ready(metrics)
                 with log.throughput.pause(), jax.transfer_guard("allow"):
                     log.throughput.utilizations = trainer.measure_utilization()
@@ -181,23 +204,29 @@ def train(
 
 
 def is_finished(training: Training, evaluation: Evaluation, directory: pathlib.Path) -> bool:
-    """Returns whether the newest checkpoint of a run is its last one; see `Training` and `has_stopped`."""
+    """Returns whether a run needs no more training.
+
+    This is the case if its newest checkpoint is that of its last step, or if it has stopped early;
+    see `has_stopped`.
+    """
     newest = max(finished_steps(directory / "checkpoints"), default=0)
     scores = read_scores(directory / METRICS_FILE)
     return newest >= training.steps or has_stopped(evaluation, scores, newest)
 
 
 def has_stopped(evaluation: Evaluation, scores: Mapping[int, float], step: int) -> bool:
-    """Returns whether a run that has finished `step` steps has used up the patience of its evaluation.
+    """Returns whether a run has stopped early after `step` steps because its score did not improve.
 
-    That is, whether so many evaluations in a row, up to the last, were not better than the best before
-    them. The best is the last score that was better, not the maximum: smaller gains than
-    `Evaluation.min_improvement` add up until together they exceed it. Evaluations without a score (NaN) do
-    not count.
+    A run stops after `Evaluation.patience` evaluations in a row that were not better than the best
+    score before them. The best score is the last score that counted as an improvement, not the
+    maximum. Gains that are smaller than `Evaluation.min_improvement` therefore add up until
+    together they exceed it. Evaluations without a score (NaN) are ignored.
 
     Args:
-      evaluation: with its `patience`; None: it never stops.
-      scores: the score by step; those of later steps, which were lost with their checkpoints, do not count.
+      evaluation: the settings of the evaluation. If its `patience` is None, the run never stops
+        early.
+      scores: the scores by step. Scores of steps after `step` are ignored, because the checkpoints
+        of these steps were lost.
       step: number of finished steps.
     """
     best, count = -math.inf, 0

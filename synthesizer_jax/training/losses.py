@@ -1,4 +1,9 @@
-"""Cross-entropy with z-loss and label smoothing, as sums over real tokens."""
+"""Cross-entropy with z-loss and label smoothing, summed over real target tokens.
+
+Both implementations have custom gradients, which recompute the softmax instead of storing it in
+float32. `cross_entropy` takes logits. `chunked_cross_entropy` takes the states before the output
+projection and computes the logits of a few tokens at a time.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +24,19 @@ from synthesizer_jax.primitives.products import plain_output_product
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-    """Sums over a batch's real target tokens, so that micro-batches add up; float32 scalars.
+    """Sums over the real target tokens of a batch. All are float32 scalars.
 
-    Only `total` and `penalty` have gradients.
+    They are sums rather than means so that the values of micro-batches can be added. Only `total`
+    and `penalty` have gradients.
 
     Attributes:
-      total: `loss` and `z_loss` together.
+      total: `loss` plus `z_loss`.
       loss: cross-entropy in nats, without z-loss.
       z_loss: ``coefficient · Σ log² Z``.
-      correct: tokens whose most probable value is the target.
-      weight: number of real tokens (sum of the weights).
-      penalty: what modules add to the loss of every token (a Universal Transformer's ponder cost).
+      correct: number of tokens whose most probable value is the target.
+      weight: number of real tokens, which is the sum of the weights.
+      penalty: a loss that modules add for every token, such as the ponder cost of a Universal
+        Transformer.
     """
 
     total: jax.Array
@@ -41,6 +48,8 @@ class LossSums:
 
 
 class _Settings(NamedTuple):
+    """Settings of the loss: hashable, because they are static arguments of the custom gradients."""
+
     z_loss: float
     smoothing: float
     scale: float = 1.0
@@ -48,6 +57,8 @@ class _Settings(NamedTuple):
 
 
 class _Sums(NamedTuple):
+    """The sums that the custom gradients return; see `LossSums`."""
+
     total: jax.Array
     loss: jax.Array
     z_loss: jax.Array
@@ -55,9 +66,15 @@ class _Sums(NamedTuple):
 
 
 class _Stats(NamedTuple):
-    """Residuals of every token: whether its loss is NaN, the largest logit, ``Σ exp(logits − peak)``.
+    """Residuals of every token, with which the backward pass recomputes the softmax.
 
-    ``log Z`` is two numbers, because its own rounding would be an error of all probabilities.
+    ``log Z`` is kept as the two numbers `peak` and `total`. If it was rounded to a single number,
+    the rounding error would change all probabilities.
+
+    Attributes:
+      wrong: whether the loss is NaN.
+      peak: the largest logit.
+      total: ``Σ exp(logits − peak)``.
     """
 
     wrong: jax.Array
@@ -74,18 +91,19 @@ def cross_entropy(
     z_loss: float = 1e-4,
     label_smoothing: float = 0.0,
 ) -> LossSums:
-    """T5's loss of given logits.
+    """Returns T5's loss of given logits: cross-entropy with label smoothing, and z-loss.
 
-    ``Σ_t w_t (H(y_t, softmax(l_t)) − H(y_t))``, and ``z_loss · Σ_t w_t log² Z_t``. ``y`` is the smoothed
-    target: 1 − ε on the target, ε / (v − 1) elsewhere. Its own entropy is subtracted, as in T5X, so that
-    the optimum is 0.
+    The cross-entropy is ``Σ_t w_t (H(y_t, softmax(l_t)) − H(y_t))`` and the z-loss is ``z_loss ·
+    Σ_t w_t log² Z_t``. ``y_t`` is the smoothed target distribution, with probability 1 − ε for the
+    target and ε / (v − 1) for all other values. As in T5X, its entropy is subtracted, so that the
+    optimal loss is 0.
 
     Args:
-      logits: ``[b, t, v]``, any float dtype; the loss is computed in float32. The backward pass
-        recomputes the softmax from the logits, so that no float32 array of their size is a residual.
-      targets: ``[b, t]`` integers. Where the weight is 0 they are ignored and may have any value, such as
-        -100; elsewhere a target outside of ``0 … v − 1`` makes the loss NaN.
-      weights: ``[b, t]`` float32, 0 at padding; without gradient.
+      logits: ``[b, t, v]``, of any float dtype. The loss is computed in float32. The backward pass
+        recomputes the softmax from the logits, so no float32 array of their size is stored.
+      targets: ``[b, t]`` integers. Targets with weight 0 are ignored and may have any value, such
+        as -100. Any other target outside of ``0 … v − 1`` makes the loss NaN.
+      weights: ``[b, t]`` float32, 0 for padding. They have no gradient.
       z_loss: coefficient of log² Z.
       label_smoothing: ε.
     """
@@ -107,27 +125,30 @@ def chunked_cross_entropy(
     soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> LossSums:
-    """`cross_entropy` of ``(scale · hidden) kernel`` without ever holding all logits.
+    """Returns `cross_entropy` of the logits ``(scale · hidden) kernel`` without storing all logits.
 
-    The tokens are processed in chunks. Under differentiation the gradient of a chunk is computed right
-    after its loss, from the same logits, so that no product is computed twice; the backward pass only
-    scales it.
+    The tokens are processed in chunks. When gradients are computed, the gradient of a chunk follows
+    directly after its loss and uses the same logits, so no matrix product is computed twice. The
+    backward pass then only multiplies these gradients by the incoming gradient.
 
     Args:
-      hidden: ``[b, t, d]``; its dtype is that of the product.
+      hidden: ``[b, t, d]``. Its dtype is the dtype of the matrix product.
       kernel: ``[d, v]`` float32.
       targets: ``[b, t]`` integers, as in `cross_entropy`.
       weights: ``[b, t]`` float32, as in `cross_entropy`.
-      scale: factor of `hidden` (1/√d for tied embeddings).
+      scale: factor of `hidden`, such as 1/√d for tied embeddings.
       z_loss: coefficient of log² Z.
       label_smoothing: ε.
-      soft_cap: logits x become ``soft_cap · tanh(x / soft_cap)``; None: they stay.
-      chunk: maximum number of tokens per chunk; None: an eighth of them, but 512 to 2,048. Every chunk
-        reads and writes the kernel's whole gradient.
+      soft_cap: replaces each logit x by ``soft_cap · tanh(x / soft_cap)``. None leaves the logits
+        unchanged.
+      chunk: maximum number of tokens per chunk. The default is an eighth of all tokens, but at
+        least 512 and at most 2,048. Smaller chunks need less memory for logits, but every chunk
+        reads and writes the whole gradient of the kernel.
     """
     d = hidden.shape[-1]
     x, y, w = hidden.reshape(-1, d), targets.reshape(-1).astype(jnp.int32), weights.reshape(-1)
     chunk = chunk or min(max(512, x.shape[0] // 8), 2048)
+    # The tokens are divided into chunks of equal size. Padding tokens at the end have weight 0.
     num_chunks = max(1, -(-x.shape[0] // chunk))
     size = -(-x.shape[0] // num_chunks)
     padding = num_chunks * size - x.shape[0]
@@ -139,13 +160,14 @@ def chunked_cross_entropy(
 
 
 def loss_denominator(weights: jax.Array, normalizer: float | str | None = None) -> jax.Array:
-    """Returns what the summed loss is divided by.
+    """Returns the number by which the summed loss is divided.
 
     Args:
       weights: ``[b, t]`` of the whole batch.
-      normalizer: None: the number of real target tokens. ``"tokens_with_padding"``: b·t, as models
-        pretrained with Mesh-TensorFlow had it. A number: itself, such as T5's 2048 · 114 = 233,472,
-        which keeps restored second moments of such models at their scale.
+      normalizer: None returns the number of real target tokens. ``"tokens_with_padding"`` returns
+        b·t, as in the training of models that were pretrained with Mesh-TensorFlow. A number is
+        returned itself. For example, T5's 2048 · 114 = 233,472 matches the scale of the second
+        moments in the optimizer states of such models.
     """
     if normalizer is None:
         return jnp.maximum(weights.sum(), 1.0)
@@ -155,7 +177,12 @@ def loss_denominator(weights: jax.Array, normalizer: float | str | None = None) 
 
 
 def _smoothed_target(vocab: int, smoothing: float) -> tuple[float, float, float]:
-    """Returns what the target's probability has beyond the others', the others', and the entropy."""
+    """Returns three numbers that describe the smoothed target distribution.
+
+    Returns:
+      The amount by which the target's probability exceeds the probability of any other value, the
+      probability of any other value, and the entropy of the distribution.
+    """
     if smoothing == 0.0:
         return 1.0, 0.0, 0.0
     low = smoothing / (vocab - 1)
@@ -167,26 +194,31 @@ def _smoothed_target(vocab: int, smoothing: float) -> tuple[float, float, float]
 def _losses(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, settings: _Settings
 ) -> tuple[_Sums, _Stats]:
-    """Returns the sums, and the residuals of `_logits_gradient`."""
+    """Returns the sums over all tokens, and the residuals for `_logits_gradient`."""
     extra, low, entropy = _smoothed_target(logits.shape[-1], settings.smoothing)
     logits32 = logits.astype(jnp.float32)
     peak = jax.lax.stop_gradient(logits32.max(axis=-1))
+    # If all logits of a token are −∞, subtracting the peak would give NaN.
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
     total = jnp.exp(logits32 - peak[..., None]).sum(axis=-1)
     valid = (targets >= 0) & (targets < logits.shape[-1])
     target = jnp.where(valid, targets, 0)[..., None]
+    # The logit of the target relative to the peak. Logits outside of the range are never read.
     at_target = jnp.take_along_axis(logits, target, axis=-1)[..., 0].astype(jnp.float32) - peak
     expected = extra * at_target
+    # The sum over all values of (logit − peak), times the probability of each.
     if low:
         expected += low * (logits32.sum(axis=-1) - logits.shape[-1] * peak)
     loss = jnp.where(valid, jnp.log(total) - expected - entropy, 0.0)
     loss = jnp.where(valid | (weights == 0), loss, jnp.nan)
-    # The target is the first maximum. On CPUs an argmax would take ten times as long.
+    # A prediction is correct if the target is the first of the largest logits. On CPUs, an argmax
+    # would take ten times as long as these comparisons.
     ids = jax.lax.broadcasted_iota(target.dtype, logits.shape, logits.ndim - 1)
     earlier = ((logits32 == peak[..., None]) & (ids < target)).any(axis=-1)
     correct = (valid & (at_target == 0) & ~earlier).astype(jnp.float32)
     log_z = peak + jnp.log(total)
-    loss_sum, z, correct = (  # what has weight 0 is ignored, even NaN
+    # `where` ignores tokens with weight 0 even if their loss is NaN; a product would not.
+    loss_sum, z, correct = (
         jnp.where(weights == 0, 0.0, weights * x).sum() for x in (loss, log_z**2, correct)
     )
     z = settings.z_loss * z
@@ -201,12 +233,18 @@ def _logits_gradient(
     settings: _Settings,
     g: jax.Array | float,
 ) -> jax.Array:
-    """Returns ``g w (p − y + z_loss · 2 log Z · p)``, p = softmax(l), y the smoothed target, w a weight."""
+    """Returns the gradient of the total loss with respect to the logits, in their dtype and shape.
+
+    The formula is ``g w (p − y + z_loss · 2 log Z · p)``, where g is the gradient of the total, w a
+    token's weight, p the softmax of its logits and y its smoothed target.
+    """
     extra, low, _ = _smoothed_target(logits.shape[-1], settings.smoothing)
-    # The barrier keeps XLA from storing the exponentials of the forward pass, in float32.
+    # Without the barrier, XLA would store the float32 exponentials of the forward pass and use
+    # them here, instead of computing them again from the logits.
     peak = jax.lax.optimization_barrier(stats.peak)
     exponential = jnp.exp(logits.astype(jnp.float32) - peak[..., None])
     log_z = stats.peak + jnp.log(stats.total)
+    # `factor` is the sum of all coefficients of p, divided by the softmax's denominator.
     factor = weights * (g + 2.0 * settings.z_loss * g * log_z) / stats.total
     is_target = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
     smoothed = jnp.where(is_target, extra + low, low)
@@ -217,12 +255,14 @@ def _logits_gradient(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _dense_losses(logits: jax.Array, targets: jax.Array, weights: jax.Array, settings: _Settings) -> _Sums:
+    """Returns the sums of `cross_entropy`, differentiable by `_dense_backward`."""
     return _losses(logits, targets, weights, settings)[0]
 
 
 def _dense_forward(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, settings: _Settings
 ) -> tuple[_Sums, tuple[jax.Array, jax.Array, jax.Array, _Stats]]:
+    """Returns the sums, and the residuals of the backward pass."""
     sums, stats = _losses(logits, targets, weights, settings)
     return sums, (logits, targets, weights, stats)
 
@@ -230,6 +270,7 @@ def _dense_forward(
 def _dense_backward(
     settings: _Settings, saved: tuple[jax.Array, jax.Array, jax.Array, _Stats], g: _Sums
 ) -> tuple[jax.Array, None, None]:
+    """Returns the gradient of the logits; the other arguments have none."""
     return _logits_gradient(*saved, settings, g.total), None, None
 
 
@@ -240,6 +281,7 @@ _dense_losses.defvjp(_dense_forward, _dense_backward)
 def _chunked_losses(
     hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array, settings: _Settings
 ) -> _Sums:
+    """Returns the sums of `chunked_cross_entropy`, differentiable by `_chunked_backward`."""
     return _scan_chunks(hidden, kernel, targets, weights, settings, gradient=False)[0]
 
 
@@ -252,12 +294,29 @@ def _scan_chunks(
     *,
     gradient: bool = True,
 ) -> tuple[_Sums, PyTree]:
-    """Returns the sums over chunks ``[chunks, n, d]`` and, from the same logits, the total's gradients."""
+    """Returns the sums over all chunks and, if asked for, the gradients of the total loss.
+
+    With `gradient`, it is the forward pass of the custom gradient. The logits of each chunk are
+    then used for both its loss and its gradients.
+
+    Args:
+      hidden: ``[chunks, n, d]``.
+      kernel: ``[d, v]``.
+      targets: ``[chunks, n]``.
+      weights: ``[chunks, n]``.
+      settings: the settings of the loss.
+      gradient: whether to compute gradients.
+
+    Returns:
+      The sums, and the gradients of `hidden` and `kernel`, or `None` without `gradient`.
+    """
     cast_kernel = kernel.astype(hidden.dtype)
 
     def add_chunk(carry: PyTree, chunk: tuple[jax.Array, ...]) -> tuple[PyTree, jax.Array | None]:
+        """Adds a chunk to the sums and the kernel's gradient; returns its part of `dhidden`."""
         sums, dkernel = carry
         x, y, w = chunk
+        # x is [n, d], and the logits are [n, v].
         x = x * jnp.asarray(settings.scale, x.dtype)
         logits = cap_logits(plain_output_product(x, cast_kernel), settings.soft_cap)
         chunk_sums, stats = _losses(logits, y, w, settings)
@@ -266,6 +325,8 @@ def _scan_chunks(
             return (sums, None), None
         dlogits = _logits_gradient(logits, y, w, stats, settings, 1.0)
         if settings.soft_cap is not None:
+            # The derivative of soft_cap · tanh(x / soft_cap) is 1 − tanh², and `logits` are already
+            # capped.
             dlogits *= 1.0 - jnp.square(logits / settings.soft_cap)
         dlogits = dlogits.astype(x.dtype)
         dkernel += jax.lax.dot_general(  # dK += xᵀ dl
@@ -283,6 +344,7 @@ def _scan_chunks(
 def _chunked_backward(
     settings: _Settings, gradients: tuple[jax.Array, jax.Array], g: _Sums
 ) -> tuple[jax.Array, jax.Array, None, None]:
+    """Scales the gradients of the forward pass by the incoming gradient `g.total`."""
     dhidden, dkernel = ((x * g.total).astype(x.dtype) for x in gradients)
     return dhidden, dkernel, None, None
 

@@ -1,4 +1,9 @@
-"""What a training step needs on chips that are not here: planned from shapes, or compiled for them."""
+"""Plans training for chips that are not present: memory, time, and compilation ahead of time.
+
+`make_plan` computes the memory needs of a step from the shapes of its arrays. `advise` searches for
+a mesh and a rematerialization with which a step fits. `compile_step` lets XLA compile the step for
+the chips, which then decides whether it fits.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,7 @@ from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import Layout, Trainer, abstract_batch, make_layout
 
 REMATS: tuple[str | None, ...] = (None, "dots", "dots_with_no_batch_dims", "full")
-"""Values of `Stack.remat`, from the most memory and the least recomputation to the opposite."""
+"""Values of `Stack.remat`, sorted from the most memory to the most recomputation."""
 
 assert set(REMATS) == {None, *REMAT_POLICIES}
 
@@ -43,42 +48,51 @@ ArrayCounts = collections.Counter[tuple[tuple[int, ...], np.dtype]]
 """Number of arrays by shape and dtype."""
 
 USABLE = 0.95
-"""The fraction of a chip's memory that a plan may fill. Compiled steps needed 0.89 to 1.01 of the planned
-memory (docs/tpu.md)."""
+"""The fraction of a chip's memory that a plan may fill.
+
+It leaves a margin for errors of the plan. Compiled steps needed 0.89 to 1.01 times the planned
+memory (docs/tpu.md).
+"""
 
 UTILIZATION = 0.4
-"""The share of the chips' peak rate that `MemoryPlan.chip_hours` assumes."""
+"""The fraction of the chips' peak rate that `MemoryPlan.chip_hours` assumes."""
 
 GPU_FIELDS = """
   threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
   registers_per_block_limit: 65536 registers_per_core_limit: 65536 shared_memory_per_block: 49152
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
 """
-"""Fields of XLA's ``GpuDeviceInfoProto`` that all GPUs of NVIDIA share."""
+"""Fields of XLA's ``GpuDeviceInfoProto`` that are equal for all NVIDIA GPUs."""
 
 CUDNN = "dnn_version_info { major: 9 minor: 10 patch: 0 }"
-"""A version of cuDNN that JAX's plugins come with; it decides which of its calls XLA may use."""
+"""A cuDNN version that is installed with JAX's plugins. XLA uses only calls that it supports."""
 
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-"""Without a GPU XLA tries no tiles of matrix products, and finds none for some; cuBLAS needs none."""
+"""Compiler options for GPUs that are not present.
+
+XLA chooses the tiles of Triton's matrix products by timing them. Without a GPU it cannot do this,
+and it finds no tiles for some products. cuBLAS needs no tiles.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryNeeds:
-    """The memory that a step needs on one device, in bytes.
+    """The memory that a training step needs on one device, in bytes.
 
-    On TPUs the sizes of arrays that exist between steps include the padding of their tiles (`tiled_bytes`).
+    On TPUs, the sizes of arrays that exist between steps include the padding of their tiles; see
+    `tiled_bytes`.
 
     Attributes:
-      parameters: parameters, their average if the run has one, and constants.
-      optimizer: the optimizer's state.
-      gradients: float32 gradients of the parameters that are trained, sharded like them; with
-        micro-batches also their sum.
-      gathered: the largest layer, embedding or output projection that ``fsdp`` shards, gathered, and
-        its gradient before the reduce-scatter.
+      parameters: the parameters, constants, and the moving average of the parameters if the run has
+        one. In a run with adapters, also the base.
+      optimizer: the state of the optimizer.
+      gradients: float32 gradients of the trained parameters, sharded like these. With
+        micro-batches, their sum is included as well.
+      gathered: the largest layer, embedding or output projection that ``fsdp`` shards, in gathered
+        form, and its gradient before the reduce-scatter.
       copies: parameters in the dtype of the computation that are kept for the backward pass.
-      activations: other residuals of one micro-batch. That ``tensor`` and ``sequence`` shard some of
-        them is ignored.
+      activations: all other residuals of one micro-batch. The plan ignores that ``tensor`` and
+        ``sequence`` shard some of them.
     """
 
     parameters: int
@@ -96,16 +110,16 @@ class MemoryNeeds:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """The memory and the time that a training step needs on a topology.
+    """The memory and time that a training step needs on a topology.
 
     Attributes:
       topology: the chips.
-      mesh: sizes of the mesh axes by name.
-      rows: rows of a micro-batch on one device.
+      mesh: the sizes of the mesh axes by name.
+      rows: number of rows of a micro-batch on one device.
       needs: the memory that one device needs.
-      capacity: the memory of one device in bytes.
-      flops: floating-point operations of a step on all devices.
-      peak: FLOP/s of one chip in the dtype of the computation.
+      capacity: the memory of one device, in bytes.
+      flops: floating-point operations of a step on all devices together.
+      peak: peak rate of one chip in FLOP/s, in the dtype of the computation.
     """
 
     topology: Topology
@@ -118,23 +132,23 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether at most `USABLE` of the memory is needed."""
+        """Whether the step needs at most the fraction `USABLE` of the memory."""
         return self.needs.total <= USABLE * self.capacity
 
     @property
     def seconds(self) -> float:
-        """Duration of a step at the chips' peak rate."""
+        """The duration of a step in seconds if the chips compute at their peak rate."""
         return self.flops / (self.topology.chips * self.peak)
 
     def chip_hours(self, steps: int) -> float:
-        """Returns the chip-hours of some steps at `UTILIZATION` of the peak rate."""
+        """Returns the chip-hours of `steps` steps, at the fraction `UTILIZATION` of the peak."""
         return steps * self.seconds / UTILIZATION * self.topology.chips / 3600
 
 
 def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     """Returns the plan of an experiment on a topology.
 
-    A model's dtype of ``auto`` is that of the topology's chips.
+    A model dtype of ``auto`` is replaced by the default for the topology's chips.
 
     Raises:
       ValueError: the mesh does not fit the topology, or the batch cannot be divided over it.
@@ -150,12 +164,14 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     state = layout.abstract
     base: Variables = {}
     if training.adapters is not None:
+        # The base has the layout of all variables of the model without adapters.
         plain = replace(experiment, training=replace(training, adapters=None, rules=()))
         _, layout = make_layout(plain, mesh, rules=())
         base = layout.abstract.variables
     chip = topology.chip
     gradients = _shard_bytes(optimizer.trained(state.params), chip)
-    # The result is cached: meshes with the same number of rows per device share a trace.
+    # The default mesh makes the arguments equal for all meshes with the same number of rows per
+    # device, so they share one cached trace.
     copies, activations = _residual_bytes(replace(experiment, mesh=MeshShape()), rows)
     return MemoryPlan(
         topology=topology,
@@ -181,16 +197,17 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
 
 
 def _shard_bytes(tree: PyTree, chip: Chip) -> int:
-    """Returns the bytes of one device's shards of abstract arrays with shardings."""
+    """Returns the size in bytes of one device's shards of abstract arrays with shardings."""
     size = (lambda shape, itemsize: math.prod(shape) * itemsize) if chip.is_gpu else tiled_bytes
     return sum(size(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree))
 
 
 def _gathered_bytes(layout: Layout, model: TokenModel) -> int:
-    """Returns `MemoryNeeds.gathered`.
+    """Returns `MemoryNeeds.gathered` in bytes.
 
-    The tables of a layer and their gradients are gathered in float32, its kernels in the dtype of the
-    computation. The gradients of embedding and output projection are float32.
+    The tables of a layer and their gradients are counted in float32. The kernels of a layer and
+    their gradients are counted in the dtype of the computation. Embeddings and output projections
+    are counted in the dtype of the computation, and their gradients in float32.
     """
     size, layered = jnp.dtype(model.dtype).itemsize, stacks_of(model)
     gathered = collections.Counter[tuple[object, ...]]()
@@ -199,6 +216,7 @@ def _gathered_bytes(layout: Layout, model: TokenModel) -> int:
     for (path, x), names in zip(leaves, axes, strict=True):
         if "fsdp" not in x.sharding.spec:
             continue
+        # The size after gathering over `fsdp`, which is still sharded over the other mesh axes.
         whole = math.prod(x.sharding.shard_shape(x.shape)) * x.sharding.mesh.shape["fsdp"]
         if path[0].key in layered:
             layers = x.shape[0] if names[0] == "layers" else 1
@@ -210,11 +228,13 @@ def _gathered_bytes(layout: Layout, model: TokenModel) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
-    """Returns the bytes that the forward pass of `rows` rows keeps for the backward pass.
+    """Returns how many bytes the forward pass of `rows` rows keeps for the backward pass.
+
+    The parameters themselves are not included.
 
     Returns:
-      The bytes of copies of parameters, which a mesh shards, and of all other residuals: activations, and
-      values computed from embeddings and from tables over positions. Neither includes the parameters.
+      The bytes of copies of parameters, which a mesh shards, and the bytes of all other residuals.
+      These are activations, and values computed from embeddings and from tables over positions.
     """
     model = experiment.model
     variables, axes = abstract_variables(model, *experiment.example)
@@ -224,20 +244,25 @@ def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
     kernels = [x for (path, x), n in params if path[0].key in stacks and not TABLE & set(n)]
 
     def is_copy(shape: tuple[int, ...], dtype: np.dtype) -> bool:
-        """Whether an array is a layer's kernel, possibly with adjacent axes merged."""
+        """Returns whether an array is a layer's kernel, possibly with adjacent axes merged."""
         products = lambda shape: set(itertools.accumulate(shape, operator.mul))
         return dtype == jnp.dtype(model.dtype) and any(
             math.prod(shape) == x.size and products(shape) <= products(x.shape) for x in kernels
         )
 
     residuals, more = (_residuals(experiment, variables, n) for n in (rows, rows + 1))
-    fixed = residuals & more  # an activation may have a kernel's shape, but grows with the rows
+    # An activation may have the shape of a kernel, but its shape changes with the number of rows.
+    fixed = residuals & more
     copies = _num_bytes(collections.Counter({k: n for k, n in fixed.items() if is_copy(*k)}))
     return copies, _num_bytes(residuals) - copies
 
 
 def _residuals(experiment: Experiment, variables: Variables, rows: int) -> ArrayCounts:
-    """Counts the arrays that the forward pass of `rows` rows keeps for the backward pass."""
+    """Counts the arrays that the forward pass of `rows` rows keeps for the backward pass.
+
+    They are found by tracing `jax.vjp` abstractly: the arrays in its backward function are
+    residuals.
+    """
     model, data, training = experiment.model, experiment.data, experiment.training
     batch = abstract_batch(dataclasses.replace(data, batch_size=rows, shards=1))
     base = {name: variables[name] for name in ("params", "constants") if variables.get(name)}
@@ -247,7 +272,10 @@ def _residuals(experiment: Experiment, variables: Variables, rows: int) -> Array
     def forward(
         trained: PyTree, variables: Variables, base: Variables, batch: dict[str, jax.Array], key: jax.Array
     ) -> PyTree:
+        """Returns the backward function of the loss, a pytree whose leaves are the residuals."""
+
         def loss(trained: PyTree) -> jax.Array:
+            """Returns the loss as a function of the trained parameters."""
             merged = {**variables, "params": merge_entries(trained, variables["params"])}
             sums = loss_sums(
                 model,
@@ -264,24 +292,26 @@ def _residuals(experiment: Experiment, variables: Variables, rows: int) -> Array
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     jaxpr = jax.make_jaxpr(forward)(trained, used, base, batch, key).jaxpr
+    # Residuals that are arguments are parameters or the batch, which exist anyway.
     left = {v for v in jaxpr.outvars if isinstance(v, jex_core.Var)} - set(jaxpr.invars)
     arrays = [v.aval for v in left if isinstance(v.aval, jax.core.ShapedArray)]
     return collections.Counter((array.shape, array.dtype) for array in arrays)
 
 
 def _num_bytes(counts: ArrayCounts) -> int:
+    """Returns the total size in bytes of the counted arrays."""
     return sum(n * math.prod(shape) * dtype.itemsize for (shape, dtype), n in counts.items())
 
 
 def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment, MemoryPlan]]:
     """Returns variants of an experiment that fit into a topology's memory, the cheapest first.
 
-    Tries data parallelism alone, and parameters sharded over all devices of a slice, or over as many as
-    divide the model's width. Then it adds tensor parallelism over 2, 4 and 8 devices. With each mesh it
-    tries the `REMATS`.
+    It tries the meshes of `candidate_meshes`: data parallelism only, then parameters sharded over
+    all devices of a slice, or over as many devices as divide the model's width. Then it adds tensor
+    parallelism over 2, 4 and 8 devices. For each mesh it tries the values of `REMATS` in order.
 
     Returns:
-      For every mesh the first variant that fits, and its plan.
+      For every mesh with which the experiment fits, the first variant that fits and its plan.
     """
     variants = []
     for mesh in candidate_meshes(topology, experiment.model.d_model):
@@ -289,7 +319,7 @@ def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment,
             changed = replace(with_remat(experiment, remat), mesh=mesh)
             try:
                 plan = make_plan(changed, topology)
-            except ValueError:  # the batch or a parameter cannot be divided
+            except ValueError:  # the mesh cannot divide the batch or a parameter, with any remat
                 break
             if plan.fits:
                 variants.append((changed, plan))
@@ -298,7 +328,10 @@ def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment,
 
 
 def candidate_meshes(topology: Topology, width: int) -> list[MeshShape]:
-    """Returns the meshes to try for a model of some width, the cheapest in communication first."""
+    """Returns the meshes to try for a model of the given width.
+
+    Meshes with less communication come first.
+    """
     meshes = [MeshShape()]
     devices = topology.devices // topology.slices
     for tensor in (1, 2, 4, 8):
@@ -311,41 +344,42 @@ def candidate_meshes(topology: Topology, width: int) -> list[MeshShape]:
 
 
 def with_remat(experiment: Experiment, remat: str | None) -> Experiment:
-    """Returns the experiment with another `Stack.remat` in all stacks."""
+    """Returns the experiment with `Stack.remat` set to `remat` in all stacks of the model."""
     model = experiment.model
     changed = {name: replace(stack, remat=remat) for name, stack in stacks_of(model).items()}
     return replace(experiment, model=replace(model, **changed))
 
 
 class TooLargeError(ValueError):
-    """A step does not fit into a device's memory, according to the compiler."""
+    """The compiler reports that a step does not fit into the memory of a device."""
 
 
 def compile_step(experiment: Experiment, topology: Topology) -> jax.stages.Compiled:
-    """Compiles the training step for a topology without its devices.
+    """Compiles the training step for a topology whose devices need not be present.
 
     Raises:
       TooLargeError: the step does not fit into memory.
-      ValueError: the compiler is not installed, or does not support the topology or the mesh on it.
+      ValueError: the compiler is not installed, or it does not support the topology or the mesh.
     """
     trainer = Trainer(experiment, devices=devices_of(topology))
-    with jax.set_mesh(trainer.mesh):  # Pallas asks it what chip it lowers for
+    # Pallas asks the mesh for which chip it lowers.
+    with jax.set_mesh(trainer.mesh):
         lowered = trainer.trace().lower()
     try:
         return lowered.compile(GPU_OPTIONS if topology.chip.is_gpu else None)
     except jax.errors.JaxRuntimeError as error:
         refused = re.search(r"RESOURCE_EXHAUSTED: ([^\n]*)", str(error))
-        # A kernel that exhausts on-chip memory, which is not HBM, is another kind of error.
+        # A kernel that exhausts on-chip memory has the same status, but that is not a lack of HBM.
         if refused is None or "hbm" not in refused[1].lower():
             raise
         raise TooLargeError(f"the compiler rejects the step: {refused[1]}") from error
 
 
 def devices_of(topology: Topology) -> list[jax.Device]:
-    """Returns the devices of a topology, for compilation only.
+    """Returns the devices of a topology. They can only be used for compilation.
 
     Raises:
-      ValueError: the compiler is not installed or does not support the topology.
+      ValueError: the compiler is not installed, or it does not support the topology.
     """
     chip = topology.chip
     if chip.is_gpu:
@@ -356,7 +390,8 @@ def devices_of(topology: Topology) -> list[jax.Device]:
         }
         platform, remedy = "cuda", "pip install 'synthesizer-jax[cuda]'"
     else:
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server without a TPU
+        # Without a TPU there is no metadata server that libtpu could ask.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         options = {} if topology.slices == 1 else {"num_slices": topology.slices}
         options |= {} if chip.config is None else {"chip_config_name": chip.config}
@@ -371,7 +406,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
 
 
 def _gpu_config(chip: Chip) -> str:
-    """Returns the text of XLA's ``GpuTargetConfigProto``."""
+    """Returns the text of XLA's ``GpuTargetConfigProto`` for a chip."""
     return f"""
       gpu_device_info {{
         {GPU_FIELDS} {chip.config}

@@ -1,8 +1,9 @@
-"""Random initial parameters, compiled once for all that are alike.
+"""Draws random initial parameters with one compiled program per kind of parameter.
 
-XLA takes a third of a second for every draw of random bits in a program, and a model has hundreds of
-parameters. Those of one shape and distribution differ only in their keys. They are made by one program, to
-which a key is an argument; the keys themselves are computed outside of it.
+XLA needs a third of a second to compile every draw of random bits in a program, and a model has
+hundreds of parameters. Parameters of the same shape and distribution differ only in their random
+keys. They are therefore made by one compiled program that takes the key as an argument. The keys
+themselves are computed separately, before that program runs.
 """
 
 from __future__ import annotations
@@ -20,13 +21,23 @@ _Tree = TypeVar("_Tree")
 
 
 def init_arrays(init: Callable[[jax.Array], _Tree], key: jax.Array, shardings: PyTree) -> _Tree:
-    """Returns ``jax.jit(init, out_shardings=shardings)(key)``, computed one array at a time."""
+    """Returns ``jax.jit(init, out_shardings=shardings)(key)``, computed one array at a time.
+
+    Args:
+      init: a traceable function from a random key to a pytree of arrays.
+      key: the random key.
+      shardings: a pytree of shardings like the result. None places all arrays on one device.
+    """
     closed, shapes = jax.make_jaxpr(init, return_shape=True)(key)
     jaxpr = closed.jaxpr
+    # `known` holds the values of variables that are computed already: the arguments, constants and
+    # keys.
     known = dict(zip([*jaxpr.invars, *jaxpr.constvars], [key, *closed.consts], strict=True))
     producers: dict[jex_core.Var, jex_core.JaxprEqn] = {}
     for eqn in jaxpr.eqns:
         producers |= dict.fromkeys(eqn.outvars, eqn)
+        # Keys are computed here, one equation at a time, so that later parts take them as
+        # arguments.
         if all(map(_is_key, eqn.outvars)):
             part = _Part(eqn.outvars, producers, known)
             if part.equations == [eqn]:
@@ -41,6 +52,7 @@ def init_arrays(init: Callable[[jax.Array], _Tree], key: jax.Array, shardings: P
         if not part.inputs or any(len(eqn.outvars) > 1 for eqn in part.equations):
             rest.append(i)  # no random bits, or a loop that makes several arrays
             continue
+        # Arrays with equal signatures share one compiled program.
         name = part.signature(), sharding
         if name not in programs:
             programs[name] = jax.jit(part, out_shardings=[sharding])
@@ -54,7 +66,14 @@ def init_arrays(init: Callable[[jax.Array], _Tree], key: jax.Array, shardings: P
 
 
 class _Part:
-    """The part of a program that computes some of its values from `inputs`, which are known."""
+    """The part of a jaxpr that computes some of its variables from variables that are known.
+
+    Attributes:
+      outputs: the variables that the part computes.
+      inputs: the known variables that it needs, as the keys of a dictionary, which keeps their
+        order.
+      equations: the equations of the part, in an order in which they can be computed.
+    """
 
     def __init__(
         self,
@@ -67,6 +86,7 @@ class _Part:
         equations: dict[int, jex_core.JaxprEqn] = {}
 
         def visit(value: jex_core.Var | jex_core.Literal) -> None:
+            """Adds the equations on which `value` depends, each after those of its operands."""
             if isinstance(value, jex_core.Literal):
                 return
             if value in known:
@@ -81,9 +101,11 @@ class _Part:
         self.equations = list(equations.values())
 
     def arguments(self, known: dict[jex_core.Var, Any]) -> list[Any]:
+        """Returns the values of the part's inputs."""
         return [known[var] for var in self.inputs]
 
     def __call__(self, *args: jax.Array) -> list[jax.Array]:
+        """Computes the outputs from values of the inputs, equation by equation."""
         env = dict(zip(self.inputs, args, strict=True))
         read = lambda value: value.val if isinstance(value, jex_core.Literal) else env[value]
         for eqn in self.equations:
@@ -94,20 +116,26 @@ class _Part:
         return [read(value) for value in self.outputs]
 
     def signature(self) -> Hashable:
-        """Returns what is equal for parts that are equal but for the names of variables."""
+        """Returns a value that is equal for parts that differ only in their variables' names."""
         variables = [*self.inputs, *(var for eqn in self.equations for var in eqn.outvars)]
         numbers = {var: i for i, var in enumerate(variables)}
 
         def name(value: jex_core.Var | jex_core.Literal) -> Hashable:
+            """Returns a hashable name of a variable or literal, with its shape and dtype.
+
+            Variables are named by their number, literals by their value.
+            """
             if isinstance(value, jex_core.Literal):
                 return np.asarray(value.val).tobytes(), value.aval
             return numbers[value], value.aval
 
-        # Functions in the parameters are the same objects where JAX has traced them once.
+        # Parameters of equations may contain traced functions. JAX traces equal functions once, so
+        # that these are the same objects and compare as equal.
         lines = [(e.primitive, *e.params.items(), *map(name, e.invars)) for e in self.equations]
         return *lines, *map(name, self.outputs)
 
 
 def _is_key(var: jex_core.Var) -> bool:
+    """Returns whether a variable is a random key or an array of keys."""
     dtype = getattr(var.aval, "dtype", None)
     return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)

@@ -1,4 +1,4 @@
-"""A run in a directory: its data, the loop, its evaluation."""
+"""Trains or continues a run in a directory: reads the data, runs the loop, and evaluates."""
 
 from __future__ import annotations
 
@@ -50,30 +50,38 @@ def run(
     visible: bool = True,
     user_code: code.Code = code.NOTHING,
 ) -> TrainState:
-    """Trains, or continues, a run; everything it needs later lies in its directory.
+    """Trains a run, or continues it if its directory contains an unfinished run.
+
+    The directory afterwards contains everything that is needed to use the model or to continue.
 
     Args:
-      experiment: what to do. A model's dtype of ``auto`` becomes that of a run that continues, or else of
-        the devices, and is recorded.
-      directory: the run's; an unfinished run in it is continued.
-      data_dir: where data sets lie; None is `task_registry.default_data_dir()`.
-      trainer: what makes the steps; None: one that trains the experiment's model on its targets.
-      initial: makes the state of a run that begins; None: from `init_from`, or fresh.
-      prepare: prepares what is missing in the data directory, once all else is checked; None: nothing may
-        be missing.
-      visible: show a progress bar.
-      user_code: code that later commands need before they can load the run, recorded in its directory.
+      experiment: the configuration of the run. A model dtype of ``auto`` becomes the recorded dtype
+        if a run continues, and otherwise the default dtype of the devices. It is recorded.
+      directory: the run directory.
+      data_dir: the directory of data sets. None means `task_registry.default_data_dir()`.
+      trainer: makes the training steps. None means a `Trainer` that trains the experiment's model
+        on its targets.
+      initial: makes the first state of a new run. None starts from `init_from`, or from random
+        parameters if there is no `init_from`.
+      prepare: prepares data that is missing in the data directory. It is called after everything
+        else is checked. None means that all data must be prepared already.
+      visible: whether to show a progress bar.
+      user_code: code that later commands need in order to load the run. It is recorded in the run
+        directory.
 
     Returns:
       The final state.
 
     Raises:
-      FileNotFoundError: the data is not prepared; the message has the command that prepares it.
-      Preempted: after SIGTERM or SIGINT, with everything saved.
-      ValueError: the directory holds another run, or something does not fit. Nothing was written into it.
+      FileNotFoundError: the data is not prepared. The message contains the command that prepares
+        it.
+      Preempted: a SIGTERM or SIGINT was received. Everything is saved.
+      ValueError: the directory holds another run, or settings do not fit together. Nothing was
+        written into the directory.
       InUseError: another process trains in the directory.
     """
-    directory = storage_path(str(directory))  # also what `pathlib` makes of gs://…
+    # `pathlib.Path` changes gs://… to gs:/…, which `storage_path` understands as well.
+    directory = storage_path(str(directory))
     data_path = storage_path(str(data_dir or task_registry.default_data_dir()))
     first = processes.is_process_zero()
     visible = visible and first
@@ -93,7 +101,7 @@ def run(
             experiment = run_directory.find_base(experiment, directory)
             run_directory.check_same_run(experiment, directory)
             trainer = Trainer(experiment) if trainer is None else trainer
-            # Preparing may take hours, so that whatever else can be wrong is found before it.
+            # Preparation may take hours, so everything else that can be wrong is checked before.
             if prepare is not None:
                 prepare(experiment, data_path)
             prepared = find_prepared(experiment, data_path)
@@ -114,6 +122,7 @@ def run(
             stack.enter_context(lock_directory(directory))
 
         def save_run() -> None:
+            """Records the experiment and the user's code, before anything else is written."""
             if first:
                 code.record_code(directory, user_code)
                 run_directory.save_run(experiment, directory)
@@ -129,7 +138,8 @@ def run(
             visible=visible,
         )
     if visible:
-        prompt = "INPUT" if experiment.data.inputs_length else "TEXT"  # that is continued
+        # The word in the suggested command: a text that an encoder reads, or that is continued.
+        prompt = "INPUT" if experiment.data.inputs_length else "TEXT"
         prompt = prompt if isinstance(experiment.model, TextToText) else ""
         saved, steps = finished_steps(directory / "checkpoints"), int(state.step)
         text = summary_lines(directory, steps, saved, data_dir=data_dir, prompt=prompt)
@@ -140,16 +150,17 @@ def run(
 def find_prepared(
     experiment: Experiment, data_dir: pathlib.Path, *, trains: bool = True, only: Sequence[str] = ()
 ) -> PreparedTasks:
-    """Returns the prepared data of a run, which is current.
+    """Returns the prepared data of a run, after checking that it is complete and up to date.
 
     Args:
-      experiment: with the absolute path of its vocabulary.
-      data_dir: where data sets lie.
-      trains: whether it is trained on, and not only evaluated on.
-      only: names of the tasks to evaluate; empty: all.
+      experiment: an experiment with the absolute path of its vocabulary.
+      data_dir: the directory of data sets.
+      trains: whether training data is needed too, and not only evaluation data.
+      only: names of the tasks to evaluate. Empty means all.
 
     Raises:
-      FileNotFoundError: some is missing or outdated; the message has the command that prepares it.
+      FileNotFoundError: data is missing or outdated. The message contains the command that prepares
+        it.
     """
     if missing := missing_preparation(experiment, data_dir, trains=trains, only=only):
         raise FileNotFoundError(
@@ -164,12 +175,19 @@ def find_prepared(
 def missing_preparation(
     experiment: Experiment, data_dir: pathlib.Path, *, trains: bool = True, only: Sequence[str] = ()
 ) -> list[str]:
-    """Returns the arguments of ``synthesizer-jax`` that prepare what is missing of a run's data.
+    """Returns the arguments of ``synthesizer-jax`` that prepare the missing data of a run.
 
-    They are empty where all is prepared. Where no data sets are, what is prepared has to suffice.
+    The list is empty if all data is prepared. If the original data sets are not available, any
+    prepared data of the mixture is accepted, because it cannot be compared with them.
+
+    Args:
+      experiment: an experiment with the absolute path of its vocabulary.
+      data_dir: the directory of data sets.
+      trains: whether training data is needed too, and not only evaluation data.
+      only: names of the tasks to evaluate. Empty means all.
 
     Raises:
-      FileNotFoundError: nothing is prepared, and there are no data sets.
+      FileNotFoundError: nothing is prepared, and the original data sets are not available.
     """
     data, vocabulary = experiment.data, experiment.vocabulary
     assert vocabulary is not None
@@ -179,7 +197,7 @@ def missing_preparation(
     if isinstance(vocabulary, SentencePiece) and vocabulary.bos:
         options.append("--bos")
     if isinstance(vocabulary, SentencePiece) and vocabulary.file == generated:
-        options = []  # it is generated with the data
+        options = []  # this vocabulary is generated together with the data
     if options or generated.is_file():
         built = open_vocabulary(vocabulary, data_dir, model=experiment.model)
         prepared = PreparedTasks(data_dir, built)
@@ -199,6 +217,7 @@ def missing_preparation(
 def _is_prepared(
     experiment: Experiment, prepared: PreparedTasks, *, trains: bool, only: Sequence[str]
 ) -> bool:
+    """Returns whether all data that a run reads is prepared and up to date."""
     data = experiment.data
     requested = functools.partial(requested_splits, data.mixture, prepared.data_dir, only=only)
     try:
@@ -208,7 +227,7 @@ def _is_prepared(
     except FileNotFoundError:
         if prepared.rates(data.mixture) is not None:
             return True
-        if data.mixture in synthetic.MIXTURES:  # it is generated
+        if data.mixture in synthetic.MIXTURES:  # preparation generates these data sets
             return False
         raise
     rates = task_registry.mixture_rates(data.mixture, prepared.data_dir)
@@ -224,10 +243,16 @@ def open_evaluator(
     *,
     only: list[str] | None = None,
 ) -> Evaluator:
-    """Returns what a run with its vocabulary in `directory` is evaluated on; `only` names tasks.
+    """Returns the evaluator of a run, whose vocabulary is in the run directory.
+
+    Args:
+      experiment: the experiment of the run.
+      directory: the run directory.
+      data_dir: the directory of data sets.
+      only: names of the tasks to evaluate. None means all.
 
     Raises:
-      FileNotFoundError: its data is not prepared; see `find_prepared`.
+      FileNotFoundError: the data is not prepared; see `find_prepared`.
     """
     task_registry.add_imported(data_dir)
     experiment = run_directory.with_vocabulary_path(experiment, directory)
@@ -239,7 +264,11 @@ def open_evaluator(
 def evaluate_state(
     evaluator: Evaluator, directory: pathlib.Path, state: TrainState, *, trainer: Trainer
 ) -> dict[str, float]:
-    """Evaluates a state, writes results and predictions into the run's directory; returns the results."""
+    """Evaluates a state and writes results and predictions into the run directory.
+
+    Returns:
+      The overall measures, and the measures of every task, by name.
+    """
     results, overall = evaluator.measure(trainer.averaged_variables(state), mesh=trainer.mesh)
     if processes.is_process_zero():
         step = int(state.step)

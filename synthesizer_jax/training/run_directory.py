@@ -1,4 +1,4 @@
-"""The files of a run's directory that say what the run is: its experiment and its vocabulary."""
+"""Reads and writes the files that define a run: its experiment and its vocabulary."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from synthesizer_jax.tasks import synthetic, task_registry
 from synthesizer_jax.training.experiment import Experiment
 
 WATCHING = ("writers", "profile")
-"""Fields of `Training` that say who sees a run, not what it computes."""
+"""Fields of `Training` that affect only where a run is observed, not what it computes."""
 
 MAY_CHANGE = ("steps", "log_every", "save_every", "keep_latest", "keep_best", *WATCHING)
-"""Fields of `Training` that a continued run may change."""
+"""Fields of `Training` that may differ when a run is continued."""
 
 
 def save_experiment(experiment: Experiment, directory: pathlib.Path) -> None:
-    """Writes ``experiment.json``, which is enough to rebuild the model."""
+    """Writes ``experiment.json``, which suffices to rebuild the model."""
     text = json.dumps(to_json(experiment), indent=1)
     write_atomic(directory / EXPERIMENT_FILE, text + "\n")
 
 
 def load_experiment(directory: pathlib.Path) -> Experiment:
-    """Reads the experiment of a run's directory, with a dtype that is resolved; see `read_recorded`.
+    """Reads the experiment of a run, with the dtype of its model resolved; see `read_recorded`.
 
-    Training has recorded the dtype. That of a run that was never trained, such as a converted one, may be
-    ``auto``, and is resolved for this process's devices.
+    Training records the resolved dtype. A run that was never trained, such as a converted
+    checkpoint, may have recorded ``auto``, which is then resolved for the devices of this process.
     """
     return read_recorded(directory).resolved()
 
 
 def read_recorded(directory: pathlib.Path) -> Experiment:
-    """Reads the experiment of a run's directory as it is recorded; the dtype of its model may be ``auto``.
+    """Reads the experiment of a run as it is recorded. The dtype of its model may be ``auto``.
 
     Raises:
-      FileNotFoundError: the directory holds no run.
-      ValueError: the file is damaged, was written by another version or with unknown classes, or the run
-        needs user code that was not imported (`code.require_code`).
+      FileNotFoundError: the directory does not contain a run.
+      ValueError: the file is damaged, it was written by another version or with unknown classes, or
+        the run needs user code that was not imported (`code.require_code`).
     """
     record = read_experiment(directory)
     with describing(directory / EXPERIMENT_FILE, REMEDY):
@@ -67,7 +67,7 @@ def read_recorded(directory: pathlib.Path) -> Experiment:
 
 
 def save_run(experiment: Experiment, directory: pathlib.Path) -> None:
-    """Writes the experiment and its vocabulary into the run's directory."""
+    """Writes the experiment and a copy of its vocabulary file into the run directory."""
     vocabulary = experiment.vocabulary
     if isinstance(vocabulary, SentencePiece):
         copy = directory / VOCABULARY_FILE
@@ -78,7 +78,7 @@ def save_run(experiment: Experiment, directory: pathlib.Path) -> None:
 
 
 def _with_path(experiment: Experiment, path: str) -> Experiment:
-    """Returns the experiment with another path of its vocabulary, if that is a file."""
+    """Returns the experiment with another vocabulary path, if its vocabulary is a file."""
     vocabulary = experiment.vocabulary
     if not isinstance(vocabulary, SentencePiece):
         return experiment
@@ -86,20 +86,24 @@ def _with_path(experiment: Experiment, path: str) -> Experiment:
 
 
 def with_vocabulary_path(experiment: Experiment, directory: pathlib.Path) -> Experiment:
-    """Returns the experiment of a run with the absolute path of the vocabulary in the run's directory."""
+    """Returns a run's experiment with the absolute path of the vocabulary in its run directory."""
     return replace(experiment, vocabulary=with_absolute_path(experiment.vocabulary, directory))
 
 
 def start_from_run(directory: pathlib.Path) -> Experiment:
-    """Returns the experiment of a run, starting from the parameters of that run; see `read_recorded`."""
+    """Returns the experiment of a run, changed so that it starts from the parameters of that run.
+
+    See `read_recorded` for errors.
+    """
     experiment = with_vocabulary_path(read_recorded(directory), directory)
     return experiment.starting_from(str(directory))
 
 
 def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experiment:
-    """Returns the experiment with the absolute path of its vocabulary.
+    """Returns the experiment with its vocabulary, whose path is made absolute.
 
-    The synthetic mixtures bring their own vocabulary, which lies in `data_dir` when they are prepared.
+    If the experiment has no vocabulary, it must use a synthetic mixture. Preparing such a mixture
+    writes a vocabulary into `data_dir`.
 
     Raises:
       ValueError: there is no vocabulary.
@@ -110,7 +114,8 @@ def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experimen
     elif experiment.data.mixture in synthetic.MIXTURES:
         vocabulary = synthetic.vocabulary(data_dir)
     else:
-        task_registry.member_names(experiment.data.mixture)  # there is no such mixture
+        # Raises an error about the mixture itself if there is none of this name.
+        task_registry.member_names(experiment.data.mixture)
         raise ValueError(
             f"the mixture {experiment.data.mixture!r} has no vocabulary of its own; give one, such "
             "as vocabulary=SentencePiece('spiece.model') or Bytes() in the recipe"
@@ -120,15 +125,15 @@ def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experimen
 
 
 def has_begun(directory: pathlib.Path) -> bool:
-    """Whether a directory holds a run that has saved a checkpoint, so that training continues it."""
+    """Returns whether a directory holds a run with a checkpoint, which training would continue."""
     return (directory / EXPERIMENT_FILE).is_file() and bool(finished_steps(directory / "checkpoints"))
 
 
 def find_dtype(experiment: Experiment, directory: pathlib.Path) -> Experiment:
-    """Returns the experiment with the dtype of its model resolved: ``auto`` keeps that of a run.
+    """Returns the experiment with the model dtype ``auto`` replaced.
 
-    If the directory holds a run that continues, ``auto`` is the dtype with which the run began, also on
-    another platform. Otherwise it is that of this process's devices.
+    If the directory holds a run that continues, ``auto`` means the dtype with which the run began,
+    even on another platform. Otherwise it means the default dtype of this process's devices.
     """
     if experiment.model.dtype != AUTO or not has_begun(directory):
         return experiment.resolved()
@@ -137,15 +142,19 @@ def find_dtype(experiment: Experiment, directory: pathlib.Path) -> Experiment:
 
 
 def find_base(experiment: Experiment, directory: pathlib.Path | None = None) -> Experiment:
-    """Returns the experiment with the path and the checksum of the checkpoint to which its adapters belong.
+    """Returns the experiment with the path and checksum of the checkpoint that its adapters modify.
+
+    An experiment without adapters is returned unchanged.
 
     Args:
-      experiment: with `init_from`, ``RUN`` or ``RUN/checkpoints/STEP``; of ``RUN`` the newest checkpoint.
-      directory: the run's own directory. If a run in it continues, ``RUN`` stands for the checkpoint with
-        which it began, even if the base has been trained further.
+      experiment: an experiment whose `init_from` is ``RUN`` or ``RUN/checkpoints/STEP``. ``RUN``
+        means the newest checkpoint of the run.
+      directory: the run directory of the adapters. If a run in it continues, ``RUN`` means the
+        checkpoint with which that run began, even if the base has been trained further.
 
     Raises:
-      ValueError: it is not there, or is another than the one with which they were trained.
+      ValueError: the checkpoint does not exist, or it is not the one with which the adapters were
+        trained.
     """
     lora = experiment.training.adapters
     if lora is None or experiment.init_from is None:
@@ -178,20 +187,27 @@ def find_base(experiment: Experiment, directory: pathlib.Path | None = None) -> 
 
 
 def _has_same_contents(path: pathlib.Path, other: pathlib.Path) -> bool:
+    """Returns whether the file `other` exists and has the same contents as `path`."""
     return other.is_file() and path.read_bytes() == other.read_bytes()
 
 
 def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
-    """Raises a `ValueError` if an experiment cannot be saved, or cannot continue the run of a directory.
+    """Checks that an experiment can be saved, and that it can continue the run in a directory.
 
-    A run that has saved no checkpoint may be replaced: a corrected experiment may start in its directory.
+    If the run in the directory has no checkpoint yet, any experiment may replace it. You can
+    therefore correct an experiment and start again in the same directory.
+
+    Raises:
+      ValueError: the experiment cannot be saved, or the directory holds another run.
     """
-    given = _fixed_settings(_with_path(experiment, VOCABULARY_FILE))  # also tells what cannot be saved
+    # This converts the experiment to JSON, and so also raises an error if it cannot be saved.
+    given = _fixed_settings(_with_path(experiment, VOCABULARY_FILE))
     steps = finished_steps(directory / "checkpoints")
     if not (directory / EXPERIMENT_FILE).is_file() or not steps:
         return
     contents = None
-    with contextlib.suppress(ValueError):  # a damaged one is set aside when it is restored
+    # A damaged checkpoint is no problem here: it is set aside when the run is restored.
+    with contextlib.suppress(ValueError):
         contents = read_contents(directory / "checkpoints" / str(steps[-1]))
     if contents is not None and not contents.position:
         raise ValueError(
@@ -201,7 +217,7 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
     vocabulary = experiment.vocabulary
     if isinstance(vocabulary, SentencePiece):
         source, copy = storage_path(vocabulary.path), directory / VOCABULARY_FILE
-        # That of the synthetic mixtures may still have to be made.
+        # The vocabulary of a synthetic mixture may not exist before the data is prepared.
         if copy.is_file() and source.is_file() and not _has_same_contents(source, copy):
             raise ValueError(
                 f"{directory} holds another run: its {VOCABULARY_FILE} is not {vocabulary.path}; use a new "
@@ -217,7 +233,7 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
 
 
 def _fixed_settings(experiment: Experiment) -> dict[str, object]:
-    """Returns what must stay the same for a run to continue, ``{path: value}``."""
+    """Returns the settings that must stay the same when a run continues, as ``{path: value}``."""
     data = to_json(experiment)
     for name in MAY_CHANGE:
         del data["training"][name]

@@ -1,4 +1,4 @@
-"""What a run tells about its steps, in its files and on the terminal."""
+"""Logs the steps and events of a run, to its files, to services and on the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.step import Batch, Metrics
 
 STOP = "stop"
-"""Among a step's metrics in several processes: the signal that one of them got, or 0."""
+"""Name of an additional metric of steps in runs with several processes.
+
+It is the number of the signal that one of the processes has received, or 0.
+"""
 
 
 class NonFiniteLossError(RuntimeError):
@@ -27,17 +30,21 @@ class NonFiniteLossError(RuntimeError):
 
 
 class RunLog:
-    """The log of a run. Metrics of a step are read when the next one computes, so that devices never wait.
+    """Logs a run. The metrics of a step are read only after the next step was dispatched.
+
+    Reading a metric waits until the devices have computed it. Because the next step is already
+    dispatched at that time, the devices never wait for the log.
 
     Args:
-      experiment: the run's.
-      directory: the run's.
-      checkpoints: the run's.
+      experiment: the experiment of the run.
+      directory: the run directory.
+      checkpoints: the checkpoints of the run.
       visible: whether to show progress.
 
     Attributes:
-      throughput: measures the rates.
-      agreed_signal: in several processes, the signal that one of them had received in the last step read.
+      throughput: measures steps and tokens per second.
+      agreed_signal: the signal that one of several processes had received in the last step whose
+        metrics were read, or 0. All processes have the same value.
     """
 
     def __init__(
@@ -48,8 +55,10 @@ class RunLog:
         self._open_writers = find_writers(training.writers)
         self._directory, self._checkpoints = directory, checkpoints
         self._created = time.time()
-        self._metrics: MetricsWriter | None = None  # in process 0 alone
-        self._writers: dict[str, Writer] = {}  # to services, likewise
+        # Only process 0 writes metrics, to files and to services. In other processes these stay
+        # empty.
+        self._metrics: MetricsWriter | None = None
+        self._writers: dict[str, Writer] = {}
         self._step = 0
         visible = visible and processes.is_process_zero()
         self._progress = Progress(training.steps, title=directory.name, visible=visible)
@@ -58,7 +67,11 @@ class RunLog:
         self.agreed_signal = 0
 
     def begin(self, step: int) -> None:
-        """Begins to write, after the state was restored or made."""
+        """Opens the files and services for writing, once the state is restored or made.
+
+        Args:
+          step: number of finished steps.
+        """
         if processes.is_process_zero():
             add_event(self._directory, "start", step=step, at=self._created)
             self._metrics = MetricsWriter(self._directory, restored_step=step)
@@ -66,22 +79,26 @@ class RunLog:
             for name, make in self._open_writers.items():
                 self._writers[name] = make(self._directory, config)
         self._progress.advance(step)
-        self.throughput.read()  # rates are those from here on, without compilation
+        self.throughput.read()  # restarts the measurement, so that rates exclude compilation
 
     def say(self, step: int, text: str, *, event: str | None = None) -> None:
-        """Prints a line about a step, and writes an event if one is named."""
+        """Prints a line about a step. If `event` is given, also writes an event of that name."""
         if event is not None:
             self.add_event(step, event, text)
         urgent = self._metrics is not None and event in ("stopped", "writer_failed")
         self._progress.say(step, text, urgent=urgent)
 
     def add_event(self, step: int, event: str, text: str = "") -> None:
-        """Writes an event."""
+        """Appends an event to ``events.jsonl``, in process 0 only."""
         if self._metrics is not None:
             add_event(self._directory, event, step=step, text=text)
 
     def close(self, error: BaseException | None) -> None:
-        """Stops the display, and closes the files and the writers; `error` is what ended the run."""
+        """Stops the display and closes the files and services.
+
+        Args:
+          error: the exception that ended the run, or None.
+        """
         if self._metrics is not None:
             self._metrics.close()
         self._tell(lambda writer: writer.close(failed=error is not None))
@@ -90,8 +107,15 @@ class RunLog:
             self.add_event(self._step, "interrupted", one_line_error(error))
 
     def add_step(self, step: int, batch: Batch, metrics: Metrics) -> None:
-        """Logs the step before, and keeps the metrics of a step that may still be computed."""
+        """Logs the previous step, and keeps the metrics of this step, which may still be computed.
+
+        Args:
+          step: number of finished steps, including this one.
+          batch: the batch of this step.
+          metrics: the metrics of this step.
+        """
         self.flush()
+        # The number of positions in the batch, including padding.
         sides = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
         self._unread = step, metrics, sum(side.size for side in sides)
 
@@ -99,7 +123,7 @@ class RunLog:
         """Waits for the last step, checks its metrics and writes them.
 
         Raises:
-          NonFiniteLossError: the run diverged.
+          NonFiniteLossError: the loss or the gradient is not finite, so the run diverged.
         """
         if self._unread is None:
             return
@@ -116,13 +140,17 @@ class RunLog:
             self._progress.log_training(step, values)
 
     def flush_files(self) -> None:
-        """Logs the last step, so that a run continued from its checkpoint misses no line."""
+        """Logs the last step and writes all files.
+
+        It is called before a checkpoint is saved, so that no line is missing if the run continues
+        from it.
+        """
         self.flush()
         if self._metrics is not None:
             self._metrics.flush()
 
     def flush_writers(self) -> None:
-        """Lets services have what they were not sent yet."""
+        """Asks the services to send everything that they have not sent yet."""
         self._tell(lambda writer: writer.flush())
 
     def add_evaluation(self, step: int, values: dict[str, float], seconds: float) -> None:
@@ -133,6 +161,11 @@ class RunLog:
         self.throughput.read()
 
     def _write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
+        """Writes metrics to the files and the services.
+
+        A run that continues may repeat steps whose lines it has removed from its files. The
+        services have received the metrics of these steps already, so they do not get them again.
+        """
         self._step = step
         if self._metrics is not None:
             self._metrics.write(step, values, kind=kind)
@@ -140,7 +173,10 @@ class RunLog:
                 self._tell(lambda writer: writer.write(step, values, kind=kind))
 
     def _tell(self, call: Callable[[Writer], None]) -> None:
-        """Calls the writers to services; whatever is wrong with one, training goes on without it."""
+        """Calls all writers to services. A writer that raises any error is removed.
+
+        A problem with a service must not stop the training.
+        """
         for name, writer in list(self._writers.items()):
             try:
                 call(writer)
@@ -150,7 +186,7 @@ class RunLog:
                 self.say(self._step, text, event="writer_failed")
 
     def report_saved(self) -> None:
-        """Reports the checkpoints that were finished in the meantime."""
+        """Reports the checkpoints whose writing has finished since the last call."""
         for step in self._checkpoints.take_newly_saved():
             self.say(step, "saved", event="saved")
 

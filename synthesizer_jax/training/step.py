@@ -1,4 +1,4 @@
-"""What training changes, and one step of it: loss, gradients over micro-batches, update."""
+"""The state of training and one step: the loss, gradients over micro-batches, and the update."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 DENSE_LOGITS = 2**22
-"""Up to this many logits a batch's loss is computed at once; beyond it in chunks of tokens."""
+"""The largest number of logits for which the loss of a batch is computed at once.
+
+The loss of larger batches is computed in chunks of tokens.
+"""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The state of a run; a pytree.
+    """The state of a run, which every training step replaces. It is a pytree.
 
     Attributes:
-      step: number of finished steps, an int32 array.
-      params: trainable parameters, float32. In a run with adapters these are the low-rank updates, and the
-        parameters that are trained whole (`adapters.trained_variables`).
-      constants: saved, never optimized (Fixed Random tables).
-      opt_state: the optimizer's state.
-      ema: the exponential moving average of the parameters; empty if the run has none.
+      step: number of finished steps, an int32 scalar.
+      params: trainable parameters, float32. In a run with adapters, these are the low-rank updates
+        and the parameters that are trained whole (`adapters.trained_variables`).
+      constants: variables that are saved but never optimized, such as the tables of Fixed Random.
+      opt_state: the state of the optimizer.
+      ema: the exponential moving average of the parameters. It is empty if the run has none.
     """
 
     step: PyTree
@@ -50,12 +53,15 @@ class TrainState:
 
     @property
     def variables(self) -> Variables:
-        """What the model's `apply` takes in training."""
+        """The variables for the model's `apply` during training."""
         return {"params": self.params, **({"constants": self.constants} if self.constants else {})}
 
     @property
     def averaged_variables(self) -> Variables:
-        """What is evaluated and used later: the variables with the average of the parameters, if any."""
+        """The variables for evaluation and later use.
+
+        If the run has a moving average of the parameters, it takes the place of the parameters.
+        """
         return {**self.variables, **({"params": self.ema} if self.ema else {})}
 
 
@@ -72,22 +78,24 @@ def loss_sums(
 ) -> LossSums:
     """Returns the loss of a batch, summed over its real targets.
 
-    These are the tokens of a text-to-text model, teacher-forced; the class of every row of an `Encoder`
-    with `outputs`; and of one with `masked_lm` the tokens that are to be predicted in their places.
+    For a text-to-text model, the targets are tokens, which are predicted with teacher forcing. For
+    an `Encoder` with `outputs`, each row has one target, its class. For an `Encoder` with
+    `masked_lm`, the targets are the masked tokens, which are predicted in their places.
 
     Args:
       model: an unbound model.
-      variables: its variables.
-      batch: ``encoder_input_tokens [b, k]``, ``decoder_input_tokens``, ``decoder_target_tokens`` and
-        ``decoder_loss_weights [b, q]``; packed rows also have ``*_segment_ids``. The targets of an encoder
-        are classes (q = 1), or tokens (q = k).
+      variables: the variables of the model.
+      batch: arrays ``encoder_input_tokens [b, k]``, ``decoder_input_tokens [b, q]``,
+        ``decoder_target_tokens [b, q]`` and ``decoder_loss_weights [b, q]``. Packed rows also have
+        ``*_segment_ids``. The targets of an encoder are classes (q = 1) or tokens (q = k).
       z_loss: coefficient of log² Z.
-      label_smoothing: T5's label smoothing.
-      dropout_key: None turns dropout off.
-      max_segments: most segments of a packed row.
-      penalty_weight: the factor of what modules add to the loss, a mean over rows; None: the number of
-        real targets. A part of a batch has its share of the whole batch's number here, so that
-        parts of equally many rows add up.
+      label_smoothing: ε of T5's label smoothing.
+      dropout_key: random key for dropout. None turns dropout off.
+      max_segments: maximum number of segments in a packed row.
+      penalty_weight: factor of the losses that modules add, which are means over rows. The default
+        is the number of real targets. A micro-batch takes its share of the number of real targets
+        in the whole batch here. The sum over micro-batches of equal size is then the penalty of the
+        whole batch.
     """
     if isinstance(model, Encoder):
         classifies = model.outputs is not None
@@ -115,6 +123,7 @@ def loss_sums(
         label_smoothing=label_smoothing,
         soft_cap=model.logits_soft_cap,
     )
+    # `states` is [b, q, d_model], or [b, 1, classes] if there is no kernel and it is the logits.
     if kernel is None or targets.size * kernel.shape[1] <= DENSE_LOGITS:
         logits = states
         if kernel is not None:
@@ -123,7 +132,9 @@ def loss_sums(
         sums = cross_entropy(
             logits, targets, weights=weights, z_loss=z_loss, label_smoothing=label_smoothing
         )
-    elif mesh_axes("batch"):  # on every device's own rows; the projection is gathered once
+    elif mesh_axes("batch"):
+        # Each device computes the loss of its own rows, so that no chunk has rows of several
+        # devices and the kernel is gathered only once.
         of_rows = lambda kernel, x, y, w: chunked(x, kernel, targets=y, weights=w)
         parts = map_over_batch(
             lambda *arrays: jax.tree.map(lambda x: jnp.asarray(x)[None], of_rows(*arrays)),
@@ -133,7 +144,8 @@ def loss_sums(
         sums = jax.tree.map(jnp.sum, parts)
     else:
         sums = chunked(states, kernel, targets=targets, weights=weights)
-    penalty = sum(map(jnp.sum, jax.tree.leaves(sown)), start=jnp.zeros(()))  # scanned: [layers]
+    # Modules in scanned layers sow one array [layers], other modules sow scalars.
+    penalty = sum(map(jnp.sum, jax.tree.leaves(sown)), start=jnp.zeros(()))
     weight = sums.weight if penalty_weight is None else penalty_weight
     return dataclasses.replace(sums, penalty=penalty * weight)
 
@@ -147,18 +159,18 @@ def teacher_forced(
     dropout_key: jax.Array | None = None,
     max_segments: int | None = None,
 ) -> tuple[jax.Array, Variables]:
-    """Returns the decoder's states of a batch, and what the modules sow in a collection.
+    """Returns the decoder's states with teacher forcing, and the values that modules sow.
 
     Args:
       model: an unbound model.
-      variables: its variables.
+      variables: the variables of the model.
       batch: see `loss_sums`.
-      collection: `LOSSES`, `TAPS` or ``intermediates``, or several.
-      dropout_key: None turns dropout off.
-      max_segments: most segments of a packed row.
+      collection: the collections to return: `LOSSES`, `TAPS` or ``intermediates``, or several.
+      dropout_key: random key for dropout. None turns dropout off.
+      max_segments: maximum number of segments in a packed row.
 
     Returns:
-      ``[b, q, d_model]`` and ``{collection: ...}``.
+      The states ``[b, q, d_model]``, and ``{collection: ...}``.
     """
     weights = batch.get("decoder_loss_weights")
     segments = None
@@ -183,36 +195,49 @@ def make_train_step(
     *,
     max_segments: int | None = None,
 ) -> Callable[[TrainState, Batch, jax.Array, Variables], tuple[TrainState, Metrics]]:
-    """Returns the function ``(state, batch, key, base) → (state, metrics)``, to be jitted by the caller.
+    """Returns the function ``(state, batch, key, base) → (state, metrics)``, not yet jitted.
 
-    The base are the variables to which the state's adapters belong, empty if it has none.
+    `base` has the variables that the state's adapters modify. It is empty if there are no adapters.
 
-    With `Training.micro_batches` the batch is divided into parts whose gradients are added up; the loss is
-    normalized over the whole batch, so the result is that of one part.
+    With `Training.micro_batches`, the batch is divided into parts whose gradients are added up. The
+    loss is normalized over the whole batch, so the result is the same as without micro-batches,
+    except for rounding and dropout.
 
     Args:
       model: an unbound model.
-      optimizer: the optimizer and what it trains.
-      training: the loss, its normalizer, the micro-batches and the average of the parameters.
-      max_segments: most segments of a packed row.
+      optimizer: the optimizer, which also knows which parameters are trained.
+      training: settings of the loss, its normalizer, micro-batches and the average of the
+        parameters.
+      max_segments: maximum number of segments in a packed row.
 
     Returns:
-      Metrics are float32 scalars: ``loss`` (nats per real target, without z-loss), ``z_loss``,
-      ``accuracy`` (of the targets), ``tokens`` (real input and target tokens), ``gradient_norm`` (of the
-      parameters that are trained), and ``learning_rate`` where it is known. Two runs have the same
-      ``data_checksum`` in a step if they read the same batch.
+      The step. Its metrics are scalars, float32 except for the checksum:
+
+      - ``loss``: nats per real target, without z-loss.
+      - ``z_loss``: z-loss per real target.
+      - ``accuracy``: the fraction of real targets that are predicted.
+      - ``tokens``: number of real input and target tokens.
+      - ``gradient_norm``: the norm of the gradient of the trained parameters.
+      - ``learning_rate``: the learning rate of the step, if it is known.
+      - ``data_checksum``: a uint32 checksum of the batch. If two runs read the same batch in a
+        step, they have the same checksum.
     """
     parts = training.micro_batches
 
     def step(
         state: TrainState, batch: Batch, key: jax.Array, base: Variables
     ) -> tuple[TrainState, Metrics]:
+        """Computes the gradients of a batch and updates the state."""
         key = jax.random.fold_in(key, state.step)
         weights = batch["decoder_loss_weights"]
         denominator = loss_denominator(weights, training.loss_normalizer)
         trained, num_targets = optimizer.trained(state.params), weights.sum()
 
         def normalized_loss(trained: PyTree, part: Batch, key: jax.Array) -> tuple[jax.Array, LossSums]:
+            """Returns the loss of a part of the batch, and the sums for the metrics.
+
+            The denominator is that of the whole batch, so that the losses of the parts add up.
+            """
             variables = {**state.variables, "params": merge_entries(trained, state.params)}
             sums = loss_sums(
                 model,
@@ -229,6 +254,7 @@ def make_train_step(
         gradients_of = functools.partial(jax.grad(normalized_loss, has_aux=True), trained)
 
         def add_part(total: PyTree, indexed_part: tuple[jax.Array, Batch]) -> tuple[PyTree, None]:
+            """Adds the gradients and sums of a micro-batch to the total."""
             index, part = indexed_part
             gradients = gradients_of(part, jax.random.fold_in(key, index))
             return jax.tree.map(jnp.add, total, gradients), None
@@ -236,6 +262,8 @@ def make_train_step(
         if parts == 1:
             gradients, sums = gradients_of(batch, key)
         else:
+            # The sums start as zeros with the shapes and dtypes of the gradients and sums of one
+            # part.
             split = jax.tree.map(lambda x: _split_micro_batches(x, parts), batch)
             first = jax.tree.map(lambda x: x[0], split)
             zeros = jax.tree.map(
@@ -263,18 +291,18 @@ def make_train_step(
 def apply_gradients(
     state: TrainState, gradients: PyTree, optimizer: RuledOptimizer, *, ema: float | None = None
 ) -> TrainState:
-    """Returns the state after a step.
+    """Returns the state after an update of the parameters and of their moving average.
 
     The average follows the parameters by ``average + (1 − d) · (params − average)`` with
     ``d = min(ema, (1 + step) / (10 + step))``, as in TensorFlow's ``ExponentialMovingAverage`` with
-    ``num_updates``. It starts as the initial parameters. The smaller decay of the first steps forgets them,
-    so a bias correction is not needed.
+    ``num_updates``. It starts as a copy of the initial parameters. The smaller decay of the first
+    steps lets it forget them quickly, so no bias correction is needed.
 
     Args:
-      state: the state before it.
-      gradients: from `RuledOptimizer.mask_gradients`.
+      state: the state before the step.
+      gradients: gradients from `RuledOptimizer.mask_gradients`.
       optimizer: the optimizer.
-      ema: decay of the average of the parameters; None: the state has none.
+      ema: decay of the average of the parameters. None if the state has no average.
     """
     params, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     average = state.ema
@@ -285,16 +313,24 @@ def apply_gradients(
 
 
 def _data_checksum(batch: Batch) -> jax.Array:
-    """Returns a uint32 checksum of a batch's token ids and their positions, the same on every mesh."""
+    """Returns a uint32 checksum of the token ids of a batch and their positions.
+
+    It is computed with integers only, so it is the same on every mesh.
+    """
     total = jnp.zeros((), jnp.uint32)
     for name in ("encoder_input_tokens", "decoder_target_tokens"):
         ids = batch[name].astype(jnp.uint32)
         position = jnp.arange(ids.size, dtype=jnp.uint32).reshape(ids.shape)
-        # Knuth's multiplier; odd weights keep every bit of an id.
+        # 2654435761 is Knuth's multiplicative hash. The factor of an id is always odd, because a
+        # product with an odd number modulo 2³² loses no bit of the id.
         total = total * 31 + (ids * (position * jnp.uint32(2654435761) * 2 + 1)).sum(dtype=jnp.uint32)
     return total
 
 
 def _split_micro_batches(x: jax.Array, parts: int) -> jax.Array:
-    """Splits ``[batch, ...]`` to ``[parts, batch / parts, ...]``; every part has rows of every device."""
+    """Reshapes ``[batch, ...]`` to ``[parts, batch / parts, ...]``.
+
+    Each part takes every `parts`-th row. The batch is sharded by rows, so each part has rows of
+    every device and no rows must be moved.
+    """
     return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)

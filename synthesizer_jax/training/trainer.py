@@ -1,4 +1,4 @@
-"""An experiment laid over a mesh."""
+"""The trainer: an experiment's state and compiled step, laid out over a mesh of devices."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ from synthesizer_jax.training.step import Batch, Metrics, TrainState, make_train
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Shapes, logical axes and shardings of a run's state, known before anything is allocated.
+    """Shapes, logical axes and shardings of a run's state, known before any array is allocated.
 
     Attributes:
-      abstract: a `TrainState` of `jax.ShapeDtypeStruct` leaves with shardings.
-      axes: logical axes of the parameters; in a run with adapters, of these.
+      abstract: a `TrainState` whose leaves are `jax.ShapeDtypeStruct` with shardings.
+      axes: the logical axes of the parameters in the state. In a run with adapters, these are the
+        low-rank updates and the parameters that are trained whole.
     """
 
     abstract: TrainState
@@ -48,14 +49,23 @@ class Layout:
 
     @property
     def shardings(self) -> TrainState:
-        """A `TrainState` of `NamedSharding` leaves."""
+        """A `TrainState` whose leaves are `NamedSharding`."""
         return jax.tree.map(lambda x: x.sharding, self.abstract)
 
 
 def make_layout(
     experiment: Experiment, mesh: Mesh | AbstractMesh, *, rules: Sequence[OptimizerRule]
 ) -> tuple[RuledOptimizer, Layout]:
-    """Builds the optimizer, which is told the logical axes, and plans the state; see `build_optimizer`."""
+    """Builds the optimizer and the layout of the state on a mesh; see `build_optimizer` for errors.
+
+    Args:
+      experiment: the experiment.
+      mesh: the mesh, which may be abstract.
+      rules: how parameters are optimized, by their paths.
+
+    Returns:
+      The optimizer and the layout.
+    """
     model, ema = experiment.model, experiment.training.ema is not None
     shapes, axes = trained_variables(experiment)
     optimizer = build_optimizer(
@@ -77,8 +87,14 @@ def make_layout(
 class BatchShards:
     """Assigns the virtual shards of a batch to the processes whose devices hold their examples.
 
-    Of B examples, shard s of V has those from s · B/V to (s + 1) · B/V − 1. A process loads all shards of
-    which its devices hold an example, so several processes may load the same shard. V divides B.
+    If a batch of B examples has V shards, where V divides B, shard s holds the examples s · B/V to
+    (s + 1) · B/V − 1. A process loads every shard that contains an example of its devices. Several
+    processes may therefore load the same shard.
+
+    Args:
+      batch_size: number of examples B of the whole batch.
+      shards: number of virtual shards V.
+      sharding: the sharding of the batch over the devices.
     """
 
     def __init__(self, batch_size: int, shards: int, sharding: jax.sharding.Sharding):
@@ -95,18 +111,24 @@ class BatchShards:
         return sorted(self._shards_of_process[process])
 
     def saved_by(self, process: int) -> list[int]:
-        """Returns the shards whose position in the data a process saves.
+        """Returns the shards whose position in the data is saved by a process.
 
-        A shard that several processes load is saved by the one with the lowest index.
+        If several processes load a shard, the one with the lowest index saves its position.
         """
         saved_by_lower = {s for p, shards in self._shards_of_process.items() if p < process for s in shards}
         return sorted(self._shards_of_process[process] - saved_by_lower)
 
     def to_global_array(self, local: np.ndarray) -> jax.Array:
-        """Makes the global batch of the examples ``[n, ...]`` of this process' shards."""
+        """Returns the global batch, made from the examples of this process's shards.
+
+        Args:
+          local: ``[n, ...]``, the examples of all shards of this process, in the order of
+            `shards_of`.
+        """
         slot_of_shard = {s: i for i, s in enumerate(self.shards_of(jax.process_index()))}
 
         def examples_at(index: PyTree) -> np.ndarray:
+            """Returns the local examples at an index of the global batch, for one device."""
             shards, offsets = np.divmod(np.arange(self._batch_size)[index[0]], self._shard_size)
             slots = np.array([slot_of_shard[s] for s in shards.tolist()])
             return local[slots * self._shard_size + offsets]
@@ -116,11 +138,12 @@ class BatchShards:
 
 
 class Trainer:
-    """The compiled step of an experiment and its state's layout.
+    """Holds the optimizer, the layout of the state, and the compiled step of an experiment.
 
     Args:
-      experiment: what to train; a model's dtype of ``auto`` is that of the devices.
-      devices: None uses all devices.
+      experiment: the experiment to train. A model dtype of ``auto`` is replaced by the default
+        dtype of the devices.
+      devices: the devices to use. None means all devices.
     """
 
     def __init__(self, experiment: Experiment, devices: list[jax.Device] | None = None):
@@ -134,13 +157,14 @@ class Trainer:
         self.optimizer, self.layout = make_layout(experiment, self.mesh, rules=self.rules)
         self.base: Variables = {}
         self._has_base = training.adapters is None
-        if not self._has_base:  # its shapes, until `read_base`
+        if not self._has_base:  # only shapes and shardings, until `read_base` reads the arrays
             self.base = layout_over(self.model, self.example, self.mesh)
-        # XLA's default order on CPUs favors parallelism and keeps weight gradients alive for long; the
-        # order that saves memory needs far less for temporaries and is no slower.
+        # XLA's default schedule on CPUs favors parallelism and keeps weight gradients in memory for
+        # a long time. The memory-optimized schedule needs far less memory and is not slower.
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-        options["xla_disable_hlo_passes"] = "all-reduce-promotion"  # it aborts on sums of bfloat16
+        # This pass aborts the process if a bfloat16 array is summed over devices.
+        options["xla_disable_hlo_passes"] = "all-reduce-promotion"
         self._jitted = jax.jit(
             self.make_step(),
             donate_argnums=0,
@@ -155,7 +179,7 @@ class Trainer:
         self._key = jax.random.key(training.seed)
 
     def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
-        """The function to compile: state, batch, key and what `arguments` holds."""
+        """Returns the function to compile; it takes a state, a batch, a key and `arguments`."""
         data = self.experiment.data
         return make_train_step(
             self.model,
@@ -166,22 +190,25 @@ class Trainer:
 
     @property
     def rules(self) -> tuple[OptimizerRule, ...]:
-        """How parameters are optimized, by their paths; distillation has its own."""
+        """How parameters are optimized, by their paths. Trainers of distillation override this."""
         return self.experiment.training.rules
 
     @property
     def arguments(self) -> tuple[PyTree, ...]:
-        """What a step takes besides state, batch and key: the adapters' base, or distillation's teacher."""
+        """Arguments of a step besides the state, the batch and the key.
+
+        This is the base of the adapters. Trainers of distillation pass their teacher.
+        """
         return (self.base,)
 
     def read_base(self, report: Callable[[str], object] = lambda _: None) -> None:
-        """Reads the variables to which the adapters belong, once; does nothing without adapters.
+        """Reads the variables of the base that the adapters modify, unless they are already read.
 
-        A training run calls it before anything is written. Whatever else needs the base reads it when it
-        is needed.
+        It does nothing if the run has no adapters. A training run calls it before anything is
+        written. Other methods that need the base call it themselves.
 
         Args:
-          report: is called with the table of `initial_parameters.read_base`.
+          report: called with the table of `initial_parameters.read_base`.
 
         Raises:
           ValueError: see `initial_parameters.read_base`.
@@ -191,14 +218,21 @@ class Trainer:
             self._has_base = True
 
     def averaged_variables(self, state: TrainState) -> Variables:
-        """What is evaluated and used later: the model's variables, with the average if there is one."""
+        """Returns the model's variables for evaluation and later use.
+
+        They contain the moving average of the parameters if the run has one. Adapters are merged
+        into their base.
+        """
         self.read_base()
         merge = jax.jit(adapted_variables, static_argnums=2)
         lora = self.experiment.training.adapters
         return merge(state.averaged_variables, self.base, lora) if lora else state.averaged_variables
 
     def step_flops(self) -> float | None:
-        """What a step computes; None: not known."""
+        """Returns the floating-point operations of a step, or None if they are unknown.
+
+        They are those of all devices together.
+        """
         data = self.experiment.data
         return step_flops(
             self.experiment.model,
@@ -208,9 +242,10 @@ class Trainer:
         )
 
     def measure_utilization(self) -> dict[str, float]:
-        """`utilizations` of a run that does one step a second.
+        """Returns the `utilizations` of the devices at one step per second.
 
-        Empty where its FLOPs are not known, as with adapters, or not those of every step, as with buckets.
+        Returns an empty dictionary if the FLOPs of a step are unknown, as with adapters, or differ
+        between steps, as with buckets.
         """
         flops = self.step_flops()
         if flops is None or self.experiment.data.buckets or self.base:
@@ -218,13 +253,18 @@ class Trainer:
         return utilizations(flops, self.mesh, self.experiment.model.dtype)
 
     def init(self, variables: Variables | None = None) -> TrainState:
-        """A state with variables, whose arrays become its own; None: with fresh ones.
+        """Returns the first state, with given or random variables.
 
-        These are made directly in their places on the mesh. Their values depend on the seed alone, not on
-        the mesh (partitionable random bits).
+        Random variables are made directly in their places on the mesh. Their values depend only on
+        the seed and not on the mesh, because JAX's random bits are partitionable.
+
+        Args:
+          variables: the variables of the state. Their buffers are donated and must not be used
+            afterwards. None draws random variables. In a run with adapters, it makes new adapters.
         """
 
         def make(variables: Mapping[str, PyTree]) -> TrainState:
+            """Returns the first state with the given variables."""
             return TrainState(
                 step=jnp.zeros((), jnp.int32),
                 params=variables["params"],
@@ -234,6 +274,7 @@ class Trainer:
             )
 
         def make_fresh(key: jax.Array) -> TrainState:
+            """Returns the first state with random variables."""
             return make(self.model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in self.example)))
 
         if variables is None and self.experiment.training.adapters is None:
@@ -242,7 +283,10 @@ class Trainer:
         return jax.jit(make, donate_argnums=0, out_shardings=self.layout.shardings)(variables)
 
     def _fresh_adapters(self) -> Variables:
-        """Returns fresh low-rank updates, and copies of the base's variables that the run holds whole."""
+        """Returns new low-rank updates, and copies of the variables that the run trains whole.
+
+        The copies are those of the base.
+        """
         variables = traverse_util.flatten_dict(self.layout.abstract.variables)
         updates = {keys: x.sharding for keys, x in variables.items() if is_update(keys)}
         fresh = init_arrays(
@@ -256,43 +300,63 @@ class Trainer:
             return fresh
         self.read_base()
         base = traverse_util.flatten_dict(self.base)
-        copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))  # steps donate their state's buffers
+        # Steps donate the buffers of the state, and the base must keep its own.
+        copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
         copies = copy({keys: base[keys] for keys in whole})
         merged: Variables = merge_entries(traverse_util.unflatten_dict(copies), fresh)
         return merged
 
     @property
     def description(self) -> str:
-        """The number of parameters, and number and kind of the devices, such as ``8 × TPU v5 lite``."""
+        """The number of parameters and the devices, such as ``1,234 parameters on 8 × TPU v5p``."""
         size = sum(x.size for x in jax.tree.leaves(self.layout.abstract.params))
         kinds = sorted({device.device_kind for device in self.mesh.devices.flat})
         return f"{size:,} parameters on {self.mesh.size} × {', '.join(kinds)}"
 
     @property
     def shards(self) -> list[int]:
-        """The data's virtual shards whose rows this process' devices take."""
+        """The virtual shards of the data that this process loads for its devices."""
         return self._batch_shards.shards_of(jax.process_index())
 
     @property
     def saved_shards(self) -> list[int]:
-        """Those of `shards` that no earlier process also reads: their positions it saves."""
+        """The shards in `shards` whose position in the data this process saves.
+
+        Each shard is saved by the first process that loads it.
+        """
         return self._batch_shards.saved_by(jax.process_index())
 
     def shard_batch(self, batch: dict[str, np.ndarray]) -> Batch:
-        """A host batch with the rows of `shards`, spread over the mesh."""
+        """Places a batch on the devices of the mesh.
+
+        Args:
+          batch: host arrays with the examples of this process's `shards`.
+
+        Returns:
+          Global arrays, sharded by examples.
+        """
         if jax.process_count() == 1:
             return jax.device_put(batch, batch_sharding(self.mesh))
         return {name: self._batch_shards.to_global_array(x) for name, x in batch.items()}
 
     def max_over_processes(self, number: int, *, after: jax.Array) -> jax.Array:
-        """The largest of the processes' int32 numbers, compared when a step has made the array `after`."""
+        """Returns the largest of the int32 numbers that the processes pass, as a replicated array.
+
+        Args:
+          number: the number of this process.
+          after: an array that a step makes. The numbers are compared when it is computed.
+        """
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         repeated = np.full(self.mesh.size, number, np.int32)
         numbers = jax.make_array_from_callback(repeated.shape, sharding, lambda where: repeated[where])
         return self._largest(numbers, after)
 
     def trace(self, lengths: tuple[int, int] | None = None) -> jax.stages.Traced:
-        """The step for a bucket's lengths of inputs and targets, or the full ones; allocates nothing."""
+        """Returns the traced step. No array is allocated.
+
+        Args:
+          lengths: the lengths of inputs and targets in a bucket. None means the full lengths.
+        """
         batch = abstract_batch(self.experiment.data, batch_sharding(self.mesh), lengths=lengths)
         with use_mesh(self.mesh):
             return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
@@ -300,7 +364,12 @@ class Trainer:
     def compile(
         self, batch: Batch | None = None, lowered: jax.stages.Lowered | None = None
     ) -> jax.stages.Compiled:
-        """Returns the step compiled, once, for a batch's shape; None: for full lengths, as in `lowered`."""
+        """Returns the compiled step for the shape of a batch, compiling it on the first call.
+
+        Args:
+          batch: a batch of the shape. None means the full lengths.
+          lowered: the lowered step for these lengths, if it has been lowered already.
+        """
         lengths = self.experiment.data.shapes[-1] if batch is None else _lengths(batch)
         if lengths not in self._compiled:
             self._compiled[lengths] = (lowered or self.trace(lengths).lower()).compile()
@@ -308,21 +377,24 @@ class Trainer:
 
     @property
     def num_compiled(self) -> int:
-        """Number of shapes of batches for which the step has been compiled."""
+        """The number of batch shapes for which the step has been compiled."""
         return len(self._compiled)
 
     def is_compiled(self, batch: Batch) -> bool:
-        """Returns whether the step has been compiled for a batch's shape."""
+        """Returns whether the step has been compiled for the shape of a batch."""
         return _lengths(batch) in self._compiled
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One step; the old state's buffers are reused. The first one of a shape compiles it."""
+        """Does one training step. The buffers of the old state are donated.
+
+        The step is compiled when it is called for the first time with a batch of a new shape.
+        """
         self.read_base()
         return self.compile(batch)(state, batch, self._key, *self.arguments)
 
 
 def _lengths(batch: Batch) -> tuple[int, int]:
-    """Returns the lengths of a batch's inputs and targets."""
+    """Returns the lengths of the inputs and the targets in a batch."""
     return batch["encoder_input_tokens"].shape[1], batch["decoder_target_tokens"].shape[1]
 
 
@@ -332,7 +404,13 @@ def abstract_batch(
     *,
     lengths: tuple[int, int] | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a training batch, with the full lengths or those of a bucket."""
+    """Returns the shapes and dtypes of a training batch.
+
+    Args:
+      data: the settings of the data.
+      sharding: the sharding of the batch, if any.
+      lengths: the lengths of inputs and targets in a bucket. None means the full lengths.
+    """
     return {
         name: jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=sharding)
         for name, field in batch_fields(data, lengths=lengths).items()
