@@ -1,1 +1,1 @@
-"""Recipes: functions that return an `Experiment` or a `Distillation`."""
+"""Recipes, which are functions that return an `Experiment` or a `Distillation`."""

@@ -1,15 +1,19 @@
 """Fine-tune a T5 or a Synthesizer on one task or mixture, from a checkpoint or from scratch.
 
-Command (requires T5's vocabulary file, and data from `synthesizer-jax data import glue --from DIR`):
+This command requires T5's vocabulary file, and the data of GLUE, which
+`synthesizer-jax data import glue --from DIR` imports:
 
     synthesizer-jax train finetune --workdir runs/cola --data-dir DATA \\
         --set vocabulary.path=spiece.model --set data.mixture=glue_cola_v002 \\
         --set init_from=runs/pretrained
 
-Hardware: a small model fits on an accelerator with 16 GB. The settings are those of T5's fine-tuning:
-Adafactor with a constant learning rate of 0.001, dropout 0.1, batches of 128 × (512 + 84) tokens in packed
-rows. A model with a mixer that reads a row as one sequence needs `--set data.pack=false`. Tasks with label
-words are evaluated by ranking these; T5's published scores are those of `--set evaluation.method=greedy`.
+Hardware: a small model fits on an accelerator with 16 GB.
+
+The settings are those of T5's fine-tuning: Adafactor with a constant learning rate of 0.001, a
+dropout rate of 0.1, and batches of 128 packed rows of 512 + 84 tokens. If a mixer of the model
+reads a row as one sequence, rows cannot be packed; add `--set data.pack=false`. If a task has
+label words, it is evaluated by ranking them. T5's published scores are from greedy decoding, which
+you get with `--set evaluation.method=greedy`.
 """
 
 from __future__ import annotations
@@ -24,31 +28,33 @@ from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 
 
 def default() -> Experiment:
-    """T5 1.1 small."""
+    """Fine-tunes T5 1.1 small."""
     return _finetune(T5_1_1["small"], "v")
 
 
 def synthesizer_rv_small() -> Experiment:
-    """The small Random + Vanilla Synthesizer."""
+    """Fine-tunes a Random + Vanilla Synthesizer of T5 1.1's small size."""
     return _finetune(T5_1_1["small"], "rv")
 
 
 def base() -> Experiment:
-    """T5 1.1 base."""
+    """Fine-tunes T5 1.1 base."""
     return _finetune(T5_1_1["base"], "v")
 
 
 def prefix_lm_base() -> Experiment:
-    """A decoder-only model of base size with bidirectional attention over the inputs."""
+    """Fine-tunes a decoder-only model of base size with bidirectional attention to its inputs."""
     experiment = base()
     model = zoo.language_model("v", T5_1_1["base"], prefix=True)
     decoder = model.decoder.copy(scan=True, dropout_rate=0.1)
-    buckets = ((64, 16), (128, 16), (256, 32))  # inputs and targets share a row: not packed
+    # Inputs and targets share a row, so that rows cannot be packed. Buckets save padding instead.
+    buckets = ((64, 16), (128, 16), (256, 32))
     data = replace(experiment.data, pack=False, buckets=buckets)
     return replace(experiment, model=model.copy(decoder=decoder, dtype="auto"), data=data)
 
 
 def _finetune(size: Size, variant: str) -> Experiment:
+    """Returns the fine-tuning of a T5 1.1 whose self-attention is a variant, such as ``rv``."""
     self_attention = alignment(variant, head_dim=size.head_dim)
     return Experiment(
         model=t5(size, encoder=self_attention, dropout_rate=0.1, dtype="auto", scan=True),

@@ -1,17 +1,21 @@
 """Pre-train a T5 or a Synthesizer on unlabeled text, or on text and T5's supervised tasks together.
 
-Command (requires T5's vocabulary file, and C4 from TFDS or `synthesizer-jax data import c4/en`, which
-is prepared first):
+The commands require T5's vocabulary file, and C4 from TFDS or from
+`synthesizer-jax data import c4/en`. The first command prepares C4, and the second one trains:
 
     synthesizer-jax data prepare c4_v220_span_corruption --vocabulary spiece.model --data-dir DATA
     synthesizer-jax train pretrain:t5_1_1_base --workdir runs/pretrained --data-dir DATA \\
         --set vocabulary.path=spiece.model
 
-Hardware: see docs/pretrain.md; `laptop` needs two CPU cores and WikiText-2. The settings are T5's
-(Raffel et al. 2020, section 3.1): 524,288 steps of 128 rows of 512 tokens (65,536 a batch), Adafactor with
-the learning rate 1/√max(step, 10⁴), and spans of a mean of 3 tokens at a density of 15 %, whose targets
-take 114 tokens. `--set data.mixture=TASK` names other texts, such as an imported task, and
-`--set data.objective=NAME` the objective of texts that have none of their own.
+Hardware: see docs/pretrain.md. `laptop` needs only two CPU cores and WikiText-2.
+
+The settings are those of T5 (Raffel et al. 2020, section 3.1). There are 524,288 steps. A batch has
+128 rows of 512 tokens, which are 65,536 tokens. The optimizer is Adafactor with the learning rate
+1/√max(step, 10⁴). The corrupted spans have a mean length of 3 tokens and contain 15% of all tokens,
+so that the targets have 114 tokens.
+
+To train on other texts, such as those of an imported task, add `--set data.mixture=TASK`. If a task
+does not define an objective, choose one with `--set data.objective=NAME`.
 """
 
 from __future__ import annotations
@@ -26,47 +30,50 @@ from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 
 STEPS = 2**19
 INPUTS, TARGETS = 512, 114
-"""The numbers of tokens of a row whose spans are corrupted, with sentinels and EOS."""
+"""The numbers of tokens in the inputs and targets of a row, including sentinels and EOS."""
 LAPTOP = Size(d_model=256, layers=2, d_ff=512, heads=4, head_dim=64)
+"""The size of a T5 that can be pre-trained on two CPU cores."""
 
 
 def default() -> Experiment:
-    """T5 1.1 base on C4."""
+    """Pre-trains T5 1.1 base on C4."""
     return t5_1_1_base()
 
 
 def t5_1_0_base() -> Experiment:
-    """T5 1.0 base on C4: one feed-forward projection, tied embeddings."""
+    """Pre-trains T5 1.0 base on C4, which has ungated feed-forward layers and tied embeddings."""
     return _pretrain(t5(T5_1_0["base"], gated=False, dtype="auto", scan=True))
 
 
 def t5_1_1_base() -> Experiment:
-    """T5 1.1 base on C4."""
+    """Pre-trains T5 1.1 base on C4."""
     return _pretrain(_synthesizer("v"))
 
 
 def rv_base() -> Experiment:
-    """The Random + Vanilla Synthesizer of T5 1.1's base size on C4."""
+    """Pre-trains a Random + Vanilla Synthesizer of T5 1.1's base size on C4."""
     return _pretrain(_synthesizer("rv"))
 
 
 def laptop() -> Experiment:
-    """T5 1.1 with 2+2 layers and d_model 256 on WikiText-2."""
+    """Pre-trains a T5 1.1 with 2 + 2 layers and d_model 256 on WikiText-2."""
     return _laptop("v")
 
 
 def rv_laptop() -> Experiment:
-    """The same size with Random + Vanilla."""
+    """Pre-trains a Random + Vanilla Synthesizer of the size of `laptop` on WikiText-2."""
     return _laptop("rv")
 
 
 def _synthesizer(variant: str) -> EncoderDecoder:
+    """Returns a T5 1.1 base whose self-attention is a variant, such as ``rv``."""
     size = T5_1_1["base"]
     self_attention = alignment(variant, head_dim=size.head_dim)
     return t5(size, encoder=self_attention, dtype="auto", scan=True)
 
 
 def _laptop(variant: str) -> Experiment:
+    """Returns the pre-training of a small model, whose self-attention is a variant like ``rv``."""
     self_attention = alignment(variant, head_dim=LAPTOP.head_dim, max_length=128)
     return Experiment(
         model=t5(LAPTOP, encoder=self_attention, dtype="auto"),
@@ -89,6 +96,7 @@ def _laptop(variant: str) -> Experiment:
 
 
 def _pretrain(model: EncoderDecoder) -> Experiment:
+    """Returns T5's pre-training of a model on C4."""
     return Experiment(
         model=model,
         vocabulary=SentencePiece("spiece.model"),

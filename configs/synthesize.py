@@ -1,17 +1,22 @@
-"""Make a pure Synthesizer of a trained T5: fit its tables, distill layer by layer, fine-tune the whole.
+"""Turn a trained T5 into a Synthesizer without dot products in its encoder.
 
-Command (the teacher is any run of an encoder-decoder with attention, also a converted one):
+The teacher may be any run of an encoder-decoder with attention, also a converted one:
 
     synthesizer-jax distill synthesize:random --teacher runs/t5 --workdir runs/random --data-dir DATA \\
         --set replace.0.by.max_length=512
 
-In one pass over `fit_batches` batches the tables become the maximum-likelihood ones of the teacher's mean
-attention; then each layer learns the outputs of the teacher's, whose inputs it reads; then the whole
-model is trained on the task, in `WORKDIR/fine_tuned`. The rest of the teacher is taken as it is. Mixtures
-with the dot product need none of this: `synthesizer-jax convert RUN DIR --encoder rv` computes what RUN
-does.
+There are three phases:
 
-Hardware and time: that of training the teacher for as many steps.
+1. The tables are fitted to the teacher's mean attention on `fit_batches` batches, by maximum
+   likelihood.
+2. Each new layer is trained to give the outputs of the teacher's layer for the same inputs.
+3. The whole model is trained on the task, in the run `WORKDIR/fine_tuned`.
+
+All other parts of the teacher are kept. A mixture that contains the dot product needs no
+distillation: `synthesizer-jax convert RUN DIR --encoder rv` makes a model that computes the same as
+RUN.
+
+Hardware and time: as for training the teacher for the same number of steps.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from synthesizer_jax.optimizers import AdamW, Cosine
 from synthesizer_jax.training.experiment import Training
 
 LENGTH = 512
-"""Positions of the tables; at least the teacher's `data.inputs_length`."""
+"""The number of positions of the tables. It must be at least the teacher's `data.inputs_length`."""
 
 DISTILL_STEPS = 1000
 FINE_TUNE_STEPS = 2000
@@ -37,31 +42,39 @@ FIT_BATCHES = 50
 
 
 def default() -> Distillation:
-    """A Random Synthesizer in the encoder."""
+    """Replaces the encoder's self-attention with a Random Synthesizer."""
     return random()
 
 
 def random() -> Distillation:
-    """A table of logits for every head (R)."""
+    """Replaces the encoder's self-attention with a table of logits for each head (R)."""
     return _synthesize(Random(max_length=LENGTH))
 
 
 def factorized_random() -> Distillation:
-    """A table of rank 8 for every head (FR)."""
+    """Replaces the encoder's self-attention with a table of rank 8 for each head (FR)."""
     return _synthesize(FactorizedRandom(max_length=LENGTH))
 
 
 def relative() -> Distillation:
-    """A logit for each bucket of the distance, beside the teacher's own relative bias."""
+    """Replaces the encoder's self-attention with a logit for each bucket of distances.
+
+    It is added to the relative bias of the teacher, which is kept.
+    """
     return _synthesize(RelativeBias())
 
 
 def gaussian() -> Distillation:
-    """A center and a width for every head, beside the teacher's own relative bias."""
+    """Replaces the encoder's self-attention with a Gaussian with a learned center and width.
+
+    Each head has a center and a width. The logits are added to the relative bias of the teacher,
+    which is kept.
+    """
     return _synthesize(GaussianBias((0.0,), trainable=True))
 
 
 def _synthesize(alignment: Alignment) -> Distillation:
+    """Returns the distillation of an alignment in all self-attention layers of the encoder."""
     return Distillation(
         replace=(Replacement(alignment),),
         training=_training(DISTILL_STEPS),
@@ -71,5 +84,6 @@ def _synthesize(alignment: Alignment) -> Distillation:
 
 
 def _training(steps: int) -> Training:
+    """Returns AdamW with a warm-up over 5% of the steps and a cosine decay."""
     schedule = Cosine(1e-3, total_steps=steps, warmup_steps=steps // 20)
     return Training(steps=steps, optimizer=AdamW(learning_rate=schedule), log_every=50, save_every=steps)

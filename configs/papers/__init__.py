@@ -1,7 +1,9 @@
-"""The papers' experiments as recipes: what their tables compare, by the abbreviations of the tables.
+"""The experiments of papers as recipes.
 
-A recipe is named with the system after it: ``papers.translation:multi30k:rv``. The systems of a table have
-the same kind of dot product, and everything else in common. This file makes their mixers.
+The tables of the papers compare systems, which are models that differ only in their attention. A
+system has the abbreviation that the tables use, such as ``rv`` for Random + Vanilla. Write it after
+the name of the recipe, as in ``papers.translation:multi30k:rv``. All systems of a table have the
+same kind of dot product. This file makes the mixers and models of the systems.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from synthesizer_jax.training.experiment import Training
 
 Dot: TypeAlias = Literal["scaled", "t5"]
 SCALED = DotProduct(parent=None)
-"""The dot product over √d_k."""
+"""The dot product, divided by √d_k."""
 
 
 MIXERS: dict[str, Callable[[Size, int, Alignment], Mixer]] = {
@@ -43,17 +45,31 @@ MIXERS: dict[str, Callable[[Size, int, Alignment], Mixer]] = {
     "heads": lambda size, n, dot: TalkingHeads(size.heads, size.head_dim, alignment=dot),
     "local": lambda size, n, dot: Attention(size.heads, size.head_dim, alignment=dot, window=4),
 }
-"""Self-attentions that are no alignment: convolutions with a kernel for every four channels and with one
-for each, narrower than the zoo's and without a point-wise layer after them, Linformer with a quarter of the
-positions, talking heads; and dot products of the seven tokens that the convolutions see."""
+"""Self-attention that is not an alignment, as functions of a size, a length and a dot product.
+
+- ``light`` and ``dynamic`` are convolutions with a kernel for every four channels, and
+  ``dynamic_full`` has a kernel for each channel. The kernels are narrower than those of the zoo,
+  and no point-wise layer follows them.
+- ``linformer`` projects the keys and values to a quarter of the positions.
+- ``heads`` are talking heads.
+- ``local`` is dot-product attention to the seven tokens that the convolutions see.
+"""
 
 SELF_ATTENTIONS = (*VARIANTS, *MIXERS, "hc_sa")
-"""The systems that differ in their self-attention alone, but for talking heads in cross-attention."""
+"""The systems that differ only in their self-attention.
+
+Talking heads (``heads``) are an exception: they may be in cross-attention, too.
+"""
 SYSTEMS = (*SELF_ATTENTIONS, "hc_all", "sh_x")
+"""All systems, including those that change cross-attention."""
 
 
 def dot_product_of(kind: Dot, size: Size) -> Alignment:
-    """Returns the dot product over √d_k, or T5's, which has its scale in the query's initializer."""
+    """Returns the dot product of a kind.
+
+    The ``scaled`` dot product is divided by √d_k. T5's is not divided, because the initializer of
+    the query projection includes the factor.
+    """
     return SCALED if kind == "scaled" else dot_product(size.head_dim)
 
 
@@ -66,15 +82,15 @@ def self_attentions(
     dropout: float = 0.0,
     systems: Sequence[str] = SELF_ATTENTIONS,
 ) -> tuple[Mixer, Mixer]:
-    """Returns the self-attention of an encoder and that of a decoder.
+    """Returns the self-attention of an encoder, and the self-attention of a decoder.
 
     Args:
       system: one of `systems`.
-      size: widths.
-      length: positions of the tables.
-      dot: the dot product, alone, in mixtures and of talking heads.
-      dropout: rate.
-      systems: those that the recipe has.
+      size: the widths of the model.
+      length: the number of positions of the tables.
+      dot: the dot product. It is used by itself, in mixtures and in talking heads.
+      dropout: the dropout rate.
+      systems: the systems that the recipe offers.
 
     Raises:
       ValueError: there is no such system.
@@ -83,7 +99,9 @@ def self_attentions(
         raise ValueError(f"there is no system {system!r}; there are {', '.join(systems)}")
     attention = Attention(size.heads, size.head_dim, alignment=dot, dropout_rate=dropout)
     if system in ("hc_sa", "hc_all", "sh_x"):
-        places = Gaussian((-1, 1)), Gaussian((-1, 0))  # of the heads: You et al. 2020
+        # Heads look at the token before and the token after the query. In a decoder, they look at
+        # the token before it and at itself (You et al. 2020).
+        places = Gaussian((-1, 1)), Gaussian((-1, 0))
         return attention.copy(alignment=places[0]), attention.copy(alignment=places[1])
     if system in MIXERS:
         mixer: Mixer = MIXERS[system](size, length, dot).copy(dropout_rate=dropout)
@@ -95,20 +113,22 @@ def self_attentions(
 def transformer(
     system: str, size: Size, length: int, *, vocab_size: int, dropout: float, prefix: int = 0
 ) -> EncoderDecoder:
-    """Returns an encoder-decoder as Tensor2Tensor's: pre-norm, sinusoids, one embedding for everything.
+    """Returns an encoder-decoder like that of Tensor2Tensor.
 
-    Unlike there, norms are root-mean-square norms, and the sinusoids those of the Transformer's paper.
+    It has norms before its sub-layers, sinusoidal positions, and one embedding for inputs, targets
+    and outputs. It differs from Tensor2Tensor in two points: the norms are root-mean-square norms,
+    and the sinusoids are those of the Transformer paper.
 
     Args:
-      system: one of `SYSTEMS`. Those of You et al. 2020 are ``hc_sa`` (hard-coded self-attention),
-        ``hc_all`` (cross-attention too, around the query's own position in the source) and ``sh_x``
-        (hard-coded self-attention, and one learned cross-attention head of full width in the last
-        decoder layer alone).
-      size: widths and depths.
-      length: positions of the tables.
-      vocab_size: rows of the embedding.
-      dropout: rate of all dropouts.
-      prefix: source tokens before the sentence, see `hard_coded`.
+      system: one of `SYSTEMS`. Three of them are from You et al. 2020. ``hc_sa`` has hard-coded
+        self-attention. ``hc_all`` also has hard-coded cross-attention, around the query's own
+        position in the source. ``sh_x`` has hard-coded self-attention, and only its last decoder
+        layer has cross-attention, with one learned head of full width.
+      size: the widths and depths of the model.
+      length: the number of positions of the tables.
+      vocab_size: the number of rows of the embedding.
+      dropout: the rate of all dropouts.
+      prefix: the number of source tokens before the sentence; see `hard_coded`.
     """
     encoder, decoder = self_attentions(system, size, length, dropout=dropout, systems=SYSTEMS)
     cross: Mixer = Attention(size.heads, size.head_dim, alignment=SCALED, dropout_rate=dropout)
@@ -135,6 +155,7 @@ def transformer(
     )
     if system != "sh_x":
         return model
+    # The decoder becomes a run of layers without cross-attention, and a run of one layer with it.
     (run,) = model.decoder.runs
     head = Attention(1, size.d_model, alignment=SCALED, dropout_rate=dropout)
     runs = (
@@ -145,12 +166,14 @@ def transformer(
 
 
 def laptop_model(system: str, length: int, dropout: float = 0.0) -> EncoderDecoder:
-    """Returns a T5 1.1 with 2 + 2 layers of d 256 and learned positions, as the paper's on C4 had them.
+    """Returns a T5 1.1 with 2 + 2 layers, d_model 256 and learned positions.
+
+    The paper's models on C4 had learned positions, too (Tay et al. 2021).
 
     Args:
       system: one of `SELF_ATTENTIONS`, or ``hc_all``.
-      length: positions.
-      dropout: rate of all dropouts.
+      length: the number of positions.
+      dropout: the rate of all dropouts.
     """
     size = pretrain.LAPTOP
     dot = dot_product(size.head_dim)
@@ -169,7 +192,11 @@ def laptop_model(system: str, length: int, dropout: float = 0.0) -> EncoderDecod
 
 
 def small_training(steps: int, *, label_smoothing: float = 0.0) -> Training:
-    """Returns AdamW with a warm-up of a tenth of the steps and a cosine to zero, saved at the end."""
+    """Returns the training of a small model, with one checkpoint at its end.
+
+    The optimizer is AdamW. The learning rate rises over the first tenth of the steps to 0.001 and
+    then falls to zero as a cosine.
+    """
     schedule = Cosine(1e-3, total_steps=steps, warmup_steps=steps // 10)
     return Training(
         steps=steps,

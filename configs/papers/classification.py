@@ -1,4 +1,6 @@
-"""Text classification by encoders: Tay et al. 2021, comparison with Linformer.
+"""Classify texts with an encoder, as in the comparison with Linformer of Tay et al. 2021.
+
+These commands import AG News, train a vocabulary on it, and train a model:
 
     synthesizer-jax data import ag_news_subset --from AG_NEWS_FILES --data-dir DATA \\
         --columns label,title,description --labels 1=World,2=Sports,3=Business,4=Sci/Tech
@@ -6,8 +8,8 @@
     synthesizer-jax train papers.classification:ag_news:frv --workdir runs/frv --data-dir DATA \\
         --set vocabulary.path=spm.model
 
-Hardware and time: about one epoch of AG News, less than an hour on two CPU cores. For texts of your own,
-set `data.mixture` and `data.classes`, the label words of the task.
+Hardware and time: training reads AG News about once, which takes less than an hour on two CPU
+cores. For texts of your own, set `data.mixture` to the task and `data.classes` to its label words.
 """
 
 from __future__ import annotations
@@ -26,21 +28,29 @@ DROPOUT = 0.1
 
 
 def default() -> Experiment:
-    """FR+V on AG News."""
+    """Trains FR+V to classify AG News."""
     return ag_news("frv")
 
 
 def ag_news(system: str) -> Experiment:
-    """The topic of a news text."""
+    """Classifies news texts by topic."""
     return _classify(system, "ag_news_v100", ("World", "Sports", "Business", "Sci/Tech"), 128)
 
 
 def imdb(system: str) -> Experiment:
-    """Whether a film review is good."""
+    """Classifies film reviews as positive or negative."""
     return _classify(system, "imdb_reviews_v100", ("negative", "positive"), 512)
 
 
 def _classify(system: str, task: str, classes: tuple[str, ...], length: int) -> Experiment:
+    """Returns the training of a classifier.
+
+    Args:
+      system: one of `papers.SELF_ATTENTIONS`.
+      task: the task.
+      classes: the label words of the task.
+      length: the maximum number of tokens of a text.
+    """
     mixer, _ = self_attentions(system, SIZE, length, dropout=DROPOUT)
     whole = t5(
         SIZE,

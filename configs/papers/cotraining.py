@@ -1,18 +1,23 @@
-"""GLUE and SuperGLUE as one mixture: Tay et al. 2021, tables of GLUE and SuperGLUE.
+"""Train on GLUE and SuperGLUE as one mixture, as in the tables of both in Tay et al. 2021.
+
+The first command needs no data, and the second one trains a model on GLUE and SuperGLUE:
 
     synthesizer-jax train papers.cotraining:synthetic:rv --workdir runs/rv
     synthesizer-jax train papers.cotraining:glue_super_glue:rv:small --workdir runs/rv --data-dir DATA \\
         --set vocabulary.path=spiece.model
 
-The others require T5's vocabulary file, and data from `synthesizer-jax data import glue --from DIR` and the
-same with super_glue. Their mixture has T5's proportional GLUE and SuperGLUE rates, with the rate of both
-RTE tasks halved, and rows are packed: one of 512 + 84 tokens holds about five examples. `en_mix` is the
-paper's mixture, which contains C4 and SQuAD too; `glue_super_glue` starts from a pre-trained model, if
-`--set init_from=RUN` names one.
+`synthetic` generates its data: eight tasks in T5's formats over a made-up grammar.
 
-Hardware and time: `synthetic` needs no files and takes two minutes on two CPU cores. Its mixture has eight
-tasks in T5's formats over a made-up grammar. `laptop` takes some minutes. The small models fit on an
-accelerator with 16 GB, the base models on one with 40 GB or on a mesh with fsdp.
+The other recipes require T5's vocabulary file, and the data of GLUE and SuperGLUE, which
+`synthesizer-jax data import glue --from DIR` imports (and the same with super_glue). Their mixture has T5's
+proportional rates of the GLUE and SuperGLUE tasks, except that the rates of the two RTE tasks are
+halved. Rows are packed: a row of 512 + 84 tokens holds about five examples. To start
+`glue_super_glue` from a pre-trained model, add `--set init_from=RUN`. `en_mix` is the paper's
+mixture, which contains C4 and SQuAD, too.
+
+Hardware and time: `synthetic` takes two minutes on two CPU cores, and `laptop` takes some minutes.
+The small models fit on an accelerator with 16 GB. The base models fit on an accelerator with 40 GB,
+or on several accelerators whose mesh has an axis fsdp.
 """
 
 from __future__ import annotations
@@ -49,12 +54,15 @@ SIZE = Size(d_model=64, layers=2, d_ff=128, heads=4, head_dim=16)
 
 
 def default() -> Experiment:
-    """R+V on the synthetic mixture."""
+    """Trains R+V on the synthetic mixture."""
     return synthetic("rv")
 
 
 def synthetic(system: str, dot: Dot = "t5") -> Experiment:
-    """The synthetic mixture, 2 + 1 layers of d 64; cross-attention is T5's dot product in all systems."""
+    """Trains a model with 2 + 1 layers and d_model 64 on the synthetic mixture.
+
+    Cross-attention is T5's dot product in all systems.
+    """
     mixers = self_attentions(system, SIZE, INPUTS, dot=dot_product_of(dot, SIZE))
     encoder_mixer, decoder_mixer = map(_with_wide_tables, mixers)
     model = t5(
@@ -89,7 +97,10 @@ def synthetic(system: str, dot: Dot = "t5") -> Experiment:
 
 
 def laptop(system: str) -> Experiment:
-    """GLUE and SuperGLUE, 2 + 2 layers of d 256; it can start from `pretraining.small`."""
+    """Trains a model with 2 + 2 layers and d_model 256 on GLUE and SuperGLUE.
+
+    It can start from a run of `pretraining.small`.
+    """
     return Experiment(
         model=laptop_model(system, 128, dropout=0.1),
         vocabulary=SentencePiece("spiece.model"),
@@ -100,7 +111,10 @@ def laptop(system: str) -> Experiment:
 
 
 def glue_super_glue(system: str, size: SizeName = "base") -> Experiment:
-    """GLUE and SuperGLUE, T5 1.1 of a size, ``small``, ``base``, …, with its cross-attention."""
+    """Trains a T5 1.1 of any size (small, base, …) on GLUE and SuperGLUE.
+
+    Its self-attention is that of the system, and its cross-attention is T5's.
+    """
     return Experiment(
         model=_t5_1_1(system, size, dropout=0.1),
         vocabulary=SentencePiece("spiece.model"),
@@ -115,7 +129,7 @@ def glue_super_glue(system: str, size: SizeName = "base") -> Experiment:
 
 
 def en_mix(system: str, size: SizeName = "base") -> Experiment:
-    """C4 and all tasks of GLUE, SuperGLUE and SQuAD together, as T5 is pre-trained."""
+    """Trains on C4 and all tasks of GLUE, SuperGLUE and SQuAD together, as T5 is pre-trained."""
     experiment = pretrain.t5_1_1_base()
     data = replace(experiment.data, mixture="en_mix", pack=True)
     evaluation = Evaluation(every=20_000, max_examples=1024)
@@ -124,6 +138,7 @@ def en_mix(system: str, size: SizeName = "base") -> Experiment:
 
 
 def _t5_1_1(system: str, size_name: SizeName, *, dropout: float) -> EncoderDecoder:
+    """Returns a T5 1.1 with the self-attention of a system."""
     size = zoo.T5_1_1[size_name]
     encoder, decoder = self_attentions(
         system, size, 512, dot=zoo.dot_product(size.head_dim), dropout=dropout
@@ -132,9 +147,10 @@ def _t5_1_1(system: str, size_name: SizeName, *, dropout: float) -> EncoderDecod
 
 
 def _with_wide_tables(part: Part) -> Part:
-    """Returns a copy whose random logits have a standard deviation of 2 at the start, as T5's biases.
+    """Returns a mixer or alignment whose random logits start with a standard deviation of 2.
 
-    A large initial variance lets such a small model distinguish positions and words from the start.
+    The relative biases of these models start in the same way. A large initial variance lets such a
+    small model distinguish positions and words from the start.
     """
     if isinstance(part, Attention):
         return part.copy(alignment=_with_wide_tables(part.alignment))
@@ -143,5 +159,6 @@ def _with_wide_tables(part: Part) -> Part:
     if isinstance(part, Random):
         return part.copy(table_init=Normal(2.0))
     if isinstance(part, FactorizedRandom):
+        # A logit is a sum of `rank` products of two factors with this standard deviation.
         return part.copy(factor_init=Normal((2.0 / part.rank**0.5) ** 0.5))
     return part

@@ -1,12 +1,16 @@
-"""Abstractive summaries and dialogue: Tay et al. 2021, table of CNN/DailyMail and PersonaChat.
+"""Generate summaries and dialogue, as for CNN/DailyMail and PersonaChat in Tay et al. 2021 (table).
+
+These commands import CNN/DailyMail and train a model on it:
 
     synthesizer-jax data import cnn_dailymail --from CNN_DAILYMAIL_FILES --data-dir DATA
     synthesizer-jax train papers.generation:cnn_dailymail:dv --workdir runs/dv --data-dir DATA \\
         --set vocabulary.path=spm.model
 
-Hardware: a model of the size of Tensor2Tensor's base, for eight accelerators, with AdamW, a cosine and
-greedy decoding; two CPU cores take it with ``small`` at the end, as in
-``papers.generation:personachat:d:small``.
+The model has the size of Tensor2Tensor's base model. It is trained with AdamW and a cosine
+schedule, and evaluated by greedy decoding.
+
+Hardware: eight accelerators. A smaller model runs on two CPU cores. To choose it, write ``small``
+at the end of the recipe's name, as in ``papers.generation:personachat:d:small``.
 """
 
 from __future__ import annotations
@@ -23,21 +27,25 @@ Scale: TypeAlias = Literal["base", "small"]
 
 
 def default() -> Experiment:
-    """D+V on CNN/DailyMail."""
+    """Trains D+V on CNN/DailyMail."""
     return cnn_dailymail("dv")
 
 
 def cnn_dailymail(system: str, scale: Scale = "base") -> Experiment:
-    """Highlights of news articles."""
+    """Trains a model to write the highlights of news articles."""
     return _generate(system, scale, "cnn_dailymail_v002", (512, 128))
 
 
 def personachat(system: str, scale: Scale = "base") -> Experiment:
-    """The next utterance of a conversation, without personas, as in Tensor2Tensor."""
+    """Trains a model to write the next utterance of a conversation.
+
+    The inputs do not contain the personas of the speakers, as in Tensor2Tensor.
+    """
     return _generate(system, scale, "convai2_none_original", (256, 32))
 
 
 def _generate(system: str, scale: Scale, task: str, lengths: tuple[int, int]) -> Experiment:
+    """Returns the training of a system on a task with these lengths of inputs and targets."""
     size = {"base": translation.BASE, "small": translation.SIZE}[scale]
     steps, rows = (250_000, 128) if scale == "base" else (1000, 32)
     vocab_size = 32_768 if scale == "base" else 4096

@@ -1,16 +1,23 @@
-"""Language models of one stack: Tay et al. 2021, table of LM1B; Bhojanapalli et al. 2020, figures of LM1B.
+"""Train language models of one stack, as for LM1B in two papers.
+
+The papers are Tay et al. 2021 (table of LM1B) and Bhojanapalli et al. 2020 (figures of LM1B).
+
+These commands import WikiText-2 and train a model on it:
 
     synthesizer-jax data import wikitext/wikitext-2-raw-v1 --data-dir DATA \\
         --from train=wiki.train.raw,validation=wiki.valid.raw,test=wiki.test.raw
     synthesizer-jax train papers.language_modeling:wikitext:rv --workdir runs/rv --data-dir DATA \\
         --set vocabulary.path=spiece.model
 
-The language models have T5 1.1's blocks, and its relative bias wherever there are logits; the papers used
-Tensor2Tensor's decoder, whose sinusoids `wikitext` can have instead.
+The language models are decoders with the blocks of T5 1.1. They have T5's relative bias, unless
+their self-attention has no logits. The papers used Tensor2Tensor's decoder, which has sinusoidal
+positions. `wikitext` can use these instead of the relative bias.
 
-Hardware and time: `wikitext` takes some minutes on two CPU cores. Rows hold 256 tokens of the texts one
-after another, each with EOS at its end; held-out texts are evaluated in windows of 256 tokens: perplexity
-per token and per word, bits per byte.
+The texts are joined, with EOS at the end of each, and cut into rows of 256 tokens. Held-out texts
+are evaluated in windows of 256 tokens. The measures are perplexity per token, perplexity per word,
+and bits per byte.
+
+Hardware and time: `wikitext` takes some minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -48,17 +55,18 @@ PUBLISHED = Size(d_model=512, layers=6, d_ff=2048, heads=8, head_dim=64)
 
 
 def default() -> Experiment:
-    """R+V on WikiText-2."""
+    """Trains R+V on WikiText-2."""
     return wikitext("rv")
 
 
 def wikitext(system: str, dot: Dot = "scaled", positions: Positions = "relative") -> Experiment:
-    """WikiText-2, four layers of d 256.
+    """Trains a language model with four layers and d_model 256 on WikiText-2.
 
     Args:
-      system: the kind of attention.
-      dot: the dot product over √d, or T5's.
-      positions: T5's relative bias, or the sinusoids of Tensor2Tensor's models in its place.
+      system: one of `papers.SELF_ATTENTIONS`.
+      dot: ``scaled`` for the dot product divided by √d_k, or ``t5`` for T5's dot product.
+      positions: ``relative`` for T5's relative bias, or ``sinusoidal`` for the sinusoids of
+        Tensor2Tensor's models.
     """
     model = _model(system, SMALL, dot_product_of(dot, SMALL))
     if positions == "sinusoidal":
@@ -67,17 +75,24 @@ def wikitext(system: str, dot: Dot = "scaled", positions: Positions = "relative"
 
 
 def heads(head_dim: Length, number: Length = 4) -> Experiment:
-    """Dot products of a free head size at equal width on WikiText-2 (Bhojanapalli et al. 2020)."""
+    """Trains on WikiText-2 with heads of any width (Bhojanapalli et al. 2020).
+
+    The product of the number of heads and their width need not be d_model.
+    """
     return _train(_model("v", _with_heads(number, head_dim)), WIKITEXT)
 
 
 def talking_heads(head_dim: Length, number: Length) -> Experiment:
-    """Talking heads of a size and number on WikiText-2 (Shazeer et al. 2020)."""
+    """Trains on WikiText-2 with talking heads of a width and number (Shazeer et al. 2020)."""
     return _train(_model("heads", _with_heads(number, head_dim)), WIKITEXT)
 
 
 def masked(head_dim: Length, number: Length = 4) -> Experiment:
-    """BERT's masked language model on WikiText-2, with heads of a free size (Bhojanapalli et al. 2020)."""
+    """Trains BERT as a masked language model on WikiText-2, with heads of any width.
+
+    The product of the number of heads and their width need not be d_model (Bhojanapalli et al.
+    2020).
+    """
     model = bert(SMALL.d_model, number, head_dim, layers=SMALL.layers, dropout_rate=0.1)
     model = model.copy(vocab_size=VOCAB_SIZE, pooler=False)
     experiment = _train(model, WIKITEXT, objective="masked_lm", inputs=LENGTH)
@@ -87,19 +102,25 @@ def masked(head_dim: Length, number: Length = 4) -> Experiment:
 
 
 def lm1b(system: str) -> Experiment:
-    """The One Billion Word Benchmark, six layers of d 512; 2,000 steps, where the paper's are 300,000."""
+    """Trains a language model with six layers and d_model 512 on the One Billion Word Benchmark.
+
+    It trains for 2,000 steps. The paper trains for 300,000.
+    """
     return _train(_model(system, PUBLISHED), "lm1b_v100_full_lm")
 
 
 def _with_heads(number: int, head_dim: int) -> Size:
+    """Returns the size `SMALL` with another number and width of heads."""
     return Size(SMALL.d_model, SMALL.layers, SMALL.d_ff, number, head_dim)
 
 
 def _model(system: str, size: Size, dot: Alignment = SCALED) -> LanguageModel:
+    """Returns a language model with the self-attention of a system."""
     model = language_model("v", size)
     _, mixer = self_attentions(system, size, LENGTH, dot=dot, dropout=0.1)
     (run,) = model.decoder.runs
     block = run.block.copy(self_mixer=mixer, dropout_rate=0.1)
+    # A mixer without logits, such as a convolution, cannot add the relative bias.
     bias = None if mixer.bias_heads is None else model.decoder.bias
     decoder = model.decoder.copy(runs=(replace(run, block=block),), bias=bias, dropout_rate=0.1)
     return model.copy(decoder=decoder, vocab_size=VOCAB_SIZE)
@@ -108,6 +129,7 @@ def _model(system: str, size: Size, dot: Alignment = SCALED) -> LanguageModel:
 def _train(
     model: LanguageModel | Encoder, task: str, *, objective: str = "full_lm", inputs: int = 0
 ) -> Experiment:
+    """Returns the training of a model on the texts of a task, with `inputs` tokens of input."""
     return Experiment(
         model=model.copy(dtype="auto"),
         vocabulary=SentencePiece("spiece.model"),

@@ -1,12 +1,18 @@
-"""Span corruption on C4: Tay et al. 2021, table of C4 (perplexity and speed); Shazeer et al. 2020.
+"""Pre-train by span corruption on C4, as in Tay et al. 2021 (table of perplexity and speed on C4).
+
+The recipes can also train talking heads (Shazeer et al. 2020). This command trains a Random
+Synthesizer:
 
     synthesizer-jax train papers.pretraining:c4:mesh_learned_random_base --workdir runs/r --data-dir DATA \\
         --set vocabulary.path=spiece.model
 
-The model is one of the zoo's; those of the table are ``mesh_learned_MODE_base`` (vanilla, random, dense,
-random_plus, dense_plus, …), ``lightweight_convolution_base``, ``dynamic_convolution_base``,
-``universal_transformer_base``, and ``t5_1_1_th_base`` for talking heads. `small` takes a system instead,
-and is pre-trained in an hour on two CPU cores. `race` is for measurements of speed.
+`c4` takes the name of a model of the zoo. The models of the table are ``mesh_learned_MODE_base``
+(MODE is vanilla, random, dense, random_plus, dense_plus, …), ``lightweight_convolution_base``,
+``dynamic_convolution_base`` and ``universal_transformer_base``. ``t5_1_1_th_base`` has talking
+heads.
+
+`small` takes the name of a system instead. It is pre-trained in an hour on two CPU cores. `race` is
+for measurements of speed.
 """
 
 from __future__ import annotations
@@ -20,12 +26,12 @@ from synthesizer_jax.training.experiment import Experiment
 
 
 def default() -> Experiment:
-    """The paper's Random."""
+    """Pre-trains the Random Synthesizer of Tay et al. 2021 on C4."""
     return c4("mesh_learned_random_base")
 
 
 def c4(model: str) -> Experiment:
-    """C4 as T5 is pre-trained, 524,288 steps."""
+    """Pre-trains a model of the zoo on C4 for 524,288 steps, as T5 is pre-trained."""
     experiment = pretrain.t5_1_0_base()
     if model not in ZOO:
         raise ValueError(f"there is no model {model!r}; 'synthesizer-jax models' lists all")
@@ -35,23 +41,26 @@ def c4(model: str) -> Experiment:
 
 
 def small(system: str) -> Experiment:
-    """WikiText-2 by span corruption, 2 + 2 layers of d 256."""
+    """Pre-trains a model with 2 + 2 layers and d_model 256 by span corruption on WikiText-2."""
     experiment = pretrain.laptop()
     model = laptop_model(system, experiment.data.inputs_length)
     return replace(experiment, model=model)
 
 
 def race(system: str) -> Experiment:
-    """Rows of 512 + 114 tokens, 2 + 2 layers of d 256; ``universal`` is the Universal Transformer.
+    """Trains a model with 2 + 2 layers and d_model 256 on long rows, to measure its speed.
 
-    The vocabulary is small, so that the output projection has no larger share than in a base model.
+    Rows have 512 + 114 tokens. The system ``universal`` is the Universal Transformer. The
+    vocabulary is small, so that the output projection takes no larger share of the time than in a
+    base model.
     """
     experiment = pretrain.laptop()
     data = replace(experiment.data, inputs_length=512, targets_length=114, batch_size=8)
     model = laptop_model("v" if system in ("universal", "linformer") else system, 512)
-    if system == "linformer":  # for encoders
+    if system == "linformer":  # only encoders can use Linformer
         model = model.copy(encoder=laptop_model(system, 512).encoder)
     if system == "universal":
+        # One block is repeated, at most twice as often as the other systems have layers.
         steps = 2 * model.encoder.num_layers
         stacks = {
             name: UniversalStack((Run(stack.runs[0].block, steps),), halting_threshold=0.5)

@@ -1,14 +1,18 @@
-"""Attention replaced by feed-forward networks: Bozic et al. 2023, and controls.
+"""Replace attention with feed-forward networks, as in Bozic et al. 2023, or with simpler controls.
+
+The first command trains a teacher, and the second one trains the networks that replace its
+attention:
 
     synthesizer-jax train papers.translation:multi30k:v --workdir runs/v --data-dir DATA \\
         --set vocabulary.path=spm.model
     synthesizer-jax distill papers.replacement:alr:encoder:s --teacher runs/v --workdir runs/alr \\
         --data-dir DATA
 
-A recipe takes a place (``encoder``, ``decoder``, ``cross`` or ``everything``), one of the paper's sizes
-(``xs`` to ``xl``) and the teacher's scale, ``small`` or ``published``, the latter for `teacher`, of the
-paper's size. ALRR and ELR are for encoders. Only the replacements are trained, on the teacher's
-activations.
+A recipe takes up to three arguments: a place (``encoder``, ``decoder``, ``cross`` or
+``everything``), one of the paper's sizes (``xs`` to ``xl``), and the scale of the teacher. The
+scale is ``small``, or ``published`` for a run of the recipe `teacher`, which has the size of the
+paper. ALRR and ELR are only for encoders, so that they take no place. Only the replacements are
+trained, on the teacher's activations.
 
 Hardware and time: minutes on two CPU cores at the small scale.
 """
@@ -39,23 +43,30 @@ SCALES: dict[Scale, tuple[Size, int]] = {
     "small": (translation.SIZE, translation.LENGTH),
     "published": (Size(d_model=128, layers=6, d_ff=512, heads=8, head_dim=16), 50),
 }
-"""The teacher's size, and the tokens of the longest sentence, which the networks read at once."""
+"""The size of the teacher, and the maximum number of tokens of a sentence.
+
+A network reads all positions of a sentence at once, so that its size depends on this number.
+"""
 PLACES: tuple[Place, ...] = ("encoder", "decoder", "cross")
 WIDTHS: dict[Width, int] = {"xs": 25, "s": 50, "m": 800, "l": 3200, "xl": 12_800}
 SEPARATE_WIDTHS = {"xs": 200, "s": 400, "m": 800, "l": 1600, "xl": 1600}
-"""Hidden units of a network, and of each head's; twice as many in cross-attention."""
+"""The numbers of hidden units of a network.
+
+`WIDTHS` are for a network that computes all heads, and `SEPARATE_WIDTHS` for a network that
+computes one head. In cross-attention, a network has twice as many.
+"""
 
 
 def default() -> Distillation:
-    """ALR in the encoder."""
+    """Replaces the attention of the encoder with ALR."""
     return alr()
 
 
 def teacher() -> Experiment:
-    """A teacher of the paper's size, 6 + 6 layers of d 128, on IWSLT 2017.
+    """Trains a teacher of the paper's size on IWSLT 2017, with 6 + 6 layers and d_model 128.
 
-    Unlike the paper's, it has the blocks and the training of `translation.multi30k`, and one embedding for
-    both languages and the output.
+    It differs from the paper's teacher: it has the blocks and the training of
+    `translation.multi30k`, and one embedding for both languages and the output.
     """
     size, length = SCALES["published"]
     experiment = translation.multi30k("v")
@@ -71,44 +82,49 @@ def teacher() -> Experiment:
 
 
 def alr(place: Places = "encoder", size: Width = "s", scale: Scale = "small") -> Distillation:
-    """Attention layer replacement: a network makes all heads of a sentence."""
+    """Replaces attention with one network that computes all heads of a sentence (ALR)."""
     return _distill("alr", place, size, scale)
 
 
 def alsr(place: Places = "encoder", size: Width = "xs", scale: Scale = "small") -> Distillation:
-    """A network of its own for each head."""
+    """Replaces attention with a separate network for each head (ALSR)."""
     return _distill("alsr", place, size, scale)
 
 
 def alrr(size: Width = "s", scale: Scale = "small") -> Distillation:
-    """The network replaces norm, attention and residual connection."""
+    """Replaces norm, attention and residual connection together with one network (ALRR)."""
     return _distill("alrr", "encoder", size, scale)
 
 
 def elr(size: Width = "s", scale: Scale = "small") -> Distillation:
-    """The network replaces the whole encoder layer."""
+    """Replaces whole encoder layers with networks (ELR)."""
     return _distill("elr", "encoder", size, scale)
 
 
 def token(scale: Scale = "small") -> Distillation:
-    """Control: a network on every token by itself."""
+    """Replaces attention with a network that reads each token by itself, as a control."""
     shape, _ = SCALES[scale]
     return _training(Replacement(TokenFeedForward(256, shape.heads, shape.head_dim)))
 
 
 def random(scale: Scale = "small") -> Distillation:
-    """Control: Random Synthesizer heads, which do not read the tokens to attend."""
+    """Replaces attention with Random Synthesizer heads, as a control.
+
+    The attention weights of these heads do not depend on the tokens.
+    """
     return _training(Replacement(Random(max_length=SCALES[scale][1])))
 
 
 def untrained(place: Places = "encoder", size: Width = "s", scale: Scale = "small") -> Distillation:
-    """Control: ALR as it was initialized."""
-    schedule = Cosine(1e-3, total_steps=1, warmup_steps=1)  # its first learning rate is 0
+    """Replaces attention with ALR networks that are not trained, as a control."""
+    # The only step has the learning rate 0, so that nothing changes.
+    schedule = Cosine(1e-3, total_steps=1, warmup_steps=1)
     training = Training(steps=1, optimizer=AdamW(learning_rate=schedule), save_every=1)
     return replace(alr(place, size, scale), training=training)
 
 
 def _distill(kind: str, place: Places, size: Width, scale: Scale) -> Distillation:
+    """Returns the distillation of a kind of network (``alr``, ``alsr``, ``alrr`` or ``elr``)."""
     scopes: dict[str, Scope] = {"alrr": "sublayer", "elr": "layer"}
     places = PLACES if place == "everything" else [p for p in PLACES if p == place]
     return _training(
@@ -117,6 +133,7 @@ def _distill(kind: str, place: Places, size: Width, scale: Scale) -> Distillatio
 
 
 def _network(kind: str, place: Place, size: Width, scale: Scale) -> Mixer | Alignment:
+    """Returns the network that replaces the attention in one place."""
     shape, length = SCALES[scale]
     separate = kind == "alsr"
     width = (SEPARATE_WIDTHS if separate else WIDTHS)[size]
@@ -132,4 +149,5 @@ def _network(kind: str, place: Place, size: Width, scale: Scale) -> Mixer | Alig
 
 
 def _training(*replacements: Replacement) -> Distillation:
+    """Returns a distillation of these replacements with the training of small models."""
     return Distillation(replacements, small_training(STEPS))

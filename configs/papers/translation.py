@@ -1,4 +1,8 @@
-"""Translation: Tay et al. 2021, table of WMT 2014; You et al. 2020, tables of HC-SA, HC-ALL and SH-X.
+"""Train translation models, as in Tay et al. 2021 and You et al. 2020.
+
+The systems are those of the table of WMT 2014 in Tay et al., and those of the tables of HC-SA,
+HC-ALL and SH-X in You et al. These commands import Multi30k, train a vocabulary on it, and train a
+model:
 
     synthesizer-jax data import multi30k/en_de --data-dir DATA \\
         --from train=train.en+train.de,validation=val.en+val.de,test=test_2016_flickr.en+test_2016_flickr.de
@@ -6,11 +10,13 @@
     synthesizer-jax train papers.translation:multi30k:rv --workdir runs/rv --data-dir DATA \\
         --set vocabulary.path=spm.model
 
-Hardware and time: `multi30k` takes half an hour on one CPU core. `base` is Tensor2Tensor's base model,
-for eight accelerators; `large` and `small` are the two settings of You et al., which compare post-norm
-models. Their batches are packed: the papers' 4,096 tokens for each of eight devices are 128 rows of 256.
-Tasks are ``wmt14_ende_v003``, ``wmt14_enfr_v003``, ``wmt16_enro_v003``, ``iwslt2016_en_de``,
-``iwslt2017_en_ja`` and so on: `synthesizer-jax data list`.
+`base` is Tensor2Tensor's base model. `large` and `small` are the two settings of You et al., which
+compare models with norms after the residual connections. The batches of these three are packed. For
+example, the papers' 4,096 tokens for each of eight devices are 128 rows of 256 tokens. Tasks are
+``wmt14_ende_v003``, ``wmt14_enfr_v003``, ``wmt16_enro_v003``, ``iwslt2016_en_de``,
+``iwslt2017_en_ja`` and others, which `synthesizer-jax data list` shows.
+
+Hardware and time: `multi30k` takes half an hour on one CPU core. `base` is for eight accelerators.
 """
 
 from __future__ import annotations
@@ -37,7 +43,10 @@ BASE = Size(d_model=512, layers=6, d_ff=2048, heads=8, head_dim=64)
 SIZE = Size(d_model=128, layers=2, d_ff=512, heads=4, head_dim=32)
 LENGTH = 32  # tokens; longer sentences are cut
 PREFIX = 7
-"""Tokens of "translate English to German:" with the vocabulary of the commands above; 5 with T5's."""
+"""The number of tokens of "translate English to German:" with the vocabulary of the commands above.
+
+With T5's vocabulary it is 5.
+"""
 STEPS = 4000
 RATIOS = {
     "wmt14_ende_v003": RATIO_WMT,
@@ -47,16 +56,19 @@ RATIOS = {
     "iwslt2017_ja_en": 3_576_290 / 5_114_050,
 }
 OTHER_RATIO = 4_215_814 / 4_186_988
-"""Source words per target word in You et al.'s code, of some tasks and of all others."""
+"""The number of source words per target word in the code of You et al.
+
+`RATIOS` has the values of some tasks, and `OTHER_RATIO` is the value of all others.
+"""
 
 
 def default() -> Experiment:
-    """R+V on Multi30k."""
+    """Trains R+V on Multi30k."""
     return multi30k("rv")
 
 
 def multi30k(system: str, task: str = "multi30k_en_de") -> Experiment:
-    """English to German captions, or another task, 2 + 2 layers of d 128."""
+    """Trains a model with 2 + 2 layers and d_model 128 on a task, by default English to German."""
     model = transformer(system, SIZE, LENGTH, vocab_size=4096, dropout=0.1, prefix=PREFIX)
     return Experiment(
         model=model,
@@ -81,7 +93,10 @@ def multi30k(system: str, task: str = "multi30k_en_de") -> Experiment:
 
 
 def base(task: str, system: str) -> Experiment:
-    """Tensor2Tensor's base model: 6 + 6 layers of d 512, tables of 256 positions, 250,000 steps."""
+    """Trains Tensor2Tensor's base model for 250,000 steps.
+
+    The model has 6 + 6 layers, d_model 512 and tables of 256 positions.
+    """
     model = transformer(system, BASE, 256, vocab_size=32_768, dropout=0.1, prefix=5)
     schedule = Noam(BASE.d_model, warmup_steps=8000, factor=2.0)
     return _published(
@@ -90,14 +105,17 @@ def base(task: str, system: str) -> Experiment:
 
 
 def large(task: str, system: HardCoded) -> Experiment:
-    """The large setting of You et al. 2020, of WMT 2014."""
+    """Trains a model in the large setting of You et al. 2020, which they use for WMT 2014."""
     ratio = RATIOS.get(task, OTHER_RATIO)
     model = hard_coded(system, ratio=ratio, prefix=5, dropout_rate=0.1)
     return _published(task, model, Noam(model.d_model), rows=96, steps=100_000, smoothing=0.1)
 
 
 def small(task: str, system: HardCoded) -> Experiment:
-    """The small setting of You et al. 2020, of IWSLT and WMT 2016: 5 + 5 layers of d 288."""
+    """Trains a model with 5 + 5 layers and d_model 288, the small setting of You et al. 2020.
+
+    They use it for IWSLT and WMT 2016.
+    """
     model = hard_coded(
         system,
         d_model=288,
@@ -123,7 +141,19 @@ def _published(
     b2: float = 0.98,
     extra_length: int = 50,
 ) -> Experiment:
-    """Returns the training of a published setting; by default what is You et al.'s."""
+    """Returns the training of a published setting.
+
+    Args:
+      task: the task.
+      model: the model.
+      schedule: the learning rate.
+      rows: the number of packed rows in a batch.
+      steps: the number of training steps.
+      smoothing: the label smoothing.
+      b2: the decay rate of Adam's second moment. The default is that of You et al.
+      extra_length: the number of tokens by which an output may be longer than its input. The
+        default is that of You et al.
+    """
     experiment = multi30k("v")
     return replace(
         experiment,
@@ -141,7 +171,7 @@ def _published(
             experiment.training,
             steps=steps,
             save_every=steps // 50,
-            keep_latest=5,  # to be averaged
+            keep_latest=5,  # the papers average the newest checkpoints
             optimizer=AdamW(schedule, b2=b2, eps=1e-9, clip_norm=None),
             label_smoothing=smoothing,
             z_loss=0.0,
@@ -153,7 +183,12 @@ def _published(
 
 
 def head_positions(encoder: str, decoder: str) -> Experiment:
-    """HC-SA with the places of its heads, such as ``-1,1`` and ``-1,0`` (You et al. 2020, section 3)."""
+    """Trains HC-SA with other places of its heads (You et al. 2020, section 3).
+
+    Args:
+      encoder: the offsets from the query at which the heads of the encoder look, such as ``-1,1``.
+      decoder: the offsets for the heads of the decoder, such as ``-1,0``.
+    """
     experiment = multi30k("hc_sa")
     model = experiment.model
     stacks = {"encoder": encoder, "decoder": decoder}
@@ -165,7 +200,7 @@ def head_positions(encoder: str, decoder: str) -> Experiment:
 
 
 def without_feed_forward(system: str, stacks: Stacks = "encoder,decoder") -> Experiment:
-    """No feed-forward layers in the stacks that are named (You et al. 2020, section 5)."""
+    """Trains a model without feed-forward layers in some stacks (You et al. 2020, section 5)."""
     experiment = multi30k(system)
     model: EncoderDecoder = experiment.model
     for name in stacks.split(","):
@@ -176,7 +211,7 @@ def without_feed_forward(system: str, stacks: Stacks = "encoder,decoder") -> Exp
 
 
 def _with_offsets(stack: Stack, offsets: tuple[float, ...]) -> Stack:
-    """Returns a stack whose hard-coded heads look at other places."""
+    """Returns a copy of a stack whose hard-coded heads look at other offsets from the query."""
     (run,) = stack.runs
     mixer = run.block.self_mixer
     assert isinstance(mixer, Attention)
