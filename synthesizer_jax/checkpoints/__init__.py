@@ -1,1 +1,1 @@
-"""Checkpoints of a run: saving, restoring, verification and retention."""
+"""Checkpoints of a run: saving, restoring, verifying, and choosing which ones to keep."""

@@ -1,9 +1,11 @@
 """Checksums of arrays that are sharded over any number of devices and processes.
 
-The checksum of an array is the sum, modulo 2³², of a hash of every element and its index. Every device sums
-over its shard, and the checksum is the sum over devices and processes, so it does not depend on the mesh. A
-change of a single element always changes the checksum, because the hash is a bijection of the element's
-bits.
+The checksum of an array is the sum, modulo 2³², of a hash of every element and its index. Each
+device computes the sum over its own shard, and these sums are added over devices and processes.
+The checksum therefore does not depend on the mesh.
+
+For a given index, the hash is a bijection of the element's bits. A change of a single element
+therefore always changes the checksum.
 """
 
 from __future__ import annotations
@@ -21,18 +23,20 @@ from synthesizer_jax.base.typing import PyTree
 MODULUS = 2**32
 
 AXIS_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
-"""Odd factors of the indices along the axes, used in turn (the primes of xxHash32)."""
+"""Odd factors of the indices along the axes, used in turn. They are the primes of xxHash32."""
 
 
 def checksums(tree: PyTree) -> dict[str, int]:
     """Returns this process's part of the checksum of every array.
 
     Args:
-      tree: a pytree of arrays. A replicated shard is counted once, by the process with its first replica.
+      tree: a pytree of arrays. If a shard is replicated, only the process that has its first
+        replica counts it.
 
     Returns:
-      ``{path: 32-bit integer}``; `combine_checksums` adds the parts of the processes.
+      ``{path: 32-bit integer}``. `combine_checksums` adds up the parts of all processes.
     """
+    # All sums are dispatched before the first result is read, so the devices compute in parallel.
     begun = {
         jax.tree_util.keystr(path, simple=True, separator="/"): _partial_checksums(leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -49,7 +53,10 @@ def combine_checksums(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _partial_checksums(x: ArrayLike) -> list[jax.Array]:
-    """Returns the checksums of the shards that this process counts, without waiting for the devices."""
+    """Returns the checksums of the shards that this process counts.
+
+    They may not be computed yet, because the function does not wait for the devices.
+    """
     if not isinstance(x, jax.Array):
         return [_sum(jnp.asarray(x), np.zeros(np.ndim(x), np.uint32))]
     return [
@@ -61,19 +68,29 @@ def _partial_checksums(x: ArrayLike) -> list[jax.Array]:
 
 @jax.jit
 def _sum(x: jax.Array, start: jax.Array) -> jax.Array:
-    """Returns the checksum of a shard whose first element has the index `start`."""
+    """Returns the checksum of a shard.
+
+    Args:
+      x: the elements of the shard.
+      start: ``[x.ndim]`` uint32, the index of the shard's first element in the whole array.
+    """
     words = _words(x)
+    # Elements wider than 32 bits have further axes of words, which are never sharded.
     starts = [*start, *[0] * (words.ndim - x.ndim)]
     position = jnp.zeros((), jnp.uint32)
     for axis, first in enumerate(starts):
         index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) + jnp.uint32(first)
+        # From the sixth axis on, the factors repeat in a modified form.
         factor = AXIS_FACTORS[axis % len(AXIS_FACTORS)] ^ (axis // len(AXIS_FACTORS) << 1)
         position = position + index * jnp.uint32(factor)
     return _mix(words ^ _mix(position)).sum(dtype=jnp.uint32)
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """Returns the bits of the elements as 32-bit words; wider elements add an axis of words."""
+    """Returns the bits of the elements as 32-bit words.
+
+    Elements that are wider than 32 bits, and complex numbers, add an axis of words.
+    """
     if x.dtype == bool:
         return x.astype(jnp.uint32)
     width = min(x.dtype.itemsize, 4)
@@ -83,7 +100,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Returns a bijective hash of 32-bit words, the finalizer of MurmurHash3."""
+    """Returns a bijective hash of each 32-bit word: the finalizer of MurmurHash3."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides arrays: their checksums, and the position in the data."""
+"""The part of a checkpoint that is not arrays: checksums and the position in the data."""
 
 from __future__ import annotations
 
@@ -14,41 +14,54 @@ import numpy as np
 from synthesizer_jax.base.files import describing
 
 CONTENTS = "contents"
-"""Name of the item, a directory with one file."""
+"""Name of the checkpoint item with the contents. It is a directory that contains one file."""
 
 CONTENTS_FILE = "contents.json"
 
 
 class BatchStream(Protocol):
-    """An endless stream of host batches, whose position can be saved as text files in a directory."""
+    """An endless stream of host batches whose position can be saved.
+
+    The position is stored as text files in a directory.
+    """
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """The next batch."""
+        """Returns the next batch."""
         ...
 
     def save(self, directory: pathlib.Path) -> None:
-        """Writes the position after the last batch that was taken."""
+        """Writes the position after the last batch that was taken into a directory."""
         ...
 
     def restore(self, directory: pathlib.Path) -> None:
-        """Continues after the saved position."""
+        """Moves the stream to the position that was saved in a directory."""
         ...
 
 
 class Contents(NamedTuple):
-    """The step, the `checksums` of the state's arrays, and the text files of the data position by name."""
+    """The contents of a checkpoint besides its arrays.
+
+    Attributes:
+      step: the step of the checkpoint.
+      arrays: checksums of the arrays in the state by path; see `checksums`.
+      position: the text files of the position in the data, by name.
+    """
 
     step: int
     arrays: dict[str, int]
     position: dict[str, str]
 
     def to_json(self) -> dict[str, object]:
-        """Returns the fields and their checksum."""
+        """Returns the fields as JSON, with a checksum of the fields themselves."""
         text = json.dumps(self._asdict(), sort_keys=True)
         return {**self._asdict(), "checksum": zlib.crc32(text.encode())}
 
     def difference(self, read: Mapping[str, int]) -> str | None:
-        """Returns what is wrong with the checksums of some or all of the arrays; None: nothing."""
+        """Returns what is wrong with the checksums of arrays that were read, or None.
+
+        Args:
+          read: the checksums of some or all arrays by path.
+        """
         both = self.arrays.keys() & read.keys()
         wrong = sorted(name for name in both if self.arrays[name] != read[name])
         problem = f"{len(wrong)} of {len(read)} arrays are not what was saved, such as {wrong[:1]}"
@@ -63,7 +76,10 @@ class Contents(NamedTuple):
 
 
 def read_contents(checkpoint: pathlib.Path) -> Contents | None:
-    """Reads the contents of the checkpoint in the directory of a step; None if it has none.
+    """Returns the contents of a checkpoint, or None if it has none.
+
+    Args:
+      checkpoint: the directory of a step.
 
     Raises:
       ValueError: the file is damaged, or belongs to another step.
@@ -82,9 +98,11 @@ def read_contents(checkpoint: pathlib.Path) -> Contents | None:
 
 
 def checksum_of(checkpoint: pathlib.Path) -> int:
-    """Returns one number for all arrays of a checkpoint, by which another run can recognize it.
+    """Returns one number that identifies the arrays of a checkpoint.
 
-    Reads the recorded checksums of the arrays and no array. Checkpoints without records have the same.
+    Another run can use it to recognize the checkpoint. It is computed from the recorded checksums
+    of the arrays, so no array is read. All checkpoints without recorded checksums have the same
+    number.
     """
     contents = read_contents(checkpoint)
     text = json.dumps(contents.arrays if contents else {}, sort_keys=True)
@@ -92,7 +110,7 @@ def checksum_of(checkpoint: pathlib.Path) -> int:
 
 
 def position_files(stream: BatchStream) -> dict[str, str]:
-    """Returns the files of a data stream's position by name."""
+    """Returns the text files of a data stream's position, by name."""
     with tempfile.TemporaryDirectory() as folder:
         stream.save(pathlib.Path(folder))
         return {path.name: path.read_text("utf-8") for path in pathlib.Path(folder).iterdir()}

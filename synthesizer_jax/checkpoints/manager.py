@@ -1,4 +1,4 @@
-"""Saving, restoring and verification of a run's checkpoints."""
+"""Saves, restores and verifies the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ from synthesizer_jax.hosts import processes
 from synthesizer_jax.primitives.parameters import Variables
 
 COMMITTED = "commit_success.txt"
-"""Orbax's file that marks a finished checkpoint in a bucket."""
+"""The file with which Orbax marks a finished checkpoint in a bucket."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
 class Retention:
-    """A policy of Orbax that keeps the `latest` and the `best` checkpoints, by scores of evaluated steps.
+    """Orbax's policy that keeps the newest checkpoints and those with the best scores.
 
-    Higher scores are better; the run adds to them.
+    Attributes:
+      latest: number of newest checkpoints to keep.
+      best: number of checkpoints with the best scores to keep.
+      scores: scores of evaluated steps. Higher is better. The run adds scores while it trains.
     """
 
     latest: int
@@ -49,22 +52,30 @@ class Retention:
     scores: dict[int, float]
 
     def steps_to_keep(self, steps: Iterable[int]) -> set[int]:
-        """Returns the steps to keep; of equal scores the newer step is better."""
+        """Returns the steps to keep. If two steps have equal scores, the newer one is better."""
         rising = sorted(steps)
         measured = [s for s in rising if math.isfinite(self.scores.get(s, math.nan))]
+        # Sorting pairs in descending order puts the newer of two steps with equal scores first.
         best = sorted(measured, key=lambda step: (self.scores[step], step), reverse=True)
         return {*rising[max(len(rising) - self.latest, 0) :], *best[: self.best]}
 
     def should_preserve(self, checkpoints: Sequence[PyTree], *, context: object) -> list[bool]:
-        """Returns whether to keep each checkpoint; called by Orbax."""
+        """Returns for each checkpoint whether to keep it. Orbax calls this method."""
         kept = self.steps_to_keep(checkpoint.step for checkpoint in checkpoints)
         return [checkpoint.step in kept for checkpoint in checkpoints]
 
 
 class Checkpoints:
-    """The checkpoints in a directory, numbered by step, written asynchronously and committed atomically.
+    """The checkpoints in a directory, numbered by step.
 
-    The newest are kept, and in addition those with the best of the scores, to which `record_score` adds.
+    They are written asynchronously and committed atomically. The newest checkpoints are kept, and
+    in addition those with the best scores.
+
+    Args:
+      directory: the directory of the checkpoints.
+      keep_latest: number of newest checkpoints to keep.
+      keep_best: number of checkpoints with the best scores to keep.
+      scores: the scores so far, by step. `record_score` adds to them.
     """
 
     def __init__(
@@ -81,12 +92,13 @@ class Checkpoints:
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        """Orbax's manager; creates the directory."""
+        """Orbax's manager. Making it also creates the directory."""
         if processes.is_process_zero():
             self._directory.mkdir(parents=True, exist_ok=True)
         processes.barrier("checkpoints")
-        # With named processes Orbax synchronizes through the coordination service. Otherwise it uses
-        # collectives, which would interleave with those of steps while it writes asynchronously.
+        # If the active processes are listed, Orbax synchronizes them through JAX's coordination
+        # service. Otherwise it would use collectives. These could interleave with the collectives
+        # of training steps, because checkpoints are written in the background.
         group = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
         return ocp.CheckpointManager(
             self._directory,
@@ -105,27 +117,34 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """Steps of the finished checkpoints, oldest first."""
+        """The steps of the finished checkpoints, oldest first."""
         return finished_steps(self._directory)
 
     def record_score(self, step: int, score: float) -> None:
-        """Records the score of a step; the next save or `prune` takes it into account."""
+        """Records the score of a step. The next save or `prune` uses it to choose checkpoints."""
         self._retention.scores[step] = score
 
     def prune(self) -> None:
-        """Deletes the finished checkpoints that need not be kept."""
+        """Deletes finished checkpoints that need not be kept."""
+        # All processes must delete the same steps, so they use the list of process 0.
         steps = processes.all_gather("prune", self.steps)[0]
         for step in sorted(set(steps) - self._retention.steps_to_keep(steps)):
             self._manager.delete(step)
 
     def save(self, state: PyTree, stream: BatchStream | None) -> None:
-        """Starts to write a checkpoint unless the step has one; the state may be donated afterwards.
+        """Starts to write a checkpoint, unless there is one of this step already.
 
-        The state is a dataclass of pytrees of arrays, with its ``step``. None: no position is saved.
+        The buffers of the state may be donated as soon as this method returns.
+
+        Args:
+          state: a dataclass of pytrees of arrays, which has a field ``step``.
+          stream: the data stream whose position is saved, or None to save no position.
         """
         step, tree = int(state.step), _state_dict(state)
         if step in self._begun or step in self._manager.all_steps():
             return
+        # Each process contributes the checksums of its shards and the position of its part of the
+        # data.
         local = checksums.checksums(tree), {} if stream is None else position_files(stream)
         arrays, positions = zip(*processes.all_gather("contents", local), strict=True)
         position = dict(file for files in positions for file in files.items())
@@ -139,27 +158,30 @@ class Checkpoints:
         if self._begun and self._manager.is_saving_in_progress():
             done, self._begun = self._begun[:-1], self._begun[-1:]
             return done
-        self.wait()  # raises errors of the background thread
+        self.wait()  # raises errors that occurred in the background thread
         done, self._begun = self._begun, []
         return done
 
     def restore_newest(self, abstract: PyTree, stream: BatchStream | None) -> PyTree:
-        """Restores the newest checkpoint that can be read; returns None if there are no checkpoints.
+        """Restores the newest checkpoint that can be read, or returns None if there is none.
 
-        Newer checkpoints, which at least one process found damaged, are set aside as ``STEP.unreadable``
-        with a warning. None is renamed unless an older one was restored.
+        If at least one process finds a checkpoint damaged, the next older one is tried. If that
+        succeeds, the damaged checkpoints are renamed to ``STEP.unreadable``, with a warning. If no
+        checkpoint can be restored, none is renamed.
 
-        The abstract state has `jax.ShapeDtypeStruct` with shardings. The stream is moved to the saved
-        position; None ignores it.
+        Args:
+          abstract: the state, with `jax.ShapeDtypeStruct` leaves that have shardings.
+          stream: the data stream to move to the saved position. None ignores the position.
 
         Raises:
           ValueError: no checkpoint can be read, or they belong to another model or other data.
-          OSError: the storage failed; the checkpoints are unchanged.
+          OSError: the storage failed. The checkpoints are unchanged.
         """
         entries = _state_dict(abstract)
         names = tuple(field.name for field in dataclasses.fields(abstract))
 
         def read(checkpoint: pathlib.Path) -> dict[str, PyTree]:
+            """Reads and checks the state of one checkpoint."""
             if stream is not None and read_contents(checkpoint) is None:
                 raise ValueError(f"{checkpoint} holds no position in the data")
             tree: dict[str, PyTree] = read_arrays(checkpoint, entries, names)
@@ -181,7 +203,7 @@ class Checkpoints:
         return dataclasses.replace(abstract, **tree)
 
     def _set_aside(self, damaged: dict[int, str]) -> None:
-        """Renames damaged checkpoints."""
+        """Renames damaged checkpoints to ``STEP.unreadable``, with a warning."""
         for step, problem in damaged.items():
             names = (f"{step}.unreadable{f'-{n}' * (n > 1)}" for n in itertools.count(1))
             aside = next(p for p in map(self._directory.joinpath, names) if not p.exists())
@@ -190,7 +212,10 @@ class Checkpoints:
             (self._directory / str(step)).rename(aside)
 
     def wait(self) -> None:
-        """Waits until all checkpoints are written."""
+        """Waits until all checkpoints are written.
+
+        Errors of the background thread are raised here.
+        """
         if "_manager" in vars(self):
             self._manager.wait_until_finished()
 
@@ -201,7 +226,10 @@ class Checkpoints:
 
 
 def _state_dict(state: PyTree) -> dict[str, PyTree]:
-    """Returns the fields of a state; an average that it does not have is left out, as it always was."""
+    """Returns the fields of a state by name.
+
+    An empty moving average is left out, as in checkpoints of versions that had no such field.
+    """
     fields = fields_of(state)
     return {name: tree for name, tree in fields.items() if name != AVERAGE or tree}
 
@@ -211,16 +239,16 @@ def restore_variables(
 ) -> tuple[int, Variables]:
     """Restores only the parameters and constants of a checkpoint.
 
-    If the run has an exponential moving average of its parameters, these are the averages.
-
-    If the newest checkpoint cannot be read, the next older one is used, with a warning. If a running
-    training deletes the checkpoint in the meantime, another one is used.
+    If the run has an exponential moving average of its parameters, the averages are restored
+    instead of the parameters. If the newest checkpoint cannot be read, the next older one is used,
+    with a warning. If a training run deletes the checkpoint in the meantime, another one is used.
 
     Args:
       directory: the ``checkpoints`` directory of a run.
-      step: the step to restore; None is the newest one that can be read.
-      layout: ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings over the
-        devices of any processes; None restores the saved arrays on one device of this process.
+      step: the step to restore. None means the newest one that can be read.
+      layout: ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings, which
+        may be over the devices of several processes. None restores the saved arrays on one device
+        of this process.
 
     Returns:
       The step, and ``{"params": ..., "constants": ...}``.
@@ -253,23 +281,31 @@ def read_newest(
     step: int | None = None,
     divided: bool = True,
 ) -> tuple[int | None, dict[str, PyTree], dict[int, str]]:
-    """Reads and verifies entries of the newest checkpoint that all processes can read, or of one step.
+    """Reads and verifies entries of the newest checkpoint that all processes can read.
 
-    `divided` tells that every process reads its own shards, and not the whole.
+    Args:
+      directory: the directory of the checkpoints.
+      read: reads the entries from the directory of a step.
+      step: reads only this step. None means the newest.
+      divided: whether each process reads only its own shards, so that the checksums of the
+        processes must be added up. If false, each process reads whole arrays.
 
     Returns:
-      The step and its entries, None if there is none; and the problems of newer checkpoints.
+      The step and its entries, or None and an empty dictionary if there is no checkpoint. Then the
+      problems of newer checkpoints, by step.
 
     Raises:
-      ValueError: none can be read.
+      ValueError: no checkpoint can be read.
     """
     problems: dict[int, str] = {}
     while True:
         saved = finished_steps(directory)
         steps = [s for s in saved if s not in problems and step in (None, s)]
+        # The processes must try the same step, so they follow process 0.
         newest: int | None = processes.all_gather("newest", max(steps, default=None))[0]
         if newest is None:
-            if not any(s in saved for s in problems):  # or all were deleted in the meantime
+            # There were no checkpoints, or all damaged ones were deleted in the meantime.
+            if not any(s in saved for s in problems):
                 return None, {}, problems
             worst = max(problems)
             others = ", ".join(str(s) for s in saved if s not in problems)
@@ -288,6 +324,7 @@ def read_newest(
             if not _is_damage(error):
                 raise
             problem = one_line_error(error)
+        # A checkpoint counts as damaged for all processes if one of them found a problem.
         gathered = processes.all_gather("read", (problem, parts))
         problem = next((problem for problem, _ in gathered if problem is not None), None)
         if problem is None and contents is not None:
@@ -299,7 +336,10 @@ def read_newest(
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether an error may be due to damaged files, not to storage, memory or the configuration."""
+    """Returns whether damaged files may have caused an error.
+
+    Other causes are the storage, a lack of memory, or the configuration.
+    """
     if isinstance(error, OSError):
         return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
     others = (OtherModelError, MemoryError, jax.errors.JaxRuntimeError)
@@ -311,6 +351,7 @@ def finished_steps(directory: pathlib.Path) -> list[int]:
     if not directory.is_dir():
         return []
     numbered = [p for p in directory.iterdir() if re.fullmatch("0|[1-9][0-9]*", p.name)]
-    # In a bucket, which has no renaming, a finished one has a file that says so.
+    # Orbax commits a checkpoint by renaming its directory. In a bucket, which cannot rename
+    # directories, it writes a file instead.
     is_committed = lambda p: (p / COMMITTED).exists() if in_bucket(p) else p.is_dir()
     return sorted(int(p.name) for p in numbered if is_committed(p))

@@ -1,4 +1,4 @@
-"""Reading arrays of a checkpoint, also on other devices than those that trained them."""
+"""Reads arrays of a checkpoint, also onto other devices than those that saved them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,19 @@ def place_variables(
     *,
     devices: list[jax.Device] | None = None,
 ) -> tuple[Mesh, Variables]:
-    """Returns a mesh over all devices and the layout of a model's variables on it.
+    """Returns a mesh over the devices, and the layout of a model's variables on it.
 
-    The shape of the mesh is the first that fits. The given one, of the training, comes first; then the same
-    sharding of the model with another number of replicas; then ``fsdp`` over as many devices as the sizes
-    of the parameters allow. The tokens are abstract arguments of the model. `devices` None is all of them.
+    The first shape that fits the devices and the model is used, in this order:
+
+    1. The given shape, which is usually that of the training.
+    2. The same sharding of the model, with another number of replicas.
+    3. ``fsdp`` over as many devices as the sizes of the parameters allow.
+
+    Args:
+      model: the model.
+      tokens: abstract arguments of the model.
+      shape: the shape of the mesh to try first.
+      devices: the devices. None means all devices.
 
     Returns:
       The mesh, and ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings.
@@ -50,7 +58,9 @@ def place_variables(
 def layout_over(
     model: nn.Module, tokens: tuple[jax.ShapeDtypeStruct, ...], mesh: Mesh | AbstractMesh
 ) -> Variables:
-    """Returns the shapes and shardings of a model's variables over a mesh, see `place_variables`.
+    """Returns the shapes and shardings of a model's variables over a mesh.
+
+    The result has the form of the variables that `place_variables` returns.
 
     Raises:
       ValueError: the mesh does not divide the shapes.
@@ -59,7 +69,13 @@ def layout_over(
 
 
 def with_shardings(shapes: Variables, axes: PyTree, mesh: Mesh | AbstractMesh) -> Variables:
-    """Returns abstract variables with their shardings over a mesh, from their logical axes."""
+    """Returns abstract variables with the shardings that follow from their logical axes.
+
+    Args:
+      shapes: a pytree of arrays or their shapes and dtypes.
+      axes: a pytree of their logical axes.
+      mesh: the mesh.
+    """
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         shapes,
@@ -68,25 +84,31 @@ def with_shardings(shapes: Variables, axes: PyTree, mesh: Mesh | AbstractMesh) -
 
 
 def _candidate_meshes(shape: MeshShape, devices: int) -> Iterator[MeshShape]:
-    """Yields the meshes to try for a model that was trained on a mesh of the given shape."""
+    """Yields the mesh shapes to try for a model that was trained on a mesh of a given shape."""
     yield shape
-    inferred = -1 in (shape.fsdp, shape.tensor, shape.sequence)  # one axis at most may be
+    # At most one size may be −1. The number of replicas is inferred unless another axis is.
+    inferred = -1 in (shape.fsdp, shape.tensor, shape.sequence)
     yield MeshShape(1 if inferred else -1, shape.fsdp, shape.tensor, shape.sequence)
     yield from (MeshShape(fsdp=n) for n in range(devices, 0, -1) if devices % n == 0)
 
 
 class OtherModelError(ValueError):
-    """A checkpoint belongs to another model."""
+    """A checkpoint has the arrays of another model or optimizer."""
 
 
 AVERAGE = "ema"
-"""The entry of a checkpoint with averages of the parameters."""
+"""The entry of a checkpoint that holds the moving averages of the parameters."""
 
 
 def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variables:
-    """Reads parameters, or their averages as ``ema``, and constants of a checkpoint; see `read_arrays`.
+    """Reads the parameters and constants of a checkpoint.
 
-    For the layout see `place_variables`; None reads the saved arrays to one device of this process.
+    If the checkpoint has moving averages of the parameters, they are read instead of the
+    parameters, as the entry ``ema``. See `read_arrays` for errors.
+
+    Args:
+      checkpoint: the directory of a step.
+      layout: see `place_variables`. None reads the saved arrays onto one device of this process.
     """
     saved = _metadata(checkpoint)
     names = (AVERAGE if saved.get(AVERAGE) else "params"), "constants"
@@ -102,16 +124,18 @@ def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variab
 
 
 def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...]) -> PyTree:
-    """Reads entries of a checkpoint, the directory of a step, without synchronization of the processes.
+    """Reads entries of a checkpoint, without synchronizing the processes.
 
     Args:
-      checkpoint: the directory.
-      entries: the entries, with arrays or `jax.ShapeDtypeStruct` for shapes and shardings.
-      names: entries whose saved arrays must all be among them.
+      checkpoint: the directory of a step.
+      entries: the entries to read, as pytrees whose leaves have shapes and shardings: arrays or
+        `jax.ShapeDtypeStruct`.
+      names: names of entries that must be read completely. It is an error if one of them has saved
+        arrays that are not in `entries`.
 
     Raises:
       OtherModelError: the checkpoint has other arrays.
-      Exception: Orbax cannot read the files; the type of the error depends on the damage.
+      Exception: Orbax cannot read the files. The type of the error depends on the damage.
     """
     metadata = _metadata(checkpoint)
     saved = _shapes({name: metadata.get(name, {}) for name in names})
@@ -128,24 +152,25 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
         partial_restore=True,
     )
-    # A checkpointer would synchronize the processes.
+    # The handler is called directly, because a checkpointer would synchronize the processes.
     return ocp.PyTreeCheckpointHandler().restore(absolute(checkpoint / "state"), args=arguments)
 
 
 def count_parameters(checkpoint: pathlib.Path) -> int:
-    """Returns the number of parameters that a checkpoint holds; no array is read."""
+    """Returns the number of parameters in a checkpoint, without reading any array."""
     return sum(math.prod(shape) for shape in _shapes(_metadata(checkpoint)["params"]).values())
 
 
 def _metadata(checkpoint: pathlib.Path) -> PyTree:
-    """Returns the tree of a checkpoint's arrays, with their shapes."""
-    # By default it asks for JAX's platform, and so would take the devices of a training.
+    """Returns a tree with the shapes and dtypes of a checkpoint's arrays."""
+    # By default the handler asks for JAX's platform. This would initialize the devices, and so take
+    # them from a training process on the same machine.
     handler = ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
     return handler.metadata(absolute(checkpoint / "state")).tree
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of arrays by their paths."""
+    """Returns the shapes of all arrays in a tree by their paths."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): tuple(x.shape)
         for path, x in jax.tree.leaves_with_path(tree)

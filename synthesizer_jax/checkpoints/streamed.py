@@ -1,4 +1,7 @@
-"""Saving a checkpoint whose arrays are read as they are written."""
+"""Saves a checkpoint while reading its arrays one at a time.
+
+Conversion uses it, because the arrays of a large model may not fit into memory together.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ from synthesizer_jax.checkpoints.contents import CONTENTS, CONTENTS_FILE, Conten
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """An array that is read when it is needed; a leaf of a pytree.
+    """An array that is read only when it is needed. It is a leaf of a pytree.
 
     Attributes:
-      shape: its shape.
-      stored: reads it in the dtype in which it is stored; every call reads it anew.
-      dtype: its dtype.
+      shape: the shape of the array.
+      stored: reads the array in the dtype in which it is stored. Every call reads it again.
+      dtype: the dtype of the array that `read` returns.
     """
 
     shape: tuple[int, ...]
@@ -36,15 +39,19 @@ class Unread:
 
     @classmethod
     def of(cls, x: ArrayLike) -> Unread:
-        """Returns an array in memory as one that is read."""
+        """Returns an `Unread` for an array that is already in memory."""
         return cls(np.shape(x), lambda: np.asarray(x), np.dtype(jnp.result_type(x)))
 
     def __mul__(self, factor: float) -> Unread:
-        """Returns the array times a number, to be read as well."""
+        """Returns the array times a number. It is not read yet either."""
         return dataclasses.replace(self, stored=lambda: self.read() * self.dtype.type(factor))
 
     def read(self, dtype: str | None = None) -> np.ndarray:
-        """Reads the array, in its dtype unless another is given."""
+        """Reads the array.
+
+        Args:
+          dtype: the dtype of the result. None means the dtype of this object.
+        """
         return self.stored().astype(self.dtype if dtype is None else jnp.dtype(dtype), copy=False)
 
     @property
@@ -54,15 +61,20 @@ class Unread:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
+        """The size of the array in bytes."""
         return self.size * self.dtype.itemsize
 
 
 def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
-    """Saves a state, nested dictionaries of `Unread`, with one array in memory.
+    """Saves a state as a checkpoint, with only one array in memory at a time.
 
-    The checkpoint is that of `Checkpoints.save`, in the ``checkpoints`` directory of a run. Writing it is
-    not atomic: give a directory that nobody reads yet.
+    The checkpoint has the format of `Checkpoints.save`, but no position in the data. Writing is not
+    atomic, so the directory must be one that no other process reads yet.
+
+    Args:
+      directory: the ``checkpoints`` directory of a run.
+      step: the step of the checkpoint.
+      tree: the state, as nested dictionaries of `Unread`.
     """
     arrays = _Handler()
     registry = ocp.type_handlers.create_type_handler_registry(
@@ -83,7 +95,11 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-    """Reads an array when the one before is written, and has their checksums by path."""
+    """Orbax's handler of arrays, changed to read each array when the previous one is written.
+
+    Attributes:
+      checksums: the checksums of the arrays by path.
+    """
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
@@ -95,12 +111,12 @@ class _Handler(ocp.type_handlers.NumpyHandler):
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
     ) -> Sequence[ocp.future.Future]:
-        """Reads and writes all arrays; nothing is left to wait for."""
+        """Reads and writes all arrays. It returns no futures, because all writing is finished."""
         args = args or [ocp.type_handlers.SaveArgs()] * len(values)
         for value, info, arg in zip(values, infos, args, strict=True):
-            # ascontiguousarray makes scalars vectors, so the shape comes last.
+            # `ascontiguousarray` turns scalars into vectors, so the array is reshaped afterwards.
             array = np.ascontiguousarray(value.read()).reshape(value.shape)
             (self.checksums[info.name.replace(".", "/")],) = checksums.checksums(array).values()
             (written,) = await super().serialize([array], [info], [arg])
-            written.result()  # before the next is read: one array is in memory
+            written.result()  # waits, so that only one array is in memory
         return []
