@@ -1,1 +1,1 @@
-"""Replacement of parts of a trained model, and distillation of the parts' behavior into replacements."""
+"""Replaces parts of a trained model, and trains the replacements to behave like these parts."""

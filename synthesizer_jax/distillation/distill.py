@@ -1,7 +1,8 @@
 """Replaces parts of a trained model and trains the replacements to imitate them.
 
-Bozic et al. 2023 train feed-forward networks on stored activations of a Transformer's attention. Here
-teacher and student run in the same compiled step, and any mixer can be replaced by any other.
+Bozic et al. 2023 replace the attention of a Transformer by feed-forward networks, which they train
+on stored activations. Here, teacher and student run in the same compiled step, so that nothing is
+stored, and any mixer can be replaced by any other mixer.
 """
 
 from __future__ import annotations
@@ -52,27 +53,34 @@ from synthesizer_jax.training.step import Batch, Metrics, TrainState, apply_grad
 from synthesizer_jax.training.trainer import Trainer
 
 DISTILLATION_FILE = "distillation.json"
+"""The file in the student's run that contains the configuration of the distillation."""
 FIT_FILE = "fit.json"
+"""The file in the student's run that contains the divergences of fitted alignments, in nats."""
 FINE_TUNED = "fine_tuned"
-"""Subdirectory of a distillation for the run that fine-tunes the whole student."""
+"""The subdirectory of a distillation that contains the run which fine-tunes the whole student."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Distillation:
-    """The configuration of a distillation; model, data and vocabulary are those of the teacher's run.
+    """The configuration of a distillation.
+
+    The model, the data and the vocabulary are those of the teacher's run.
 
     Attributes:
       replace: the replacements.
-      training: number of steps, optimizer, etc.; only the replacements are trained.
-      fit_batches: number of batches of the teacher's data to which static alignments of self-attention,
-        such as Random, are fitted before the training, see `distillation.fit`; replacements that cannot be
-        fitted are named. 0: all start from their initializers.
-      together: whether the student's layers read the student's own activations and are trained jointly;
-        otherwise every layer reads the teacher's activations and is trained independently.
-      evaluation: the evaluation at the end; None: that of the teacher's run.
-      fine_tune: training of the whole student on the task afterwards, in a run of its own; None: no
-        fine-tuning.
+      training: the number of steps, the optimizer and other settings of the training. Only the
+        replacements are trained.
+      fit_batches: the number of batches to which static alignments of self-attention, such as
+        Random, are fitted before the training; see `distillation.fit`. The batches are from the
+        teacher's data. Replacements that cannot be fitted start from their initializers, and a
+        message names them. With 0, nothing is fitted.
+      together: whether the student's layers read the student's own activations and are trained
+        jointly. Otherwise, every layer reads the teacher's activations and is trained
+        independently.
+      evaluation: the evaluation at the end. `None` stands for the evaluation of the teacher's run.
+      fine_tune: the training of the whole student on the task afterwards, in a separate run. `None`
+        stands for no fine-tuning.
     """
 
     replace: Annotated[tuple[Replacement, ...], NotEmpty()]
@@ -100,20 +108,21 @@ def distill(
 
     Args:
       recipe: the replacements and their training.
-      teacher: a training run, ``RUN`` or ``RUN/checkpoints/STEP``; of ``RUN`` the newest checkpoint. A
-        distillation that continues takes the checkpoint with which it began, see `read_teacher`.
-      directory: directory of the student's run, which does not depend on the teacher afterwards.
-      data_dir: directory of the data sets.
+      teacher: the teacher, a training run ``RUN`` or a checkpoint ``RUN/checkpoints/STEP``. For
+        ``RUN``, the newest checkpoint is used. A distillation that continues uses the checkpoint
+        with which it began; see `read_teacher`.
+      directory: the directory of the student's run. The finished run does not need the teacher.
+      data_dir: the directory of the data sets.
       prepare: see `run`.
       visible: whether to show a progress bar.
-      user_code: code that is needed to load the student, besides that of the teacher's run.
+      user_code: code that is needed to load the student, besides the code of the teacher's run.
 
     Returns:
-      The student's experiment.
+      The experiment of the student.
 
     Raises:
-      ValueError: the teacher is not an encoder-decoder, the replacements do not fit it, or the distillation
-        began with another checkpoint.
+      ValueError: if the teacher is not an encoder-decoder, if the replacements do not fit it, or if
+        the distillation began with another checkpoint.
     """
     teacher_run, _ = find_checkpoint(teacher)
     taught = with_vocabulary_path(read_recorded(teacher_run), teacher_run)
@@ -122,7 +131,7 @@ def distill(
             f"{teacher} contains a {type(taught.model).__name__}; only EncoderDecoder models can be "
             "distilled"
         )
-    # What a user can have got wrong comes before `run`, which prepares data.
+    # Check everything that a user can get wrong before calling `run`, which prepares data.
     directory = storage_path(str(directory))
     taught = find_dtype(taught, directory)
     finished = is_finished(recipe.training, recipe.evaluation or taught.evaluation, directory)
@@ -139,10 +148,12 @@ def distill(
     }
 
     def say(text: str) -> None:
+        """Prints a message, on one process only."""
         if first and visible:
             print(text, flush=True)
 
     def initialize(_: Trainer) -> TrainState:
+        """Returns the first state. Alignments are fitted if the recipe asks for it."""
         if first:
             began_with.save(directory)
         variables = trainer.inherited_variables()
@@ -151,6 +162,7 @@ def distill(
         layers, others = trainer.fitted_layers()
         if layers:
             variables, divergences = _fit(variables, trainer, layers, data_dir)
+            # ``[layers, heads]``
             heads = np.stack(list(divergences.values()))
             if first:
                 by_layer = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()}
@@ -180,10 +192,17 @@ def _fit(
     layers: Mapping[Layer, Attention],
     data_dir: pathlib.Path | None,
 ) -> tuple[Variables, dict[Layer, np.ndarray]]:
-    """Returns variables with alignments fitted to the teacher's attention, and every head's divergence."""
+    """Fits the alignments of some layers to the teacher's attention.
+
+    Returns:
+      The student's variables with the fitted alignments, and the divergence of every head in nats
+      per query, as arrays ``[heads]`` by layer.
+    """
     experiment = trainer.experiment
     assert experiment.vocabulary is not None
     stream = open_stream(
+        # The statistics are by position in an example, so examples must not be packed. All batches
+        # must have one length, so that their statistics can be added.
         replace(experiment.data, pack=False, buckets=()),
         experiment.vocabulary.build(),
         data_dir=default_data_dir() if data_dir is None else storage_path(str(data_dir)),
@@ -193,16 +212,17 @@ def _fit(
     batches = (trainer.shard_batch(next(stream)) for _ in range(trainer.recipe.fit_batches))
     statistics = collect_statistics(trainer.teacher, trainer.variables, batches, layers)
     fitted, divergences = fit_layers(trainer.student, variables["params"], statistics)
+    # Fitted arrays are on the host and are put on the mesh. All other arrays stay where they are.
     keep = lambda new, old: old if new is old else replicate_to_devices(new, old.sharding)
     return {**variables, "params": jax.tree.map(keep, fitted, variables["params"])}, divergences
 
 
 class DistillationTrainer(Trainer):
-    """Trains the replacements in a student to produce a teacher's activations.
+    """Trains the replacements in a student to produce the teacher's activations.
 
-    The student's experiment is the teacher's, but for model, training and evaluation. The teacher's
-    variables, unrolled, are an argument of every step, not part of the state. They may be None if the
-    student takes no more steps.
+    The student's experiment is the teacher's, except for the model, the training and the
+    evaluation. Every step gets the teacher's variables as an argument, and they are not part of the
+    state that is saved. They may be `None` if the student makes no more steps.
     """
 
     def __init__(
@@ -212,6 +232,17 @@ class DistillationTrainer(Trainer):
         recipe: Distillation,
         devices: list[jax.Device] | None = None,
     ):
+        """Builds the student and puts the teacher's variables on the mesh.
+
+        Args:
+          taught: the experiment of the teacher.
+          variables: the teacher's variables, with looped layers, or `None`.
+          recipe: the configuration of the distillation.
+          devices: the devices to use. `None` stands for all devices.
+
+        Raises:
+          ValueError: if the recipe uses micro-batches or adapters, or its replacements do not fit.
+        """
         if recipe.training.micro_batches != 1:
             raise ValueError("distillation does not support micro-batches; set training.micro_batches=1")
         if recipe.training.adapters is not None:
@@ -235,10 +266,10 @@ class DistillationTrainer(Trainer):
 
     @property
     def variables(self) -> Variables:
-        """The teacher's variables, over the mesh.
+        """The teacher's variables, sharded over the mesh.
 
         Raises:
-          ValueError: they are not there.
+          ValueError: if they are not there.
         """
         if self._variables is None:
             raise ValueError(
@@ -248,24 +279,31 @@ class DistillationTrainer(Trainer):
         return self._variables
 
     def inherited_variables(self) -> Variables:
-        """Returns the teacher's arrays, and fresh ones where it has none of the same path and shape."""
+        """Returns the variables with which the student starts.
+
+        They are the teacher's arrays, except if the teacher has no array of the same path and
+        shape. In this case, they are initialized.
+        """
         of_teacher = dict(jax.tree.leaves_with_path(self.variables))
 
         def inherited(path: KeyPath, fresh: jax.Array) -> jax.Array:
+            """Returns a copy of the teacher's array if it fits, and the new array otherwise."""
             array = of_teacher.get(path)
             if array is None or array.shape != fresh.shape:
                 return fresh
-            # A copy, because every step donates the state's buffers but needs the teacher's.
+            # Every step donates the buffers of the state and still needs the teacher's, so they
+            # must be copied.
             return replicate_to_devices(jnp.copy(gather_to_host(array)), fresh.sharding)
 
         return jax.tree.map_with_path(inherited, self.init().variables)
 
     def fitted_layers(self) -> tuple[dict[Layer, Attention], dict[str, list[str]]]:
-        """Returns the replacements that can be fitted to the teacher's attention, and the others.
+        """Returns which replacements can be fitted to the teacher's attention, and which cannot.
 
         Returns:
-          The attention of the student's layers that can be fitted, and the names of the other replaced
-          mixers, such as ``encoder/layers_0/attention``, by the reason why they cannot be.
+          The student's attention in the layers that can be fitted, and the names of all other
+          replaced mixers, such as ``encoder/layers_0/attention``. The names are grouped by the
+          reason why the mixers cannot be fitted.
         """
         fitted: dict[Layer, Attention] = {}
         others: dict[str, list[str]] = {}
@@ -290,30 +328,38 @@ class DistillationTrainer(Trainer):
         return fitted, others
 
     def step_flops(self) -> None:
-        """Not known: the step runs parts of two models and trains only some parameters."""
+        """Returns `None`, because the number of FLOPs is not known.
+
+        The step runs parts of two models and trains only some of the parameters.
+        """
 
     @property
     def rules(self) -> tuple[OptimizerRule, ...]:
-        """The experiment's, after one that freezes all but the replacements."""
+        """The experiment's rules, after a rule that freezes everything except the replacements."""
         replaced = sorted({f"{p.stack}/{p.layer}/{p.mixer}" for p in self.tap_pairs})
         others = f"(?!(?:{'|'.join(replaced)})/).*"
         return (OptimizerRule(others, frozen=True), *self.experiment.training.rules)
 
     @property
     def arguments(self) -> tuple[PyTree, ...]:
-        """The teacher's variables."""
+        """The arguments of a step besides state, batch and key: the teacher's variables."""
         return (self.variables,)
 
     def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
-        """Returns ``(state, batch, key, variables of the teacher) → (state, metrics)``."""
+        """Returns the training step.
+
+        It is a function ``(state, batch, key, teacher's variables) → (state, metrics)``.
+        """
 
         def step(
             state: TrainState, batch: Batch, key: jax.Array, teacher_variables: PyTree
         ) -> tuple[TrainState, Metrics]:
+            """Trains the replacements on one batch. There is no dropout, so the key is not used."""
             del key
             target = jax.lax.stop_gradient(self.activations(self.teacher, teacher_variables, batch))
 
             def loss_fn(trained: PyTree) -> tuple[jax.Array, jax.Array]:
+                """Returns the loss, and the share of the target's variance that is unexplained."""
                 params = merge_entries(trained, state.params)
                 return self._loss({**state.variables, "params": params}, batch, target)
 
@@ -336,9 +382,13 @@ class DistillationTrainer(Trainer):
     def _loss(
         self, variables: PyTree, batch: Batch, target: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """The mean squared error over positions and taps, and its ratio to the target's variance."""
+        """Returns the mean squared error, and its ratio to the variance of the target.
+
+        Both are scalars. They are means over positions and over replaced mixers.
+        """
         if not self.recipe.together:
-            # Every layer reads the teacher's inputs, and the teacher's encoder's output.
+            # Every replaced mixer reads the teacher's inputs, and the decoder reads the output of
+            # the teacher's encoder.
             names = ["encoded", *(pair.inputs for pair in self.tap_pairs)]
             overrides = {name: target[name] for name in names}
             variables = {**variables, OVERRIDES: traverse_util.unflatten_dict(overrides, sep="/")}
@@ -355,7 +405,10 @@ class DistillationTrainer(Trainer):
         return jnp.stack(errors).mean(), jnp.stack(ratios).mean()
 
     def activations(self, model: EncoderDecoder, variables: PyTree, batch: Batch) -> dict[str, jax.Array]:
-        """Returns, by path, what a model sows in `TAPS` in a teacher-forced pass without dropout."""
+        """Returns the values that a model sows in `TAPS`, by path.
+
+        The model runs with teacher forcing and without dropout.
+        """
         data = self.experiment.data
         segments = data.segments_per_row if data.pack else None
         _, sown = teacher_forced(model, variables, batch, collection=TAPS, max_segments=segments)
@@ -365,7 +418,13 @@ class DistillationTrainer(Trainer):
 def _to_compare(
     target: dict[str, jax.Array], activations: dict[str, jax.Array], pair: TapPair
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the first of a tap's outputs that teacher and student have in the same shape."""
+    """Returns the teacher's and the student's activations that a pair of taps compares.
+
+    They are the first of the pair's outputs that have the same shape in both models.
+
+    Raises:
+      ValueError: if there are no such activations.
+    """
     for path in pair.outputs:
         x, y = target.get(path), activations.get(path)
         if x is not None and y is not None and x.shape == y.shape:
@@ -378,15 +437,26 @@ def _to_compare(
 def squared_error(
     target: jax.Array, output: jax.Array, not_padding: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean squared error of ``[b, n, …]`` over the positions ``[b, n]`` that are not padding.
+    """Returns the mean squared error of an output, and its ratio to the variance of the target.
 
-    Also returns its ratio to the variance of the target over positions: 1 for the target's mean.
+    Padding is ignored. The ratio is 1 for an output that is always the target's mean over
+    positions.
+
+    Args:
+      target: ``[b, n, …]``.
+      output: ``[b, n, …]``.
+      not_padding: ``[b, n]``, which positions count.
+
+    Returns:
+      Two scalars in float32.
     """
     shape = (*not_padding.shape, -1)
+    # ``[b, n, features]``
     target, output = (x.reshape(shape).astype(jnp.float32) for x in (target, output))
     weight = not_padding[..., None].astype(jnp.float32)
     count = jnp.maximum(weight.sum(), 1.0)
     error = (weight * jnp.square(output - target)).sum() / (count * target.shape[-1])
     mean = (weight * target).sum((0, 1)) / count
+    # The variance of each feature over positions, averaged over features.
     variance = (weight * jnp.square(target - mean)).sum() / (count * target.shape[-1])
     return error, error / jnp.maximum(variance, 1e-30)

@@ -1,10 +1,10 @@
-"""Static alignments fitted to the attention of a trained model.
+"""Fits static alignments to the attention of a trained model.
 
-The logits of a static alignment, such as a Random table, do not depend on the tokens. The best ones
-maximize the likelihood of the teacher's attention: they minimize the mean over queries
-of ``KL(teacher ‖ static)``, between their weights of the keys that they see. The sum of the
-teacher's weights, and how often a query sees how many keys, are sufficient statistics, so one pass over
-data is enough.
+The logits of a static alignment, such as a Random table, do not depend on the tokens. The best
+logits maximize the likelihood of the teacher's attention. In other words, they minimize the mean
+over queries of ``KL(teacher ‖ static)``, where both are distributions over the keys that a query
+sees. For this, it is sufficient to know the sums of the teacher's weights, and how often a query at
+each position sees how many keys. One pass over the data collects them.
 """
 
 from __future__ import annotations
@@ -42,35 +42,54 @@ from synthesizer_jax.training.initial_parameters import resize
 from synthesizer_jax.training.step import Batch, teacher_forced
 
 ITERATIONS = 200
-"""Most iterations of L-BFGS."""
+"""The number of iterations of L-BFGS."""
 
 LOG_PRECISIONS = (-10.0, 10.0)
-"""Limits of the logarithm of a Gaussian's precision, in units of where its fit begins."""
+"""The range of the logarithm of a Gaussian's precision during a fit.
+
+The precision is relative to the precision at which the fit begins.
+"""
 
 MIN_VARIANCE = 0.05
-"""Of the distance to the keys that a head attends to, where a Gaussian's fit begins."""
+"""The smallest variance with which the fit of a Gaussian begins, in tokens squared.
+
+It is the variance of the distances from queries to the keys that they attend to.
+"""
 
 HIDDEN = -1e30
-"""The logit of a key outside a window: its weight is zero, and no infinity is multiplied by zero."""
+"""The logit of a key outside a window.
+
+It is finite because it may be multiplied by zero. The key's weight is still zero.
+"""
 
 MAX_OF_CAP = 0.95
-"""The largest share of a soft cap that logits have where a fit begins; beyond it gradients vanish."""
+"""The largest share of a soft cap that logits have when a fit begins.
+
+Gradients vanish if logits are closer to the cap.
+"""
 
 MIN_SINK = 1e-3
-"""The smallest share of a sink that is assumed where a fit begins."""
+"""The smallest weight of a sink that is assumed when a fit begins."""
 
 PRIOR = 1.0
-"""Rows of the mean attention by distance that are added to each query's, for pairs seen rarely."""
+"""The number of queries that `_add_prior` adds at each position.
+
+Their weights are the mean attention by distance. They matter for pairs of positions that occur
+rarely.
+"""
 
 
 class Statistics(NamedTuple):
-    """What is known of the attention of a layer after a pass over data; sums over examples.
+    """What is known about the attention of a layer after a pass over data.
+
+    All arrays are sums over examples.
 
     Attributes:
-      mass: ``[heads, n, n]`` weights of queries and keys. What the weights of a query leave of one is the
-        weight of the head's sink.
-      negentropy: ``[heads]`` Σ p log p over all queries, in nats, with the sinks.
-      queries: ``[n, n + 1]`` number of queries, by position and by how many of the first keys they see.
+      mass: the weights ``[heads, n, n]`` of each query and key. If the weights of a query sum to
+        less than one, the rest is the weight of the head's sink.
+      negentropy: Σ p log p over all queries, in nats, as ``[heads]``. It includes sinks.
+      queries: the number of queries, as ``[n, n + 1]``, by their position and by how many of the
+        first keys they see.
     """
 
     mass: jax.Array
@@ -79,7 +98,10 @@ class Statistics(NamedTuple):
 
 
 def is_static(alignment: Alignment) -> bool:
-    """Whether an alignment can be fitted: its logits are trained and read no tokens."""
+    """Whether an alignment can be fitted.
+
+    Its logits must be trained and must not depend on tokens.
+    """
     if isinstance(alignment, Mixture | PerHead):
         return all(is_static(part) for part in alignment.parts)
     if isinstance(alignment, Random | GaussianBias) and not alignment.trainable:
@@ -88,7 +110,7 @@ def is_static(alignment: Alignment) -> bool:
 
 
 def is_softmax_of_logits(attention: Attention) -> bool:
-    """Whether a layer's weights are the softmax of its logits over all keys that the mask lets it see."""
+    """Whether a layer's weights are just the softmax of its logits over the keys in the mask."""
     return not attention.sinks and attention.soft_cap is None and attention.window is None
 
 
@@ -100,17 +122,18 @@ def attention_statistics(
     model: EncoderDecoder,
     students: tuple[tuple[Layer, Attention], ...],
 ) -> dict[Layer, Statistics]:
-    """Returns the statistics of the self-attention of some layers over a batch.
+    """Returns the statistics of self-attention in some layers, for one batch.
 
-    A student's layer may see fewer keys than the teacher's, and its weights may have to sum to one where
-    the teacher's do not, as with sinks. The teacher's weights are cut and scaled to what the student's can
-    be.
+    A layer of the student may see fewer keys than the same layer of the teacher. Also, its weights
+    may have to sum to one although the teacher's do not, because the teacher has sinks. The
+    teacher's weights are therefore restricted to the student's window, and normalized if the
+    student has no sinks.
 
     Args:
-      variables: those of the teacher.
-      batch: unpacked rows, padded at the end.
+      variables: the variables of the teacher.
+      batch: unpacked rows, which are padded at the end.
       model: the teacher, with looped layers.
-      students: the layers, and for each the attention that is to be fitted to it.
+      students: the layers, and for each layer the attention that will be fitted to it.
     """
     _, sown = teacher_forced(model, variables, batch, collection="intermediates")
     statistics = {}
@@ -122,13 +145,17 @@ def attention_statistics(
         mixer = sown["intermediates"][stack][f"layers_{layer}"][STACKS[stack]]
         (weights,) = mixer["attention_weights"]  # [b or 1, heads, n, n]
         rows, n = real.shape
+        # ``[b, heads, q, k]``, in which the weights of queries at padding are zero.
         weights = jnp.broadcast_to(weights, (rows, *weights.shape[1:])) * real[:, None, :, None]
         if student.window is not None:
             weights = weights * is_in_window(n, student.window)
         total = weights.sum(-1, keepdims=True)  # [b, heads, n, 1]
         if not student.sinks:
             weights = weights / jnp.where(total > 0, total, 1)
+        # A query of the decoder sees the keys up to itself, and one of the encoder sees all real
+        # keys.
         seen = jnp.arange(1, n + 1) if causal else real.sum(axis=1, keepdims=True)
+        # ``[b, n, n + 1]``
         queries = jax.nn.one_hot(jnp.broadcast_to(seen, (rows, n)), n + 1) * real[..., None]
         negentropy = jax.scipy.special.xlogy(weights, weights).sum((0, 2, 3))
         if student.sinks:
@@ -139,7 +166,7 @@ def attention_statistics(
 
 
 def is_in_window(length: int, window: int) -> np.ndarray:
-    """Returns, as ``[q, k]``, whether a key is less than `window` positions away from a query."""
+    """Returns a mask ``[q, k]``: whether the distance of key and query is less than `window`."""
     positions = np.arange(length)
     return np.abs(positions[:, None] - positions[None, :]) < window
 
@@ -150,7 +177,10 @@ def collect_statistics(
     batches: Iterable[Batch],
     students: Mapping[Layer, Attention],
 ) -> dict[Layer, Statistics]:
-    """Returns the sums of `attention_statistics` over batches, at least one, as NumPy arrays."""
+    """Returns the sums of `attention_statistics` over batches, as NumPy arrays.
+
+    There must be at least one batch.
+    """
     of_batch = functools.partial(
         attention_statistics, variables, model=model, students=tuple(students.items())
     )
@@ -166,25 +196,29 @@ def divergence(
     window: int | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the mean over queries of ``KL(teacher ‖ student)`` in nats.
+    """Returns the mean over queries of ``KL(teacher ‖ student)``, in nats.
 
-    The student's weights are the softmax of its logits, as `Attention` makes them.
+    The weights of the student are the softmax of its logits, as in `Attention`.
 
     Args:
-      logits: ``[heads, n, n]`` logits of the student, which are capped here.
-      statistics: those of the teacher.
+      logits: the logits ``[heads, n, n]`` of the student, before a soft cap.
+      statistics: the statistics of the teacher.
       soft_cap: the student's `Attention.soft_cap`.
       window: the student's `Attention.window`.
-      sinks: ``[heads]`` logits of one more key, which the student has if it has `Attention.sinks`.
+      sinks: the logits ``[heads]`` of the sinks, if the student has `Attention.sinks`. A sink is
+        like one more key.
 
     Returns:
-      ``[heads]``.
+      The divergence of each head, as ``[heads]``.
     """
     logits = cap_logits(logits, soft_cap)
     likelihood = (statistics.mass * logits).sum((1, 2))
-    if window is not None:  # a finite number, because rows without a visible key are multiplied by zero
+    # `HIDDEN` is finite because rows without a visible key are multiplied by zero below.
+    if window is not None:
         logits = jnp.where(is_in_window(logits.shape[-1], window), logits, HIDDEN)
-    normalizers = jax.lax.cumlogsumexp(logits, axis=2)  # log Σ exp over the first 1, 2, … keys
+    # ``[heads, q, k]``. Index k is log Σ exp over the first k + 1 keys, because queries at the same
+    # position may see different numbers of keys.
+    normalizers = jax.lax.cumlogsumexp(logits, axis=2)
     if sinks is not None:
         normalizers = jnp.logaddexp(normalizers, sinks[:, None, None])
         likelihood += (sink_mass(statistics) * sinks[:, None]).sum(1)
@@ -193,7 +227,10 @@ def divergence(
 
 
 def sink_mass(statistics: Statistics) -> jax.Array:
-    """Returns the weights ``[heads, n]`` of the sinks: what the weights of the keys leave of one."""
+    """Returns the summed weights ``[heads, n]`` of the sinks.
+
+    They are what is missing in the weights of the keys, so that each query's weights sum to one.
+    """
     return jnp.maximum(statistics.queries.sum(1) - statistics.mass.sum(2), 0)
 
 
@@ -207,19 +244,20 @@ def fit(
     sinks: jax.Array | None = None,
     seed: int = 0,
 ) -> tuple[PyTree, jax.Array]:
-    """Fits the parameters of an attention layer's static alignment to a teacher's attention.
+    """Fits the static alignment of an attention layer to the attention of a teacher.
 
     Args:
-      attention: the layer, whose alignment `is_static`.
-      statistics: those of the teacher's layer.
-      d_model: width of the tokens.
-      causal: a query sees the keys up to itself, as in decoders.
-      bias: ``[heads, n, n]`` logits that are added to those of the alignment, and stay.
-      sinks: ``[heads]`` logits of the layer's sinks, which stay; None if it has none.
-      seed: seed of the initial parameters, where they matter.
+      attention: the layer. Its alignment must be static; see `is_static`.
+      statistics: the statistics of the teacher's layer.
+      d_model: the width of the tokens.
+      causal: whether a query sees only the keys up to itself, as in decoders.
+      bias: logits ``[heads, n, n]`` that are added to the alignment's. They are not changed.
+      sinks: the logits ``[heads]`` of the layer's sinks, which are not changed. `None` if there are
+        no sinks.
+      seed: the seed of the initial parameters, for alignments whose fit starts from them.
 
     Returns:
-      The parameters, and the logits ``[heads, n, n]`` that they make, without the bias.
+      The parameters of the alignment, and its logits ``[heads, n, n]`` without the bias.
     """
     alignment, length = attention.alignment, statistics.mass.shape[-1]
     visible = np.tri(length, dtype=bool) if causal else np.ones((length, length), bool)
@@ -227,6 +265,8 @@ def fit(
         visible &= is_in_window(length, attention.window)
     smooth = _add_prior(statistics, visible=visible, causal=causal)
     params = initial_parameters(attention, d_model, seed=seed)
+    # Tables begin close to the best logits. They must make these together with the bias, which is
+    # therefore subtracted.
     start = _best_logits(smooth, soft_cap=attention.soft_cap, visible=visible, sinks=sinks)
     start -= np.asarray(bias)
     if isinstance(alignment, Random):
@@ -245,9 +285,10 @@ def fit(
 def _best_logits(
     statistics: Statistics, *, soft_cap: float | None, visible: np.ndarray, sinks: jax.Array | None
 ) -> np.ndarray:
-    """Returns logits ``[heads, n, n]`` whose weights are about the teacher's mean attention.
+    """Returns logits ``[heads, n, n]`` whose weights are about the mean attention of the teacher.
 
-    They are the best ones if all queries at a position see the same keys, and no cap is reached.
+    They are the best logits if all queries at a position see the same keys, and no logit reaches
+    the soft cap.
     """
     seen = np.maximum(times_seen(np.asarray(statistics.queries)), 1e-30)
     logits = np.log(np.maximum(statistics.mass / seen, 1e-30))
@@ -256,8 +297,11 @@ def _best_logits(
         shares = np.asarray(sink_mass(statistics)) / np.maximum(counts, 1e-30)  # [heads, n]
         logits += (np.asarray(sinks)[:, None] - np.log(np.maximum(shares, MIN_SINK)))[..., None]
     if soft_cap is not None:
-        if sinks is None:  # a constant may be added to all logits of a query, so use the cap's middle
+        # Without sinks, adding a constant to all logits of a query does not change its weights.
+        # Center the logits, so that they use the middle of the cap.
+        if sinks is None:
             logits -= (logits * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
+        # The inverse of the soft cap.
         logits = soft_cap * np.arctanh(np.clip(logits / soft_cap, -MAX_OF_CAP, MAX_OF_CAP))
     return logits
 
@@ -265,12 +309,19 @@ def _best_logits(
 def fit_layers(
     student: EncoderDecoder, params: PyTree, statistics: Mapping[Layer, Statistics]
 ) -> tuple[PyTree, dict[Layer, np.ndarray]]:
-    """Fits the static alignments of a student's layers, looped, to the statistics of the teacher's.
+    """Fits the static alignments of a student's layers to the statistics of the teacher's layers.
 
-    The parameters hold the teacher's position bias and sinks, which stay. Returns those with fitted
-    alignments, and the `divergence` of each layer.
+    Args:
+      student: the student, with looped layers.
+      params: the student's parameters. They contain the teacher's position bias and sinks, which
+        are not changed.
+      statistics: the statistics of the teacher, for each layer to be fitted.
+
+    Returns:
+      The parameters with the fitted alignments, and the `divergence` ``[heads]`` of each layer.
     """
-    params = jax.tree.map(lambda x: x, params)  # a copy of the dictionaries
+    # This copies the dictionaries, which are changed below, and not the arrays.
+    params = jax.tree.map(lambda x: x, params)
     divergences = {}
     for (stack, i), of_layer in statistics.items():
         attention = self_attention(student, (stack, i))
@@ -295,7 +346,10 @@ def fit_layers(
 
 
 def stack_bias_logits(model: TokenModel, params: PyTree, layer: Layer, *, length: int) -> jax.Array:
-    """Returns the logits ``[heads, n, n]`` of the position bias of a layer's stack, zeros without one."""
+    """Returns the logits ``[heads, n, n]`` of the position bias that the layers of a stack share.
+
+    They are zeros if the stack has none.
+    """
     stack, num_heads = layer[0], self_attention(model, layer).num_heads
     shared = stacks_of(model)[stack].bias
     if shared is None:
@@ -307,34 +361,49 @@ def stack_bias_logits(model: TokenModel, params: PyTree, layer: Layer, *, length
 def position_logits(
     alignment: Alignment, params: PyTree, *, num_heads: int, length: int, d_model: int
 ) -> jax.Array:
-    """Returns the logits ``[heads, n, n]`` of an alignment or a position bias that reads no tokens."""
+    """Returns the logits ``[heads, n, n]`` of an alignment that reads no tokens.
+
+    It can also be the position bias of a stack.
+    """
     span = Span(0, length)
     context = AttentionContext(num_heads, max(d_model // num_heads, 1), span, span)
+    # Any tokens give the same logits.
     x = jnp.zeros((1, length, d_model))
     terms = apply_method(alignment.__call__, {"params": params}, x, x, context)
     return materialize(terms, q_length=length, k_length=length)[0]
 
 
 def times_seen(queries: np.ndarray) -> np.ndarray:
-    """Returns ``[q, k]``, what is counted in ``[q, k + 1]`` of the queries that see a key."""
+    """Returns how many queries see each key, as ``[q, k]``.
+
+    The argument ``[q, k + 1]`` counts queries by position and by how many of the first keys they
+    see.
+    """
     return np.cumsum(queries[:, ::-1], axis=1)[:, ::-1][:, 1:]
 
 
 def sums_by_distance(x: np.ndarray) -> np.ndarray:
-    """Returns the sums of ``[q, k]`` over pairs with the same k − q, from ``1 − q`` to ``k − 1``."""
+    """Returns the sums over all pairs of positions with the same distance.
+
+    The pairs are ``[q, k]``. The sums are in the order of the distance key − query, which goes from
+    ``1 − q`` to ``k − 1``.
+    """
     q, k = x.shape
     distance = np.arange(k)[None, :] - np.arange(q)[:, None] + q - 1
     return np.bincount(distance.ravel(), x.ravel(), q + k - 1)
 
 
 def _add_prior(statistics: Statistics, *, visible: np.ndarray, causal: bool) -> Statistics:
-    """Adds `PRIOR` queries with the mean attention by distance to those of each position.
+    """Returns statistics with `PRIOR` more queries at each position.
 
-    The added queries see all keys that are `visible` ``[q, k]``.
+    The weights of the added queries are the mean attention by distance. They see all keys that are
+    `visible` ``[q, k]``. A distance that does not occur has the mean attention of the nearest one
+    that does.
     """
     mass, _, queries = map(np.asarray, statistics)
     heads, n, _ = mass.shape
     distance = np.arange(n)[None, :] - np.arange(n)[:, None] + n - 1
+    # ``[2 n − 1]``, how often each distance occurs.
     seen = sums_by_distance(times_seen(queries))
     by_distance = np.stack(list(map(sums_by_distance, mass))) / np.maximum(seen, 1e-30)
     where = np.flatnonzero(seen > 0)
@@ -342,7 +411,8 @@ def _add_prior(statistics: Statistics, *, visible: np.ndarray, causal: bool) -> 
     prior = np.maximum(by_distance[:, nearest], 1e-6)[:, distance]
     last = np.arange(1, n + 1) if causal else np.full(n, n)
     prior = prior * visible
-    of_keys = mass.sum((1, 2)) / np.maximum(queries.sum(), 1e-30)  # [heads], the rest is the sinks'
+    # ``[heads]``, the mean weight of all keys together. The rest is the sink's.
+    of_keys = mass.sum((1, 2)) / np.maximum(queries.sum(), 1e-30)
     prior = PRIOR * of_keys[:, None, None] * prior / prior.sum(-1, keepdims=True)
     added = queries + PRIOR * (np.arange(n + 1) == last[:, None])
     return Statistics(
@@ -351,21 +421,31 @@ def _add_prior(statistics: Statistics, *, visible: np.ndarray, causal: bool) -> 
 
 
 def _factorize(start: np.ndarray, params: PyTree, rank: int, *, visible: np.ndarray) -> PyTree:
-    """Returns the factors of the best approximation of a table by one of a rank."""
+    """Returns the factors of the best approximation of a table whose rank is limited.
+
+    Args:
+      start: the table ``[heads, n, n]``.
+      params: initial factors, which have the shapes of the result.
+      rank: the largest rank.
+      visible: ``[n, n]``, which elements of the table count.
+    """
+    # A constant added to a row does not change its softmax, so rows are centered first.
     mean = (start * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
     u, s, v = np.linalg.svd(np.where(visible, start - mean, 0.0), full_matrices=False)
     roots = np.sqrt(s[:, None, :rank])
     factors = {"query_factor": u[:, :, :rank] * roots, "key_factor": v.swapaxes(1, 2)[:, :, :rank] * roots}
+    # A short table has fewer singular values than the rank. The other columns are zero.
     missing = max(rank - roots.shape[-1], 0)
     wider = {k: jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for k, x in factors.items()}
     return {name: resize(x, params[name], "edge") for name, x in wider.items()}
 
 
 def _standard_gaussian(statistics: Statistics) -> PyTree:
-    """Returns a Gaussian for each head in units of the distances to the keys that it attends to.
+    """Returns a Gaussian for each head, in units in which L-BFGS can fit it.
 
-    A center and a width in tokens differ too much in scale to be fitted by a line search. A center of 0
-    is the mean distance here, and a logarithm of the precision of 0 the inverse of the distances' variance.
+    A line search cannot fit a center and a width in tokens together, because their scales are too
+    different. Therefore, a center of 0 stands for the mean distance to the keys that a head attends
+    to. A log-precision of 0 stands for the inverse of the variance of these distances.
     """
     mass = np.asarray(statistics.mass)
     weights = mass / mass.sum((1, 2), keepdims=True)
@@ -380,7 +460,10 @@ def _standard_gaussian(statistics: Statistics) -> PyTree:
 
 
 def _to_params(alignment: Alignment, fitted: PyTree) -> PyTree:
-    """Returns the parameters of an alignment from what `_minimize` changes."""
+    """Returns the parameters of an alignment for the values that `_minimize` changes.
+
+    They differ only for a Gaussian; see `_standard_gaussian`.
+    """
     if not isinstance(alignment, GaussianBias):
         return fitted
     mean, deviation = (jax.lax.stop_gradient(fitted[name]) for name in ("mean", "deviation"))
@@ -398,11 +481,15 @@ def _minimize(
     attention: Attention,
     d_model: int,
 ) -> PyTree:
-    """Minimizes the divergence by L-BFGS; layers of the same configuration share the program."""
+    """Minimizes the divergence with L-BFGS.
+
+    The function is compiled once for all layers that have the same configuration.
+    """
     alignment, length = attention.alignment, statistics.mass.shape[-1]
     optimizer = optax.lbfgs()
 
     def loss(fitted: PyTree) -> jax.Array:
+        """Returns the divergence, summed over heads."""
         params = _to_params(alignment, fitted)
         logits = position_logits(
             alignment, params, num_heads=attention.num_heads, length=length, d_model=d_model
@@ -419,6 +506,7 @@ def _minimize(
     value_and_grad = optax.value_and_grad_from_state(loss)
 
     def step(_: int, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        """Makes one iteration of L-BFGS."""
         params, state = carry
         value, gradient = value_and_grad(params, state=state)
         updates, state = optimizer.update(

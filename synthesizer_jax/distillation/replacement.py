@@ -1,4 +1,7 @@
-"""Replacement of a model's parts, and the activations at which teacher and student are compared."""
+"""Replaces parts of a model.
+
+It also lists the activations at which the student is compared with the teacher.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +19,32 @@ from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Block, EncoderDecoder, Run, TokenModel, UniversalStack, stacks_of, unroll
 
 Layer: TypeAlias = tuple[str, int]
-"""The name of a stack, ``encoder`` or ``decoder``, and the number of a layer."""
+"""A layer: the name of its stack, ``encoder`` or ``decoder``, and its index in the stack."""
 
 STACKS = {"encoder": "attention", "decoder": "self_attention"}
-"""The name of the self-attention in the layers of a stack."""
+"""The name of self-attention in the layers of each stack."""
 
 PLACES = {
     "encoder": ("encoder", STACKS["encoder"], "self"),
     "decoder": ("decoder", STACKS["decoder"], "self"),
     "cross": ("decoder", "encoder_decoder_attention", "cross"),
 }
-"""By the place of a replacement: its stack, and the names of the mixer and of its taps in a layer."""
+"""For each place of a replacement: the stack, the mixer's name in a layer, and its taps' prefix."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """A replacement of mixers.
+    """The replacement of a mixer, in some or all layers of a stack.
 
     Attributes:
-      by: a mixer, or an alignment for the existing attention.
-      place: ``"encoder"`` or ``"decoder"`` for self-attention, or ``"cross"`` for the decoder's
-        cross-attention.
-      scope: ``"mixer"`` replaces the mixer only (ALR, ALSR, or another alignment), ``"sublayer"`` also
-        its norm and residual connection (ALRR), and ``"layer"`` the whole layer (ELR).
-      layers: indices of the layers; None: all.
+      by: the new mixer. It can also be an alignment, which the existing attention then uses.
+      place: the mixer to replace. ``"encoder"`` and ``"decoder"`` stand for self-attention, and
+        ``"cross"`` for the decoder's cross-attention.
+      scope: what is replaced. ``"mixer"`` replaces only the mixer (ALR, ALSR, or another
+        alignment). ``"sublayer"`` also replaces its norm and its residual connection (ALRR).
+        ``"layer"`` replaces the whole layer (ELR).
+      layers: the indices of the layers. `None` stands for all layers.
     """
 
     by: nn.Module
@@ -50,10 +54,10 @@ class Replacement:
 
 
 def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) -> EncoderDecoder:
-    """Returns the teacher's model, unrolled, with replacements.
+    """Returns the teacher's model with replacements. Its layers are looped.
 
     Raises:
-      ValueError: an unknown place or scope, a layer that does not exist, or a `UniversalStack`.
+      ValueError: if a place, a scope or a layer does not exist, or a stack is a `UniversalStack`.
     """
     model = unroll(model)
     for replacement in replacements:
@@ -65,20 +69,24 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
         stack, blocks = stacks_of(model)[name], blocks_of(model, name)
         for index in _layer_indices(replacement, len(blocks)):
             blocks[index] = _replace_mixer(blocks[index], replacement)
+        # Neighboring layers with equal blocks form one run again.
         runs = tuple(Run(block, len(list(group))) for block, group in itertools.groupby(blocks))
-        # A position bias is kept as long as a layer has logits to add it to.
+        # Keep the stack's position bias as long as some layer has logits to which it can be added.
         bias = stack.bias if any(run.block.self_mixer.bias_heads for run in runs) else None
         model = replace(model, **{name: replace(stack, runs=runs, bias=bias)})
     return model
 
 
 def blocks_of(model: TokenModel, stack: str) -> list[Block]:
-    """Returns the blocks of all layers of a stack."""
+    """Returns the blocks of all layers of a stack, in their order."""
     return [run.block for run in stacks_of(model)[stack].runs for _ in range(run.repeats)]
 
 
 def check_layers_differ(model: TokenModel, stack: str) -> None:
-    """Raises a `ValueError` if the layers of a stack share their parameters, as in a `UniversalStack`."""
+    """Raises a `ValueError` if the layers of a stack share their parameters.
+
+    This is the case in a `UniversalStack`, where a layer cannot be replaced alone.
+    """
     layers = stacks_of(model)[stack]
     if isinstance(layers, UniversalStack):
         raise ValueError(
@@ -88,7 +96,11 @@ def check_layers_differ(model: TokenModel, stack: str) -> None:
 
 
 def self_attention(model: TokenModel, layer: Layer) -> Attention:
-    """Returns the self-attention of a layer; raises a `ValueError` if it is another mixer."""
+    """Returns the self-attention of a layer.
+
+    Raises:
+      ValueError: if the layer has another mixer in its place.
+    """
     stack, index = layer
     mixer = blocks_of(model, stack)[index].self_mixer
     if not isinstance(mixer, Attention):
@@ -99,7 +111,7 @@ def self_attention(model: TokenModel, layer: Layer) -> Attention:
 
 
 def _layer_indices(replacement: Replacement, num_layers: int) -> tuple[int, ...]:
-    """Returns the indices of the replaced layers."""
+    """Returns the indices of the layers that are replaced."""
     if replacement.layers is None:
         return tuple(range(num_layers))
     if any(not 0 <= i < num_layers for i in replacement.layers):
@@ -110,7 +122,7 @@ def _layer_indices(replacement: Replacement, num_layers: int) -> tuple[int, ...]
 
 
 def _replace_mixer(block: Block, replacement: Replacement) -> Block:
-    """Returns a block with one of its mixers replaced."""
+    """Returns the block with one of its mixers replaced."""
     field = "cross_mixer" if replacement.place == "cross" else "self_mixer"
     old, new = getattr(block, field), replacement.by
     if isinstance(new, Alignment):
@@ -129,14 +141,16 @@ def _replace_mixer(block: Block, replacement: Replacement) -> Block:
 
 
 class TapPair(NamedTuple):
-    """The taps of a replaced mixer.
+    """The activations at which a replaced mixer is compared with the teacher's.
 
     Attributes:
-      stack: ``encoder`` or ``decoder``.
-      layer: name of the layer: ``layers_0``, …
-      mixer: name of the replaced mixer in the layer.
-      inputs: path of the mixer's inputs, which the student takes from the teacher, in the collection.
-      outputs: paths of the taps to compare; the first that both have in the same shape is used.
+      stack: the name of the stack, ``encoder`` or ``decoder``.
+      layer: the name of the layer, such as ``layers_0``.
+      mixer: the name of the replaced mixer in the layer.
+      inputs: the path of the mixer's inputs in the collection of taps. The student uses the
+        teacher's inputs.
+      outputs: the paths of activations that can be compared. The first one that has the same shape
+        in both models is used.
     """
 
     stack: str
@@ -147,10 +161,11 @@ class TapPair(NamedTuple):
 
 
 def tap_pairs(model: EncoderDecoder, replacements: tuple[Replacement, ...]) -> Iterator[TapPair]:
-    """Yields the taps of all replaced mixers."""
+    """Yields a `TapPair` for every replaced mixer."""
     for replacement in replacements:
         stack, mixer, prefix = PLACES[replacement.place]
         outputs = {
+            # Prefer the outputs of the heads, which a replacement of attention may not have.
             "mixer": (f"{mixer}/heads", f"{prefix}_mixed"),
             "sublayer": ("self_output",),
             "layer": ("output",),

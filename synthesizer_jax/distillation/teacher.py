@@ -1,4 +1,8 @@
-"""The checkpoint that a distillation learns from, which stays the same when the distillation continues."""
+"""Restores the checkpoint that a distillation learns from.
+
+A distillation that continues must learn from the same checkpoint as before, so the student's run
+records it.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,16 @@ from synthesizer_jax.runs.saved import find_checkpoint
 from synthesizer_jax.training.initial_parameters import restore_run
 
 TEACHER_FILE = "teacher.json"
+"""The file in the student's run that records the teacher."""
 
 
 class Teacher(NamedTuple):
     """A checkpoint of the teacher's run.
 
     Attributes:
-      run: the run's directory.
-      step: the checkpoint's step.
-      checksum: of the checkpoint's arrays; see `checksum_of`.
+      run: the directory of the run.
+      step: the step of the checkpoint.
+      checksum: the checksum of the checkpoint's arrays; see `checksum_of`.
     """
 
     run: str
@@ -37,20 +42,22 @@ class Teacher(NamedTuple):
 def read_teacher(
     source: pathlib.Path, directory: pathlib.Path, *, finished: bool
 ) -> tuple[Teacher, Variables | None]:
-    """Restores the teacher with which a distillation begins, or with which it began.
+    """Restores the teacher of a distillation, which may be a new one or one that continues.
 
     Args:
       source: the teacher, ``RUN`` or ``RUN/checkpoints/STEP``.
-      directory: the student's run. If it holds a checkpoint, the distillation continues, with the
-        teacher's step that is recorded there. Distillations of earlier versions recorded none, and
-        continue with the teacher's newest step.
-      finished: whether the student has made its last step, so that no teacher is needed.
+      directory: the student's run. If it has a checkpoint, the distillation continues with the step
+        of the teacher that is recorded there. Distillations of earlier versions recorded no step.
+        They continue with the teacher's newest step.
+      finished: whether the student has made its last step, so that it does not need the teacher.
 
     Returns:
-      The teacher, and its variables; None if the distillation is finished and the teacher is gone.
+      The teacher and its variables. The variables are `None` if the distillation is finished and
+      the teacher's checkpoint is gone.
 
     Raises:
-      ValueError: the teacher with which the distillation began is no longer there, or another one is named.
+      ValueError: if the checkpoint with which the distillation began is gone, or `source` names
+        another one.
     """
     run, step = find_checkpoint(source)
     recorded = None
@@ -80,7 +87,7 @@ def read_teacher(
 
 
 def _recorded(directory: pathlib.Path) -> Teacher | None:
-    """Reads what `Teacher.save` wrote into a run's directory; None if there is no file."""
+    """Reads what `Teacher.save` wrote into a run directory. Returns `None` if there is no file."""
     path = directory / TEACHER_FILE
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Models with other alignments that start as the model whose parameters they take."""
+"""Gives a model other alignments so that it still computes the same at first."""
 
 from __future__ import annotations
 
@@ -27,14 +27,19 @@ from synthesizer_jax.models.zoo import VARIANTS
 def with_variants(
     model: EncoderDecoder, *, encoder: str | None, decoder: str | None, max_length: int
 ) -> EncoderDecoder:
-    """Returns a model whose self-attention has the alignments of variants of the zoo.
+    """Returns a model whose self-attention has the alignments of other variants of the zoo.
 
-    In a mixture the model's own alignment takes the place of the dot product. `encoder` and `decoder` are
-    keys of `VARIANTS`, None leaves the stack as it is; new tables have `max_length` positions.
+    If a variant is a mixture, the model's own alignment replaces the dot product in it.
+
+    Args:
+      model: the model.
+      encoder: the variant for the encoder, a key of `VARIANTS`. `None` does not change the encoder.
+      decoder: the same for the decoder.
+      max_length: the number of positions in new tables.
 
     Raises:
-      ValueError: there is no such variant, the self-attention is not `Attention`, or a stack is a
-        `UniversalStack`.
+      ValueError: if there is no such variant, if the self-attention is not `Attention`, or if a
+        stack is a `UniversalStack`.
     """
     for stack in stacks_of(model):
         check_layers_differ(model, stack)
@@ -52,18 +57,19 @@ def with_variants(
 
 
 def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -> PyTree:
-    """Returns parameters with which a student computes what its teacher computes.
+    """Returns parameters with which a student computes the same as its teacher.
 
     Args:
       teacher: a model with looped layers.
-      student: the same model, but for alignments of the self-attention, each a `Mixture` with the
-        teacher's as one of its parts; see `Mixture.start_as`.
-      params: the teacher's parameters, arrays or `checkpoints.streamed.Unread`.
+      student: the same model with other alignments in self-attention. Each of them is a `Mixture`
+        that contains the teacher's alignment; see `Mixture.start_as`.
+      params: the teacher's parameters, which are arrays or `checkpoints.streamed.Unread`.
 
     Raises:
-      ValueError: an alignment of the student does not contain the teacher's, or another part of it does
-        not start at zero.
+      ValueError: if an alignment of the student does not contain the teacher's, or another part of
+        it cannot start at zero.
     """
+    # Copy the dictionaries that are changed below, because the caller's must stay as they are.
     params = {**params, **{stack: dict(params[stack]) for stack in STACKS}}
     for stack, mixer in STACKS.items():
         pairs = zip(blocks_of(teacher, stack), blocks_of(student, stack), strict=True)
@@ -90,16 +96,22 @@ def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -
 
 
 def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTree:
-    """Returns fresh parameters of the alignment of an attention layer.
+    """Returns new parameters for the alignment of an attention layer.
+
+    Args:
+      attention: the attention layer.
+      d_model: the width of the tokens.
+      seed: the seed of the parameters.
 
     Raises:
-      ValueError: the alignment has constants, such as a Fixed Random table.
+      ValueError: if the memory does not suffice, or the alignment has constants, such as the table
+        of a Fixed Random.
     """
     alignment = attention.alignment
     context = attention.context(Span(0, 1), Span(0, 1))
     x = jnp.zeros((1, 1, d_model))
     init = lambda: alignment.init(jax.random.key(seed), x, x, context)
-    # Four bytes, and four of the random bits that they are made of.
+    # An element needs four bytes, and another four for the random bits from which it is made.
     needed, free = 8 * num_elements(jax.eval_shape(init)), free_memory()
     if free is not None and needed > free:
         raise ValueError(
