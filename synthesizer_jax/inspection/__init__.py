@@ -1,1 +1,1 @@
-"""What layers have learned: measures of attention weights, and how static attention is."""
+"""Measures what layers have learned from their attention weights, and how static these are."""

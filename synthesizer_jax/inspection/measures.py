@@ -1,8 +1,9 @@
-"""Measures of attention weights: how sharp, local and static they are, and how they are distributed.
+"""Measures of attention weights: how sharp, local and static they are, and their distribution.
 
-Weights are ``[batch or 1, heads, q, k]``, and a query sees the first of the keys. Where weights do not add
-up to one, as those of talking heads, which may be negative, entropies, distances and maps are those of
-their absolute values divided by the sum of these.
+Weights are ``[batch or 1, heads, q, k]``. Each query sees a number of keys, which are the first
+ones. The weights of a query may not sum to one. For example, the weights of talking heads may even
+be negative. Entropies, distances and maps are then computed from absolute values, which are divided
+by their sum.
 """
 
 from __future__ import annotations
@@ -16,27 +17,37 @@ import numpy as np
 from synthesizer_jax.distillation.fit import PRIOR, Statistics, divergence, sums_by_distance, times_seen
 
 LOWEST, PER_DECADE = -6, 8
+"""The exponent of the smallest weight in histograms, as a power of 10, and the bins per decade."""
 EDGES = np.logspace(LOWEST, 0, -LOWEST * PER_DECADE + 1)
-"""The edges of the histogram of weights; smaller and larger ones are counted at its ends."""
+"""The edges of the bins in the histogram of weights.
+
+Smaller and larger weights are counted in the first and in the last bin.
+"""
 
 NEAR, REACH = 2, 16
-"""The distance of keys that are called near, and the largest of a profile."""
+"""The largest distance of keys that are called near, and the largest distance in a profile."""
 
 MOST_CELLS = 48
-"""Most rows and columns of a map; those of longer sequences are joined."""
+"""The largest number of rows and of columns of a map. In longer sequences, cells are joined."""
 
 UNIFORM = 1e-3
-"""Divergence from equal weights, in nats, below which there is nothing to explain."""
+"""A divergence from equal weights, in nats, below which attention counts as uniform.
+
+There is then nothing that positions could explain.
+"""
 
 Measures: TypeAlias = dict[str, Any]
-"""Arrays by name, see `attention_sums` and `measure`."""
+"""Arrays by name; see `attention_sums` and `measure`."""
 
 
 class Rows(NamedTuple):
-    """Which queries are real, how many of the first keys they see, and which key is on the diagonal.
+    """Which queries are real and what they see. All arrays are ``[batch, q]``.
 
-    All are ``[batch, q]``; in cross-attention the diagonal is at fractions of keys, and NaN if keys have no
-    positions.
+    Attributes:
+      real: whether the query is real and not padding.
+      seen: the number of keys that the query sees. These are the first keys.
+      diagonal: the position of the key on the diagonal. In cross-attention, it may be between two
+        keys. It is NaN if keys have no positions.
     """
 
     real: jax.Array
@@ -45,23 +56,31 @@ class Rows(NamedTuple):
 
 
 def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> Measures:
-    """Returns sums over the real queries of a batch, which can be added to those of others.
+    """Returns sums over the real queries of a batch, which can be added to other batches' sums.
 
     Args:
-      weights: ``[batch or 1, heads, q, k]``.
-      logits: of the same shape, whose rank is measured for the first row; None: there are none. Those of
-        other numbers of heads, as talking heads may have, are not measured.
-      rows: which queries count.
+      weights: the attention weights ``[batch or 1, heads, q, k]``.
+      logits: the attention logits of the same shape. Their rank is measured for the first row.
+        `None` means that there are no logits. Logits with another number of heads, which talking
+        heads may have, are not measured.
+      rows: which queries are real and what they see.
 
     Returns:
-      ``statistics``, see `Statistics`. By head, of queries that see several keys: ``spread``,
-      exp(entropy) / keys seen, and the ``histogram`` of weights over pairs. ``off_diagonal``, the distance
-      of the largest weight from the diagonal; ``cosines`` of the weights of two heads, ``[heads, heads]``;
-      ``rank`` of the first row; ``ranked``: 1.
+      A dictionary of sums. All are by head, except ``ranked``:
+
+      - ``statistics``: see `Statistics`.
+      - ``spread``: exp(entropy) / number of keys seen, for queries that see several keys.
+      - ``histogram``: the number of weights in each bin, for queries that see several keys.
+      - ``off_diagonal``: the distance of the largest weight from the diagonal.
+      - ``cosines``: the cosines of the weights of two heads, ``[heads, heads]``.
+      - ``rank``: the rank of the logits in the first row, as a share of the largest possible rank.
+        It is NaN if it was not measured.
+      - ``ranked``: 1, the number of rows in ``rank``.
     """
     real, seen, diagonal = rows
     heads, keys = weights.shape[1], weights.shape[3]
     weights = jnp.broadcast_to(weights, (len(real), *weights.shape[1:])).astype(jnp.float32)
+    # ``[b, 1, q, k]``, the pairs of a real query and a key that it sees.
     pairs = (real[..., None] & (jnp.arange(keys) < seen[..., None]))[:, None]
     several = pairs & (seen > 1)[:, None, :, None]
     weights = jnp.where(pairs, weights, 0.0)
@@ -71,12 +90,13 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> 
     of_queries = lambda x, counted: jnp.where(counted[:, None], x, 0.0).sum((0, 2))
     log = jnp.log10(jnp.maximum(jnp.abs(weights), 1e-30))
     bins = jnp.clip((PER_DECADE * (log - LOWEST)).astype(jnp.int32), 0, len(EDGES) - 2)
-    histogram = jnp.zeros((heads, len(EDGES) - 1), jnp.int32)  # float32 stops at 2^24
+    # Count in int32, because float32 cannot count beyond 2^24.
+    histogram = jnp.zeros((heads, len(EDGES) - 1), jnp.int32)
     unit = weights / jnp.maximum(jnp.linalg.norm(weights, axis=-1, keepdims=True), 1e-30)
     queries = (jax.nn.one_hot(seen, keys + 1) * real[..., None]).sum(0)
     rank = jnp.full((heads,), jnp.nan)
     if logits is not None and logits.shape[1] == heads:
-        # What is not real is zero, which adds nothing to the rank.
+        # Set padding to zero, which adds nothing to the rank.
         size = real[0].sum(), jnp.max(seen[0], initial=0, where=real[0])
         block = (jnp.arange(len(real[0])) < size[0])[:, None] & (jnp.arange(keys) < size[1])
         number = jnp.linalg.matrix_rank(jnp.where(block, logits[0], 0.0).astype(jnp.float32))
@@ -93,19 +113,37 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> 
 
 
 def measure(first: Measures, second: Measures | None) -> Measures:
-    """Returns the measures of two halves of the examples from their sums, as NumPy arrays; None: no half.
+    """Returns the measures of attention in a layer, from the sums of two halves of the examples.
+
+    Two halves are needed to measure how static attention is: weights of the first half are compared
+    with the second half.
+
+    Args:
+      first: the sums of the first half; see `attention_sums`.
+      second: the sums of the second half. `None` means that all examples are in the first.
 
     Returns:
-      By head: ``entropy``, mean over queries in nats; ``spread``, 1 is equal weights; ``near``, the share
-      of weights at a distance of up to `NEAR`; ``off_diagonal``, in positions (after You et al. 2020);
-      ``histogram`` of weights, shares between `EDGES`; ``profile``, shares at the
-      distances −`REACH` to `REACH`, the ends with all beyond; ``similarity``, mean cosines; ``map``, mean
-      weights by position, see `join_cells`; ``rank``, the numerical rank of the logits as a share of the
-      largest possible (a head of width e has at most e; Bhojanapalli et al. 2020). ``static`` is the share
-      of the divergence from equal weights that positions explain: smoothed mean weights of one half
-      describe the other. It is 1 where weights are equal, below 0 where equal weights are better, and NaN
-      without a second half. Numbers: ``keys``, the mean seen by a query, and ``near_of_equal``, of equal
-      weights.
+      A dictionary of NumPy arrays and numbers. ``keys`` and ``near_of_equal`` are numbers, and all
+      others are by head:
+
+      - ``entropy``: the mean over queries, in nats.
+      - ``spread``: the mean of exp(entropy) / number of keys seen. It is 1 for equal weights.
+      - ``near``: the share of the weights whose distance is at most `NEAR`.
+      - ``off_diagonal``: the mean distance of the largest weight from the diagonal, in positions
+        (after You et al. 2020).
+      - ``histogram``: the share of the weights in each bin between `EDGES`.
+      - ``profile``: the share of the weights at each distance from −`REACH` to `REACH`. The ends
+        include all larger distances.
+      - ``similarity``: the mean cosines of the weights of two heads, ``[heads, heads]``.
+      - ``map``: the mean weights by position; see `join_cells`.
+      - ``rank``: the numerical rank of the logits, as a share of the largest possible rank. A head
+        of width e has a rank of at most e (Bhojanapalli et al. 2020).
+      - ``static``: the share of the divergence from equal weights that positions explain. For this,
+        the smoothed mean weights of the first half predict the weights of the second half. It is 1
+        if the weights are equal, negative if equal weights predict better, and NaN without a second
+        half.
+      - ``keys``: the mean number of keys that a query sees.
+      - ``near_of_equal``: what ``near`` would be for equal weights.
     """
     total = first if second is None else jax.tree.map(np.add, first, second)
     mass, negentropy, queries = total["statistics"]
@@ -116,6 +154,7 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     distance = np.arange(mass.shape[2]) - np.arange(mass.shape[1])[:, None]
     near = np.abs(distance) <= NEAR
     offset = (np.clip(distance, -REACH, REACH) + REACH).ravel()
+    # The map ends at the last query and the last key that occur.
     shown = np.s_[
         :, : np.flatnonzero(queries.sum(1)).max(initial=0) + 1, : max(np.flatnonzero(seen), default=1)
     ]
@@ -136,12 +175,16 @@ def measure(first: Measures, second: Measures | None) -> Measures:
 
 
 def _explained(first: Measures, second: Measures) -> np.ndarray:
-    """Returns ``static`` of `measure`: a table of the first half, measured on the second."""
+    """Returns ``static`` of `measure`, by head.
+
+    A table of logits is made from the first half and measured on the second half.
+    """
     mass, _, queries = first["statistics"]
     seen = times_seen(queries)
     _, q, k = mass.shape
     distance = np.arange(k) - np.arange(q)[:, None] + q - 1
     counts = np.maximum(sums_by_distance(seen), 1e-30)
+    # ``[heads, q, k]``, the mean weight at the distance of each pair.
     prior = np.maximum(np.stack(list(map(sums_by_distance, mass))) / counts, 1e-6)[:, distance]
     table = np.log((mass + PRIOR * prior) / (seen + PRIOR))
     left = Statistics(*map(jnp.float32, second["statistics"]))
@@ -150,7 +193,11 @@ def _explained(first: Measures, second: Measures) -> np.ndarray:
 
 
 def join_cells(maps: np.ndarray) -> np.ndarray:
-    """Joins queries (means) and keys (sums) of ``[heads, q, k]`` to at most `MOST_CELLS` of each."""
+    """Joins neighboring cells of maps ``[heads, q, k]`` to at most `MOST_CELLS` rows and columns.
+
+    Rows, which are queries, are averaged. Columns, which are keys, are summed, because weights sum
+    to one over keys.
+    """
     q, k = (np.arange(0, n, -(-n // MOST_CELLS)) for n in maps.shape[1:])
     rows = np.diff(np.append(q, maps.shape[1]))
     return np.add.reduceat(np.add.reduceat(maps, q, axis=1), k, axis=2) / rows[:, None]

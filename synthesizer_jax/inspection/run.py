@@ -1,4 +1,4 @@
-"""What the layers of a run's model have learned, over examples of its evaluation sets."""
+"""Inspects what the layers of a run's model have learned, on examples of its evaluation sets."""
 
 from __future__ import annotations
 
@@ -50,22 +50,33 @@ from synthesizer_jax.training.run_directory import load_experiment, with_vocabul
 from synthesizer_jax.training.step import Batch, teacher_forced
 
 CROSS = "encoder_decoder_attention"
+"""The name of cross-attention in a layer of the decoder."""
 
 OF_DISTANCES = ("near", "near_of_equal", "profile")
-"""Measures that need queries and keys of one sequence."""
+"""Measures that are only defined if queries and keys belong to the same sequence."""
 
 OF_KEYS_SEEN = ("keys", "spread", "static", "near_of_equal", "histogram")
-"""Measures that need queries that see the first keys, which they do not in a window."""
+"""Measures that are only defined if queries see the first keys.
+
+In a window, queries do not see the first keys.
+"""
 
 
 class Place(NamedTuple):
-    """A mixer of a layer: its stack, ``encoder`` or ``decoder``; its kind; the layer's number from 0."""
+    """The place of a mixer in a model.
+
+    Attributes:
+      stack: the stack, ``encoder`` or ``decoder``.
+      cross: whether it is cross-attention.
+      layer: the index of the layer in the stack.
+    """
 
     stack: str
     cross: bool
     layer: int
 
     def __str__(self) -> str:
+        """Returns a name for pages, which counts layers from 1, such as ``decoder 1 cross``."""
         return f"{self.stack} {self.layer + 1}{' cross' * self.cross}"
 
 
@@ -80,23 +91,39 @@ def inspect_run(
     fits: bool = False,
     phase: Phase = silent_phase,
 ) -> dict[str, Any]:
-    """Inspects the model of ``RUN`` or ``RUN/checkpoints/STEP``.
+    """Inspects the model of a run: what its layers attend to, and what changed during training.
 
-    So many examples of the evaluation sets are read, of the run's mixture or another one. Once all else is
-    checked, `prepare` prepares what is missing of them. `fits` tells whether static forms are fitted to the
-    heads, see `measure_static_attention`.
+    Args:
+      run: ``RUN`` or ``RUN/checkpoints/STEP``.
+      data_dir: the directory of the data sets.
+      prepare: prepares data sets that are missing. It is called after everything else has been
+        checked.
+      mixture: the mixture whose evaluation sets are read. `None` stands for the run's mixture.
+      examples: the number of examples to read.
+      batch_size: the number of examples in a batch.
+      fits: whether to fit static forms to the heads; see `measure_static_attention`.
+      phase: reports progress.
 
     Returns:
-      ``step``; ``start``, what the parameters at the start are; ``examples``, how many were read, and
-      ``example``, the texts of one. ``layers`` by name, such as ``decoder 1 cross``: the ``mixer``,
-      `measure` at the ``end`` and the ``start`` (None: not known), NaN where a measure is not defined, and
-      the mean weights of the ``example``. ``without``, mixers without weights. By layer ``mixtures``, the
-      ``parts`` and over ``steps`` up to the inspected one α ``[heads, parts]``, and ``projections``, P_l
-      and P_w of talking heads. ``static``, see `measure_static_attention`, or None.
+      A dictionary:
+
+      - ``step``: the step of the checkpoint.
+      - ``start``: a description of the parameters at the start.
+      - ``examples``: how many examples were read.
+      - ``example``: the texts of one example.
+      - ``layers``: a dictionary by the names of layers, such as ``decoder 1 cross``. Each entry
+        contains the ``mixer``, the results of `measure` at the ``end`` and at the ``start``, and
+        the mean weights of the ``example``. A measure that is not defined is NaN. ``start`` is
+        `None` if the parameters at the start are not known.
+      - ``without``: the mixers that have no attention weights, by the names of layers.
+      - ``mixtures``: for each layer with a mixture, its ``parts`` and their weights ``alpha``, α
+        ``[heads, parts]``, at all ``steps`` up to the inspected one.
+      - ``projections``: for each layer with talking heads, the matrices P_l and P_w.
+      - ``static``: the result of `measure_static_attention`, or `None` if no head was fitted.
 
     Raises:
-      FileNotFoundError: there is no checkpoint or no data.
-      ValueError: there is no run.
+      FileNotFoundError: if there is no checkpoint or no data.
+      ValueError: if there is no run.
     """
     directory, step = find_checkpoint(run)
     experiment = load_experiment(directory)
@@ -113,7 +140,8 @@ def inspect_run(
     saved = [n for n in finished_steps(directory / "checkpoints") if n <= step]
     is_trained = (directory / METRICS_FILE).is_file() and not (directory / DISTILLATION_FILE).is_file()
     start, before = "not known", None
-    if 0 in saved:  # a converted model's; training saves no step 0
+    # A converted model has a checkpoint at step 0. Training does not save one.
+    if 0 in saved:
         if step:
             start, before = "those saved at step 0", restore(step=0)[1]
     elif is_trained and experiment.init_from is None:
@@ -128,17 +156,21 @@ def inspect_run(
         advance(1)
         first = ({}, {}) if before is None else sums_of(model, looped(before), batches)
         advance(1)
+        # Keep only the first example of the first batch. The other rows become padding.
         alone = jax.tree.map(lambda x: x.at[1:].set(0), batches[:1])
         single, _ = sums_of(model, end, alone)
         fitted = [
             p for p in odd if fits and not p.cross and can_be_static(mixers[p]) and not _shares(model, p)
         ]
+        # Fit to the even batches and measure on the odd ones.
         fit_to, held_out = (
             {(p.stack, p.layer): half[p]["statistics"] for p in fitted} for half in (even, odd)
         )
         static = measure_static_attention(
             model, end, fit_to=fit_to, measure_on=held_out, batches=batches[1::2], phase=phase
         )
+    # The variables at each step, as functions, because each checkpoint is only restored when it is
+    # needed.
     over = {0: lambda: before} if before is not None else {}
     over |= {n: lambda n=n: restore(step=n)[1] for n in saved} | {step: lambda: variables}
     histories = dict[str, dict[str, Any]]()
@@ -171,7 +203,7 @@ def inspect_run(
 
 
 def mixers_of(model: TokenModel) -> dict[Place, Mixer]:
-    """Returns the mixers of all layers."""
+    """Returns the mixers of all layers by their places."""
     mixers = {}
     for name in stacks_of(model):
         for i, block in enumerate(blocks_of(model, name)):
@@ -182,7 +214,10 @@ def mixers_of(model: TokenModel) -> dict[Place, Mixer]:
 
 
 def _entries(model: TokenModel, tree: PyTree) -> Iterator[tuple[Place, Mixer, PyTree]]:
-    """Yields mixers with what they have in a collection of a model with looped layers."""
+    """Yields every mixer with its place and its entries in a collection of variables.
+
+    The layers of the model are looped.
+    """
     for place, mixer in mixers_of(model).items():
         stack = tree.get(place.stack, {})
         layer = stack.get("shared" if _shares(model, place) else f"layers_{place.layer}", {})
@@ -191,11 +226,15 @@ def _entries(model: TokenModel, tree: PyTree) -> Iterator[tuple[Place, Mixer, Py
 
 
 def _shares(model: TokenModel, place: Place) -> bool:
+    """Whether the layers of a stack share their parameters."""
     return isinstance(stacks_of(model)[place.stack], UniversalStack)
 
 
 def describe(module: Mixer | Alignment) -> str:
-    """Returns what a mixer or alignment is made of, such as ``Attention: Random + DotProduct``."""
+    """Returns a text that says what a mixer or alignment is made of.
+
+    For example, it returns ``Attention: Random + DotProduct``.
+    """
     if (parts := getattr(module, "parts", None)) is not None:
         return (" + " if isinstance(module, Mixture) else " | ").join(map(describe, parts))
     alignment, name = getattr(module, "alignment", None), type(module).__name__
@@ -205,7 +244,10 @@ def describe(module: Mixer | Alignment) -> str:
 def sums_of(
     model: TokenModel, variables: Variables, batches: Sequence[Batch]
 ) -> tuple[dict[Place, Measures], dict[Place, Measures]]:
-    """Returns the `attention_sums` of layers with weights, over even and over odd batches."""
+    """Returns the `attention_sums` of all layers that have weights.
+
+    They are computed separately for the even and for the odd batches.
+    """
     halves: tuple[dict[Place, Measures], dict[Place, Measures]] = {}, {}
     for i, batch in enumerate(batches):
         for place, sums in _batch_sums(variables, batch, model=model).items():
@@ -218,7 +260,7 @@ def sums_of(
 def _measure(
     place: Place, mixer: Mixer, even: Mapping[Place, Measures], odd: Mapping[Place, Measures]
 ) -> Measures:
-    """Returns `measure` of a layer; NaN where a measure is not defined."""
+    """Returns the result of `measure` for a layer. Measures that are not defined are NaN."""
     measures = measure(even[place], odd.get(place))
     undefined: tuple[str, ...] = OF_DISTANCES if place.cross or isinstance(mixer, Linformer) else ()
     if getattr(mixer, "window", None) is not None:
@@ -228,6 +270,7 @@ def _measure(
 
 @functools.partial(jax.jit, static_argnames="model")
 def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dict[Place, Measures]:
+    """Returns the `attention_sums` of all layers that have weights, for one batch."""
     collections = ["intermediates", LOGITS]
     if isinstance(model, Encoder):
         _, sown = model.apply(variables, batch["encoder_input_tokens"], mutable=collections)
@@ -238,9 +281,11 @@ def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dic
     for place, mixer, arrays in _entries(model, sown.get("intermediates", {})):
         if "attention_weights" in arrays:
             arrays = {**arrays, **logits[place]}
+            # Layers with shared parameters sow one value for each layer.
             arrays = {name: x[place.layer if len(x) > 1 else 0] for name, x in arrays.items()}
             weights, rows = arrays["attention_weights"], all_rows[place[:2]]
-            if isinstance(mixer, Linformer):  # all keys are seen, and have no positions
+            # In a Linformer, all keys are seen. They are mixtures of tokens and have no positions.
+            if isinstance(mixer, Linformer):
                 seen = jnp.full_like(rows.seen, weights.shape[-1])
                 rows = Rows(rows.real, seen, rows.diagonal * jnp.nan)
             totals[place] = attention_sums(weights, arrays.get("attention_logits"), rows)
@@ -248,12 +293,24 @@ def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dic
 
 
 def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, bool], Rows]:
-    """Returns what the queries of unpacked rows see, by stack and whether it is cross-attention."""
+    """Returns what the queries of unpacked rows see.
+
+    The keys of the dictionary are the stack and whether it is cross-attention.
+    """
     n, m = (batch[f"{side}_input_tokens"].shape[1] for side in ("encoder", "decoder"))
     inputs = (batch["encoder_input_tokens"] != model.ids.padding).sum(1, keepdims=True)
     targets = (batch["decoder_loss_weights"] > 0).sum(1, keepdims=True)
 
     def rows(length: int, real: jax.Array, seen: jax.Array, ratio: jax.Array | float = 1) -> Rows:
+        """Returns the `Rows` for queries of one stack.
+
+        Args:
+          length: the number of queries in a row, including padding.
+          real: ``[b, 1]``, the number of real queries.
+          seen: ``[b, 1]``, the number of keys that all queries see, or a negative number if a query
+            sees the keys up to itself.
+          ratio: ``[b, 1]`` or 1, the number of keys per query on the diagonal.
+        """
         q = jnp.arange(length)[None]
         parts = q < real, jnp.where(seen < 0, q + 1, jnp.maximum(seen, 0)), q * ratio
         return Rows(*(jnp.broadcast_to(x, (len(real), length)) for x in parts))
@@ -273,13 +330,19 @@ def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, 
 def _batches(
     experiment: Experiment, sets: Sequence[EvaluationSet], count: int, batch_size: int, mesh: Mesh
 ) -> tuple[int, list[str], list[Batch]]:
-    """Returns the number of examples, the texts of one, and at least two batches of them, of all sets.
+    """Returns examples in at least two batches, with their number and the texts of one example.
 
-    Rows are as long as the longest; the last batch is filled up with empty ones, of which nothing is real.
+    The examples come from all evaluation sets. All rows are padded to the length of the longest
+    one. The last batch is filled with empty rows, which contain only padding.
+
+    Returns:
+      The number of examples, the texts of one example, and the batches.
     """
     each = -(-count // len(sets))
     rows = [row for s in sets for row in evenly_spaced(s.examples, each)]
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:count]]
+    # At most half of the examples, so that there are two batches, and a multiple of the number of
+    # devices.
     batch_size = -(-min(batch_size, -(-len(rows) // 2)) // mesh.size) * mesh.size
     limits, data = experiment.data.lengths, replace(experiment.data, pack=False)
     cut = [{side: np.asarray(row[side])[: limits[side]] for side in SIDES} for row in rows]
@@ -294,7 +357,10 @@ def _batches(
 
 
 def _mixtures(model: TokenModel, variables: Variables) -> dict[str, tuple[list[str], np.ndarray]]:
-    """Returns the parts of mixtures of a model with looped layers, and their α ``[heads, parts]``."""
+    """Returns the parts of each mixture in a model, and their weights α ``[heads, parts]``.
+
+    The layers of the model are looped.
+    """
     mixtures = {}
     for place, mixer, params in _entries(model, variables["params"]):
         alignment: Any = getattr(mixer, "alignment", None)
@@ -306,7 +372,7 @@ def _mixtures(model: TokenModel, variables: Variables) -> dict[str, tuple[list[s
 
 
 def _projections(model: TokenModel, variables: Variables) -> dict[str, dict[str, np.ndarray]]:
-    """Returns P_l and P_w ``[from, to]`` of talking heads by layer."""
+    """Returns the matrices P_l and P_w ``[from, to]`` of each layer with talking heads."""
     names = {"logits_projection": "P_l", "weights_projection": "P_w"}
     projections = {
         str(place): {names[n]: gather_to_host(params[n]) for n in names if n in params}

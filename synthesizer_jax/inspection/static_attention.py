@@ -1,4 +1,4 @@
-"""How much of a trained model's self-attention depends on positions alone."""
+"""Measures how much of a trained model's self-attention depends only on positions."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.training.step import Batch, loss_sums
 
 TABLE = "Random"
-"""The form that can express any other; heads are replaced by it."""
+"""The form that can express all other forms. Heads are replaced by it."""
 
 UNIFORM, BIAS = "equal weights", "position bias"
-"""Forms without parameters of their own; the second where the model has a position bias."""
+"""Forms without parameters of their own. The second is for models that have a position bias."""
 
 EXCLUDED = -1e4
-"""Weight logit of a mixture's part that is left out: its softmax is zero in float32."""
+"""The logit of the weight of a mixture's part that is left out. In float32, its weight is zero."""
 
 MOST_POINTS = 16
-"""Measured numbers of replaced heads, besides none and all."""
+"""The largest number of measured points between no replaced head and all heads replaced."""
 
 Head: TypeAlias = tuple[str, int, int]
-"""The stack, layer and number of a head."""
+"""A head: its stack, the index of its layer, and its index in the layer."""
 
 
 def measure_static_attention(
@@ -64,16 +64,29 @@ def measure_static_attention(
     batches: Sequence[Batch],
     phase: Phase = silent_phase,
 ) -> dict[str, Any]:
-    """Fits static forms to heads of a model's self-attention, and replaces heads by fitted tables.
+    """Fits static forms to the heads of self-attention, and replaces heads by fitted tables.
 
-    Layers are looped. Forms are fitted to the statistics `fit_to` of layers that `can_be_static`.
-    `measure_on` are statistics over other examples, and `batches` of these are what losses are measured on.
+    Args:
+      model: the model, with looped layers.
+      variables: its variables.
+      fit_to: statistics of layers for which `can_be_static` is true. The forms are fitted to them.
+      measure_on: statistics of the same layers over other examples, on which divergences are
+        measured.
+      batches: batches of these other examples, on which losses are measured.
+      phase: reports progress.
 
     Returns:
-      ``divergences`` by stack, layer and head, and by form beside the model's position bias: the mean over
-      queries of ``KL(head ‖ form)`` in nats, the most static head first. For an encoder-decoder
-      ``replaced``, numbers of heads, and ``loss``, nats per target token when as many of the most static
-      heads read their tables, without further training; and ``uniform_loss``, if all have equal weights.
+      A dictionary. ``replaced``, ``loss`` and ``uniform_loss`` are present only for an
+      encoder-decoder with such layers:
+
+      - ``divergences``: the mean over queries of ``KL(head ‖ form)`` in nats, by head and by form.
+        A head is a tuple of stack, layer and number, and the most static head comes first. The
+        forms are added to the model's position bias.
+      - ``replaced``: the numbers of replaced heads for which the loss was measured. The most static
+        heads are replaced first.
+      - ``loss``: for each of these numbers, the loss in nats per target token if that many heads
+        use their tables, without further training.
+      - ``uniform_loss``: the loss if all these heads have equal weights.
     """
     divergences = dict[Head, dict[str, float]]()
     tables, biases = dict[Layer, jax.Array](), dict[Layer, jax.Array]()
@@ -92,6 +105,7 @@ def measure_static_attention(
         count = min(len(heads), MOST_POINTS + 1)
         numbers = [round(i * len(heads) / count) for i in range(count + 1)]
         advance = phase(f"losses with up to {len(heads)} heads replaced", 1)
+        # A table that cancels the position bias makes equal weights.
         equal = {layer: -bias for layer, bias in biases.items()}
         replaced = [*((tables, heads[:n]) for n in numbers), (equal, heads)]
         *losses, uniform = _losses(model, variables, replaced, batches)
@@ -103,7 +117,8 @@ def measure_static_attention(
 def can_be_static(mixer: Mixer) -> bool:
     """Whether the heads of a mixer can be measured and replaced one by one.
 
-    They are a softmax of logits that are trained, and have the same alignment.
+    For this, the weights must be a softmax of trained logits, and all heads must have the same
+    alignment.
     """
     is_softmax = isinstance(mixer, Attention) and is_softmax_of_logits(mixer)
     return is_softmax and _is_measured(mixer.alignment)
@@ -122,7 +137,10 @@ def _is_measured(alignment: Alignment) -> bool:
 def _fit_forms(
     model: TokenModel, layer: Layer, fitted: Statistics, bias: jax.Array
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns the logits ``[heads, n, n]`` of fitted forms, and the tables' without the bias."""
+    """Returns the logits ``[heads, n, n]`` of the fitted forms, and the logits of only the tables.
+
+    The logits of the forms include the position bias. The logits of the tables do not.
+    """
     attention = self_attention(model, layer)
     causal = layer[0] == "decoder" and not getattr(model, "prefix", False)
     length = bias.shape[-1]
@@ -144,9 +162,10 @@ def _losses(
     replaced: Iterable[tuple[Mapping[Layer, jax.Array], Collection[Head]]],
     batches: Sequence[Batch],
 ) -> Iterator[float]:
-    """Yields the loss, in nats per target token, for tables and the heads that read them.
+    """Yields the loss in nats per target token, for each set of tables and heads that use them.
 
-    One program serves all: a model with mixtures of its own logits and tables.
+    All sets share one compiled program. It runs a model whose mixtures contain its own logits and
+    the tables, and the weights of the mixtures select one of the two for each head.
     """
     for tables, chosen in replaced:
         params = jax.tree.map(lambda x: x, variables["params"])
@@ -155,6 +174,8 @@ def _losses(
             alignment = self_attention(model, (stack, i)).alignment
             reads = np.array([(stack, i, head) in chosen for head in range(len(table))])
             mixer = params[stack][f"layers_{i}"][STACKS[stack]]
+            # ``[heads, 2]``. A head that uses its table leaves its own logits out, and other heads
+            # leave the table out.
             left_out = np.stack([reads, ~reads], axis=1)
             mixer["align"] = {
                 "part_0": mixer.get("align", {}),
@@ -171,6 +192,6 @@ def _losses(
 
 @functools.partial(jax.jit, static_argnames="model")
 def _loss(variables: Variables, batch: Batch, *, model: EncoderDecoder) -> tuple[jax.Array, jax.Array]:
-    """Returns the summed loss of a batch's target tokens, and their number."""
+    """Returns the summed loss of a batch's target tokens, and the number of these tokens."""
     sums = loss_sums(model, variables, batch, z_loss=0.0, label_smoothing=0.0)
     return sums.loss, sums.weight
