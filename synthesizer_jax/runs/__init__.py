@@ -1,1 +1,1 @@
-"""The directory of a run: its lock, its code and its logs."""
+"""The files in the directory of a run: its lock, its record of users' code, and its logs."""

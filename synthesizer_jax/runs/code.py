@@ -1,7 +1,9 @@
-"""Users' code that a run needs, recorded in its directory.
+"""Users' code that a run needs, recorded in the run directory.
 
-A run's directory may contain ``code/`` with the names of packages and copies of recipe files. It is data:
-nothing in it is imported or executed; a command that loads the run says what to pass with ``--import``.
+A run directory may contain a folder ``code/`` with the names of packages and copies of recipe
+files. They are only a record. Nothing in the folder is imported or executed automatically. A
+command that loads the run says which ``--import`` options are needed, so that users can read the
+code before they run it.
 """
 
 from __future__ import annotations
@@ -23,11 +25,16 @@ from synthesizer_jax.base.registry import EXTRA_MESH_AXES, REGISTRY
 CODE_DIRECTORY = "code"
 IMPORTS_FILE = "imports.json"
 
-_imported: set[str] = set()  # packages
+_imported: set[str] = set()  # names of the packages that this process has imported for users
 
 
 class Source(NamedTuple):
-    """The name of a Python file, such as ``recipe.py``, and its content."""
+    """A Python file of a user.
+
+    Attributes:
+      name: the name of the file without folders, such as ``recipe.py``.
+      text: the content of the file.
+    """
 
     name: str
     text: bytes
@@ -35,13 +42,21 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """The packages to import, and the files to execute after them, before a run can be loaded."""
+    """The users' code that must be loaded before a run can be loaded.
+
+    Attributes:
+      packages: names of packages to import.
+      sources: files to execute after the packages are imported.
+    """
 
     packages: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
 
     def __add__(self, other: Code) -> Code:
-        """Returns both; a file of `other` replaces one of the same name."""
+        """Returns the code of both objects.
+
+        A file in `other` replaces a file of the same name in this object.
+        """
         sources = {source.name: source for source in (*self.sources, *other.sources)}
         return Code(tuple(dict.fromkeys((*self.packages, *other.packages))), tuple(sources.values()))
 
@@ -52,10 +67,14 @@ _executed: dict[Source, tuple[ModuleType, Code]] = {}
 
 
 def load_user_code(names: Sequence[str]) -> Code:
-    """Imports packages and executes files, names that end in ``.py``, and returns them.
+    """Imports packages, executes files, and returns them as a `Code`.
+
+    Args:
+      names: names of packages, and paths of files that end in ``.py``.
 
     Raises:
-      ValueError: one does not exist or fails; the message has file and line.
+      ValueError: a package or file does not exist, or a file fails. The message then names the file
+        and the line.
     """
     code = NOTHING
     for name in names:
@@ -68,26 +87,34 @@ def load_user_code(names: Sequence[str]) -> Code:
 
 
 def imported_names() -> list[str]:
-    """Returns the packages and files that this process has imported and that registered something."""
+    """Returns the users' packages that this process has imported, and the files it has executed.
+
+    Files that registered nothing are left out.
+    """
     files = [str(module.__file__) for module, code in _executed.values() if code != NOTHING]
     return [*sorted(_imported), *files]
 
 
 def execute(path: str) -> tuple[ModuleType, Code]:
-    """Executes a file, once.
+    """Executes a Python file, unless a file with this name and content was executed already.
+
+    Args:
+      path: the path of the file.
 
     Returns:
-      The module, and the file itself if it has registered classes, tasks or mixtures.
+      The module that the file defines. Then a `Code` with the file if it has registered classes,
+      tasks, mixtures or mesh axes, and otherwise `NOTHING`.
 
     Raises:
-      ValueError: there is no such file, or it fails; the message has file, line and the type of the error.
+      ValueError: there is no such file, or it fails. The message contains the file, the line and
+        the type of the error.
     """
     source = _read_source(storage_path(path))
     if source not in _executed:
         module = ModuleType(f"recipe_{pathlib.Path(path).stem}")
         module.__file__ = path
         before = _registered_names()
-        sys.modules[module.__name__] = module  # dataclasses look up their module
+        sys.modules[module.__name__] = module  # the dataclass decorator looks up the module by name
         with convert_errors(path):
             exec(compile(source.text, path, "exec", dont_inherit=True), module.__dict__)
         needed = NOTHING if _registered_names() == before else Code(sources=(source,))
@@ -96,22 +123,29 @@ def execute(path: str) -> tuple[ModuleType, Code]:
 
 
 def _read_source(path: pathlib.Path) -> Source:
+    """Reads a file of Python code.
+
+    Raises:
+      ValueError: there is no such file.
+    """
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     return Source(path.name, path.read_bytes())
 
 
 def import_package(name: str) -> ModuleType:
-    """Imports a package or module and returns it.
+    """Imports a package or module of a user and returns it.
 
     Raises:
-      ValueError: it does not exist.
+      ValueError: the name is not valid, or there is no such package.
     """
     if not _is_module_name(name):
         raise ValueError(f"{name!r} is neither the name of a package nor a file that ends in .py")
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # Only a missing package of this name is a user's mistake here, not a package that it
+        # imports.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
@@ -122,16 +156,22 @@ def import_package(name: str) -> ModuleType:
 
 
 def _is_module_name(name: object) -> bool:
+    """Returns whether a value is a string that may name a module."""
     return isinstance(name, str) and all(part.isidentifier() for part in name.split("."))
 
 
 @contextlib.contextmanager
 def convert_errors(path: str) -> Iterator[None]:
-    """Context manager that raises errors of a user's file as `ValueError` with file and line."""
+    """Context manager that turns errors in a user's file into a `ValueError` with file and line.
+
+    Args:
+      path: the path of the file, as it was passed to `compile`.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
+        # The last frame in the file is the innermost line of the user's code.
         lines = [frame.lineno for frame in frames if frame.filename == path]
         text = str(error)
         if isinstance(error, SyntaxError) and error.filename == path:
@@ -141,8 +181,9 @@ def convert_errors(path: str) -> Iterator[None]:
 
 
 def _registered_names() -> tuple[dict[Any, Any], ...]:
-    """Returns everything that code can register with this package and with SeqIO."""
-    from synthesizer_jax.tasks import task_registry  # a run that is only loaded needs no tasks
+    """Returns copies of everything that code can register with this package and with SeqIO."""
+    # Imported here because commands that only load a model need no tasks.
+    from synthesizer_jax.tasks import task_registry
 
     registries: list[Mapping[Any, Any]] = [
         REGISTRY,
@@ -156,7 +197,10 @@ def _registered_names() -> tuple[dict[Any, Any], ...]:
 
 
 def record_code(directory: pathlib.Path, code: Code) -> None:
-    """Writes the code of a run to its directory, if there is any."""
+    """Writes the users' code of a run to its directory, and deletes outdated copies of files.
+
+    Nothing is written if there is no code and none was recorded before.
+    """
     folder = directory / CODE_DIRECTORY
     if code == NOTHING and not folder.exists():
         return
@@ -170,7 +214,7 @@ def record_code(directory: pathlib.Path, code: Code) -> None:
 
 
 def recorded_code(directory: pathlib.Path) -> Code:
-    """Returns the code that is recorded in a run's directory.
+    """Returns the users' code that is recorded in a run directory.
 
     Raises:
       ValueError: the record is damaged.
@@ -182,6 +226,8 @@ def recorded_code(directory: pathlib.Path) -> Code:
     with describing(path):
         names = json.loads(path.read_text(encoding="utf-8"))
         packages, files = names["packages"], names["files"]
+        # The record may come from someone else: names with folders could point outside of the
+        # directory.
         plain = [pathlib.PurePath(name).name == name != "" for name in files]
         if not all(plain) or not all(map(_is_module_name, packages)):
             raise ValueError("names of packages and files are expected")
@@ -189,10 +235,14 @@ def recorded_code(directory: pathlib.Path) -> Code:
 
 
 def require_code(directory: pathlib.Path) -> None:
-    """Checks that the user has named all code of a run; a file replaces a recorded one of the same name.
+    """Checks that all users' code of a run has been loaded in this process.
+
+    A file that was executed also counts for a recorded file of the same name, so that users can
+    load a corrected version.
 
     Raises:
-      ValueError: something was not named; the message has the options to add after reading it.
+      ValueError: some code was not loaded. The message contains the ``--import`` options to add
+        after reading the code.
     """
     code, files = recorded_code(directory), {source.name for source in _executed}
     missing = [name for name in code.packages if name not in sys.modules]

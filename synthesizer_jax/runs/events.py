@@ -1,4 +1,4 @@
-"""The events of a run."""
+"""The events of a run, such as its start and its checkpoints, in ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ EVENTS_FILE = "events.jsonl"
 
 
 class Event(TypedDict):
-    """A line of ``events.jsonl``; the time is in seconds since 1970, the text tells a person more."""
+    """A line of ``events.jsonl``.
+
+    Attributes:
+      time: seconds since 1970.
+      event: the name of the event.
+      step: number of finished steps.
+      text: further information for people.
+    """
 
     time: float
     event: str
@@ -26,9 +33,19 @@ class Event(TypedDict):
 def add_event(
     directory: pathlib.Path, event: str, *, step: int, text: str = "", at: float | None = None
 ) -> None:
-    """Appends an `Event` to the file of a run; `at` is its time, None is now."""
+    """Appends an event to the file of a run.
+
+    Args:
+      directory: the run directory.
+      event: the name of the event.
+      step: number of finished steps.
+      text: further information for people.
+      at: the time in seconds since 1970. None means now.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / EVENTS_FILE
+    # A process that was killed may have left an incomplete line. The event then begins on a new
+    # line.
     broken = path.exists() and not path.read_bytes().endswith(b"\n")
     now = time.time() if at is None else at
     values = Event(time=now, event=event, step=step, text=text)
@@ -36,7 +53,7 @@ def add_event(
 
 
 def read_events(directory: pathlib.Path) -> Iterator[Event]:
-    """Yields the events of a run in order; lines that are none are skipped."""
+    """Yields the events of a run in order. Lines that are not events are skipped."""
     path = directory / EVENTS_FILE
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for line in lines:

@@ -1,4 +1,4 @@
-"""A lock by which only one training at a time uses a directory."""
+"""The lock that prevents two training processes from using the same run directory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,23 @@ _log = logging.getLogger(__name__)
 
 
 class InUseError(OSError):
-    """Another process trains in the directory."""
+    """Another process trains in the run directory."""
 
 
 @contextlib.contextmanager
 def lock_directory(directory: pathlib.Path) -> Iterator[None]:
-    """Context manager that makes a directory and locks it for this process; a bucket has no locks.
+    """Context manager that creates a run directory and locks it for this process.
 
-    The system releases the lock when the process ends in any way; the file stays.
+    The operating system releases the lock when the process ends, even if it crashes. The lock file
+    stays in the directory. Buckets have no file locks, so a run in a bucket is not locked. If the
+    file system does not support locks, a warning is logged and the run is not locked either.
+
+    Args:
+      directory: the run directory.
 
     Raises:
       InUseError: another process holds the lock.
+      OSError: the directory contains symbolic links.
     """
     if in_bucket(directory):
         yield

@@ -1,4 +1,4 @@
-"""The metrics of a run: a JSON-lines file and TensorBoard."""
+"""The metrics of a run: a file with one JSON record per line, TensorBoard's files, and rates."""
 
 from __future__ import annotations
 
@@ -25,10 +25,18 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends metrics to ``metrics.jsonl`` and to TensorBoard's files; in a bucket, when it is flushed.
+    """Writes metrics to ``metrics.jsonl`` and to TensorBoard's files.
 
-    A run continues from `restored_step`, 0 for a new one: metrics of later steps are removed, and their
-    kinds and steps are in `removed`.
+    In a bucket, metrics are written only when `flush` is called, because files in a bucket cannot
+    be appended to and every write replaces the whole file.
+
+    Args:
+      directory: the run directory.
+      restored_step: the step from which the run continues, or 0 for a new run. Metrics of later
+        steps are removed from the file, because the run will write them again.
+
+    Attributes:
+      removed: kinds and steps of the metrics that were removed.
     """
 
     def __init__(self, directory: pathlib.Path, *, restored_step: int = 0):
@@ -40,21 +48,30 @@ class MetricsWriter:
 
     @functools.cached_property
     def _board(self) -> EventsWriter:
-        """TensorBoard's file, opened by the first metrics: the library takes long to import."""
-        # Written in this thread: that of tensorboardX's SummaryWriter may prevent the process from ending.
+        """TensorBoard's file.
+
+        It is opened when the first metrics are written, because its library is slow to import.
+        """
+        # tensorboardX's SummaryWriter would write in a thread that may prevent the process from
+        # ending. This writer writes in the calling thread.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         self._folder.mkdir(exist_ok=True)
         board = EventsWriter(str(self._folder / "events"))
-        start = SessionLog(status=SessionLog.START)  # TensorBoard drops later steps
+        # This entry makes TensorBoard drop the entries of later steps that an earlier process
+        # wrote.
+        start = SessionLog(status=SessionLog.START)
         board.write_event(Event(wall_time=time.time(), step=self._restored_step + 1, session_log=start))
         return board
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
-        """Writes one line ``{"step": …, "kind": …, name: value, …}`` after so many steps.
+        """Writes the metrics of a step as one line ``{"step": …, "kind": …, name: value, …}``.
 
-        The kind is ``train`` or ``eval``; NaN and infinities are written as null.
+        Args:
+          step: number of finished steps.
+          values: the metrics by name. NaN and infinities are written as null.
+          kind: ``train`` or ``eval``.
         """
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
@@ -71,21 +88,27 @@ class MetricsWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is buffered."""
+        """Writes all metrics that are still in memory."""
         if self._lines:
             append(self._path, self._lines)
             self._lines = b""
             self._board.flush()
 
     def close(self) -> None:
-        """Closes the files."""
+        """Writes all metrics that are still in memory and closes the files."""
         self.flush()
         if "_board" in vars(self):
             self._board.close()
 
 
 def _truncate_metrics(path: pathlib.Path, step: int) -> set[tuple[str, int]]:
-    """Removes what is no record, with a warning, and records after `step`; returns their kinds, steps."""
+    """Removes damaged lines and the records after `step` from a metrics file.
+
+    Damaged lines are reported by a warning.
+
+    Returns:
+      The kinds and steps of the removed records.
+    """
     if not path.exists():
         return set()
     lines = _read_records(path)
@@ -100,7 +123,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, JSON]]:
     """Returns all records of a metrics file in order.
 
     Raises:
-      ValueError: a line is not a record.
+      ValueError: a line is damaged.
     """
     records = []
     for number, (_, record) in enumerate(_read_records(path), 1):
@@ -111,7 +134,10 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, JSON]]:
 
 
 def read_scores(path: pathlib.Path) -> dict[int, float]:
-    """Returns the score of every evaluated step in a metrics file; empty if there is no file."""
+    """Returns the score of every evaluated step in a metrics file.
+
+    The score is NaN if the evaluation had none. The result is empty if there is no file.
+    """
     records = [record for _, record in _read_records(path)] if path.exists() else []
     return {
         r["step"]: math.nan if r.get("score") is None else float(r["score"])
@@ -121,7 +147,10 @@ def read_scores(path: pathlib.Path) -> dict[int, float]:
 
 
 def _read_records(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """Returns all complete lines and their records; None for a line that is not a record."""
+    """Returns all complete lines of a metrics file with their records, or None for a damaged line.
+
+    A last line without a line break is incomplete and left out.
+    """
     records: list[tuple[bytes, dict[str, Any] | None]] = []
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
@@ -136,7 +165,7 @@ def _read_records(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any] | None
 
 
 class Throughput:
-    """Measures steps and tokens per second, the share of padding and the utilization of the devices.
+    """Measures steps and tokens per second, the share of padding, and device utilization.
 
     Attributes:
       utilizations: utilizations by name at one step per second, from `Trainer.measure_utilization`.
@@ -147,20 +176,28 @@ class Throughput:
         self._time, self._steps, self._tokens, self._capacity = time.perf_counter(), 0, 0.0, 0
 
     def add(self, tokens: float, *, capacity: int) -> None:
-        """Counts a finished step with its real tokens; `capacity` includes the padding of its batch."""
+        """Counts a finished step.
+
+        Args:
+          tokens: number of real tokens in the batch.
+          capacity: number of positions in the batch, including padding.
+        """
         self._steps += 1
         self._tokens += tokens
         self._capacity += capacity
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Context manager for what is no part of the rates, such as compilation."""
+        """Context manager for work whose time does not count, such as compilation."""
         start = time.perf_counter()
         yield
         self._time += time.perf_counter() - start
 
     def read(self) -> dict[str, float]:
-        """Returns the rates, ``padding`` and utilizations since the last call."""
+        """Returns the rates, the share of ``padding`` and the utilizations since the last call.
+
+        Calling it starts a new measurement.
+        """
         now = time.perf_counter()
         seconds = max(now - self._time, 1e-9)
         rates = {"steps_per_second": self._steps / seconds, "tokens_per_second": self._tokens / seconds}

@@ -1,4 +1,4 @@
-"""The progress display of a run: a progress bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of a run: a progress bar on a terminal, lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ from synthesizer_jax.base.messages import Phase, escape_controls
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 
 UTILIZATIONS = {"mfu": "MFU", "product_utilization": "matmul utilization"}
-"""Labels of the utilizations by name; the first available one is displayed."""
+"""Labels of utilizations by name. The first one that is available is shown."""
 
 
 class Progress:
-    """The display of a run, with a line for every `training.log_every` steps, evaluation and checkpoint.
+    """Shows the progress of a run.
 
-    The title is before the bar. What is not `visible` prints what is urgent alone, to standard error.
+    On a terminal or in a notebook, it shows a progress bar, and lines for evaluations and
+    checkpoints. Elsewhere it prints only lines, also every `training.log_every` steps.
+
+    Args:
+      total: number of steps of the run.
+      title: a title, shown before the bar.
+      visible: whether to show anything. If false, only urgent messages are printed, to standard
+        error.
     """
 
     def __init__(self, total: int, *, title: str = "", visible: bool = True):
@@ -42,13 +49,13 @@ class Progress:
         self._task = self._bar.add_task(escape_controls(title), total=total, numbers="")
 
     def advance(self, step: int) -> None:
-        """Shows the bar at a number of finished steps."""
+        """Moves the bar to a number of finished steps."""
         self._bar.start()
         self._bar.update(self._task, completed=step)
 
     def log_training(self, step: int, values: Mapping[str, float]) -> None:
-        """Displays the loss and the rates of training."""
-        rate = values.get("learning_rate")  # absent for an optimizer without a schedule
+        """Shows the loss and the rates of training."""
+        rate = values.get("learning_rate")  # absent if the optimizer has no known schedule
         parts = [
             f"loss {values['loss']:.4g}",
             *([] if rate is None else [f"learning rate {rate:.3g}"]),
@@ -66,14 +73,14 @@ class Progress:
         self.say(step, "  ".join([*parts, f"{format_duration(left)} left"]))
 
     def log_evaluation(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        """Prints the measures of an evaluation."""
+        """Prints the measures of an evaluation, which took `seconds` seconds."""
         overall = [f"{name} {values[name]:.4g}" for name in ("score", "loss") if name in values]
         tasks = [f"{name} {value:.4g}" for name, value in values.items() if "/" in name]
         text = f"evaluated in {format_duration(seconds)}: {', '.join(overall)}"
         self.say(step, f"{text}; {', '.join(tasks)}" if tasks else text)
 
     def say(self, step: int, text: str, *, urgent: bool = False) -> None:
-        """Prints a line about a step."""
+        """Prints a line about a step. Urgent lines are printed even without visible progress."""
         width = len(str(self._total))
         if self._visible or urgent:
             self._console.print(escape_controls(f"step {step:>{width}}/{self._total}  {text}"))
@@ -85,12 +92,20 @@ class Progress:
 
 @contextlib.contextmanager
 def show_phases(*, visible: bool = True) -> Iterator[Phase]:
-    """Context manager for a `Phase` that prints a line to standard error, with a bar on a terminal."""
+    """Context manager that shows the phases of a command, on standard error.
+
+    It yields a `Phase`, a function that starts a new phase: it prints the title as a line, and
+    shows a bar if standard error is a terminal.
+
+    Args:
+      visible: whether to show anything.
+    """
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     shown = visible and console.file.isatty()
 
     def phase(title: str, total: int) -> Callable[[int], object]:
+        """Prints the title of a phase and replaces the bar of the previous one."""
         if visible:
             console.print(escape_controls(title))
         for task in bar.task_ids:
@@ -109,10 +124,15 @@ def summary_lines(
     data_dir: pathlib.Path | None,
     prompt: str = "INPUT",
 ) -> str:
-    """Returns the summary at the end of a run: its scores, its files, and the next commands.
+    """Returns the summary at the end of a run: its scores, its files, and the commands to try next.
 
-    `saved` are the steps of its checkpoints. `data_dir` and `prompt` are for the commands; None is the
-    default directory, and an empty prompt means that the model writes no text.
+    Args:
+      directory: the run directory.
+      steps: number of finished steps.
+      saved: the steps of the run's checkpoints.
+      data_dir: the data directory for the commands. None means the default directory.
+      prompt: the example prompt for ``synthesizer-jax generate``. It is empty if the model does not
+        write text.
     """
     lines = [f"{directory} has finished its {steps:,} steps"]
     scores = read_scores(directory / METRICS_FILE)
@@ -133,7 +153,7 @@ def summary_lines(
 
 
 def format_duration(seconds: float) -> str:
-    """Formats a duration such as ``12.3 s``, ``4 min 5 s`` or ``3 h 20 min``."""
+    """Returns a duration as text, such as ``12.3 s``, ``4 min 5 s`` or ``3 h 20 min``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = round(seconds) // 60

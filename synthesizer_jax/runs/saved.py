@@ -1,4 +1,4 @@
-"""What a run's directory says of its model: enough to use it, without what it was trained by."""
+"""Loads the model and vocabulary of a run, without the settings of its training."""
 
 from __future__ import annotations
 
@@ -18,19 +18,26 @@ REMEDY = "put a good copy in its place"
 
 
 class SavedModel(NamedTuple):
-    """A run's model, and its vocabulary with the absolute path of its file."""
+    """The model and vocabulary of a run.
+
+    Attributes:
+      model: the unbound model.
+      vocabulary: the vocabulary. The path of its file is absolute.
+    """
 
     model: TokenModel
     vocabulary: Bytes | SentencePiece
 
 
 def load_model(directory: pathlib.Path) -> SavedModel:
-    """Reads the model and the vocabulary of a run's directory; see `read_experiment` for errors.
+    """Reads the model and vocabulary of a run directory; see `read_experiment` for errors.
 
-    The model's dtype is resolved for this process's devices, if no training has recorded it.
+    If no training has recorded the model's dtype, ``auto`` is resolved for this process's devices.
     """
     record = read_experiment(directory)
     with describing(directory / EXPERIMENT_FILE, REMEDY):
+        # Only these two fields are rebuilt, so the classes of optimizers and tasks need not be
+        # imported.
         model, vocabulary = (from_json(record[name], name) for name in SavedModel._fields)
         for value, kind in ((model, TokenModel), (vocabulary, Vocabulary)):
             if not isinstance(value, kind):
@@ -41,11 +48,16 @@ def load_model(directory: pathlib.Path) -> SavedModel:
 
 
 def read_experiment(directory: pathlib.Path, *, as_data: bool = False) -> Any:
-    """Returns the JSON data of a run's experiment, which need not be rebuilt if it is read `as_data`.
+    """Returns a run's experiment as JSON data.
+
+    Args:
+      directory: the run directory.
+      as_data: whether the caller only looks at the data and does not rebuild its objects. Users'
+        code need not be imported then.
 
     Raises:
-      FileNotFoundError: the directory holds no run.
-      ValueError: the file is damaged, or the run needs user code that was not imported
+      FileNotFoundError: the directory does not contain a run.
+      ValueError: the file is damaged, or the run needs users' code that was not imported
         (`code.require_code`).
     """
     path = directory / EXPERIMENT_FILE
@@ -60,12 +72,14 @@ def read_experiment(directory: pathlib.Path, *, as_data: bool = False) -> Any:
 
 
 def has_adapters(directory: pathlib.Path) -> bool:
-    """Whether the checkpoints of a run hold adapters, which belong to a base."""
+    """Returns whether the checkpoints of a run hold adapters, which modify another checkpoint."""
     return bool(read_experiment(directory, as_data=True)["training"].get("adapters"))
 
 
 def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
-    """Returns the run's directory and the step (None: the newest) of ``RUN`` or ``RUN/checkpoints/STEP``.
+    """Returns the run directory and the step that ``RUN`` or ``RUN/checkpoints/STEP`` refers to.
+
+    The step is None for ``RUN``, which means the newest checkpoint.
 
     Raises:
       ValueError: there is no run of this package.
@@ -81,25 +95,28 @@ def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
 
 
 def is_run(source: pathlib.Path) -> bool:
-    """Whether a path is ``RUN`` or ``RUN/checkpoints/STEP``."""
+    """Returns whether a path is a run (``RUN``) or a checkpoint (``RUN/checkpoints/STEP``)."""
     return (run_of(source) / EXPERIMENT_FILE).is_file()
 
 
 def run_of(source: pathlib.Path) -> pathlib.Path:
-    """Returns the directory of a run from ``RUN`` or ``RUN/checkpoints/STEP``, whether it exists or not."""
+    """Returns the run directory of ``RUN`` or ``RUN/checkpoints/STEP``, which need not exist."""
     of_step = source.parent.name == "checkpoints" and source.name.isdecimal()
     return source.parent.parent if of_step else source
 
 
 def find_step(source: pathlib.Path) -> int | None:
-    """Returns the step of ``RUN/checkpoints/STEP``, None of ``RUN``, whether it exists or not."""
+    """Returns the step in ``RUN/checkpoints/STEP``, or None for ``RUN``. Neither needs to exist."""
     return None if run_of(source) == source else int(source.name)
 
 
 def with_absolute_path(
     vocabulary: Bytes | SentencePiece | None, directory: pathlib.Path
 ) -> Bytes | SentencePiece | None:
-    """Returns a vocabulary whose path, if it has one, is absolute; a relative one is in the directory."""
+    """Returns a vocabulary with an absolute path. A relative path is relative to the directory.
+
+    Vocabularies without a path are returned unchanged.
+    """
     if not isinstance(vocabulary, SentencePiece):
         return vocabulary
     return replace(vocabulary, path=str(absolute(join(directory, vocabulary.path))))
@@ -108,16 +125,16 @@ def with_absolute_path(
 def open_vocabulary(
     vocabulary: Bytes | SentencePiece | None, directory: pathlib.Path, *, model: TokenModel
 ) -> Vocabulary:
-    """Returns the vocabulary of a run.
+    """Builds the vocabulary of a run and checks that it fits the model.
 
     Args:
-      vocabulary: that of its experiment.
-      directory: the run's, to which a relative path belongs.
-      model: the run's.
+      vocabulary: the vocabulary in the run's experiment.
+      directory: the directory to which a relative path of the vocabulary refers.
+      model: the model of the run.
 
     Raises:
-      ValueError: the model's embedding has fewer rows than the vocabulary has ids, or its `ids`
-        are not those of the vocabulary.
+      ValueError: the model's embedding has fewer rows than the vocabulary has ids, or the model's
+        `ids` differ from those of the vocabulary.
     """
     config = with_absolute_path(vocabulary, directory)
     assert config is not None

@@ -1,7 +1,8 @@
-"""Where a run's metrics go besides its own files: services that others watch, by name.
+"""Sends the metrics of a run to services such as Weights & Biases.
 
-A package adds a writer by an entry point in the group ``synthesizer_jax.writers``: a callable that takes
-the run's directory and its configuration as JSON, and returns a `Writer`.
+A package can add a writer by an entry point in the group ``synthesizer_jax.writers``. The entry
+point is a callable that takes the run directory and the experiment as JSON data, and returns a
+`Writer`. Its name is used in `Training.writers`.
 """
 
 from __future__ import annotations
@@ -24,26 +25,39 @@ GROUP = "synthesizer_jax.writers"
 
 
 class Writer(Protocol):
-    """Receives the metrics of a run, in process 0 only. One that raises an error is called no more."""
+    """Receives the metrics of a run, in process 0 only.
+
+    If one of its methods raises an error, training continues and the writer is not called again.
+    """
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
-        """Takes metrics by name after `step` steps; `kind` is ``train`` or ``eval``."""
+        """Receives metrics.
+
+        Args:
+          step: number of finished steps.
+          values: the metrics by name.
+          kind: ``train`` or ``eval``.
+        """
 
     def flush(self) -> None:
-        """Is called after a checkpoint was saved."""
+        """Called after a checkpoint was saved."""
 
     def close(self, *, failed: bool) -> None:
-        """Is called when the run ends; `failed`: by an error or a signal."""
+        """Called when the run ends.
+
+        Args:
+          failed: whether an error or a signal has ended the run.
+        """
 
 
 OpenWriter: TypeAlias = Callable[[pathlib.Path, JSON], Writer]
 
 
 def find_writers(names: Iterable[str]) -> dict[str, OpenWriter]:
-    """Returns what opens the writers of these names, by name.
+    """Returns the functions that open the writers with the given names, by name.
 
     Raises:
-      ValueError: there is none of a name, or its library is not installed.
+      ValueError: there is no writer with a name, or its library is not installed.
     """
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
     openers = {}
@@ -53,20 +67,25 @@ def find_writers(names: Iterable[str]) -> dict[str, OpenWriter]:
                 f"training.writers: there is no {name!r}{did_you_mean(name, entries)}; installed packages "
                 f"have {', '.join(sorted(entries))}"
             )
-        if entries[name].module == __name__ and not is_installed(name):  # named after their libraries
+        # The writers in this module are named after their libraries.
+        if entries[name].module == __name__ and not is_installed(name):
             raise ValueError(f"training.writers: {name} is not installed: pip install {name}")
         openers[name] = entries[name].load()
     return openers
 
 
 def _run_key(directory: pathlib.Path) -> str:
-    """Returns what a run that goes on has in common with itself, and not with a former one in its place."""
+    """Returns a key that identifies a run in services, also when it is continued.
+
+    A new run that replaces a deleted run in the same directory has another key, because the key
+    depends on the time of the run's first event.
+    """
     first = next(read_events(directory))
     return hashlib.sha256(f"{absolute(directory)} {first['time']}".encode()).hexdigest()[:16]
 
 
 class _Tracker:
-    """Weights & Biases, or trackio, whose module has the same functions."""
+    """Writes to Weights & Biases, or to trackio, which has a module with the same functions."""
 
     def __init__(self, module: str, directory: pathlib.Path, config: JSON):
         self._module: Any = importlib.import_module(module)
@@ -74,29 +93,34 @@ class _Tracker:
         path = absolute(directory)
         key = _run_key(directory)
         options = {"name": path.name, "id": key}
-        if module == "trackio":  # where a run is known by its name
+        if module == "trackio":  # trackio identifies runs by their names
             options = {"name": f"{path.name}-{key}"}
         self._module.init(project=path.parent.name, config=config, resume="allow", **options)
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
-        """Sends the metrics as ``train/loss`` and so on."""
+        """Sends the metrics with names such as ``train/loss``."""
         self._module.log({f"{kind}/{name}": x for name, x in values.items()}, step=step)
 
     def flush(self) -> None:
-        """Does nothing: the library sends what it has from a thread or process of its own."""
+        """Does nothing, because the library sends metrics from its own thread or process."""
 
     def close(self, *, failed: bool) -> None:
-        """Waits until everything is sent."""
+        """Waits until everything is sent, and ends the run."""
         self._module.finish(**{"exit_code": int(failed)} if self._takes_status else {})
 
 
 class _MLflow:
-    """MLflow, at the address in ``MLFLOW_TRACKING_URI``; in names it gets ``_`` for what it refuses."""
+    """Writes to MLflow, at the address in the environment variable ``MLFLOW_TRACKING_URI``.
+
+    Characters that MLflow does not allow in names are replaced by ``_``, and names are cut after
+    250 characters.
+    """
 
     def __init__(self, directory: pathlib.Path, config: JSON):
         self._module: Any = importlib.import_module("mlflow")
         path, key = absolute(directory), _run_key(directory)
         experiment = self._module.set_experiment(path.parent.name)
+        # A run that continues is found by its key.
         before = self._module.search_runs(
             [experiment.experiment_id], f"tags.key = '{key}'", output_format="list"
         )
@@ -106,13 +130,13 @@ class _MLflow:
         self._sent: list[Any] = []
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
-        """Sends the metrics as ``train/loss`` and so on, from a thread."""
+        """Sends the metrics with names such as ``train/loss``, from a background thread."""
         valid = lambda name: re.sub("[^A-Za-z0-9_. /-]", "_", name)[:250]
         named = {valid(f"{kind}/{name}"): x for name, x in values.items()}
         self._sent.append(self._module.log_metrics(named, step=step, synchronous=False))
 
     def flush(self) -> None:
-        """Waits until everything is sent, and raises what the service has refused."""
+        """Waits until everything is sent. Errors of the service are raised here."""
         while self._sent:
             self._sent.pop(0).wait()
 
