@@ -1,4 +1,4 @@
-"""Device meshes over one or several slices of chips, and arrays moved to and from their devices."""
+"""Device meshes over one or several slices of chips, and moving arrays to and from devices."""
 
 from __future__ import annotations
 
@@ -20,30 +20,36 @@ from synthesizer_jax.sharding.rules import MESH_AXES, check_mesh_axes
 _log = logging.getLogger(__name__)
 
 AxisSize: TypeAlias = Annotated[int, Choices((-1,))] | Count
-"""Of one axis -1 is what remains of the devices."""
+"""The size of a mesh axis. The size −1 means that it is inferred from the number of devices."""
 
 Sizes: TypeAlias = tuple[int, ...]
-"""The sizes of a mesh's axes."""
+"""The sizes of the axes of a mesh."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """The sizes of a mesh's axes, within a slice of chips and (``dcn_``) between slices.
+    """The sizes of the axes of a mesh, within a slice of chips and between slices.
 
-    The size of an axis is the product of both. Among the sizes within a slice, and among those between
-    slices, one may be −1: it is inferred from the number of devices or slices. Slices are connected by
-    the data-center network only, which the tensor and sequence axes, that transfer activations in every
-    layer, would not tolerate.
+    Fields that begin with ``dcn_`` are sizes between slices, and the other fields are sizes within
+    a slice. The size of a mesh axis is the product of both. One size within a slice may be −1, and
+    so may one size between slices: it is then inferred from the number of devices or slices.
+
+    Slices are connected only by the data-center network. There are no ``dcn_`` fields for the
+    tensor and sequence axes, because these axes transfer activations in every layer, for which this
+    network is too slow.
 
     Attributes:
-      data: number of replicas of the model, which process different examples.
-      fsdp: number of devices that process different examples and shard parameters and optimizer state.
-      tensor: number of devices that partition matrix products by heads, hidden features and vocabulary.
-      sequence: number of devices that partition an encoder's positions; for long inputs.
-      dcn_data: number of slices that are replicas.
+      data: number of replicas of the model. They process different examples.
+      fsdp: number of devices that process different examples, and shard parameters and optimizer
+        state.
+      tensor: number of devices that partition matrix products by heads, hidden features and
+        vocabulary.
+      sequence: number of devices that partition the positions of an encoder, for long inputs.
+      dcn_data: number of slices that are replicas of the model.
       dcn_fsdp: number of slices that shard parameters and optimizer state.
-      extra: names and sizes, within a slice, of further axes; each is known to `register_mesh_axis`.
+      extra: names and sizes of additional axes within a slice. Their names must have been
+        registered with `register_mesh_axis`.
     """
 
     data: AxisSize = -1
@@ -56,15 +62,19 @@ class MeshShape:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """The names of all axes."""
+        """The names of all axes, in the order of the mesh's dimensions."""
         return (*MESH_AXES, *(name for name, _ in self.extra))
 
     def sizes(self, devices: int, slices: int = 1) -> tuple[Sizes, Sizes]:
         """Returns the sizes of all axes within a slice and between slices.
 
+        Args:
+          devices: number of devices in all slices together.
+          slices: number of slices.
+
         Raises:
-          ValueError: the products of the sizes are not the numbers of devices and slices, or an extra
-            axis is not registered.
+          ValueError: the product of the sizes is not the number of devices in a slice or the number
+            of slices, or an additional axis is not registered.
         """
         if devices % slices:
             raise ValueError(f"{devices} devices cannot form {slices} slices of equal size")
@@ -79,7 +89,7 @@ class MeshShape:
 
 
 def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
-    """Returns the sizes, with −1 replaced such that their product is the total."""
+    """Returns the sizes, in which −1 is replaced so that their product is `total`."""
     description = "mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())
     inferred = list(sizes.values())
     if inferred.count(-1) > 1 or any(size == 0 or size < -1 for size in inferred):
@@ -93,10 +103,15 @@ def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
 
 
 def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
-    """Makes a mesh of the devices; None: of all.
+    """Returns a mesh of the devices.
 
-    On TPUs, every axis consists of whole dimensions of the slice if possible. Otherwise dimensions are
-    split, with a warning, because collectives over such an axis can use only some of the links.
+    On TPUs, every mesh axis consists of whole dimensions of the slice if possible. Otherwise
+    dimensions are split, with a warning, because collectives over such an axis can use only some of
+    the links between chips.
+
+    Args:
+      shape: the sizes of the mesh axes.
+      devices: the devices. None means all devices.
 
     Raises:
       ValueError: the sizes do not match the number of devices.
@@ -114,12 +129,17 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
     except NotImplementedError:
         _log.warning("mesh %s splits dimensions of the slice", within)
         arranged = make(devices, allow_split_physical_axes=True)
-    # Since JAX 0.10 axes are Explicit by default; Linen's sharding constraints need Auto.
+    # Since JAX 0.10, mesh axes are Explicit by default, but Linen's sharding constraints need Auto.
     return Mesh(arranged, shape.axis_names, axis_types=(AxisType.Auto,) * len(shape.axis_names))
 
 
 def replicate_to_devices(x: jax.typing.ArrayLike, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Makes a global array of an array that is the same on every process."""
+    """Returns a global array from a host array that is the same in every process.
+
+    Args:
+      x: the array.
+      sharding: the sharding of the result.
+    """
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     x = np.asarray(x)
@@ -127,7 +147,7 @@ def replicate_to_devices(x: jax.typing.ArrayLike, sharding: jax.sharding.Shardin
 
 
 def gather_to_host(x: jax.Array) -> np.ndarray:
-    """Gathers a global array to the host of every process."""
+    """Returns the whole of a global array as a NumPy array, in every process."""
     if jax.process_count() == 1:
         return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -1,4 +1,4 @@
-"""The rules that map logical axes to mesh axes."""
+"""The rules that map logical axes of parameters and activations to mesh axes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from synthesizer_jax.base.typing import KeyPath, PyTree
 from synthesizer_jax.primitives.parameters import LOGICAL_AXES, Axes, is_axes
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
-"""The axes of every mesh from `make_mesh`.
+"""The axes of every mesh that `make_mesh` returns.
 
-Meshes made elsewhere may lack some of them, or have others. Nothing is sharded over an axis that the mesh
-lacks, or whose name is unknown here.
+Meshes that were made elsewhere may lack some of these axes or have other ones. Arrays are only
+sharded over axes that the mesh has and whose names are known here.
 """
 
 BATCH_AXES = ("data", "fsdp")
-"""The mesh axes that divide the examples of a batch; see `batch_axes`."""
+"""The mesh axes over which the examples of a batch are divided; see `batch_axes`."""
 
 RULES: types.MappingProxyType[str, str] = types.MappingProxyType(
     {
@@ -32,28 +32,36 @@ RULES: types.MappingProxyType[str, str] = types.MappingProxyType(
         "heads": "tensor",
         "mlp": "tensor",
         "embed": "fsdp",
-        # Synthesizer tables: sharded by heads only, the tables of an xxl model would not fit a chip.
+        # Tables of Synthesizers. If they were only sharded by heads, those of an xxl model would
+        # not fit into the memory of a chip.
         "query_length": "fsdp",
     }
 )
-"""The mesh axes that shard logical axes of parameters; the others are not sharded."""
+"""The mesh axis that shards each logical axis of parameters.
+
+Logical axes without an entry are not sharded.
+"""
 
 ACTIVATIONS: types.MappingProxyType[str, tuple[str, ...]] = types.MappingProxyType(
     {"batch": BATCH_AXES, "sequence": ("sequence",)}
 )
-"""The mesh axes that shard the logical axes of activations besides ``heads``; see `primitives.mesh`."""
+"""The mesh axes that shard each logical axis of activations, except ``heads``.
+
+The axis ``heads`` is sharded as in parameters; see `primitives.mesh`.
+"""
 
 
 def register_mesh_axis(name: str, *logical_axes: str) -> None:
-    """Adds a mesh axis that shards logical axes of parameters.
+    """Registers an additional mesh axis that shards logical axes of parameters.
 
-    ``register_mesh_axis("expert", "mlp")`` makes ``MeshShape(extra=(("expert", 2),))`` shard the hidden
-    features of feed-forward layers over two devices. In meshes that have the axis, with a size greater
-    than 1, it replaces the mesh axis of `RULES` for these logical axes; other meshes are unaffected.
+    For example, after ``register_mesh_axis("expert", "mlp")``, a mesh of the shape
+    ``MeshShape(extra=(("expert", 2),))`` shards the hidden features of feed-forward layers over two
+    devices. If a mesh has the axis, with a size greater than 1, it replaces the mesh axis of
+    `RULES` for these logical axes. Other meshes are not affected.
 
     Args:
       name: the name of the mesh axis.
-      *logical_axes: names of `LOGICAL_AXES`.
+      *logical_axes: names from `LOGICAL_AXES`.
 
     Raises:
       ValueError: the name is already in use for other logical axes, or a logical axis is unknown.
@@ -69,7 +77,7 @@ def register_mesh_axis(name: str, *logical_axes: str) -> None:
 
 
 def check_mesh_axes(names: Sequence[str]) -> None:
-    """Raises a `ValueError` unless a mesh's axes are known and distinct."""
+    """Raises a `ValueError` if a name of a mesh axis is unknown or repeated."""
     known = (*MESH_AXES, *EXTRA_MESH_AXES)
     for name in names:
         if name not in known or names.count(name) > 1:
@@ -80,7 +88,7 @@ def check_mesh_axes(names: Sequence[str]) -> None:
 
 
 def _mesh_axis(logical_axis: str, mesh: Mesh | AbstractMesh) -> str | None:
-    """Returns the axis of a mesh that shards a logical axis of parameters, or None if the mesh has none."""
+    """Returns the mesh axis that shards a logical axis of parameters, or None if there is none."""
     for name, logical_axes in EXTRA_MESH_AXES.items():
         if logical_axis in logical_axes and mesh.shape.get(name, 1) > 1:
             return name
@@ -89,7 +97,10 @@ def _mesh_axis(logical_axis: str, mesh: Mesh | AbstractMesh) -> str | None:
 
 
 def batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Returns the axes of a mesh that divide the examples of a batch, those of `BATCH_AXES` that it has."""
+    """Returns the axes of a mesh that divide the examples of a batch.
+
+    They are the axes in `BATCH_AXES` that the mesh has.
+    """
     return tuple(name for name in BATCH_AXES if name in mesh.shape)
 
 
@@ -101,11 +112,17 @@ def batch_shards(mesh: Mesh | AbstractMesh) -> int:
 def partition_spec(
     axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, name: str = ""
 ) -> PartitionSpec:
-    """Returns the partition of an array over a mesh; `name` is the array's, for errors.
+    """Returns how an array is partitioned over a mesh.
+
+    Args:
+      axes: the logical axes of the array. None stands for a dimension that is not sharded.
+      shape: the shape of the array.
+      mesh: the mesh.
+      name: the name of the array, for error messages.
 
     Raises:
-      ValueError: two dimensions would be sharded over the same mesh axis, or the size of a dimension is
-        not divisible by that of its mesh axis.
+      ValueError: two dimensions would be sharded over the same mesh axis, or the size of a
+        dimension is not divisible by the size of its mesh axis.
     """
     entries: list[str | None] = []
     for axis, size in zip(axes, shape, strict=True):
@@ -124,11 +141,24 @@ def partition_spec(
 
 
 def shardings(axes: PyTree, shapes: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Returns a pytree of `NamedSharding` for pytrees of logical axes and of arrays or their shapes."""
+    """Returns the shardings of a pytree of arrays over a mesh.
+
+    Args:
+      axes: a pytree of logical axes.
+      shapes: a pytree of arrays, or of `jax.ShapeDtypeStruct`.
+      mesh: the mesh.
+
+    Returns:
+      A pytree of `NamedSharding`.
+
+    Raises:
+      ValueError: an array cannot be sharded; see `partition_spec`. The message contains its path.
+    """
 
     def named_sharding(
         path: KeyPath, names: Axes, array: jax.Array | jax.ShapeDtypeStruct
     ) -> NamedSharding:
+        """Returns the sharding of the array at a path."""
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return NamedSharding(mesh, partition_spec(names, array.shape, mesh, name=name))
 
@@ -136,7 +166,10 @@ def shardings(axes: PyTree, shapes: PyTree, mesh: Mesh | AbstractMesh) -> PyTree
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a batch: examples over the data and fsdp axes, if the mesh has them."""
+    """Returns the sharding of a batch: its examples are divided over the data and fsdp axes.
+
+    If the mesh lacks one of these axes, the batch is not divided over it.
+    """
     return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
 
 
@@ -146,7 +179,11 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 
 def check_batch(batch_size: int, mesh: Mesh | AbstractMesh, *, micro_batches: int = 1) -> None:
-    """Raises a `ValueError` unless a batch is divisible over the mesh and the micro-batches."""
+    """Raises a `ValueError` if a batch cannot be divided over the mesh and the micro-batches.
+
+    The batch size must be a multiple of the number of batch shards times the number of
+    micro-batches.
+    """
     divisor = batch_shards(mesh) * micro_batches
     if batch_size % divisor:
         factors = {name: mesh.shape[name] for name in batch_axes(mesh)}
@@ -158,9 +195,10 @@ def check_batch(batch_size: int, mesh: Mesh | AbstractMesh, *, micro_batches: in
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[None]:
-    """A context in which functions are traced for a mesh and layers partition their work over it.
+    """Context manager in which layers partition their work over a mesh when they are traced.
 
-    A mesh with a single device has no effect.
+    It sets JAX's current mesh and Flax's logical axis rules. A mesh with a single device has no
+    effect.
     """
     if mesh.size == 1:
         yield
@@ -169,6 +207,7 @@ def use_mesh(mesh: Mesh) -> Iterator[None]:
     activation_rules = {
         name: tuple(axis for axis in axes if axis in mesh.shape) for name, axes in ACTIVATIONS.items()
     }
+    # Logical axes that this mesh does not shard have no rule.
     rules = [(name, axes) for name, axes in {**parameter_rules, **activation_rules}.items() if axes]
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         yield
