@@ -1,6 +1,8 @@
 """The attention core in pure JAX, for layers of your own.
 
-Terms describe what the attention logits are made of, and `attend` computes the attention from them.
+Terms describe what the attention logits are made of, and `attend` computes attention from them.
+`dot_product_attention` has the arguments of `jax.nn.dot_product_attention`. `explain` says how the
+attention inside of a function is computed.
 """
 
 from synthesizer_jax.attention.attend import attend, attention_weights, drop_value_vectors

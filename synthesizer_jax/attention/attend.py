@@ -1,4 +1,10 @@
-"""The entry point of attention: checks arguments and selects a route."""
+"""The entry point of attention: `attend` checks its arguments, selects a route and runs it.
+
+A route is one way to compute the same result. They differ in the terms that they take, and in what
+they keep in memory. Every route has a function that returns its obstacle: a sentence that says why
+the route cannot take a call, or None if it can. `_select_route` asks for all obstacles, takes the
+first route without one, and keeps the other sentences for `explain`.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +55,17 @@ ROUTES: dict[str, Callable[[Call], jax.Array]] = {
     "banded": attend_banded,
     "reference": attend_reference,
 }
-"""Functions by name; `_select_route` has the order in which they are tried."""
+"""The function that computes a call, by route. `_select_route` decides the order of the routes."""
 
 OBSTACLES: dict[str, Callable[[Call], str | None]] = {
     "static": static_obstacle,
     "fused": fused_obstacle,
     "banded": banded_obstacle,
 }
-"""Why a route cannot take a call; None: it can."""
+"""For each route, a function that says why the route cannot take a call, or None if it can.
+
+The reference route is missing because it takes every call.
+"""
 
 PLAIN = {
     "reference": "matrix products",
@@ -64,7 +73,7 @@ PLAIN = {
     "fused": "a loop over blocks of logits",
     "banded": "sums of shifted values",
 }
-"""What runs a route where there are no kernels, for explanations."""
+"""What `explain` says about the code of a route if no kernel runs it."""
 
 KERNELS: dict[str, dict[str, Callable[[Call], str | None]]] = {
     "tpu": {
@@ -73,14 +82,18 @@ KERNELS: dict[str, dict[str, Callable[[Call], str | None]]] = {
     },
     "gpu": {"fused": functools.partial(fused_kernel_obstacle, platform="gpu")},
 }
-"""Why the kernels of a platform cannot run a route, for explanations; None: they can.
+"""For each platform and route, a function that says why the kernels cannot take a call.
 
-The routes themselves choose what runs, when a program is lowered for a platform.
+It returns None if they can. Only explanations use this table. The routes themselves choose between
+kernels and other code when a program is lowered for a platform.
 """
 
 FEW_LOGITS = 128 * 128
-"""Up to this many logits per head and example, the logits take about as much memory as queries, keys and
-values, so that the reference route is used."""
+"""The largest number of logits, per head and example, for which the reference route is preferred.
+
+Up to this size, the logits take about as much memory as queries, keys and values do, so there is
+little to save.
+"""
 
 FEW_SEGMENTS = (
     f"in packed rows it needs Mask.segments, no Mask.allowed, and segments · segment_length² of at most "
@@ -89,7 +102,11 @@ FEW_SEGMENTS = (
 
 
 def _partition_of_types(terms: Terms, values: jax.Array, **_: PyTree) -> Partition:
-    """Returns the explicit mesh axes that divide examples, heads and queries."""
+    """Returns the explicit mesh axes that divide the examples, heads and queries of a call.
+
+    Batch and heads are read from the type of the values. The axis of queries is read from the first
+    array ``[b, q, h, ...]`` of the terms, because the values do not have it.
+    """
     queries = [x for term in terms for x in jax.tree.leaves(term) if x.ndim == 4][:1]
     return Partition(
         batch=axes_along(values, 0),
@@ -112,45 +129,58 @@ def attend(
     implementation: str = "auto",
     partition: Partition | None = None,
 ) -> jax.Array:
-    """Computes attention, ``out[b, q, h] = Σ_k softmax_k(Σ terms)[b, h, q, k] · values[b, k, h]``.
+    """Computes attention for logits that are a sum of terms.
 
-    Logits and softmax are float32 or wider, rounded to the values' dtype where they multiply the values.
-    A query that is padding, and one without a key, gets zeros and gives no gradient. All routes give
-    the same answer, up to rounding:
+    The output is ``out[b, q, h] = Σ_k softmax_k(Σ terms)[b, h, q, k] · values[b, k, h]``. Logits
+    and softmax are computed in float32 or wider. The weights are rounded to the dtype of the values
+    before they are multiplied with them. The output is zero for padding queries and for queries
+    that may attend to no key. These queries contribute no gradient.
 
-    * ``static``, for parameters only (`Static`, `Relative`, parameters' `LowRank`): one softmax for
-      all examples; falls back to the fused route where that could lose digits.
-    * ``fused``: blocks of one head and example, recomputed in the backward pass.
-    * ``banded``, for `Banded` weights: shifts of the values, cost linear in the length.
-    * ``reference``: all logits in memory.
+    All routes compute the same output up to rounding:
 
-    Gradients are hand-written and first-order only; forward mode and higher orders exist on the reference
-    route only.
+    * ``static`` takes terms that consist of parameters only: `Static`, `Relative`, and `LowRank` if
+      both factors are parameters. It computes the exponentials of the logits once for all examples.
+      It switches to the fused route if this could lose digits.
+    * ``fused`` computes the logits of one head and example at a time, and computes them again in
+      the backward pass.
+    * ``banded`` takes a `Banded` term, whose weights need no softmax. It adds up shifted values, at
+      a cost that is linear in the length.
+    * ``reference`` takes all terms, and keeps all logits in memory.
+
+    The gradients of all routes except ``reference`` are hand-written. They are of first order and
+    in reverse mode only.
 
     Args:
       terms: the terms of the logits, for q queries and k keys.
-      values: ``[b, k, h, e]``, or fewer heads, each shared by as many neighboring heads of the terms.
-      mask: which keys a query may see; None: all. An array is as in `Mask.of`.
-      q_length: number of queries; needed where all terms are `Relative`.
-      dropout_rate: probability of dropping a weight. The draw is T5's, one per example, key and
-        head, shared by the queries: that is dropout of whole values after the softmax, scaled by
-        ``1 / (1 - rate)``.
-      dropout_key: key of that draw; None: no dropout.
-      soft_cap: logits x become ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024); None: they stay, as
-        weights (`Banded`) do.
-      sinks: ``[h]``, logits of one more key for each head, whose value is zero, so that a query may attend
-        to nothing (gpt-oss, 2025); None: there is none. Weights (`Banded`) have none.
-      implementation: a route, or ``auto`` for the fastest.
-      partition: the axes of the surrounding mesh that divide examples, heads and queries; None: where
-        mesh axes are explicit, as the types of the arguments say; otherwise the compiler decides.
+      values: ``[b, k, h, e]``. There may be fewer heads than the terms have, if their number
+        divides that of the terms. Neighboring heads of the terms then share a head of the values.
+      mask: the keys that each query may attend to. None allows all keys. An array is converted by
+        `Mask.of`.
+      q_length: the number of queries. It is required if no term has an axis of queries, for example
+        if all terms are `Relative`.
+      dropout_rate: the probability with which a weight is dropped. As in T5, dropout is drawn once
+        per example, key and head, and all queries share the draw. This is the same as dropping
+        whole value vectors after the softmax. The others are multiplied by
+        ``1 / (1 - dropout_rate)``.
+      dropout_key: the PRNG key of the dropout. None turns dropout off.
+      soft_cap: replaces each logit x by ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024). None
+        leaves the logits as they are. It has no effect on the weights of `Banded` terms.
+      sinks: ``[h]``, for each head the logit of one more key, whose value is zero, so that a query
+        can attend to nothing (gpt-oss, 2025). None adds no such key. It has no effect on the
+        weights of `Banded` terms.
+      implementation: the name of a route, or ``auto`` for the fastest route that takes the call.
+      partition: the axes of the surrounding mesh that divide examples, heads and queries. None uses
+        the axes that the types of the arguments name, if mesh axes are explicit. On automatic mesh
+        axes, None leaves the division to the compiler.
 
     Returns:
-      ``[b, q, h, e]`` in the values' dtype.
+      The output ``[b, q, h, e]``, in the dtype of the values.
 
     Raises:
-      ValueError: for shapes that do not agree, an unknown `implementation`, or one that cannot do
-        what is asked.
-      TypeError: for derivatives other than gradients, on a route other than ``reference``.
+      ValueError: if shapes do not agree, if `soft_cap` or `dropout_rate` is out of range, if
+        `implementation` is unknown, or if the route that it names cannot take the call.
+      TypeError: if a derivative other than a reverse-mode gradient of first order is taken on a
+        route other than ``reference``.
     """
     if soft_cap is not None and not (soft_cap := float(soft_cap)) > 0.0:
         raise ValueError(f"attend: soft_cap={soft_cap} must be positive; None caps nothing")
@@ -170,9 +200,10 @@ def attend(
 def _make_call(
     terms: Terms, values: jax.Array, mask: Mask | jax.Array | None, q_length: int | None
 ) -> Call:
-    """Checks the arguments of `attend`, and returns them as the routes take them.
+    """Checks the arguments of `attend`, and returns them in the form that all routes take.
 
-    Heads that are shared are repeated. The mask's arrays have their full shapes.
+    Shared heads of keys and values are repeated, so that routes see one number of heads. The arrays
+    of the mask are broadcast to their full shapes.
     """
     if jnp.ndim(values) != 4:
         raise ValueError(f"attend: values have shape {jnp.shape(values)}; it must be [batch, k, heads, e]")
@@ -196,7 +227,11 @@ def _checked(
     batch: int | None = None,
     heads: int | None = None,
 ) -> tuple[Terms, Mask, int, int]:
-    """Returns checked terms, the mask with its full shapes, and the numbers of queries and keys."""
+    """Returns the checked terms, the mask in its full shapes, and the numbers of queries and keys.
+
+    The sizes that are not given are read from the terms and the mask. `attention_weights` has no
+    values, so it gives neither batch nor heads.
+    """
     check_terms(terms)
     terms, mask = tuple(map(_as_float, terms)), Mask.of(mask)
     num_heads = terms[0].num_heads
@@ -211,6 +246,7 @@ def _checked(
     if batch is None:
         of_mask = [x.shape[0] for x in jax.tree.leaves(mask) if jnp.ndim(x)]
         batch = max([1, *of_mask, *(term.batch for term in terms)])
+    # Everything is checked before a route is chosen, so that an error does not depend on the route.
     sizes = {"batch": batch, "heads": heads, "q_length": q_length, "k_length": k_length}
     mask = mask.broadcast_to(**sizes)
     for term in terms:
@@ -221,14 +257,18 @@ def _checked(
 
 
 def _as_float(term: Term) -> Term:
-    """Returns the term with integer logits as float32."""
+    """Returns the term, with logits in float32 if they were integers."""
     if not isinstance(term, Static | Relative) or jnp.issubdtype(term.logits.dtype, jnp.inexact):
         return term
     return dataclasses.replace(term, logits=term.logits.astype(jnp.float32))
 
 
 def _groups_of_heads(call: Call) -> list[Call]:
-    """Returns a call for every group of heads that has terms of its own."""
+    """Returns one call for each group of heads that has its own terms.
+
+    A call without a `Split` is returned as it is. Groups may be split again, which the recursion
+    resolves.
+    """
     (split, *_), values = call.terms, call.values
     if not isinstance(split, Split):
         return [call]
@@ -244,10 +284,15 @@ def _groups_of_heads(call: Call) -> list[Call]:
 
 
 def _run_route(call: Call, implementation: str, partition: Partition | None) -> jax.Array:
-    """Selects a route, explains it, and runs it, on every device's part if there is a partition."""
+    """Selects a route, logs the choice, and runs the route.
+
+    If there is a partition, the route runs on every device with the device's own part of the
+    arrays.
+    """
     choice = _select_route(call, implementation)
 
     def run(call: Call) -> jax.Array:
+        # Loops of a route inside `jax.shard_map` need operands that vary over the same mesh axes.
         (call,) = match_varying_axes(call)
         route = ROUTES[choice.route]
         return attend_unpacked(route, call) if choice.unpack else route(call)
@@ -259,7 +304,13 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
 
 
 class _RouteChoice(NamedTuple):
-    """A route, whether packed rows are unpacked first, and why routes cannot run, by name."""
+    """The route that was selected for a call.
+
+    Attributes:
+      route: the name of the route.
+      unpack: whether the examples of packed rows become rows of their own before the route runs.
+      obstacles: why other routes cannot run, by name.
+    """
 
     route: str
     unpack: bool
@@ -267,19 +318,27 @@ class _RouteChoice(NamedTuple):
 
 
 def _select_route(call: Call, implementation: str) -> _RouteChoice:
-    """Chooses the route, or raises a `ValueError` if `implementation` is unknown or impossible here."""
+    """Chooses the route of a call.
+
+    Raises:
+      ValueError: if `implementation` is not the name of a route, or names a route that cannot take
+        the call.
+    """
     if implementation != "auto" and implementation not in ROUTES:
         raise ValueError(f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}")
     mask, packed = call.mask, call.mask.query_segments is not None
     positional = uses_segment_positions(call.terms, mask)
     lengths = unpacked_lengths(mask, call.q_length, call.k_length) if packed else None
     reasons = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
+    # In packed rows, these two routes work only on unpacked examples. A window of weights needs
+    # that if it is looked up by the position in a segment, and shared logits need it always.
     for name, needs_rows in (("banded", positional), ("static", packed)):
         if needs_rows and lengths is None:
             reasons[name] = reasons[name] or FEW_SEGMENTS
     obstacles = {name: why for name, why in reasons.items() if why}
     chosen = implementation
     if implementation == "auto":
+        # Banded is the cheapest if it applies, then static. The size decides between the other two.
         q, k = lengths if lengths and positional else (call.q_length, call.k_length)
         small = ["reference", "fused"] if q * k <= FEW_LOGITS else ["fused", "reference"]
         chosen = next(r for r in ("banded", "static", *small) if r not in obstacles)
@@ -288,6 +347,8 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
             f"attend: implementation={implementation!r} is not possible here: {obstacles[chosen]}; "
             "use 'auto'"
         )
+    # The fused route can look positions up inside packed rows, block by block, but unpacked
+    # examples need no lookups. The static route runs only on unpacked examples.
     unpack = lengths is not None and (positional or chosen == "static")
     return _RouteChoice(chosen, unpack and implementation != "reference", obstacles)
 
@@ -295,10 +356,11 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
 def _log_route(
     choice: _RouteChoice, run: Callable[[Call], jax.Array], call: Call, partition: Partition | None
 ) -> None:
-    """Explains a call to the log, and to `explain`."""
+    """Writes the choice of a route to the log and to the list that `explain` collects."""
     platform = explained_platform()
 
     def make() -> Explanation:
+        """Returns the explanation without the bytes that the backward pass keeps."""
         kernel, obstacles = PLAIN[choice.route], dict(choice.obstacles)
         obstacles.pop(choice.route, None)
         if (find_obstacle := KERNELS.get(platform, {}).get(choice.route)) is not None:
@@ -319,6 +381,7 @@ def _log_route(
         )
 
     def residuals() -> PyTree:
+        """Returns the arrays that the backward pass keeps, as the leaves of its `jax.vjp` function."""
         of = lambda terms, values: run(dataclasses.replace(call, terms=terms, values=values))
         return jax.vjp(of, call.terms, call.values)[1]
 
@@ -328,7 +391,10 @@ def _log_route(
 def _find_in_rows(
     choice: _RouteChoice, call: Call, find_obstacle: Callable[[Call], str | None]
 ) -> str | None:
-    """Returns the obstacle of the rows that the route runs on: those of the call, or its unpacked ones."""
+    """Explains why kernels cannot run on the rows of the route, or returns None if they can.
+
+    The rows are the caller's, or the unpacked rows if packed examples were unpacked first.
+    """
     if not choice.unpack:
         return find_obstacle(call)
     found = []
@@ -337,6 +403,8 @@ def _find_in_rows(
         found.append(find_obstacle(rows))
         return ROUTES[choice.route](rows)
 
+    # The shapes of the unpacked rows exist only inside of `attend_unpacked`. Tracing it costs
+    # nothing.
     jax.eval_shape(functools.partial(attend_unpacked, route), call)
     return found[0]
 
@@ -350,19 +418,23 @@ def attention_weights(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the attention weights, for reports.
+    """Returns the attention weights as one array, to look at or to report.
 
     Args:
       terms: as in `attend`.
       mask: as in `attend`.
-      q_length: number of queries; needed where all terms are `Relative`.
-      k_length: number of keys; needed where no term has an axis of keys.
+      q_length: the number of queries. It is required if no term has an axis of queries.
+      k_length: the number of keys. It is required if no term has an axis of keys.
       soft_cap: as in `attend`.
-      sinks: as in `attend`; their weights are left out.
+      sinks: as in `attend`. The weights of the sinks are not returned.
 
     Returns:
-      ``[b or 1, h, q, k]`` float32 or wider; rows sum to one, less the sink's weight, or to zero where a
-      query is padding or sees no key.
+      The weights ``[b or 1, h, q, k]`` in float32 or wider. The rows of a softmax sum to one, minus
+      the weight of the sink if there are sinks. The rows of padding queries, and of queries that
+      may attend to no key, are zero.
+
+    Raises:
+      ValueError: if shapes do not agree, or if the terms do not tell a length that is not given.
     """
     terms, mask, q_length, k_length = _checked(terms, mask, q_length, k_length)
     return softmax_weights(
@@ -371,19 +443,28 @@ def attention_weights(
 
 
 def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Drops whole value vectors, T5's dropout of attention weights; see `attend`.
+    """Drops whole value vectors, which is T5's dropout of attention weights; see `attend`.
 
     Args:
       values: ``[b, k, h, e]``.
-      rate: probability of dropping a value; the others are multiplied by ``1 / (1 - rate)``.
-      key: of the draw; None: no dropout.
+      rate: the probability with which a value vector is dropped. The others are multiplied by
+        ``1 / (1 - rate)``.
+      key: the PRNG key of the dropout. None turns dropout off.
+
+    Returns:
+      Values of the same shape and dtype.
+
+    Raises:
+      ValueError: if the rate is negative, or 1 or more.
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"attend: dropout_rate={rate}; it must be at least 0 and below 1")
     if rate == 0.0 or key is None:
         return values
-    keep = jax.random.bernoulli(key, 1.0 - rate, values.shape[:3])
+    keep = jax.random.bernoulli(key, 1.0 - rate, values.shape[:3])  # [b, k, h]
 
+    # The backward pass then keeps `keep`, [b, k, h], and not the mask [b, k, h, e] that it is
+    # broadcast to.
     @functools.partial(jax.checkpoint, prevent_cse=False)  # keeps [b, k, h], not [b, k, h, e]
     def drop(values: jax.Array, keep: jax.Array) -> jax.Array:
         return jnp.where(keep[..., None], values / (1.0 - rate), 0)
@@ -392,7 +473,19 @@ def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) ->
 
 
 def check_terms(terms: object, *, of: str = "terms are", remedy: str = "return") -> None:
-    """Raises a `TypeError` or a `ValueError` unless an object, which a message is `of`, is terms."""
+    """Raises an error if an object is not a non-empty tuple of terms that can be added up.
+
+    Args:
+      terms: the object.
+      of: what the terms are, as the start of the error message: "terms are", or a description of
+        the function that returned them.
+      remedy: the verb with which the message says what to do.
+
+    Raises:
+      TypeError: if the object is not a tuple or a list, or if an entry is not a term.
+      ValueError: if there are no terms, or if a term that cannot be added to others is one of
+        several.
+    """
     example = f"{remedy} a tuple of terms, such as (static(logits),)"
     if isinstance(terms, Term):
         raise TypeError(f"attend: {of} a bare {type(terms).__name__}; {example}")
@@ -411,12 +504,14 @@ def check_terms(terms: object, *, of: str = "terms are", remedy: str = "return")
 
 
 def check_term(term: Term, mask: Mask, *, batch: int, heads: int, q_length: int, k_length: int) -> None:
-    """Raises a `ValueError` for a term that does not fit batch, heads, queries and keys."""
+    """Raises a `ValueError` if a term does not fit the batch, heads, queries and keys of a call."""
     name = f"attend: a {type(term).__name__} term"
     if term.num_heads != heads:
         raise ValueError(f"{name} is for {term.num_heads} heads, but the values have {heads}")
     if isinstance(term, Split):
         return  # its groups are checked one by one
+    # In packed rows, parameters are looked up by the position in a segment. They need to be only as
+    # long as the longest segment.
     packed = mask.query_segments is not None
     shortest = mask.segment_lengths(q_length, k_length) if packed else (q_length, k_length)
     for own, length, least, positional in zip(

@@ -1,4 +1,9 @@
-"""The banded route: sums over a window of keys, at a cost linear in the length."""
+"""The banded route: weighted sums over a window of keys, at a cost that is linear in the length.
+
+Gaussian attention and convolutions have weights that need no softmax. In the common case, the
+window moves along with the query. Tap t of all queries then multiplies the same array, which is the
+values shifted by t positions, and no gather is needed.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +21,25 @@ from synthesizer_jax.attention.terms import Banded, Call, logits_dtype
 
 
 def attend_banded(call: Call) -> jax.Array:
-    """Returns ``out[b, q, h] = Σ_t weights[b, q, h, t] · values[b, start(q) + t, h]``."""
+    """Returns the sum of the values in each query's window, ``[b, q, h, e]``.
+
+    The output is ``out[b, q, h] = Σ_t weights[b, q, h, t] · values[b, start(q) + t, h]``. If
+    `Banded.normalize`, it is divided by the sum of the weights of the keys that the query sees.
+    """
     call = call.cleared()
     (term,), values, mask, q_length = call.terms, call.values, call.mask, call.q_length
     assert isinstance(term, Banded)
     k_length, heads = values.shape[1:3]
     keys, queries = mask.keys(k_length), mask.queries(q_length)
+    # `cleared` has set padding keys to zero, so the sum needs no mask of keys. The row sum below
+    # does.
     term, mask = _trim_hidden_taps(term, dataclasses.replace(mask, key_lengths=None, key_valid=None))
     tap_mask = _tap_mask(term, mask, q_length=q_length, k_length=k_length)
     if tap_mask is not None:
         term = dataclasses.replace(term, weights=jnp.where(tap_mask, term.weights, 0))
     out = _sum_window(term, values, mask, q_length=q_length)
     if term.normalize:
+        # The row sum is the same sum, of ones for real keys and zeros for padding. [b, q, h, 1]
         is_real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys
         ones = jnp.broadcast_to(is_real[..., None, None], (*is_real.shape, heads, 1))
         row_sum = _sum_window(term, ones.astype(logits_dtype(values)), mask, q_length=q_length)
@@ -37,7 +49,7 @@ def attend_banded(call: Call) -> jax.Array:
 
 
 def obstacle(call: Call) -> str | None:
-    """Returns why this route cannot take a call; None if it can."""
+    """Explains why this route cannot take a call, or returns None if it can."""
     if all(isinstance(term, Banded) for term in call.terms):
         return None
     return "it takes one Banded term, which is weights and not logits"
@@ -51,9 +63,15 @@ def materialize_banded(
     k_length: int,
     positions: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Returns the masked weights ``[b or 1, h, q, k]``; the reference for this route.
+    """Returns the masked weights ``[b or 1, h, q, k]``, as the reference for this route.
 
-    With `positions` ``[b, q]`` and ``[b, k]`` inside packed segments the windows refer to these.
+    Args:
+      term: the weights.
+      mask: the keys that each query may attend to.
+      q_length: the number of queries.
+      k_length: the number of keys.
+      positions: the positions of queries ``[b, q]`` and keys ``[b, k]`` in packed segments. If
+        given, windows are windows of these positions.
     """
     weights, width = term.weights.astype(logits_dtype(term.weights)), term.weights.shape[-1]
     first_key = _first_tap_keys(term, mask, q_length)[None]  # [1, q]
@@ -79,14 +97,19 @@ def materialize_banded(
 
 
 def _first_tap_keys(term: Banded, mask: Mask, q_length: int) -> jax.Array:
-    """Returns the key position of every query's first tap, ``[q]``; it may lie outside of the row."""
+    """Returns the key position of every query's first tap, ``[q]``. It may be outside of the row."""
     if term.starts is not None:
         return term.starts
     return jnp.arange(q_length) + mask.query_offset + term.first
 
 
 def _trim_hidden_taps(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
-    """Cuts the taps that the mask's band hides from all queries off the term, and the band off the mask."""
+    """Removes the taps that the band of the mask hides from all queries, and then the band.
+
+    A causal mask hides the same taps from every query. Without these taps, the mask has no band to
+    apply, and the sum is shorter. This does not hold if the window starts at keys of its own, if
+    there is a prefix, or if the band counts positions in segments. Nothing is changed then.
+    """
     if term.starts is not None or mask.prefix_lengths is not None or mask.counts_in_segments:
         return term, mask
     start, end = term.first, term.first + term.weights.shape[-1]
@@ -101,9 +124,9 @@ def _trim_hidden_taps(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
 
 
 def _tap_mask(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.Array | None:
-    """Returns the mask of the taps, bool ``[b or 1, q, h or 1, w]``; None if it masks none.
+    """Returns which taps the mask allows, bool ``[b or 1, q, h or 1, w]``; None if it allows all.
 
-    Masks of padding queries are left out.
+    Padding queries are not masked here. The caller sets their outputs to zero.
     """
     mask = dataclasses.replace(mask, query_lengths=None, query_valid=None)
     pairs = mask.pairs(q_length, k_length)
@@ -112,18 +135,21 @@ def _tap_mask(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.
     width = term.weights.shape[-1]
     key = _first_tap_keys(term, mask, q_length)[:, None] + jnp.arange(width)[None]  # [q, w]
     in_row = (key >= 0) & (key < k_length)
+    # For each tap, the entry of its key in the mask: [b or 1, h or 1, q, w].
     allowed = jnp.take_along_axis(pairs, jnp.clip(key, 0, k_length - 1)[None, None], axis=-1)
     return (allowed & in_row[None, None]).swapaxes(1, 2)
 
 
 def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -> jax.Array:
-    """Returns the weighted sum of the window's values, ``[b, q, h, e]`` in float32 or wider."""
+    """Returns the weighted sum of the values in each window, ``[b, q, h, e]`` in float32 or wider."""
     width = term.weights.shape[-1]
     if width == 0:
         shape = (values.shape[0], q_length, *values.shape[2:])
         return jnp.zeros(shape, logits_dtype(values))
     if term.starts is not None:
         return _sum_gathered_values(term.weights, values, term.starts)
+    # Query 0 needs the values from position `start` on, and all queries need `length` values.
+    # Positions outside of the row are zeros. The padding is negative if values are not needed.
     start, length = mask.query_offset + term.first, q_length + width - 1
     if isinstance(start, int):
         sides = (-start, start + length - values.shape[1], 0)
@@ -139,7 +165,12 @@ def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -
 def _sum_shifted_values(weights: jax.Array, window: jax.Array, q_length: int) -> jax.Array:
     """Returns ``out[b, q, h] = Σ_t weights[b, q, h, t] · window[b, q + t, h]``.
 
-    It is in float32 or wider. There are no residuals besides the arguments.
+    The result is float32 or wider. The backward pass keeps nothing but the arguments.
+
+    Args:
+      weights: ``[b or 1, q or 1, h, w]``.
+      window: the values that the windows of all queries cover, ``[b, q + w - 1, h, e]``.
+      q_length: the number of queries.
     """
     forward = functools.partial(_sum_shifted_values_fwd, q_length=q_length)
     sum_shifted_values = with_gradient(forward, _sum_shifted_values_bwd, reads_output=False)
@@ -149,6 +180,7 @@ def _sum_shifted_values(weights: jax.Array, window: jax.Array, q_length: int) ->
 def _sum_shifted_values_fwd(
     inputs: tuple[jax.Array, jax.Array], *, q_length: int
 ) -> tuple[jax.Array, tuple[()]]:
+    """Returns the sum, and no residuals."""
     weights, window = inputs
     dtype = logits_dtype(window)
     weights, width = weights.astype(dtype), weights.shape[-1]
@@ -159,10 +191,12 @@ def _sum_shifted_values_fwd(
 def _sum_shifted_values_bwd(
     inputs: tuple[jax.Array, jax.Array], out: None, residuals: tuple[()], dout: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    """Returns the cotangents of the weights and of the window, tap by tap."""
     del out, residuals
     weights, window = inputs
     width, dtype, q_length = weights.shape[-1], dout.dtype, dout.shape[1]
     padding = ((0, 0), (width - 1, width - 1), (0, 0), (0, 0))
+    # With w - 1 zeros on both sides, a slice at any tap has the length of the window.
     padded_dout = jnp.pad(dout, padding)
     padded_weights = weights.astype(dtype)
     if weights.shape[1] != 1:
@@ -179,8 +213,8 @@ def _sum_shifted_values_bwd(
             else padded_weights[..., t, None]
         )
         dwindow = dwindow + tap * padded_dout[:, queries]
-        # dweights[b, q, h, t] = Σ_e dout[b, q, h, e] · window[b, q + t, h, e], summed over the examples
-        # and queries that share weights
+        # dweights[b, q, h, t] = Σ_e dout[b, q, h, e] · window[b, q + t, h, e]. It is summed over
+        # the examples and the queries that share weights.
         product = (dout * window[:, t : t + q_length].astype(dtype)).sum(axis=-1)
         dweights.append(product.sum(axis=shared_axes, keepdims=True))
     return (jnp.stack(dweights, axis=-1).astype(weights.dtype), dwindow.astype(window.dtype))
@@ -190,10 +224,16 @@ def _sum_gathered_values(weights: jax.Array, values: jax.Array, starts: jax.Arra
     """Returns ``out[b, q, h] = Σ_t weights[b, q, h, t] · values[b, starts[q] + t, h]``.
 
     Keys outside of the row count as zeros.
+
+    Args:
+      weights: ``[b or 1, q or 1, h, w]``.
+      values: ``[b, k, h, e]``.
+      starts: the key of each query's first tap, ``[q]``.
     """
     dtype, k_length = logits_dtype(values), values.shape[1]
 
     def weigh_tap(t: int) -> jax.Array:
+        """Returns the summand of tap t, ``[b, q, h, e]``."""
         key = starts + t  # [q]
         in_row = (key >= 0) & (key < k_length)
         tap_values = jnp.take(values, jnp.clip(key, 0, k_length - 1), axis=1).astype(dtype)

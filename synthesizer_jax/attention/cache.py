@@ -1,4 +1,8 @@
-"""Caches for decoding: the values of past tokens, and the keys that tokens make."""
+"""Caches for decoding: the values of past tokens, and the keys that were made from them.
+
+`init_cache` creates an empty cache. In each step, `extend` writes the keys and values of the new
+tokens, and returns what the step attends to.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +18,42 @@ from synthesizer_jax.attention.terms import Banded, Terms, map_arrays
 from synthesizer_jax.base.typing import PyTree
 
 Values: TypeAlias = PyTree
-"""An array ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]`` that a mixer makes of each token."""
+"""An array ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]`` that a mixer makes of each token.
+"""
 
 _Length: TypeAlias = int | jax.Array | np.int32
-"""A number of tokens, or the position of one."""
+"""A number of tokens, or the position of a token."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Past keys and values, at their in-sequence positions.
+    """The keys and values of past tokens, at their positions in the sequence.
 
-    Parameters that act as keys (Dense, Random, Factorized Random and Factorized Dense Synthesizers)
-    are never cached: these decode with the values alone. A window of weights (Gaussian,
-    convolutions) keeps as many values as it reaches back, whatever the length; so may a window of
-    logits, with its keys.
+    Parameters that act as keys are never cached. The Dense, Random, Factorized Random and
+    Factorized Dense Synthesizers therefore cache only values. For a window of weights (Gaussian
+    attention, convolutions), the cache keeps only as many values as the window reaches back,
+    however long the sequence is. A window of logits can be cached in the same way, together with
+    its keys; see `as_window`.
 
-    Heads come before positions, so that a step multiplies keys and values without copying them.
+    The axis of heads comes before the axis of positions. A step can then multiply keys and values
+    without copying them.
 
     Attributes:
-      keys: ``[b, h, m, r]`` token-made keys of the terms, in their order; ``[b, m, h]`` without a width.
-      values: ``[b, h, m, e]``, or a tuple of arrays; the last m past ones if `window`.
-      length: the position of the next token, int32: how many tokens were read. A scalar if all
-        examples have read equally many, otherwise ``[b]``. In cross-attention it counts queries.
-      empty_memory: in cross-attention no tokens, ``[b, 0, width]``, of the memory's width and dtype;
-        None in self-attention.
-      window: the arrays hold the last m positions, not the first m.
-      positions_first: the arrays are ``[b, m, h, r]``, as in Flax's caches.
-      cleared: keys and values of padding are zeros, which need not be cleared in every step.
-      num_queries: in cross-attention the number of query positions that a step may reach.
+      keys: for each term whose keys tokens made, ``[b, h, m, r]``, or ``[b, m, h]`` if keys have no
+        width. m is the capacity.
+      values: ``[b, h, m, e]``, or a tuple of arrays.
+      length: the position of the next token, int32, which is the number of tokens that were read.
+        It is a scalar if all examples have read the same number, and otherwise ``[b]``. In
+        cross-attention it counts queries.
+      empty_memory: in cross-attention, an array without tokens, ``[b, 0, width]``, which records
+        the width and dtype of the memory. None in self-attention.
+      window: whether the arrays hold the last m positions before the next token. Otherwise they
+        hold the positions 0 to m - 1.
+      positions_first: whether the arrays are ``[b, m, h, r]``, as in Flax's caches.
+      cleared: whether keys and values of padding are zeros already. They do not need to be set to
+        zero in every step then.
+      num_queries: in cross-attention, an upper bound on the query positions. None if there is none.
     """
 
     keys: tuple[jax.Array, ...]
@@ -56,12 +67,12 @@ class Cache:
 
     @property
     def batch(self) -> int:
-        """Number of examples."""
+        """The number of examples."""
         return jax.tree.leaves(self.values)[0].shape[0]
 
     @property
     def capacity(self) -> int:
-        """Number of positions that the arrays hold."""
+        """The number of positions that the arrays hold."""
         x: jax.Array = jax.tree.leaves(self.values)[0]
         return x.shape[self.position_axis(x)]
 
@@ -70,12 +81,17 @@ class Cache:
         return 1 if self.positions_first or x.ndim < 4 else 2
 
     def swap(self, x: jax.Array) -> jax.Array:
-        """Returns ``[b, k, ...]`` as the cache holds it, or what it holds as ``[b, k, ...]``."""
-        axis = self.position_axis(x)  # without the axis of a single example, see `multiply_examples`
+        """Converts an array ``[b, k, ...]`` to the layout of the cache, or back.
+
+        Both directions are the same swap of two axes.
+        """
+        # A batch axis of 1 is removed and added again, because XLA's CPU backend would copy the
+        # array otherwise; see `multiply_examples`.
+        axis = self.position_axis(x)
         return x[0].swapaxes(0, axis - 1)[None] if x.shape[0] == 1 else x.swapaxes(1, axis)
 
     def as_window(self, capacity: int) -> Cache:
-        """Returns an empty cache for the last positions."""
+        """Returns an empty cache that holds only the last `capacity` positions."""
         cut = lambda x: jax.lax.slice_in_dim(x, 0, capacity, axis=self.position_axis(x))
         keys, values = jax.tree.map(cut, (self.keys, self.values))
         return dataclasses.replace(self, keys=keys, values=values, window=True)
@@ -89,18 +105,23 @@ def init_cache(
     memory: jax.Array | None = None,
     positions_first: bool = False,
 ) -> Cache:
-    """Returns an empty cache for terms and values like these; only shapes and dtypes are read.
+    """Returns an empty cache for terms and values like the given ones.
+
+    Only shapes and dtypes of the arguments are read.
 
     Args:
       terms: the terms of any step.
-      values: ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]``; any k.
-      max_length: number of positions.
-      memory: ``[b, k, width]`` the tokens attended to in cross-attention; None in self-attention.
-      positions_first: as in `Cache`. Otherwise, in self-attention, it keeps only the values that a window
-        of weights still needs, which moves along with the new queries.
+      values: ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]``, for any k.
+      max_length: the largest number of positions that the cache has to hold.
+      memory: in cross-attention, the tokens that are attended to, ``[b, k, width]``. None in
+        self-attention.
+      positions_first: as in `Cache`. If it is False, and in self-attention, a window of weights
+        gets a cache that holds only the values that the window reaches. Such a cache moves along
+        with the queries.
     """
     term, length, window = terms[0], max_length, False
     if not positions_first and memory is None and isinstance(term, Banded) and term.starts is None:
+        # The window of a query reaches from `-first` keys before it. Nothing older is needed.
         length, window = max(0, -term.first), True
     batch = jax.tree.leaves(values)[0].shape[0]
 
@@ -117,27 +138,27 @@ def init_cache(
 def extend(
     cache: Cache, terms: Terms, values: Values, *, at: _Length | None = None, mask: Mask
 ) -> tuple[Terms, Values, Mask, Cache]:
-    """Writes new keys and values, and returns what a step attends to.
+    """Writes the keys and values of new tokens to a cache, and returns what the step attends to.
 
     Args:
-      cache: the past.
-      terms: the step's terms; token-made keys are those of the new tokens only.
-      values: those of the new tokens, like those of the cache; there may be none, then nothing is
-        written.
-      at: position of the first new token, the same for all examples; None: the cache's length, which
-        must then be a scalar.
-      mask: the step's mask, in positions; its `key_lengths` tell which of the new tokens are real
-        if the examples of a batch have different lengths. The others are written as zeros, so that
-        nothing that they hold, such as a NaN, reaches later steps.
+      cache: the cache, with the past tokens.
+      terms: the terms of the step. Keys that tokens made are those of the new tokens only.
+      values: the values of the new tokens. If there are no new tokens, nothing is written.
+      at: the position of the first new token, the same for all examples. None stands for the length
+        of the cache, which must be a scalar then.
+      mask: the mask of the step, in positions of the sequence. If examples differ in length, its
+        `key_lengths` says which of the new tokens are real. The others are written as zeros, so
+        that nothing in them, such as a NaN, reaches later steps.
 
     Returns:
-      The terms over all keys, their values, the mask over those keys, and the extended cache.
-      Positions not written yet are zero; the mask must hide them.
+      The terms for all keys, all values, the mask for these keys, and the extended cache. Positions
+      that were not written yet are zero. The mask has to hide them.
 
     Raises:
-      ValueError: if the tokens do not fit into the cache, `at` is not where its tokens end (before
-        that is allowed unless it is a window), or it was made for other terms. If a position is
-        traced, the new values are NaN instead.
+      ValueError: if the tokens do not fit into the cache, if they do not follow the cached tokens,
+        or if the cache was made for other terms. A cache that is not a window also takes an earlier
+        position, from which decoding starts again. If a position is traced, an error cannot be
+        raised, and the new values are NaN instead.
     """
     n = jax.tree.leaves(values)[0].shape[1]
     at = cache.length if at is None else at
@@ -158,18 +179,22 @@ def extend(
         )
 
     def append(past: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns the window of the past, followed by the new tokens, ``[b, h, m + n, ...]``."""
         both = jnp.concatenate([past, x.astype(past.dtype)], axis=cache.position_axis(x))
         return fill_invalid(both, valid)
 
     def last(x: jax.Array) -> jax.Array:
+        """Returns the last m positions, which are the window for the next step."""
         if mask.key_lengths is None:
             return jax.lax.slice_in_dim(x, n, None, axis=cache.position_axis(x))
+        # In examples that have fewer real tokens, the window ends earlier.
         end = jnp.clip(mask.key_lengths - at, 0, n)  # the examples have different lengths
         index = end[:, None] + jnp.arange(cache.capacity)[None]
         index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
         return cache.swap(jnp.take_along_axis(cache.swap(x), index, axis=1))
 
     def write(past: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns the cache with the new tokens at their positions."""
         x = fill_invalid(x.astype(past.dtype), valid)
         return jax.lax.dynamic_update_slice_in_dim(past, x, at, axis=cache.position_axis(x)) if n else past
 
@@ -202,20 +227,28 @@ def advance_length(
     capacity: int | None = None,
     exact: bool = False,
 ) -> tuple[jax.Array | None, _Length]:
-    """Checks that n new tokens may be at position `at`, and counts tokens.
+    """Checks that n new tokens may be at position `at`, and counts the tokens that were read.
 
-    Before them `length` tokens were read, a scalar or ``[batch]``. `lengths` ``[batch or 1]`` counts the
-    real tokens up to now, if the examples differ; `capacity` bounds the positions. With `exact` the tokens
-    must follow those before; otherwise `at` may be smaller, which decodes from there again.
+    Args:
+      at: the position of the first new token.
+      n: the number of new tokens.
+      length: the number of tokens that were read before, a scalar or ``[batch]``.
+      batch: the number of examples.
+      lengths: the numbers of real tokens up to now, ``[batch or 1]``, if examples differ. None if
+        all new tokens are real.
+      capacity: an upper bound on the positions. None if there is none.
+      exact: whether `at` must be equal to `length`. Otherwise it may be smaller, which decodes
+        again from there.
 
     Returns:
-      Whether the position is valid, a bool scalar or ``[batch]``, if that is traced; None if it is
-      known to be. And the number of tokens that were read, a scalar, or ``[batch]`` with `lengths`.
+      Whether the position is valid, and the number of tokens that were read. The first is a bool
+      scalar or ``[batch]`` if it is traced, and None if it is known to be valid. The second is a
+      scalar, or ``[batch]`` if `lengths` is given.
 
     Raises:
-      ValueError: everything is known and the position is invalid.
+      ValueError: if the position is invalid and nothing is traced.
     """
-    reading = None if lengths is None else lengths > at
+    reading = None if lengths is None else lengths > at  # which examples have new tokens
     valid = None
     if n and all(is_concrete(x) for x in (at, length, lengths)):
         needed = int(np.max(np.asarray(at))) + n
@@ -243,12 +276,17 @@ def advance_length(
 
 
 def _as_length(n: _Length) -> _Length:
-    """Returns a length as caches hold it: int32, and concrete if `n` is."""
+    """Returns a length in the form of caches: int32, and not traced if `n` is an int."""
     return np.int32(n) if isinstance(n, int) else jnp.asarray(n, jnp.int32)
 
 
 def fill_invalid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """Returns ``[b, ...]`` with NaN in the examples that are not valid, see `advance_length`."""
+    """Returns an array ``[b, ...]`` with NaN in the examples that are not valid.
+
+    Args:
+      x: the array.
+      valid: the first result of `advance_length`. None if all are valid.
+    """
     if valid is None:
         return x
     valid = jnp.reshape(valid, (*jnp.shape(valid), *(1,) * (x.ndim - jnp.ndim(valid))))
@@ -256,7 +294,7 @@ def fill_invalid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
 
 
 def _cached_arrays(terms: Terms) -> list[jax.Array]:
-    """Returns the arrays ``[b, k, ...]`` that tokens attended to make."""
+    """Returns the arrays ``[b, k, ...]`` of the terms that have to be cached."""
     arrays: list[jax.Array] = []
     map_arrays(lambda a: arrays.append(a.x) if a.is_cached else None, terms)
     return arrays

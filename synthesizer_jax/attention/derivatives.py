@@ -1,11 +1,15 @@
-"""Functions with a hand-written gradient of first order, and with an implementation for each platform.
+"""Hand-written gradients of first order, and functions with an implementation for each platform.
 
-`with_gradient` is `jax.custom_vjp` with passes that JAX neither differentiates nor looks into. Otherwise
-partial evaluation would hoist the masks of a loop out of it and keep them for all examples, and a
-`jax.checkpoint` policy would save the logits of every block.
+`with_gradient` is `jax.custom_vjp` for passes that JAX neither differentiates nor looks into. JAX
+looks into the passes of a plain `jax.custom_vjp`, with two bad effects. Partial evaluation hoists
+the masks of a loop out of the loop, and keeps them for all examples. A `jax.checkpoint` policy may
+save the logits of every block.
 
-`platform_dependent` is that of `jax.lax` for such passes. It traces an implementation only when a program
-is lowered for its platform: the kernels of other platforms cost a program nothing.
+`platform_dependent` is `jax.lax.platform_dependent` for such passes. It traces an implementation
+only when a program is lowered for its platform, so the kernels of other platforms cost a program
+nothing.
+
+Both use a JAX primitive, `_opaque_p`, whose equation in a program holds the implementations.
 """
 
 from __future__ import annotations
@@ -39,26 +43,34 @@ def with_gradient(
     reads_output: bool = True,
     name: str | None = None,
 ) -> Callable[[PyTree], _Output]:
-    """Returns a function with a hand-written gradient; other derivatives of it raise a `TypeError`.
+    """Returns a function with a hand-written gradient. Other derivatives of it raise a `TypeError`.
 
-    `forward` maps inputs to the output and residuals: what the backward pass needs besides the inputs and
-    the output. `backward` maps ``(inputs, out, residuals, dout)`` to cotangents, a tree like the inputs
-    with None for integers and booleans; unless `reads_output`, it gets None for the output, which is not
-    saved. `name` is the checkpoint name of output and residuals, for `jax.checkpoint` policies.
+    Args:
+      forward: maps the inputs to the output and the residuals. Residuals are what the backward pass
+        needs besides the inputs and the output.
+      backward: maps ``(inputs, out, residuals, dout)`` to the cotangents, a pytree like the inputs
+        in which the cotangents of integers and booleans are None.
+      reads_output: whether the backward pass reads the output. If it does not, the output is not
+        saved, and `backward` gets None for it.
+      name: the checkpoint name of output and residuals, for policies of `jax.checkpoint`. None if
+        they have no name.
     """
     forward, backward = _keep_precision(forward), _keep_precision(backward)
 
     @jax.custom_vjp
     def call(inputs: PyTree) -> _Output:
+        """Returns the output. It is what runs if there is no derivative."""
         return platform_dependent(inputs, default=forward)[0]
 
     def forward_pass(inputs: PyTree) -> tuple[_Output, PyTree]:
+        """Returns the output, and what the backward pass gets."""
         out, residuals = platform_dependent(inputs, default=forward)
         if name is not None:
             out, residuals = checkpoint_name((out, residuals), name)
         return out, (inputs, out if reads_output else None, residuals)
 
     def backward_pass(saved: PyTree, dout: PyTree) -> tuple[PyTree]:
+        """Returns the cotangents of the inputs."""
         return (platform_dependent(*saved, dout, default=backward),)
 
     call.defvjp(forward_pass, backward_pass)
@@ -73,25 +85,29 @@ def platform_dependent(
 ) -> Any:
     """Calls the kernel or the implementation for the platform of the program, or else the default.
 
-    Each returns what the default returns. It closes over no arrays, since it is traced when the program is
-    lowered; the caller's precision of products and mesh hold there too. JAX looks into none of them, and
-    there are no derivatives.
+    All of them must return the same shapes and dtypes as the default. They must not close over
+    arrays, because they are traced when the program is lowered. They are then traced with the
+    precision of matrix products and the mesh that are set now. JAX does not look into them, and
+    they have no derivatives.
 
     Args:
       *args: the arguments, pytrees of arrays.
-      default: is called on all other platforms.
-      kernels: functions by platform that the compiler cannot divide over devices; see `on_every_device`.
-      **implementations: functions by platform that the compiler can divide.
+      default: the function for all other platforms.
+      kernels: functions by platform that the compiler cannot divide over devices; see
+        `on_every_device`.
+      **implementations: functions by platform that the compiler can divide over devices.
 
     Raises:
-      ValueError: when a program for several TPUs is lowered, if it has a kernel but no mesh is set.
+      ValueError: when a program for several TPUs is lowered that has a kernel, if no mesh was set.
     """
     leaves, treedef = jax.tree.flatten(args)
 
     def flat(function: Callable[..., PyTree]) -> Callable[..., list[jax.Array]]:
+        """Returns the function with lists of arrays in the place of pytrees, as primitives need it."""
         run = _keep_precision(function)
         return lambda *leaves: jax.tree.leaves(run(*jax.tree.unflatten(treedef, leaves)))
 
+    # The default is traced now: it defines the shapes of the results.
     jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*args)
     has_mesh = not jax.sharding.get_abstract_mesh().empty
     others = {name: _Implementation(flat(function)) for name, function in implementations.items()}
@@ -102,7 +118,10 @@ def platform_dependent(
 
 
 def _keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that is traced, whenever that is, with the precision of products of its caller."""
+    """Returns a function that always runs with the precision of matrix products that is set now.
+
+    It may be traced later, when `jax.default_matmul_precision` is no longer set.
+    """
     precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def run(*args: PyTree) -> Any:
@@ -113,13 +132,17 @@ def _keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _raise_first_order(*_: object, **__: object) -> NoReturn:
+    """Raises the error for derivatives that do not exist."""
     raise TypeError(FIRST_ORDER)
 
 
 class _Implementation(NamedTuple):
     """A function of arrays for one platform.
 
-    `needs_mesh`: it is a kernel that was traced without a mesh, so it cannot run on several devices.
+    Attributes:
+      function: maps arrays to a list of arrays.
+      needs_mesh: whether the function is a kernel that was made while no mesh was set. It cannot
+        run on several devices then.
     """
 
     function: Callable[..., list[jax.Array]]
@@ -128,12 +151,13 @@ class _Implementation(NamedTuple):
 
 _Implementations: TypeAlias = tuple[tuple[str, _Implementation], ...]
 _opaque_p = Primitive("opaque")
-"""Evaluates a jaxpr, or another function for the platform that the program is lowered for."""
+"""Evaluates a jaxpr, or another function if there is one for the platform of the program."""
 _opaque_p.multiple_results = True
 
 
 @_opaque_p.def_impl
 def _opaque_impl(*args: jax.Array, **params: Any) -> list[jax.Array]:
+    """Evaluates the primitive outside of compiled functions, on the default backend."""
     platform = jax.default_backend()
     return _evaluate_on("cuda" if platform == "gpu" else platform)(*args, **params)
 
@@ -142,6 +166,7 @@ def _opaque_impl(*args: jax.Array, **params: Any) -> list[jax.Array]:
 def _opaque_abstract_eval(
     *args: ShapedArray, jaxpr: ClosedJaxpr, others: _Implementations
 ) -> list[ShapedArray]:
+    """Returns the shapes and dtypes of the results, from the jaxpr of the default."""
     del args, others
     return list(jaxpr.out_avals)
 
@@ -149,6 +174,7 @@ def _opaque_abstract_eval(
 def _opaque_batch(
     args: Sequence[jax.Array], axes: Sequence[int | None], *, jaxpr: ClosedJaxpr, others: _Implementations
 ) -> tuple[list[jax.Array], list[int]]:
+    """Returns the primitive with all of its functions mapped, which is its rule for `jax.vmap`."""
     mapped = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), tuple(axes)))(*args)
     others = tuple(
         (name, other._replace(function=jax.vmap(other.function, tuple(axes)))) for name, other in others
@@ -158,6 +184,8 @@ def _opaque_batch(
 
 
 def _evaluate_on(platform: str) -> Callable[..., list[jax.Array]]:
+    """Returns a function that evaluates the primitive for a platform."""
+
     def evaluate(*args: jax.Array, jaxpr: ClosedJaxpr, others: _Implementations) -> list[jax.Array]:
         implementation = dict(others).get(platform)
         function = jaxpr_as_fun(jaxpr) if implementation is None else implementation.function
@@ -180,7 +208,14 @@ def _lower_on(platform: str) -> Callable[..., Sequence[Any]]:
 
 
 def _check_one_device(ctx: mlir.LoweringRuleContext, platform: str) -> None:
-    """Refuses a program for several devices on TPUs; elsewhere the compiler gathers the arguments."""
+    """Raises an error or warns if a kernel that needs a mesh is lowered for several devices.
+
+    On TPUs the compiler cannot do that. On other platforms it gathers the arguments on every
+    device, which is right but slow.
+
+    Raises:
+      ValueError: if the platform is ``tpu``.
+    """
     # The attribute is missing inside of `jax.pmap` and where all mesh axes are manual.
     num_devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     if num_devices == 1:
@@ -207,7 +242,11 @@ for _name in ("cuda", "rocm", "tpu"):
 
 
 _tangent_p = Primitive("reverse_only")
-"""The identity of tangents that are transposed, as in reverse mode, and never computed."""
+"""The identity of tangents in reverse mode.
+
+JAX transposes it, and never computes it. Forward mode would compute it, and so would Hessians. This
+is how they get their error message.
+"""
 _tangent_p.def_impl(_raise_first_order)
 _tangent_p.def_abstract_eval(lambda aval: aval)
 ad.deflinear(_tangent_p, lambda cotangent: [cotangent])
@@ -216,12 +255,13 @@ mlir.register_lowering(_tangent_p, _raise_first_order)
 
 
 def _reverse_only(x: jax.Array) -> jax.Array:
-    """Returns the array, whose tangents can only be transposed."""
+    """Returns an array that has derivatives in reverse mode only."""
     return _identity(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
 
 
 @jax.custom_jvp
 def _identity(x: jax.Array) -> jax.Array:
+    """Returns the array. Its tangent is the result of `_tangent_p`."""
     return x
 
 

@@ -1,4 +1,8 @@
-"""Explanations of attention calls: which implementation runs, and why not another."""
+"""Explanations of attention calls: which implementation runs, and why others do not.
+
+`explain` traces a function. While it does, every call of attention appends an `Explanation` to a
+list in a context variable. Without `explain`, calls only write a line to the log, at level DEBUG.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,11 @@ _explanations: contextvars.ContextVar[list[Explanation] | None] = contextvars.Co
 _platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
 
 _retraced = jax.make_user_context(default_value=None)
-"""Compiled functions that have run already are traced again where its value is new."""
+"""A user context that is part of JAX's tracing caches.
+
+A compiled function that was traced before is traced again if this context has a new value.
+Otherwise `explain` would miss the attention in it.
+"""
 
 _calls = itertools.count()
 
@@ -34,15 +42,16 @@ class Explanation:
     """How one call of `attend` is computed.
 
     Attributes:
-      route: ``static``, ``fused``, ``banded`` or ``reference``, see `attend`; ``flax`` where
+      route: ``static``, ``fused``, ``banded`` or ``reference``; see `attend`. It is ``flax`` if
         `attention_fn` leaves the computation to Flax's function.
-      kernel: what runs it on the platform.
+      kernel: what runs the route on the platform, in words.
       platform: ``cpu``, ``gpu`` or ``tpu``.
-      shape: batch, queries, keys and heads, on all devices.
-      unpacked: the examples of packed rows become rows of their own first.
-      divided: the mesh axes that divide batch, heads and sequence.
-      kept_bytes: what the backward pass keeps, on all devices; None where it was not asked for.
-      obstacles: why other routes and kernels do not run, by name.
+      shape: the numbers of examples, queries, keys and heads, on all devices together.
+      unpacked: whether the examples of packed rows become rows of their own first.
+      divided: the mesh axes that divide batch, heads and sequence, by these names.
+      kept_bytes: the number of bytes that the backward pass keeps, on all devices together. None if
+        it was not computed.
+      obstacles: why other routes, or kernels, do not run, by name.
     """
 
     route: str
@@ -71,22 +80,25 @@ class Explanation:
 def explain(
     function: Callable[..., PyTree], *args: PyTree, platform: str | None = None, **kwargs: PyTree
 ) -> tuple[Explanation, ...]:
-    """Explains how every attention inside a function would be computed; nothing is computed.
+    """Explains how every attention inside a function would be computed, without computing anything.
 
     Args:
-      function: is traced with the other arguments: ``layer.apply`` of a Linen layer, an NNX layer, or
-        `attend`. An NNX layer that a function closes over must have no dropout.
-      *args: arrays or `jax.ShapeDtypeStruct`, and whatever else the function takes.
-      platform: ``cpu``, ``gpu`` or ``tpu``; None: the one that JAX uses.
-      **kwargs: as `args`.
+      function: the function to explain. It may be the ``layer.apply`` of a Linen layer, an NNX
+        layer, or `attend`. An NNX layer with dropout must be the function itself or an argument. A
+        function that closes over it fails, because its random state cannot change inside the trace.
+      *args: the arguments of the function. Arrays may be replaced by `jax.ShapeDtypeStruct`.
+      platform: ``cpu``, ``gpu`` or ``tpu``. None stands for the platform that JAX uses.
+      **kwargs: further arguments of the function.
 
     Returns:
-      One explanation for each call of `attend`, in their order; a scanned layer counts once.
+      One explanation for each call of `attend`, in the order of the calls. A layer that is scanned
+      counts once.
     """
     leaves, treedef = jax.tree.flatten((function, args, kwargs))  # an NNX layer is a tree, too
     is_array = [isinstance(x, _ARRAY_TYPES) for x in leaves]
 
     def call(arrays: list[jax.Array]) -> PyTree:
+        """Calls the function with traced arrays, and returns the arrays of its result."""
         remaining = iter(arrays)
         mixed = [next(remaining) if a else x for x, a in zip(leaves, is_array, strict=True)]
         function, args, kwargs = jax.tree.unflatten(treedef, mixed)
@@ -105,7 +117,14 @@ def explain(
 
 
 def log_external_call(route: str, kernel: str, function: Callable[..., jax.Array], *args: PyTree) -> None:
-    """Records a call of another library's attention, ``function(query, key, value, ...)``."""
+    """Records a call of another library's attention.
+
+    Args:
+      route: the name of the route in the explanation.
+      kernel: what computes it, in words.
+      function: the attention function, which takes ``(query, key, value, ...)``.
+      *args: its arguments. Query and key are ``[b, q, h, e]`` and ``[b, k, h, e]``.
+    """
     query, key, value, *rest = args
     batch, queries, heads, _ = query.shape
     shape = batch, queries, key.shape[1], heads
@@ -117,10 +136,12 @@ def log_external_call(route: str, kernel: str, function: Callable[..., jax.Array
 
 
 def log_call(make: Callable[[], Explanation], residuals: Callable[[], PyTree]) -> None:
-    """Records how a call is computed: a line in the log, and an entry of what `explain` returns.
+    """Records how a call is computed, in the log and in the list of `explain`.
 
-    `make` returns the explanation without `kept_bytes`, `residuals` what the backward pass keeps;
-    `explain` alone calls that.
+    Args:
+      make: returns the explanation, without `kept_bytes`.
+      residuals: returns the arrays that the backward pass keeps. Only `explain` calls it, because
+        it traces the call and its gradient.
     """
     explanations = _explanations.get()
     if explanations is None and not _log.isEnabledFor(logging.DEBUG):
@@ -135,10 +156,13 @@ def log_call(make: Callable[[], Explanation], residuals: Callable[[], PyTree]) -
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Logs a warning; the same one only once in a process."""
+    """Logs a warning. The same message is logged only once in a process."""
     _log.warning(message)
 
 
 def explained_platform() -> str:
-    """Returns the platform that `explain` asks about, by default the one that JAX uses."""
+    """Returns the platform that `explain` asks about.
+
+    Outside of `explain`, it is the platform that JAX uses.
+    """
     return _platform.get() or jax.default_backend()

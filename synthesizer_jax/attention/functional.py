@@ -1,4 +1,4 @@
-"""`dot_product_attention`: the arguments of `jax.nn.dot_product_attention`, computed by this engine."""
+"""`dot_product_attention`, with the arguments of `jax.nn.dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -37,48 +37,60 @@ def dot_product_attention(
     implementation: str = "auto",
     partition: Partition | None = None,
 ) -> jax.Array:
-    """Attention, ``softmax(scale · query keyᵀ + bias) · value``, with a bias that may be learned.
+    """Computes ``softmax(scale · query keyᵀ + bias) · value``, with a bias that may be learned.
 
-    It takes the arguments of `jax.nn.dot_product_attention`, except `return_residual`. Beyond 128 · 128
-    logits a head, no array ``[b, n, q, k]`` is made, forward or backward. The gradient of a bias that the
-    examples share is summed over them in place, where `jax.nn` holds it for every example. Under
-    `jax.vmap` a bias has a gradient for each element of the mapped axis before they are summed: use the
-    batch axis of `query` where memory counts.
+    It takes the arguments of `jax.nn.dot_product_attention`, except `return_residual`. If there are
+    more than 128 · 128 logits per head, neither the forward nor the backward pass creates an array
+    ``[b, n, q, k]``. The gradient of a bias that the examples share is summed over them in place;
+    `jax.nn` stores it for every example first.
 
-    Two differences: a query that may attend to no key gets zeros and gives no gradient (`jax.nn`
-    averages all values there), and `bias` and `mask` take the types of this library too.
+    There are two differences to `jax.nn`:
+
+    * A query that may attend to no key gets zeros, and contributes no gradient. `jax.nn` returns
+      the average of all values.
+    * `bias` and `mask` also take types of this package.
+
+    Under `jax.vmap`, the gradient of a bias is stored for each element of the mapped axis before it
+    is summed. If memory matters, use the batch axis of `query` and not `jax.vmap`.
 
     Args:
       query: ``[b, q, n, h]``, or ``[q, n, h]`` for one example.
-      key: ``[b, k, m, h]`` or ``[k, m, h]``; m divides n. With fewer heads than the query's
-        (multi-query, grouped-query attention) head i of the query reads head ``i // (n / m)``.
-        Keys and values are then repeated to n heads.
-      value: ``[b, k, m, e]`` or ``[k, m, e]``, in general with e = h.
-      bias: what is added to the scaled logits; a tuple is added up. An array broadcastable to
-        ``[b, n, q, k]``. With a batch axis of 1 or none it is shared by all examples. A bias per
-        example and key, ``[b, n or 1, 1, k]`` (an additive padding mask), costs almost nothing;
-        infinity is taken as the largest finite number there. One per example and query,
-        ``[b, n or 1, q, k]``, is processed one example at a time.
-        T5's bias: `relative_bias`. Terms: `static`, `relative`, `low_rank`, `outer`.
-      mask: bool, broadcastable to ``[b, n, q, k]``; True: the query may attend to the key. A mask of
-        keys, ``[b or 1, 1, 1, k]``, is the fast case. A `Mask` must be the only mask given; in
-        packed rows, an array as bias counts positions from the start of each example.
-      scale: of the products, a scalar; None: ``h ** -0.5``.
-      is_causal: only keys up to the query's position.
-      query_seq_lengths: ``[b]`` integers; queries from there on are padding and get zeros.
-      key_value_seq_lengths: ``[b]`` integers; keys from there on are padding.
-      local_window_size: ``(left, right)``: only keys from ``i - left`` to ``i + right`` for query i.
-        A single number stands for both.
-      implementation: as in `attend`; ``reference`` has derivatives of every order and mode.
+      key: ``[b, k, m, h]`` or ``[k, m, h]``. If m is smaller than n, it must divide n (multi-query
+        and grouped-query attention). Head i of the query then uses head ``i // (n / m)`` of the
+        key. Keys and values are repeated to n heads for that.
+      value: ``[b, k, m, e]`` or ``[k, m, e]``. Usually e = h, but e may be any width.
+      bias: is added to the scaled logits. The elements of a tuple are added up. It may be an array,
+        the result of `relative_bias` for T5's bias, or a term: `static`, `relative`, `low_rank` or
+        `outer`. An array must be broadcastable to ``[b, n, q, k]``. Without a batch axis, or with a
+        batch axis of 1, all examples share it. A bias per example and key, ``[b, n or 1, 1, k]``,
+        costs almost nothing; an additive padding mask is an example. Infinity counts as the largest
+        finite bfloat16 there. A bias per example and query, ``[b, n or 1, q, k]``, is processed one
+        example at a time if the examples are large.
+      mask: bool, broadcastable to ``[b, n, q, k]``, True if the query may attend to the key. A mask
+        of keys, ``[b or 1, 1, 1, k]``, is the fastest kind. It may also be a `Mask`, which must
+        then contain everything that is masked. In packed rows, an array given as `bias` counts
+        positions from the start of each example.
+      scale: a scalar by which the products of queries and keys are multiplied. None means
+        ``h ** -0.5``.
+      is_causal: whether a query may attend only to keys up to its own position.
+      query_seq_lengths: ``[b]`` integers. The queries from this position on are padding, and get
+        zeros.
+      key_value_seq_lengths: ``[b]`` integers. The keys from this position on are padding.
+      local_window_size: ``(left, right)``. Query i may attend only to the keys from ``i - left`` to
+        ``i + right``. A single number stands for both.
+      implementation: as in `attend`. ``reference`` has derivatives of every order and mode.
       partition: the axes of the surrounding mesh that divide examples, heads and queries, as in
-        `attend`; None: those that the types of query, key and value name, where axes are explicit.
-        Needed on automatic axes, where the compiler alone would gather the arguments.
+        `attend`. None uses the axes in the types of query, key and value if mesh axes are explicit.
+        On automatic mesh axes it has to be given, because the compiler would otherwise gather the
+        arguments on every device.
 
     Returns:
-      ``[b, q, n, e]`` or ``[q, n, e]`` in the inputs' dtype. Logits and softmax are float32 or wider.
+      The output ``[b, q, n, e]`` or ``[q, n, e]``, in the dtype of the inputs. Logits and softmax
+      are computed in float32 or wider.
 
     Raises:
-      ValueError: for shapes or dtypes that do not agree.
+      ValueError: if shapes or dtypes do not agree, or if a `Mask` is given together with other
+        masks.
     """
     arrays = [jnp.asarray(x) for x in (query, key, value)]
     query, key, value = _with_batch(*arrays)
@@ -125,18 +137,19 @@ def attend_dot_product(
     implementation: str = "auto",
     partition: Partition | None = None,
 ) -> jax.Array:
-    """`dot_product_attention` of arrays with a batch axis, under a `Mask`; not checked."""
+    """Computes `dot_product_attention` of arrays with a batch axis and a `Mask`, without checks."""
     sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     terms, unshared = _biases(bias, sizes, query.dtype, offset=mask.query_offset)
     terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
     options: dict[str, Any] = {"mask": mask, "implementation": implementation, "partition": partition}
+    # A `Static` term has no batch axis, so biases of single examples need a call for each example.
     if unshared:
         return _attend_examples(terms, unshared, value, **options)
     return attend(terms, value, q_length=sizes.queries, **options)
 
 
 class LogitsShape(NamedTuple):
-    """The sizes of the axes of the logits."""
+    """The sizes of the axes of the logits ``[batch, heads, queries, keys]``."""
 
     batch: int
     heads: int
@@ -145,7 +158,7 @@ class LogitsShape(NamedTuple):
 
 
 def _with_batch(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns query, key and value with a batch axis, after checking shapes and dtypes."""
+    """Returns query, key and value with a batch axis, after checking their shapes and dtypes."""
     shapes = [x.shape for x in arrays]
     if any(len(shape) not in (3, 4) or len(shape) != len(shapes[0]) for shape in shapes):
         raise ValueError(
@@ -171,7 +184,7 @@ def _with_batch(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _scaled(query: jax.Array, scale: ArrayLike | None) -> jax.Array:
-    """Returns query · scale, rounded once."""
+    """Returns the query multiplied by the scale, rounded once to its dtype."""
     factor = jnp.asarray(query.shape[-1] ** -0.5 if scale is None else scale, logits_dtype(query))
     if factor.ndim:
         raise ValueError(f"{NAME}: scale has shape {factor.shape}; it must be a scalar")
@@ -179,7 +192,7 @@ def _scaled(query: jax.Array, scale: ArrayLike | None) -> jax.Array:
 
 
 def _add_array(masks: Mask, mask: ArrayLike, sizes: LogitsShape) -> Mask:
-    """Returns the masks with that of an array."""
+    """Returns the mask after adding a boolean array that broadcasts to ``[b, n, q, k]``."""
     mask = jnp.asarray(mask)
     if mask.dtype != bool:
         raise ValueError(
@@ -191,7 +204,11 @@ def _add_array(masks: Mask, mask: ArrayLike, sizes: LogitsShape) -> Mask:
 
 
 def _broadcast_rank(name: str, x: jax.Array, sizes: LogitsShape) -> jax.Array:
-    """Returns the array with four axes, each as long as the logits' or 1."""
+    """Returns the array with four axes, each of length 1 or as long as that of the logits.
+
+    Raises:
+      ValueError: if the array does not broadcast to the logits.
+    """
     full = x.reshape((1,) * (4 - x.ndim) + x.shape)
     if full.ndim > 4 or any(n not in (1, size) for n, size in zip(full.shape, sizes, strict=True)):
         raise ValueError(
@@ -204,7 +221,15 @@ def _broadcast_rank(name: str, x: jax.Array, sizes: LogitsShape) -> jax.Array:
 def _biases(
     bias: Bias | tuple[Bias, ...] | None, sizes: LogitsShape, dtype: jnp.dtype, *, offset: int | jax.Array
 ) -> tuple[Terms, tuple[jax.Array, ...]]:
-    """Returns terms, and arrays ``[b, n or 1, q, k or 1]`` of biases that examples do not share."""
+    """Converts a bias to terms.
+
+    Returns:
+      The terms, and the arrays ``[b, n or 1, q, k or 1]`` that no term can hold, because every
+      example has its own.
+
+    Raises:
+      ValueError: if a bias is boolean, or does not fit the logits.
+    """
     if bias is None:
         return (), ()
     if isinstance(bias, tuple):
@@ -233,30 +258,42 @@ def _biases(
 
 
 def _key_bias(bias: jax.Array, sizes: LogitsShape, dtype: jnp.dtype) -> LowRank:
-    """Returns a bias ``[b, n or 1, 1, k or 1]`` as a product with ones.
+    """Returns a bias per example and key as a `LowRank` term: a product with queries that are ones.
 
-    Its numbers are the sums of three that bfloat16 holds exactly, so that no matrix product rounds
-    them, TPUs' products of float32 arrays included. The first has the gradient.
+    The fast routes compute products anyway, so this costs three more columns of queries and keys.
+    Each number of the bias is split into a sum of three numbers that bfloat16 holds exactly. No
+    matrix product rounds these, not even the products of float32 arrays on TPUs, which use bfloat16
+    inputs. The gradient flows through the first number only, because all three have the same
+    cotangent.
+
+    Args:
+      bias: ``[b, n or 1, 1, k or 1]``.
+      sizes: the sizes of the logits.
+      dtype: the dtype of the query.
     """
     dtype = jnp.promote_types(dtype, jnp.bfloat16)  # float32 for float16, whose range is too small
     shape = sizes.batch, sizes.heads, sizes.keys
     bias = bias[:, :, 0].astype(jnp.promote_types(dtype, jnp.float32))
     largest = float(jnp.finfo(jnp.bfloat16).max)  # zero times infinity would be NaN
     bias = jnp.broadcast_to(jnp.clip(bias, -largest, largest), shape).transpose(0, 2, 1)
-    moderate = jnp.abs(bias) < 1e38  # others hide keys; they are not rounded
+    moderate = jnp.abs(bias) < 1e38  # [b, k, n]; other numbers hide keys, and need no digits
     rest = jax.lax.stop_gradient(jnp.where(moderate, bias, 0))
+    # Rounding to 7 bits of mantissa gives a bfloat16. The first number has the first 8 significant
+    # bits, the second one the next 8, and the third one the rest.
     high = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
     middle = jax.lax.reduce_precision(rest - high, exponent_bits=8, mantissa_bits=7)
+    # ``bias + (high - rest)`` equals `high` for moderate numbers, with the gradient of the bias.
     parts = bias + (high - rest), middle, rest - high - middle
-    keys = jnp.stack(parts, axis=-1).astype(dtype)
+    keys = jnp.stack(parts, axis=-1).astype(dtype)  # [b, k, n, 3]
     queries = jnp.ones((1, sizes.queries, sizes.heads, 3), dtype)
     return low_rank(queries, keys, token_keys=True, token_queries=False)
 
 
 def _bias_term(bias: jax.Array, shape: tuple[int, ...]) -> Static:
-    """Returns a bias ``[1, h or 1, q or 1, k or 1]`` as a term for a shape of h, q and k.
+    """Returns a bias ``[1, h or 1, q or 1, k or 1]`` as a term for logits of a shape ``(h, q, k)``.
 
-    The gradient of a bias that is broadcast is summed in float32.
+    If the bias is broadcast, it is converted to float32 first, so that its gradient is summed in
+    float32.
     """
     if bias.shape[1:] != shape:
         bias = jnp.broadcast_to(bias.astype(logits_dtype(bias)), (1, *shape))
@@ -272,9 +309,17 @@ def _attend_examples(
     implementation: str,
     partition: Partition | None,
 ) -> jax.Array:
-    """Computes `attend` with biases ``[b, h or 1, q, k or 1]`` that examples do not share.
+    """Computes `attend` with biases that differ between examples, in one call per example.
 
-    Small examples are computed in parallel, by `jax.vmap`; large ones one after another.
+    Small examples are computed in parallel by `jax.vmap`, and large ones one after another.
+
+    Args:
+      terms: the other terms.
+      biases: arrays ``[b, h or 1, q, k or 1]``.
+      values: ``[b, k, h, e]``.
+      mask: the keys that each query may attend to.
+      implementation: as in `attend`.
+      partition: as in `attend`.
     """
     if mask.query_segments is not None:
         raise ValueError(
@@ -285,7 +330,8 @@ def _attend_examples(
     heads = terms[0].num_heads
     mask = mask.broadcast_to(batch=batch, heads=heads, q_length=q_length, k_length=k_length)
 
-    # Each example's arrays ``[b, 1, ...]``, and those that examples share.
+    # Arrays with a batch axis longer than 1 belong to single examples. They become [b, 1, ...], so
+    # that the mapped function sees a batch of one. The others are shared by all examples.
     leaves, treedef = jax.tree.flatten((terms, biases, values, mask))
     is_own = jax.tree.leaves(
         (
@@ -297,6 +343,7 @@ def _attend_examples(
     unshared, shared = [x[:, None] for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
 
     def attend_one(unshared: Sequence[jax.Array], shared: Sequence[jax.Array]) -> jax.Array:
+        """Returns the output ``[q, h, e]`` of one example."""
         parts = {True: iter(unshared), False: iter(shared)}
         merged = jax.tree.unflatten(treedef, [next(parts[flag]) for flag in is_own])
         terms, biases, values, mask = merged
@@ -304,8 +351,11 @@ def _attend_examples(
         return attend(terms, values, mask=mask, q_length=q_length, implementation=implementation)[0]
 
     def attend_all(shared: list[jax.Array], *unshared: jax.Array) -> jax.Array:
+        """Returns the output of all examples, ``[b, q, h, e]``."""
         if q_length * k_length <= FEW_LOGITS or implementation == "reference":
             return jax.vmap(attend_one, (0, None))(unshared, shared)
+        # The loop would otherwise keep every intermediate result of `attend_one` for all examples,
+        # such as the bias that is broadcast to the heads.
         policy = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)
         rematerialized = jax.checkpoint(
             lambda unshared: attend_one(unshared, shared), policy=policy, prevent_cse=False

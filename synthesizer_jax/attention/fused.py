@@ -1,15 +1,26 @@
-"""The fused route: neither the forward nor the backward pass has an array ``[batch, heads, q, k]``.
+"""The fused route: attention without an array ``[batch, heads, q, k]``, forward or backward.
 
-Only the logits of one block exist at a time: of one head and example, whose queries and keys `_logits`
-multiplies, or a tile of them in a kernel. The backward pass recomputes the weights from the saved maximum
-and sum of every row (Dao et al. 2022, FlashAttention, section 3.1). They are not recomputed from
-``log Σ exp``, as its rounding to float32 loses digits if logits are in the hundreds.
+Only the logits of one block exist at a time. A block is one head of one example in the loop below,
+and a tile of its logits in a kernel. With logits S, the forward pass computes for each block::
 
-There is one implementation for each kind of device. TPUs run the Pallas kernels of `fused_tpu`, NVIDIA's
-GPUs those of `fused_gpu`. CPUs, and what the kernels cannot take, run `loop_forward` and `loop_backward`:
-a loop over heads and, inside it, a loop over examples. The loop over heads is the outer one, so that a bias
-that the examples share is computed once per head, and its gradient is summed over the batch in place. On
-GPUs the loop processes all heads of an example at once, as batched matrix products.
+  c = max_k S        E = exp(S - c)        l = Σ_k E        O = (E V) / l
+
+It keeps the output O and two numbers per row, c and 1 / l. The backward pass multiplies queries and
+keys again, and recomputes the weights ``P = exp(S - c) / l`` (Dao et al. 2022, FlashAttention,
+section 3.1)::
+
+  dV = Pᵀ dO        dP = dO Vᵀ        δ = Σ_e dO ∘ O        dS = P ∘ (dP - δ)
+
+FlashAttention keeps only ``log Σ exp(S)``. This route keeps both numbers, because the rounding of
+the logarithm to float32 loses digits if logits are in the hundreds.
+
+There is one implementation for each kind of device:
+
+* TPUs run the Pallas kernels of `fused_tpu`, and NVIDIA's GPUs those of `fused_gpu`.
+* CPUs run `loop_forward` and `loop_backward`. So do other devices if the kernels cannot take the
+  inputs. A loop over the heads contains a loop over the examples. In this order, a bias that the
+  examples share is computed once per head, and its gradient is summed over the batch in place.
+* GPUs that run the loop compute all heads of an example at once, as batched matrix products.
 """
 
 from __future__ import annotations
@@ -52,7 +63,7 @@ from synthesizer_jax.base.typing import PyTree
 _CUDA = "cuda"
 
 CHECKPOINT_NAME = "attention"
-"""The name by which `jax.checkpoint` policies can save the residuals of attention."""
+"""The name under which `jax.checkpoint` policies can save the output and residuals of attention."""
 
 
 _Term = TypeVar("_Term", bound=Term)
@@ -60,11 +71,14 @@ _Tree = TypeVar("_Tree")
 
 
 class Options(NamedTuple):
-    """What is known while a call is traced.
+    """What is known about a call while it is traced.
+
+    Options are hashable, so that they are static arguments of compiled functions.
 
     Attributes:
       soft_cap: as in `attend`.
-      query_offset: `Mask.query_offset`, or 0 where it is an array; then there are no kernels.
+      query_offset: `Mask.query_offset` if it is a number. It is 0 if the offset is an array;
+        kernels cannot run then, so they do not read it.
       kernels: the platforms whose kernels can take the inputs.
     """
 
@@ -74,15 +88,20 @@ class Options(NamedTuple):
 
 
 def attend_fused(call: Call) -> jax.Array:
-    """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, computed in blocks."""
+    """Returns the attention output ``softmax(Σ terms) · values``, ``[b, q, h, e]``.
+
+    The logits are computed in blocks; see the module's docstring.
+    """
     inputs = fused_inputs(call)
     options = fused_options(call, inputs)
     platform = _CUDA if jax.default_backend() == "gpu" else jax.default_backend()
+    # The result is right without a kernel, but much slower, so users should know.
     if platform in ("tpu", _CUDA) and platform not in options.kernels:
         why = _kernels(platform).obstacle(inputs)
         warn_once(f"attend: a loop over examples runs on {platform}, and no kernel: {why}")
 
     def forward(args: tuple[FusedInputs, jax.Array | None]) -> tuple[jax.Array, SoftmaxStats]:
+        """Returns the output and the statistics of its rows."""
         inputs, sinks = args
         out, stats = fused_forward(call.q_length, options, inputs)
         return (out, stats) if sinks is None else _add_sinks(out, stats, sinks)
@@ -90,8 +109,9 @@ def attend_fused(call: Call) -> jax.Array:
     def backward(
         args: tuple[FusedInputs, jax.Array | None], out: jax.Array, stats: SoftmaxStats, dout: jax.Array
     ) -> tuple[FusedInputs, jax.Array | None]:
+        """Returns the cotangents of the inputs and of the sinks."""
         inputs, sinks = args
-        # delta = Σ_e dO ∘ O
+        # δ = Σ_e dO ∘ O. It includes the sinks, because the output does.
         delta = softmax_vjp_delta(out, dout, stats.row_max.dtype)
         cotangents: FusedInputs = fused_backward(options, inputs, stats, delta, dout)
         return cotangents, None if sinks is None else _sinks_gradient(stats, delta, sinks)
@@ -101,13 +121,19 @@ def attend_fused(call: Call) -> jax.Array:
 
 
 def fused_inputs(call: Call) -> FusedInputs:
-    """Returns the inputs in the form that the implementations of this route take."""
+    """Returns the inputs in the form that the implementations of this route take.
+
+    Terms are sorted into products and biases, and biases are cut to the queries and keys of this
+    call. In packed rows, biases are cut to the longest segment, and looked up by the position in
+    the segment.
+    """
     terms, mask = call.terms, call.mask
     q, k = call.q_length, call.k_length
     positions, offset = None, mask.query_offset
     if uses_segment_positions(terms, mask):
         q, k = mask.segment_lengths(q, k)
         terms, positions = with_segment_positions(terms, mask)
+        # Positions in a segment start at 0, wherever the segment is in the row.
         offset = 0
     divided = divide_terms(terms)
     assert divided is not None
@@ -120,7 +146,7 @@ def fused_inputs(call: Call) -> FusedInputs:
 
 
 def obstacle(call: Call) -> str | None:
-    """Returns why this route cannot take a call; None if it can."""
+    """Explains why this route cannot take a call, or returns None if it can."""
     if any(term.is_weights for term in call.terms):
         return "Banded terms are weights without a softmax"
     for term in call.terms:
@@ -131,31 +157,41 @@ def obstacle(call: Call) -> str | None:
 
 
 def kernel_obstacle(call: Call, platform: str) -> str | None:
-    """Returns why the kernels of ``tpu`` or ``gpu`` cannot take a call; None: they can."""
+    """Explains why the kernels of a platform cannot take a call, or returns None if they can.
+
+    Args:
+      call: the call.
+      platform: ``tpu`` or ``gpu``.
+    """
     why: str | None = _kernels(_CUDA if platform == "gpu" else platform).obstacle(fused_inputs(call))
     return why
 
 
 def fused_options(call: Call, inputs: FusedInputs) -> Options:
-    """Returns what is known of a call, whose inputs these are."""
+    """Returns the options of a call, for inputs that `fused_inputs` made from it."""
     offset = call.mask.query_offset
     kernels = [name for name in ("tpu", _CUDA) if _kernels(name).obstacle(inputs) is None]
     return Options(call.soft_cap, offset if isinstance(offset, int) else 0, tuple(kernels))
 
 
 def _kernels(platform: str) -> ModuleType:
-    """Returns the kernels of a platform; they import Pallas, which short rows do not need."""
+    """Returns the module with the kernels of a platform.
+
+    It is imported only when it is needed, because it imports Pallas, which short rows do not need.
+    """
     return importlib.import_module(f"{__package__}.fused_{'gpu' if platform == _CUDA else platform}")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def fused_forward(q_length: int, options: Options, inputs: FusedInputs) -> tuple[jax.Array, SoftmaxStats]:
-    """Returns the output and the residuals.
+    """Returns the output ``[b, q, h, e]`` and the statistics of its rows.
 
-    It is compiled separately, as the backward pass is, so that equal layers are traced once.
+    Forward and backward pass are compiled as separate functions, so that layers with equal shapes
+    are traced once.
     """
     default = functools.partial(loop_forward, q_length, soft_cap=options.soft_cap)
     parallel = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
+    # GPUs without a kernel for these inputs still run all heads of an example in parallel.
     kernels = {
         name: functools.partial(_kernels(name).forward, q_length, options.query_offset, options.soft_cap)
         for name in options.kernels
@@ -170,7 +206,15 @@ def fused_forward(q_length: int, options: Options, inputs: FusedInputs) -> tuple
 def fused_backward(
     options: Options, inputs: FusedInputs, stats: SoftmaxStats, delta: jax.Array, dout: jax.Array
 ) -> FusedInputs:
-    """Returns the cotangents of the inputs."""
+    """Returns the cotangents of the inputs.
+
+    Args:
+      options: the options of the forward pass.
+      inputs: the inputs of the forward pass.
+      stats: the statistics that the forward pass returned.
+      delta: ``Σ_e dout ∘ out``, ``[b, q, h, 1]``, from `softmax_vjp_delta`.
+      dout: the cotangent of the output, ``[b, q, h, e]``.
+    """
     default = functools.partial(loop_backward, soft_cap=options.soft_cap)
     parallel = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
     kernels = {
@@ -184,26 +228,43 @@ def fused_backward(
 
 
 def _add_sinks(out: jax.Array, stats: SoftmaxStats, sinks: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
-    """Returns the results as they are with one more key for each head, whose value is zero.
+    """Returns the output and statistics after one more key for each head is added.
 
-    It takes a share of every weight: ``Σ exp(S) / (exp(sink) + Σ exp(S))`` of them is left.
+    The value of the key is zero, so it only takes away a share of the other weights. With
+    ``l' = Σ exp(S)``, these are multiplied by ``l' / (exp(sink) + l')``, which is
+    ``sigmoid(log l' - sink)``.
+
+    Args:
+      out: the output without sinks, ``[b, q, h, e]``.
+      stats: the statistics without sinks.
+      sinks: the logits of the additional keys, ``[h]``.
     """
     column = sinks.astype(stats.row_max.dtype)[:, None]
+    # log Σ exp(S) = c + log l, and `inverse_row_sum` is 1 / l. The shape is [b, q, h, 1].
     left = jax.nn.sigmoid(stats.row_max - jnp.log(stats.inverse_row_sum) - column)
     out = (out.astype(left.dtype) * left).astype(out.dtype)
     return out, stats._replace(inverse_row_sum=stats.inverse_row_sum * left)
 
 
 def _sinks_gradient(stats: SoftmaxStats, delta: jax.Array, sinks: jax.Array) -> jax.Array:
-    """Returns ``-Σ P · delta`` over queries and examples: the value of the key is zero, and so dP is."""
+    """Returns the cotangent of the sinks, ``-Σ P · δ`` over queries and examples, ``[h]``.
+
+    P is the weight of the additional key. The formula is ``dS = P ∘ (dP - δ)`` with dP = 0, because
+    the value of the key is zero.
+    """
     weights = jnp.exp(sinks.astype(delta.dtype)[:, None] - stats.row_max + jnp.log(stats.inverse_row_sum))
     return -jnp.sum(weights * delta, axis=(0, 1, 3)).astype(sinks.dtype)
 
 
 def divide_terms(terms: Terms) -> tuple[Products, Biases] | None:
-    """Divides terms into products and biases; None if there is a term of another kind."""
+    """Divides terms into products and biases.
+
+    Returns:
+      The products and the biases, or None if there is a term of another kind.
+    """
 
     def of_type(cls: type[_Term]) -> tuple[_Term, ...]:
+        """Returns the terms of exactly this class. A subclass may compute other logits."""
         return tuple(term for term in terms if isinstance(term, cls) and type(term) is cls)
 
     products = Products(of_type(LowRank), of_type(Outer))
@@ -213,7 +274,16 @@ def divide_terms(terms: Terms) -> tuple[Products, Biases] | None:
 
 
 def softmax_vjp_delta(out: jax.Array, g: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Returns ``δ = Σ_e out · g``, ``[b, q, h, 1]``, of the softmax's derivative ``dS = P ∘ (dP − δ)``."""
+    """Returns ``δ = Σ_e out ∘ g``, ``[b, q, h, 1]``, which the derivative of the softmax needs.
+
+    The derivative is ``dS = P ∘ (dP - δ)`` with ``δ = Σ_k P ∘ dP``. Both sums are equal, and the
+    sum over e needs no array of logits.
+
+    Args:
+      out: the output, ``[b, q, h, e]``.
+      g: its cotangent, ``[b, q, h, e]``.
+      dtype: the dtype of the sum.
+    """
     return jnp.sum(g.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
 
 
@@ -226,29 +296,42 @@ def map_heads(
     *,
     parallel: bool,
 ) -> Any:
-    """Applies a function of one head to all heads: in a loop, or `parallel`, by `jax.vmap`.
+    """Applies a function of one head to all heads.
 
-    `args` and what the function returns have heads along `axes` and `out_axes`; the function sees one head,
-    without that axis.
+    Args:
+      function: a function of one head, whose arguments and results lack the axis of heads.
+      heads: the number of heads.
+      args: the arguments, pytrees of arrays with an axis of heads.
+      axes: the axis of heads of each argument.
+      out_axes: the axis of heads of each result.
+      parallel: whether to compute all heads at once with `jax.vmap`, or one after another in a
+        loop.
     """
     if parallel:
         return jax.vmap(function, axes, out_axes)(*args)
 
     def head(j: int | jax.Array) -> PyTree:
+        """Returns the results for head j."""
         take = lambda axis, x: lax.dynamic_index_in_dim(x, j, axis, keepdims=False)
         return function(*_map_with_axis(take, axes, args))
 
     def add_head(j: jax.Array, totals: PyTree) -> PyTree:
+        """Writes the results for head j into the arrays of all heads."""
         put = lambda axis, total, x: lax.dynamic_update_index_in_dim(total, x, j, axis)
         return _map_with_axis(put, out_axes, totals, head(j))
 
-    # Written where they belong: a `lax.map` stacks heads first, and moving that axis copies everything.
+    # The results are written in place. A `lax.map` would stack the heads first, and moving that
+    # axis to its position would copy everything.
     empty = lambda axis, x: jnp.empty((*x.shape[:axis], heads, *x.shape[axis:]), x.dtype)
     totals = _map_with_axis(empty, out_axes, jax.eval_shape(head, 0))
     return lax.fori_loop(0, heads, add_head, match_varying_axes(totals, args)[0])
 
 
 def _map_with_axis(function: Callable[..., PyTree], axes: tuple[int, ...], *trees: PyTree) -> PyTree:
+    """Applies ``function(axis, *leaves)`` to the leaves of pytrees.
+
+    Each entry of the outer tuple of a pytree has its own axis.
+    """
     of_tree = lambda axis, *parts: jax.tree.map(functools.partial(function, axis), *parts)
     return jax.tree.map(of_tree, axes, *trees)
 
@@ -256,19 +339,34 @@ def _map_with_axis(function: Callable[..., PyTree], axes: tuple[int, ...], *tree
 def loop_forward(
     q_length: int, inputs: FusedInputs, *, soft_cap: float | None = None, parallel: bool = False
 ) -> tuple[jax.Array, SoftmaxStats]:
-    """Returns the attention output ``[b, q, h, e]`` and the row statistics that `loop_backward` needs."""
+    """Computes the output and the statistics of its rows, in blocks of one head and example.
+
+    Args:
+      q_length: the number of queries.
+      inputs: the inputs.
+      soft_cap: as in `attend`.
+      parallel: whether all heads of an example are computed at once.
+
+    Returns:
+      The output ``[b, q, h, e]``, and the statistics that `loop_backward` needs.
+    """
     products, biases, values, _, positions = inputs
     batch, k_length, heads, _ = values.shape
     dtype = logits_dtype(values, *jax.tree.leaves((products, biases)))
     mask, allowed = _mask_of_heads(q_length, inputs)
+    # Which queries ``[b, q]`` and keys ``[b, k]`` are real. A NaN in padding must not reach other
+    # rows.
     real = inputs.mask.uncleared(q_length, k_length)
 
     def head(
         products: Products, biases: Biases, values: jax.Array, allowed: jax.Array | None
     ) -> tuple[jax.Array, SoftmaxStats]:
+        # Once per head: the examples share it. [q, k]
+        """Returns the output ``[b, q, e]`` and the statistics ``[b, q, 1]`` of one head."""
         bias = _sum_biases(biases, q_length=_num_bias_rows(inputs, q_length))
 
         def example(i: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
+            """Returns the output ``[q, e]`` and the statistics ``[q, 1]`` of one block."""
             block_products, block_values, block_positions = _select((products, values, positions), i)
             queries, keys = _select(real, i)
             block_products, block_values = clear_padding(block_products, block_values, queries, keys)
@@ -282,10 +380,11 @@ def loop_forward(
                 soft_cap=soft_cap,
             )
             logits = _mask_logits(logits, block_mask)  # [q, k]
-            # c = max_k S
+            # c = max_k S; 0 in rows without keys, because -inf - (-inf) would be NaN
             row_max = jnp.max(logits, axis=-1, keepdims=True)
             row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
-            # E = exp(S - c), rounded to the dtype in which it multiplies V;  l = Σ_k E
+            # E = exp(S - c). It is rounded to the dtype in which it multiplies V before it is
+            # summed, so that the weights sum to one as they are used. l = Σ_k E
             weights = jnp.exp(logits - row_max).astype(values.dtype)
             row_sum = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
             is_nonzero = row_sum > 0
@@ -314,13 +413,20 @@ def loop_backward(
     soft_cap: float | None = None,
     parallel: bool = False,
 ) -> FusedInputs:
-    """Returns the cotangents of the inputs.
+    """Returns the cotangents of the inputs, in blocks of one head and example.
 
-    With the weights ``P = exp(S - c) / l``, recomputed from the statistics, and the output ``O = P V``::
+    The weights ``P = exp(S - c) / l`` are recomputed from the statistics. With the output
+    ``O = P V``::
 
-      dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP - delta),  delta = Σ_e dO ∘ O = Σ_k P ∘ dP
+      dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP - δ),  δ = Σ_e dO ∘ O = Σ_k P ∘ dP
 
-    `stats` has c and 1 / l as `loop_forward` returned them, and `delta` is `softmax_vjp_delta`.
+    Args:
+      inputs: the inputs of the forward pass.
+      stats: c and 1 / l, as `loop_forward` returned them.
+      delta: δ, ``[b, q, h, 1]``, from `softmax_vjp_delta`.
+      dout: the cotangent dO of the output, ``[b, q, h, e]``.
+      soft_cap: as in `attend`.
+      parallel: whether all heads of an example are computed at once.
     """
     q_length = dout.shape[1]
     products, biases, values, _, positions = inputs
@@ -328,16 +434,22 @@ def loop_backward(
     mask, allowed = _mask_of_heads(q_length, inputs)
     real = inputs.mask.uncleared(q_length, k_length)
     make_bias = functools.partial(_sum_biases, q_length=_num_bias_rows(inputs, q_length))
-    # Examples share these; their cotangents are summed, in the precision of the logits.
+    # Factors with a batch axis of 1 are shared by the examples. The scan sums their cotangents, in
+    # the precision of the logits. The cotangents of other factors are stacked.
     is_shared = [x.shape[0] == 1 for x in jax.tree.leaves(products)]
 
     def head(
         products: Products, biases: Biases, allowed: jax.Array | None, *rest: PyTree
     ) -> tuple[Products, Biases, jax.Array]:
+        """Returns the cotangents of one head's products, biases and values."""
         bias, bias_vjp = jax.vjp(make_bias, biases)  # which sums dlogits along diagonals
         leaves, treedef = jax.tree.flatten(products)
 
         def example(sums: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
+            """Adds the cotangents of example i to the sums.
+
+            Also returns the cotangents of the arrays that examples do not share.
+            """
             make_logits = functools.partial(
                 _logits, lengths=(q_length, k_length), positions=_select(positions, i), soft_cap=soft_cap
             )
@@ -346,13 +458,14 @@ def loop_backward(
                 _select(products, i), block_values, *_select(real, i)
             )
             logits, logits_vjp = jax.vjp(make_logits, bias, block_products)
-            # P = exp(S - c) / l
+            # P = exp(S - c) / l, [q, k]. It is zero in the rows of padding queries, where 1 / l is
+            # zero.
             logits = _mask_logits(logits, _select_mask(mask, allowed, i))
             weights = jnp.exp(logits - row_max) * inverse_row_sum
-            # dP = dO Vᵀ,  dS = P ∘ (dP - delta)
+            # dP = dO Vᵀ,  dS = P ∘ (dP - δ)
             dlogits = weights * (_matmul_nt(block_dout, block_values) - block_delta)
             dbias, dproducts = logits_vjp(dlogits.astype(logits.dtype))
-            # dV = Pᵀ dO
+            # dV = Pᵀ dO, [k, e]
             dvalues = _matmul_tn(weights.astype(dout.dtype), block_dout).astype(values.dtype)
             shared, unshared = _split_by_flag(jax.tree.leaves(dproducts), is_shared)
             add = lambda total, d: total + d.astype(total.dtype)
@@ -361,6 +474,7 @@ def loop_backward(
         zeros = [jnp.zeros_like(x[0], dtype=logits_dtype(x)) for x in leaves]
         init = jax.tree.map(jnp.zeros_like, bias), _split_by_flag(zeros, is_shared)[0]
         (dbias, shared), (unshared, dvalues) = lax.scan(example, init, jnp.arange(batch))
+        # A cotangent was either summed, and then gets its batch axis of 1 back, or stacked.
         dleaves = [
             d if total is None else total[None].astype(x.dtype)
             for total, d, x in zip(shared, unshared, leaves, strict=True)
@@ -373,13 +487,13 @@ def loop_backward(
 
 
 def _split_by_flag(xs: list[jax.Array], flags: list[bool]) -> tuple[list[PyTree], list[PyTree]]:
-    """Returns the arrays that have the flag, with None for the others, and the reverse."""
+    """Divides arrays by a flag into two lists of the same length, which are padded with None."""
     pairs = list(zip(xs, flags, strict=True))
     return [x if flag else None for x, flag in pairs], [None if flag else x for x, flag in pairs]
 
 
 def _select(tree: _Tree, i: jax.Array) -> _Tree:
-    """Returns example i of arrays ``[b or 1, ...]``."""
+    """Returns example i of arrays ``[b or 1, ...]``, without the batch axis."""
     example: _Tree = jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(x, 0 if x.shape[0] == 1 else i, keepdims=False), tree
     )
@@ -396,8 +510,8 @@ def _select_mask(mask: Mask, allowed: jax.Array | None, i: jax.Array) -> Mask:
 def _mask_of_heads(q_length: int, inputs: FusedInputs) -> tuple[Mask, jax.Array | None]:
     """Returns the mask of all heads, and patterns ``[b or 1, h, q, k]`` if heads have their own.
 
-    Segments become a pattern of pairs: comparing the two vectors of segments inside the loop would keep
-    XLA's CPU backend from vectorizing the exponential.
+    Segments of packed rows become a pattern of pairs. Comparing the two vectors of segments inside
+    the loop would prevent XLA's CPU backend from vectorizing the exponential.
     """
     mask = inputs.mask
     if mask.query_segments is not None:
@@ -410,7 +524,7 @@ def _mask_of_heads(q_length: int, inputs: FusedInputs) -> tuple[Mask, jax.Array 
 
 
 def _sum_biases(biases: Biases, *, q_length: int) -> jax.Array | None:
-    """Returns the sum of a head's biases, ``[q, k]`` float32 or wider; None if there are none."""
+    """Returns the sum of a head's biases, ``[q, k]`` in float32 or wider; None if there are none."""
     parts = [term.logits for term in biases.tables]
     parts += [expand_diagonals(term.logits, q_length) for term in biases.diagonals]
     if not parts:
@@ -419,7 +533,11 @@ def _sum_biases(biases: Biases, *, q_length: int) -> jax.Array | None:
 
 
 def _num_bias_rows(inputs: FusedInputs, q_length: int) -> int:
-    """Returns the number of rows of the biases: queries, or positions in a segment if rows are packed."""
+    """Returns the number of rows of the biases.
+
+    It is the number of queries. In packed rows, it is the number of positions in the longest
+    segment.
+    """
     if inputs.positions is None:
         return q_length
     return inputs.mask.segment_lengths(q_length, inputs.values.shape[1])[0]
@@ -433,18 +551,30 @@ def _logits(
     positions: tuple[jax.Array, jax.Array] | None,
     soft_cap: float | None,
 ) -> jax.Array:
-    """Returns the logits ``[q, k]`` of one head and example."""
+    """Returns the logits ``[q, k]`` of one head and example, before the mask is applied.
+
+    Args:
+      bias: the sum of the head's biases, ``[q, k]``, or by positions in a segment. None if there
+        are none.
+      products: the factors of this block, ``[q, r]`` and ``[k, r]``.
+      lengths: the numbers of queries and keys.
+      positions: the positions of queries ``[q]`` and keys ``[k]`` in their segments. None if rows
+        are not packed.
+      soft_cap: as in `attend`.
+    """
     key = jnp.arange(lengths[1]) if positions is None else positions[1]
     if bias is not None and positions is not None:
         bias = jnp.take(jnp.take(bias, positions[0], axis=0), key, axis=1)
     summands = [] if bias is None else [bias]
     if products.low_rank:
+        # Σ Q Kᵀ over the terms is one product, of the factors side by side.
         queries = jnp.concatenate([term.queries for term in products.low_rank], axis=-1)
         keys = jnp.concatenate([term.keys for term in products.low_rank], axis=-1)
         summands.append(_matmul_nt(queries, keys))
     for term in products.outer:
         size = term.b.shape[-1]
-        # Products with zeros and ones are exact only if the hardware does not round the factors.
+        # logits[q, k] = a[q, k // B] · b[q, k % B]. Products with one-hot matrices look both
+        # numbers up. They are exact only if the hardware does not round the factors.
         exact = lax.Precision.HIGHEST
         a_one_hot = jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype)
         b_one_hot = jax.nn.one_hot(key % size, size, dtype=term.b.dtype)
@@ -453,9 +583,10 @@ def _logits(
 
 
 def _mask_logits(logits: jax.Array, mask: Mask) -> jax.Array:
-    """Returns the logits ``[q, k]``, -inf where the mask of this block forbids a key.
+    """Returns the logits ``[q, k]`` with -inf for pairs that the mask forbids.
 
-    Padding queries are not masked here: their weights vanish by ``SoftmaxStats.inverse_row_sum``.
+    The rows of padding queries are not masked here. Their weights become zero because
+    `SoftmaxStats.inverse_row_sum` is zero.
     """
     pairs = dataclasses.replace(mask, query_lengths=None, query_valid=None).pairs(*logits.shape)
     if pairs is None:
@@ -464,18 +595,24 @@ def _mask_logits(logits: jax.Array, mask: Mask) -> jax.Array:
 
 
 def _matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
-    """Returns ``x yᵀ`` of ``[q, r]`` and ``[k, r]``, ``[q, k]`` in float32 or wider."""
+    """Returns the product ``x yᵀ`` of ``[q, r]`` and ``[k, r]``, ``[q, k]`` in float32 or wider."""
     return _matmul(*match_varying_axes(x, y), precision)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _matmul(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike) -> jax.Array:
+    """Computes ``x yᵀ``, with a gradient that consists of narrow products, too.
+
+    The cotangent is float32 or wider. The gradient rounds it to the dtype of the factor that it
+    multiplies.
+    """
     return jnp.matmul(x, y.T, precision=precision, preferred_element_type=logits_dtype(x, y))
 
 
 def _matmul_bwd(
     precision: lax.PrecisionLike, inputs: tuple[jax.Array, jax.Array], dout: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    """Returns the cotangents of both factors of `_matmul`."""
     x, y = inputs
     # dx = dO y
     dx = jnp.matmul(dout.astype(y.dtype), y, precision=precision, preferred_element_type=dout.dtype)
@@ -488,10 +625,11 @@ _matmul.defvjp(lambda x, y, precision: (_matmul(x, y, precision), (x, y)), _matm
 
 
 def _matmul_tn(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
-    """Returns ``xᵀ y`` of ``[q, k]`` and a narrow ``[q, e]``, ``[k, e]`` in float32 or wider.
+    """Returns the product ``xᵀ y``, ``[k, e]`` in float32 or wider.
 
-    It is ``(yᵀ x)ᵀ``, kept so by the barrier: XLA's CPU backend takes two to three times as long if it has
-    to transpose a large left factor.
+    x is ``[q, k]``, and y is a narrow ``[q, e]``. The product is computed as ``(yᵀ x)ᵀ``. XLA's CPU
+    backend takes two to three times as long if it has to transpose a large left factor. The
+    optimization barrier keeps XLA from changing the order back.
     """
     dims = (((0,), (0,)), ((), ()))
     transposed = lax.dot_general(y, x, dims, precision=precision, preferred_element_type=logits_dtype(x, y))

@@ -1,8 +1,8 @@
-"""The inputs of the fused route, and what its forward pass leaves for the backward pass.
+"""The inputs of the fused route, and what its forward pass keeps for the backward pass.
 
-The route (`fused`), its kernels for each kind of device and the static route share these types.
-They know nothing of who computes with them, so that imports go one way: from a route to its
-kernels, and from both to here.
+The fused route, its kernels and the static route share these types. The types are in a file of
+their own so that imports go in one direction: from a route to its kernels, and from both to this
+file.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Products(NamedTuple):
     """Terms whose logits are products of factors.
 
     Attributes:
-      low_rank: terms ``Q Kᵀ``.
-      outer: terms whose keys are pairs of numbers.
+      low_rank: terms with logits ``Q Kᵀ``.
+      outer: terms with logits ``a[q, k // B] · b[q, k % B]``.
     """
 
     low_rank: tuple[LowRank, ...] = ()
@@ -31,20 +31,21 @@ class Products(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """Terms of parameters, which all examples share.
+    """Terms that consist of parameters, which all examples share.
 
     Attributes:
       tables: terms with one number for each query and key.
-      diagonals: terms with one number for each distance, cut to the distances of these logits.
+      diagonals: terms with one number for each distance ``key - query``, cut to the distances
+        between the queries and keys of this call.
     """
 
     tables: tuple[Static, ...] = ()
     diagonals: tuple[Relative, ...] = ()
 
     def sums(self) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns the sum of the tables and the sum of the diagonals; None if there are none.
+        """Returns the sum of the tables and the sum of the diagonals, each None if there are none.
 
-        The sums are float32, except that a single table keeps its dtype: kernels read fewer bytes.
+        The sums are float32. A single table keeps its dtype, so that kernels read fewer bytes.
         """
         tables = [term.logits for term in self.tables]
         diagonals = [term.logits.astype(jnp.float32) for term in self.diagonals]
@@ -58,12 +59,12 @@ class FusedInputs(NamedTuple):
     """The inputs of the fused route.
 
     Attributes:
-      products: terms made of factors.
-      biases: terms that are the same for all examples.
+      products: the terms that are products of factors.
+      biases: the terms that are the same for all examples.
       values: ``[b, k, h, e]``.
-      mask: which keys a query may see.
-      positions: positions inside packed segments, ``[b, q]`` and ``[b, k]``, at which biases and
-        the keys of `Outer` terms are looked up. If it is None, they are looked up at the positions
+      mask: the keys that each query may attend to.
+      positions: the positions in packed segments, ``[b, q]`` and ``[b, k]``, at which biases and
+        the keys of `Outer` terms are looked up. If it is None, they are looked up by the position
         in the row.
     """
 
@@ -80,16 +81,19 @@ class FusedInputs(NamedTuple):
         return self._replace(products=products, values=values)
 
     def cotangents(self, products: Products, biases: Biases, values: jax.Array) -> FusedInputs:
-        """Returns the cotangents of all inputs; masks and positions have none."""
+        """Returns the cotangents of all inputs, in the form that the backward pass has to return.
+
+        Masks and positions are not differentiable. Their cotangents are None.
+        """
         mask, positions = jax.tree.map(lambda _: None, (self.mask, self.positions))
         return FusedInputs(products, biases, values, mask, positions)
 
 
 class SoftmaxStats(NamedTuple):
-    """Two numbers for every row of logits, from which the backward pass recomputes the weights.
+    """Two numbers for each row of logits, from which the backward pass recomputes the weights.
 
     Attributes:
-      row_max: the maximum, ``[b, q, h, 1]``, and 0 for a row without keys.
+      row_max: the maximum of the row, ``[b, q, h, 1]``. It is 0 for a row without keys.
       inverse_row_sum: ``1 / Σ exp(logits - row_max)``, ``[b, q, h, 1]``. It is 0 for padding
         queries and for rows without keys, so that their weights are 0.
     """

@@ -1,4 +1,9 @@
-"""Masks: which keys a query may see, kept in parts so that the engine can separate them."""
+"""Masks: which keys each query may attend to.
+
+A `Mask` keeps padding, bands, segments and patterns apart, and not as one array ``[b, h, q, k]``.
+The routes of attention use the parts: padding can be moved from the logits to the values, a causal
+mask can skip tiles, and segments can become rows of their own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from synthesizer_jax.base.typing import PyTree
 
 
 class _Fields(TypedDict, total=False):
-    """The fields of `Mask` that may be given to `Mask.padded` and `Mask.packed`."""
+    """The fields of `Mask` that `Mask.padded` and `Mask.packed` take as further keywords."""
 
     window: int | tuple[int | None, int | None] | None
     prefix_lengths: jax.Array | None
@@ -31,44 +36,55 @@ _FAR = 2**30
 CROSS_ATTENTION = (
     "give Mask.padded or Mask.packed `queries` too, or Mask(key_lengths=…) if all queries are real"
 )
-"""How to make a mask of queries that are not the keys."""
+"""What an error message advises if the queries are not the keys."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which keys a query may attend to; a field that is left out allows everything.
+    """Describes which keys each query may attend to.
 
-    A query may attend to a key if every given field allows it. A query without keys, and a query that
-    is padding itself, gets zeros. `padded` and `packed` make the usual masks; where queries are the
-    keys, the mask knows that, also under `jax.jit`, `jax.checkpoint` and scans. `attend` checks shapes
-    and dtypes; numbers other than zero count as True, and a batch axis of 1 is shared by all examples.
+    A query may attend to a key if every field allows it. A field that is not given allows
+    everything. The output of attention is zero for a query that is padding, and for a query that
+    may attend to no key.
+
+    `padded` and `packed` create the usual masks. They also record whether the queries are the keys;
+    this survives `jax.jit`, `jax.checkpoint` and scans. `attend` checks shapes and dtypes. In
+    boolean fields, numbers other than zero count as True. An array with a batch axis of 1 is shared
+    by all examples.
 
     Attributes:
-      causal: ``key <= query``.
-      window: how many keys before and after its own position a query sees, ``(before, after)``; None
-        stands for all. A single number is ``(window - 1, None)``: together with `causal`, the last
-        `window` keys.
-      key_lengths: ``[b]``; the keys before that count are real (suffix padding, the fast case).
-      key_valid: ``[b, k]`` bool; any pattern of real keys.
-      query_lengths: ``[b]``, as `key_lengths`. Left out: every query is real.
-      query_valid: ``[b, q]`` bool, as `key_valid`.
-      query_segments: ``[b, q]`` number of the packed example, 1, 2, … in the order of the row; 0 is
-        padding. A query sees only keys of its own segment; `causal` and `window` count positions
-        inside the segments.
-      key_segments: ``[b, k]``; given if and only if `query_segments` is.
-      segment_length: no segment is longer (None: as long as the row).
-      segments: no row has more segments (None: unknown).
-      prefix_lengths: ``[b]``; keys before that count are seen whatever `causal` and `window` say (prefix
-        language model).
-      query_offset: position of the first query counted from the first key; not 0 in decoding. The
-        number 0 is part of the pytree's structure, so that it stays known under `jax.jit` and
-        `jax.checkpoint`, as kernels need; other numbers and arrays are traced. A mask that a loop
-        carries or that branches return begins with an array.
-      allowed: ``[b or 1, h or 1, q or 1, k]`` bool, for what fits nowhere else; slower.
-      self_attention: queries and keys are the same tokens, real or padding alike; set by `padded`,
-        `packed` and `for_self_attention`.
-      cleared_keys: the keys and values of padding are zeros already; set by the cache of a memory.
+      causal: whether a query may attend only to keys up to its own position.
+      window: how many keys before and after its own position a query may attend to,
+        ``(before, after)``. None in either place means that there is no limit. A single number n is
+        short for ``(n - 1, None)``, which together with `causal` means the last n keys.
+      key_lengths: ``[b]``. The keys before this position are real, and the others are padding. This
+        is the fastest kind of padding.
+      key_valid: ``[b, k]`` bool. Marks the real keys in any pattern.
+      query_lengths: ``[b]``. The queries before this position are real. Without it, all queries are
+        real.
+      query_valid: ``[b, q]`` bool. Marks the real queries in any pattern.
+      query_segments: ``[b, q]``. The number of the packed example that each query belongs to: 1, 2,
+        … in the order of the row, and 0 for padding. A query may attend only to keys of its own
+        segment. `causal` and `window` count positions inside of the segments.
+      key_segments: ``[b, k]``. The same for keys. It must be given if and only if `query_segments`
+        is.
+      segment_length: an upper bound on the length of a segment. None stands for the length of the
+        row.
+      segments: an upper bound on the number of segments in a row. None if it is not known.
+      prefix_lengths: ``[b]``. All queries may attend to the keys before this position, whatever
+        `causal` and `window` say (prefix language model). The other fields still apply.
+      query_offset: the position of the first query, where the first key is at position 0. It is not
+        0 in decoding. The number 0 is part of the structure of the pytree, so that it remains known
+        under `jax.jit` and `jax.checkpoint`; kernels need to know it. Other numbers and arrays are
+        traced. If a loop carries a mask, or a conditional returns one, its offset must be an array
+        from the beginning.
+      allowed: ``[b or 1, h or 1, q or 1, k]`` bool. Any other pattern of pairs. It is slower than
+        the other fields.
+      self_attention: whether queries and keys are the same tokens, with the same padding. It is set
+        by `padded`, `packed` and `for_self_attention`.
+      cleared_keys: whether the keys and values of padding are zeros already. It is set by the cache
+        of a memory.
     """
 
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -92,17 +108,21 @@ class Mask:
     def tree_flatten_with_keys(
         self,
     ) -> tuple[list[tuple[GetAttrKey, PyTree]], tuple[bool, tuple[object, ...]]]:
-        """Returns the arrays with their names, and what is static: is the offset the number 0, fields."""
+        """Returns the arrays with their names, and the part that is static under `jax.jit`.
+
+        The static part says whether the offset is the number 0, and contains the static fields.
+        """
         starts_at_zero = isinstance(self.query_offset, int) and self.query_offset == 0
         parts = {name: getattr(self, name) for name in _ARRAYS}
         if starts_at_zero:
+            # No leaf: a leaf would be traced, and kernels would no longer know that it is 0.
             parts["query_offset"] = None
         keyed = [(GetAttrKey(name), part) for name, part in parts.items()]
         return keyed, (starts_at_zero, tuple(getattr(self, name) for name in _STATIC))
 
     @classmethod
     def tree_unflatten(cls, static: tuple[bool, tuple[object, ...]], parts: Sequence[PyTree]) -> Mask:
-        """Inverts `tree_flatten_with_keys`."""
+        """Creates a mask from the results of `tree_flatten_with_keys`."""
         starts_at_zero, values = static
         fields = dict(zip((*_ARRAYS, *_STATIC), (*parts, *values), strict=True))
         return cls(**{**fields, "query_offset": 0} if starts_at_zero else fields)
@@ -116,14 +136,15 @@ class Mask:
         causal: bool = False,
         **fields: Unpack[_Fields],
     ) -> Mask:
-        """Returns the mask of padded rows.
+        """Returns the mask of rows that contain one example each, followed by padding.
 
         Args:
-          keys: ``[b]`` integers, how many keys are real, padding behind them; or ``[b, k]`` bool,
-            which keys are real.
-          queries: likewise ``[b]`` or ``[b, q]``; None: the queries are the keys (self-attention).
-          causal: no key after the query.
-          **fields: further fields.
+          keys: ``[b]`` integers, the number of real keys, with padding after them; or ``[b, k]``
+            bool, which keys are real.
+          queries: the same for queries, ``[b]`` or ``[b, q]``. None means that the queries are the
+            keys, as in self-attention.
+          causal: whether a query may attend only to keys up to its own position.
+          **fields: further fields of `Mask`.
         """
         kind = lambda x: "lengths" if jnp.ndim(x) == 1 else "valid"
         given: dict[str, Any] = {f"key_{kind(keys)}": keys, **fields}
@@ -143,15 +164,17 @@ class Mask:
         segment_length: int | None = None,
         **fields: Unpack[_Fields],
     ) -> Mask:
-        """Returns the mask of packed rows.
+        """Returns the mask of rows that contain several examples.
 
         Args:
-          keys: ``[b, k]`` segment numbers, 1, 2, … in the order of the row, 0 for padding.
-          queries: ``[b, q]`` likewise; None: the queries are the keys (self-attention).
-          causal: no key after the query.
-          segments: no row has more segments.
-          segment_length: no segment is longer.
-          **fields: further fields.
+          keys: ``[b, k]``, the segment number of each key: 1, 2, … in the order of the row, and 0
+            for padding.
+          queries: the same for queries, ``[b, q]``. None means that the queries are the keys, as in
+            self-attention.
+          causal: whether a query may attend only to keys up to its own position.
+          segments: an upper bound on the number of segments in a row.
+          segment_length: an upper bound on the length of a segment.
+          **fields: further fields of `Mask`.
         """
         mask = cls(
             causal=causal,
@@ -165,16 +188,19 @@ class Mask:
 
     @classmethod
     def of(cls, mask: MaskLike) -> Mask:
-        """Returns a mask as it is, or the mask of an array of booleans, or of zeros and ones.
+        """Converts what a layer takes as a mask to a `Mask`.
 
         Args:
-          mask: None allows everything. An array is Flax's, and says nothing of padding queries:
-            ``[batch or 1, heads or 1, q or 1, k]`` or ``[q, k]``; nonzero where a query may see a key.
-            (Models take two axes as ``[batch, keys]``; see `models.token_model.token_mask`.)
+          mask: a `Mask`, which is returned as it is; None, which allows everything; or an array of
+            booleans or of zeros and ones. An array follows Flax's convention: it is
+            ``[batch or 1, heads or 1, q or 1, k]`` or ``[q, k]``, nonzero where the query may
+            attend to the key, and does not say which queries are padding. (Models read an array
+            with two axes as ``[batch, keys]``; see `models.token_model.token_mask`.)
 
         Raises:
-          ValueError: for other ranks, and see `as_bool`.
-          TypeError: for what is neither.
+          ValueError: if an array has another number of axes, or has floating-point numbers other
+            than 0 and 1.
+          TypeError: if the mask is of another type.
         """
         if mask is None or isinstance(mask, Mask):
             return cls() if mask is None else mask
@@ -190,15 +216,19 @@ class Mask:
             )
         mask = as_bool(mask)
         allowed = mask[None, None] if mask.ndim == 2 else mask
+        # A mask of keys fits into `key_valid`, which more routes take. All queries are real: the
+        # single entry of `query_valid` stands for them.
         if allowed.shape[1] == allowed.shape[2] == 1:
             return cls(key_valid=allowed[:, 0, 0], query_valid=jnp.ones((1, 1), bool))
         return cls(allowed=allowed)
 
     def for_self_attention(self) -> Mask:
-        """Returns the mask for queries that are the keys: real where those are, in the same segments.
+        """Returns the mask for queries that are the keys.
+
+        The same tokens are then real, and belong to the same segments.
 
         Raises:
-          ValueError: the queries have an offset.
+          ValueError: if the queries have an offset.
         """
         segments = self.query_segments if self.key_segments is None else self.key_segments
         if self.self_attention:
@@ -219,16 +249,27 @@ class Mask:
         )
 
     def map_arrays(self, function: Callable[[str, jax.Array], jax.Array]) -> Mask:
-        """Returns the mask with ``function(name, array)`` in the place of every array but the offset."""
+        """Returns the mask with a function applied to all of its arrays, except the offset.
+
+        Args:
+          function: takes the name of a field and its array, and returns the new array.
+        """
         arrays = {name: getattr(self, name) for name in _ARRAYS if name != "query_offset"}
         changed: dict[str, Any] = {name: function(name, x) for name, x in arrays.items() if x is not None}
         return dataclasses.replace(self, **changed)
 
     def broadcast_to(self, *, batch: int, heads: int, q_length: int, k_length: int) -> Mask:
-        """Returns the mask with every array of its full shape, patterns as booleans.
+        """Returns the mask with every array in its full shape, and with patterns as booleans.
+
+        Args:
+          batch: the number of examples.
+          heads: the number of heads.
+          q_length: the number of queries.
+          k_length: the number of keys.
 
         Raises:
-          ValueError: an array has another shape or dtype, or parts are missing or do not go together.
+          ValueError: if an array has another shape or dtype, or if fields are missing or exclude
+            each other.
         """
         if (self.query_segments is None) != (self.key_segments is None):
             raise ValueError(
@@ -255,56 +296,73 @@ class Mask:
         return self.map_arrays(lambda name, x: _broadcast(name, x, sizes))
 
     def keys(self, k_length: int) -> jax.Array | None:
-        """Returns which keys are real, bool ``[b, k]``; None: all of them."""
+        """Returns which keys are real, bool ``[b, k]``, or None if all of them are."""
         return _real(k_length, self.key_lengths, self.key_valid, segments=self.key_segments)
 
     def queries(self, q_length: int) -> jax.Array | None:
-        """Returns which queries are real, bool ``[b, q]``; None: all of them."""
+        """Returns which queries are real, bool ``[b, q]``, or None if all of them are."""
         return _real(q_length, self.query_lengths, self.query_valid, segments=self.query_segments)
 
     def uncleared(self, q_length: int, k_length: int) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns `queries` and `keys`, each None where no padding is left to be cleared."""
+        """Returns which queries and which keys are real, for those who set padding to zero.
+
+        The result for keys is None, which means that there is nothing to do, if `cleared_keys` is
+        True.
+        """
         return self.queries(q_length), None if self.cleared_keys else self.keys(k_length)
 
     @property
     def counts_in_segments(self) -> bool:
-        """Whether the band compares positions inside the segments."""
+        """Whether the band has to compare positions inside of segments.
+
+        In packed self-attention, distances inside of a segment equal distances in the row, so
+        positions in the row suffice.
+        """
         return self.query_segments is not None and not self.self_attention
 
     def segment_lengths(self, q_length: int, k_length: int) -> tuple[int, int]:
-        """Returns how many queries and keys a segment has at most."""
+        """Returns the largest number of queries and of keys that a segment can have."""
         longest = self.segment_length or max(q_length, k_length)
         return min(longest, q_length), min(longest, k_length)
 
     @property
     def band(self) -> tuple[int | None, int | None]:
-        """How many keys before and after its position a query sees, by `causal` and `window`; None: all."""
+        """The number of keys before and after its position that a query may attend to.
+
+        It combines `causal` and `window`. None in either place means that there is no limit. The
+        number after a position is 0 or negative if the mask is causal.
+        """
         window = self.window
         if not isinstance(window, tuple):
             window = (None if window is None else window - 1), None
         before, after = window
         if self.causal:
             after = 0 if after is None else min(after, 0)
-        # Farther than any two positions are apart, so that adding it to one is no overflow.
+        # No two positions are farther apart than `_FAR`. The limit prevents an overflow of int32
+        # when the number is added to a position.
         limit = lambda n: None if n is None else max(-_FAR, min(n, _FAR))
         return limit(before), limit(after)
 
     @property
     def has_band(self) -> bool:
-        """Whether `causal` or `window` hide any key."""
+        """Whether `causal` or `window` may hide a key."""
         return self.band != (None, None)
 
     @property
     def packed_positions(self) -> tuple[jax.Array, jax.Array] | None:
-        """The in-sequence positions of queries and keys of packed rows, int32 ``[batch, n]`` each."""
+        """The positions of queries and keys in their segments, int32 ``[b, q]`` and ``[b, k]``.
+
+        It is None if rows are not packed.
+        """
         if self.query_segments is None or self.key_segments is None:
             return None
         return segment_positions(self.query_segments), segment_positions(self.key_segments)
 
     def band_pairs(self, q_length: int, k_length: int) -> jax.Array | None:
-        """Returns what the band allows, bool ``[q, k]``; None: everything.
+        """Returns which pairs the band allows, bool ``[q, k]``, or None if it allows all.
 
-        In packed cross-attention, where segments do not begin together, it is ``[b, 1, q, k]``.
+        In packed cross-attention the result is ``[b, 1, q, k]``, because the segments of queries
+        and keys start at different positions of the rows.
         """
         query = jnp.arange(q_length)[:, None] + self.query_offset
         key = jnp.arange(k_length)[None, :]
@@ -313,26 +371,33 @@ class Mask:
         return _all(*self.band_rules(query, key))
 
     def band_rules(self, query: jax.Array, key: jax.Array) -> list[jax.Array]:
-        """Returns what the two sides of the band allow of positions, a bool array for each."""
+        """Returns which pairs each side of the band allows, as a list of at most two bool arrays.
+
+        Args:
+          query: positions of queries.
+          key: positions of keys, in a shape that broadcasts with that of `query`.
+        """
         before, after = self.band
         rules = [] if before is None else [key >= query - before]
         return rules if after is None else [*rules, key <= query + after]
 
     def prefix(self, k_length: int) -> jax.Array | None:
-        """Returns which keys the prefix opens to every query, bool ``[b, k]``; None: there is no prefix."""
+        """Returns which keys are in the prefix, bool ``[b, k]``, or None if there is no prefix."""
         return None if self.prefix_lengths is None else _before(self.prefix_lengths, k_length)
 
     def take_heads(self, start: int, count: int) -> Mask:
-        """Returns the mask of consecutive heads."""
+        """Returns the mask of `count` neighboring heads, of which `start` is the first."""
         if self.allowed is None or self.allowed.shape[1] == 1:
             return self
         return dataclasses.replace(self, allowed=self.allowed[:, start : start + count])
 
     def slice_keys(self, start: int | jax.Array | np.integer, length: int) -> Mask:
-        """Returns the mask for `length` keys from position `start` on; positions below 0 are no keys.
+        """Returns the mask for `length` keys, of which the first is at position `start`.
+
+        `start` may be negative. Keys at negative positions are padding.
 
         Raises:
-          ValueError: for packed rows and patterns of pairs.
+          ValueError: if rows are packed, or if the mask has a pattern of pairs.
         """
         if self.key_segments is not None or self.allowed is not None:
             raise ValueError("Mask.slice_keys: not for packed rows or Mask.allowed")
@@ -356,11 +421,13 @@ class Mask:
     def pairs(self, q_length: int, k_length: int) -> jax.Array | None:
         """Returns which query may attend to which key, bool ``[b or 1, h or 1, q or 1, k or 1]``.
 
-        None: every query to every key. Rows of padding queries are empty.
+        The result is None if every query may attend to every key. The rows of padding queries are
+        False.
         """
         keys, queries = self.keys(k_length), self.queries(q_length)
         band, prefix = self.band_pairs(q_length, k_length), self.prefix(k_length)
         if band is not None and prefix is not None:
+            # The prefix adds pairs to the band. All other parts only remove pairs.
             band = operator.or_(*_equal_ranks(band, prefix[..., None, None, :]))
         parts = [
             band,
@@ -376,15 +443,18 @@ class Mask:
 
 
 MaskLike: TypeAlias = Mask | jax.Array | np.ndarray | None
-"""What layers and models take as a mask.
+"""The types of masks that layers and models take.
 
-Layers read an array with two axes as ``[q, k]`` (`Mask.of`), models as ``[batch, keys]``
-(`models.token_model.token_mask`).
+Layers read an array with two axes as ``[q, k]``; see `Mask.of`. Models read it as
+``[batch, keys]``; see `models.token_model.token_mask`.
 """
 
 
 def is_concrete(x: ArrayLike | None) -> bool:
-    """Whether numbers can be read: they are not traced, nor on other processes' devices."""
+    """Returns whether the numbers of an array can be read now.
+
+    They cannot be if the array is traced, or if parts of it are on devices of other processes.
+    """
     if isinstance(x, jax.core.Tracer):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable
@@ -394,7 +464,7 @@ def as_bool(mask: jax.Array | np.ndarray) -> jax.Array:
     """Returns which numbers of a mask are not zero.
 
     Raises:
-      ValueError: numbers that are not traced are floating and neither 0 nor 1.
+      ValueError: if a floating-point number is neither 0 nor 1. Traced arrays cannot be checked.
     """
     if jnp.issubdtype(mask.dtype, jnp.floating) and is_concrete(mask):
         values = np.asarray(mask)
@@ -408,9 +478,17 @@ def as_bool(mask: jax.Array | np.ndarray) -> jax.Array:
 
 
 def add_pattern(mask: Mask, pattern: jax.Array, *, batch: int, q_length: int, k_length: int) -> Mask:
-    """Returns a mask with a pattern ``[b or 1, h or 1, q or 1, k or 1]`` in the smallest field for it.
+    """Returns a mask with a pattern of pairs added, in the smallest field that can hold it.
 
-    The mask has none of the fields `key_valid`, `query_valid` and `allowed`.
+    A pattern of keys becomes `key_valid`, a pattern of queries `query_valid`, and any other
+    `allowed`.
+
+    Args:
+      mask: a mask in which these three fields are not given.
+      pattern: ``[b or 1, h or 1, q or 1, k or 1]`` bool.
+      batch: the number of examples.
+      q_length: the number of queries.
+      k_length: the number of keys.
     """
     num_examples, heads, queries, keys = pattern.shape
     if heads == queries == 1:
@@ -424,12 +502,20 @@ def add_pattern(mask: Mask, pattern: jax.Array, *, batch: int, q_length: int, k_
 
 
 def segment_positions(segments: jax.Array) -> jax.Array:
-    """Returns the positions inside packed segments, int32 ``[..., n]`` from segment numbers ``[..., n]``.
+    """Returns the position of each token in its packed segment.
 
     Each run of equal numbers counts from 0.
+
+    Args:
+      segments: segment numbers, ``[..., n]``.
+
+    Returns:
+      Positions, int32 ``[..., n]``.
     """
     index = jax.lax.broadcasted_iota(jnp.int32, segments.shape, segments.ndim - 1)
+    # A token is the first of its segment if its number differs from that of the token before.
     new = jnp.diff(segments, axis=-1, prepend=segments[..., :1]) != 0
+    # The index of the first token of the same segment, ``[..., n]``.
     start = jax.lax.cummax(jnp.where(new, index, 0), axis=segments.ndim - 1)
     return index - start
 
@@ -441,11 +527,23 @@ _AXES = {
     "query_segments": ("batch", "q"),
     "allowed": ("batch", "heads", "q", "k"),
 }
-"""The axes of a mask's arrays; lengths have one, of examples."""
+"""The axes of the arrays of a mask.
+
+Fields that are not listed are lengths, which have an axis of examples only.
+"""
 
 
 def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
-    """Returns an array of a mask of its full shape, see `Mask.broadcast_to`."""
+    """Returns an array of a mask in its full shape; see `Mask.broadcast_to`.
+
+    Args:
+      name: the name of the field.
+      x: its value.
+      sizes: the sizes of the axes "batch", "heads", "q" and "k".
+
+    Raises:
+      ValueError: if the array has another shape or dtype.
+    """
     x, axes = jnp.asarray(x), _AXES.get(name, ("batch",))
     shape = tuple(sizes[axis] for axis in axes)
     shared = {"batch", "heads", "q"} if name in ("allowed", "query_valid") else {"batch"}
@@ -463,16 +561,23 @@ def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
             raise ValueError(f"attend: Mask.{name} has dtype {x.dtype}; it must be integers")
         return jnp.broadcast_to(x, shape)
     x = as_bool(x)
+    # Batch and heads of `allowed` stay 1 if they are shared: the pattern is large.
     return jnp.broadcast_to(x, (*x.shape[:2], *shape[2:]) if name == "allowed" else shape)
 
 
 def zero_padding(x: jax.Array, real: jax.Array | None) -> jax.Array:
-    """Returns ``[b, n, ...]`` with zeros for padding; the backward pass keeps only ``[b, n]``."""
+    """Returns an array ``[b, n, ...]`` with zeros for padding.
+
+    Args:
+      x: the array.
+      real: which of its entries are real, bool ``[b, n]``. None returns the array as it is.
+    """
     return x if real is None else _zero_padding(x, real)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _zero_padding(x: jax.Array, real: jax.Array) -> jax.Array:
+    """Sets padding to zero. `jax.checkpoint` makes the backward pass keep ``[b, n]`` only."""
     return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim)), x, 0)
 
 
@@ -483,6 +588,7 @@ _ARRAYS = tuple(f.name for f in dataclasses.fields(Mask) if f.name not in _STATI
 def _real(
     length: int, lengths: jax.Array | None, valid: jax.Array | None, *, segments: jax.Array | None
 ) -> jax.Array | None:
+    """Returns which positions are real by all of the fields that are given, or None if none is."""
     return _all(
         None if lengths is None else _before(lengths, length),
         None if valid is None else _for_all(valid.astype(bool), length),
@@ -491,24 +597,34 @@ def _real(
 
 
 def _for_all(valid: jax.Array, length: int) -> jax.Array:
-    """Returns which positions are real, ``[..., length]``; a single entry stands for all of them."""
+    """Returns which positions are real, ``[..., length]``. A single entry stands for all positions."""
     if valid.shape[-1] != 1:
         return valid
     return jnp.broadcast_to(valid, (*valid.shape[:-1], length))
 
 
 def _before(lengths: jax.Array, n: int) -> jax.Array:
-    """Returns which of n positions lie before lengths ``[...]``, bool ``[..., n]``."""
+    """Returns which of n positions are smaller than each of the lengths.
+
+    Args:
+      lengths: ``[...]`` integers.
+      n: the number of positions.
+
+    Returns:
+      A bool array ``[..., n]``.
+    """
     lengths = jnp.asarray(lengths, int)
     position = jax.lax.broadcasted_iota(lengths.dtype, (*lengths.shape, n), lengths.ndim)
     return position < lengths[..., None]
 
 
 def _equal_ranks(*parts: jax.Array) -> list[jax.Array]:
+    """Returns the arrays with axes of 1 added in front, so that all have the same number of axes."""
     rank = max((part.ndim for part in parts), default=0)
     return [part.reshape((1,) * (rank - part.ndim) + part.shape) for part in parts]
 
 
 def _all(*parts: jax.Array | None) -> jax.Array | None:
+    """Returns the conjunction of bool arrays. Parts that are None allow everything."""
     given = _equal_ranks(*(part for part in parts if part is not None))
     return functools.reduce(operator.and_, given) if given else None

@@ -1,7 +1,7 @@
-"""What the surrounding mesh is, and how functions run on it whatever the types of its axes.
+"""The axes of the surrounding mesh, and functions that run on axes of any type.
 
-A mesh axis is *explicit* if the types of arrays say how it divides them, *automatic* if the compiler
-decides, and *manual* inside of `jax.shard_map`.
+A mesh axis is *explicit* if the types of arrays say how it divides them, *automatic* if the
+compiler decides, and *manual* inside of `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ from synthesizer_jax.base.typing import PyTree
 
 
 def axes_of_type(kind: AxisType) -> tuple[str, ...]:
-    """Returns the axes of a type of the mesh that `jax.set_mesh` or `jax.shard_map` has set."""
+    """Returns the axes of the current mesh that have a type.
+
+    The current mesh is the one that `jax.set_mesh` or `jax.shard_map` has set.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == kind)
 
 
 def axes_along(x: jax.Array, axis: int) -> tuple[str, ...]:
-    """Returns the explicit mesh axes that divide a dimension of an array."""
+    """Returns the explicit mesh axes that divide one axis of an array, by the type of the array."""
     entry = jax.typeof(x).sharding.spec[axis]
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def mesh_of_arguments(*arguments: PyTree) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which the mesh of the arguments' types is set, unless a mesh is set already.
+    """Returns a context that sets the mesh of the arguments, unless a mesh is set already.
 
-    Arrays that were placed with `jax.device_put` on a mesh with explicit axes have the mesh in their types,
-    so that users need not set it. With automatic axes the types say nothing, and nothing is set.
+    An array that was placed with `jax.device_put` on a mesh with explicit axes has the mesh in its
+    type, so users need not set it. If all axes are automatic, the types do not contain the mesh,
+    and nothing is set.
     """
     if not jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
@@ -45,18 +49,28 @@ def mesh_of_arguments(*arguments: PyTree) -> contextlib.AbstractContextManager[o
 
 
 def match_varying_axes(*trees: PyTree) -> PyTree:
-    """Returns the trees with all arrays varying over the manual mesh axes over which any of them varies.
+    """Makes all arrays vary over the same manual mesh axes, as loops and conditionals require.
 
-    Loops and conditionals need that inside `jax.shard_map`; an array that devices share then gets the sum
-    of their cotangents. Elsewhere nothing changes.
+    Inside of `jax.shard_map`, an array varies over a mesh axis if its values differ between the
+    devices along the axis. This function marks every array as varying over all axes over which any
+    of the arrays varies. The cotangent of an array that the devices share is then summed over them.
+    Outside of `jax.shard_map`, nothing changes.
+
+    Args:
+      *trees: pytrees of arrays.
+
+    Returns:
+      A tuple of the pytrees.
     """
 
     def varying(x: jax.Array) -> frozenset[str]:
+        """Returns the manual mesh axes over which an array varies."""
         return frozenset(jax.typeof(x).mat.varying)
 
     axes = frozenset().union(*map(varying, jax.tree.leaves(trees)))
 
     def vary(x: jax.Array) -> jax.Array:
+        """Returns the array, marked as varying over all axes."""
         missing = tuple(axes - varying(x))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
@@ -66,15 +80,18 @@ def match_varying_axes(*trees: PyTree) -> PyTree:
 def in_auto_mode(
     function: Callable[..., PyTree], spec: Callable[[PyTree], PyTree]
 ) -> Callable[..., PyTree]:
-    """Returns the function, of pytrees, with all explicit mesh axes made automatic inside.
+    """Returns a function that runs with automatic mesh axes in the place of explicit ones.
 
-    `spec` maps the result to its sharding, a `PartitionSpec` or a pytree of them.
+    Args:
+      function: a function of pytrees.
+      spec: maps the result to its sharding, a `PartitionSpec` or a pytree of them.
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = axes_of_type(AxisType.Explicit)
     auto = mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))
 
     def call(*args: PyTree) -> PyTree:
+        """Calls the function with automatic axes, and makes the axes of its result explicit again."""
         with jax.sharding.use_abstract_mesh(auto):
             out = function(*jax.tree.map(_without_types, args))
         return jax.sharding.reshard(out, spec(out))
@@ -83,10 +100,12 @@ def in_auto_mode(
 
 
 def _without_types(x: PyTree) -> PyTree:
-    """Returns an array in an automatic mesh with the sharding that its type had in an explicit one."""
+    """Returns an array for automatic mesh axes, with the sharding that its explicit type had."""
     if not isinstance(x, jax.Array):
         return x
     laid_out = jax.typeof(x).sharding.spec
+    # The type must not name axes that are now automatic. The constraint below restores the layout,
+    # so that the compiler moves no data.
     x = jax.sharding.reshard(x, PartitionSpec())
     if all(entry is None for entry in laid_out) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
@@ -94,14 +113,16 @@ def _without_types(x: PyTree) -> PyTree:
 
 
 def on_every_device(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Returns the function, of arrays, with all automatic axes of the current mesh manual inside.
+    """Returns a function of arrays with all automatic axes of the current mesh manual inside.
 
-    The compiler cannot divide a kernel, and for TPUs it refuses to try. An axis that is still automatic
-    where a kernel is called divides neither examples nor heads, because the axes that do are manual by
-    then. Every device along such an axis therefore computes the same, from whole arguments. This is always
-    right, but it may gather arrays that were divided, hence the warning.
+    The compiler cannot divide a kernel, and for TPUs it refuses to try. If a mesh axis is still
+    automatic when a kernel is called, it divides neither examples nor heads, because the axes that
+    do are manual by then. All devices along such an axis then compute the same, from whole
+    arguments. The result is always right, but arrays that were divided may have to be gathered, so
+    there is a warning.
 
-    The mesh is that of the call of this function: the returned one may be traced later.
+    The mesh is read when this function is called, because the function that it returns may be
+    traced later.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = axes_of_type(AxisType.Auto)

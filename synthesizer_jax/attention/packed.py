@@ -1,8 +1,9 @@
-"""Packed rows: several examples in one row, with positions that start anew in each.
+"""Attention in packed rows, where one row contains several examples and positions restart in each.
 
-Terms that look positions up in parameters are unpacked where rows hold few segments: their examples become
-rows of their own, on which the ordinary routes run. Where rows hold many, the fused route looks positions
-up block by block (`FusedInputs.positions`).
+Terms that consist of parameters are looked up by the position in the example, not in the row. There
+are two ways to do that. If rows hold few segments, examples become rows of their own, and the
+ordinary routes run on these; see `attend_unpacked`. If they hold many, the fused route looks up the
+positions block by block; see `FusedInputs.positions`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ from synthesizer_jax.attention.masks import Mask, segment_positions
 from synthesizer_jax.attention.terms import Call, LowRank, Relative, Term, TermArray, Terms, map_arrays
 
 MAX_UNPACKING_FACTOR = 3
-"""Rows are unpacked if that makes at most this many times as many logits."""
+"""Rows are unpacked if that creates at most this many times as many logits.
+
+Every segment gets a row of the length of the longest one, so many short segments would waste work.
+"""
 
 
 def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int] | None:
-    """Returns the lengths of the rows after unpacking; None if that is not possible or not worthwhile."""
+    """Returns the numbers of queries and keys of the rows after unpacking.
+
+    Returns None if the number of segments is not known, if the mask has a pattern of pairs, or if
+    unpacking would create too many logits.
+    """
     if mask.segments is None or mask.allowed is not None:
         return None
     q, k = mask.segment_lengths(q_length, k_length)
@@ -29,7 +37,11 @@ def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int
 
 
 def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> Terms:
-    """Returns the terms of packed rows, extended to distances that no segment reaches."""
+    """Returns the terms of packed rows with zeros for distances that no segment reaches.
+
+    `Relative` terms then cover all distances in the row, which the routes expect. The zeros have no
+    effect, because the mask hides keys of other segments.
+    """
     q, k = mask.segment_lengths(q_length, k_length)
 
     def cover(term: Term) -> Term:
@@ -46,14 +58,20 @@ def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> T
 
 
 def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.Array, jax.Array]]:
-    """Returns terms for packed rows as they are, and positions ``[b, q]`` and ``[b, k]`` in the segments.
+    """Returns the terms for packed rows that stay packed, and the positions in segments.
 
-    Parameters that act as queries or keys are looked up here; other terms stay as they are, in positions.
+    Parameters that act as queries or keys of a `LowRank` term are looked up here, so that there is
+    a factor for each token. Other terms stay as they are, and have to be looked up at these
+    positions.
+
+    Returns:
+      The terms, and the positions of queries ``[b, q]`` and keys ``[b, k]``.
     """
     assert mask.query_segments is not None and mask.key_segments is not None
     positions = segment_positions(mask.query_segments), segment_positions(mask.key_segments)
 
     def look_up(term: Term) -> Term:
+        """Returns a `LowRank` term with a row for each token. Other terms stay as they are."""
         if not isinstance(term, LowRank):
             return term
         queries, keys = term.queries, term.keys
@@ -65,10 +83,18 @@ def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.A
 
 
 def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array:
-    """Runs a route on the packed examples as rows of their own, within `unpacked_lengths`.
+    """Runs a route on packed examples after making them rows of their own.
 
-    A token that breaks the mask's promise, in a segment that is too long, not in one piece or one too many,
-    gets NaN.
+    The mask promises the number and the length of the segments. The output is NaN for tokens that
+    break this promise: in a segment that is too long, in one that is not in one piece, or in one
+    more segment than promised.
+
+    Args:
+      route: the function of the route.
+      call: a call with packed rows, for which `unpacked_lengths` is not None.
+
+    Returns:
+      The output ``[b, q, h, e]``, in the packed rows.
     """
     values, mask, q_length = call.values, call.mask, call.q_length
     assert mask.query_segments is not None and mask.key_segments is not None
@@ -76,6 +102,7 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
     assert mask.segments is not None and lengths is not None
     queries, q_lengths, q_fit = _segment_rows(mask.query_segments, mask.segments, lengths[0])
     keys, k_lengths, k_fit = _segment_rows(mask.key_segments, mask.segments, lengths[1])
+    # Padding inside of a segment, if the mask has any besides that of the segments.
     bare = dataclasses.replace(mask, query_segments=None, key_segments=None)
     key_valid, query_valid = bare.keys(values.shape[1]), bare.queries(q_length)
     rows = dataclasses.replace(
@@ -89,13 +116,18 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
     )
 
     def unpack(a: TermArray) -> jax.Array:
+        """Returns an array of a term for the unpacked rows.
+
+        What tokens made is gathered. Parameters are looked up by position, so their first entries
+        serve all rows.
+        """
         x = a.x
         for axis, positions in (("q", queries), ("k", keys)):
             if axis not in a.axes:
                 continue
             length = x.shape[a.axes.index(axis)]
             if a.from_tokens:
-                shared = jnp.zeros_like(positions[..., :1])  # by all positions
+                shared = jnp.zeros_like(positions[..., :1])  # one entry for all positions
                 x = jnp.broadcast_to(x, (positions.shape[0], *x.shape[1:]))
                 x = _gather_rows(x, shared if length == 1 else positions)
             else:
@@ -106,21 +138,30 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
     terms = map_arrays(unpack, call.terms)
     values = _gather_rows(values, keys)
     out = route(dataclasses.replace(call, terms=terms, values=values, mask=rows, q_length=lengths[0]))
+    # [b · count]: segments that the rows could hold.
     fits = (q_fit & k_fit).reshape(-1)
     out = jnp.where(fits[:, None, None, None], out, jnp.nan)
     return _pack(out, mask.query_segments, mask.segments)
 
 
 def _segment_rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns each segment's tokens as a row of their own.
+    """Returns where the tokens of each segment are, so that they can be gathered into rows.
 
-    Where they are ``[b, count, length]``, their number ``[b·count]``, and whether they are neighbors and no
-    more than `length`, bool ``[b, count]``.
+    Args:
+      segments: the segment number of each token, ``[b, n]``.
+      count: the largest number of segments in a row.
+      length: the largest length of a segment.
+
+    Returns:
+      The indices of the tokens, ``[b, count, length]``; the lengths of the segments,
+      ``[b · count]``; and whether each segment is in one piece and not longer than `length`, bool
+      ``[b, count]``.
     """
-    member = segments[:, None, :] == jnp.arange(1, count + 1)[None, :, None]
+    member = segments[:, None, :] == jnp.arange(1, count + 1)[None, :, None]  # [b, count, n]
     start = jnp.argmax(member, axis=-1)
     index = start[..., None] + jnp.arange(length)[None, None]
     number = member.sum(axis=-1)
+    # A segment is in one piece if it spans as many positions as it has tokens.
     last = segments.shape[1] - 1 - jnp.argmax(member[..., ::-1], axis=-1)
     fits = (number == 0) | ((number <= length) & (last - start + 1 == number))
     lengths = jnp.minimum(number, length)
@@ -128,7 +169,18 @@ def _segment_rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Arr
 
 
 def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
-    """Rows ``[b·count, length, h, e]`` back to the tokens of ``[b, q]`` segments."""
+    """Returns the outputs of unpacked rows at the positions of their tokens in the packed rows.
+
+    Padding gets zeros. Tokens that have no place in the unpacked rows get NaN.
+
+    Args:
+      out: outputs of the unpacked rows, ``[b · count, length, h, e]``.
+      segments: the segment number of each query, ``[b, q]``.
+      count: the largest number of segments in a row.
+
+    Returns:
+      Outputs ``[b, q, h, e]``.
+    """
     batch, length = segments.shape[0], out.shape[1]
     position = segment_positions(segments)
     kept = (segments > 0) & (segments <= count) & (position < length)
@@ -139,6 +191,14 @@ def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
 
 
 def _gather_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the rows ``[b, count, length]`` of ``[b, n, ...]``, as ``[b · count, length, ...]``."""
+    """Returns the entries of an array at the indices of unpacked rows.
+
+    Args:
+      x: ``[b, n, ...]``.
+      rows: indices, ``[b, count, length]``.
+
+    Returns:
+      The entries ``[b · count, length, ...]``.
+    """
     picked = jax.vmap(lambda x, i: x[i])(x, rows)  # [b, count, length, ...]
     return picked.reshape(-1, *picked.shape[2:])

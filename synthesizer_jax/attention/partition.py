@@ -1,4 +1,4 @@
-"""How attention is divided over the devices of the mesh that surrounds it."""
+"""How attention is divided over the devices of the surrounding mesh."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ Axes = tuple[str, ...] | None
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The axes of the surrounding mesh that divide the examples and the heads.
+    """The axes of the surrounding mesh that divide examples, heads and queries.
 
-    The compiler cannot divide a loop over heads and examples and would gather its inputs, so a route runs
-    under `jax.shard_map` on each device's own examples and heads. The cotangents of what examples share
-    are summed over the batch axes.
+    A route runs under `jax.shard_map`, so that each device works on its own examples and heads. The
+    compiler cannot divide a loop over heads and examples, and would gather the inputs of the loop
+    on every device. The cotangents of arrays that the examples share are summed over the batch
+    axes.
 
-    Queries are divided too, where every key may be seen (encoders): keys and values are gathered, and a
-    device computes the rows of the logits that belong to its queries.
+    Queries are divided, too, if they may attend to every key, as in encoders. Keys and values are
+    then gathered on every device, and each device computes the logits of its own queries.
 
     Attributes:
-      batch: names of the mesh axes that divide the batch.
-      heads: names of the mesh axes that divide the heads.
-      sequence: names of the mesh axes that divide the sequence.
+      batch: the names of the mesh axes that divide the batch.
+      heads: the names of the mesh axes that divide the heads.
+      sequence: the names of the mesh axes that divide the sequence.
     """
 
     batch: tuple[str, ...] = ()
@@ -47,18 +48,36 @@ class Partition:
     sequence: tuple[str, ...] = ()
 
     def restricted_to(self, *, batch: int, heads: int) -> Partition:
-        """Returns the partition without the axes by which batch or heads are not divisible."""
+        """Returns the partition without axes that do not divide the batch or the heads evenly.
+
+        Args:
+          batch: the number of examples.
+          heads: the number of heads.
+        """
         divides = lambda axes, size: size % self._size(axes) == 0
         rows, columns = divides(self.batch, batch), divides(self.heads, heads)
         return Partition(self.batch if rows else (), self.heads if columns else (), self.sequence)
 
     def run(self, route: Callable[[Call], jax.Array], call: Call) -> jax.Array:
-        """Runs a route under `jax.shard_map`, on every device's own examples, heads and queries."""
+        """Runs a route under `jax.shard_map`, on every device's own examples, heads and queries.
+
+        Args:
+          route: a function of a call.
+          call: the call on all devices together.
+
+        Returns:
+          The output ``[b, q, h, e]`` on all devices together.
+
+        Raises:
+          ValueError: if the axes do not divide the examples or the heads evenly, or if the mesh
+            does not have them.
+        """
         self._check("batch", self.batch, call.values.shape[0])
         self._check("heads", self.heads, call.values.shape[2])
         offset, divided = call.mask.query_offset, self._divides_queries(call)
 
         def inside(call: Call) -> jax.Array:
+            """Runs the route on a device's own part of the call."""
             if isinstance(offset, int):  # stays known while tracing
                 mask = dataclasses.replace(call.mask, query_offset=offset)
                 call = dataclasses.replace(call, mask=mask)
@@ -68,6 +87,10 @@ class Partition:
         names: dict[str | None, Axes] = {"b": self.batch, "h": self.heads, "q": queries}
 
         def term_spec(a: TermArray) -> PartitionSpec:
+            """Returns how an array of a term is divided over the mesh.
+
+            An axis of examples or queries is shared, and not divided, if its length is 1.
+            """
             pairs = zip(a.axes, a.x.shape, strict=True)
             shared = lambda axis, n: axis in ("b", "q") and n == 1
             return PartitionSpec(*(None if shared(*p) else names.get(p[0]) for p in pairs))
@@ -88,13 +111,20 @@ class Partition:
         return out
 
     def map_rows(self, function: Callable[..., PyTree], shared: PyTree, *arrays: jax.Array) -> PyTree:
-        """Applies a function ``(shared, *arrays) → arrays`` to every device's own rows.
+        """Applies a function to every device's own rows, with arrays that all rows share.
 
-        The compiler would move the rows of lookups and of loops over chunks between devices. Here only
-        the shared arrays are gathered, and their cotangents summed once.
+        The compiler would move rows between devices, for lookups and for loops over chunks. Here,
+        only the shared arrays are gathered, and their cotangents are summed once.
 
-        The function keeps the order of the rows; its results have one or several entries per device. Where
-        the arrays' b is not divisible, it is applied to all rows at once.
+        Args:
+          function: maps ``(shared, *arrays)`` to arrays. It must keep the order of the rows. Its
+            results have the same number of entries on each device.
+          shared: a pytree of arrays that all rows share.
+          *arrays: arrays ``[b, ...]``. If the batch axes do not divide b evenly, the function is
+            applied once to all rows.
+
+        Returns:
+          The results of the function, concatenated over the devices.
         """
         if not self.batch or any(x.shape[0] % self._size(self.batch) for x in arrays):
             return function(shared, *arrays)
@@ -111,13 +141,14 @@ class Partition:
 
     @property
     def axis_names(self) -> set[str]:
-        """The names of all axes."""
+        """The names of all axes of the partition."""
         return {*self.batch, *self.heads, *self.sequence}
 
     def constrain(self, x: jax.Array) -> jax.Array:
-        """Returns activations ``[b, n, ...]`` whose sharding, and that of their cotangents, is fixed.
+        """Returns activations ``[b, n, ...]`` with a fixed sharding, also of their cotangents.
 
-        The compiler alone would shard a cotangent like the parameter that it is multiplied with.
+        Without it, the compiler would shard a cotangent like the parameter that it is multiplied
+        with.
         """
         if x.shape[0] % self._size(self.batch):
             return x
@@ -125,11 +156,19 @@ class Partition:
         return jax.lax.with_sharding_constraint(x, PartitionSpec(self.batch, length))
 
     def spec(self, x: jax.Array) -> PartitionSpec:
-        """Returns the layout of an output ``[batch..., q, heads, e]``, with or without batch dimensions."""
+        """Returns the layout of an output ``[batch..., q, heads, e]``.
+
+        There may be any number of batch axes, or none.
+        """
         rows = [self.batch, *[None] * (x.ndim - 4)] if x.ndim > 3 else []
         return PartitionSpec(*rows, self.sequence, self.heads)
 
     def _size(self, axes: tuple[str, ...]) -> int:
+        """Returns the number of devices along mesh axes.
+
+        Raises:
+          ValueError: if the mesh does not have one of them.
+        """
         mesh: AbstractMesh = jax.sharding.get_abstract_mesh()
         unknown = [axis for axis in axes if axis not in mesh.shape]
         if unknown:
@@ -140,7 +179,12 @@ class Partition:
         return math.prod(mesh.shape[axis] for axis in axes)
 
     def _divides_queries(self, call: Call) -> bool:
-        """Returns whether `sequence` divides the queries; then each may attend to all keys."""
+        """Returns whether the queries are divided.
+
+        They are if they may attend to all real keys, and if the axes divide their number evenly.
+        Queries of `Banded` terms are not divided, because each of them needs its own part of the
+        keys.
+        """
         devices, mask = self._size(self.sequence), call.mask
         patterns = (mask.prefix_lengths, mask.query_segments, mask.allowed)
         sees_all_keys = not mask.has_band and all(pattern is None for pattern in patterns)
@@ -148,16 +192,23 @@ class Partition:
         return devices > 1 and call.q_length % devices == 0 and sees_all_keys and has_logits
 
     def _own_queries(self, call: Call) -> Call:
-        """Returns the call of a device's own queries; arrays with an axis of queries are cut already."""
+        """Returns the call for a device's own queries.
+
+        Arrays with an axis of queries were already divided by `jax.shard_map`. This function does
+        the rest: it cuts `Relative` terms and lengths to the queries of the device.
+        """
         mask, count = call.mask, call.q_length // self._size(self.sequence)
-        first = jax.lax.axis_index(self.sequence) * count
+        first = jax.lax.axis_index(self.sequence) * count  # the device's first query
 
         def cut(term: Term) -> Term:
+            """Returns a `Relative` term for the device's own queries. Other terms stay as they are."""
             if not isinstance(term, Relative):
                 return term
             q, k = call.q_length, call.k_length
             columns = cut_diagonals(term, q, k, query_offset=mask.query_offset).logits
             start, size = q - count - first, count + k - 1
+            # Column j is the distance j - (q - 1). The device's last query, first + count - 1, sees
+            # the smallest distance at key 0, which is column q - count - first.
             columns = jax.lax.dynamic_slice_in_dim(columns, start, size, axis=1)
             return Relative(columns, 1 - count)
 
@@ -168,21 +219,28 @@ class Partition:
         return dataclasses.replace(call, terms=terms, mask=mask, q_length=count)
 
     def _spec(self, x: jax.Array, length: Axes = None) -> PartitionSpec:
-        """Returns the layout of ``[b, n, h, e]``."""
+        """Returns the layout of an array ``[b, n, h, e]``.
+
+        Args:
+          x: the array.
+          length: the mesh axes that divide n. None if it is not divided.
+        """
         return PartitionSpec(self.batch if x.shape[0] > 1 else None, length, self.heads)
 
     def _mask_spec(self, mask: Mask, queries: Axes) -> Mask:
+        """Returns the layout of the arrays of a mask, as a mask of `PartitionSpec`."""
         allowed = None
         if mask.allowed is not None:
             batch, heads = (n > 1 for n in mask.allowed.shape[:2])
             allowed = PartitionSpec(self.batch if batch else None, self.heads if heads else None)
         valid = None if mask.query_valid is None else PartitionSpec(self.batch, queries)
         rest = dataclasses.replace(mask, allowed=None, query_valid=None)
-        # The offset has no axes.
+        # Lengths and patterns of keys have an axis of examples. The offset has no axes.
         rest = jax.tree.map(lambda x: PartitionSpec(self.batch) if jnp.ndim(x) else PartitionSpec(), rest)
         return dataclasses.replace(rest, allowed=allowed, query_valid=valid)
 
     def _check(self, name: str, axes: tuple[str, ...], size: int) -> None:
+        """Raises a `ValueError` if mesh axes do not divide a number of examples or heads evenly."""
         devices = self._size(axes)
         if size % devices:
             by = f"the {devices} devices of mesh axes {axes}"
@@ -190,7 +248,7 @@ class Partition:
 
 
 def partition_of_query(query: ArrayLike, *_: PyTree, **__: PyTree) -> Partition:
-    """Returns the explicit mesh axes that divide a query ``[batch..., q, heads, e]``."""
+    """Returns the explicit mesh axes that divide a query ``[batch..., q, heads, e]``, by its type."""
     query = jnp.asarray(query)
     if query.ndim < 3:  # an error of the function itself
         return Partition()
@@ -203,15 +261,22 @@ def partition_by_types(
 ) -> Callable[[Function], Function]:
     """Makes a function with a keyword `partition` usable with explicit mesh axes, JAX's default.
 
-    With explicit axes the function runs with automatic ones. It is partitioned as the types of its
-    arguments say, unless the caller names axes. The types also say which mesh it is if none is set.
+    If there are explicit axes, the function runs with automatic axes in their place. Its partition
+    is the one that the types of its arguments describe, unless the caller gives a partition with
+    axes. The types also determine the mesh if none is set.
 
     Args:
-      partition_of: returns the partition that the types of the function's arguments say.
-      specs: maps the partition and the result to the result's sharding.
+      partition_of: takes the arguments of the function, and returns the partition that their types
+        describe.
+      specs: maps the partition and the result of the function to the sharding of the result.
+
+    Returns:
+      A decorator.
     """
 
     def decorate(function: Function) -> Function:
+        """Returns the function, wrapped."""
+
         @functools.wraps(function)
         def wrapped(*args: Any, partition: Partition | None = None, **options: Any) -> PyTree:
             with mesh_of_arguments(args, options):

@@ -1,4 +1,8 @@
-"""The reference route: all logits in memory; the other routes are tested against it."""
+"""The reference route: attention as its definition reads, with all logits in memory.
+
+It takes every term, has derivatives of every order and mode, and is the fastest route for short
+sequences. The tests compare all other routes with it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from synthesizer_jax.attention.terms import (
 
 
 def attend_reference(call: Call) -> jax.Array:
-    """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, with all weights in memory."""
+    """Returns the attention output ``softmax(Σ terms) · values``, ``[b, q, h, e]``."""
     call = call.cleared()
     weights = softmax_weights(
         call.terms,
@@ -37,9 +41,21 @@ def attend_reference(call: Call) -> jax.Array:
 
 
 def weigh_values(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns ``Σ_k weights · values``, ``[b, q, h, e]``, of weights ``[b or 1, h, q, k]``."""
+    """Returns the values of all keys, summed with the attention weights of every query.
+
+    The sum is ``out[b, q, h] = Σ_k weights[b, h, q, k] · values[b, k, h]``.
+
+    Args:
+      weights: ``[b or 1, h, q, k]``.
+      values: ``[b, k, h, e]``.
+
+    Returns:
+      The sum ``[b, q, h, e]`` in the dtype of the values. It is accumulated in the dtype of the
+      weights.
+    """
     weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))  # [b, h, q, k]
-    # As [b, h, q, e], which XLA's CPU backend multiplies three times as fast as in the other order.
+    # The product is [b, h, q, e], which XLA's CPU backend computes three times as fast as
+    # [b, q, h, e].
     out = multiply_examples("bhqk,bkhe->bhqe", weights.astype(values.dtype), values, weights.dtype)
     return out.swapaxes(1, 2).astype(values.dtype)
 
@@ -53,11 +69,13 @@ def softmax_weights(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the attention weights ``[b or 1, h, q, k]``, float32 or wider.
+    """Returns the attention weights ``[b or 1, h, q, k]``, in float32 or wider.
 
-    Rows of queries that may attend to no key are zero.
+    The rows of queries that may attend to no key, and of padding queries, are zero. The arguments
+    are those of `attend`, after its checks.
     """
     term = terms[0]
+    # `Split` and `Banded` cannot be added to other terms, so the first term decides the case.
     if isinstance(term, Split):
         return _group_weights(
             term, sinks, mask=mask, q_length=q_length, k_length=k_length, soft_cap=soft_cap
@@ -71,6 +89,7 @@ def softmax_weights(
     logits, pairs = cap_logits(logits, soft_cap), mask.pairs(q_length, k_length)
     if sinks is None:
         return softmax(logits, pairs)
+    # A sink is one more column of logits. It takes part in the softmax and is cut off afterwards.
     column = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1)).astype(logits.dtype)
     if pairs is not None:
         pairs = jnp.broadcast_to(pairs, (*pairs.shape[:-1], k_length))
@@ -79,7 +98,15 @@ def softmax_weights(
 
 
 def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
-    """Returns the softmax of ``[..., k]``; rows in which all logits are -inf or masked are zero."""
+    """Returns the softmax along the last axis, which is zero in rows without any key.
+
+    A row has no key if all of its logits are -inf or masked. `jax.nn.softmax` would return NaN
+    there, or equal weights for all keys.
+
+    Args:
+      logits: ``[..., k]``.
+      pairs: which logits are not masked, bool, broadcastable to the logits. None masks none.
+    """
     if pairs is not None:
         logits = jnp.where(pairs, logits, jnp.finfo(logits.dtype).min)
     return _softmax(logits, pairs)
@@ -87,11 +114,15 @@ def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
 
 @jax.custom_jvp
 def _softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
+    """Computes `softmax` of masked logits, with a derivative that divides by no row sum."""
     row_max = jnp.max(logits, axis=-1, keepdims=True)  # [..., 1]
     weights = jnp.exp(logits - jnp.where(row_max == -jnp.inf, 0, row_max))
     if pairs is not None:
         weights = jnp.where(pairs, weights, 0)
+    # The exponential of a masked logit is 1 if its row is masked entirely, so `pairs` is applied
+    # again.
     row_sum = jnp.sum(weights, axis=-1, keepdims=True)
+    # The inner `where` avoids a division by zero in rows without keys.
     return weights * jnp.where(row_sum > 0, 1 / jnp.where(row_sum > 0, row_sum, 1), 0)
 
 
@@ -106,23 +137,31 @@ def _softmax_jvp(
 
 
 def _group_weights(split: Split, sinks: jax.Array | None, *, mask: Mask, **options: Any) -> jax.Array:
-    """Returns the `softmax_weights` of all groups of heads, concatenated along the heads."""
+    """Returns the `softmax_weights` of all groups of heads, concatenated along the axis of heads."""
     groups = []
     for terms, start, num_heads in split.slices():
         group_mask = mask.take_heads(start, num_heads)
         group_sinks = None if sinks is None else sinks[start : start + num_heads]
         groups.append(softmax_weights(terms, mask=group_mask, sinks=group_sinks, **options))
+    # A group that consists of parameters has a batch axis of 1. It is broadcast to the other
+    # groups.
     batch = max(x.shape[0] for x in groups)
     return jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in groups], axis=1)
 
 
 def materialize_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
-    """Returns the logits ``[b or 1, h, q, k]``; in packed rows, positions are those in the segments."""
+    """Returns the sum of the terms as logits ``[b or 1, h, q, k]``, in float32 or wider.
+
+    In packed rows, terms that are looked up by position use the position in the segment, not the
+    position in the row. No mask is applied, except that packed rows take their positions from it.
+    """
     q_positions, k_positions = mask.packed_positions or (None, None)
     if q_positions is not None:
         terms = cover_distances(terms, mask, q_length, k_length)
     total = None
     for term in terms:
+        # The term is evaluated at all positions first. In packed rows, its rows and columns are
+        # then reordered by the positions of the tokens in their segments.
         logits = materialize((term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset)
         by_query, by_key = term.has_absolute_positions(mask)
         if by_query and q_positions is not None:

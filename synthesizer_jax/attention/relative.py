@@ -1,4 +1,4 @@
-"""T5's relative position bias: its buckets, and its table as an argument of attention functions."""
+"""T5's relative position bias: its buckets, and its table as a bias of attention functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from synthesizer_jax.attention.terms import Relative
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RelativeTable:
-    """T5's bias for any number of queries and keys; `relative_bias` creates it.
+    """T5's relative position bias for any number of queries and keys; `relative_bias` creates it.
 
     Attributes:
       table: ``[h, num_buckets]``.
@@ -29,10 +29,14 @@ class RelativeTable:
     max_distance: int = dataclasses.field(default=128, metadata={"static": True})
 
     def term(self, q_length: int, k_length: int, query_offset: int | jax.Array = 0) -> Relative:
-        """Returns the term for keys from position 0 on, and queries from `query_offset` on.
+        """Returns the bias as a term for these queries and keys.
 
-        If the offset is traced, the term covers all distances between two keys, which suffices for
-        queries at the positions of keys.
+        Args:
+          q_length: the number of queries.
+          k_length: the number of keys. The first one is at position 0.
+          query_offset: the position of the first query. If it is traced, the term covers all
+            distances between two keys. This suffices if queries are at positions of keys, as in
+            decoding.
         """
         if isinstance(query_offset, int):
             start, end = 1 - q_length - query_offset, k_length - query_offset
@@ -51,7 +55,8 @@ class RelativeTable:
 def arange(start: int, end: int) -> np.ndarray | jax.Array:
     """Returns the integers from `start` to `end`, exclusive.
 
-    They are NumPy's, and so constants, where both are known; symbolic ones (`jax.export`) are traced.
+    The result is a NumPy array, and so a constant, if both numbers are known. It is traced if one
+    of them is a symbolic size of `jax.export`.
     """
     symbolic = is_symbolic_dim(start) or is_symbolic_dim(end)
     return jnp.arange(start, end) if symbolic else np.arange(start, end)
@@ -62,19 +67,23 @@ def relative_bias(
 ) -> RelativeTable:
     """Returns T5's relative position bias, for the argument `bias` of `dot_product_attention`.
 
-    It adds ``table[:, bucket(j − i)]`` to the logit of query i and key j (Raffel et al. 2020, section
-    2.1). Neither the forward nor the backward pass creates an array of queries times keys for every
-    example and head.
+    It adds ``table[:, bucket(j − i)]`` to the logits of query i and key j (Raffel et al. 2020,
+    section 2.1). Neither the forward nor the backward pass creates an array of queries and keys for
+    every example and head.
 
     Args:
       table: ``[num_heads, num_buckets]``, as T5X and `RelativeBias` store it (``rel_embedding``).
-      bidirectional: True for encoders; False for decoders, where only keys up to the query have buckets.
+      bidirectional: True for encoders. False for decoders, where only keys up to the query have
+        buckets of their own.
       max_distance: all distances from this one on share the last bucket.
-      head_axis: 1 for a table ``[num_buckets, num_heads]``, as Hugging Face's transformers store it
-        (``relative_attention_bias``).
+      head_axis: the axis of heads. Set it to 1 for a table ``[num_buckets, num_heads]``, as Hugging
+        Face's transformers stores it (``relative_attention_bias``).
+
+    Returns:
+      The bias.
 
     Raises:
-      ValueError: if the table does not have two axes, or for another `head_axis`.
+      ValueError: if the table does not have two axes, or if `head_axis` is neither 0 nor 1.
     """
     table = jnp.asarray(table)
     if table.ndim != 2 or head_axis not in (0, 1):
@@ -88,10 +97,10 @@ def relative_bias(
 def buckets_between(
     start: int, end: int, *, num_buckets: int, max_distance: int, bidirectional: bool
 ) -> np.ndarray | jax.Array:
-    """Returns T5's buckets, see `relative_buckets`, of the distances from `start` to `end`, exclusive.
+    """Returns T5's buckets, int32 ``[end - start]``, for the distances from `start` to `end` - 1.
 
-    Where a length is symbolic (`jax.export`), so are these, and the buckets are looked up when the program
-    runs.
+    See `relative_buckets` for the arguments. If `start` or `end` is a symbolic size of
+    `jax.export`, the buckets are looked up when the program runs.
     """
     buckets_of = functools.partial(
         relative_buckets, num_buckets=num_buckets, max_distance=max_distance, bidirectional=bidirectional
@@ -99,8 +108,9 @@ def buckets_between(
     distances = arange(start, end)
     if isinstance(distances, np.ndarray):
         return buckets_of(distances)
-    # Distances beyond the last bound share a bucket, so a table of the others holds all buckets. NumPy's
-    # logarithm fills it: that of a TPU is less exact, and would move bounds.
+    # All distances beyond the last bound share a bucket, so a table of the others contains all
+    # buckets. NumPy computes the table. The logarithm of a TPU is less exact, and would put some
+    # distances into other buckets.
     last = max(max_distance, num_buckets)
     table = jnp.asarray(buckets_of(np.arange(-last, last + 1)))
     return table[jnp.clip(distances, -last, last) + last]
@@ -109,10 +119,16 @@ def buckets_between(
 def relative_buckets(
     distance: np.ndarray, *, num_buckets: int, max_distance: int, bidirectional: bool
 ) -> np.ndarray:
-    """Returns T5's bucket of each distance ``key − query``.
+    """Returns T5's bucket for each distance ``key − query``, int32.
 
-    Short distances have one bucket each; longer distances share buckets with logarithmically spaced
-    bounds (Raffel et al. 2020, section 2.1; T5X, `_relative_position_bucket`).
+    Each short distance has a bucket of its own. Longer distances share buckets, whose bounds are
+    spaced logarithmically (Raffel et al. 2020, section 2.1; T5X, `_relative_position_bucket`).
+
+    Args:
+      distance: an array of integers.
+      num_buckets: the number of buckets.
+      max_distance: all distances from this one on share the last bucket.
+      bidirectional: whether half of the buckets are for keys after the query.
     """
     offset = np.zeros_like(distance)
     n = -distance
@@ -120,7 +136,9 @@ def relative_buckets(
         num_buckets //= 2
         offset = np.where(n < 0, num_buckets, 0)
         n = np.abs(n)
+    # n is the distance into the past. In decoders, all keys after the query count as distance 0.
     n = np.maximum(n, 0)
+    # Half of the buckets are for the distances 0, 1, 2, …, the other half for ranges of distances.
     max_exact = num_buckets // 2
     log_ratio = np.log(n.astype(np.float32) / max_exact + np.finfo(np.float32).eps)
     logarithmic = max_exact + (

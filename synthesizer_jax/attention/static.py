@@ -1,10 +1,22 @@
-"""The static route: logits that examples share are exponentiated once, not once per example.
+"""The static route: attention whose logits are the same for all examples.
 
-Let ``E = exp(S - c)``, where c is the row maximum over the keys that are not masked in all examples, and
-let m be 1 for an example's real keys and 0 for padding. Then ``O = E (m ∘ V) / E m``. E has no batch
-axis, and both products are matrix products over the whole batch. The division cancels any factor of E,
-but not an underflow. If the denominator of a real query is below `MIN_ROW_SUM`, the fused
-route computes the step instead. It is exact for logits of any range.
+The logits of Random Synthesizers and of position biases consist of parameters only. They have no
+batch axis, so this route computes their exponentials once, and not once per example.
+
+Let S be the logits ``[h, q, k]``, and let c be the maximum of each row over the keys that are real
+in at least one example. Let ``E = exp(S - c)``, and let m be 1 for the real keys of an example and
+0 for its padding. Then the output of the example is::
+
+  O = E (m ∘ V) / (E m)
+
+E has no batch axis, so numerator and denominator are each one matrix product over the whole batch.
+A factor that is common to a row of E cancels in the division. This is why all examples may share c,
+although their own maxima are different.
+
+An underflow does not cancel: if the largest logits of a row belong to keys that are padding in some
+example, then E may be zero for all real keys of that example. The route therefore checks the
+denominators of real queries. If one is below `MIN_ROW_SUM`, the fused route computes this call
+instead. It subtracts the maximum of every example, so it is exact for logits of any range.
 """
 
 from __future__ import annotations
@@ -40,15 +52,19 @@ from synthesizer_jax.base.typing import PyTree
 
 
 def attend_static(call: Call) -> jax.Array:
-    """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, for terms without a batch axis."""
+    """Returns the attention output ``softmax(Σ terms) · values``, ``[b, q, h, e]``.
+
+    None of the terms may depend on tokens; `obstacle` says whether that is so.
+    """
     call = call.cleared()
     dtype, q_length = call.values.dtype, call.q_length
     if dtype == jnp.float16 and not is_separable(call.mask):
-        # E would underflow in float16
+        # The smallest positive float16 is 6e-8, so small weights of E would become zero.
         call = dataclasses.replace(call, values=call.values.astype(jnp.float32))
     inputs = static_inputs(call)
     options = fused_options(call, inputs)
-    # For what the matrix products cannot do, which is rare; another kernel would be compiled for nothing.
+    # The fused route runs here only if the matrix products would lose digits, which is rare. Its
+    # TPU kernels are left out, because compiling them would take time for nothing.
     options = options._replace(kernels=tuple(name for name in options.kernels if name != "tpu"))
     on_tpu = _kernel_obstacle(q_length, inputs) is None
     attend = with_gradient(
@@ -61,7 +77,11 @@ def attend_static(call: Call) -> jax.Array:
 
 
 def static_inputs(call: Call) -> FusedInputs:
-    """Returns the inputs in the form of the fused route, with products of parameters multiplied out."""
+    """Returns the inputs in the form of the fused route.
+
+    The products of parameters are multiplied out and added to the `Static` terms, because the sum
+    of the logits is needed as a whole anyway.
+    """
     products = tuple(term for term in call.terms if isinstance(term, LowRank))
     if products:
         tables = tuple(term for term in call.terms if isinstance(term, Static))
@@ -72,7 +92,7 @@ def static_inputs(call: Call) -> FusedInputs:
 
 
 def obstacle(call: Call) -> str | None:
-    """Returns why this route cannot take a call; None if it can."""
+    """Explains why this route cannot take a call, or returns None if it can."""
     if any(term.is_weights for term in call.terms):
         return "Banded terms are weights without a softmax"
     if call.soft_cap is not None:
@@ -91,11 +111,12 @@ def obstacle(call: Call) -> str | None:
 
 
 def kernel_obstacle(call: Call) -> str | None:
-    """Returns why the TPU kernels cannot take a call; None: they can."""
+    """Explains why the TPU kernels of this route cannot take a call, or returns None if they can."""
     return _kernel_obstacle(call.q_length, static_inputs(call))
 
 
 def _kernel_obstacle(q_length: int, inputs: FusedInputs) -> str | None:
+    """Explains why the TPU kernels cannot take the inputs, or returns None if they can."""
     from synthesizer_jax.attention import static_tpu  # imports Pallas, which short rows do not need
 
     return static_tpu.obstacle(q_length, inputs)
@@ -105,12 +126,18 @@ _ACCELERATORS = ("cuda", "rocm", "tpu")
 
 
 class _Residuals(NamedTuple):
-    """The residuals where examples differ in the keys that they see.
+    """What the forward pass keeps if examples differ in the keys that they may attend to.
+
+    If they do not differ, the forward pass keeps nothing, because the softmax is cheap to compute
+    again.
 
     Attributes:
-      inverse_row_sum: 1 over the denominators, ``[h, q, b]``; 0 for padding and rows without keys.
-      row_max: what the loop subtracted from the logits, ``[h, q, b]``; not read if `is_exact`.
-      is_exact: a scalar bool: whether no denominator of a real query was below `MIN_ROW_SUM`.
+      inverse_row_sum: 1 over the denominators ``E m``, ``[h, q, b]``. It is 0 for padding queries
+        and for rows without keys.
+      row_max: the maximum that the fused route subtracted from the logits, ``[h, q, b]``. It has no
+        meaning if `is_exact`.
+      is_exact: a bool scalar. It is true if the matrix products were used, that is, if no
+        denominator of a real query was below `MIN_ROW_SUM`.
     """
 
     inverse_row_sum: jax.Array
@@ -120,7 +147,11 @@ class _Residuals(NamedTuple):
 
 _OptionalResiduals: TypeAlias = _Residuals | tuple[()]
 _Region: TypeAlias = tuple[jax.Array, jax.Array]
-"""Pairs ``[q or 1, k]`` and keys ``[b, k]``, bool: a mask that is the product of both."""
+"""A part of a mask: pairs ``[q or 1, k]`` and real keys ``[b, k]``, both bool.
+
+The mask of an example allows a pair in the region if both arrays allow it. Only the keys depend on
+the example, so they can be moved from the logits to the values.
+"""
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -129,9 +160,13 @@ def _attend_static_fwd(
 ) -> tuple[jax.Array, _OptionalResiduals]:
     """Returns the output ``[b, q, h, e]`` and the residuals.
 
-    By matrix products, or by the fused route if these would lose digits; on TPUs by kernels if `on_tpu`.
+    The matrix products run first. The fused route replaces their result if it may have lost digits.
+    On TPUs, kernels compute the matrix products if `on_tpu`.
     """
+    # If the real queries of a position see the same keys in all examples, they share the
+    # denominator, too.
     same_keys = is_separable(inputs.mask)
+    # GPUs and TPUs compute all heads at once. CPUs, the default, compute them one after another.
     matmuls = functools.partial(_matmul_fwd, q_length)
     parallel = dict.fromkeys(_ACCELERATORS, matmuls)
     kernels: dict[str, Callable[..., PyTree]] = {}
@@ -145,13 +180,17 @@ def _attend_static_fwd(
     out, inverse_row_sum = platform_dependent(inputs, default=default, kernels=kernels, **parallel)
     if same_keys:
         return out, ()
+    # Rows without keys have an `inverse_row_sum` of 0, so they never count as lost.
     is_exact = _all_when_mapped(jnp.all(inverse_row_sum < 1 / MIN_ROW_SUM))
 
     def run_loop() -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Computes the output and its statistics by the fused route."""
         rows = lambda x: x[..., 0].transpose(2, 1, 0)  # [b, q, h, 1] → [h, q, b]
         out, stats = fused_forward(q_length, options, inputs)
         return out, rows(stats.inverse_row_sum), rows(stats.row_max)
 
+    # A cond takes one of two branches at run time. The second result of the first branch stands in
+    # for the row maximum, which nobody reads if `is_exact`.
     out, inverse_row_sum, row_max = lax.cond(
         is_exact, lambda: (out, inverse_row_sum, inverse_row_sum), run_loop
     )
@@ -167,9 +206,11 @@ def _attend_static_bwd(
     residuals: _OptionalResiduals,
     dout: jax.Array,
 ) -> FusedInputs:
-    """Returns the cotangents of the inputs."""
+    """Returns the cotangents of the inputs, computed in the same way as the output was."""
 
     def run_matmuls(inverse_row_sum: jax.Array | None, delta: jax.Array | None) -> FusedInputs:
+        """Computes the cotangents by matrix products, or on TPUs by kernels if `on_tpu`."""
+
         def matmuls(inputs: FusedInputs, _: jax.Array, *rest: Any, parallel: bool = True) -> FusedInputs:
             return _matmul_bwd(inputs, *rest, parallel=parallel)
 
@@ -192,10 +233,12 @@ def _attend_static_bwd(
     if not isinstance(residuals, _Residuals):
         return run_matmuls(None, None)
     inverse_row_sum, row_max, is_exact = residuals
-    # delta = Σ_e dO ∘ O; inside the `lax.cond` it would keep the output
+    # delta = Σ_e dO ∘ O. It is computed outside of the `lax.cond`, whose operands would otherwise
+    # keep the output alive.
     delta = softmax_vjp_delta(out, dout, row_max.dtype)
 
     def run_loop() -> FusedInputs:
+        """Computes the cotangents by the fused route, from the statistics that it returned."""
         rows = (x.transpose(2, 1, 0)[..., None] for x in (row_max, inverse_row_sum))  # [b, q, h, 1]
         return fused_backward(options, inputs, SoftmaxStats(*rows), delta, dout)
 
@@ -208,23 +251,37 @@ def _attend_static_bwd(
 def _matmul_fwd(
     q_length: int, inputs: FusedInputs, *, parallel: bool = True
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the output, and 1 over the denominators ``[h, q, b]`` unless the mask is separable.
+    """Computes the output ``[b, q, h, e]`` by matrix products over the whole batch.
 
-    Heads are computed at once if `parallel`; on CPUs one after another, so that a head stays in the cache.
+    Args:
+      q_length: the number of queries.
+      inputs: inputs without products, as `static_inputs` returns them.
+      parallel: whether all heads are computed at once. On CPUs they are computed one after another,
+        so that the numerators of a head stay in the cache.
+
+    Returns:
+      The output, and 1 over the denominators, ``[h, q, b]``. If `is_separable` is true of the mask,
+      the second result is None.
     """
     _, biases, values, mask, _ = inputs
     logits, queries = _logits(q_length, values.shape[1], biases), mask.queries(q_length)
     if is_separable(mask):
+        # All examples have the same weights P, so O = P V is one matrix product per head. Padding
+        # at the end cannot be seen by real queries, and the rows of padding queries become zero.
         weights = softmax(logits, mask.band_pairs(*logits.shape[1:]))  # [h, q, k]
         out = jax.vmap(_weighted_sum, (0, 2), 2)(weights, values).astype(values.dtype)
         return zero_padding(out, queries), None
     dtype = logits_dtype(logits, values)
     regions = _regions(mask, q_length, values)
+    # The number of keys that each query may attend to. It tells rows without keys from rows whose
+    # denominator underflows: both have a row sum of 0.
     num_keys = sum(_contract_keys("qk,bk->qb", pairs.astype(dtype), keys, dtype) for pairs, keys in regions)
     has_keys = num_keys > 0
+    # [q, b], real queries only
     has_keys = has_keys if queries is None else has_keys & queries.T
 
     def head(logits: jax.Array, shared_max: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the output ``[b, q, e]`` of one head, and 1 over its denominators ``[q, b]``."""
         # E = exp(S - c)
         numerators = _exp_logits(logits, shared_max, regions)
         # l = E m
@@ -232,6 +289,8 @@ def _matmul_fwd(
             _contract_keys("qk,bk->qb", e.astype(values.dtype), keys, dtype)
             for e, (_, keys) in zip(numerators, regions, strict=True)
         )
+        # The bound keeps the number finite. `_attend_static_fwd` replaces the result if it is
+        # reached.
         inverse_row_sum = jnp.where(has_keys, 1 / jnp.maximum(row_sum, MIN_ROW_SUM), 0)
         # O = E (m ∘ V) / l
         out = sum(map(_weighted_sum, numerators, _mask_values(values, regions)))
@@ -253,12 +312,23 @@ def _matmul_bwd(
     *,
     parallel: bool = True,
 ) -> FusedInputs:
-    """Returns the cotangents of the inputs; without `delta`, `is_separable` is true.
+    """Returns the cotangents of the inputs, computed by matrix products over the whole batch.
 
-    With the weights ``P = (E ∘ m) / l`` of an example, where ``l = E m``, and summed over examples::
+    Let ``l = E m`` be the denominators, and ``P = (E ∘ m) / l`` the weights of an example. The
+    logits are shared, so their cotangent dS is summed over the examples::
 
       dV = Pᵀ dO = m ∘ Eᵀ (dO / l)
       dS = Σ_b P ∘ (dP - delta) = E ∘ (Σ_b (dO / l) (m ∘ V)ᵀ - Σ_b m delta / l)
+
+    Both sums over b are matrix products, whose contracted axis is ``b e`` and ``b``, respectively.
+    There is no array with axes for examples, queries and keys.
+
+    Args:
+      inputs: inputs without products, as `static_inputs` returns them.
+      delta: ``Σ_e dO ∘ O``, ``[b, q, h, 1]``. It is None if `is_separable` is true of the mask.
+      inverse_row_sum: ``1 / l``, ``[h, q, b]``. It is None if `delta` is None.
+      dout: the cotangent dO of the output, ``[b, q, h, e]``.
+      parallel: as in `_matmul_fwd`.
     """
     _, biases, values, mask, _ = inputs
     make_logits = functools.partial(_logits, dout.shape[1], values.shape[1])
@@ -266,6 +336,8 @@ def _matmul_bwd(
     if delta is None or inverse_row_sum is None:
         dout = zero_padding(dout, mask.queries(dout.shape[1]))
         band = mask.band_pairs(*logits.shape[1:])
+        # The weights P have no batch axis. The derivative of the softmax is taken once, of the sum
+        # over all examples, so no example needs a delta.
         weights, softmax_vjp = jax.vjp(lambda x: softmax(x, band), logits)
         # dP = Σ_b dO Vᵀ,  dV = Pᵀ dO
         products = jax.vmap(_weighted_sum_vjp, (0, 2, 2), (0, 2))
@@ -278,6 +350,7 @@ def _matmul_bwd(
         head = functools.partial(_head_cotangents, _regions(mask, dout.shape[1], values))
         axes = 0, 0, 2, 0, 0, 2
         dlogits, dvalues = map_heads(head, logits.shape[0], args, axes, (0, 2), parallel=parallel)
+    # Distributes dS ``[h, q, k]`` to the terms, and sums it along diagonals for `Relative` terms.
     (dbiases,) = logits_vjp(dlogits)
     return inputs.cotangents(Products(), dbiases, dvalues)
 
@@ -297,7 +370,11 @@ def _head_cotangents(
     scaled_delta: jax.Array,
     dout: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the cotangents of a head's logits ``[q, k]`` and values ``[b, k, e]``."""
+    """Returns the cotangents of one head's logits ``[q, k]`` and values ``[b, k, e]``.
+
+    The formulas are those of `_matmul_bwd`. Every region of the mask contributes a summand to both.
+    `scaled_delta` is ``delta / l``, ``[q, b]``.
+    """
     # dO / l
     scaled_dout = dout.astype(inverse_row_sum.dtype) * inverse_row_sum.T[..., None]
     # m ∘ V
@@ -318,9 +395,12 @@ def _head_cotangents(
 
 
 def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[_Region]:
-    """Returns the mask as a sum of products of pairs ``[q or 1, k]`` and real keys ``[b, k]``.
+    """Returns the mask as a sum of regions, which are products of pairs and keys.
 
-    A mask with a prefix is a sum of two: what the band allows, and what only the prefix allows.
+    Pairs are ``[q or 1, k]``, keys ``[b, k]``. A mask with a prefix is a sum of two regions. The
+    first one contains the pairs that `causal` and `window` allow. The second one contains the pairs
+    that only the prefix allows. The regions do not overlap, so their numerators and denominators
+    can be added.
     """
     batch, k_length = values.shape[:2]
     keys = mask.keys(k_length)
@@ -334,7 +414,7 @@ def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[_Region]:
 
 
 def _shared_max(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
-    """Returns c, each row's maximum over the keys not masked in all examples, ``[h, q, 1]``."""
+    """Returns c, the maximum of each row over the keys that some example may see, ``[h, q, 1]``."""
     regions = _regions(mask, logits.shape[1], values)
     in_any_region = functools.reduce(operator.or_, (pairs for pairs, _ in regions))
     lowest = jnp.finfo(logits.dtype).min
@@ -342,24 +422,27 @@ def _shared_max(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
 
 
 def _exp_logits(logits: jax.Array, shared_max: jax.Array, regions: list[_Region]) -> list[jax.Array]:
-    """Returns a head's ``exp(S - c)`` in each region and zero outside, ``[q, k]``."""
+    """Returns a head's ``exp(S - c)`` in each region, ``[q, k]``, with zeros outside of the region."""
     lowest = jnp.finfo(logits.dtype).min
     return [jnp.exp(jnp.where(pairs, logits - shared_max, lowest)) for pairs, _ in regions]
 
 
 def _contract_keys(spec: str, x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns the einsum of an array and boolean keys, accumulated in a dtype."""
     return jnp.einsum(spec, x, keys.astype(x.dtype), preferred_element_type=dtype)
 
 
 def _mask_values(values: jax.Array, regions: list[_Region]) -> list[jax.Array]:
-    """Returns a head's values ``[b, k, e]`` in each region, zero where its keys are padding."""
+    """Returns a head's values ``[b, k, e]`` in each region, and zeros for keys outside of it."""
     return [jnp.where(keys[..., None], values, 0) for _, keys in regions]
 
 
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Sums values ``[b, k, e]`` with weights ``[q, k]`` that all examples share, ``[b, q, e]``.
+    """Returns a sum of values with weights that all examples share, as one matrix product.
 
-    That is one matrix product, in float32 or wider; the weights are rounded to the values' dtype.
+    The values ``[b, k, e]`` and the weights ``[q, k]`` make a result ``[b, q, e]``. One product is
+    enough for all examples, because the examples become columns. The weights are rounded to the
+    dtype of the values. The result is float32 or wider.
     """
     # [q, k] · [k, b e] → [q, b e]
     out = _matmul(weights.astype(values.dtype), _in_columns(values), (1, 0))
@@ -369,7 +452,13 @@ def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
 def _weighted_sum_vjp(
     weights: jax.Array, values: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the cotangents of `_weighted_sum`'s weights and values, from that of its result."""
+    """Returns the cotangents of the weights ``[q, k]`` and values ``[b, k, e]`` of `_weighted_sum`.
+
+    Args:
+      weights: as in `_weighted_sum`.
+      values: as in `_weighted_sum`.
+      dout: the cotangent of its result, ``[b, q, e]``.
+    """
     dout = _in_columns(dout.astype(values.dtype))  # [q, b e]
     # dV = Wᵀ dO
     dvalues = _matmul(weights.astype(values.dtype), dout, (0, 0))  # [k, b e]
@@ -380,20 +469,22 @@ def _weighted_sum_vjp(
 
 
 def _in_columns(x: jax.Array) -> jax.Array:
-    """Reshapes ``[b, n, e]`` to ``[n, b e]``."""
+    """Reshapes ``[b, n, e]`` to ``[n, b e]``, which puts the examples side by side."""
     return x.swapaxes(0, 1).reshape(x.shape[1], -1)
 
 
 def _matmul(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """Contracts one axis of each of two matrices, and returns the product in float32 or wider."""
     dims = ((axes[:1], axes[1:]), ((), ()))
     return lax.dot_general(x, y, dims, preferred_element_type=logits_dtype(x, y))
 
 
 @custom_vmap
 def _all_when_mapped(flag: jax.Array) -> jax.Array:
-    """Returns the flag; under `jax.vmap`, whether the flags of all mapped calls are true.
+    """Returns the flag. Under `jax.vmap`, returns whether the flags of all mapped calls are true.
 
-    A `lax.cond` on the result then remains a cond under `jax.vmap`.
+    A `lax.cond` whose flag is mapped becomes a `select`, which computes both branches for all
+    calls. A flag that the calls share keeps it a cond.
     """
     return flag
 

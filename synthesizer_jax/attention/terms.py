@@ -1,6 +1,11 @@
-"""Terms: what attention logits, or weights, are made of, and their algebra.
+"""Terms: the summands of attention logits, and functions to add, scale and compute them.
 
-Legend: b batch, q/k query and key position, h heads, e per-head width, r rank, w window.
+All models of this package attend with logits that are a sum of terms. A term stores what it needs
+to compute its logits: a table, a row of distances, or the factors of a product. The routes of
+`attend` compute from these, mostly without an array of all logits.
+
+The letters in shapes are: b examples of the batch, q queries, k keys, h heads, e width of a head, r
+rank, w width of a window. ``[b or 1, ...]`` means that a batch axis of 1 is shared by all examples.
 """
 
 from __future__ import annotations
@@ -22,17 +27,21 @@ from synthesizer_jax.attention.masks import Mask, zero_padding
 from synthesizer_jax.base.typing import PyTree
 
 Axes: TypeAlias = tuple[str | None, ...]
-"""What the axes of a term's array are: ``"b"``, ``"q"``, ``"k"``, ``"h"``, or None for others."""
+"""The meaning of each axis of a term's array.
+
+The names are ``"b"``, ``"q"``, ``"k"`` and ``"h"``. None stands for any other axis.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A run of in-sequence positions.
+    """A run of neighboring positions in a sequence.
 
     Attributes:
-      start: the first position; an int, or a traced scalar in a decoding loop.
-      length: number of positions.
-      limit: all positions of a decoding loop are below; None: unknown.
+      start: the first position. It is an int, or a traced scalar in a decoding loop.
+      length: the number of positions.
+      limit: an upper bound on the positions of a decoding loop: all of them are smaller. None if it
+        is not known.
     """
 
     start: int | jax.Array
@@ -41,23 +50,28 @@ class Span:
 
 
 def logits_dtype(*arrays: jax.Array) -> jnp.dtype:
-    """Returns the dtype of logits made from these arrays: float32, or theirs if that is wider."""
+    """Returns the dtype of logits that are made from these arrays.
+
+    It is float32, or float64 if one of the arrays is float64.
+    """
     is_double = any(x.dtype == jnp.float64 for x in arrays)
     return jnp.dtype(jnp.float64 if is_double else jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Term(abc.ABC):
-    """A summand of the attention logits of all heads, stored without an array of every logit.
+    """A summand of the attention logits of all heads.
 
-    A subclass is a frozen dataclass, registered as a pytree, whose fields declare their axes, as in
-    ``logits: Annotated[jax.Array, "h", "q", "k"]``. From these follows how a term is divided over
-    devices, sliced by heads, unpacked and cached. `materialize` alone must be written. The reference
-    route computes every term; the other routes tell which terms they take.
+    A subclass is a frozen dataclass that is registered as a pytree. Its fields declare the axes of
+    their arrays, as in ``logits: Annotated[jax.Array, "h", "q", "k"]``. These declarations
+    determine how a term is divided over devices, sliced by heads, unpacked and cached, so a
+    subclass only has to implement `materialize`. The reference route takes every term. The other
+    routes decide for themselves which classes they take.
 
     Attributes:
-      is_weights: the term is attention weights, with which no softmax is computed.
-      linear: the field in which the logits are linear, by which `scale` multiplies them; None: none.
+      is_weights: whether the term is attention weights. No softmax is computed of weights.
+      linear: the name of a field in which the logits are linear. `scale` multiplies this field.
+        None if there is no such field.
     """
 
     is_weights: ClassVar[bool] = False
@@ -65,12 +79,12 @@ class Term(abc.ABC):
 
     @abc.abstractmethod
     def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
-        """Returns the logits ``[b or 1, h, q, k]``, float32 or wider.
+        """Returns the logits ``[b or 1, h, q, k]`` in float32 or wider.
 
         Args:
-          q_length: number of queries.
-          k_length: number of keys.
-          query_offset: position of the first query, counted from the first key.
+          q_length: the number of queries.
+          k_length: the number of keys.
+          query_offset: the position of the first query, where the first key is at position 0.
         """
 
     @property
@@ -80,12 +94,12 @@ class Term(abc.ABC):
 
     @property
     def batch(self) -> int:
-        """The number of examples; 1 if all examples have the same logits."""
+        """The number of examples. It is 1 if all examples have the same logits."""
         return max([1, *(a.x.shape[a.axes.index("b")] for a in self.arrays() if "b" in a.axes)])
 
     @property
     def lengths(self) -> tuple[int | None, int | None]:
-        """The numbers of queries and keys; None: the term does not tell."""
+        """The numbers of queries and keys. Each is None if the term has no such axis."""
         q, k = (
             next((a.x.shape[a.axes.index(n)] for a in self.arrays() if n in a.axes), None)
             for n in ("q", "k")
@@ -94,23 +108,39 @@ class Term(abc.ABC):
 
     @property
     def num_keys_reached(self) -> int | None:
-        """The number of keys that have logits; None: all."""
+        """The number of keys for which the term has logits. None stands for all keys."""
         return None
 
     def arrays(self) -> Iterator[TermArray]:
-        """Yields every field that is an array."""
+        """Yields each array of the term, with its name and axes.
+
+        Fields that are None are left out.
+        """
         for name, axes in _declared_axes(type(self)).items():
             x = getattr(self, name)
             if x is not None:
                 yield TermArray(self, name, x, axes)
 
     def depends_on_tokens(self, name: str) -> bool:
-        """Whether an array is made of tokens; otherwise it is looked up by position."""
-        # A symbolic size of an exported program is not equal to 1, but cannot be ordered.
+        """Returns whether tokens made an array. Parameters are looked up by position instead.
+
+        Args:
+          name: the name of the array's field.
+        """
+        # The batch axis of parameters is 1. `!=` rather than `>` because a symbolic size, in
+        # `jax.export`, can be compared with 1 but not ordered.
         return any(a.name == name and "b" in a.axes and a.x.shape[0] != 1 for a in self.arrays())
 
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
-        """Whether queries, and keys, are looked up by their position in a segment of a packed row."""
+        """Returns whether queries, and whether keys, are looked up by absolute position.
+
+        In packed rows this is the position in the segment, so such terms need special treatment
+        there.
+
+        Args:
+          mask: the mask of the call. Some terms depend on whether queries and keys are the same
+            tokens.
+        """
         by_query, by_key = (
             any(n in a.axes and not a.from_tokens for a in self.arrays()) for n in ("q", "k")
         )
@@ -118,7 +148,7 @@ class Term(abc.ABC):
 
 
 class TermArray(NamedTuple):
-    """An array of a term, the name of its field and its axes."""
+    """An array of a term, with the term, the name of the array's field and its axes."""
 
     term: Term
     name: str
@@ -127,12 +157,12 @@ class TermArray(NamedTuple):
 
     @property
     def from_tokens(self) -> bool:
-        """Whether tokens made it; otherwise it is looked up by position."""
+        """Whether tokens made the array. Parameters are looked up by position instead."""
         return self.term.depends_on_tokens(self.name)
 
     @property
     def is_cached(self) -> bool:
-        """Whether decoding caches it: the tokens attended to made it."""
+        """Whether decoding caches the array. It does if the tokens that are attended to made it."""
         return "k" in self.axes and self.from_tokens
 
 
@@ -143,15 +173,16 @@ Terms: TypeAlias = tuple[Term, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The checked arguments of `attend`, as the routes take them.
+    """The arguments of `attend` after its checks, in the form that the routes take.
 
     Attributes:
-      terms: terms for q queries and k keys.
+      terms: the terms of the logits, for q queries and k keys.
       values: ``[b, k, h, e]``.
-      mask: which keys a query may see.
-      q_length: number of queries.
-      soft_cap: what bounds the logits, see `cap_logits`.
-      sinks: ``[h]``, the logits of one more key for each head, whose value is zero; None: there is none.
+      mask: the keys that each query may attend to.
+      q_length: the number of queries.
+      soft_cap: the bound of the logits; see `cap_logits`. None if there is no bound.
+      sinks: ``[h]``, for each head the logit of one more key, whose value is zero. None if there is
+        none.
     """
 
     terms: Terms
@@ -163,24 +194,27 @@ class Call:
 
     @property
     def k_length(self) -> int:
-        """Number of keys."""
+        """The number of keys."""
         return self.values.shape[1]
 
     def cleared(self) -> Call:
-        """Returns the call with zeros for padding, see `clear_padding`."""
+        """Returns the call with zeros for padding; see `clear_padding`."""
         real = self.mask.uncleared(self.q_length, self.k_length)
         terms, values = clear_padding(self.terms, self.values, *real)
         return dataclasses.replace(self, terms=terms, values=values)
 
 
 def cap_logits(logits: jax.Array, soft_cap: float | None) -> jax.Array:
-    """Returns ``soft_cap · tanh(logits / soft_cap)``, between -soft_cap and soft_cap; None: no change."""
+    """Returns ``soft_cap · tanh(logits / soft_cap)``, or the logits if `soft_cap` is None.
+
+    The result is between -soft_cap and soft_cap, and close to the logits if they are small.
+    """
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 @functools.cache
 def _declared_axes(cls: type[Term]) -> dict[str, Axes]:
-    """Returns the axes of every field that is annotated as an array with axes."""
+    """Returns the axes of each field whose annotation declares them."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
         name: typing.get_args(hint)[1:]
@@ -190,7 +224,12 @@ def _declared_axes(cls: type[Term]) -> dict[str, Axes]:
 
 
 def map_arrays(function: Callable[[TermArray], Any], terms: PyTree) -> Any:
-    """Returns a tree of terms with every array replaced, those in the groups of a `Split` too."""
+    """Returns a pytree of terms in which a function has replaced every array.
+
+    Args:
+      function: is called with each `TermArray`, including those in the groups of a `Split`.
+      terms: a pytree of terms.
+    """
 
     def of_term(term: Term) -> Term:
         return dataclasses.replace(term, **{a.name: function(a) for a in term.arrays()})
@@ -202,10 +241,17 @@ def map_arrays(function: Callable[[TermArray], Any], terms: PyTree) -> Any:
 def clear_padding(
     terms: PyTree, values: PyTree, queries: jax.Array | None, keys: jax.Array | None
 ) -> tuple[Any, Any]:
-    """Returns terms and values with zeros for padding in what tokens made: a NaN there has no effect.
+    """Returns terms and values with zeros for padding.
 
-    `queries` and `keys` tell which are real, ``[b, q]`` and ``[b, k]``; None: all. They are ``[q]`` and
-    ``[k]`` for terms of one example, without that axis.
+    Padding has no weight, but zero times NaN is NaN. After this function, a NaN or an infinity in
+    padding has no effect. Only arrays that tokens made are changed.
+
+    Args:
+      terms: a pytree of terms.
+      values: a pytree of arrays ``[b, k, ...]``.
+      queries: which queries are real, ``[b, q]``. None if all are.
+      keys: which keys are real, ``[b, k]``. None if all are. For terms of a single example without
+        a batch axis, `queries` is ``[q]`` and `keys` is ``[k]``.
     """
 
     def clear(a: TermArray) -> jax.Array:
@@ -220,7 +266,9 @@ def clear_padding(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Static(Term):
-    """Logits that are the same for every example: Random, Fixed Random.
+    """Logits that are the same for all examples.
+
+    The Random and Fixed Random Synthesizers use it.
 
     Attributes:
       logits: ``[h, q, k]``.
@@ -235,7 +283,14 @@ class Static(Term):
 
 
 def static(logits: jax.Array) -> Static:
-    """Returns a checked `Static` of logits ``[h, q, k]``; raises `ValueError` for other ranks."""
+    """Returns a `Static` term after checking its logits.
+
+    Args:
+      logits: ``[h, q, k]``.
+
+    Raises:
+      ValueError: if the logits do not have three axes.
+    """
     _check_rank("static: logits", logits, "[heads, q, k]", rank=3)
     return Static(logits)
 
@@ -243,10 +298,12 @@ def static(logits: jax.Array) -> Static:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Relative(Term):
-    """Logits that depend on ``key - query`` only: T5's relative bias, ALiBi, log-Gaussian.
+    """Logits that depend only on the distance ``key - query``.
+
+    Examples are T5's relative position bias, ALiBi, and the logarithm of a Gaussian.
 
     Attributes:
-      logits: ``[h, n]``; column j belongs to ``key - query = j + first``.
+      logits: ``[h, n]``. Column j belongs to the distance ``key - query = j + first``.
       first: the distance of the first column.
     """
 
@@ -256,6 +313,7 @@ class Relative(Term):
     linear = "logits"
 
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
+        # In self-attention, a distance in the row equals the distance in the segment.
         return not mask.self_attention, not mask.self_attention
 
     def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
@@ -264,7 +322,16 @@ class Relative(Term):
 
 
 def relative(logits: jax.Array, *, first: int) -> Relative:
-    """Returns a checked `Relative` of logits ``[h, n]``; column 0 is ``key - query = first``."""
+    """Returns a `Relative` term after checking its logits.
+
+    Args:
+      logits: ``[h, n]``.
+      first: the distance ``key - query`` of the first column.
+
+    Raises:
+      ValueError: if the logits do not have two axes.
+      TypeError: if `first` is not an integer.
+    """
     _check_rank("relative: logits", logits, "[heads, distances]", rank=2)
     is_symbolic = is_symbolic_dim(first)  # in `jax.export`
     return Relative(logits, first if is_symbolic else operator.index(first))
@@ -273,13 +340,26 @@ def relative(logits: jax.Array, *, first: int) -> Relative:
 def cut_diagonals(
     term: Relative, q_length: int, k_length: int, *, query_offset: int | jax.Array = 0
 ) -> Relative:
-    """Returns the term with those columns that a block of logits needs, ``[h, q + k - 1]`` float32.
+    """Returns the term with only the columns that a block of logits needs.
 
-    If a traced `query_offset` leads beyond the term, they are NaN.
+    Query i of the block is at position ``i + query_offset``, so the distances are
+    ``1 - q - query_offset`` to ``k - 1 - query_offset``. The result is relative to the block: its
+    first column is ``key - query = 1 - q``, where both are counted from 0 in the block.
+
+    Args:
+      term: the term.
+      q_length: the number of queries of the block.
+      k_length: the number of keys of the block.
+      query_offset: the position of the first query. It may be traced.
+
+    Returns:
+      A term with logits ``[h, q + k - 1]``, in float32 or wider. All are NaN if a traced
+      `query_offset` needs a distance that the term does not cover, because an error cannot be
+      raised then.
 
     Raises:
-      ValueError: the term does not reach from the last query to the first key, or from the first
-        query to the last key.
+      ValueError: if the term does not cover all distances between the last query and the first key,
+        and between the first query and the last key.
     """
     needed = q_length + k_length - 1
     start = 1 - q_length - query_offset - term.first
@@ -304,36 +384,41 @@ def cut_diagonals(
 
 
 def expand_diagonals(columns: jax.Array, q_length: int) -> jax.Array:
-    """Expands diagonals ``[..., q + k - 1]`` to a block ``[..., q, k]``, as a reshape.
+    """Expands one number per distance, ``[..., q + k - 1]``, to a block of logits ``[..., q, k]``.
 
-    ``block[i, j] = columns[q - 1 + j - i]``; the transpose of this function sums a block along its
-    diagonals.
+    ``block[i, j] = columns[q - 1 + j - i]``. It is done with a pad and a reshape, which need no
+    gather: in rows that are one longer than the columns, each row starts one column later than the
+    row before. The transpose of this function sums a block along its diagonals.
     """
     *lead, n = columns.shape
     if is_symbolic_dim(n):  # the reshape would need to know that its size is not negative
         keys = jnp.arange(n + 1 - q_length)
         return columns[..., q_length - 1 + keys[None] - jnp.arange(q_length)[:, None]]
-    rows = jnp.broadcast_to(columns[..., None, :], (*lead, q_length, n))
+    rows = jnp.broadcast_to(columns[..., None, :], (*lead, q_length, n))  # [..., q, n]
+    # Repeat the n columns q times, and read them in rows of n + 1: row i then starts at column i.
     flat = rows.reshape(*lead, q_length * n)
     flat = jnp.pad(flat, [(0, 0)] * len(lead) + [(0, q_length)])
     skewed = flat.reshape(*lead, q_length, n + 1)[..., : n + 1 - q_length]
+    # Query 0 needs column q - 1 first, so the order of the rows is reversed.
     return skewed[..., ::-1, :]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRank(Term):
-    """A product over a rank, ``logits[b, h, q, k] = Σ_r queries[b, q, h, r] · keys[b, k, h, r]``.
+    """Logits that are a product of queries and keys over a rank.
 
-    A dot product of any width; Dense Synthesizer (keys are parameters); Factorized Random
-    Synthesizer (both are parameters).
+    The formula is ``logits[b, h, q, k] = Σ_r queries[b, q, h, r] · keys[b, k, h, r]``. The term
+    serves a dot product of any width, the Dense Synthesizer, whose keys are parameters, and the
+    Factorized Random Synthesizer, whose queries and keys are parameters.
 
     Attributes:
       queries: ``[b or 1, q, h, r]``.
-      keys: ``[b or 1, k, h, r]``, or fewer heads, each shared by as many neighboring heads of the queries.
-      token_keys: whether the keys are made of tokens, and so cached while decoding; otherwise they
-        are parameters, looked up by position.
-      token_queries: likewise for the queries.
+      keys: ``[b or 1, k, h, r]``. There may be fewer heads than `queries` has, if their number
+        divides that of `queries`. Neighboring heads of the queries then share a head of the keys.
+      token_keys: whether tokens made the keys. If so, decoding caches them. Otherwise they are
+        parameters, which are looked up by position.
+      token_queries: whether tokens made the queries. Otherwise they are parameters.
     """
 
     queries: Annotated[jax.Array, "b", "q", "h", None]
@@ -353,9 +438,15 @@ class LowRank(Term):
 
 
 def multiply_examples(subscripts: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """`jnp.einsum` in a dtype, with a batch axis ``b``, which a product of single examples goes without.
+    """Computes an einsum in a dtype, leaving out the batch axis if both factors have one example.
 
-    Under `jax.vmap`, XLA's CPU backend copies factors that have one.
+    Under `jax.vmap`, XLA's CPU backend copies factors that have a batch axis of 1.
+
+    Args:
+      subscripts: the subscripts of the einsum, in which ``b`` is the first axis of all arrays.
+      x: the first factor, ``[b, ...]``.
+      y: the second factor, ``[b, ...]``.
+      dtype: the dtype of the result.
     """
     if x.shape[0] == y.shape[0] == 1:
         return jnp.einsum(subscripts.replace("b", ""), x[0], y[0], preferred_element_type=dtype)[None]
@@ -363,7 +454,11 @@ def multiply_examples(subscripts: str, x: jax.Array, y: jax.Array, dtype: jnp.dt
 
 
 def repeat_heads(x: jax.Array, heads: int) -> jax.Array:
-    """Returns ``[b, k, heads, e]`` of an array with fewer heads; as it is if they do not divide `heads`."""
+    """Returns an array ``[b, k, count, e]`` with its heads repeated to ``[b, k, heads, e]``.
+
+    Returns the array as it is if it has no heads, has enough heads, or if `count` does not divide
+    `heads`.
+    """
     count = x.shape[2]
     return x if count in (0, heads) or heads % count else jnp.repeat(x, heads // count, axis=2)
 
@@ -371,12 +466,17 @@ def repeat_heads(x: jax.Array, heads: int) -> jax.Array:
 def low_rank(
     queries: jax.Array, keys: jax.Array, *, token_keys: bool, token_queries: bool = True
 ) -> LowRank:
-    """Returns a checked `LowRank` of queries ``[b or 1, q, h, r]`` and keys ``[b or 1, k, h, r]``.
+    """Returns a `LowRank` term after checking its factors.
 
-    The keys may have fewer heads, whose number divides that of the queries.
+    Args:
+      queries: ``[b or 1, q, h, r]``.
+      keys: ``[b or 1, k, h, r]``. The number of heads may be smaller, if it divides that of the
+        queries.
+      token_keys: whether tokens made the keys. Otherwise they are parameters.
+      token_queries: whether tokens made the queries. Otherwise they are parameters.
 
     Raises:
-      ValueError: for other shapes, or parameters with a batch axis longer than one.
+      ValueError: if shapes do not agree, or if parameters have a batch axis longer than 1.
     """
     _check_rank("low_rank: queries", queries, "[batch or 1, q, heads, r]", rank=4)
     _check_rank("low_rank: keys", keys, "[batch or 1, k, heads, r]", rank=4)
@@ -397,13 +497,16 @@ def low_rank(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outer(Term):
-    """An outer product per query, ``logits[b, h, q, p·B + r] = a[b, q, h, p] b[b, q, h, r]``.
+    """Logits that are an outer product of two short vectors for each query.
 
-    Factorized Dense Synthesizer.
+    The formula is ``logits[b, h, q, p·B + r] = a[b, q, h, p] · b[b, q, h, r]``. The Factorized
+    Dense Synthesizer uses it. It predicts A + B numbers for each query, and not one number for each
+    of the A · B keys.
 
     Attributes:
-      a: ``[b, q, h, A]``, one number for every B neighboring keys.
-      b: ``[b, q, h, B]``, repeated A times; ``A · B >= k``.
+      a: ``[b, q, h, A]``. Each number is used for B neighboring keys.
+      b: ``[b, q, h, B]``. The numbers are repeated A times. ``A · B`` must be at least the number
+        of keys.
     """
 
     a: Annotated[jax.Array, "b", "q", "h", None]
@@ -423,12 +526,20 @@ class Outer(Term):
 
     def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
         a, b = (x.astype(logits_dtype(x)) for x in (self.a, self.b))
-        product = (a[..., :, None] * b[..., None, :]).reshape(*a.shape[:3], -1)
+        product = (a[..., :, None] * b[..., None, :]).reshape(*a.shape[:3], -1)  # [b, q, h, A·B]
         return product[..., :k_length].transpose(0, 2, 1, 3)
 
 
 def outer(a: jax.Array, b: jax.Array) -> Outer:
-    """Returns a checked `Outer` of ``a [b, q, h, A]`` and ``b [b, q, h, B]``."""
+    """Returns an `Outer` term after checking its factors.
+
+    Args:
+      a: ``[b, q, h, A]``.
+      b: ``[b, q, h, B]``.
+
+    Raises:
+      ValueError: if an array does not have four axes, or if the first three axes are not equal.
+    """
     _check_rank("outer: a", a, "[batch, q, heads, A]", rank=4)
     _check_rank("outer: b", b, "[batch, q, heads, B]", rank=4)
     if a.shape[:3] != b.shape[:3]:
@@ -439,10 +550,13 @@ def outer(a: jax.Array, b: jax.Array) -> Outer:
 
 
 class _NoLogits(Term):
-    """A term that talking heads cannot exchange, nor a mixture multiply."""
+    """A term that does not consist of logits only.
+
+    Talking heads cannot exchange its heads, and a mixture cannot multiply it.
+    """
 
     def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
-        """Raises a `ValueError`."""
+        """Raises a `ValueError`, because there are no logits."""
         raise ValueError(
             f"{type(self).__name__} is not made of logits alone, which is asked for here (talking heads "
             "exchange logits); use GaussianBias, or plain Attention"
@@ -452,18 +566,20 @@ class _NoLogits(Term):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Banded(_NoLogits):
-    """Attention *weights*, not logits, of a window of keys around every query; no softmax.
+    """Attention *weights* for a window of keys around every query, of which no softmax is computed.
 
-    Hard-coded Gaussian attention, lightweight and dynamic convolution. It stands alone: weights do
-    not add to logits.
+    Hard-coded Gaussian attention, lightweight convolutions and dynamic convolutions use it. It
+    cannot be added to other terms, because weights do not add up with logits.
 
     Attributes:
-      weights: ``[b or 1, q or 1, h, w]``.
-      first: ``key - query`` of the first tap.
-      starts: ``[q]`` the key of each query's first tap, in place of `first`: hard-coded
-        cross-attention, whose center moves at another rate than the query.
-      normalize: divide by the sum over the keys that are seen; otherwise what lies outside of the
-        row or is masked just does not count.
+      weights: ``[b or 1, q or 1, h, w]``. The weights of a window are also called taps.
+      first: the distance ``key - query`` of the first tap.
+      starts: ``[q]``, the key of each query's first tap. If given, it replaces `first`. Hard-coded
+        cross-attention needs it, because the center of its window moves at another rate than the
+        query.
+      normalize: whether to divide by the sum of the weights of those keys that the query sees. If
+        it is False, keys outside of the row and masked keys are left out, and the other weights
+        stay as they are.
     """
 
     weights: Annotated[jax.Array, "b", "q", "h", None]
@@ -478,7 +594,8 @@ class Banded(_NoLogits):
         return (self.weights.shape[1] if self.weights.shape[1] != 1 else None), None
 
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
-        # In self-attention a fixed distance is the same in the row.
+        # In self-attention, a distance in the row equals the distance in the segment. A window that
+        # is given by its start, or that moves over other tokens, needs positions in the segment.
         moves = self.starts is not None or not mask.self_attention
         return moves, moves
 
@@ -486,7 +603,17 @@ class Banded(_NoLogits):
 def banded(
     weights: jax.Array, *, first: int = 0, starts: jax.Array | None = None, normalize: bool = False
 ) -> Banded:
-    """Returns a checked `Banded` of weights ``[b or 1, q or 1, h, w]``; see there for the others."""
+    """Returns a `Banded` term after checking its arrays.
+
+    Args:
+      weights: ``[b or 1, q or 1, h, w]``.
+      first: the distance ``key - query`` of the first tap.
+      starts: ``[q]``, the key of each query's first tap, in place of `first`.
+      normalize: whether to divide by the sum of the weights of the keys that a query sees.
+
+    Raises:
+      ValueError: if an array does not have the right number of axes.
+    """
     _check_rank("banded: weights", weights, "[batch or 1, q or 1, heads, window]", rank=4)
     if starts is not None:
         _check_rank("banded: starts", starts, "[q]", rank=1)
@@ -496,17 +623,20 @@ def banded(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Split(_NoLogits):
-    """Heads divided among sums of terms, in their order: some Gaussian, some learned.
+    """Heads that are divided into groups, each with its own sum of terms.
+
+    For example, some heads may use a Gaussian and others a dot product. The groups follow each
+    other in the order of the heads.
 
     Attributes:
-      groups: the terms of every group of heads.
+      groups: the terms of each group.
     """
 
     groups: tuple[tuple[Any, ...], ...]
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """The number of heads of every group."""
+        """The number of heads of each group."""
         return tuple(terms[0].num_heads for terms in self.groups)
 
     @property
@@ -524,19 +654,20 @@ class Split(_NoLogits):
         return q, next((k for _, k in lengths if k is not None), None)
 
     def slices(self) -> Iterator[tuple[Terms, int, int]]:
-        """Yields the terms, the first head and the number of heads of every group."""
+        """Yields for each group its terms, its first head and its number of heads."""
         starts = itertools.accumulate(self.heads, initial=0)
         yield from zip(self.groups, starts, self.heads, strict=False)
 
 
 def add(*terms: Term) -> Terms:
-    """Returns the sum of terms: all `Static` become one, all `Relative` one.
+    """Returns the sum of terms.
 
-    What is added to a `Split` goes to its groups that are logits; weights have no softmax to go
-    into.
+    All `Static` terms become one, and all `Relative` terms become one. Terms that are added to a
+    `Split` are added to each of its groups that has logits. Groups of weights stay as they are,
+    because weights are not the input of a softmax.
 
     Raises:
-      ValueError: for weights (`Banded`) beside other terms, or two `Split`.
+      ValueError: if a `Banded` term is added to others, or if there are two `Split` terms.
     """
     split = next((term for term in terms if isinstance(term, Split)), None)
     if split is not None and len(terms) > 1:
@@ -559,7 +690,7 @@ def add(*terms: Term) -> Terms:
 
 
 def _add_relative(x: Relative, y: Relative) -> Relative:
-    """Returns the sum over the distances that both terms cover."""
+    """Returns the sum of two `Relative` terms, over the distances that both cover."""
     first = max(x.first, y.first)
     end = min(t.first + t.logits.shape[1] for t in (x, y))
     x_logits, y_logits = (t.logits[:, first - t.first : end - t.first] for t in (x, y))
@@ -567,12 +698,14 @@ def _add_relative(x: Relative, y: Relative) -> Relative:
 
 
 def _add_to_split(split: Split, others: Terms) -> Split:
+    """Adds terms to those groups of a `Split` that have logits."""
     if any(stands_alone(term) for term in others):
         raise ValueError("Split adds up with logits only; put everything into one PerHead")
     groups = []
     for terms, start, count in split.slices():
 
         def cut(a: TermArray, start: int = start, end: int = start + count) -> jax.Array:
+            """Returns the part of an array that belongs to the heads of the group."""
             if "h" not in a.axes:
                 return a.x
             return jax.lax.slice_in_dim(a.x, start, end, axis=a.axes.index("h"))
@@ -582,27 +715,27 @@ def _add_to_split(split: Split, others: Terms) -> Split:
 
 
 def uses_segment_positions(terms: Terms, mask: Mask) -> bool:
-    """Whether packed rows look up a term by position in the segment."""
+    """Returns whether packed rows look up any of the terms by the position in the segment."""
     return mask.query_segments is not None and any(any(term.has_absolute_positions(mask)) for term in terms)
 
 
 def stands_alone(term: Term) -> bool:
-    """Whether a term cannot be added to others."""
+    """Returns whether a term cannot be added to others."""
     return term.is_weights or isinstance(term, Split)
 
 
 def scale(terms: Terms, factor: jax.Array) -> Terms:
     """Returns the terms with their logits multiplied by a factor per head.
 
-    The product is formed in float32 and rounded once, so that in bfloat16 the gradient of a mixture's
-    weights stays good to a few parts in a thousand.
+    The product is computed in float32 and rounded once. In bfloat16, the gradient of the weights of
+    a mixture then has a relative error of only a few parts in a thousand.
 
     Args:
-      terms: any terms.
+      terms: terms that are linear in one of their arrays.
       factor: ``[h]`` or a scalar.
 
     Raises:
-      ValueError: a term is not linear in one of its arrays.
+      ValueError: if a term is not linear in one of its arrays.
     """
     for term in terms:
         if term.linear is None:
@@ -615,6 +748,7 @@ def scale(terms: Terms, factor: jax.Array) -> Terms:
     def times(a: TermArray) -> jax.Array:
         if a.name != a.term.linear:
             return a.x
+        # [h] becomes [h, 1, 1] or [1, 1, h, 1], by the axes of the array.
         shaped = jnp.reshape(factor, tuple(-1 if axis == "h" else 1 for axis in a.axes))
         return (a.x.astype(logits_dtype(a.x)) * shaped).astype(a.x.dtype)
 
@@ -625,16 +759,17 @@ def scale(terms: Terms, factor: jax.Array) -> Terms:
 def materialize(
     terms: Terms, *, q_length: int, k_length: int, query_offset: int | jax.Array = 0
 ) -> jax.Array:
-    """Returns the logits as one array.
+    """Returns the sum of the terms as one array of logits.
 
     Args:
       terms: at least one term.
-      q_length: number of queries.
-      k_length: number of keys.
-      query_offset: position of the first query, counted from the first key; `Relative` needs it.
+      q_length: the number of queries.
+      k_length: the number of keys.
+      query_offset: the position of the first query, where the first key is at position 0.
+        `Relative` terms depend on it.
 
     Returns:
-      ``[b or 1, h, q, k]``, float32 or wider.
+      The logits ``[b or 1, h, q, k]``, in float32 or wider.
     """
     parts = [
         term.materialize(q_length=q_length, k_length=k_length, query_offset=query_offset) for term in terms
@@ -643,6 +778,6 @@ def materialize(
 
 
 def _check_rank(name: str, x: jax.Array, shape: str, *, rank: int) -> None:
-    """Raises a `ValueError` if an array has another rank than its described shape."""
+    """Raises a `ValueError` if an array does not have `rank` axes; `shape` describes them."""
     if x.ndim != rank:
         raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
