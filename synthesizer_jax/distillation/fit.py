@@ -405,15 +405,18 @@ def _add_prior(statistics: Statistics, *, visible: np.ndarray, causal: bool) -> 
     distance = np.arange(n)[None, :] - np.arange(n)[:, None] + n - 1
     # ``[2 n − 1]``, how often each distance occurs.
     seen = sums_by_distance(times_seen(queries))
+    # ``[heads, 2 n − 1]``, the mean weight at each distance.
     by_distance = np.stack(list(map(sums_by_distance, mass))) / np.maximum(seen, 1e-30)
     where = np.flatnonzero(seen > 0)
     nearest = where[np.abs(np.arange(2 * n - 1)[:, None] - where).argmin(1)]
+    # ``[heads, n, n]``
     prior = np.maximum(by_distance[:, nearest], 1e-6)[:, distance]
     last = np.arange(1, n + 1) if causal else np.full(n, n)
     prior = prior * visible
     # ``[heads]``, the mean weight of all keys together. The rest is the sink's.
     of_keys = mass.sum((1, 2)) / np.maximum(queries.sum(), 1e-30)
     prior = PRIOR * of_keys[:, None, None] * prior / prior.sum(-1, keepdims=True)
+    # An added query of a decoder sees the keys up to itself, and one of an encoder sees all keys.
     added = queries + PRIOR * (np.arange(n + 1) == last[:, None])
     return Statistics(
         jnp.asarray(mass + prior, jnp.float32), jnp.zeros(heads), jnp.asarray(added, jnp.float32)

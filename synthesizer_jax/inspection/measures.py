@@ -84,9 +84,11 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> 
     pairs = (real[..., None] & (jnp.arange(keys) < seen[..., None]))[:, None]
     several = pairs & (seen > 1)[:, None, :, None]
     weights = jnp.where(pairs, weights, 0.0)
+    # ``[b, heads, q, k]``, the distribution of each query over keys.
     p = jnp.abs(weights)
     p = p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30)
     entropy = -jax.scipy.special.xlogy(p, p).sum(-1)
+    # Sums ``[b, heads, q]`` over the counted queries ``[b, q]``, which gives ``[heads]``.
     of_queries = lambda x, counted: jnp.where(counted[:, None], x, 0.0).sum((0, 2))
     log = jnp.log10(jnp.maximum(jnp.abs(weights), 1e-30))
     bins = jnp.clip((PER_DECADE * (log - LOWEST)).astype(jnp.int32), 0, len(EDGES) - 2)
@@ -150,6 +152,7 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     number = np.arange(queries.shape[1])
     counts, seen = queries.sum(), queries.sum(0) * number
     pairs = max(seen[2:].sum(), 1)
+    # ``[q, k]``, the sums of the weights if all weights of a query were equal.
     equal = times_seen(queries / np.maximum(number, 1))
     distance = np.arange(mass.shape[2]) - np.arange(mass.shape[1])[:, None]
     near = np.abs(distance) <= NEAR

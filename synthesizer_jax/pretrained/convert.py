@@ -74,6 +74,7 @@ def convert_checkpoint(
             # `model` is derived from the checkpoint's model. Give it the dtype that the experiment
             # has.
             experiment = replace(experiment, model=replace(model, dtype=experiment.model.dtype))
+            # The new parameters are arrays, and `save_streamed` takes only `Unread`.
             params = jax.tree.map(lambda x: x if isinstance(x, Unread) else Unread.of(x), params)
         save_run(experiment, staging)
         add_event(staging, "converted", step=0, text=pretrained.origin)

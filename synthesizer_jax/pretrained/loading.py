@@ -65,7 +65,7 @@ def load(
         ``black-forest-labs/FLUX.1-dev/text_encoder_2``.
       revision: a branch, tag or commit of a model on the hub. `None` is the main branch.
       subfolder: the folder of the model inside `path`, such as ``"text_encoder_2"``.
-      variant: which files to read if a folder has the weights several times. For example,
+      variant: which files to read if a folder has several versions of the weights. For example,
         ``"fp16"`` reads ``model.fp16.safetensors``. `None` reads ``model.safetensors``.
       mesh: a mesh from `sharding.make_mesh` or `jax.make_mesh`. The variables are sharded over it,
         one parameter at a time. The axes ``fsdp`` and ``tensor`` shard parameters, and ``data`` and

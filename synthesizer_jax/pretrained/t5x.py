@@ -232,6 +232,8 @@ def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     if path[1] == "final_norm":
         return f"{path[0]}/{path[0]}_norm/scale", SAME
     if path[-1] == "rel_embedding":
+        # A shared bias is in ``encoder/relpos_bias``, and a bias per layer in
+        # ``encoder/layers_0/relpos_bias``.
         per_layer = path[1] != "relpos_bias"
         return "/".join((*path[: 1 + per_layer], "relpos_bias", "rel_embedding")), SAME
     # T5X has no levels for the alignment and for the parts of a mixture.
@@ -242,12 +244,14 @@ def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
 def _looped(tensors: Tensors, path: pathlib.Path) -> dict[str, Tensor]:
     """Returns the tensors under the names and shapes of T5X's minimal T5.
 
-    There, layers are looped, and kernels have no axis of heads. Scanned layers are split, and axes
-    of heads are merged.
+    The minimal T5 has looped layers, and its kernels have no axis of heads. Scanned layers are
+    split, and axes of heads are merged.
     """
     looped = {}
     for name, x in tensors.items():
         stack, *rest = name.split("/")
+        # Scanned layers are in ``encoder/encoder`` or ``encoder/layers``, and looped ones in
+        # ``encoder/layers_0``.
         if len(rest) < 2 or rest[0] not in (stack, "layers"):
             looped[name] = x
             continue
@@ -256,6 +260,7 @@ def _looped(tensors: Tensors, path: pathlib.Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} has {count} layers in {name}; copy or download it again")
         for i in range(count):
             looped["/".join([stack, f"layers_{i}", *rest[1:]])] = _layer(x, i)
+    # Some checkpoints have another name for the relative bias.
     names = {name: name.replace("/relative_posemb/", "/relpos_bias/") for name in looped}
     return {names[name]: _without_heads(name, x) for name, x in looped.items()}
 

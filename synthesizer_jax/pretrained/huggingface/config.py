@@ -194,11 +194,13 @@ def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool)
         if family == "t5":
             given = config.scale_decoder_outputs
             scaled = flag if given is None else given
+    # The default of ``feed_forward_proj``.
     plain = "relu" if family == "t5" else "gated-gelu"
     classes = config.architectures if isinstance(config.architectures, list) else []
     for name in map(str, classes):
         if name.endswith(("Classification", "Answering")):
             raise ValueError(f"a {name} is not read")
+    # A class such as UMT5EncoderModel means that the folder holds only an encoder.
     encoder_only = encoder_only or [str(c)[-12:] for c in classes] == ["EncoderModel"]
     return Architecture(
         **{ours: getattr(config, theirs) for ours, theirs in FIELDS.items()},

@@ -118,6 +118,7 @@ def locate(
         raise FileNotFoundError(problem)
     model = name["model"]
     inside = pathlib.PurePosixPath(name["folder"] or "", subfolder or "")
+    # The folder of the model and the folder of its tokenizer, which are often the same.
     needed = dict.fromkeys((inside, tokenizer_folder(inside)))
     included = "".join(f' "{folder}/*"' for folder in needed if str(folder) != ".")
     command = (
@@ -140,6 +141,7 @@ def locate(
         raise FileNotFoundError(
             f"{problem}; {command}, which gave none now ({one_line_error(error)})"
         ) from error
+    # The cache has a folder for each commit, which is called by its hash.
     commit = pathlib.Path(found)
     folder, origin = commit / inside, f"{model}@{commit.name}"
     if not any(folder.glob("*.safetensors")):

@@ -68,10 +68,13 @@ def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     if part == "final_norm":
         return f"{stack}.final_layer_norm.weight", SAME
     if part == "relpos_bias":
+        # In transformers, the first layer holds the bias of its stack.
         name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         return name, TRANSPOSED
+    # Skip the levels of the alignment and of the parts of a mixture, which transformers lacks.
     leaf = next(key for key in rest[1:] if key != "align" and not key.startswith("part_"))
     name = _LEAVES.get(leaf, f".{leaf}")
     layout = {"out": HEADS_OF_OUTPUTS, "scale": SAME}.get(leaf, TRANSPOSED)
     number = part.removeprefix("layers_")
+    # For example, ``encoder.block.0.layer.0.SelfAttention.q.weight``.
     return f"{stack}.block.{number}.{_SUBLAYERS[stack, rest[0]]}{name}.weight", layout

@@ -199,6 +199,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
     updated, known = dict[tuple[str, ...], Unread](), set[str]()
     for c in correspondences(base.model, name_of):
         modules = _modules_of(c, base.model)
+        # The tensors that replace the parameter, if `modules_to_save` names it.
         whole = {name: tensors[name] for module in modules for name in _whole(module) if name in tensors}
         updates = _updates(modules[0])
         known.update(whole, updates)

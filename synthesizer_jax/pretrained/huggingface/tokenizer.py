@@ -316,7 +316,10 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
         raise ValueError("it is no tokenizer such as those of T5, Gemma and CodeT5")
     tokens = data.get("added_tokens") or ()
     added = _added_tokens(data)
+    # Whether a sentinel includes the space before it. In a piece, ``▁`` stands for this space.
     strips = all(t.get("lstrip", True) for t in tokens if t["content"] == "<extra_id_0>")
+    # A text can contain user-defined pieces, but never control pieces. In a BPE that falls back to
+    # bytes, only the added tokens up to this id are control pieces.
     last_control = max(special.padding, special.end, special.start, unknown)
     proto, kinds = messages.ModelProto(), messages.ModelProto.SentencePiece
     for i, (piece, score) in enumerate(_with_added(pieces, added)):
@@ -336,6 +339,7 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
     spec = proto.trainer_spec
     spec.model_type = messages.TrainerSpec.BPE if is_bpe else messages.TrainerSpec.UNIGRAM
     spec.vocab_size, spec.byte_fallback = len(proto.pieces), falls_back
+    # T5 has no BOS. A BPE gets one below.
     spec.pad_id, spec.eos_id, spec.unk_id, spec.bos_id = special.padding, special.end, unknown, -1
     spec.unk_piece = pieces[unknown][0]
     spec.pad_piece, spec.eos_piece = pieces[special.padding][0], pieces[special.end][0]
@@ -344,9 +348,12 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
         spec.input.append(json.dumps(data))
     if is_bpe:
         spec.bos_id, spec.bos_piece = start, pieces[start][0]
+        # BPE tokenizers neither put a space before a text nor remove spaces. In a byte-level BPE,
+        # spaces are replaced together with all other bytes.
         proto.normalizer_spec.add_dummy_prefix = False
         proto.normalizer_spec.remove_extra_whitespaces = False
         proto.normalizer_spec.escape_whitespaces = not is_byte_level
+    # The table that normalizes characters, if the tokenizer has one.
     tables = (step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled")
     charsmap = base64.b64decode(next(tables, ""), validate=True)
     table = "nmt_nfkc" if charsmap else "identity"
