@@ -336,9 +336,9 @@ def read_newest(
 
 
 def _is_damage(error: Exception) -> bool:
-    """Returns whether damaged files may have caused an error.
+    """Returns whether an error may have been caused by damaged files.
 
-    Other causes are the storage, a lack of memory, or the configuration.
+    Errors of the storage, a lack of memory and errors of the configuration are no such errors.
     """
     if isinstance(error, OSError):
         return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)

@@ -144,8 +144,7 @@ def import_package(name: str) -> ModuleType:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Only a missing package of this name is a user's mistake here, not a package that it
-        # imports.
+        # An error about a different package, which this one imports, is raised unchanged.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
@@ -226,8 +225,8 @@ def recorded_code(directory: pathlib.Path) -> Code:
     with describing(path):
         names = json.loads(path.read_text(encoding="utf-8"))
         packages, files = names["packages"], names["files"]
-        # The record may come from someone else: names with folders could point outside of the
-        # directory.
+        # The record may come from someone else. A name with folders could point to a file outside
+        # of the run directory, so only plain names are accepted.
         plain = [pathlib.PurePath(name).name == name != "" for name in files]
         if not all(plain) or not all(map(_is_module_name, packages)):
             raise ValueError("names of packages and files are expected")

@@ -36,8 +36,7 @@ def load_model(directory: pathlib.Path) -> SavedModel:
     """
     record = read_experiment(directory)
     with describing(directory / EXPERIMENT_FILE, REMEDY):
-        # Only these two fields are rebuilt, so the classes of optimizers and tasks need not be
-        # imported.
+        # Only these two fields are rebuilt, so the modules of training need not be imported.
         model, vocabulary = (from_json(record[name], name) for name in SavedModel._fields)
         for value, kind in ((model, TokenModel), (vocabulary, Vocabulary)):
             if not isinstance(value, kind):

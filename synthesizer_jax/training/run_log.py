@@ -173,9 +173,9 @@ class RunLog:
                 self._tell(lambda writer: writer.write(step, values, kind=kind))
 
     def _tell(self, call: Callable[[Writer], None]) -> None:
-        """Calls all writers to services. A writer that raises any error is removed.
+        """Calls a function on all writers to services.
 
-        A problem with a service must not stop the training.
+        A writer that raises an error is removed and reported, and training goes on without it.
         """
         for name, writer in list(self._writers.items()):
             try:

@@ -123,7 +123,8 @@ def loss_sums(
         label_smoothing=label_smoothing,
         soft_cap=model.logits_soft_cap,
     )
-    # `states` is [b, q, d_model], or [b, 1, classes] if there is no kernel and it is the logits.
+    # Without a kernel, `states` already are the logits [b, 1, classes]. Otherwise they are
+    # [b, q, d_model], or [b, k, d_model + 1] for masked tokens.
     if kernel is None or targets.size * kernel.shape[1] <= DENSE_LOGITS:
         logits = states
         if kernel is not None:
@@ -215,7 +216,7 @@ def make_train_step(
 
       - ``loss``: nats per real target, without z-loss.
       - ``z_loss``: z-loss per real target.
-      - ``accuracy``: the fraction of real targets that are predicted.
+      - ``accuracy``: the fraction of real targets that are predicted correctly.
       - ``tokens``: number of real input and target tokens.
       - ``gradient_norm``: the norm of the gradient of the trained parameters.
       - ``learning_rate``: the learning rate of the step, if it is known.
@@ -321,8 +322,8 @@ def _data_checksum(batch: Batch) -> jax.Array:
     for name in ("encoder_input_tokens", "decoder_target_tokens"):
         ids = batch[name].astype(jnp.uint32)
         position = jnp.arange(ids.size, dtype=jnp.uint32).reshape(ids.shape)
-        # 2654435761 is Knuth's multiplicative hash. The factor of an id is always odd, because a
-        # product with an odd number modulo 2³² loses no bit of the id.
+        # 2654435761 is the multiplier of Knuth's multiplicative hash. The factor of an id is made
+        # odd, because a product with an odd number modulo 2³² loses no bit of the id.
         total = total * 31 + (ids * (position * jnp.uint32(2654435761) * 2 + 1)).sum(dtype=jnp.uint32)
     return total
 
@@ -330,7 +331,7 @@ def _data_checksum(batch: Batch) -> jax.Array:
 def _split_micro_batches(x: jax.Array, parts: int) -> jax.Array:
     """Reshapes ``[batch, ...]`` to ``[parts, batch / parts, ...]``.
 
-    Each part takes every `parts`-th row. The batch is sharded by rows, so each part has rows of
-    every device and no rows must be moved.
+    Each part takes every `parts`-th row. Every device holds consecutive rows of the batch, so each
+    part has rows of every device.
     """
     return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)

@@ -218,7 +218,7 @@ class Trainer:
             self._has_base = True
 
     def averaged_variables(self, state: TrainState) -> Variables:
-        """Returns the model's variables for evaluation and later use.
+        """Returns the variables of the whole model for evaluation and later use.
 
         They contain the moving average of the parameters if the run has one. Adapters are merged
         into their base.
@@ -283,9 +283,10 @@ class Trainer:
         return jax.jit(make, donate_argnums=0, out_shardings=self.layout.shardings)(variables)
 
     def _fresh_adapters(self) -> Variables:
-        """Returns new low-rank updates, and copies of the variables that the run trains whole.
+        """Returns the first variables of a run with adapters.
 
-        The copies are those of the base.
+        These are new low-rank updates, and copies of the base's variables that the run trains
+        whole.
         """
         variables = traverse_util.flatten_dict(self.layout.abstract.variables)
         updates = {keys: x.sharding for keys, x in variables.items() if is_update(keys)}
@@ -344,7 +345,7 @@ class Trainer:
 
         Args:
           number: the number of this process.
-          after: an array that a step makes. The numbers are compared when it is computed.
+          after: an array that a step makes. The numbers are compared after it is computed.
         """
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         repeated = np.full(self.mesh.size, number, np.int32)
