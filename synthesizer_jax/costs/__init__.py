@@ -1,1 +1,1 @@
-"""What a model costs: parameters, FLOPs, bytes, chips."""
+"""The costs of a model: parameters, FLOPs and bytes, and the chips that provide them."""

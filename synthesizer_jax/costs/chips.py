@@ -20,19 +20,21 @@ SQUARE = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 """Shapes of the slices of v5e and v6e, from the documentation of these chips."""
 
 SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+"""Shapes of the slices that are smaller than a cube, for chips with three-dimensional links."""
 
 HOST = 8
-"""GPUs of a whole host."""
+"""The number of GPUs in a whole host."""
 
 HOSTS = ((1,), (2,), (4,), *((HOST * n,) for n in range(1, 2049)))
-"""Numbers of GPUs: those of a part of a host, and of whole hosts."""
+"""Possible numbers of GPUs, which are a part of one host or all GPUs of one or more hosts."""
 
 
 def _cubic_slices(largest: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of slices of at most so many chips with three-dimensional links.
+    """Returns the shapes of all slices with three-dimensional links and at most `largest` chips.
 
-    These are `SMALL` and those of whole cubes of 4 × 4 × 4 chips, whose sizes are multiples of four in
-    ascending order ("TPU types and topologies", https://cloud.google.com/tpu/docs/types-topologies).
+    They are the shapes in `SMALL`, and the shapes that consist of whole cubes of 4 × 4 × 4 chips.
+    The sizes of the latter are multiples of four in ascending order ("TPU types and topologies",
+    https://cloud.google.com/tpu/docs/types-topologies).
     """
     cubes = itertools.combinations_with_replacement(range(1, largest // 64 + 1), 3)
     return *SMALL, *((4 * a, 4 * b, 4 * c) for a, b, c in cubes if 64 * a * b * c <= largest)
@@ -43,19 +45,21 @@ class Chip:
     """A generation of TPU chips, or a GPU.
 
     Attributes:
-      name: name of the generation, as in ``v5p:4x4x8``, or of the GPU, as in ``h100:8``.
+      name: the name of the generation, as in ``v5p:4x4x8``, or of the GPU, as in ``h100:8``.
       flops: peak FLOP/s of bfloat16 products.
       memory: bytes of high-bandwidth memory.
       bandwidth: bytes/s between that memory and the cores.
-      kinds: the chip's ``device_kind`` in JAX; some versions use the second name. Of a GPU,
-        its beginning.
-      shapes: number of chips along every dimension, for all available slices.
-      devices: number of JAX devices per chip.
-      cores: factor of the number in an accelerator type: 2 if it counts TensorCores, 1 if chips.
-      config: what ahead-of-time compilation needs to know: libtpu's name of the chip configuration, where
-        None is its default; of a GPU, fields of XLA's ``GpuDeviceInfoProto``.
-      tf32: peak FLOP/s of float32 products at JAX's default precision, which GPUs compute in TF32; None:
-        TPUs compute them in bfloat16.
+      kinds: names of the chip in JAX (``device_kind``). Some versions of JAX use the second name.
+        For a GPU, this is the beginning of the name.
+      shapes: the shapes of all available slices, as numbers of chips along each dimension.
+      devices: the number of JAX devices per chip.
+      cores: how much one chip adds to the number in an accelerator type. It is 2 if the number
+        counts TensorCores, and 1 if it counts chips.
+      config: what ahead-of-time compilation must know about the chip. For a TPU, this is libtpu's
+        name of the chip configuration, and `None` is libtpu's default. For a GPU, it contains
+        fields of XLA's ``GpuDeviceInfoProto``.
+      tf32: peak FLOP/s of float32 products at JAX's default precision, for which GPUs use TF32. It
+        is `None` for TPUs, which use bfloat16.
     """
 
     name: str
@@ -76,18 +80,18 @@ class Chip:
 
     @property
     def type(self) -> str:
-        """The part of an accelerator type such as ``v5litepod-16`` before the hyphen."""
+        """The part before the hyphen in an accelerator type such as ``v5litepod-16``."""
         return "v5litepod" if self.name == "v5e" else self.name
 
     @property
     def source(self) -> str:
-        """Documentation of the numbers and of the shapes."""
+        """The address of the documentation that gives these numbers and shapes."""
         if self.is_gpu:
             return "https://www.nvidia.com/en-us/data-center/"
         return f"https://docs.cloud.google.com/tpu/docs/{self.name}"
 
     def peak(self, dtype: str) -> float:
-        """Returns the peak FLOP/s of products at JAX's default precision."""
+        """Returns the peak FLOP/s of matrix products in a dtype at JAX's default precision."""
         return self.tf32 if self.tf32 is not None and dtype == "float32" else self.flops
 
 
@@ -109,6 +113,7 @@ TPUS = {chip.name: chip for chip in _TPUS}
 
 
 def _gpu(name: str, flops: float, tf32: float, memory: int, bandwidth: float, config: str) -> Chip:
+    """Returns a GPU; `memory` is in GiB."""
     kinds = (f"NVIDIA {name.upper()}",)
     return Chip(name, flops, memory * GIB, bandwidth, kinds, HOSTS, cores=1, config=config, tf32=tf32)
 
@@ -132,8 +137,8 @@ _BLACKWELL = """
   device_interconnect_info { active_links: 18 }
 """
 
-# Data sheets of NVIDIA, of the GPUs with NVLink between all of a host (SXM); those that include structured
-# sparsity give twice these rates.
+# From data sheets of NVIDIA, for GPUs with NVLink between all GPUs of a host (SXM). Some data
+# sheets give rates with structured sparsity, which are twice as high as these.
 _GPUS = (
     _gpu("a100", 312e12, 156e12, 80, 2039e9, _AMPERE),
     _gpu("h100", 989.5e12, 494.5e12, 80, 3350e9, _HOPPER),
@@ -145,7 +150,13 @@ CHIPS = TPUS | {chip.name: chip for chip in _GPUS}
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Equal slices of chips; the shape is the number of chips along each dimension of a slice."""
+    """One or more equal slices of chips.
+
+    Attributes:
+      chip: the chip.
+      shape: the number of chips along each dimension of a slice.
+      slices: the number of slices.
+    """
 
     chip: Chip
     shape: tuple[int, ...]
@@ -153,51 +164,55 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """Name of one slice, such as ``v5p:4x4x8``."""
+        """The name of one slice, such as ``v5p:4x4x8``."""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property
     def type(self) -> str:
-        """Accelerator type of one slice in Google Cloud, such as ``v5p-256``."""
+        """The accelerator type of one slice in Google Cloud, such as ``v5p-256``."""
         return f"{self.chip.type}-{math.prod(self.shape) * self.chip.cores}"
 
     @property
     def usual(self) -> bool:
-        """Whether this is the default shape of the accelerator type: the most cubic one of its size."""
+        """Whether the shape is the accelerator type's default, the most cubic one of its size."""
         return self.shape == _usual_shapes(self.chip)[math.prod(self.shape)]
 
     @property
     def chips(self) -> int:
-        """Number of chips of all slices."""
+        """The number of chips in all slices together."""
         return math.prod(self.shape) * self.slices
 
     @property
     def devices(self) -> int:
-        """Number of JAX devices of all slices."""
+        """The number of JAX devices in all slices together."""
         return self.chips * self.chip.devices
 
 
 @functools.cache
 def _usual_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
-    """Returns the default shape of an accelerator type, the most cubic one, by number of chips."""
+    """Returns the default shape for each number of chips, which is the most cubic one."""
+    # The most cubic shape has the smallest surface. The dictionary keeps the last one of each size.
     surface = lambda shape: sum(a * b for a, b in itertools.combinations(shape, 2))
     shapes = sorted(chip.shapes, key=surface, reverse=True)
     return dict(sorted((math.prod(shape), shape) for shape in shapes))
 
 
 def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CHIPS) -> Topology:
-    """Returns the topology of a name such as ``v5p:4x4x8``, or of an accelerator type such as ``v5p-256``.
+    """Returns the topology that a text names.
 
-    The number in an accelerator type is the number of TensorCores, two per chip, for v2, v3, v4, v5p and
-    tpu7x, and the number of chips for v5e (``v5litepod-16``) and v6e. GPUs are ``h100:8`` or ``h100-8``.
+    The text is the name of a slice, such as ``v5p:4x4x8``, or an accelerator type, such as
+    ``v5p-256``. In an accelerator type, the number counts TensorCores for v2, v3, v4, v5p and
+    tpu7x, which have two per chip. It counts chips for v5e (``v5litepod-16``) and v6e. GPUs are
+    written ``h100:8`` or ``h100-8``.
 
     Args:
       text: the name or type.
-      slices: number of slices; all GPUs are one.
+      slices: the number of slices. It must be 1 for GPUs, because all GPUs form one slice.
       chips: the chips to choose from, by name.
 
     Raises:
-      ValueError: there is no such chip or slice; the message names slices of similar size.
+      ValueError: there is no such chip or slice. If only the size is wrong, the message names
+        slices of similar size.
     """
     if slices < 1:
         raise ValueError(f"{slices} slices; give 1 or more")
@@ -229,7 +244,8 @@ def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CH
     return Topology(chip, shape, slices)
 
 
-# Data sheets of NVIDIA. The first of these and of `CHIPS` that a kind begins with counts.
+# From data sheets of NVIDIA. The first entry that matches the beginning of a device kind is used,
+# and `CHIPS` is only searched if none does. "NVIDIA H200 NVL" must be found before "NVIDIA H200".
 GPUS: dict[str, tuple[float | None, float, float]] = {
     "NVIDIA GB200": (2500e12, 2500e12, 1250e12),
     "NVIDIA GH200": (989.5e12, 989.5e12, 494.5e12),
@@ -241,15 +257,27 @@ GPUS: dict[str, tuple[float | None, float, float]] = {
     "Tesla V100-PCIE": (None, 112e12, 14e12),
     "Tesla V100": (None, 125e12, 15.7e12),
 }
-"""Peak FLOP/s of products of other GPUs in bfloat16 (None: not supported), float16, and float32 at JAX's
-default precision, by the beginning of the ``device_kind``."""
+"""Peak FLOP/s of matrix products of GPUs that are not in `CHIPS`.
+
+The keys are regular expressions for the beginning of the ``device_kind``.
+
+The three rates are for bfloat16, float16, and float32 at JAX's default precision. `None` means that
+the GPU does not support the dtype.
+"""
 
 
 def peak_flops(kind: str, dtype: str) -> float | None:
-    """Returns the published peak FLOP/s of matrix products on one device, by its ``device_kind``.
+    """Returns the published peak FLOP/s of matrix products on one device.
 
-    The dtype is bfloat16, float16 or float32; at JAX's default precision TPUs multiply all of them as
-    bfloat16. None: the rate is unknown, as for a MIG instance of a GPU.
+    At JAX's default precision, TPUs multiply all dtypes as bfloat16.
+
+    Args:
+      kind: the ``device_kind`` of the device in JAX.
+      dtype: ``bfloat16``, ``float16`` or ``float32``.
+
+    Returns:
+      The rate, or `None` if the device does not support the dtype or its rate is unknown. For
+      example, the rate of a MIG instance of a GPU is unknown.
     """
     dtypes = ("bfloat16", "float16", "float32")
     if dtype not in dtypes:
@@ -265,15 +293,20 @@ def peak_flops(kind: str, dtype: str) -> float | None:
 
 
 TILE = (8, 128)
-"""Shape of the tiles into which a TPU's memory divides two axes of an array."""
+"""The shape of the tiles in which a TPU's memory stores two axes of an array."""
 
 
 def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
     """Returns the bytes of an array in a TPU's memory, including the padding of its tiles.
 
-    The compiler tiles the two axes with the least padding, as the argument sizes that libtpu reports show.
-    Fewer than eight rows are padded to the next power of two. A one-dimensional array is padded to whole
-    tiles, or below one tile to a power of two of its rows.
+    The compiler tiles the two axes that need the least padding. Fewer than eight rows are padded to
+    the next power of two. A one-dimensional array with more elements than one tile is padded to
+    whole tiles. A shorter one is padded to a power of two, but to at least one row of a tile. These
+    rules agree with the argument sizes that libtpu reports.
+
+    Args:
+      shape: the shape of the array.
+      itemsize: the bytes of one element.
     """
     total = math.prod(shape)
     if len(shape) < 2:
@@ -282,6 +315,7 @@ def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
         return (small if total <= whole else math.ceil(total / whole) * whole) * itemsize
 
     def padded(rows: int) -> int:
+        """Returns a number of rows with the padding of their tiles."""
         return math.ceil(rows / TILE[0]) * TILE[0] if rows > TILE[0] else _next_power_of_two(rows)
 
     filled = (
@@ -293,14 +327,18 @@ def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
 
 
 def _next_power_of_two(count: int) -> int:
+    """Returns the smallest power of two that is not below a count."""
     return 1 << max(0, count - 1).bit_length()
 
 
 def main(name: str) -> None:
-    """Describes the TPU slice of a name or type for scripts, or ends with an error.
+    """Prints a description of a TPU slice for scripts, or ends with an error.
 
-    Prints its generation, accelerator type, shape, number of chips, and ``usual`` if the shape is the
-    type's default one, else ``other``.
+    The line has five words: the generation, the accelerator type, the shape, the number of chips,
+    and ``usual`` if the shape is the default of the accelerator type, otherwise ``other``.
+
+    Args:
+      name: the name or accelerator type of the slice; see `parse_topology`.
     """
     try:
         topology = parse_topology(name, chips=TPUS)

@@ -1,4 +1,4 @@
-"""Free memory of the host."""
+"""The free memory of the host."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ MEMORY = pathlib.Path("/proc/meminfo")
 
 
 def free_memory() -> int | None:
-    """Returns the bytes of memory and swap that a program can still allocate; None if Linux does not say.
+    """Returns the bytes of memory and swap that a program can still allocate.
 
-    The page cache counts as free; limits of containers are not read.
+    The page cache counts as free. Limits of containers are not taken into account. Returns `None`
+    if the system does not report its memory as Linux does.
     """
     if not MEMORY.exists():
         return None

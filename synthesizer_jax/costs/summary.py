@@ -1,4 +1,4 @@
-"""The costs of a model, from shapes alone: parameters, floating-point operations, cache."""
+"""Computes parameters, floating-point operations and cache sizes of a model from its shapes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ class Summary:
     """The costs of a model.
 
     Attributes:
-      parameters: number of trainable parameters.
-      constants: number of saved but untrained values (Fixed Random tables).
-      tables_per_layer: number of parameters in the tables over query and key positions of the largest
-        layer; it grows with max_length².
-      positions: number of parameters in relative-bias tables and learned positions.
-      flops_per_token: floating-point operations of a forward pass (two per multiply-add) per token of
-        inputs and targets, for sequences of the lengths given to `summarize`.
-      cache_bytes_per_token: size of the decoder's cache per position and example.
+      parameters: the number of trainable parameters.
+      constants: the number of values that are saved but not trained, such as Fixed Random tables.
+      tables_per_layer: the number of parameters in tables over query and key positions, for the
+        layer that has most of them. It grows with max_length².
+      positions: the number of parameters in relative-bias tables and learned positions.
+      flops_per_token: floating-point operations of a forward pass (two per multiply-add), divided
+        by the number of tokens in inputs and targets together. The sequences have the lengths that
+        were given to `summarize`.
+      cache_bytes_per_token: bytes of the decoder's cache per position and example.
     """
 
     parameters: int
@@ -46,7 +47,10 @@ class Summary:
 def summarize(model: TokenModel, *, inputs_length: int = 512, targets_length: int = 114) -> Summary:
     """Returns the costs of an unbound model without allocating arrays.
 
-    Operations are counted for sequences of these lengths.
+    Args:
+      model: the model.
+      inputs_length: the number of input tokens for which operations are counted.
+      targets_length: the number of target tokens for which operations are counted.
     """
     model = _scan_runs(model)
     example = model.example(inputs_length, targets_length)
@@ -65,9 +69,14 @@ def summarize(model: TokenModel, *, inputs_length: int = 512, targets_length: in
 
 @functools.lru_cache(maxsize=32)
 def forward_flops(model: TokenModel, *, inputs_length: int, targets_length: int) -> int:
-    """Returns the floating-point operations of the matrix products of one example's forward pass.
+    """Returns the floating-point operations of the forward pass of one example.
 
-    A multiply-add counts as two operations. The lengths include padding; an `Encoder` has no targets.
+    Only matrix products are counted. A multiply-add counts as two operations.
+
+    Args:
+      model: the model.
+      inputs_length: the number of input tokens, including padding.
+      targets_length: the number of target tokens, including padding. An `Encoder` has no targets.
     """
     model = _scan_runs(model)
     example = model.example(inputs_length, targets_length)
@@ -76,7 +85,7 @@ def forward_flops(model: TokenModel, *, inputs_length: int, targets_length: int)
 
 
 def _scan_runs(model: TokenModel) -> TokenModel:
-    """Returns the model with scanned layers, so that each run of blocks is traced only once."""
+    """Returns the model with scanned layers, so that JAX traces each run of blocks only once."""
     plain = {n: s for n, s in stacks_of(model).items() if type(s) is Stack}
     return replace(model, **{name: replace(s, scan=True) for name, s in plain.items()})
 
@@ -87,7 +96,12 @@ def num_elements(tree: PyTree) -> int:
 
 
 def tables_per_layer(shapes: PyTree, axes: PyTree) -> int:
-    """Returns the number of elements of ``[query_length, key_length]`` tables in the largest layer."""
+    """Returns the number of elements of ``[query_length, key_length]`` tables in the largest layer.
+
+    Args:
+      shapes: the variables of a model, as arrays or `jax.ShapeDtypeStruct`.
+      axes: the names of the logical axes of each variable.
+    """
     tables: dict[str, int] = {}
     for path, leaf in jax.tree.leaves_with_path(shapes):
         names = axes
@@ -101,6 +115,7 @@ def tables_per_layer(shapes: PyTree, axes: PyTree) -> int:
 
 
 def _num_position_parameters(params: PyTree, axes: PyTree) -> int:
+    """Returns the number of parameters of relative biases and of learned positions."""
     leaves = jax.tree.leaves(params)
     names = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
     special = {"relpos_buckets", "length"}
@@ -108,7 +123,10 @@ def _num_position_parameters(params: PyTree, axes: PyTree) -> int:
 
 
 def flops(jaxpr: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> int:
-    """Returns the floating-point operations of all matrix products in a jaxpr, with loops unrolled."""
+    """Returns the floating-point operations of all matrix products in a jaxpr.
+
+    The body of a scan counts as often as it runs.
+    """
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -116,29 +134,38 @@ def flops(jaxpr: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> int:
             inner = math.prod(_shape(eqn.invars[0])[i] for i in contract)
             total += 2 * inner * math.prod(_shape(eqn.outvars[0]))
             continue
-        if eqn.primitive.name == "pallas_call":  # its jaxpr is that of one program of the grid
+        if eqn.primitive.name == "pallas_call":  # its jaxpr computes only one program of the grid
             total += eqn.params["cost_estimate"].flops
             continue
         repeats = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
         branches = [flops(sub) for sub in _sub_jaxprs(eqn.params)]
-        # The fallback of a check, or another platform's branch, does not run.
+        # A condition is a check with a fallback, or a choice by platform. Only one branch runs, and
+        # it is the one with the fewest operations.
         total += min(branches) if eqn.primitive.name == "cond" else repeats * sum(branches)
     return total
 
 
 def _shape(value: jex_core.Var | jex_core.Literal) -> tuple[int, ...]:
+    """Returns the shape of a value in a jaxpr."""
     assert isinstance(value.aval, jax.core.ShapedArray)
     return value.aval.shape
 
 
 def _sub_jaxprs(params: Mapping[str, object]) -> list[jex_core.Jaxpr | jex_core.ClosedJaxpr]:
+    """Returns the jaxprs in the parameters of an equation, such as the body of a loop."""
     values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else [p])]
     kinds = (jex_core.ClosedJaxpr, jex_core.Jaxpr)  # one class since jax 0.11
     return [v for v in values if isinstance(v, kinds)]
 
 
 def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) -> int:
-    """Returns the bytes of the self-attention caches per position and example; 0 without a decoder."""
+    """Returns the bytes of all self-attention caches of the decoder, per position and example.
+
+    Args:
+      model: the model. A model without a decoder has 0 bytes.
+      tokens: the shape and dtype of the input tokens, ``[batch, n]``.
+      length: the number of positions of the decoder.
+    """
     if not isinstance(model, TextToText):
         return 0
     total = 0
@@ -149,6 +176,7 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
         def init(variables: Variables, tokens: jax.Array, alone: TextToText = alone) -> DecodingCache:
             return apply_method(alone.init_cache, variables, tokens, max_length=length)
 
+        # All layers of a run have equal caches, so that the cache of one layer is enough.
         (layer,) = jax.eval_shape(init, shapes, tokens).layers
         arrays = [x for x in jax.tree.leaves(layer.self_attention) if x.ndim > 1]
         positions = length + (0 if layer.in_decoder else tokens.shape[1])
@@ -157,7 +185,10 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
 
 
 def _one_layer(model: Model, index: int) -> Model:
-    """Returns the model with one layer of the decoder's run `index`, and one layer of the encoder."""
+    """Returns the model with only one layer in the decoder and one in the encoder.
+
+    The decoder's layer is from its run `index`, and the encoder's layer is from its first run.
+    """
     shortened = {}
     for name, stack in stacks_of(model).items():
         run = stack.runs[index if name == "decoder" else 0]

@@ -1,4 +1,4 @@
-"""Utilization of the devices, relative to their published peak (MFU) or to a measured matrix product."""
+"""Utilization of devices, relative to their published peak (MFU) or to a measured product."""
 
 from __future__ import annotations
 
@@ -13,31 +13,40 @@ from synthesizer_jax.costs.summary import forward_flops
 from synthesizer_jax.models.token_model import TokenModel
 
 SIDE = {"cpu": 1024, "accelerator": 8192}
-"""Number of rows and columns of the matrices of the measured product."""
+"""The number of rows and columns of the matrices in the measured product."""
 
 
 def step_flops(model: TokenModel, *, batch_size: int, inputs: int, targets: int) -> float:
-    """Returns the floating-point operations of a training step: three times those of its forward pass.
+    """Returns the floating-point operations of a training step.
 
-    Rematerialization is not counted (Chowdhery et al. 2022, PaLM, appendix B). `inputs` and `targets` are
-    the numbers of tokens of a row, including padding; see `forward_flops`.
+    They are three times the operations of the forward pass, because the backward pass has twice as
+    many. Rematerialization is not counted (Chowdhery et al. 2022, PaLM, appendix B).
+
+    Args:
+      model: the model.
+      batch_size: the number of rows in a batch.
+      inputs: the number of input tokens in a row, including padding.
+      targets: the number of target tokens in a row, including padding.
     """
     forward = forward_flops(model, inputs_length=inputs, targets_length=targets)
     return 3.0 * forward * batch_size
 
 
 def utilizations(flops: float, mesh: jax.sharding.Mesh, dtype: str) -> dict[str, float]:
-    """Returns the utilization of the devices at one step per second.
+    """Returns the utilization of the devices at a speed of one step per second.
+
+    Multiply it by the steps per second to get the utilization of a run.
 
     Args:
-      flops: floating-point operations of a step on all devices.
-      mesh: the devices, all of the same kind.
-      dtype: that of the computation, such as ``bfloat16``.
+      flops: floating-point operations of a step on all devices together.
+      mesh: the devices, which must all be of the same kind.
+      dtype: the dtype of the computation, such as ``bfloat16``.
 
     Returns:
-      ``mfu``, the model FLOPs utilization relative to the published peak of the devices (`peak_flops`;
-      Chowdhery et al. 2022, PaLM, appendix B), if that is known; and ``product_utilization``, relative to
-      the rate of a large matrix product on one of them (`product_rate`).
+      A dictionary with one or two shares. ``mfu`` is the model FLOPs utilization, relative to the
+      published peak of the devices (`peak_flops`; Chowdhery et al. 2022, PaLM, appendix B). It is
+      missing if the peak is unknown. ``product_utilization`` is relative to the rate of a large
+      matrix product on one of the devices (`product_rate`).
     """
     device = mesh.devices.flat[0]
     rates = {
@@ -49,12 +58,19 @@ def utilizations(flops: float, mesh: jax.sharding.Mesh, dtype: str) -> dict[str,
 
 @functools.cache
 def product_rate(platform: str, dtype: jnp.dtype) -> float:
-    """Returns the FLOP/s of the fastest of twenty products of square matrices on one local device."""
+    """Returns the FLOP/s of a large product of square matrices, measured on one local device.
+
+    The product runs twenty times, and the fastest run counts.
+
+    Args:
+      platform: the platform of the device, such as ``cpu``.
+      dtype: the dtype of the matrices.
+    """
     n = SIDE["cpu" if platform == "cpu" else "accelerator"]
     device = jax.local_devices(backend=platform)[0]
     x = jax.device_put(jnp.ones((n, n), dtype), device)
     product = jax.jit(jnp.matmul)
-    product(x, x).block_until_ready()
+    product(x, x).block_until_ready()  # compiles the product, which must not be measured
     seconds = []
     for _ in range(20):
         began = time.perf_counter()
