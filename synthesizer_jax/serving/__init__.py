@@ -1,1 +1,1 @@
-"""Models as StableHLO programs, which run without this package."""
+"""Exports models as StableHLO programs, which run without this package."""

@@ -1,4 +1,7 @@
-"""Runs the programs beside it; ``python load.py "a text"`` prints what the model generates."""
+"""Loads and runs the exported model in the directory of this file.
+
+``python load.py "a text"`` prints the text that the model generates. From Python, use `Model`.
+"""
 
 import hashlib
 import importlib
@@ -12,12 +15,22 @@ import numpy as np
 
 
 class Model:
-    """The model in a directory, whose ``model.json`` describes its programs."""
+    """An exported model, which is a directory of programs and parameters.
+
+    Its file ``model.json`` describes the programs.
+
+    Attributes:
+      info: the contents of ``model.json``.
+      parameters: the parameters of the model by name, on the default device.
+      programs: the programs by name, as functions. Their first argument is `parameters`.
+      pieces: the SentencePiece processor, or `None` if tokens are bytes.
+    """
 
     def __init__(self, directory: pathlib.Path):
         self.info = json.loads((directory / "model.json").read_text("utf-8"))
         self.parameters, self.programs, self.pieces = {}, {}, None
         for file, checksum in self.info["sha256"].items():
+            # Files are mapped instead of read, because the parameters may be large.
             data = np.memmap(directory / file, np.uint8, "r")
             if hashlib.sha256(data.data).hexdigest() != checksum:
                 raise ValueError(f"{directory / file} is damaged; copy it again")
@@ -25,6 +38,7 @@ class Model:
                 program = jax.export.deserialize(bytearray(data)).call
                 self.programs[file.removesuffix(".stablehlo")] = jax.jit(program)
         data = np.memmap(directory / "parameters.safetensors", np.uint8, "r")
+        # A safetensors file begins with the length of its header, which says where each tensor is.
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
         for name, tensor in json.loads(data[8:start].tobytes()).items():
             x = data[start:][slice(*tensor["data_offsets"])].view(np.float32)
@@ -34,10 +48,15 @@ class Model:
             self.pieces = library.SentencePieceProcessor(str(path))
 
     def generate(self, texts: list[str]) -> list[str]:
-        """Returns what the model generates for each text, or how it continues each.
+        """Returns the text that the model generates for each input.
+
+        If the model continues texts, it returns the continuation of each input.
+
+        Args:
+          texts: a list of inputs.
 
         Raises:
-          ValueError: see `tokens`.
+          ValueError: the texts are not a list of strings, or a text to continue is too long.
         """
         inputs = self.tokens(texts)
         if not texts:  # programs take one row or more
@@ -46,16 +65,22 @@ class Model:
         return [self.text(row) for row in tokens.tolist()]
 
     def tokens(self, texts: list[str], limit: int | None = None) -> np.ndarray:
-        """Returns the ids of texts, ``[texts, n]`` int32; n is a power of two, or the limit.
+        """Converts texts to token ids, padded to the same length.
 
-        Inputs have EOS, or BOS, and are cut to the limit. A text to continue has neither, and is not cut.
+        Inputs are cut to the limit, and have BOS or EOS as in training. If the model continues
+        texts, they have neither and are not cut.
 
         Args:
           texts: a list of texts.
-          limit: the largest n; None: that of the programs.
+          limit: the largest number of tokens. `None` is the limit of the programs.
+
+        Returns:
+          The ids, ``[texts, n]`` int32. If the programs take any length, n is the smallest power of
+          two that is large enough, so that few lengths are compiled. Otherwise n is the limit.
 
         Raises:
-          ValueError: `texts` is no list of texts, or a text to continue is longer than the limit.
+          ValueError: `texts` is not a list of strings, or a text to continue is longer than the
+            limit.
         """
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise ValueError('the texts are no list of strings; give one, such as ["a text"]')
@@ -79,11 +104,12 @@ class Model:
         return np.array(padded, np.int32).reshape(len(rows), n)
 
     def _ids(self, text: str) -> list[int]:
-        data = text.encode()  # a ValueError if it is no text but has lone surrogates
+        """Returns the ids of the pieces or bytes of a text. The ids of bytes begin at 3."""
+        data = text.encode()  # raises a ValueError if the text has lone surrogates
         return list(self.pieces.encode(text)) if self.pieces else [byte + 3 for byte in data]
 
     def text(self, ids: list[int]) -> str:
-        """Returns the text of the ids before an end or padding."""
+        """Returns the text of the ids before the first EOS, other end token or padding."""
         special = self.info["ids"]
         ends = {special["end"], *special["also_end"], special["padding"]}
         ids = list(itertools.takewhile(lambda i: i not in ends, ids))

@@ -1,4 +1,4 @@
-"""Models as StableHLO programs, exported by `jax.export` for all batches, lengths and platforms."""
+"""Exports models as StableHLO programs by `jax.export`, for all batches, lengths and platforms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.version import __version__
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-"""The platforms that one program is lowered for, by the names of `jax.export`."""
+"""The platforms on which each program can run, by their names in `jax.export`."""
 
 LOADER = pathlib.Path(__file__).with_name("load.py")
 DESCRIPTION, PARAMETERS, VOCABULARY = "model.json", "parameters.safetensors", "vocabulary.model"
@@ -38,7 +38,13 @@ DESCRIPTION, PARAMETERS, VOCABULARY = "model.json", "parameters.safetensors", "v
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The most tokens of the inputs and targets of programs, EOS included, and their number of beams."""
+    """The limits of exported programs.
+
+    Attributes:
+      inputs_length: the largest number of tokens of an input, including EOS.
+      targets_length: the largest number of tokens of a target, including EOS.
+      beams: the number of beams with which programs generate. 1 is greedy decoding.
+    """
 
     inputs_length: Length
     targets_length: Length
@@ -57,18 +63,27 @@ def write_directory(
     limits: Limits,
     continues: bool = False,
 ) -> None:
-    """Writes a model as StableHLO programs with a loader, ``load.py``, that does not need this package.
+    """Writes a model as StableHLO programs, with a loader that does not need this package.
 
-    ``NAME.stablehlo`` are programs (`export_programs`), ``parameters.safetensors`` their first argument,
-    ``vocabulary.model`` the SentencePiece model, if there is one, with its sentinels, and ``model.json``
-    describes all of them, with checksums.
+    The directory then contains these files:
 
-    The directory is empty, and the model has looped layers. With `continues` the programs, and the loader,
-    continue texts; see `export_programs`.
+    - ``NAME.stablehlo``: the programs; see `export_programs`.
+    - ``parameters.safetensors``: the parameters, which are the first argument of each program.
+    - ``vocabulary.model``: the SentencePiece model with its sentinels, if the vocabulary has one.
+    - ``model.json``: a description of the other files, with checksums.
+    - ``load.py``: the loader.
+
+    Args:
+      directory: an empty directory.
+      model: the model, with looped layers.
+      variables: the variables of the model.
+      vocabulary: the vocabulary of the model.
+      limits: the largest lengths, and the number of beams.
+      continues: whether the programs continue texts; see `export_programs`.
 
     Raises:
-      ValueError: the model has fewer positions than the limits, no programs, or parameters that are not
-        float32; or the vocabulary is neither bytes nor SentencePiece's.
+      ValueError: the model has fewer positions than the limits, has no programs, or has parameters
+        that are not float32; or the vocabulary is neither bytes nor a SentencePiece model.
     """
     parameters = traverse_util.flatten_dict(variables, sep="/")
     for name, x in parameters.items():
@@ -86,7 +101,7 @@ def write_directory(
         (directory / f"{name}.stablehlo").write_bytes(program.serialize())
     arrays = {name: np.ascontiguousarray(x) for name, x in parameters.items()}
     save_file(arrays, directory / PARAMETERS)
-    (directory / PARAMETERS).chmod(0o644)  # safetensors writes it for the owner alone
+    (directory / PARAMETERS).chmod(0o644)  # safetensors makes it readable only for the owner
     description = {
         "model": type(model).__name__,
         "platforms": PLATFORMS,
@@ -112,31 +127,39 @@ def export_programs(
     *,
     continues: bool = False,
 ) -> tuple[dict[str, export.Exported], str]:
-    """Exports the programs that a model has, for all `PLATFORMS`.
+    """Exports the programs of a model for all `PLATFORMS`.
 
-    ========== ================================== =======================================================
-    program    arguments after the parameters     results
-    ========== ================================== =======================================================
-    encode     inputs ``[b, n]``                  states ``[b, n, d_model]``: `encode_tokens`
-    score      inputs, targets ``[b, t]``         log-probabilities ``[b]``: `score_targets`
-    generate   inputs                             tokens ``[b, targets_length]``, scores ``[b]``: `decode`
-    ========== ================================== =======================================================
+    ========== ==================================
+    ======================================================= program    arguments after the
+    parameters     results ========== ==================================
+    ======================================================= encode     inputs ``[b, n]``
+    states ``[b, n, d_model]``: `encode_tokens` score      inputs, targets ``[b, t]``
+    log-probabilities ``[b]``: `score_targets` generate   inputs                             tokens
+    ``[b, targets_length]``, scores ``[b]``: `decode` ========== ==================================
+    =======================================================
 
-    An `Encoder` has the first only, a `LanguageModel` all others. b is any batch, and n and t are any
-    lengths up to the limits. Attention runs on the reference route, because the others choose blocks and
-    kernels by lengths: a layer holds the logits of all pairs of tokens in memory.
+    An `EncoderDecoder` has all three programs, an `Encoder` has only ``encode``, and a
+    `LanguageModel` has ``score`` and ``generate``. The batch size b is free, and n and t are any
+    lengths up to the limits. Attention runs on the reference route, because the other routes choose
+    blocks and kernels by lengths, which are not known here. A layer therefore holds the logits of
+    all pairs of tokens in memory.
 
-    With `continues` the inputs, without EOS, are the beginning of the targets, which a `LanguageModel` that
-    was trained on targets alone continues. Inputs and targets then share the model's positions.
-
-    Parameters are those of looped layers by their keys, joined by ``/``; only shapes are read.
+    Args:
+      model: the model.
+      parameters: the parameters of the model with looped layers, by their keys joined by ``/``.
+        Only their shapes and dtypes are read.
+      limits: the largest lengths, and the number of beams.
+      continues: whether inputs are texts to continue, for a `LanguageModel` that was trained only
+        on targets. The inputs then have no EOS and are the beginning of the targets, and inputs and
+        targets share the positions of the model.
 
     Returns:
-      The programs by name, and ``"symbolic"``; or ``"fixed"`` where a part of the model must know lengths
-      when it is traced: then inputs and targets are to be padded to the limits.
+      The programs by name, and ``"symbolic"`` or ``"fixed"``. ``"fixed"`` means that a part of the
+      model must know all lengths when it is traced. Inputs and targets must then be padded to the
+      limits.
 
     Raises:
-      ValueError: the model has fewer positions than the limits, or no programs.
+      ValueError: the model has fewer positions than the limits, or it has no programs.
     """
     if not isinstance(model, TextToText | Encoder):
         raise ValueError(
@@ -146,7 +169,8 @@ def export_programs(
     on: PyTree = {"model": _on_reference_route(unroll(model))}
     of_targets = on | {"continues": continues}
     how = of_targets | {"max_length": limits.targets_length, "beams": limits.beams}
-    table: dict[str, tuple[Any, str, Callable[..., PyTree]]] = {  # with the lengths of arguments
+    # For each program: the models that have it, its arguments' lengths as letters, and a function.
+    table: dict[str, tuple[Any, str, Callable[..., PyTree]]] = {
         "encode": (Encoder | EncoderDecoder, "n", lambda v, x: encode_tokens(v, x, **on)),
         "score": (TextToText, "nt", lambda v, x, y: score_targets(v, x, targets=y, **of_targets)),
         "generate": (TextToText, "n", lambda v, x: tuple(decode(v, x, **how))),
@@ -155,6 +179,7 @@ def export_programs(
     longest = {"n": limits.inputs_length, "t": limits.targets_length}
 
     def export_all(*, symbolic: bool) -> dict[str, export.Exported]:
+        """Returns all programs of the model, with symbolic lengths or with the largest ones."""
         programs = {}
         for name, (kinds, lengths, function) in table.items():
             if not isinstance(model, kinds):
@@ -174,7 +199,7 @@ def export_programs(
         try:
             return export_all(symbolic=True), "symbolic"
         except (ConcretizationTypeError, InconclusiveDimensionOperation):
-            # A module has asked for the number behind a length, which a symbol does not have.
+            # A module needs a length as a number, which a symbolic length is not.
             return export_all(symbolic=False), "fixed"
     except ValueError as error:
         raise ValueError(
