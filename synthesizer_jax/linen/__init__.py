@@ -1,4 +1,8 @@
-"""This library's attention in Flax Linen's own attention layers."""
+"""The attention engine of this package in Flax Linen's own attention layers.
+
+`attention_fn` replaces the attention function of Flax's layers. `MultiHeadAttention` is Flax's
+layer with an optional alignment.
+"""
 
 from synthesizer_jax.linen.functional import attention_fn
 from synthesizer_jax.linen.multi_head import MultiHeadAttention

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from flax import nnx
 
 QUERY_BLOCK = 128
-"""Number of queries per call where Flax's own function computes the attention."""
+"""The number of queries that are computed at once when Flax's own function computes the attention.
+"""
 
 Bias: TypeAlias = jax.Array | Term | Terms | None
 
@@ -59,40 +60,50 @@ def attention_fn(
 ) -> jax.Array:
     """Scaled dot-product attention that does not keep an array ``[batch, heads, q, k]`` in memory.
 
-    An ``attention_fn`` for `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`,
-    with the arguments of both libraries' `dot_product_attention`. The results are equal up to rounding;
-    logits and softmax are always computed in float32 or wider. The gradient of a bias that all examples
-    share, ``functools.partial(attention_fn, bias=table)``, is summed over the batch without an array per
-    example.
+    Pass it as ``attention_fn`` to `flax.linen.MultiHeadDotProductAttention` or
+    `flax.nnx.MultiHeadAttention`. It has the arguments of the `dot_product_attention` of both
+    libraries. The results are equal to Flax's up to rounding. Logits and softmax are always
+    computed in float32 or wider. If all examples share a bias, as in
+    ``functools.partial(attention_fn, bias=table)``, its gradient is summed over the batch without
+    an array per example.
 
-    With dropout, a `precision` or custom einsums, Flax's own function computes the attention, beyond 128
-    queries in blocks, which the backward pass recomputes. Up to 128 queries, the dropped weights are
-    exactly those that Flax drops with the same PRNG key; beyond, every query draws its own mask.
+    Flax's own function computes the attention if there is dropout, a `precision`, or a custom
+    einsum. If there are more than 128 queries, it computes 128 of them at a time, and the backward
+    pass computes them again. Up to 128 queries, the same PRNG key drops exactly the weights that
+    Flax drops. With more queries, every query draws its own dropout mask.
 
     Args:
-      query: ``[batch..., q, heads, e]``, with any number of batch dimensions, or none.
-      key: ``[batch..., k, heads, e]``; its number of heads may be a divisor of that of `query` (grouped
-        queries).
+      query: ``[batch..., q, heads, e]``, with any number of batch axes, or none.
+      key: ``[batch..., k, heads, e]``. Its number of heads may be a divisor of that of `query`
+        (grouped-query attention).
       value: ``[batch..., k, heads, width]``, with as many heads as `key`.
-      bias: added to the logits, broadcastable to ``[batch..., heads, q, k]``; or a term, or a tuple of
-        terms, of `synthesizer_jax.attention`, such as ``relative(...)``.
-      mask: broadcastable to ``[batch..., heads, q, k]``, bool or 0/1, where 1 means that the query
-        attends to the key. The output of a query that attends to no key is the mean of the values, as in
-        Flax. Or a `Mask`, which needs no array of q × k; the output of such a query is then zero.
-      dropout_rng: PRNG key of the dropout.
-      dtype: dtype of the computation; None: inferred from `query`, `key` and `value`.
-      module: a Flax module in which the weights are sown as ``attention_weights``, which requires an
-        array of q × k.
-      force_fp32_for_softmax: has an effect, on the output's dtype too, only where Flax's own function
-        computes the attention.
-      is_causal: whether queries attend only to keys up to their own position.
-        For all other arguments see Linen's and NNX's `dot_product_attention`.
+      bias: is added to the logits. It is an array that broadcasts to ``[batch..., heads, q, k]``;
+        or a term of `synthesizer_jax.attention`, such as ``relative(...)``; or a tuple of terms.
+      mask: bool or 0/1, broadcastable to ``[batch..., heads, q, k]``, where 1 means that the query
+        may attend to the key. The output of a query that may attend to no key is then the mean of
+        the values, as in Flax. It may also be a `Mask`, which needs no array of q × k. The output
+        of such a query is then zero.
+      broadcast_dropout: see Flax.
+      dropout_rng: the PRNG key of the dropout.
+      dropout_rate: the probability with which a weight is dropped.
+      deterministic: whether dropout is off.
+      dtype: the dtype of the computation. None infers it from `query`, `key` and `value`.
+      precision: see Flax.
+      module: a Flax module in which the weights are sown as ``attention_weights``. This creates an
+        array of q × k. None sows no weights.
+      force_fp32_for_softmax: see Flax. It has an effect, also on the dtype of the output, only if
+        Flax's own function computes the attention.
+      einsum_dot_general: see Flax.
+      qk_attn_weights_einsum: see Flax.
+      attn_weights_value_einsum: see Flax.
+      promote_dtype: see Flax.
+      is_causal: whether a query may attend only to keys up to its own position.
 
     Returns:
-      ``[batch..., q, heads, width]``.
+      The output ``[batch..., q, heads, width]``.
 
     Raises:
-      ValueError: the shapes do not agree, or `dropout_rng` is missing.
+      ValueError: if shapes do not agree, or if there is dropout without a `dropout_rng`.
     """
     promote = promote_dtype or (lambda xs, dtype: linen_promote_dtype(*xs, dtype=dtype))
     query, key, value = promote((query, key, value), dtype=dtype)
@@ -134,7 +145,7 @@ def attention_fn(
 
 
 def _specs(partition: Partition, result: tuple[jax.Array, jax.Array | None]) -> PyTree:
-    """Returns the layout of the output, and that of the weights, ``[batch..., heads, q, k]``."""
+    """Returns the layouts of the output and of the weights, ``[batch..., heads, q, k]``."""
     out, weights = result
     *rows, sequence, heads = partition.spec(out)
     return partition.spec(out), None if weights is None else PartitionSpec(*rows, heads, sequence)
@@ -155,7 +166,25 @@ def _attend(
     return_weights: bool,
     partition: Partition | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`attention_fn` for arrays of one dtype: the output, and the weights if they are requested."""
+    """Computes `attention_fn` for arrays of one dtype.
+
+    Args:
+      query: as in `attention_fn`.
+      key: as in `attention_fn`.
+      value: as in `attention_fn`.
+      bias: as in `attention_fn`.
+      mask: as in `attention_fn`.
+      dropout_rng: the PRNG key of the dropout. None if there is no dropout.
+      is_causal: as in `attention_fn`.
+      flax_options: the arguments that only Flax's own function takes.
+      use_flax: whether Flax's own function computes the attention.
+      return_weights: whether to return the weights.
+      partition: the mesh axes that divide the arrays. None uses the mesh and the logical axis rules
+        that are set.
+
+    Returns:
+      The output, and the weights ``[batch..., heads, q, k]``, or None if they are not requested.
+    """
     batch = query.shape[:-3]
     if partition is None:
         partition = current_partition(batch=math.prod(batch), heads=query.shape[-2])
@@ -165,6 +194,9 @@ def _attend(
     if not isinstance(bias, Term | tuple | None):
         bias = _broadcast_to_logits("bias", bias, logits_shape)
     is_own_mask = isinstance(mask, Mask)
+    # The two functions disagree about a query that may attend to no key: this package returns zero
+    # for it, and Flax returns the mean of the values. A `Mask` promises zero, and an array the
+    # mean. The output has to be corrected if the function that computes it returns the other one.
     fills_empty_rows = mask is not None and is_own_mask == use_flax
     mask = as_mask(mask, logits_shape)
     mask = dataclasses.replace(mask, causal=mask.causal or is_causal)
@@ -172,6 +204,7 @@ def _attend(
     if use_flax or return_weights or fills_empty_rows:
         pairs = mask.pairs(*logits_shape[-2:])
         attending = attending if pairs is None else pairs.any(-1, keepdims=True)
+    # Flax takes logits as a bias, not terms.
     if use_flax or return_weights:
         logits = bias
         if bias is not None and not isinstance(bias, jax.Array):
@@ -190,6 +223,7 @@ def _attend(
     out = out.reshape(*batch, *out.shape[1:])  # [batch..., q, h, width]
     if not return_weights:
         return out, None
+    # The weights are computed a second time, because the engine never has them in memory.
     weights = nn.dot_product_attention_weights(
         query,
         key,
@@ -214,13 +248,29 @@ def _flax_attention(
     rng: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
-    """Flax's own function; more than `QUERY_BLOCK` queries in blocks, recomputed in the backward pass."""
+    """Computes attention with Flax's own function, in blocks of at most `QUERY_BLOCK` queries.
+
+    The backward pass computes each block again, so that it does not keep the weights of all
+    queries.
+
+    Args:
+      query: ``[b, q, heads, e]``.
+      key: ``[b, k, heads, e]``.
+      value: ``[b, k, heads, width]``.
+      bias: broadcastable to ``[b, heads, q, k]``, or None.
+      pairs: which query may attend to which key, bool, broadcastable to ``[b, heads, q, k]``, or
+        None.
+      rng: the PRNG key of the dropout. None turns dropout off.
+      **options: further arguments of Flax's function.
+    """
     attention: AttentionFn = functools.partial(
         nn.dot_product_attention, deterministic=rng is None, **options
     )
     length = query.shape[1]
     if length <= QUERY_BLOCK:
         return attention(query, key, value, bias, pairs, dropout_rng=rng)
+    # `jax.lax.map` maps the first axis, so the axis of queries is moved to the front. Arrays that
+    # all queries share are not mapped.
     by_query = [
         None if x is None or x.shape[axis] == 1 else jnp.moveaxis(x, axis, 0)
         for x, axis in ((query, 1), (bias, 2), (pairs, 2))
@@ -228,24 +278,37 @@ def _flax_attention(
 
     @jax.checkpoint
     def attend_one(xs: PyTree) -> jax.Array:
-        """The output of one query."""
+        """Returns the output of one query, ``[b, 1, heads, width]``."""
         one_query, one_bias, one_pairs, one_rng = xs
         one_bias = bias if one_bias is None else one_bias[:, :, None]
         one_pairs = pairs if one_pairs is None else one_pairs[:, :, None]
         return attention(one_query[:, None], key, value, one_bias, one_pairs, dropout_rng=one_rng)
 
+    # With `batch_size`, `jax.lax.map` runs `jax.vmap` over blocks of queries, one block after
+    # another.
     rngs = None if rng is None else jax.random.split(rng, length)
     out = jax.lax.map(attend_one, (*by_query, rngs), batch_size=QUERY_BLOCK)
     return jnp.moveaxis(out[:, :, 0], 0, 1)  # [q, b, h, width] → [b, q, h, width]
 
 
 def merge_batch_axes(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """Reshapes an array ``[batch..., ...]`` such that it has a single batch dimension."""
+    """Reshapes an array ``[batch..., ...]`` so that it has exactly one batch axis.
+
+    Args:
+      x: the array.
+      batch: the sizes of its batch axes.
+    """
     return x.reshape(math.prod(batch), *x.shape[len(batch) :])
 
 
 def _broadcast_to_logits(name: str, x: jax.typing.ArrayLike, logits_shape: tuple[int, ...]) -> jax.Array:
-    """Reshapes a broadcastable array to ``[b or 1, heads or 1, q or 1, k or 1]``; b: all batch axes."""
+    """Reshapes an array that broadcasts to the logits to ``[b or 1, heads or 1, q or 1, k or 1]``.
+
+    b is the product of all batch axes.
+
+    Raises:
+      ValueError: if the array does not broadcast to the logits.
+    """
     x = jnp.asarray(x)
     shape = (1,) * (len(logits_shape) - x.ndim) + x.shape
     if len(shape) != len(logits_shape) or any(
@@ -262,15 +325,15 @@ def _broadcast_to_logits(name: str, x: jax.typing.ArrayLike, logits_shape: tuple
 
 
 def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, ...]) -> Mask:
-    """Converts a mask of Flax's to a `Mask`.
+    """Converts a mask of Flax to a `Mask`.
 
     Args:
       mask: None, a `Mask`, or bool or 0/1 numbers that broadcast to `logits_shape`.
       logits_shape: ``(batch..., heads, q, k)``.
 
     Raises:
-      ValueError: an array does not broadcast to `logits_shape` or is an additive mask; or a `Mask` with
-        arrays is given and the number of batch dimensions is not one.
+      ValueError: if an array does not broadcast to `logits_shape`, or contains numbers other than 0
+        and 1; or if a `Mask` contains arrays although the number of batch axes is not one.
     """
     if mask is None:
         return Mask()
@@ -287,7 +350,7 @@ def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, .
 
 
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    """Raises a `ValueError` with the words of Flax's assertions if the shapes do not agree."""
+    """Raises a `ValueError`, in the words of Flax's assertions, if the shapes do not agree."""
     if not query.ndim == key.ndim == value.ndim >= 3:
         problem = "all must be [batch..., length, heads, width], of the same rank"
     elif not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:

@@ -1,4 +1,4 @@
-"""A subclass of Flax Linen's `MultiHeadAttention` that takes an alignment, and what it shares with NNX."""
+"""Flax Linen's `MultiHeadAttention` with an alignment, and the functions that it shares with NNX."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from synthesizer_jax.primitives.mesh import on_any_mesh, partition
 
 
 class AlignedLayer(Protocol):
-    """A `MultiHeadAttention` of Linen or NNX: the fields of both that this file reads."""
+    """A `MultiHeadAttention` of Linen or NNX, with the fields of both that this file reads."""
 
     @property
     def alignment(self) -> Alignment | None:
-        """Computes the attention logits or weights."""
+        """Computes the attention logits or weights. None for the dot product of Flax."""
 
     @property
     def num_heads(self) -> int:
@@ -40,32 +40,34 @@ class AlignedLayer(Protocol):
 
     @property
     def normalize_qk(self) -> bool:
-        """Whether queries and keys are normalized."""
+        """Whether queries and keys are normalized before their product."""
 
 
 class MultiHeadAttention(nn.MultiHeadDotProductAttention):
-    """Flax's `MultiHeadAttention`, optionally with another alignment than the dot product.
+    """Flax's `MultiHeadAttention`, optionally with an alignment in the place of the dot product.
 
-    A drop-in replacement for `flax.linen.MultiHeadAttention` with the same arguments, defaults,
-    parameters, cache and errors. Without `alignment` the results equal Flax's up to rounding, up to 128
-    queries also with dropout, and checkpoints are interchangeable; memory use is that of `attention_fn`.
+    It replaces `flax.linen.MultiHeadAttention`, with the same arguments, defaults, parameters,
+    cache and errors. Without `alignment`, the results equal Flax's up to rounding, and checkpoints
+    can be exchanged. Up to 128 queries, this also holds with dropout. It uses as little memory as
+    `attention_fn`.
 
-    With an alignment the parameters are ``align/...`` (those of the alignment), ``value`` and ``out``;
-    ``query`` and ``key`` exist only for `DotProduct`, which uses the layer's projections. Differences
-    from Flax in that case:
+    With an alignment, the parameters are ``align/...`` for the alignment, ``value`` and ``out``.
+    There are parameters ``query`` and ``key`` only for the alignment `DotProduct`, which uses the
+    projections of the layer. The layer then differs from Flax's in these points:
 
-    * The dropout mask is drawn per example, head and key, and shared by the queries (as in T5), because
-      every route of `attend` supports this; `broadcast_dropout` has no effect.
-    * For a query that attends to no key the output before the projection is zero, not the mean of the
-      values.
-    * The alignment's parameters are float32 whatever `param_dtype` is; `precision` applies to the layer's
-      own projections only.
-    * Alignments that compute no keys from tokens cache no keys: the collection ``cache`` then holds
-      ``cached_value`` and ``cache_index`` only. Mixtures may cache several keys, ``cached_key_1``, ….
+    * The dropout mask is drawn per example, head and key, and all queries share it, as in T5. All
+      routes of `attend` support this. `broadcast_dropout` has no effect.
+    * If a query may attend to no key, its output before the output projection is zero, and not the
+      mean of the values.
+    * The parameters of the alignment are float32, whatever `param_dtype` is. `precision` applies
+      only to the projections of the layer.
+    * Alignments that compute no keys from tokens cache no keys. The collection ``cache`` then
+      contains only ``cached_value`` and ``cache_index``. A mixture may cache several keys, as
+      ``cached_key``, ``cached_key_1``, ….
 
     Attributes:
-      alignment: computes the attention logits or weights; None: Flax's scaled dot product. For all
-        other attributes see `flax.linen.MultiHeadAttention`.
+      alignment: computes the attention logits or weights. None uses Flax's scaled dot product. See
+        `flax.linen.MultiHeadAttention` for all other attributes.
     """
 
     attention_fn: AttentionFn = attention_fn
@@ -88,22 +90,25 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
         """Applies multi-head attention.
 
         Args:
-          inputs_q: ``[batch..., q, features]``, with any number of batch dimensions, or none.
-          inputs_k: ``[batch..., k, features]``; defaults to `inputs_q`.
-          inputs_v: ``[batch..., k, features]``; defaults to `inputs_k`.
-          inputs_kv: both of them; deprecated in Flax, and not supported with an alignment.
-          mask: broadcastable to ``[batch..., heads, q, k]``, bool or 0/1; or a `Mask`, which needs no
-            array of q × k. During decoding, q is 1 and k is the length of the cache.
-          deterministic: if True, dropout is off; required here or as a field if `dropout_rate` > 0.
-          dropout_rng: PRNG key of the dropout; defaults to the random stream ``dropout``.
-          sow_weights: see Flax.
+          inputs_q: ``[batch..., q, features]``, with any number of batch axes, or none.
+          inputs_k: ``[batch..., k, features]``. None uses `inputs_q`.
+          inputs_v: ``[batch..., k, features]``. None uses `inputs_k`.
+          inputs_kv: both `inputs_k` and `inputs_v`. Flax has deprecated it, and it is not supported
+            with an alignment.
+          mask: which keys a query may attend to: bool or 0/1, broadcastable to
+            ``[batch..., heads, q, k]``; or a `Mask`, which needs no array of q × k. During
+            decoding, q is 1 and k is the length of the cache.
+          deterministic: whether dropout is off. If `dropout_rate` is above 0, it must be given here
+            or as a field.
+          dropout_rng: the PRNG key of the dropout. None uses the random stream ``dropout``.
+          sow_weights: whether to sow the weights; see Flax.
 
         Returns:
-          ``[batch..., q, out_features]``.
+          The output ``[batch..., q, out_features]``.
 
         Raises:
-          ValueError: the inputs' shapes do not agree with each other or with the cache, a field is not
-            supported with the alignment, or `deterministic` is not set.
+          ValueError: if the shapes of the inputs do not agree with each other or with the cache, if
+            a field is not supported with the alignment, or if `deterministic` is not set.
         """
         decoding = self.decode and self.has_variable("cache", "cache_index")
         cache = dict(self.variables["cache"]) if decoding else {}
@@ -111,9 +116,12 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
             mask = mask.for_self_attention()
         if self.alignment is None:
             if isinstance(mask, Mask) and decoding:
+                # Flax combines the mask with its own mask of the cache, so it needs an array.
                 mask = step_pairs(mask, cache)
             dropout = {"deterministic": deterministic, "dropout_rng": dropout_rng}
             options = {"inputs_kv": inputs_kv, "mask": mask, "sow_weights": sow_weights, **dropout}
+            # With alignment=None, Flax's layer does everything, with `attention_fn` in the place of
+            # its function.
             apply_flax: Callable[..., jax.Array] = super().__call__
             return apply_flax(inputs_q, inputs_k, inputs_v, **options)
         check_fields(self)
@@ -131,6 +139,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
         )
 
         def project(name: str, x: jax.Array) -> jax.Array:
+            """Returns the named projection of x, ``[batch..., length, heads, head_dim]``."""
             y = dense(
                 features=(self.num_heads, features // self.num_heads),
                 kernel_init=self.kernel_init,
@@ -174,7 +183,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
 
 
 def check_fields(layer: AlignedLayer) -> None:
-    """Raises a `ValueError` for fields of a `MultiHeadAttention` that exclude its alignment."""
+    """Raises a `ValueError` if fields of a `MultiHeadAttention` exclude its alignment."""
     alignment = layer.alignment
     if not isinstance(alignment, Alignment):
         raise ValueError(
@@ -184,6 +193,8 @@ def check_fields(layer: AlignedLayer) -> None:
     name = f"MultiHeadAttention: alignment={type(alignment).__name__}"
     is_dot_product = isinstance(alignment, DotProduct)
     own = ("scale", "rotary_base", "rotary_share", "rotary_scaling", "name", "parent")
+    # The layer has its own projections. Fields of `DotProduct` that describe projections have no
+    # effect, so all of them must have their defaults.
     plain = DotProduct(parent=None)
     if is_dot_product and alignment.copy(**{field: getattr(plain, field) for field in own}) != plain:
         raise ValueError(
@@ -216,27 +227,33 @@ def attend_with_alignment(
     is_causal: bool = False,
     return_weights: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, dict[str, jax.Array]]:
-    """A `MultiHeadAttention` with an alignment, except for parameters and the output projection.
+    """Computes a `MultiHeadAttention` with an alignment, except for the output projection.
+
+    Linen and NNX share this function. It has no parameters of its own; `align` and `project` have
+    them.
 
     Args:
-      layer: the layer, whose fields `check_fields` accepts.
-      align: its alignment, with parameters.
-      project: ``(name, x) -> [batch..., length, heads, head_dim]``, the input projection ``value``, and
-        for `DotProduct` ``query`` and ``key``.
-      inputs: ``inputs_q``, ``inputs_k`` and ``inputs_v`` of the call.
-      mask: that of the call.
-      cache: arrays ``[batch..., length, heads, width]`` by Flax's names, of which the inputs are the next
-        token; without entries: the inputs have the shapes of a new cache; None: no cache is used.
-      dropout: rate and PRNG key.
-      is_causal: whether queries attend only to keys up to their own position.
-      return_weights: whether to return the weights ``[batch..., heads, q, k]``.
+      layer: the layer, after `check_fields`.
+      align: the alignment of the layer, with its parameters.
+      project: ``(name, x) -> [batch..., length, heads, head_dim]``, the input projection ``value``,
+        and for `DotProduct` also ``query`` and ``key``.
+      inputs: the arguments ``inputs_q``, ``inputs_k`` and ``inputs_v`` of the layer.
+      mask: the argument ``mask`` of the layer.
+      cache: arrays ``[batch..., length, heads, width]``, by the names that Flax gives them. The
+        inputs are then the next token. If it is an empty dictionary, a cache with the shapes of the
+        inputs is created. None uses no cache.
+      dropout: the dropout rate, and the PRNG key.
+      is_causal: whether a query may attend only to keys up to its own position.
+      return_weights: whether to return the weights.
 
     Returns:
-      The heads' outputs ``[batch..., q, heads, head_dim]``, the weights or None, and the cache that
-      follows.
+      The outputs of the heads, ``[batch..., q, heads, head_dim]``; the weights
+      ``[batch..., heads, q, k]``, or None if they are not requested; and the cache after this step,
+      which is empty if no cache is used.
 
     Raises:
-      ValueError: the inputs' shapes do not agree with each other or with the cache, or it is full.
+      ValueError: if the shapes of the inputs do not agree with each other or with the cache, or if
+        the cache is full.
     """
     inputs_q, inputs_k, inputs_v = inputs
     if inputs_k is None and inputs_v is not None:
@@ -265,9 +282,11 @@ def attend_with_alignment(
                     "MultiHeadAttention: autoregressive cache shape error, expected inputs of shape "
                     f"{(*expected, x.shape[-1])}, got {x.shape}"
                 )
+    # Alignments compute in the dtype of the projections. Only a dot product needs projected inputs.
     x, y = inputs_q.astype(values.dtype), inputs_k.astype(values.dtype)
     if isinstance(layer.alignment, DotProduct):
         x, y = project("query", x), project("key", y)
+    # The engine has one batch axis: [b, length, ...].
     x, y, values = (merge_batch_axes(array, batch) for array in (x, y, values))
     spans = Span(index, q_length), Span(0, length)
     mask = as_mask(mask, (*batch, layer.num_heads, q_length, length))
@@ -288,6 +307,8 @@ def attend_with_alignment(
         terms, values, mask, past = extend(past, terms, values, at=index, mask=mask)
         cache = {**_cache_arrays(past, batch), "cache_index": cache["cache_index"] + 1}
     elif cache is not None:
+        # Flax creates the cache when the layer is initialized, with inputs as long as the longest
+        # sequence.
         past = init_cache(terms, values, max_length=length, positions_first=True)
         cache = {**_cache_arrays(past, batch), "cache_index": jnp.array(0, jnp.int32)}
     weights = None
@@ -308,7 +329,15 @@ def attend_with_alignment(
 
 
 def step_pairs(mask: Mask, cache: dict[str, jax.Array]) -> jax.Array | None:
-    """Returns the mask of a step with Flax's cache, ``[batch... or 1..., heads or 1, 1, k]``, or None."""
+    """Returns a `Mask` as an array for a decoding step of Flax's layer, or None if it allows all.
+
+    Args:
+      mask: the mask.
+      cache: the arrays of Flax's cache.
+
+    Returns:
+      A bool array ``[batch... or 1..., heads or 1, 1, k]``, where k is the length of the cache.
+    """
     *batch, length, heads, _ = cache["cached_key"].shape
     mask = _step_mask(as_mask(mask, (*batch, heads, 1, length)), cache["cache_index"])
     pairs = mask.pairs(1, length)
@@ -317,16 +346,17 @@ def step_pairs(mask: Mask, cache: dict[str, jax.Array]) -> jax.Array | None:
 
 
 def _step_mask(mask: Mask, index: int | jax.Array) -> Mask:
-    """The mask of a decoding step, whose query is never padding."""
+    """Returns the mask of a decoding step, whose query is never padding."""
     mask = decoding_mask(mask, index, 1)
     return dataclasses.replace(mask, query_lengths=None, query_valid=None, self_attention=False)
 
 
 def _key_name(i: int) -> str:
+    """Returns the name of the i-th keys in the cache. The first name is Flax's."""
     return f"cached_key_{i}" if i else "cached_key"
 
 
 def _cache_arrays(cache: Cache, batch: tuple[int, ...]) -> dict[str, jax.Array]:
-    """The arrays of a cache by Flax's names, with all batch dimensions."""
+    """Returns the arrays of a cache by the names of Flax, with all batch axes."""
     arrays = {_key_name(i): x for i, x in enumerate(cache.keys)} | {"cached_value": cache.values}
     return {name: x.reshape(*batch, *x.shape[1:]) for name, x in arrays.items()}
