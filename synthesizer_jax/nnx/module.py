@@ -1,4 +1,8 @@
-"""The base class of the NNX modules: a Linen module is the configuration, its variables are the state."""
+"""The base class of the NNX modules of this package.
+
+An NNX module holds a Linen module, which is its configuration, and the variables of that module,
+which are its state. A call applies the Linen module to the variables.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +32,18 @@ def _variable_type(
 ) -> Callable[[type[nnx.Variable[Any]]], type[nnx.Variable[Any]]]:
     """Makes a class the variable type of a collection, unless the collection has a type already.
 
-    Flax would make a type when it meets the collection's name, but such a type cannot be pickled, because
-    no module defines it.
+    Flax would create a type when it first meets the name of the collection. That type could not be
+    pickled, because no module defines it.
+
+    Args:
+      collection: the name of a Linen collection.
+
+    Returns:
+      A decorator for the class.
     """
 
     def register(cls: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
+        """Returns the variable type of the collection: this class, unless other code came first."""
         try:
             return nnx.register_variable_name(collection, cls)
         except ValueError:  # other code has registered a type for the name
@@ -43,13 +54,17 @@ def _variable_type(
 
 @_variable_type("constants")
 class Constant(nnx.Variable[Any]):
-    """The variable type of what is not trained, as the table of a `Random` with ``trainable=False``."""
+    """The variable type of arrays that are not trained.
+
+    An example is the table of a `Random` alignment with ``trainable=False``.
+    """
 
 
 @_variable_type(LOSSES)
 class Loss(nnx.Variable[Any]):
-    """The variable type of terms that modules add to the training loss, as `UniversalStack`'s ponder cost.
+    """The variable type of summands that modules add to the training loss.
 
+    An example is the ponder cost of a `UniversalStack`.
     ``logits, losses = nnx.capture(model, Loss)(inputs, targets)`` collects them.
     """
 
@@ -58,29 +73,37 @@ class LinenModule(nnx.Module):
     """An NNX module that computes the function of a Linen module.
 
     Parameters have the same paths as in the Linen module: ``params/out/kernel`` is
-    ``module.out["kernel"]``, an `nnx.Param`. Variables of other collections have the variable type that
-    Flax registers for the collection's name. Parameters carry the logical axis names of
-    `primitives.parameters.LOGICAL_AXES` as ``out_sharding``; under `nnx.logical_axis_rules` and a mesh
-    they are created sharded, as those of Flax's modules are, unless `nnx.use_eager_sharding(False)` is
-    set. The fields and methods of the Linen module are attributes of the NNX module.
+    ``module.out["kernel"]``, an `nnx.Param`. Variables of other collections have the variable type
+    that Flax has registered for the name of the collection. The fields and methods of the Linen
+    module are attributes of the NNX module.
+
+    The names of the logical axes of parameters, from `primitives.parameters.LOGICAL_AXES`, are in
+    their metadata as ``out_sharding``. If `nnx.logical_axis_rules` and a mesh are set, parameters
+    are created sharded, as those of Flax's modules are. `nnx.use_eager_sharding(False)` turns this
+    off.
 
     Args:
-      *args: fields of the Linen class in their order; or one Linen module, which has them.
-      rngs: random streams; ``params`` is used for the parameters, and ``dropout`` is forked for dropout.
-        The default stream replaces one that is missing.
-      in_features: number of input features; None for models, whose inputs are integer tokens.
-      example: arguments of the Linen module's call in the place of `in_features`; of arrays or
-        `jax.ShapeDtypeStruct` only the shapes matter.
-      deterministic: if True, dropout is off; if None, every call must specify it.
-      keep_rngs: whether to keep a stream for dropout; otherwise every call with dropout needs one.
+      *args: the fields of the Linen class in their order. Or a single Linen module, from which the
+        fields are taken.
+      rngs: the random streams. ``params`` initializes the parameters, and ``dropout`` is forked for
+        dropout. The default stream is used in the place of one that is missing.
+      in_features: the number of input features. None for models, whose inputs are integer tokens.
+      example: arguments of a call of the Linen module, in the place of `in_features`. Only the
+        shapes of arrays matter, so they may be `jax.ShapeDtypeStruct`.
+      deterministic: whether dropout is off. If it is None, every call must say so.
+      keep_rngs: whether the module keeps a stream for dropout. Otherwise every call with dropout
+        must give one.
       **fields: fields of the Linen class.
 
     Attributes:
       config: the unbound Linen module.
-      deterministic: if True, dropout is off; set by `train`, `eval`, `set_attributes` and `nnx.view`.
-      has_dropout: whether the Linen module, or a module in its fields, has a `dropout_rate` above zero.
+      deterministic: whether dropout is off. `train`, `eval`, `set_attributes` and `nnx.view` set
+        it.
+      has_dropout: whether the Linen module, or a module in its fields, has a `dropout_rate` above
+        zero.
+      in_features: the argument of this name.
       rngs: the module's own stream for dropout, or None.
-      variable_names: the attributes that hold variables.
+      variable_names: the names of the attributes that hold variables.
     """
 
     linen_class: ClassVar[type[linen.Module]] = linen.Module
@@ -105,10 +128,11 @@ class LinenModule(nnx.Module):
         is_config = len(args) == 1 and not fields and isinstance(args[0], self.linen_class)
         config = args[0] if is_config else self.linen_class(*args, parent=None, **fields)
         example, options = (example, {}) if example else _example_arguments(config, in_features)
-        # Logical axis rules would constrain kernels before these have their final shape.
+        # Under logical axis rules, Flax would constrain kernels before they have their final shape,
+        # so the rules are switched off while the parameters are initialized.
         with logical_axes(), nnx.logical_axis_rules(()):
             variables = config.lazy_init(rngs.params(), *example, **options)
-        # Without rules the logical names have no meaning for a mesh.
+        # The names of logical axes mean nothing to a mesh unless there are rules.
         eager = bool(nnx.using_eager_sharding() and get_logical_axis_rules() and meta.get_global_mesh())
         flat: dict[tuple[str, ...], nnx.Variable[jax.Array]] = {}
         for (collection, *path), value in flatten_dict(variables).items():
@@ -116,6 +140,7 @@ class LinenModule(nnx.Module):
             metadata: dict[str, Any] = {}
             if isinstance(value, NamedAxes):
                 value, metadata["out_sharding"] = value.value, tuple(value.names)
+            # The collection is the type of the variable, so it is not part of the path.
             flat[tuple(path)] = variable_type(value, eager_sharding=eager, **metadata)
         nodes = unflatten_dict(flat)
         for name, node in nodes.items():
@@ -138,20 +163,30 @@ class LinenModule(nnx.Module):
         method: str = "__call__",
         **kwargs: Any,
     ) -> Any:
-        """Calls a method of the Linen module; ``module.encode(...)`` calls `encode` in the same way.
+        """Calls the Linen module, or another of its methods.
+
+        ``module.encode(...)`` is short for ``module(..., method="encode")``.
 
         Args:
-          *args: arguments of the method.
-          deterministic: if True, dropout is off; None uses the module's attribute.
-          rngs: random streams, one stream or a PRNG key for dropout; None uses the module's stream.
-          sow_weights: whether to sow the attention weights ``attention_weights``
-            ``[batch or 1, heads, q, k]`` as `nnx.Intermediate`, for `nnx.capture`.
-          method: the method's name.
-          **kwargs: keyword arguments of the method.
+          *args: the arguments of the method.
+          deterministic: whether dropout is off. None uses the attribute of the module.
+          rngs: random streams, a single stream, or a PRNG key for dropout. None uses the module's
+            own stream.
+          sow_weights: whether to sow the attention weights, ``[batch or 1, heads, q, k]``, as
+            ``attention_weights``. They are of type `nnx.Intermediate`, and `nnx.capture` collects
+            them.
+          method: the name of the method.
+          **kwargs: the keyword arguments of the method.
+
+        Returns:
+          The result of the method.
 
         Raises:
-          ValueError: dropout needs a random stream, `deterministic` is not set, or there are no weights.
+          ValueError: if dropout needs a random stream and has none, if `deterministic` is not set,
+            or if weights are requested from a module that computes none.
         """
+        # Losses are computed only inside of `nnx.capture(..., Loss)`, because nobody would read
+        # them elsewhere.
         captured_types = map(type, vars(self).get("__captures__", ()))
         sown_types: dict[str, type[nnx.Variable[Any]]] = {}
         if Loss in captured_types:
@@ -187,6 +222,8 @@ class LinenModule(nnx.Module):
         if config is None or is_hidden or not hasattr(config, name):
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         method = getattr(type(config), name, None)
+        # Methods that use variables have to be applied to them. Fields, and methods without
+        # variables (`nn.nowrap`), come from the Linen module as they are.
         if name in fields_of(config) or not callable(method) or hasattr(method, "nowrap"):
             return getattr(config, name)
         return functools.update_wrapper(functools.partial(self.__call__, method=name), method)
@@ -201,14 +238,23 @@ class LinenModule(nnx.Module):
         super().__setattr__(name, value)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Called by `nnx.view`: sets attributes of a view; None keeps the value."""
+        """Sets the attributes of a view; `nnx.view` calls it. None keeps the current value."""
         if deterministic is not None:
             self.deterministic = deterministic
 
 
 def joined_signature(wrapped: type, wrapper: type) -> inspect.Signature:
-    """Returns the parameters of a class, without Linen's own, and the keywords that its wrapper adds."""
-    # NNX's metaclass hides the signatures of classes.
+    """Returns the signature of a class that wraps another one.
+
+    It has the parameters of the wrapped class, without `parent` and `name` of Linen, and the
+    keywords that the wrapper adds.
+
+    Args:
+      wrapped: the wrapped class.
+      wrapper: the class whose constructor adds keywords.
+    """
+    # `inspect.signature(cls)` does not work, because NNX's metaclass hides the signatures of
+    # classes.
     parameters, options = (
         inspect.signature(vars(cls)["__init__"]).parameters for cls in (wrapped, wrapper)
     )
@@ -221,9 +267,15 @@ def joined_signature(wrapped: type, wrapper: type) -> inspect.Signature:
 def draw_dropout_key(
     module: Any, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
 ) -> jax.Array | None:
-    """Returns the PRNG key of a call's dropout, or None without dropout.
+    """Returns the PRNG key for the dropout of a call, or None if dropout is off.
 
-    The arguments override the module's attributes of the same names.
+    Args:
+      module: a module with the attributes `deterministic` and `rngs`.
+      deterministic: whether dropout is off. None uses the attribute of the module.
+      rngs: random streams, a single stream, or a PRNG key. None uses the attribute of the module.
+
+    Raises:
+      ValueError: if `deterministic` is not set, or if there is no random stream for dropout.
     """
     name = type(module).__name__
     deterministic = module.deterministic if deterministic is None else deterministic
@@ -246,9 +298,9 @@ def draw_dropout_key(
 
 
 def linen_variables(module: LinenModule) -> Variables:
-    """Returns a module's variables in the form that the Linen module's `apply` takes.
+    """Returns the variables of a module in the form that `apply` of the Linen module takes.
 
-    ``module.config.apply(linen_variables(module), ...)`` is the Linen equivalent of a call.
+    ``module.config.apply(linen_variables(module), ...)`` is the same as a call of the module.
     """
     nodes = {name: getattr(module, name) for name in module.variable_names}
     flat = {
@@ -261,7 +313,13 @@ def linen_variables(module: LinenModule) -> Variables:
 def _example_arguments(
     config: linen.Module, in_features: int | None
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    """Arguments of a module's `__call__` for its initialization; arrays are `jax.ShapeDtypeStruct`."""
+    """Returns arguments of a module's `__call__`, with which it is initialized.
+
+    Arrays are `jax.ShapeDtypeStruct`.
+
+    Raises:
+      ValueError: if the module is not a model and `in_features` is None.
+    """
     if isinstance(config, TokenModel):
         return config.example(1, 1), {}
     if in_features is None:
@@ -270,6 +328,7 @@ def _example_arguments(
     if isinstance(config, FeedForward):
         return (x,), {}
     parts = list(_parts(config))
+    # Some mixers accept only causal masks.
     causal = any(isinstance(p, Mixer) and not p.supports_bidirectional for p in parts)
     kwargs: dict[str, PyTree] = {"mask": Mask(causal=causal)}
     if any(isinstance(p, Block) and p.cross_mixer is not None for p in parts):
@@ -278,7 +337,7 @@ def _example_arguments(
 
 
 def _parts(config: object) -> Iterator[object]:
-    """Yields a configuration and everything in its fields."""
+    """Yields a configuration, and everything in its fields, recursively."""
     yield config
     entries = config if isinstance(config, tuple) else ()
     for value in fields_of(config).values() if is_config(config) else entries:

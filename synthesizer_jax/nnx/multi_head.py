@@ -1,4 +1,4 @@
-"""A subclass of Flax NNX's `MultiHeadAttention` that takes an alignment."""
+"""Flax NNX's `MultiHeadAttention` with an alignment."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ Sharding: TypeAlias = jax.sharding.Sharding | jax.sharding.PartitionSpec | None
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
-    """Flax NNX's `MultiHeadAttention`, optionally with another alignment than the dot product.
+    """Flax NNX's `MultiHeadAttention`, optionally with an alignment instead of the dot product.
 
-    A drop-in replacement for `flax.nnx.MultiHeadAttention`, as `synthesizer_jax.MultiHeadAttention` is
-    for Linen's; its notes on dropout, fully masked queries and dtypes apply here too. Without
-    `alignment`, parameters, initial values, cache and results are those of Flax. With an alignment, the
-    attribute ``align`` holds the alignment's parameters, ``query`` and ``key`` exist only for
-    `DotProduct`, and grouped queries (`num_kv_heads`) are not supported.
+    It replaces `flax.nnx.MultiHeadAttention`, as `synthesizer_jax.MultiHeadAttention` replaces
+    Linen's. The notes of that class on dropout, fully masked queries and dtypes apply here, too.
+    Without `alignment`, the parameters, their initial values, the cache and the results are those
+    of Flax. With an alignment, the attribute ``align`` holds its parameters, and there are
+    attributes ``query`` and ``key`` only for `DotProduct`. Grouped-query attention (`num_kv_heads`)
+    is not supported then.
 
     Args:
       *args: arguments of `flax.nnx.MultiHeadAttention`.
-      rngs: random streams; ``params`` is used for the parameters, and ``dropout`` is forked for dropout.
-      alignment: computes the attention logits or weights; None selects Flax's scaled dot product.
-      **options: arguments of `flax.nnx.MultiHeadAttention`.
+      rngs: the random streams. ``params`` initializes the parameters, and ``dropout`` is forked for
+        dropout.
+      alignment: computes the attention logits or weights. None uses Flax's scaled dot product.
+      **options: keyword arguments of `flax.nnx.MultiHeadAttention`.
     """
 
     def __init__(self, *args: Any, rngs: nnx.Rngs, alignment: Alignment | None = None, **options: Any):
@@ -48,6 +50,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         ]
         if not is_dot_product:
             del self.query, self.key
+        # A dot product aligns projected tokens. All other alignments read the tokens themselves.
         x, y = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
         context = AttentionContext(self.num_heads, self.head_dim, Span(0, 1), Span(0, 1))
         self.align = LinenModule(alignment, example=(x, y, context), rngs=rngs)
@@ -66,23 +69,24 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """Applies multi-head attention.
 
         Args:
-          inputs_q: the features of the queries, ``[batch..., q, in_features]``.
-          inputs_k: the features of the keys, ``[batch..., k, in_kv_features]``; None uses `inputs_q`.
-          inputs_v: the features of the values, of the same shape; None uses `inputs_k`.
+          inputs_q: the inputs of the queries, ``[batch..., q, in_features]``.
+          inputs_k: the inputs of the keys, ``[batch..., k, in_kv_features]``. None uses `inputs_q`.
+          inputs_v: the inputs of the values, of the same shape. None uses `inputs_k`.
           mask: which keys a query may attend to: an array, bool or 0/1, that broadcasts to
-            ``[batch..., heads, q, k]``, or a `Mask`, which needs no array of q × k.
-          decode: whether to use the cache; overrides the attribute.
-          is_causal: whether queries attend only to keys up to their own position; always the case during
-            decoding.
-          **options: `deterministic`, `rngs`, `sow_weights`, `out_sharding` and `qkv_sharding` of Flax's
-            layer; without `alignment` also those of newer versions, such as `input_positions`.
+            ``[batch..., heads, q, k]``; or a `Mask`, which needs no array of q × k.
+          decode: whether to use the cache. None uses the attribute.
+          is_causal: whether a query may attend only to keys up to its own position. In decoding,
+            this is always so.
+          **options: `deterministic`, `rngs`, `sow_weights`, `out_sharding` and `qkv_sharding` of
+            Flax's layer. Without `alignment`, also arguments of newer versions of Flax, such as
+            `input_positions`.
 
         Returns:
-          ``[batch..., q, out_features]``.
+          The output ``[batch..., q, out_features]``.
 
         Raises:
-          ValueError: the inputs' shapes do not agree with each other or with the cache, or `decode` or
-            `deterministic` is not set.
+          ValueError: if the shapes of the inputs do not agree with each other or with the cache, or
+            if `decode` or `deterministic` is not set.
         """
         decode = self.decode if decode is None else decode
         if isinstance(mask, Mask) and inputs_k is None and not decode:
@@ -94,6 +98,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             )
         if isinstance(mask, Mask) and decode:
             mask = step_pairs(mask, self._cache_arrays())
+        # The cache contains no later positions, so a causal mask would have no effect in decoding.
         is_causal = is_causal and not decode
         apply_flax: Callable[..., jax.Array] = super().__call__
         return apply_flax(*inputs, mask=mask, decode=decode, is_causal=is_causal, **options)
@@ -111,6 +116,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         out_sharding: Sharding = None,
         qkv_sharding: Sharding = None,
     ) -> jax.Array:
+        """Applies multi-head attention with an alignment. The arguments are those of `__call__`."""
         if decode is None:
             raise ValueError(
                 "MultiHeadAttention: decode is not set; pass it to the call or to the constructor"
@@ -140,12 +146,19 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         return self.out(heads, out_sharding=out_sharding)
 
     def init_cache(self, input_shape: Sequence[int], dtype: Dtype = jnp.float32) -> None:
-        """Creates an empty cache, which decoding requires, for ``(batch..., max_length, features)``."""
+        """Creates an empty cache, which decoding requires.
+
+        Args:
+          input_shape: the shape of the inputs of the whole sequence,
+            ``(batch..., max_length, features)``.
+          dtype: the dtype of the cached keys and values.
+        """
         if self.alignment is None:
             super().init_cache(input_shape, dtype)
             return
         features = self.in_features, self.in_kv_features
         x, y = (jnp.zeros((*input_shape[:-1], width)) for width in features)
+        # Only the shapes of the cache are needed, so nothing is computed.
         shapes = jax.eval_shape(
             lambda: attend_with_alignment(self, self.align, self._project, (x, y, y), cache={})[2]
         )
@@ -155,12 +168,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             setattr(self, name, nnx.Cache(array))
 
     def _project(self, name: str, x: jax.Array, sharding: Sharding = None) -> jax.Array:
+        """Returns the named projection of x, normalized if the layer has a norm for it."""
         y = getattr(self, name)(x, out_sharding=sharding)
         norm = getattr(self, f"{name}_ln", None)
         return y if norm is None else norm(y)
 
     def _cache_arrays(self) -> dict[str, jax.Array]:
-        """The cache's arrays by name."""
+        """Returns the arrays of the cache by name.
+
+        Raises:
+          ValueError: if there is no cache.
+        """
         arrays = {n: x[...] for n, x in vars(self).items() if isinstance(x, nnx.Cache)}
         if not arrays:
             raise ValueError("MultiHeadAttention: the cache is not initialized; call init_cache first")
