@@ -246,6 +246,7 @@ def _checked(
     if batch is None:
         of_mask = [x.shape[0] for x in jax.tree.leaves(mask) if jnp.ndim(x)]
         batch = max([1, *of_mask, *(term.batch for term in terms)])
+
     # Everything is checked before a route is chosen, so that an error does not depend on the route.
     sizes = {"batch": batch, "heads": heads, "q_length": q_length, "k_length": k_length}
     mask = mask.broadcast_to(**sizes)
@@ -330,6 +331,7 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
     positional = uses_segment_positions(call.terms, mask)
     lengths = unpacked_lengths(mask, call.q_length, call.k_length) if packed else None
     reasons = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
+
     # In packed rows, these two routes work only on unpacked examples. A window of weights needs
     # that if it is looked up by the position in a segment, and shared logits need it always.
     for name, needs_rows in (("banded", positional), ("static", packed)):
@@ -347,6 +349,7 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
             f"attend: implementation={implementation!r} is not possible here: {obstacles[chosen]}; "
             "use 'auto'"
         )
+
     # The fused route can look positions up inside packed rows, block by block, but unpacked
     # examples need no lookups. The static route runs only on unpacked examples.
     unpack = lengths is not None and (positional or chosen == "static")
@@ -381,7 +384,7 @@ def _log_route(
         )
 
     def residuals() -> PyTree:
-        """Returns the arrays that the backward pass keeps, as the leaves of its `jax.vjp` function."""
+        """Returns the arrays that the backward pass keeps: the leaves of its `jax.vjp` function."""
         of = lambda terms, values: run(dataclasses.replace(call, terms=terms, values=values))
         return jax.vjp(of, call.terms, call.values)[1]
 
@@ -510,6 +513,7 @@ def check_term(term: Term, mask: Mask, *, batch: int, heads: int, q_length: int,
         raise ValueError(f"{name} is for {term.num_heads} heads, but the values have {heads}")
     if isinstance(term, Split):
         return  # its groups are checked one by one
+
     # In packed rows, parameters are looked up by the position in a segment. They need to be only as
     # long as the longest segment.
     packed = mask.query_segments is not None

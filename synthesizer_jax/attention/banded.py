@@ -97,7 +97,7 @@ def materialize_banded(
 
 
 def _first_tap_keys(term: Banded, mask: Mask, q_length: int) -> jax.Array:
-    """Returns the key position of every query's first tap, ``[q]``. It may be outside of the row."""
+    """Returns the key position of every query's first tap, ``[q]``. It may be outside the row."""
     if term.starts is not None:
         return term.starts
     return jnp.arange(q_length) + mask.query_offset + term.first
@@ -135,19 +135,24 @@ def _tap_mask(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.
     width = term.weights.shape[-1]
     key = _first_tap_keys(term, mask, q_length)[:, None] + jnp.arange(width)[None]  # [q, w]
     in_row = (key >= 0) & (key < k_length)
+
     # For each tap, the entry of its key in the mask: [b or 1, h or 1, q, w].
     allowed = jnp.take_along_axis(pairs, jnp.clip(key, 0, k_length - 1)[None, None], axis=-1)
     return (allowed & in_row[None, None]).swapaxes(1, 2)
 
 
 def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -> jax.Array:
-    """Returns the weighted sum of the values in each window, ``[b, q, h, e]`` in float32 or wider."""
+    """Returns the weighted sum of the values in each window, ``[b, q, h, e]``.
+
+    The sum is float32 or wider.
+    """
     width = term.weights.shape[-1]
     if width == 0:
         shape = (values.shape[0], q_length, *values.shape[2:])
         return jnp.zeros(shape, logits_dtype(values))
     if term.starts is not None:
         return _sum_gathered_values(term.weights, values, term.starts)
+
     # Query 0 needs the values from position `start` on, and all queries need `length` values.
     # Positions outside of the row are zeros. The padding is negative if values are not needed.
     start, length = mask.query_offset + term.first, q_length + width - 1
@@ -196,6 +201,7 @@ def _sum_shifted_values_bwd(
     weights, window = inputs
     width, dtype, q_length = weights.shape[-1], dout.dtype, dout.shape[1]
     padding = ((0, 0), (width - 1, width - 1), (0, 0), (0, 0))
+
     # With w - 1 zeros on both sides, a slice at any tap has the length of the window.
     padded_dout = jnp.pad(dout, padding)
     padded_weights = weights.astype(dtype)

@@ -187,8 +187,9 @@ def extend(
         """Returns the last m positions, which are the window for the next step."""
         if mask.key_lengths is None:
             return jax.lax.slice_in_dim(x, n, None, axis=cache.position_axis(x))
+
         # In examples that have fewer real tokens, the window ends earlier.
-        end = jnp.clip(mask.key_lengths - at, 0, n)  # the examples have different lengths
+        end = jnp.clip(mask.key_lengths - at, 0, n)  # [b]
         index = end[:, None] + jnp.arange(cache.capacity)[None]
         index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
         return cache.swap(jnp.take_along_axis(cache.swap(x), index, axis=1))

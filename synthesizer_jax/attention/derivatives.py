@@ -103,7 +103,7 @@ def platform_dependent(
     leaves, treedef = jax.tree.flatten(args)
 
     def flat(function: Callable[..., PyTree]) -> Callable[..., list[jax.Array]]:
-        """Returns the function with lists of arrays in the place of pytrees, as primitives need it."""
+        """Returns the function with lists of arrays instead of pytrees, as primitives need it."""
         run = _keep_precision(function)
         return lambda *leaves: jax.tree.leaves(run(*jax.tree.unflatten(treedef, leaves)))
 

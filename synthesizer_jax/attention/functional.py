@@ -142,6 +142,7 @@ def attend_dot_product(
     terms, unshared = _biases(bias, sizes, query.dtype, offset=mask.query_offset)
     terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
     options: dict[str, Any] = {"mask": mask, "implementation": implementation, "partition": partition}
+
     # A `Static` term has no batch axis, so biases of single examples need a call for each example.
     if unshared:
         return _attend_examples(terms, unshared, value, **options)
@@ -278,6 +279,7 @@ def _key_bias(bias: jax.Array, sizes: LogitsShape, dtype: jnp.dtype) -> LowRank:
     bias = jnp.broadcast_to(jnp.clip(bias, -largest, largest), shape).transpose(0, 2, 1)
     moderate = jnp.abs(bias) < 1e38  # [b, k, n]; other numbers hide keys, and need no digits
     rest = jax.lax.stop_gradient(jnp.where(moderate, bias, 0))
+
     # Rounding to 7 bits of mantissa gives a bfloat16. The first number has the first 8 significant
     # bits, the second one the next 8, and the third one the rest.
     high = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
@@ -354,6 +356,7 @@ def _attend_examples(
         """Returns the output of all examples, ``[b, q, h, e]``."""
         if q_length * k_length <= FEW_LOGITS or implementation == "reference":
             return jax.vmap(attend_one, (0, None))(unshared, shared)
+
         # The loop would otherwise keep every intermediate result of `attend_one` for all examples,
         # such as the bias that is broadcast to the heads.
         policy = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)

@@ -95,6 +95,7 @@ def attend_fused(call: Call) -> jax.Array:
     inputs = fused_inputs(call)
     options = fused_options(call, inputs)
     platform = _CUDA if jax.default_backend() == "gpu" else jax.default_backend()
+
     # The result is right without a kernel, but much slower, so users should know.
     if platform in ("tpu", _CUDA) and platform not in options.kernels:
         why = _kernels(platform).obstacle(inputs)
@@ -133,6 +134,7 @@ def fused_inputs(call: Call) -> FusedInputs:
     if uses_segment_positions(terms, mask):
         q, k = mask.segment_lengths(q, k)
         terms, positions = with_segment_positions(terms, mask)
+
         # Positions in a segment start at 0, wherever the segment is in the row.
         offset = 0
     divided = divide_terms(terms)
@@ -191,6 +193,7 @@ def fused_forward(q_length: int, options: Options, inputs: FusedInputs) -> tuple
     """
     default = functools.partial(loop_forward, q_length, soft_cap=options.soft_cap)
     parallel = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
+
     # GPUs without a kernel for these inputs still run all heads of an example in parallel.
     kernels = {
         name: functools.partial(_kernels(name).forward, q_length, options.query_offset, options.soft_cap)
@@ -354,15 +357,16 @@ def loop_forward(
     batch, k_length, heads, _ = values.shape
     dtype = logits_dtype(values, *jax.tree.leaves((products, biases)))
     mask, allowed = _mask_of_heads(q_length, inputs)
-    # Which queries ``[b, q]`` and keys ``[b, k]`` are real. A NaN in padding must not reach other
-    # rows.
+
+    # Which queries [b, q] and keys [b, k] are real. A NaN in padding must not reach other rows.
     real = inputs.mask.uncleared(q_length, k_length)
 
     def head(
         products: Products, biases: Biases, values: jax.Array, allowed: jax.Array | None
     ) -> tuple[jax.Array, SoftmaxStats]:
-        # Once per head: the examples share it. [q, k]
         """Returns the output ``[b, q, e]`` and the statistics ``[b, q, 1]`` of one head."""
+        # The sum of the biases, [q, k]. It is computed once per head, because the examples share
+        # it.
         bias = _sum_biases(biases, q_length=_num_bias_rows(inputs, q_length))
 
         def example(i: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
@@ -434,6 +438,7 @@ def loop_backward(
     mask, allowed = _mask_of_heads(q_length, inputs)
     real = inputs.mask.uncleared(q_length, k_length)
     make_bias = functools.partial(_sum_biases, q_length=_num_bias_rows(inputs, q_length))
+
     # Factors with a batch axis of 1 are shared by the examples. The scan sums their cotangents, in
     # the precision of the logits. The cotangents of other factors are stacked.
     is_shared = [x.shape[0] == 1 for x in jax.tree.leaves(products)]
@@ -442,7 +447,8 @@ def loop_backward(
         products: Products, biases: Biases, allowed: jax.Array | None, *rest: PyTree
     ) -> tuple[Products, Biases, jax.Array]:
         """Returns the cotangents of one head's products, biases and values."""
-        bias, bias_vjp = jax.vjp(make_bias, biases)  # which sums dlogits along diagonals
+        # The transpose sums the cotangent of the logits along diagonals for `Relative` terms.
+        bias, bias_vjp = jax.vjp(make_bias, biases)  # [q, k]
         leaves, treedef = jax.tree.flatten(products)
 
         def example(sums: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
@@ -464,6 +470,7 @@ def loop_backward(
             weights = jnp.exp(logits - row_max) * inverse_row_sum
             # dP = dO Vᵀ,  dS = P ∘ (dP - δ)
             dlogits = weights * (_matmul_nt(block_dout, block_values) - block_delta)
+            # Back through the soft cap, to the bias [q, k] and to the factors of this example.
             dbias, dproducts = logits_vjp(dlogits.astype(logits.dtype))
             # dV = Pᵀ dO, [k, e]
             dvalues = _matmul_tn(weights.astype(dout.dtype), block_dout).astype(values.dtype)
@@ -474,6 +481,7 @@ def loop_backward(
         zeros = [jnp.zeros_like(x[0], dtype=logits_dtype(x)) for x in leaves]
         init = jax.tree.map(jnp.zeros_like, bias), _split_by_flag(zeros, is_shared)[0]
         (dbias, shared), (unshared, dvalues) = lax.scan(example, init, jnp.arange(batch))
+
         # A cotangent was either summed, and then gets its batch axis of 1 back, or stacked.
         dleaves = [
             d if total is None else total[None].astype(x.dtype)
@@ -524,7 +532,10 @@ def _mask_of_heads(q_length: int, inputs: FusedInputs) -> tuple[Mask, jax.Array 
 
 
 def _sum_biases(biases: Biases, *, q_length: int) -> jax.Array | None:
-    """Returns the sum of a head's biases, ``[q, k]`` in float32 or wider; None if there are none."""
+    """Returns the sum of a head's biases, ``[q, k]``, or None if there are none.
+
+    The sum is float32 or wider.
+    """
     parts = [term.logits for term in biases.tables]
     parts += [expand_diagonals(term.logits, q_length) for term in biases.diagonals]
     if not parts:

@@ -216,6 +216,7 @@ class Mask:
             )
         mask = as_bool(mask)
         allowed = mask[None, None] if mask.ndim == 2 else mask
+
         # A mask of keys fits into `key_valid`, which more routes take. All queries are real: the
         # single entry of `query_valid` stands for them.
         if allowed.shape[1] == allowed.shape[2] == 1:
@@ -338,6 +339,7 @@ class Mask:
         before, after = window
         if self.causal:
             after = 0 if after is None else min(after, 0)
+
         # No two positions are farther apart than `_FAR`. The limit prevents an overflow of int32
         # when the number is added to a position.
         limit = lambda n: None if n is None else max(-_FAR, min(n, _FAR))
@@ -513,8 +515,10 @@ def segment_positions(segments: jax.Array) -> jax.Array:
       Positions, int32 ``[..., n]``.
     """
     index = jax.lax.broadcasted_iota(jnp.int32, segments.shape, segments.ndim - 1)
+
     # A token is the first of its segment if its number differs from that of the token before.
     new = jnp.diff(segments, axis=-1, prepend=segments[..., :1]) != 0
+
     # The index of the first token of the same segment, ``[..., n]``.
     start = jax.lax.cummax(jnp.where(new, index, 0), axis=segments.ndim - 1)
     return index - start
@@ -561,6 +565,7 @@ def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
             raise ValueError(f"attend: Mask.{name} has dtype {x.dtype}; it must be integers")
         return jnp.broadcast_to(x, shape)
     x = as_bool(x)
+
     # Batch and heads of `allowed` stay 1 if they are shared: the pattern is large.
     return jnp.broadcast_to(x, (*x.shape[:2], *shape[2:]) if name == "allowed" else shape)
 
@@ -597,7 +602,10 @@ def _real(
 
 
 def _for_all(valid: jax.Array, length: int) -> jax.Array:
-    """Returns which positions are real, ``[..., length]``. A single entry stands for all positions."""
+    """Returns which positions are real, ``[..., length]``.
+
+    A pattern with a single entry holds for all positions.
+    """
     if valid.shape[-1] != 1:
         return valid
     return jnp.broadcast_to(valid, (*valid.shape[:-1], length))
@@ -619,7 +627,7 @@ def _before(lengths: jax.Array, n: int) -> jax.Array:
 
 
 def _equal_ranks(*parts: jax.Array) -> list[jax.Array]:
-    """Returns the arrays with axes of 1 added in front, so that all have the same number of axes."""
+    """Returns the arrays with the same number of axes, after adding axes of 1 in front."""
     rank = max((part.ndim for part in parts), default=0)
     return [part.reshape((1,) * (rank - part.ndim) + part.shape) for part in parts]
 

@@ -91,7 +91,7 @@ def in_auto_mode(
     auto = mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))
 
     def call(*args: PyTree) -> PyTree:
-        """Calls the function with automatic axes, and makes the axes of its result explicit again."""
+        """Calls the function with automatic axes, and gives the result explicit axes again."""
         with jax.sharding.use_abstract_mesh(auto):
             out = function(*jax.tree.map(_without_types, args))
         return jax.sharding.reshard(out, spec(out))
@@ -104,6 +104,7 @@ def _without_types(x: PyTree) -> PyTree:
     if not isinstance(x, jax.Array):
         return x
     laid_out = jax.typeof(x).sharding.spec
+
     # The type must not name axes that are now automatic. The constraint below restores the layout,
     # so that the compiler moves no data.
     x = jax.sharding.reshard(x, PartitionSpec())
@@ -141,6 +142,7 @@ def on_every_device(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
             sharded = jax.shard_map(
                 function, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names=set(axes)
             )
+
             # Outside of a compiled function JAX makes all axes of a mesh manual or none.
             return jax.jit(sharded, inline=True)(*args)
 

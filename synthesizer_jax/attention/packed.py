@@ -102,7 +102,8 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
     assert mask.segments is not None and lengths is not None
     queries, q_lengths, q_fit = _segment_rows(mask.query_segments, mask.segments, lengths[0])
     keys, k_lengths, k_fit = _segment_rows(mask.key_segments, mask.segments, lengths[1])
-    # Padding inside of a segment, if the mask has any besides that of the segments.
+
+    # The mask may mark padding inside of segments. It is gathered like the tokens.
     bare = dataclasses.replace(mask, query_segments=None, key_segments=None)
     key_valid, query_valid = bare.keys(values.shape[1]), bare.queries(q_length)
     rows = dataclasses.replace(
@@ -161,6 +162,7 @@ def _segment_rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Arr
     start = jnp.argmax(member, axis=-1)
     index = start[..., None] + jnp.arange(length)[None, None]
     number = member.sum(axis=-1)
+
     # A segment is in one piece if it spans as many positions as it has tokens.
     last = segments.shape[1] - 1 - jnp.argmax(member[..., ::-1], axis=-1)
     fits = (number == 0) | ((number <= length) & (last - start + 1 == number))

@@ -136,6 +136,7 @@ class Partition:
             axis_names=set(self.batch),
             check_vma=False,
         )
+
         # Outside of a compiled function JAX divides over all axes of the mesh or none.
         return jax.jit(sharded, inline=True)(shared, *arrays)
 
@@ -201,12 +202,13 @@ class Partition:
         first = jax.lax.axis_index(self.sequence) * count  # the device's first query
 
         def cut(term: Term) -> Term:
-            """Returns a `Relative` term for the device's own queries. Other terms stay as they are."""
+            """Returns a `Relative` term for the device's own queries, and other terms as they are."""
             if not isinstance(term, Relative):
                 return term
             q, k = call.q_length, call.k_length
             columns = cut_diagonals(term, q, k, query_offset=mask.query_offset).logits
             start, size = q - count - first, count + k - 1
+
             # Column j is the distance j - (q - 1). The device's last query, first + count - 1, sees
             # the smallest distance at key 0, which is column q - count - first.
             columns = jax.lax.dynamic_slice_in_dim(columns, start, size, axis=1)
@@ -235,6 +237,7 @@ class Partition:
             allowed = PartitionSpec(self.batch if batch else None, self.heads if heads else None)
         valid = None if mask.query_valid is None else PartitionSpec(self.batch, queries)
         rest = dataclasses.replace(mask, allowed=None, query_valid=None)
+
         # Lengths and patterns of keys have an axis of examples. The offset has no axes.
         rest = jax.tree.map(lambda x: PartitionSpec(self.batch) if jnp.ndim(x) else PartitionSpec(), rest)
         return dataclasses.replace(rest, allowed=allowed, query_valid=valid)
@@ -248,7 +251,11 @@ class Partition:
 
 
 def partition_of_query(query: ArrayLike, *_: PyTree, **__: PyTree) -> Partition:
-    """Returns the explicit mesh axes that divide a query ``[batch..., q, heads, e]``, by its type."""
+    """Returns the explicit mesh axes that divide a query, by its type.
+
+    The query is ``[batch..., q, heads, e]``. Queries with fewer axes are not divided; the function
+    that takes them raises its own error.
+    """
     query = jnp.asarray(query)
     if query.ndim < 3:  # an error of the function itself
         return Partition()

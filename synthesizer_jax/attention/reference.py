@@ -54,6 +54,7 @@ def weigh_values(weights: jax.Array, values: jax.Array) -> jax.Array:
       weights.
     """
     weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))  # [b, h, q, k]
+
     # The product is [b, h, q, e], which XLA's CPU backend computes three times as fast as
     # [b, q, h, e].
     out = multiply_examples("bhqk,bkhe->bhqe", weights.astype(values.dtype), values, weights.dtype)
@@ -75,6 +76,7 @@ def softmax_weights(
     are those of `attend`, after its checks.
     """
     term = terms[0]
+
     # `Split` and `Banded` cannot be added to other terms, so the first term decides the case.
     if isinstance(term, Split):
         return _group_weights(
@@ -89,6 +91,7 @@ def softmax_weights(
     logits, pairs = cap_logits(logits, soft_cap), mask.pairs(q_length, k_length)
     if sinks is None:
         return softmax(logits, pairs)
+
     # A sink is one more column of logits. It takes part in the softmax and is cut off afterwards.
     column = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1)).astype(logits.dtype)
     if pairs is not None:
@@ -117,11 +120,12 @@ def _softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
     """Computes `softmax` of masked logits, with a derivative that divides by no row sum."""
     row_max = jnp.max(logits, axis=-1, keepdims=True)  # [..., 1]
     weights = jnp.exp(logits - jnp.where(row_max == -jnp.inf, 0, row_max))
+    # The exponential of a masked logit is 1, not 0, in a row that is masked entirely.
     if pairs is not None:
         weights = jnp.where(pairs, weights, 0)
-    # The exponential of a masked logit is 1 if its row is masked entirely, so `pairs` is applied
-    # again.
+
     row_sum = jnp.sum(weights, axis=-1, keepdims=True)
+
     # The inner `where` avoids a division by zero in rows without keys.
     return weights * jnp.where(row_sum > 0, 1 / jnp.where(row_sum > 0, row_sum, 1), 0)
 
@@ -137,12 +141,13 @@ def _softmax_jvp(
 
 
 def _group_weights(split: Split, sinks: jax.Array | None, *, mask: Mask, **options: Any) -> jax.Array:
-    """Returns the `softmax_weights` of all groups of heads, concatenated along the axis of heads."""
+    """Returns the `softmax_weights` of all groups of heads, concatenated along the heads."""
     groups = []
     for terms, start, num_heads in split.slices():
         group_mask = mask.take_heads(start, num_heads)
         group_sinks = None if sinks is None else sinks[start : start + num_heads]
         groups.append(softmax_weights(terms, mask=group_mask, sinks=group_sinks, **options))
+
     # A group that consists of parameters has a batch axis of 1. It is broadcast to the other
     # groups.
     batch = max(x.shape[0] for x in groups)
@@ -165,7 +170,7 @@ def materialize_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int
         logits = materialize((term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset)
         by_query, by_key = term.has_absolute_positions(mask)
         if by_query and q_positions is not None:
-            logits = jnp.take_along_axis(logits, q_positions[:, None, :, None], axis=2)  # [b, h, q, k]
+            logits = jnp.take_along_axis(logits, q_positions[:, None, :, None], axis=2)
         if by_key and k_positions is not None:
             logits = jnp.take_along_axis(logits, k_positions[:, None, None, :], axis=3)
         total = logits if total is None else total + logits

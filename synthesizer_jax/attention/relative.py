@@ -108,6 +108,7 @@ def buckets_between(
     distances = arange(start, end)
     if isinstance(distances, np.ndarray):
         return buckets_of(distances)
+
     # All distances beyond the last bound share a bucket, so a table of the others contains all
     # buckets. NumPy computes the table. The logarithm of a TPU is less exact, and would put some
     # distances into other buckets.
@@ -138,6 +139,7 @@ def relative_buckets(
         n = np.abs(n)
     # n is the distance into the past. In decoders, all keys after the query count as distance 0.
     n = np.maximum(n, 0)
+
     # Half of the buckets are for the distances 0, 1, 2, …, the other half for ranges of distances.
     max_exact = num_buckets // 2
     log_ratio = np.log(n.astype(np.float32) / max_exact + np.finfo(np.float32).eps)

@@ -63,6 +63,7 @@ def attend_static(call: Call) -> jax.Array:
         call = dataclasses.replace(call, values=call.values.astype(jnp.float32))
     inputs = static_inputs(call)
     options = fused_options(call, inputs)
+
     # The fused route runs here only if the matrix products would lose digits, which is rare. Its
     # TPU kernels are left out, because compiling them would take time for nothing.
     options = options._replace(kernels=tuple(name for name in options.kernels if name != "tpu"))
@@ -111,7 +112,7 @@ def obstacle(call: Call) -> str | None:
 
 
 def kernel_obstacle(call: Call) -> str | None:
-    """Explains why the TPU kernels of this route cannot take a call, or returns None if they can."""
+    """Explains why the TPU kernels of this route cannot take a call; returns None if they can."""
     return _kernel_obstacle(call.q_length, static_inputs(call))
 
 
@@ -166,6 +167,7 @@ def _attend_static_fwd(
     # If the real queries of a position see the same keys in all examples, they share the
     # denominator, too.
     same_keys = is_separable(inputs.mask)
+
     # GPUs and TPUs compute all heads at once. CPUs, the default, compute them one after another.
     matmuls = functools.partial(_matmul_fwd, q_length)
     parallel = dict.fromkeys(_ACCELERATORS, matmuls)
@@ -180,6 +182,7 @@ def _attend_static_fwd(
     out, inverse_row_sum = platform_dependent(inputs, default=default, kernels=kernels, **parallel)
     if same_keys:
         return out, ()
+
     # Rows without keys have an `inverse_row_sum` of 0, so they never count as lost.
     is_exact = _all_when_mapped(jnp.all(inverse_row_sum < 1 / MIN_ROW_SUM))
 
@@ -212,6 +215,7 @@ def _attend_static_bwd(
         """Computes the cotangents by matrix products, or on TPUs by kernels if `on_tpu`."""
 
         def matmuls(inputs: FusedInputs, _: jax.Array, *rest: Any, parallel: bool = True) -> FusedInputs:
+            """Computes the cotangents without the output, which only the TPU kernels read."""
             return _matmul_bwd(inputs, *rest, parallel=parallel)
 
         kernels: dict[str, Callable[..., PyTree]] = {}
@@ -219,6 +223,7 @@ def _attend_static_bwd(
             from synthesizer_jax.attention import static_tpu
 
             def kernel(inputs: FusedInputs, out: jax.Array, _: jax.Array, *rest: Any) -> FusedInputs:
+                """Computes the cotangents without delta, which the kernels compute from the output."""
                 return static_tpu.backward(options.query_offset, inputs, out, *rest)
 
             kernels["tpu"] = kernel
@@ -273,11 +278,12 @@ def _matmul_fwd(
         return zero_padding(out, queries), None
     dtype = logits_dtype(logits, values)
     regions = _regions(mask, q_length, values)
+
     # The number of keys that each query may attend to. It tells rows without keys from rows whose
     # denominator underflows: both have a row sum of 0.
     num_keys = sum(_contract_keys("qk,bk->qb", pairs.astype(dtype), keys, dtype) for pairs, keys in regions)
     has_keys = num_keys > 0
-    # [q, b], real queries only
+    # [q, b]: whether a real query sees a key
     has_keys = has_keys if queries is None else has_keys & queries.T
 
     def head(logits: jax.Array, shared_max: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -289,6 +295,7 @@ def _matmul_fwd(
             _contract_keys("qk,bk->qb", e.astype(values.dtype), keys, dtype)
             for e, (_, keys) in zip(numerators, regions, strict=True)
         )
+
         # The bound keeps the number finite. `_attend_static_fwd` replaces the result if it is
         # reached.
         inverse_row_sum = jnp.where(has_keys, 1 / jnp.maximum(row_sum, MIN_ROW_SUM), 0)
@@ -336,6 +343,7 @@ def _matmul_bwd(
     if delta is None or inverse_row_sum is None:
         dout = zero_padding(dout, mask.queries(dout.shape[1]))
         band = mask.band_pairs(*logits.shape[1:])
+
         # The weights P have no batch axis. The derivative of the softmax is taken once, of the sum
         # over all examples, so no example needs a delta.
         weights, softmax_vjp = jax.vjp(lambda x: softmax(x, band), logits)
@@ -350,6 +358,7 @@ def _matmul_bwd(
         head = functools.partial(_head_cotangents, _regions(mask, dout.shape[1], values))
         axes = 0, 0, 2, 0, 0, 2
         dlogits, dvalues = map_heads(head, logits.shape[0], args, axes, (0, 2), parallel=parallel)
+
     # Distributes dS ``[h, q, k]`` to the terms, and sums it along diagonals for `Relative` terms.
     (dbiases,) = logits_vjp(dlogits)
     return inputs.cotangents(Products(), dbiases, dvalues)
@@ -422,7 +431,7 @@ def _shared_max(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
 
 
 def _exp_logits(logits: jax.Array, shared_max: jax.Array, regions: list[_Region]) -> list[jax.Array]:
-    """Returns a head's ``exp(S - c)`` in each region, ``[q, k]``, with zeros outside of the region."""
+    """Returns a head's ``exp(S - c)`` in each region, ``[q, k]``, with zeros outside of it."""
     lowest = jnp.finfo(logits.dtype).min
     return [jnp.exp(jnp.where(pairs, logits - shared_max, lowest)) for pairs, _ in regions]
 

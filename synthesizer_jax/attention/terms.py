@@ -395,10 +395,12 @@ def expand_diagonals(columns: jax.Array, q_length: int) -> jax.Array:
         keys = jnp.arange(n + 1 - q_length)
         return columns[..., q_length - 1 + keys[None] - jnp.arange(q_length)[:, None]]
     rows = jnp.broadcast_to(columns[..., None, :], (*lead, q_length, n))  # [..., q, n]
+
     # Repeat the n columns q times, and read them in rows of n + 1: row i then starts at column i.
     flat = rows.reshape(*lead, q_length * n)
     flat = jnp.pad(flat, [(0, 0)] * len(lead) + [(0, q_length)])
     skewed = flat.reshape(*lead, q_length, n + 1)[..., : n + 1 - q_length]
+
     # Query 0 needs column q - 1 first, so the order of the rows is reversed.
     return skewed[..., ::-1, :]
 

@@ -1,4 +1,4 @@
-"""A replacement for Flax's `dot_product_attention`, to be used as `attention_fn` in Flax's layers."""
+"""A replacement for Flax's `dot_product_attention`, used as `attention_fn` in Flax's layers."""
 
 from __future__ import annotations
 
@@ -194,6 +194,7 @@ def _attend(
     if not isinstance(bias, Term | tuple | None):
         bias = _broadcast_to_logits("bias", bias, logits_shape)
     is_own_mask = isinstance(mask, Mask)
+
     # The two functions disagree about a query that may attend to no key: this package returns zero
     # for it, and Flax returns the mean of the values. A `Mask` promises zero, and an array the
     # mean. The output has to be corrected if the function that computes it returns the other one.
@@ -204,6 +205,7 @@ def _attend(
     if use_flax or return_weights or fills_empty_rows:
         pairs = mask.pairs(*logits_shape[-2:])
         attending = attending if pairs is None else pairs.any(-1, keepdims=True)
+
     # Flax takes logits as a bias, not terms.
     if use_flax or return_weights:
         logits = bias
@@ -223,6 +225,7 @@ def _attend(
     out = out.reshape(*batch, *out.shape[1:])  # [batch..., q, h, width]
     if not return_weights:
         return out, None
+
     # The weights are computed a second time, because the engine never has them in memory.
     weights = nn.dot_product_attention_weights(
         query,

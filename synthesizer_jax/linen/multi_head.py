@@ -1,4 +1,4 @@
-"""Flax Linen's `MultiHeadAttention` with an alignment, and the functions that it shares with NNX."""
+"""Flax Linen's `MultiHeadAttention` with an alignment, and functions that it shares with NNX."""
 
 from __future__ import annotations
 
@@ -120,6 +120,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
                 mask = step_pairs(mask, cache)
             dropout = {"deterministic": deterministic, "dropout_rng": dropout_rng}
             options = {"inputs_kv": inputs_kv, "mask": mask, "sow_weights": sow_weights, **dropout}
+
             # With alignment=None, Flax's layer does everything, with `attention_fn` in the place of
             # its function.
             apply_flax: Callable[..., jax.Array] = super().__call__
@@ -193,6 +194,7 @@ def check_fields(layer: AlignedLayer) -> None:
     name = f"MultiHeadAttention: alignment={type(alignment).__name__}"
     is_dot_product = isinstance(alignment, DotProduct)
     own = ("scale", "rotary_base", "rotary_share", "rotary_scaling", "name", "parent")
+
     # The layer has its own projections. Fields of `DotProduct` that describe projections have no
     # effect, so all of them must have their defaults.
     plain = DotProduct(parent=None)
@@ -282,10 +284,12 @@ def attend_with_alignment(
                     "MultiHeadAttention: autoregressive cache shape error, expected inputs of shape "
                     f"{(*expected, x.shape[-1])}, got {x.shape}"
                 )
+
     # Alignments compute in the dtype of the projections. Only a dot product needs projected inputs.
     x, y = inputs_q.astype(values.dtype), inputs_k.astype(values.dtype)
     if isinstance(layer.alignment, DotProduct):
         x, y = project("query", x), project("key", y)
+
     # The engine has one batch axis: [b, length, ...].
     x, y, values = (merge_batch_axes(array, batch) for array in (x, y, values))
     spans = Span(index, q_length), Span(0, length)

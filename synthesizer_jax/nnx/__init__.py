@@ -86,6 +86,7 @@ def to_nnx(layer: linen.Module, *, rngs: nnx.Rngs, **options: Any) -> Any:
             f"to_nnx: {type(layer).__name__} is neither a mixer, block, stack nor model; use "
             "synthesizer_jax.nnx.MultiHeadAttention or flax.nnx.bridge.ToNNX"
         )
+
     # The classes of a Linen module, from the most to the least specific.
     named = (getattr(layers, cls.__name__, None) for cls in type(layer).__mro__)
     return next(filter(None, named), LinenModule)(layer, rngs=rngs, **options)

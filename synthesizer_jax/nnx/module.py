@@ -128,10 +128,12 @@ class LinenModule(nnx.Module):
         is_config = len(args) == 1 and not fields and isinstance(args[0], self.linen_class)
         config = args[0] if is_config else self.linen_class(*args, parent=None, **fields)
         example, options = (example, {}) if example else _example_arguments(config, in_features)
+
         # Under logical axis rules, Flax would constrain kernels before they have their final shape,
         # so the rules are switched off while the parameters are initialized.
         with logical_axes(), nnx.logical_axis_rules(()):
             variables = config.lazy_init(rngs.params(), *example, **options)
+
         # The names of logical axes mean nothing to a mesh unless there are rules.
         eager = bool(nnx.using_eager_sharding() and get_logical_axis_rules() and meta.get_global_mesh())
         flat: dict[tuple[str, ...], nnx.Variable[jax.Array]] = {}
@@ -140,6 +142,7 @@ class LinenModule(nnx.Module):
             metadata: dict[str, Any] = {}
             if isinstance(value, NamedAxes):
                 value, metadata["out_sharding"] = value.value, tuple(value.names)
+
             # The collection is the type of the variable, so it is not part of the path.
             flat[tuple(path)] = variable_type(value, eager_sharding=eager, **metadata)
         nodes = unflatten_dict(flat)
@@ -222,6 +225,7 @@ class LinenModule(nnx.Module):
         if config is None or is_hidden or not hasattr(config, name):
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         method = getattr(type(config), name, None)
+
         # Methods that use variables have to be applied to them. Fields, and methods without
         # variables (`nn.nowrap`), come from the Linen module as they are.
         if name in fields_of(config) or not callable(method) or hasattr(method, "nowrap"):
@@ -328,6 +332,7 @@ def _example_arguments(
     if isinstance(config, FeedForward):
         return (x,), {}
     parts = list(_parts(config))
+
     # Some mixers accept only causal masks.
     causal = any(isinstance(p, Mixer) and not p.supports_bidirectional for p in parts)
     kwargs: dict[str, PyTree] = {"mask": Mask(causal=causal)}

@@ -50,6 +50,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         ]
         if not is_dot_product:
             del self.query, self.key
+
         # A dot product aligns projected tokens. All other alignments read the tokens themselves.
         x, y = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
         context = AttentionContext(self.num_heads, self.head_dim, Span(0, 1), Span(0, 1))
@@ -98,6 +99,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             )
         if isinstance(mask, Mask) and decode:
             mask = step_pairs(mask, self._cache_arrays())
+
         # The cache contains no later positions, so a causal mask would have no effect in decoding.
         is_causal = is_causal and not decode
         apply_flax: Callable[..., jax.Array] = super().__call__
@@ -158,6 +160,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             return
         features = self.in_features, self.in_kv_features
         x, y = (jnp.zeros((*input_shape[:-1], width)) for width in features)
+
         # Only the shapes of the cache are needed, so nothing is computed.
         shapes = jax.eval_shape(
             lambda: attend_with_alignment(self, self.align, self._project, (x, y, y), cache={})[2]
