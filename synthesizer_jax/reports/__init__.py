@@ -1,1 +1,1 @@
-"""HTML pages about runs, with charts by Matplotlib."""
+"""Writes HTML pages about runs, with charts that Matplotlib draws."""

@@ -1,4 +1,4 @@
-"""Pages of HTML in one style: their sections, tables, and charts that Matplotlib draws as inline SVG."""
+"""The parts of an HTML page: sections, tables, and charts that Matplotlib draws as inline SVG."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ from synthesizer_jax.base.messages import escape_controls
 from synthesizer_jax.version import __version__
 
 FAINT = "#0000c9"
-"""Stands for ``--c9`` of the style sheet, as other colors for its other variables: charts follow it."""
+"""A placeholder for the color ``--c9`` of the style sheet.
+
+Charts are drawn with placeholders ``#0000c1`` to ``#0000c9``. `to_svg` replaces them by the
+variables ``--c1`` to ``--c9`` of the style sheet, so that charts follow the colors of the page,
+also in dark mode.
+"""
 
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -43,13 +48,17 @@ STYLE: dict[Any, Any] = {
 }
 
 Line: TypeAlias = tuple[Sequence[float] | np.ndarray, ...]
-"""Equally many x and y, and for a band the lowest and the highest y."""
+"""Two or four sequences of the same length: x, y, and for a band its lowest y and its highest y."""
 
 
 class Cell(NamedTuple):
-    """A cell of a table, or one below another, with a smaller note below the text.
+    """A cell of a table, or a part of a cell that has several parts.
 
-    Its kind is ``best``, ``right``, ``wrong``, ``code``, or a heading's color ``c1`` to ``c8``.
+    Attributes:
+      text: the text.
+      kind: how the cell looks: ``best``, ``right``, ``wrong``, ``code``, or the color of a heading,
+        ``c1`` to ``c8``.
+      note: a smaller text below the text.
     """
 
     text: str
@@ -58,9 +67,16 @@ class Cell(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of a page: charts, and the headings and rows of a table.
+    """A section of a page, with a text, charts and a table.
 
-    `numbers` tells that all columns but the first are numbers, and `folded` that a click opens it.
+    Attributes:
+      title: the heading of the section.
+      text: the text below the heading.
+      charts: the charts, as HTML.
+      headings: the headings of the table's columns.
+      rows: the rows of the table.
+      numbers: whether all columns except the first contain numbers.
+      folded: whether the section is closed until the reader clicks on it.
     """
 
     title: str
@@ -75,10 +91,16 @@ class Section(NamedTuple):
 def write_page(
     path: pathlib.Path, *, title: str, template: str = "page.html.jinja", **variables: object
 ) -> None:
-    """Writes a page atomically, with the versions of the libraries at its end.
+    """Writes a page, with the versions of the libraries at its end.
 
-    Its template extends ``base.html.jinja``, which has the style sheet; ``page.html.jinja`` takes
-    ``sections`` of `Section` and ``sentences`` as variables; see `render`.
+    The file is replaced atomically.
+
+    Args:
+      path: the HTML file.
+      title: the title of the page.
+      template: a template of this package that extends ``base.html.jinja``, which has the style
+        sheet. **variables: the variables of the template. ``page.html.jinja`` has the variables
+        ``sections``, a list of `Section`, and ``sentences``.
     """
     facts = {"synthesizer_jax": __version__, "Python": platform.python_version()}
     facts |= {name: importlib.metadata.version(name) for name in ("jax", "flax")}
@@ -86,7 +108,15 @@ def write_page(
 
 
 def render(template: str, **variables: object) -> Markup:
-    """Returns what a template of this package makes of variables; all text but `Markup` is escaped."""
+    """Fills a template of this package with variables.
+
+    All texts are escaped, except those of the class `Markup`, because texts of runs may contain
+    anything.
+
+    Args:
+      template: the name of the template.
+      **variables: the variables of the template, which must all be given.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("synthesizer_jax.reports", "."),
         autoescape=True,
@@ -108,10 +138,17 @@ def line_chart(
     logarithmic_x: bool = False,
     title: str = "",
 ) -> Markup:
-    """Draws lines by name, each in its own color, with bands where they have some.
+    """Draws lines, and bands around lines that have four sequences.
 
-    `points` are lines with markers in the same colors, by the names of the others. The y axis may be
-    `logarithmic` where the largest y is five times the smallest or more.
+    Args:
+      lines: the lines by name. Each has its own color.
+      x_label: the label of the x axis.
+      y_label: the label of the y axis.
+      points: further lines with markers. Each is drawn in the color of the line with the same name.
+      logarithmic: whether the y axis may be logarithmic. It is if all y are positive and the
+        largest is at least five times the smallest.
+      logarithmic_x: whether the x axis is logarithmic.
+      title: the title of the chart.
     """
     with drawing_style():
         columns = 1 if max(map(len, lines)) > 20 else 2
@@ -120,7 +157,7 @@ def line_chart(
         axes = figure.subplots()
         for i, (name, line) in enumerate(lines.items()):
             color, marked = f"C{i}", (points or {}).get(name, ([], []))
-            dash = "-" if i < 8 else "--"  # colors are used again
+            dash = "-" if i < 8 else "--"  # there are eight colors, which are then used again
             axes.plot(*line[:2], dash, color=color, linewidth=1.4, label=short_label(name))
             axes.plot(*marked[:2], "osD^vPX*"[i % 8] + dash, color=color, markersize=4)
             for x, *_, low, high in (both for both in (line, marked) if len(both) == 4):
@@ -151,10 +188,17 @@ def heat_maps(
     columns: Sequence[str] = (),
     number: str = "{:.2f}",
 ) -> Markup:
-    """Shows matrices of the same shape as tables whose cells are shaded from 0; NaN is an empty cell.
+    """Shows matrices as tables whose cells are darker for numbers that are farther from 0.
 
-    Negative numbers have another color.
-    Rows, and columns without names, are counted from 1.
+    Negative numbers have another color than positive ones. The cell of NaN is empty. Rows are
+    numbered from 1, and so are columns if they have no names.
+
+    Args:
+      panels: matrices of the same shape, by their titles.
+      x_label: the label of the columns.
+      y_label: the label of the rows.
+      columns: the names of the columns.
+      number: the format of the numbers.
     """
     height, width = next(iter(panels.values())).shape
     return render(
@@ -168,14 +212,17 @@ def heat_maps(
 
 
 def short_label(text: str) -> str:
-    """Returns a name for a chart: one line, the middle of a longer one left out."""
+    """Returns a text as a label of a chart: one line of at most 40 characters.
+
+    The middle of a longer text is left out.
+    """
     line = escape_controls(" ".join(text.split()))
     return line if len(line) <= 40 else f"{line[:19]}…{line[-20:]}"
 
 
 @contextlib.contextmanager
 def drawing_style() -> Iterator[None]:
-    """Context manager in which charts are drawn in the style of the pages."""
+    """Returns a context manager in which Matplotlib draws charts in the style of the pages."""
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         # The browser's fonts are used, so characters missing in Matplotlib's font do not matter.
         warnings.filterwarnings("ignore", "Glyph .* missing")
@@ -183,14 +230,20 @@ def drawing_style() -> Iterator[None]:
 
 
 def to_svg(figure: Figure, label: str = "") -> Markup:
-    """Returns a figure as SVG that follows the page's colors and width; `label` is what is read aloud."""
+    """Returns a figure as SVG that follows the colors and the width of the page.
+
+    Args:
+      figure: the figure.
+      label: a description that screen readers read aloud.
+    """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     svg = re.sub("<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
-    # Ids of groups would occur once in every chart of a page.
+    # All charts have the same ids of groups, but an id may occur only once in a page.
     svg = re.sub(r' id="[A-Za-z.]+_\d+"', "", svg)
     # The page sets the width; the view box keeps the proportions.
     opening = Markup(r'<svg role="img" aria-label="{}" \1').format(label.replace("\\", "/"))
     svg = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', opening, svg, count=1, flags=re.S)
-    return Markup(re.sub("(?<=: )#0000(c[1-9])", r"var(--\1)", svg))  # Matplotlib escapes text
+    # The result is safe HTML, because Matplotlib escapes texts.
+    return Markup(re.sub("(?<=: )#0000(c[1-9])", r"var(--\1)", svg))

@@ -1,4 +1,4 @@
-"""The page about what the layers of a model have learned, and its numbers as JSON."""
+"""Writes the page about what the layers of a model have learned, and its numbers as JSON."""
 
 from __future__ import annotations
 
@@ -28,21 +28,27 @@ from synthesizer_jax.reports.figures import (
 )
 
 Inspected: TypeAlias = Mapping[str, Any]
-"""What `inspect_run` returns, or a layer of it."""
+"""The result of `inspect_run`, or its part for one layer."""
 
 MORE_LOCAL = 1.25
-"""By what factor the weight nearby exceeds that of equal weights in a head that is called local."""
+"""The factor by which a local head has more weight near the query than equal weights would have."""
 
 SHARP, STATIC, TOLERANCE = 0.25, 0.9, 0.01
-"""The shares below and from which heads are called so, and by which the loss may rise with tables."""
+"""Limits of shares.
+
+A head is sharp if it uses a share of less than `SHARP` of the keys. It is static if positions
+explain a share of at least `STATIC`. With tables in the place of heads, the loss may rise by a
+share of `TOLERANCE`.
+"""
 
 MOST_LETTERS = 300
-"""Of an example's text."""
+"""The number of characters of an example's text that the page shows."""
 
 WIDTH, MAPS = 3.6, 4
-"""Inches of a figure of maps, and maps in a row of it."""
+"""The width of a figure of attention maps in inches, and the number of maps in one of its rows."""
 
 DISTANCES = np.arange(-REACH, REACH + 1)
+"""The distances from the query, in positions, at which profiles of heads are measured."""
 
 OVERVIEW = {
     "keys used, %": "spread",
@@ -50,6 +56,8 @@ OVERVIEW = {
     "explained by positions, %": "static",
     "rank of logits, %": "rank",
 }
+"""The tables of the section "Heads at a glance": their titles and the measures that they show."""
+
 GLANCE = (
     "Keys used: exp(entropy) of a query’s weights over the number of keys that it sees, 100 if equal. "
     "Explained by positions: how much closer to a query’s weights than equal ones a table of mean weights "
@@ -61,7 +69,16 @@ NUMBERS = ("entropy", "spread", "near", "off_diagonal", "static", "rank")
 
 
 def write_inspection(path: pathlib.Path, inspected: Inspected, *, title: str) -> pathlib.Path:
-    """Writes the page of what `inspect_run` returns, and its numbers beside it, whose path is returned."""
+    """Writes the page about an inspected run, and a JSON file with its numbers.
+
+    Args:
+      path: the HTML file to write.
+      inspected: the result of `inspect_run`.
+      title: the title of the page.
+
+    Returns:
+      The path of the JSON file, which has the name of the page with the suffix ``.json``.
+    """
     axes = {"histogram_edges": EDGES, "profile_distances": DISTANCES}
     text = json.dumps(plain_json({"title": title, **axes, **inspected}, digits=4), allow_nan=False)
     numbers = write_atomic(path.with_suffix(".json"), text + "\n")
@@ -127,7 +144,11 @@ def write_inspection(path: pathlib.Path, inspected: Inspected, *, title: str) ->
 
 
 def summary(inspected: Inspected) -> Iterator[str]:
-    """Yields sentences: how many heads are sharp, local and static, and what has no attention."""
+    """Yields the sentences at the top of the page.
+
+    They say how many heads are sharp, local and static, which layers have no attention weights, and
+    which checkpoint and examples were measured.
+    """
     end = {name: layer["end"] for name, layer in inspected["layers"].items()}
     if end:
         spread, static = (np.concatenate([m[x] for m in end.values()]) for x in ("spread", "static"))
@@ -157,7 +178,7 @@ def summary(inspected: Inspected) -> Iterator[str]:
 
 
 def sentence(layer: Inspected) -> str:
-    """Returns how sharp, local and static a layer is."""
+    """Returns a sentence that says how sharp, local and static a layer is."""
     m, said = layer["end"], []
     spread, near, off, static = (
         float(np.mean(m[name])) for name in ("spread", "near", "off_diagonal", "static")
@@ -166,7 +187,8 @@ def sentence(layer: Inspected) -> str:
         sharp = "sharp" if spread < SHARP else "rather sharp" if spread < 0.6 else "diffuse"
         keys = f"{_share(m['spread'])} of the {m['keys']:.0f} keys it sees"
         said.append(f"{sharp}: a query uses {keys}")
-    if m["near_of_equal"] <= 1 / MORE_LOCAL:  # of shorter sequences no head can be called local
+    # If sequences are so short that most keys are near the query, no head can be called local.
+    if m["near_of_equal"] <= 1 / MORE_LOCAL:
         said.append(
             f"{'local' if _is_local(m, near) else 'not local'}: {_share(m['near'])} of the weight is "
             f"within {NEAR} positions, {m['near_of_equal']:.0%} would be equal weights"
@@ -181,19 +203,22 @@ def sentence(layer: Inspected) -> str:
 
 
 def _is_local(m: Measures, near: float) -> bool:
+    """Returns whether a head of a layer is local; `near` is its share of weight near the query."""
     return near >= 0.5 and near >= MORE_LOCAL * m["near_of_equal"]
 
 
 def _share(values: np.ndarray) -> str:
-    """Returns the mean of shares and, unless they are alike, their range."""
+    """Returns the mean of shares in percent and, if they differ, their range."""
     low, mean, high = (f"{100 * x:.0f}" for x in (values.min(), values.mean(), values.max()))
     return f"{mean}%" + (f" ({low} to {high})" if low != high else "")
 
 
 def _overview(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
+    """Yields a table of layers and heads for each stack and each measure of `OVERVIEW`."""
     for group in dict.fromkeys(map(_stack, layers)):
         measures = [layer["end"] for name, layer in layers.items() if _stack(name) == group]
         for title, field in OVERVIEW.items():
+            # [layers, heads]; a layer with fewer heads than another has NaN in its last columns.
             grid = np.full((len(measures), max(len(m[field]) for m in measures)), np.nan)
             for i, m in enumerate(measures):
                 grid[i, : len(m[field])] = m[field]
@@ -202,11 +227,13 @@ def _overview(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
 
 
 def _stack(name: str) -> str:
-    """Returns ``decoder cross`` of ``decoder 1 cross``."""
+    """Returns a layer's name without its number: ``decoder cross`` for ``decoder 1 cross``."""
     return " ".join(word for word in name.split() if not word.isdecimal())
 
 
 def _histograms(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
+    """Yields a chart for each layer, with histograms of its weights before and after training."""
+    # The weight axis is logarithmic, so the center of a bin is the geometric mean of its edges.
     centers = np.sqrt(EDGES[1:] * EDGES[:-1])
     for name, layer in layers.items():
         both = {which: layer[which] for which in ("start", "end") if layer[which]}
@@ -223,6 +250,7 @@ def _histograms(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
 
 
 def _mixtures(mixtures: Mapping[str, Inspected]) -> Iterator[Markup]:
+    """Yields the weights of each mixture's parts by head, and a chart of their means by step."""
     for name, (parts, steps, alpha) in ((n, m.values()) for n, m in mixtures.items()):
         title = f"{name}: α, %"
         yield _grid(title, alpha[-1], columns=parts, x_label="part", y_label="head")
@@ -231,18 +259,21 @@ def _mixtures(mixtures: Mapping[str, Inspected]) -> Iterator[Markup]:
 
 
 def _grids(matrices: Mapping[str, Inspected], x_label: str, scale: float) -> Iterator[Markup]:
+    """Yields a table for each matrix of each layer, whose rows are heads."""
     for name, of_layer in matrices.items():
         for title, x in of_layer.items():
             yield _grid(f"{name} {title}", x, scale=scale, x_label=x_label, y_label="head")
 
 
 def _maps(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
+    """Yields two figures for each layer: mean attention maps, and the maps of one example."""
     for name, layer in layers.items():
         yield _weight_maps(f"{name}, mean", layer["end"]["map"])
         yield _weight_maps(f"{name}, one example", layer["example"])
 
 
 def _distances(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
+    """Yields a chart for each layer: the share of the weight by distance from the query."""
     for name, layer in layers.items():
         lines = {f"head {i + 1}": (DISTANCES, y) for i, y in enumerate(layer["end"]["profile"])}
         if np.isfinite(layer["end"]["profile"]).all():
@@ -250,11 +281,16 @@ def _distances(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
 
 
 def _static(static: Inspected) -> Section:
-    """Returns what static forms miss, and the loss with tables in the place of heads."""
+    """Returns the section about static forms.
+
+    It shows how far each static form is from each head, and the loss of the model when heads are
+    replaced by tables.
+    """
     heads, charts, said = static["divergences"], [], ""
     if numbers := static.get("replaced"):
         losses, equal = static["loss"], static["uniform_loss"]
         limit = (1.0 + TOLERANCE) * losses[0]
+        # The index of the last loss before the first one above the limit. A NaN is above it, too.
         within = next((i for i, x in enumerate(losses) if not x <= limit), len(losses)) - 1
         said = (
             f"Of {len(heads)} heads, the {numbers[max(within, 0)]} most static can read a fitted table "
@@ -285,13 +321,16 @@ def _static(static: Inspected) -> Section:
 
 
 def _tiles(charts: Iterable[Markup]) -> list[Markup]:
-    """Returns one chart of figures side by side, one below the other on a phone; none of no figures."""
+    """Returns all charts as one, in which they stand side by side, or below each other on a phone.
+
+    Returns an empty list if there are no charts.
+    """
     inner = Markup("\n").join(map(Markup("<div>{}</div>").format, charts))
     return [Markup('<div class="tiles">\n{}\n</div>').format(inner)] if inner else []
 
 
 def _lines(title: str, lines: Mapping[str, Line], x_label: str, y_label: str) -> Markup:
-    """Draws lines, with markers where there are few points."""
+    """Draws lines, with markers on lines that have fewer than eight points."""
     few = {name: line for name, line in lines.items() if len(line[0]) < 8}
     return line_chart(lines, points=few, x_label=x_label, y_label=y_label, title=title, logarithmic=False)
 
@@ -305,7 +344,7 @@ def _grid(
     scale: float = 100.0,
     columns: Sequence[str] = (),
 ) -> Markup:
-    """Shows a matrix as numbers, times a scale; see `heat_maps`."""
+    """Shows a matrix as a table, multiplied by a scale; see `heat_maps`."""
     return heat_maps(
         {title: scale * values},
         x_label=x_label,
@@ -316,7 +355,10 @@ def _grid(
 
 
 def _weight_maps(title: str, maps: np.ndarray) -> Markup:
-    """Draws maps ``[heads, q, k]``, queries down and keys across, each from 0 to its largest weight."""
+    """Draws the attention maps of a layer, ``[heads, q, k]``.
+
+    Queries are rows and keys are columns. The colors of each map range from 0 to its own largest weight.
+    """
     rows, ratio = -(-len(maps) // MAPS), min(1.3, max(0.5, maps.shape[1] / maps.shape[2]))
     with drawing_style():
         height = 0.4 + rows * (0.22 + WIDTH / MAPS * ratio * 0.9)
@@ -332,6 +374,7 @@ def _weight_maps(title: str, maps: np.ndarray) -> Markup:
 
 
 def _rows(layers: Mapping[str, Inspected]) -> Iterator[list[str]]:
+    """Yields a row of a table for each head: its name and the measures in `NUMBERS`."""
     text = lambda x: "–" if math.isnan(x) else f"{x:.3g}"
     for name, layer in layers.items():
         m = layer["end"]

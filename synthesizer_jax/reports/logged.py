@@ -1,4 +1,4 @@
-"""What runs have left in their directories, read as data: without their models, and without their code."""
+"""Reads the logs and results of runs as data, without loading their models or their code."""
 
 from __future__ import annotations
 
@@ -24,17 +24,24 @@ from synthesizer_jax.runs.saved import find_checkpoint, is_run, read_experiment
 from synthesizer_jax.training.run_directory import WATCHING
 
 Record: TypeAlias = Mapping[str, Any]
-"""A line of a log: measures by name, or an example and its prediction."""
+"""A line of a log, which has measures by name, or an example and its prediction."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoggedRun:
-    """What a run has logged: its ``experiment.json``, and records of training and evaluations by step.
+    """The logs and results of a run.
 
-    Where ``eval`` has measured a step again, its results are the record. `newest` are the measures of the
-    newest evaluation that are numbers, and `answers` its labeled predictions by task and example.
-    `parameters` is the number of the model's, None if no checkpoint tells it; `adapters` that of a run that
-    trains adapters of another run's parameters, None if it trains the parameters themselves.
+    Attributes:
+      name: a name for the run, which is the end of its path.
+      experiment: the contents of ``experiment.json``.
+      training: the records of training, by step.
+      evaluations: the records of evaluations, by step. If the command ``eval`` has evaluated a step
+        again, the record has its results.
+      newest: the measures of the newest evaluation that are numbers, by name.
+      answers: the labeled predictions of the newest evaluation, by task and example.
+      parameters: the number of parameters of the model, or `None` if there is no checkpoint to
+        count in.
+      adapters: the number of parameters in adapters, or `None` if the run does not train adapters.
     """
 
     name: str
@@ -49,15 +56,28 @@ class LoggedRun:
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """Runs whose experiments differ in seeds alone, one or more, and their common name."""
+    """One or more runs whose experiments differ only in their seeds.
+
+    Attributes:
+      name: a common name of the runs.
+      runs: the runs.
+    """
 
     name: str
     runs: tuple[LoggedRun, ...]
 
     def curve(self, kind: str, name: str, *, most: int = 10**9) -> Line:
-        """Returns a measure over the steps that all runs have: their mean, lowest and highest.
+        """Returns the mean of a measure over the runs, at the steps that all runs have logged.
 
-        The kind is ``training`` or ``evaluations``. Of more than `most` steps neighbors are averaged.
+        Args:
+          kind: ``training`` or ``evaluations``.
+          name: the name of the measure.
+          most: the largest number of points. If there are more steps, neighboring steps are
+            averaged.
+
+        Returns:
+          The steps and the means. If there are several runs, also the lowest and the highest
+          values.
         """
         by_step = [
             {step: r[name] for step, r in getattr(run, kind).items() if r.get(name) is not None}
@@ -66,6 +86,7 @@ class System:
         steps = sorted(set.intersection(*map(set, by_step)))
         if not steps:
             return [], []
+        # [1 + runs, steps]: the first row has the steps, and the others the values of each run.
         values = np.array([steps, *([run[step] for step in steps] for run in by_step)], float)
         parts = np.array_split(values, min(most, len(steps)), axis=1)
         x, *y = np.stack([part.mean(1) for part in parts], axis=1)
@@ -74,7 +95,13 @@ class System:
 
 
 def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
-    """Reads runs, and puts those together that differ in seeds, and perhaps in who watched them.
+    """Reads runs, and groups the runs whose experiments differ only in their seeds.
+
+    Fields that do not influence the results, such as the writers of metrics, may differ, too. If
+    two runs have exactly the same experiment, the runs of their group are not put together.
+
+    Args:
+      directories: the directories of the runs.
 
     Raises:
       FileNotFoundError: there is no run in a directory.
@@ -82,7 +109,7 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
     """
     paths = [absolute(directory).parts for directory in directories]
     distinct = (n for n in range(1, 9) if len({parts[-n:] for parts in paths}) == len(paths))
-    length = next(distinct, 1)  # names are the ends of paths
+    length = next(distinct, 1)  # a name is the shortest end of a path that differs between all runs
     groups: dict[str, list[LoggedRun]] = {}
     for parts, directory in zip(paths, directories, strict=True):
         run = read_run("/".join(parts[-length:]), directory)
@@ -92,7 +119,8 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
         groups.setdefault(without_seeds, []).append(run)
     systems: list[System] = []
     for runs in groups.values():
-        # Runs that differ in nothing were made to be compared, such as before and after a change of code.
+        # Runs with the same experiment were probably made to be compared, for example before and
+        # after a change of code.
         alike = len({json.dumps(run.experiment) for run in runs}) < len(runs)
         for together in [[run] for run in runs] if alike else [runs]:
             shared = os.path.commonprefix([run.name for run in together])  # noqa: RUF071
@@ -103,7 +131,16 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
 
 
 def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
-    """Reads a run; see `read_systems`."""
+    """Reads the logs and results of one run.
+
+    Args:
+      name: a name for the run.
+      directory: the directory of the run.
+
+    Raises:
+      FileNotFoundError: there is no run in the directory.
+      ValueError: the run has logged nothing yet, or a file is damaged.
+    """
     experiment, log = read_experiment(directory, as_data=True), directory / METRICS_FILE
     records = read_metrics(log) if log.exists() else []
     training, evaluations = (
@@ -117,7 +154,8 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
             f"{directory} has logged nothing; train the run, or measure it with synthesizer-jax eval"
         )
     for record in evaluations.values():
-        if record.get("score") == -(record.get("loss") or math.nan):  # of texts alone
+        # If the data has no metrics, the score is the negative loss, which would only repeat it.
+        if record.get("score") == -(record.get("loss") or math.nan):
             del record["score"]
     saved = finished_steps(directory / "checkpoints")
     count = count_parameters(directory / "checkpoints" / str(saved[-1])) if saved else None
@@ -144,7 +182,13 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
 
 
 def _count_in_base(experiment: JSON) -> int | None:
-    """Returns the number of parameters of the base of a run with adapters; None if it is gone."""
+    """Returns the number of parameters of the model whose adapters a run trains.
+
+    Returns `None` if that model's run or checkpoint does not exist any more.
+
+    Args:
+      experiment: the experiment of the run with adapters, as JSON data.
+    """
     base = storage_path(experiment["init_from"])
     if not is_run(base):
         return None
@@ -158,7 +202,7 @@ def _count_in_base(experiment: JSON) -> int | None:
 
 
 def _read_results(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the measures in a file of results, named as in ``metrics.jsonl``."""
+    """Returns the measures in a file of results, with the names that ``metrics.jsonl`` uses."""
     with describing(path):
         results = json.loads(path.read_text(encoding="utf-8"))
         for task in results.pop("tasks"):
@@ -168,7 +212,10 @@ def _read_results(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _read_answers(path: pathlib.Path) -> dict[str, Record]:
-    """Returns the labeled predictions of a task; none if they were not written."""
+    """Returns the labeled predictions of a task, by their index and input.
+
+    The result is empty if the predictions were not written.
+    """
     if not path.is_file():
         return {}
     with describing(path), path.open(encoding="utf-8") as file:
@@ -180,9 +227,14 @@ def _read_answers(path: pathlib.Path) -> dict[str, Record]:
 
 
 def differences(values: Sequence[JSON], path: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Yields the fields in which experiments differ, and what each has there; seeds are left out.
+    """Yields the path of each field in which experiments differ, and its value in each experiment.
 
-    Objects of different classes, and lists of different lengths, differ as a whole.
+    Seeds are left out. If objects have different classes or lists have different lengths, they are
+    yielded as a whole.
+
+    Args:
+      values: the experiments, or a field of each, as JSON data.
+      path: the path of the field. It is empty for the experiments themselves.
     """
     if all(value == values[0] for value in values):
         return

@@ -1,4 +1,4 @@
-"""The page that compares systems, of one run or several, by what the runs have logged."""
+"""Writes the page that compares systems by the logs of their runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,24 @@ from synthesizer_jax.reports.figures import Cell, Line, line_chart, write_page
 from synthesizer_jax.reports.logged import Record, System, differences
 
 Shared: TypeAlias = Mapping[str, list[list[list[Record]]]]
-"""By task, of each example that all runs with the task have, the records of each system's runs."""
+"""For each task, the records of the examples that all runs with the task share.
+
+The lists are nested by example, by system and by the runs of the system.
+"""
 
 
 def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cell]]:
-    """Writes the page of systems, or of one alone, atomically; all their text is escaped.
+    """Writes a page that compares systems, or shows one system.
 
-    Returns the rows of the table of scores: a task and, as its note, a metric; then each system's score.
+    The file is replaced atomically, and all texts are escaped.
+
+    Args:
+      path: the HTML file to write.
+      systems: one or more systems.
+
+    Returns:
+      The rows of the table of scores. The first cell of a row has a task as its text and a metric
+      as its note, and the other cells have the scores of the systems.
     """
     runs = [run for system in systems for run in system.runs]
     tasks = dict.fromkeys(task for run in runs for task in run.answers)
@@ -50,7 +61,12 @@ def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cel
 
 
 def _scores(systems: Sequence[System]) -> list[list[Cell]]:
-    """Returns a row for each task and metric: both, and the mean of each system with its interval."""
+    """Returns a row of a table for each task and metric.
+
+    The first cell names the task and the metric. Each other cell has the mean of a system over its
+    runs. If a system has several runs, its standard error follows. The note of an accuracy is its
+    confidence interval.
+    """
     names = dict.fromkeys(name for s in systems for run in s.runs for name in run.newest)
     tasks = [name for name in names if "/" in name and not name.endswith("/loss")]
     same_tasks = len({frozenset(run.newest) for s in systems for run in s.runs}) == 1
@@ -59,6 +75,7 @@ def _scores(systems: Sequence[System]) -> list[list[Cell]]:
     for name in (*tasks, *overall):
         task, _, metric = name.rpartition("/")
         lower = metric in LOWER_IS_BETTER
+        # Scores have one digit after the point, other measures for which lower is better have two.
         digits = 3 if metric == "loss" else 1 + lower
         runs = [[run for run in system.runs if name in run.newest] for system in systems]
         scores = [[run.newest[name] for run in logged] for logged in runs]
@@ -81,7 +98,10 @@ def _scores(systems: Sequence[System]) -> list[list[Cell]]:
 
 
 def _interval(answers: Sequence[Record]) -> tuple[float, float]:
-    """Returns Wilson's 95 % interval (1927) of an accuracy in percent; NaN without labels."""
+    """Returns Wilson's 95% confidence interval (1927) of an accuracy, in percent.
+
+    Both ends are NaN if the answers have no labels.
+    """
     n, z, share = len(answers), 1.96, _share_right(answers)
     center = share + z**2 / (2 * n)
     half = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
@@ -90,7 +110,12 @@ def _interval(answers: Sequence[Record]) -> tuple[float, float]:
 
 
 def _curves(systems: Sequence[System]) -> tuple[list[Markup], list[Markup]]:
-    """Returns charts of the mean over tasks, or the only one, and of the loss; and of every task."""
+    """Returns two lists of charts by step.
+
+    The first list has a chart of the mean score over tasks (or of the score of the only task), and
+    a chart of the loss. The second list has a chart for each task if there are several. Charts of
+    scores are left out if there was only one evaluation.
+    """
     names = dict.fromkeys(name for s in systems for run in s.runs for name in run.newest)
     first = {name.rpartition("/")[0]: name for name in reversed(names) if "/" in name}
     blank: dict[str, Line] = {system.name: ([], []) for system in systems}
@@ -119,6 +144,7 @@ def _curves(systems: Sequence[System]) -> tuple[list[Markup], list[Markup]]:
 
 
 def _shared_answers(systems: Sequence[System], task: str) -> list[list[list[Record]]]:
+    """Returns the answers of a task in the form of `Shared`."""
     runs = [[run.answers[task] for run in s.runs if task in run.answers] for s in systems]
     every = list(itertools.chain(*runs))
     keys = [key for key in every[0] if all(key in answers for answers in every)]
@@ -126,15 +152,23 @@ def _shared_answers(systems: Sequence[System], task: str) -> list[list[list[Reco
 
 
 def _share_right(records: Sequence[Record]) -> float:
-    """Returns the share of runs that answer right; NaN where metrics compare no labels."""
+    """Returns the share of records whose answer is right, or NaN if no record has a label."""
     right = [r["label"] == r["target_label"] for r in records if "label" in r]
     return sum(right) / len(right) if right else math.nan
 
 
 def _answers(shared: Shared) -> Iterator[list[str | Cell | list[Cell]]]:
-    """Yields input, target and each system's answers of four examples in which systems differ most."""
+    """Yields rows of a table: the input, the target and the answers of each system to an example.
+
+    For each task, the four examples are shown in which the systems differ most.
+    """
 
     def order(example: list[list[Record]]) -> tuple[float, float]:
+        """Returns a sort key that is smaller for examples in which systems differ more.
+
+        With labels, it is the difference of the systems' shares of right answers. Without labels,
+        it is the number of different predictions.
+        """
         shares = list(map(_share_right, filter(None, example)))
         if math.isnan(shares[0]):
             return -len({record["prediction"] for of_system in example for record in of_system}), 0
@@ -148,7 +182,10 @@ def _answers(shared: Shared) -> Iterator[list[str | Cell | list[Cell]]]:
 
 
 def _judge(records: Sequence[Record]) -> list[Cell]:
-    """Returns the different answers of runs, as right or wrong where metrics compare labels."""
+    """Returns the different answers of a system's runs, with the number of runs that gave each.
+
+    If the task has labels, an answer is marked as right or wrong.
+    """
     kinds = {1.0: "right", 0.0: "wrong"}
     texts = ((r["prediction"] or "(empty)", kinds.get(_share_right([r]), "")) for r in records)
     counts, of = collections.Counter(texts), len(records)
@@ -156,7 +193,10 @@ def _judge(records: Sequence[Record]) -> list[Cell]:
 
 
 def _speed(system: System) -> list[str | Cell]:
-    """Returns a system's name, and its runs, steps, parameters and rates."""
+    """Returns a system's row of the table of speed: its name, runs, steps, parameters and rates.
+
+    A rate is the median over all logged steps, and its note has the quartiles.
+    """
     sizes, adapters = (
         " or ".join(f"{number:,}" for number in sorted({*numbers} - {None}))
         for numbers in zip(*((run.parameters, run.adapters) for run in system.runs), strict=True)
