@@ -52,14 +52,14 @@ def evaluate(
 
     Args:
       run: the directory of the run.
-      workdir: the directory of the run, which you can give with this option instead.
+      workdir: another way to give the directory of the run.
       step: the step of the checkpoint. The default is the newest one.
       every: evaluate all checkpoints, and show the best step of each task.
       method: the decoding method, greedy, beam or rank. The default is the recipe's.
       split: the split to evaluate. The default is the recipe's.
       task: evaluate only this task. Repeatable.
-      max_examples: the maximum number of examples per task. Examples that are scored as a group
-        stay together.
+      max_examples: the number of examples per task after which to stop. If examples are scored in
+        groups, the last group is completed.
       batch_size: the number of examples per batch.
       save_predictions: write the input, target, prediction and score of every example to
         TASK.jsonl, next to the results.
@@ -113,15 +113,15 @@ def predict(
 
     Args:
       run: the directory of the run.
-      workdir: the directory of the run, which you can give with this option instead.
+      workdir: another way to give the directory of the run.
       split: the split to predict.
       output: the directory of the files. The default is evaluation/STEP/SPLIT in the directory of
         the run.
       step: the step of the checkpoint. The default is the newest one.
       method: the decoding method, greedy, beam or rank. The default is the recipe's.
       task: predict only this task. Repeatable.
-      max_examples: the maximum number of examples per task. Examples that are scored as a group
-        stay together.
+      max_examples: the number of examples per task after which to stop. If examples are scored in
+        groups, the last group is completed.
       batch_size: the number of examples per batch.
     """
     from synthesizer_jax.evaluation.benchmarks import write_submission

@@ -61,7 +61,8 @@ def generate(
       input_file: a file with one input per line.
       output_file: the file to write. The default is stdout.
       step: the step of the checkpoint. The default is the newest one.
-      beams: the number of beams. The default is the number of samples, and 1 is greedy decoding.
+      beams: the number of beams. The default is 1, which is greedy decoding, or sampling with
+        --temperature.
       alpha: the exponent of the length penalty ((5 + n) / 6)^alpha of beam search. The default is
         the recipe's.
       temperature: sample from softmax(logits / temperature). The default is 0, which does not

@@ -88,8 +88,9 @@ def models(
 ) -> None:
     """List the named models and their costs.
 
-    FLOPs are those of a forward pass per token, for 512 tokens of inputs and
-    114 tokens of targets.
+    FLOPs are those of a forward pass, divided by the number of tokens. The
+    column flops_lengths has the numbers of tokens in inputs and targets, which
+    are 512 and 114 for most models.
 
     Args:
       pattern: list only names that match this pattern, such as 'mesh_*'.

@@ -174,6 +174,7 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
         shapes, _ = abstract_variables(alone, *alone.example(tokens.shape[1], length))
 
         def init(variables: Variables, tokens: jax.Array, alone: TextToText = alone) -> DecodingCache:
+            """Returns the empty cache of the model with one decoder layer."""
             return apply_method(alone.init_cache, variables, tokens, max_length=length)
 
         # All layers of a run have equal caches, so that the cache of one layer is enough.

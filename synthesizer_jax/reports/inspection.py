@@ -357,7 +357,8 @@ def _grid(
 def _weight_maps(title: str, maps: np.ndarray) -> Markup:
     """Draws the attention maps of a layer, ``[heads, q, k]``.
 
-    Queries are rows and keys are columns. The colors of each map range from 0 to its own largest weight.
+    Queries are rows and keys are columns. The colors of each map range from 0 to its own largest
+    weight.
     """
     rows, ratio = -(-len(maps) // MAPS), min(1.3, max(0.5, maps.shape[1] / maps.shape[2]))
     with drawing_style():

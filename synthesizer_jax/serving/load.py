@@ -27,6 +27,14 @@ class Model:
     """
 
     def __init__(self, directory: pathlib.Path):
+        """Loads the model.
+
+        Args:
+          directory: the directory of the exported model.
+
+        Raises:
+          ValueError: a file is damaged.
+        """
         self.info = json.loads((directory / "model.json").read_text("utf-8"))
         self.parameters, self.programs, self.pieces = {}, {}, None
         for file, checksum in self.info["sha256"].items():
