@@ -131,10 +131,16 @@ def attend(
 ) -> jax.Array:
     """Computes attention for logits that are a sum of terms.
 
-    The output is ``out[b, q, h] = Σ_k softmax_k(Σ terms)[b, h, q, k] · values[b, k, h]``. Logits
-    and softmax are computed in float32 or wider. The weights are rounded to the dtype of the values
-    before they are multiplied with them. The output is zero for padding queries and for queries
-    that may attend to no key. These queries contribute no gradient.
+    The output is ``out[b, q, h] = Σ_k softmax_k(Σ terms)[b, h, q, k] · values[b, k, h]``. For
+    example, self-attention with a dot product and a relative position bias ``[h, 2 · length - 1]``
+    is::
+
+      terms = (low_rank(queries, keys, token_keys=True), relative(bias, first=1 - length))
+      out = attend(terms, values, mask=Mask.padded(lengths))
+
+    Logits and softmax are computed in float32 or wider. The weights are rounded to the dtype of the
+    values before they are multiplied with them. The output is zero for padding queries and for
+    queries that may attend to no key. These queries contribute no gradient.
 
     All routes compute the same output up to rounding:
 
@@ -187,8 +193,13 @@ def attend(
 
     call = _make_call(terms, values, mask, q_length)
     batch, k_length, heads, width = call.values.shape
+
+    # Reductions over an empty axis of keys have no maximum. The output of a query without keys is
+    # zero.
     if 0 in (batch, call.q_length, k_length, heads, width):
         return jnp.zeros((batch, call.q_length, heads, width), values.dtype)
+
+    # Dropout is applied to the values, so no route has to know about it.
     values = drop_value_vectors(call.values, dropout_rate, dropout_key)
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"attend: sinks have shape {sinks.shape}; it must be [{heads}]")

@@ -63,7 +63,9 @@ def materialize_banded(
     k_length: int,
     positions: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Returns the masked weights ``[b or 1, h, q, k]``, as the reference for this route.
+    """Returns the masked weights as one array ``[b or 1, h, q, k]``.
+
+    The reference route uses it for `Banded` terms.
 
     Args:
       term: the weights.
@@ -81,6 +83,8 @@ def materialize_banded(
         first_key = _first_tap_keys(term, mask, first_key.shape[1])[q_positions]
         if weights.shape[0] == 1 and weights.shape[1] != 1:
             weights = weights[0][q_positions]
+
+    # The tap that multiplies each pair, which is outside of the window for most pairs.
     tap = (key[:, None, :] - first_key[:, :, None])[:, :, None, :]  # [b or 1, q, 1, k]
     batch = max(weights.shape[0], tap.shape[0])
     weights = jnp.broadcast_to(weights, (batch, q_length, *weights.shape[2:]))

@@ -40,10 +40,10 @@ class Cache:
     without copying them.
 
     Attributes:
-      keys: for each term whose keys tokens made, ``[b, h, m, r]``, or ``[b, m, h]`` if keys have no
-        width. m is the capacity.
+      keys: the keys of each term that computes them from tokens, ``[b, h, m, r]``, or ``[b, m, h]``
+        if keys have no width. m is the capacity.
       values: ``[b, h, m, e]``, or a tuple of arrays.
-      length: the position of the next token, int32, which is the number of tokens that were read.
+      length: the position of the next token, int32. It is also the number of tokens that were read.
         It is a scalar if all examples have read the same number, and otherwise ``[b]``. In
         cross-attention it counts queries.
       empty_memory: in cross-attention, an array without tokens, ``[b, 0, width]``, which records
@@ -142,7 +142,8 @@ def extend(
 
     Args:
       cache: the cache, with the past tokens.
-      terms: the terms of the step. Keys that tokens made are those of the new tokens only.
+      terms: the terms of the step. Keys that are computed from tokens are those of the new tokens
+        only.
       values: the values of the new tokens. If there are no new tokens, nothing is written.
       at: the position of the first new token, the same for all examples. None stands for the length
         of the cache, which must be a scalar then.
@@ -202,6 +203,8 @@ def extend(
     if n and mask.key_lengths is not None:  # single tokens of decoding loops have no lengths
         real = (jnp.arange(n) + at)[None] < jnp.reshape(mask.key_lengths, (-1, 1))  # [b or 1, n]
         keys, values = jax.tree.map(lambda x: zero_padding(x, real), (keys, values))
+
+    # From here on, arrays have the layout of the cache, [b, h, m, ...].
     past, new = (cache.keys, cache.values), jax.tree.map(cache.swap, (keys, values))
     if cache.window:  # the past is what lies before `at`
         attended = jax.tree.map(append, past, new)
@@ -211,6 +214,9 @@ def extend(
         attended = kept = jax.tree.map(write, past, new)
     if n == 0:  # XLA would swap before a decoding loop, and copy in every step
         attended = jax.lax.optimization_barrier(attended)
+
+    # Back to [b, k, ...]. The keys of the terms are replaced in the order in which they were
+    # cached.
     all_keys, all_values = jax.tree.map(cache.swap, attended)
     cached = iter(all_keys)
     terms = map_arrays(lambda a: next(cached) if a.is_cached else a.x, terms)
@@ -267,11 +273,14 @@ def advance_length(
                 "tokens follow the cached ones"
             )
     elif n:
+        # An error cannot depend on traced numbers. The caller writes NaN where `valid` is False.
         gap = jnp.not_equal(at, length) if exact else jnp.greater(at, length)
         valid = jnp.logical_not(gap if reading is None else gap & reading)
         valid = valid if capacity is None else valid & (at + n <= capacity)
     if reading is None or lengths is None:
         return valid, _as_length(at + n)
+
+    # Examples that have no new tokens keep their length.
     end = jnp.where(reading, jnp.minimum(lengths, at + n), length)
     return valid, jnp.broadcast_to(_as_length(end), (batch,))
 

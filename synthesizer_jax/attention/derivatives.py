@@ -63,7 +63,7 @@ def with_gradient(
         return platform_dependent(inputs, default=forward)[0]
 
     def forward_pass(inputs: PyTree) -> tuple[_Output, PyTree]:
-        """Returns the output, and what the backward pass gets."""
+        """Returns the output, and the arrays that are saved for the backward pass."""
         out, residuals = platform_dependent(inputs, default=forward)
         if name is not None:
             out, residuals = checkpoint_name((out, residuals), name)

@@ -99,6 +99,7 @@ def explain(
 
     def call(arrays: list[jax.Array]) -> PyTree:
         """Calls the function with traced arrays, and returns the arrays of its result."""
+        # Only arrays are traced. Everything else keeps its Python value.
         remaining = iter(arrays)
         mixed = [next(remaining) if a else x for x, a in zip(leaves, is_array, strict=True)]
         function, args, kwargs = jax.tree.unflatten(treedef, mixed)

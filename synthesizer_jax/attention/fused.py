@@ -470,6 +470,7 @@ def loop_backward(
             weights = jnp.exp(logits - row_max) * inverse_row_sum
             # dP = dO Vᵀ,  dS = P ∘ (dP - δ)
             dlogits = weights * (_matmul_nt(block_dout, block_values) - block_delta)
+
             # Back through the soft cap, to the bias [q, k] and to the factors of this example.
             dbias, dproducts = logits_vjp(dlogits.astype(logits.dtype))
             # dV = Pᵀ dO, [k, e]

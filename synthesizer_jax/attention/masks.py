@@ -305,7 +305,7 @@ class Mask:
         return _real(q_length, self.query_lengths, self.query_valid, segments=self.query_segments)
 
     def uncleared(self, q_length: int, k_length: int) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns which queries and which keys are real, for those who set padding to zero.
+        """Returns which queries and which keys are real, for functions that set padding to zero.
 
         The result for keys is None, which means that there is nothing to do, if `cleared_keys` is
         True.

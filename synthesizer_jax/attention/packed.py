@@ -119,8 +119,8 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
     def unpack(a: TermArray) -> jax.Array:
         """Returns an array of a term for the unpacked rows.
 
-        What tokens made is gathered. Parameters are looked up by position, so their first entries
-        serve all rows.
+        Arrays that are computed from tokens are gathered. Parameters are looked up by position, so
+        their first entries serve all rows.
         """
         x = a.x
         for axis, positions in (("q", queries), ("k", keys)):
@@ -159,9 +159,9 @@ def _segment_rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Arr
       ``[b, count]``.
     """
     member = segments[:, None, :] == jnp.arange(1, count + 1)[None, :, None]  # [b, count, n]
-    start = jnp.argmax(member, axis=-1)
-    index = start[..., None] + jnp.arange(length)[None, None]
-    number = member.sum(axis=-1)
+    start = jnp.argmax(member, axis=-1)  # [b, count]
+    index = start[..., None] + jnp.arange(length)[None, None]  # [b, count, length]
+    number = member.sum(axis=-1)  # [b, count]
 
     # A segment is in one piece if it spans as many positions as it has tokens.
     last = segments.shape[1] - 1 - jnp.argmax(member[..., ::-1], axis=-1)
@@ -186,7 +186,9 @@ def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
     batch, length = segments.shape[0], out.shape[1]
     position = segment_positions(segments)
     kept = (segments > 0) & (segments <= count) & (position < length)
-    index = jnp.where(kept, (segments - 1) * length + position, 0)
+
+    # Where each token is in the unpacked rows, if these are put side by side.
+    index = jnp.where(kept, (segments - 1) * length + position, 0)  # [b, q]
     tokens = _gather_rows(out.reshape(batch, count * length, *out.shape[2:]), index[:, None])
     tokens = jnp.where(kept[..., None, None], tokens, 0)
     return jnp.where((kept | (segments <= 0))[..., None, None], tokens, jnp.nan)

@@ -95,6 +95,8 @@ class Partition:
             shared = lambda axis, n: axis in ("b", "q") and n == 1
             return PartitionSpec(*(None if shared(*p) else names.get(p[0]) for p in pairs))
 
+        # Each device gets its own part of the arrays that have an axis of examples, heads or
+        # queries.
         specs: PyTree = {
             "terms": map_arrays(term_spec, call.terms),
             "values": self._spec(call.values),

@@ -120,6 +120,7 @@ def _softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
     """Computes `softmax` of masked logits, with a derivative that divides by no row sum."""
     row_max = jnp.max(logits, axis=-1, keepdims=True)  # [..., 1]
     weights = jnp.exp(logits - jnp.where(row_max == -jnp.inf, 0, row_max))
+
     # The exponential of a masked logit is 1, not 0, in a row that is masked entirely.
     if pairs is not None:
         weights = jnp.where(pairs, weights, 0)

@@ -122,7 +122,7 @@ class Term(abc.ABC):
                 yield TermArray(self, name, x, axes)
 
     def depends_on_tokens(self, name: str) -> bool:
-        """Returns whether tokens made an array. Parameters are looked up by position instead.
+        """Returns whether an array is computed from tokens. Otherwise it is looked up by position.
 
         Args:
           name: the name of the array's field.
@@ -157,12 +157,12 @@ class TermArray(NamedTuple):
 
     @property
     def from_tokens(self) -> bool:
-        """Whether tokens made the array. Parameters are looked up by position instead."""
+        """Whether the array is computed from tokens. Otherwise it is looked up by position."""
         return self.term.depends_on_tokens(self.name)
 
     @property
     def is_cached(self) -> bool:
-        """Whether decoding caches the array. It does if the tokens that are attended to made it."""
+        """Whether decoding caches the array: it has an axis of keys, and is computed from tokens."""
         return "k" in self.axes and self.from_tokens
 
 
@@ -215,6 +215,7 @@ def cap_logits(logits: jax.Array, soft_cap: float | None) -> jax.Array:
 @functools.cache
 def _declared_axes(cls: type[Term]) -> dict[str, Axes]:
     """Returns the axes of each field whose annotation declares them."""
+    # `Annotated[jax.Array, "h", "q", "k"]` has the arguments (jax.Array, "h", "q", "k").
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
         name: typing.get_args(hint)[1:]
@@ -244,7 +245,7 @@ def clear_padding(
     """Returns terms and values with zeros for padding.
 
     Padding has no weight, but zero times NaN is NaN. After this function, a NaN or an infinity in
-    padding has no effect. Only arrays that tokens made are changed.
+    padding has no effect. Only arrays that are computed from tokens change.
 
     Args:
       terms: a pytree of terms.
@@ -418,9 +419,9 @@ class LowRank(Term):
       queries: ``[b or 1, q, h, r]``.
       keys: ``[b or 1, k, h, r]``. There may be fewer heads than `queries` has, if their number
         divides that of `queries`. Neighboring heads of the queries then share a head of the keys.
-      token_keys: whether tokens made the keys. If so, decoding caches them. Otherwise they are
-        parameters, which are looked up by position.
-      token_queries: whether tokens made the queries. Otherwise they are parameters.
+      token_keys: whether the keys are computed from tokens. If so, decoding caches them. Otherwise
+        they are parameters, which are looked up by position.
+      token_queries: whether the queries are computed from tokens. Otherwise they are parameters.
     """
 
     queries: Annotated[jax.Array, "b", "q", "h", None]
@@ -474,8 +475,8 @@ def low_rank(
       queries: ``[b or 1, q, h, r]``.
       keys: ``[b or 1, k, h, r]``. The number of heads may be smaller, if it divides that of the
         queries.
-      token_keys: whether tokens made the keys. Otherwise they are parameters.
-      token_queries: whether tokens made the queries. Otherwise they are parameters.
+      token_keys: whether the keys are computed from tokens. Otherwise they are parameters.
+      token_queries: whether the queries are computed from tokens. Otherwise they are parameters.
 
     Raises:
       ValueError: if shapes do not agree, or if parameters have a batch axis longer than 1.

@@ -86,7 +86,7 @@ class LinenModule(nnx.Module):
       *args: the fields of the Linen class in their order. Or a single Linen module, from which the
         fields are taken.
       rngs: the random streams. ``params`` initializes the parameters, and ``dropout`` is forked for
-        dropout. The default stream is used in the place of one that is missing.
+        dropout. If one is missing, the default stream is used.
       in_features: the number of input features. None for models, whose inputs are integer tokens.
       example: arguments of a call of the Linen module, in the place of `in_features`. Only the
         shapes of arrays matter, so they may be `jax.ShapeDtypeStruct`.
