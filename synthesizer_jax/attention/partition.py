@@ -204,7 +204,7 @@ class Partition:
         first = jax.lax.axis_index(self.sequence) * count  # the device's first query
 
         def cut(term: Term) -> Term:
-            """Returns a `Relative` term for the device's own queries, and other terms as they are."""
+            """Returns a `Relative` term for the device's own queries, and others as they are."""
             if not isinstance(term, Relative):
                 return term
             q, k = call.q_length, call.k_length

@@ -223,7 +223,7 @@ def _attend_static_bwd(
             from synthesizer_jax.attention import static_tpu
 
             def kernel(inputs: FusedInputs, out: jax.Array, _: jax.Array, *rest: Any) -> FusedInputs:
-                """Computes the cotangents without delta, which the kernels compute from the output."""
+                """Computes the cotangents without delta, which kernels compute from the output."""
                 return static_tpu.backward(options.query_offset, inputs, out, *rest)
 
             kernels["tpu"] = kernel

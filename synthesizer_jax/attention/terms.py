@@ -162,7 +162,7 @@ class TermArray(NamedTuple):
 
     @property
     def is_cached(self) -> bool:
-        """Whether decoding caches the array: it has an axis of keys, and is computed from tokens."""
+        """Whether decoding caches the array: it has an axis of keys and is computed from tokens."""
         return "k" in self.axes and self.from_tokens
 
 
