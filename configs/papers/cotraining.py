@@ -8,12 +8,15 @@ The first command needs no data, and the second one trains a model on GLUE and S
 
 `synthetic` generates its data: eight tasks in T5's formats over a made-up grammar.
 
-The other recipes require T5's vocabulary file, and the data of GLUE and SuperGLUE, which
-`synthesizer-jax data import glue --from DIR` imports (and the same with super_glue). Their mixture has T5's
-proportional rates of the GLUE and SuperGLUE tasks, except that the rates of the two RTE tasks are
-halved. Rows are packed: a row of 512 + 84 tokens holds about five examples. To start
-`glue_super_glue` from a pre-trained model, add `--set init_from=RUN`. `en_mix` is the paper's
-mixture, which contains C4 and SQuAD, too.
+The other recipes require T5's vocabulary file, and data that these commands import:
+
+    synthesizer-jax data import glue --from GLUE_FILES --data-dir DATA
+    synthesizer-jax data import super_glue --from SUPER_GLUE_FILES --data-dir DATA
+
+Their mixture has T5's proportional rates of the GLUE and SuperGLUE tasks, except that the rates of
+the two RTE tasks are halved. Rows are packed: a row of 512 + 84 tokens holds about five examples.
+To start `glue_super_glue` from a pre-trained model, add `--set init_from=RUN`. `en_mix` is the
+paper's mixture, which contains C4 and SQuAD, too.
 
 Hardware and time: `synthetic` takes two minutes on two CPU cores, and `laptop` takes some minutes.
 The small models fit on an accelerator with 16 GB. The base models fit on an accelerator with 40 GB,

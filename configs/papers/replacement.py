@@ -14,7 +14,7 @@ scale is ``small``, or ``published`` for a run of the recipe `teacher`, which ha
 paper. ALRR and ELR are only for encoders, so that they take no place. Only the replacements are
 trained, on the teacher's activations.
 
-Hardware and time: minutes on two CPU cores at the small scale.
+Hardware and time: the small scale takes minutes on two CPU cores.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ model:
         --set vocabulary.path=spm.model
 
 `base` is Tensor2Tensor's base model. `large` and `small` are the two settings of You et al., which
-compare models with norms after the residual connections. The batches of these three are packed. For
-example, the papers' 4,096 tokens for each of eight devices are 128 rows of 256 tokens. Tasks are
-``wmt14_ende_v003``, ``wmt14_enfr_v003``, ``wmt16_enro_v003``, ``iwslt2016_en_de``,
+compare models with norms after the residual connections. The batches of these three are packed.
+For `base`, the published 4,096 tokens on each of eight devices become 128 rows of 256 tokens.
+
+Tasks are ``wmt14_ende_v003``, ``wmt14_enfr_v003``, ``wmt16_enro_v003``, ``iwslt2016_en_de``,
 ``iwslt2017_en_ja`` and others, which `synthesizer-jax data list` shows.
 
 Hardware and time: `multi30k` takes half an hour on one CPU core. `base` is for eight accelerators.

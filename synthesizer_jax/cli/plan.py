@@ -1,4 +1,4 @@
-"""The commands `recipes` and `models`, which list both, and `plan`, which estimates memory."""
+"""The commands `recipes` and `models`, which list them, and `plan`, which estimates costs."""
 
 from __future__ import annotations
 

@@ -145,8 +145,8 @@ def line_chart(
       x_label: the label of the x axis.
       y_label: the label of the y axis.
       points: further lines with markers. Each is drawn in the color of the line with the same name.
-      logarithmic: whether the y axis may be logarithmic. It is if all y are positive and the
-        largest is at least five times the smallest.
+      logarithmic: whether the y axis may be logarithmic. It becomes logarithmic if all y are
+        positive and the largest is at least five times the smallest.
       logarithmic_x: whether the x axis is logarithmic.
       title: the title of the chart.
     """
