@@ -247,8 +247,11 @@ class DistillationTrainer(Trainer):
             raise ValueError("distillation does not support micro-batches; set training.micro_batches=1")
         if recipe.training.adapters is not None:
             raise ValueError("distillation trains whole replacements; leave training.adapters out")
+        # The experiment of a run has a dtype. One that comes from a recipe may still have "auto".
+        taught = taught.resolved(None if devices is None else devices[0].platform)
         assert isinstance(taught.model, EncoderDecoder)
-        self.teacher, self.recipe = unroll(taught.model), recipe
+        self.teacher = unroll(taught.model)
+        self.recipe = recipe
         self.student = student_model(self.teacher, recipe.replace)
         self.tap_pairs = tuple(tap_pairs(self.teacher, recipe.replace))
         experiment = replace(

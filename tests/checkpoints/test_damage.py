@@ -140,7 +140,7 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
     (INDEX, '{"weight_map": {"shared.weight": "../outside.safetensors"}}', "not a file of the folder"),
     ("torch/pytorch_model.bin", b"cos\nsystem\n(S'touch executed'\ntR.", "needs PyTorch|nothing in it was"),
     *(
-        (TOKENIZER, json.dumps(GOOD | change), r"tokenizer\.json cannot be read: .*; put the model's")
+        (TOKENIZER, json.dumps(GOOD | change), r"tokenizer\.json cannot be read: .*; .*--vocabulary")
         for change in (
             {"model": {"type": "BPE"}},
             {"model": GOOD["model"] | {"unk_id": 9}},

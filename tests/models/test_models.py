@@ -124,7 +124,7 @@ def test_errors_are_one_sentence(batch):
     blocks = [sj.Block(sj.Attention(h, 8), sj.FeedForward(4)) for h in (2, 3)]
     swish = sj.Run(sj.Block(sj.Attention(2, 8), sj.FeedForward(4, activations=("swish",))), 1)
     for wrong, message in (
-        (model.copy(dtype="float16"), "dtype is 'float16'; allowed: 'float32', 'bfloat16'"),
+        (model.copy(dtype="float16"), "dtype is 'float16'; allowed: 'auto', 'float32', 'bfloat16'"),
         (model.copy(encoder=stack.copy(remat="some")), "Stack.remat is 'some'; allowed: 'full'"),
         (model.copy(encoder=sj.Stack((swish,))), "feed_forward.activations is .*allowed: .*'relu'"),
         (model.copy(encoder=sj.Stack((sj.Run(sj.Block(sj.FeedForward(4), None), 1),))), "expected Mixer"),
