@@ -187,7 +187,7 @@ def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
     position = segment_positions(segments)
     kept = (segments > 0) & (segments <= count) & (position < length)
 
-    # Where each token is in the unpacked rows, if these are put side by side.
+    # The unpacked rows are put side by side, and each token is looked up at its place there.
     index = jnp.where(kept, (segments - 1) * length + position, 0)  # [b, q]
     tokens = _gather_rows(out.reshape(batch, count * length, *out.shape[2:]), index[:, None])
     tokens = jnp.where(kept[..., None, None], tokens, 0)

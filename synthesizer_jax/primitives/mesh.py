@@ -119,7 +119,9 @@ def _input_layout(x: jax.Array, variables: Mapping[str, PyTree]) -> tuple[_Rules
     Returns:
       The logical axis rules, and a function from a result to its `PartitionSpec`.
     """
-    num_leading = 2 if x.ndim == 2 else x.ndim - 1  # tokens, or [batch..., length, d_model]
+    # Tokens are [batch, length], and vectors are [batch..., length, d_model].
+    num_leading = 2 if x.ndim == 2 else x.ndim - 1
+
     # The input's own layout comes before the user's rules, because the first rule for a name wins.
     batch, sequence = axes_along(x, 0), axes_along(x, num_leading - 1)
     user_rules = list(nn.get_logical_axis_rules())

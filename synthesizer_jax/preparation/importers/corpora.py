@@ -164,7 +164,7 @@ def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str])
         is_number = isinstance(feature, tfds.features.Tensor) and feature.np_dtype == np.float32
         # The only such number is the score of STS-B.
         if is_number and not math.isfinite(float(value)):
-            raise ValueError(f"the field {name!r} is {value}, which is no finite number")
+            raise ValueError(f"the field {name!r} is {value}, which is not a finite number")
         return float(value) if is_number else value
     return value_text(value, name)
 
