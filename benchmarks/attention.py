@@ -117,7 +117,8 @@ def reference_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> l
     d, h, e, n = args.d_model, args.heads, args.head_dim, args.length
     keys = jax.random.split(key, 6)
     params = {
-        name: jax.random.normal(k, (d, h, e)) * d**-0.5 for name, k in zip("qkv", keys[:3], strict=True)
+        name: jax.random.normal(k, (d, h, e)) * d**-0.5
+        for name, k in zip("qkv", keys[:3], strict=True)
     }
     params["o"] = jax.random.normal(keys[3], (h, e, d)) * (h * e) ** -0.5
     table = jax.random.normal(keys[4], (1, h, n, n))
@@ -161,7 +162,9 @@ def make_layer(args: argparse.Namespace, name: str, implementation: str) -> nn.M
     layer_or_alignment = VARIANTS[name](args.length)
     if isinstance(layer_or_alignment, LightweightConvolution):
         return layer_or_alignment
-    return Attention(args.heads, args.head_dim, alignment=layer_or_alignment, implementation=implementation)
+    return Attention(
+        args.heads, args.head_dim, alignment=layer_or_alignment, implementation=implementation
+    )
 
 
 def variant_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
@@ -173,7 +176,9 @@ def variant_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> lis
             if args.bias and getattr(layer, "bias_heads", None):
                 layer = WithBias(layer)
 
-            def apply(p: Any, x: jax.Array, lengths: jax.Array, layer: nn.Module = layer) -> jax.Array:
+            def apply(
+                p: Any, x: jax.Array, lengths: jax.Array, layer: nn.Module = layer
+            ) -> jax.Array:
                 return layer.apply(p, x, mask=Mask(key_lengths=lengths))
 
             suffix = "" if implementation == "auto" else f" ({implementation})"
@@ -192,7 +197,9 @@ def bias_array(params: Any, query: jax.Array) -> jax.Array | None:
         if jax.default_backend() != "gpu":
             return table[:, buckets][None]
         # The gradient of that lookup takes 0.4 s on an H200; T5X multiplies with one-hot vectors.
-        return jnp.einsum("hn,qkn->hqk", table, jax.nn.one_hot(buckets, 32, dtype=table.dtype))[None]
+        return jnp.einsum("hn,qkn->hqk", table, jax.nn.one_hot(buckets, 32, dtype=table.dtype))[
+            None
+        ]
     return bias
 
 
@@ -213,7 +220,9 @@ def jax_attention(
 def our_attention(params: Any, query: jax.Array, lengths: jax.Array) -> jax.Array:
     """This package's `dot_product_attention`."""
     bias = relative_bias(params["table"]) if "table" in params else params.get("bias")
-    return dot_product_attention(query, params["key"], params["value"], bias, key_value_seq_lengths=lengths)
+    return dot_product_attention(
+        query, params["key"], params["value"], bias, key_value_seq_lengths=lengths
+    )
 
 
 def function_cases(args: argparse.Namespace, query: jax.Array, key: jax.Array) -> list[Case]:
@@ -317,13 +326,15 @@ def main() -> None:
     bias = ", T5's relative bias" if args.bias else ""
     if args.functions:
         description = (
-            f"`dot_product_attention`, batch {args.batch}, length {args.length}, {heads}. Speed (forward + "
-            "backward) and memory against `jax.nn.dot_product_attention` with the same bias."
+            f"`dot_product_attention`, batch {args.batch}, length {args.length}, {heads}. Speed "
+            "(forward + backward) and memory against `jax.nn.dot_product_attention` with the same "
+            "bias."
         )
     else:
         description = (
-            f"Sub-layer, batch {args.batch}, length {args.length}, d {args.d_model}, {heads}{bias}. Speed "
-            f"(forward + backward), memory and FLOPs against {reference['name']}."
+            f"Sub-layer, batch {args.batch}, length {args.length}, d {args.d_model}, "
+            f"{heads}{bias}. Speed (forward + backward), memory and FLOPs against "
+            f"{reference['name']}."
         )
     shape = f"{args.batch}x{args.length}x{args.heads}x{args.head_dim}"
     report.write(

@@ -93,7 +93,11 @@ BASES = (
     "encoder_decoder:rv:rv:relu+bias",
     "prefix_lm:grouped:v:gated+bias",
 )
-BASES += ("text_lm:rotary:v:relu", "classifier:frv:v:gated+sinusoidal", "masked_lm:talking:v:relu+bias")
+BASES += (
+    "text_lm:rotary:v:relu",
+    "classifier:frv:v:gated+sinusoidal",
+    "masked_lm:talking:v:relu+bias",
+)
 """Models of which a checkpoint is made once, for adapters and `init_from`."""
 
 ELEMENTWISE = ("AdamW", "sgd", "adam", "adamax", "rmsprop", "adagrad")
@@ -140,7 +144,9 @@ class Combination:
 
     def get(self, path: str, default: str = "") -> str:
         """Returns the last value of a setting."""
-        values = [value for name, _, value in (s.partition("=") for s in self.settings) if name == path]
+        values = [
+            value for name, _, value in (s.partition("=") for s in self.settings) if name == path
+        ]
         return values[-1] if values else default
 
 
@@ -203,7 +209,13 @@ def draw_combination(seed: int, number: int) -> Combination:
 
 def draw_model(draw: Draw) -> str:
     """Returns the arguments of the recipe for a model that is made afresh."""
-    kinds = {"encoder_decoder": 8, "language_model": 2, "prefix_lm": 2, "text_lm": 3, "classifier": 2.5}
+    kinds = {
+        "encoder_decoder": 8,
+        "language_model": 2,
+        "prefix_lm": 2,
+        "text_lm": 3,
+        "classifier": 2.5,
+    }
     kind = draw.weighted({**kinds, "masked_lm": 2.5})
     encoder = draw.choice(list(recipes.MIXERS))
     decoder = draw.choice([encoder, draw.choice(list(recipes.MIXERS)), "v"])
@@ -216,7 +228,10 @@ def draw_model(draw: Draw) -> str:
 
 def draw_data(draw: Draw, kind: str) -> list[str]:
     """Returns settings of the data."""
-    settings = [f"data.batch_size={draw.choice([8, 16, 16])}", f"data.shards={draw.choice([1, 2, 4, 8])}"]
+    settings = [
+        f"data.batch_size={draw.choice([8, 16, 16])}",
+        f"data.shards={draw.choice([1, 2, 4, 8])}",
+    ]
     settings.append(f"data.seed={draw.choice([0, 1])}")
     lengths = recipes.INPUTS, recipes.TARGETS
     if kind == "masked_lm":
@@ -227,14 +242,20 @@ def draw_data(draw: Draw, kind: str) -> list[str]:
         lengths = 0, recipes.TARGETS
         settings += draw.choice([[], ["data.objective=full_lm"], ["data.objective=lm"]])
     else:
-        mixture = draw.weighted({"sentiment": 2, "reverse": 2, "synthetic_quickstart": 2, "texts": 2})
+        mixture = draw.weighted(
+            {"sentiment": 2, "reverse": 2, "synthetic_quickstart": 2, "texts": 2}
+        )
         settings.append(f"data.mixture={mixture}")
         if mixture == "synthetic_quickstart":
             settings += ["model.vocab_size=1024", "vocabulary=none"]
         if mixture == "texts":
-            objective = draw.choice([*(name for name in OBJECTIVES if "lm" not in name), "prefix_lm"])
+            objective = draw.choice(
+                [*(name for name in OBJECTIVES if "lm" not in name), "prefix_lm"]
+            )
             settings.append(f"data.objective={objective}")
-            settings.append("data.targets_length=32")  # of noise of 0.5 there is as much as of inputs
+            settings.append(
+                "data.targets_length=32"
+            )  # of noise of 0.5 there is as much as of inputs
             lengths = recipes.INPUTS, 32
     if draw.chance(0.45 if kind in ("encoder_decoder", "text_lm") else 0.05):
         settings.append("data.pack=true")
@@ -387,7 +408,11 @@ def draw_evaluation(draw: Draw, kind: str) -> list[str]:
         settings.append(f"evaluation.method={draw.choice(['rank', 'greedy', 'beam'])}")
     if decodes:
         settings.append(f"evaluation.beams={draw.choice([1, 2, 4])}")
-        options = {"relative_length=1.5": 0.2, "repetition_penalty=1.3": 0.2, "no_repeat_ngram_size=2": 0.2}
+        options = {
+            "relative_length=1.5": 0.2,
+            "repetition_penalty=1.3": 0.2,
+            "no_repeat_ngram_size=2": 0.2,
+        }
         options |= {'stop_strings=["a"]': 0.15, "logits_dtype=bfloat16": 0.1, "alpha=0.0": 0.2}
         settings += [f"evaluation.{option}" for option in draw.subset(options)]
     settings.append(f"evaluation.batch_size={draw.choice([3, 8])}")
@@ -427,7 +452,8 @@ def draw_twins(draw: Draw, combination: Combination, start: str) -> dict[str, li
     optimizer = json.loads(combination.get("training.optimizer"))
     drops = any(".dropout_rate=" in s for s in settings)
     name = optimizer.get("name", optimizer["type"])
-    # The noise of these optimizers depends on the shapes of parameters, not on how they are sharded.
+    # The noise of these optimizers depends on the shapes of parameters, not on how they are
+    # sharded.
     twins["same"] = []
     policies = {s: combination.get(f"{s}.remat") for s in stacks}
     twins["remat"] = [
@@ -444,7 +470,9 @@ def draw_twins(draw: Draw, combination: Combination, start: str) -> dict[str, li
             twins["another mesh"] = [*reset, "mesh.data=2", "mesh.tensor=4"]
     has_rules = bool(combination.get("training.rules"))
     if start == "init_from" and not drops and not has_rules and name in ELEMENTWISE:
-        twins["scan"] = [f"{s}.scan={str(combination.get(f'{s}.scan') != 'true').lower()}" for s in stacks]
+        twins["scan"] = [
+            f"{s}.scan={str(combination.get(f'{s}.scan') != 'true').lower()}" for s in stacks
+        ]
     return twins
 
 
@@ -528,7 +556,13 @@ class Attempt:
         bases = str(self.root / "bases")
         return [
             *("train", f"{RECIPE}:default:{self.combination.recipe}"),
-            *("--workdir", str(self.place / workdir), "--data-dir", str(self.root / "data"), "--quiet"),
+            *(
+                "--workdir",
+                str(self.place / workdir),
+                "--data-dir",
+                str(self.root / "data"),
+                "--quiet",
+            ),
             *(word for s in settings for word in ("--set", s.replace("{}", bases))),
         ]
 
@@ -559,11 +593,15 @@ class Attempt:
         log, code = self.place / "killed.log", self.place / "killed.code"
         if ended != -signal.SIGKILL:
             raise WrongError(f"the process to be killed ended with {ended}; see {log}")
-        if not code.exists() or (code.read_text() == "0" and self.combination.get("evaluation.patience")):
+        if not code.exists() or (
+            code.read_text() == "0" and self.combination.get("evaluation.patience")
+        ):
             return True
         check_refusal(int(code.read_text()), log)
         if written := tree_of(self.place) - {log, code}:
-            raise WrongError(f"refused, but wrote {sorted(map(str, written))[:3]}: {last_line(log)}")
+            raise WrongError(
+                f"refused, but wrote {sorted(map(str, written))[:3]}: {last_line(log)}"
+            )
         self.notes["refusal"] = last_line(log)
         return False
 
@@ -621,7 +659,9 @@ class Attempt:
             for name in ("loss", "z_loss", "gradient_norm", "learning_rate"):
                 x, y = a.get(name) or 0.0, b.get(name) or 0.0
                 difference = abs(x - y) / max(abs(x), abs(y), 1e-3)
-                tolerance = 0.0 if twin == "same" else 0.05 if low else 2e-4 if a["step"] == 1 else 5e-3
+                tolerance = (
+                    0.0 if twin == "same" else 0.05 if low else 2e-4 if a["step"] == 1 else 5e-3
+                )
                 if name == "gradient_norm":
                     tolerance *= 4
                 worst = max(worst, difference if name == "loss" else 0.0)
@@ -685,7 +725,9 @@ class Attempt:
         written = [self.place / f"texts-{size}" for size in self.combination.batch_sizes]
         texts = {path.read_text() for path in written if path.exists()}
         if len(texts) > 1:
-            raise WrongError(f"generate {self.combination.generate}: by size of batch {sorted(texts)}")
+            raise WrongError(
+                f"generate {self.combination.generate}: by size of batch {sorted(texts)}"
+            )
 
     def check_export(self, exported: pathlib.Path) -> None:
         """Compares what was exported with the run."""
@@ -718,7 +760,9 @@ class Attempt:
         written = (self.place / f"texts-{self.combination.batch_sizes[0]}").read_text().splitlines()
         # Programs may continue a text for longer than the command, which fills a row of training.
         continues = self.combination.kind == "text_lm"
-        same = all(x.startswith(y) if continues else x == y for x, y in zip(found, written, strict=True))
+        same = all(
+            x.startswith(y) if continues else x == y for x, y in zip(found, written, strict=True)
+        )
         if not same:
             raise WrongError(f"the exported program generates {found}, not {written}")
 
@@ -792,14 +836,18 @@ def compare_rows(trainer: Trainer, state: TrainState, batch: Any) -> None:
     tolerance = 0.03 if "bfloat16" in str(model.dtype) else 2e-4
     if not np.allclose(found, expected, rtol=tolerance, atol=1e-3):
         how = "packed rows" if is_packed else "more padding and another order"
-        raise WrongError(f"loss, z-loss and tokens of a batch: {found}, otherwise {expected} ({how})")
+        raise WrongError(
+            f"loss, z-loss and tokens of a batch: {found}, otherwise {expected} ({how})"
+        )
 
 
 def unpacked(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the examples of packed rows, each in a row of its own."""
     rows = collections.defaultdict[str, list[np.ndarray]](list)
     sides = {"encoder_input_tokens": "encoder"}
-    sides |= {f"decoder_{name}": "decoder" for name in ("input_tokens", "target_tokens", "loss_weights")}
+    sides |= {
+        f"decoder_{name}": "decoder" for name in ("input_tokens", "target_tokens", "loss_weights")
+    }
     for row in range(len(batch["decoder_target_tokens"])):
         for segment in range(1, int(batch["decoder_segment_ids"][row].max()) + 1):
             for name, side in sides.items():
@@ -873,7 +921,13 @@ def make_inputs(root: pathlib.Path) -> None:
     for base in BASES:
         directory = root / "bases" / base.replace(":", "-")
         if not (directory / "checkpoints" / "1").is_dir():
-            arguments = ["train", f"{RECIPE}:default:{base}", "--workdir", str(directory), "--quiet"]
+            arguments = [
+                "train",
+                f"{RECIPE}:default:{base}",
+                "--workdir",
+                str(directory),
+                "--quiet",
+            ]
             arguments += ["--data-dir", str(root / "data"), "--set", "training.steps=1"]
             log = root / "base.log"
             if code := in_child(functools.partial(command, arguments), log, 1):
@@ -892,7 +946,9 @@ def import_modules(root: pathlib.Path) -> None:
         code = command(train.arguments("run"))
         code = code or command(["eval", "--workdir", str(base), "--data-dir", str(root / "data")])
         code = code or command(["export", str(base), str(place / "exported"), "--to", "stablehlo"])
-        names = [name for name in sys.modules if not name.startswith(("_", "recipe_", "tensorflow"))]
+        names = [
+            name for name in sys.modules if not name.startswith(("_", "recipe_", "tensorflow"))
+        ]
         file.write_text(json.dumps(names))
         return code
 
@@ -917,7 +973,9 @@ def make_data(root: pathlib.Path) -> int:
     for number in range(480):
         label = ("bad", "good")[number % 2]
         words = [str(word) for word in random.choice(list("abcdefgh"), random.integers(1, 8))]
-        rows["sentiment"].append({"text": f"{('dull', 'nice')[number % 2]} film {number}", "label": label})
+        rows["sentiment"].append(
+            {"text": f"{('dull', 'nice')[number % 2]} film {number}", "label": label}
+        )
         rows["reverse"].append({"text": " ".join(words), "target": " ".join(words[::-1])})
         rows["texts"].append({"text": " ".join(words * int(random.integers(1, 4)))})
     formats = {
@@ -931,7 +989,17 @@ def make_data(root: pathlib.Path) -> int:
             path = root / f"{name}-{split}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in part))
             files.append(f"{split}={path}")
-        imported = ["data", "import", "mine", "--name", name, "--from", ",".join(files), *options, *data]
+        imported = [
+            "data",
+            "import",
+            "mine",
+            "--name",
+            name,
+            "--from",
+            ",".join(files),
+            *options,
+            *data,
+        ]
         if code := command(imported) or command(["data", "prepare", name, *data]):
             return code
     synthetic.SIZES = {"train": 400, "validation": 40}
@@ -1100,7 +1168,9 @@ def main() -> None:
                         flush=True,
                     )
                     if result["end"] == "wrong":
-                        print(f"  {result['reason']}\n  {again(args, result['number'])}", flush=True)
+                        print(
+                            f"  {result['reason']}\n  {again(args, result['number'])}", flush=True
+                        )
             os._exit(0)
         workers.append(pid)
     for pid in workers:
@@ -1148,7 +1218,11 @@ def summary(results: Sequence[Mapping[str, Any]]) -> str:
         group = [r["difference"] for r in results if r["twin"] == twin and r["end"] == "complete"]
         if group:
             pairs.append({"twin": twin, "runs": len(group), "largest": max(group)})
-    heads = {"twin": "second run", "runs": "runs|d", "largest": "largest relative difference of a loss|.1e"}
+    heads = {
+        "twin": "second run",
+        "runs": "runs|d",
+        "largest": "largest relative difference of a loss|.1e",
+    }
     return report.table(rows, columns) + "\n\n" + report.table(pairs, heads)
 
 

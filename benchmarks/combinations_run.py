@@ -34,7 +34,16 @@ from synthesizer_jax.mixers import (
     TalkingHeads,
     TokenFeedForward,
 )
-from synthesizer_jax.models import Encoder, LanguageModel, Run, Size, Stack, TextToText, alignment, t5
+from synthesizer_jax.models import (
+    Encoder,
+    LanguageModel,
+    Run,
+    Size,
+    Stack,
+    TextToText,
+    alignment,
+    t5,
+)
 from synthesizer_jax.models.layers import LearnedPositions, SinusoidalPositions
 from synthesizer_jax.models.universal import UniversalStack
 from synthesizer_jax.models.zoo import VARIANTS
@@ -68,17 +77,23 @@ _dot = functools.partial(DotProduct, parent=None)
 
 MIXERS: dict[str, Callable[[bool], Alignment | Mixer]] = {
     **{
-        name: lambda causal, name=name: alignment(name, head_dim=SIZE.head_dim, max_length=POSITIONS)
+        name: lambda causal, name=name: alignment(
+            name, head_dim=SIZE.head_dim, max_length=POSITIONS
+        )
         for name in VARIANTS
     },
     "gaussian": lambda causal: Gaussian(offsets=(-1, 0) if causal else (-1, 1)),
-    "gaussian_bias": lambda causal: Mixture((DotProduct(), GaussianBias(trainable=True)), weights="sum"),
+    "gaussian_bias": lambda causal: Mixture(
+        (DotProduct(), GaussianBias(trainable=True)), weights="sum"
+    ),
     "alibi": lambda causal: Mixture((DotProduct(), ALiBi()), weights="sum"),
     "bilinear": lambda causal: Bilinear(),
     "rotary": lambda causal: DotProduct(rotary_base=10_000.0),
     "normalized": lambda causal: DotProduct(normalize_qk=True, use_bias=True),
     "per_head": lambda causal: PerHead((DotProduct(), Random(max_length=POSITIONS))),
-    "sigmoid": lambda causal: Mixture((DotProduct(), Random(max_length=POSITIONS)), weights="sigmoid"),
+    "sigmoid": lambda causal: Mixture(
+        (DotProduct(), Random(max_length=POSITIONS)), weights="sigmoid"
+    ),
     "window": _heads(alignment=_dot(), window=4),
     "window_r": _heads(alignment=Random(max_length=POSITIONS, parent=None), window=4),
     "grouped": _heads(alignment=_dot(), num_kv_heads=2),
@@ -163,4 +178,6 @@ def default(kind: str, encoder: str, decoder: str, options: str) -> Experiment:
 def _universal(stack: Stack, threshold: float | None) -> UniversalStack:
     """Returns a stack like another whose layers share their parameters."""
     runs = (Run(stack.runs[0].block, stack.num_layers),)
-    return UniversalStack(runs, bias=stack.bias, positions=stack.positions, halting_threshold=threshold)
+    return UniversalStack(
+        runs, bias=stack.bias, positions=stack.positions, halting_threshold=threshold
+    )

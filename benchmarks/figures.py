@@ -63,7 +63,8 @@ def with_color_scheme(svg: str) -> str:
         svg,
     )
     light, dark = (
-        " ".join(f"--{name}: {colors[scheme]};" for name, colors in COLORS.items()) for scheme in (0, 1)
+        " ".join(f"--{name}: {colors[scheme]};" for name, colors in COLORS.items())
+        for scheme in (0, 1)
     )
     style = (
         "<style>\n"

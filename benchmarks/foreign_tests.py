@@ -63,7 +63,9 @@ def main() -> None:
             rows.append({"suite": f"`{suite}`", "ours": name, "place": PLACES[ours], **counts})
     columns = {"suite": "tests", "ours": "ours", "place": "in the place of"}
     columns |= {name: f"{name}|d" for name in ("passed", "failed", "skipped")}
-    failures = "".join(f"- {row['suite']}, {row['ours']}, {x}\n" for row in rows for x in row["failures"])
+    failures = "".join(
+        f"- {row['suite']}, {row['ours']}, {x}\n" for row in rows for x in row["failures"]
+    )
     text = report.table(rows, columns) + (f"\n\nFailed:\n\n{failures.rstrip()}" if failures else "")
     facts = {name: importlib.metadata.version(name) for name in ("flax", "jax")}
     sys.argv = ["foreign_tests.py", "FOLDER"]  # as the page shows it

@@ -157,7 +157,9 @@ def contents(directory: pathlib.Path) -> dict[pathlib.Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-def call(command: list[str], directory: pathlib.Path, seconds: int = SECONDS) -> tuple[int | str, str]:
+def call(
+    command: list[str], directory: pathlib.Path, seconds: int = SECONDS
+) -> tuple[int | str, str]:
     """Runs `synthesizer-jax` in this process; returns exit code or "hang", and the errors."""
     from synthesizer_jax.cli import main as program
 

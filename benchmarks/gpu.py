@@ -37,12 +37,38 @@ Row = dict[str, Any]
 
 FUNCTIONS = ("ours", "jax.nn cudnn", "jax.nn xla", "torch SDPA")
 SUBLAYERS = (
-    *("DotProduct + bias", "Random", "Random + DotProduct + bias", "TalkingHeads + bias", "Gaussian"),
-    *("jax.nn cudnn", "jax.nn cudnn + bias", "jax.nn xla + bias", "Flax + bias", "torch SDPA + bias"),
+    *(
+        "DotProduct + bias",
+        "Random",
+        "Random + DotProduct + bias",
+        "TalkingHeads + bias",
+        "Gaussian",
+    ),
+    *(
+        "jax.nn cudnn",
+        "jax.nn cudnn + bias",
+        "jax.nn xla + bias",
+        "Flax + bias",
+        "torch SDPA + bias",
+    ),
 )
 PROBLEMS = (
-    *("T5, lengths", "Random, lengths", "Random + T5, lengths", "T5, no mask", "T5, causal", "T5, packed"),
-    *("T5, packed causal", "T5, 2048", "T5, 2048 causal", "T5, width 128", "T5, 500", "cross 114 × 512"),
+    *(
+        "T5, lengths",
+        "Random, lengths",
+        "Random + T5, lengths",
+        "T5, no mask",
+        "T5, causal",
+        "T5, packed",
+    ),
+    *(
+        "T5, packed causal",
+        "T5, 2048",
+        "T5, 2048 causal",
+        "T5, width 128",
+        "T5, 500",
+        "cross 114 × 512",
+    ),
     *("Random, causal", "Random, packed", "Random, 2048", "Random, 500", "Random + T5, packed"),
     *("taps, lengths", "taps, causal"),
 )
@@ -76,8 +102,15 @@ class Results:
         """Puts a row into its place, writes the file and prints the row."""
         self.put(part, row)
         self.write()
-        shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items() if k != "errors"}
-        print(part, *(f"{k} {v}" if k != "name" else v for k, v in shown.items()), sep=" | ", flush=True)
+        shown = {
+            k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items() if k != "errors"
+        }
+        print(
+            part,
+            *(f"{k} {v}" if k != "name" else v for k, v in shown.items()),
+            sep=" | ",
+            flush=True,
+        )
 
     def write(self) -> None:
         """Writes the file."""
@@ -103,8 +136,15 @@ class Session:
         self.deadline = time.monotonic() + 60 * args.minutes
         sizes = peers.SIZES["tiny" if args.tiny else "base"]
         names = ("d_model", "layers", "d_ff", "heads", "head_dim")
-        self.options: Row = dict(zip(names, sizes, strict=True)) | {"tiny": args.tiny, "dropout": 0.1}
-        self.options |= {"dtype": "bfloat16", "threads": 8, "device": "cpu" if args.tiny else "cuda"}
+        self.options: Row = dict(zip(names, sizes, strict=True)) | {
+            "tiny": args.tiny,
+            "dropout": 0.1,
+        }
+        self.options |= {
+            "dtype": "bfloat16",
+            "threads": 8,
+            "device": "cpu" if args.tiny else "cuda",
+        }
         self.options |= {"compile": "eager" if args.tiny else "inductor"}
         self.environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
         if args.tiny:
@@ -119,7 +159,9 @@ class Session:
         python = str(racing.PEERS) if is_torch and racing.PEERS.exists() else sys.executable
         system = racing.System(name, worker, {**self.options, **options}, python, self.environment)
         worker = racing.Worker(system, min(PREPARATION, left))
-        worker.limit = ANSWER if options.get("part") != "correctness" else PREPARATION  # it compiles then
+        worker.limit = (
+            ANSWER if options.get("part") != "correctness" else PREPARATION
+        )  # it compiles then
         return worker
 
     def prepare(self, *args: Any) -> None:
@@ -131,7 +173,9 @@ class Session:
         future = self.prepared.pop(repr(args), None)
         return self._start(*args) if future is None else future.result()
 
-    def run_cases(self, worker: str, part: str, cases: list[Row], *, passes: int, ahead: bool) -> None:
+    def run_cases(
+        self, worker: str, part: str, cases: list[Row], *, passes: int, ahead: bool
+    ) -> None:
         """Runs a worker that answers with the row of one case after the other, `passes` times.
 
         After a case with which the worker ends, a new one goes on with those that remain; a worker that
@@ -202,9 +246,15 @@ def run_part(session: Session, part: str, *, ahead: bool) -> None:
         session.run_cases("gpu_attention.py", part, cases, passes=1, ahead=ahead)
     elif part in ("functions", "sublayers"):
         shapes = [(128, 512), (16, 2048)] if part == "functions" else [(16, 512), (4, 2048)]
-        names = [f + b for b in (" + bias", "") for f in FUNCTIONS] if part == "functions" else SUBLAYERS
+        names = (
+            [f + b for b in (" + bias", "") for f in FUNCTIONS]
+            if part == "functions"
+            else SUBLAYERS
+        )
         shapes = [(2, 32), (1, 64)] if tiny else shapes
-        cases = [{"name": n, "batch": b, "length": k} for b, k in shapes for n in names if wanted(n)]
+        cases = [
+            {"name": n, "batch": b, "length": k} for b, k in shapes for n in names if wanted(n)
+        ]
         for worker in ("gpu_attention.py", "torch_attention.py"):
             mine = [c for c in cases if c["name"].startswith("torch") == worker.startswith("torch")]
             session.run_cases(worker, part, mine, passes=2, ahead=ahead)
@@ -229,7 +279,10 @@ def run(args: argparse.Namespace) -> None:
     results = Results(args.out / "gpu.json")
     session = Session(args, results)
     worker = session.start("rates", "gpu_attention.py", {"part": "rates"})
-    results.facts = {"date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", **worker.run_round()}
+    results.facts = {
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+        **worker.run_round(),
+    }
     worker.close()
     results.write()
     print(results.facts, flush=True)
@@ -246,14 +299,18 @@ def run(args: argparse.Namespace) -> None:
 def with_rates(rows: list[Row], peak: float | None) -> list[Row]:
     """Rows of steps with tokens a second, MFU, and the speed relative to transformers."""
     base = min(
-        (r["seconds"] for r in rows if r["name"].startswith("transformers") and "loss" in r), default=None
+        (r["seconds"] for r in rows if r["name"].startswith("transformers") and "loss" in r),
+        default=None,
     )
     vanilla = next((r["flops"] for r in rows if r["name"] == "v" and "flops" in r), None)
     result = []
     for r in rows:
         if "loss" in r:
             flops, seconds = r.get("flops", vanilla), r["seconds"]
-            r = r | {"tokens": r["batch"] * (r["inputs"] + r["targets"]) / seconds, "ms": 1e3 * seconds}
+            r = r | {
+                "tokens": r["batch"] * (r["inputs"] + r["targets"]) / seconds,
+                "ms": 1e3 * seconds,
+            }
             r["mfu"] = flops / seconds / peak if flops and peak else None
             r["speed"] = base / seconds if base else None
         result.append(r)
@@ -261,15 +318,27 @@ def with_rates(rows: list[Row], peak: float | None) -> list[Row]:
 
 
 TIMES = {"name": "", "forward_ms": "forward, ms|.3f", "both_ms": "+ backward, ms|.3f"}
-TIMES |= {"forward_tflops": "TFLOP/s|.0f", "both_tflops": "+ backward, TFLOP/s|.0f", "spread": "spread|.0%"}
-TIMES |= {"temporaries_mb": "temporaries, MB|.1f", "compile_seconds": "compiling, s|.1f", "error": "error"}
+TIMES |= {
+    "forward_tflops": "TFLOP/s|.0f",
+    "both_tflops": "+ backward, TFLOP/s|.0f",
+    "spread": "spread|.0%",
+}
+TIMES |= {
+    "temporaries_mb": "temporaries, MB|.1f",
+    "compile_seconds": "compiling, s|.1f",
+    "error": "error",
+}
 STEP = {"name": "system", "micro_batches": "micro-batches|d", "tokens": "tokens/s|,.0f"}
 STEP |= {"ms": "step, ms|.1f", "mfu": "MFU|.1%", "speed": "speed|.2f"}
 STEP |= {"device_gb": "peak memory, GB|.1f", "parameters": "parameters|,d"}
 STEP |= {"compile_seconds": "compiling, s|.0f", "error": "error"}
 DECODED = {"name": "system", "beams": "beams|d", "tokens_per_second": "tokens/s|,.0f"}
 DECODED |= {"seconds": "batch, s|.3f"}
-DECODED |= {"device_gb": "peak memory, GB|.1f", "compile_seconds": "compiling, s|.0f", "error": "error"}
+DECODED |= {
+    "device_gb": "peak memory, GB|.1f",
+    "compile_seconds": "compiling, s|.0f",
+    "error": "error",
+}
 CHECKED = {"kind": "dtype, by", "passed": "calls", "difference": "largest ‖x − r‖ / ‖r‖|.1e"}
 CHECKED |= {"bound": "bound|.0e", "error": "error"}
 COLUMNS = {"correctness": CHECKED, "decode": DECODED, "steps": STEP, "long": STEP}
@@ -326,7 +395,9 @@ def write_page(args: argparse.Namespace) -> None:
             columns = COLUMNS.get(part, TIMES)
             used = {k: c for k, c in columns.items() if any(r.get(k) is not None for r in shown)}
             tables.append(f"{shape}\n\n{report.table(shown, used)}".strip())
-        tables.append(f"`python benchmarks/gpu.py --out results --parts {part}`: {facts['device']}.")
+        tables.append(
+            f"`python benchmarks/gpu.py --out results --parts {part}`: {facts['device']}."
+        )
         page = report.with_section(page, f"gpu {part}", "\n\n".join(tables) + "\n")
     report.write_file(args.page, page)
     if args.json:
@@ -364,7 +435,9 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", help="these rows of the parts only")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU")
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--results", type=pathlib.Path, nargs="+", help="files whose tables to write")
+    parser.add_argument(
+        "--results", type=pathlib.Path, nargs="+", help="files whose tables to write"
+    )
     args = parser.parse_args()
     if args.results:
         write_page(args)

@@ -55,9 +55,9 @@ def main() -> None:
     columns |= {"filled": "input tokens that are not padding|.1%"}
     columns |= {"peak_mb": "peak memory, MB|,.0f"}
     text = (
-        f"{args.mixture}, batch {args.batch}, lengths {args.inputs}/{args.targets}; real tokens a second, "
-        f"ratios against the first row. *Opened*: the first {args.first:,} examples, with the time to the "
-        f"first batch; *first*: without it.\n\n{report.table(rows, columns)}"
+        f"{args.mixture}, batch {args.batch}, lengths {args.inputs}/{args.targets}; real tokens a "
+        f"second, ratios against the first row. *Opened*: the first {args.first:,} examples, with "
+        f"the time to the first batch; *first*: without it.\n\n{report.table(rows, columns)}"
     )
     name = f"input_pipeline {args.mixture}"
     report.write(name, text, result={"rows": rows}, options=args, facts=report.machine())

@@ -66,7 +66,9 @@ def commands(run: Run, directory: pathlib.Path, args: argparse.Namespace) -> Ite
         if run.init_from:
             settings.append(f"init_from={args.workdir / run.init_from.directory}")
     common = ["--workdir", str(directory), "--data-dir", str(args.data_dir)]
-    sets = [word for setting in (*settings, *run.table.all_settings()) for word in ("--set", setting)]
+    sets = [
+        word for setting in (*settings, *run.table.all_settings()) for word in ("--set", setting)
+    ]
     yield [*start, *common, *sets]
     if run.table.test:
         yield ["eval", *common, *run.table.test]
@@ -157,7 +159,9 @@ def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("action", choices=["run", "speed", "write"])
     parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; by default all")
     parser.add_argument("--data-dir", type=pathlib.Path)

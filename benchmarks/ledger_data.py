@@ -54,7 +54,9 @@ def command(*words: object) -> None:
 
 def main() -> None:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("files", type=pathlib.Path)
     parser.add_argument("--data-dir", type=pathlib.Path, required=True)
     parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/ledger"))
@@ -85,20 +87,30 @@ def main() -> None:
     if (folder := files / "multi30k").is_dir():
         words = [
             f"{split}={folder / stem}.en.gz+{folder / stem}.de.gz"
-            for split, stem in (("train", "train"), ("validation", "val"), ("test", "test_2016_flickr"))
+            for split, stem in (
+                ("train", "train"),
+                ("validation", "val"),
+                ("test", "test_2016_flickr"),
+            )
         ]
         command("data", "import", "multi30k/en_de", "--from", ",".join(words), *data)
         vocabulary("multi30k_en_de", "multi30k.model", 4000)
     if (valid := files / "wikitext-2" / "valid.txt.gz").exists():
         articles = f"validation={valid},test={valid.with_name('test.txt.gz')}"
         command("data", "import", "wikitext/wikitext-2-v1", "--from", articles, *data)
-        mine("wikitext_lines", {"train": ({"target": x} for x in lines(valid) if x.strip())}, *text[2:])
+        mine(
+            "wikitext_lines",
+            {"train": ({"target": x} for x in lines(valid) if x.strip())},
+            *text[2:],
+        )
         vocabulary("wikitext_lines", "wikitext.model", 7000)
     if (folder := files / "ag_news").is_dir():
         labels = ("--labels", "1=World,2=Sports,3=Business,4=Sci/Tech")
         options = ("--input", "{text}", "--target", "{label}", *labels)
         # Its cells are quoted as in CSV where they have quotes.
-        table = csv.reader(lines(folder / "train_subset10k_description_only.tsv.gz"), delimiter="\t")
+        table = csv.reader(
+            lines(folder / "train_subset10k_description_only.tsv.gz"), delimiter="\t"
+        )
         rows = ({"text": text, "label": label} for text, label in table)
         mine("ag_descriptions", {"train": rows}, *options)
         test = (f"validation={folder / 'test.csv.gz'}", "--columns", "label,title,text")

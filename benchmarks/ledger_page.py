@@ -126,7 +126,9 @@ def description(table: Table, results: Results) -> str:
     """Returns the section of a table without its numbers."""
     entries = [results["runs"].get(run.name, {}) for run in table.runs([0])]
     devices = collections.Counter(e["device"] for seeds in entries for e in seeds.values())
-    places = ", ".join(f"{count} {device.split(',')[0].split()[-1]}" for device, count in devices.items())
+    places = ", ".join(
+        f"{count} {device.split(',')[0].split()[-1]}" for device, count in devices.items()
+    )
     made = f"Seeds: {max(map(len, entries))}; runs: {places}." if places else ""
     source = f"Paper: {table.source}." if table.source else ""
     return " ".join(filter(None, (table.about, made, source, table.note)))
@@ -197,7 +199,9 @@ def draw_overview(tables: Mapping[str, Table], results: Results) -> None:
             draw_differences(axes, tables[name], results)
         panels[0].plot([], [], "o", color=figures.OURS, label="here: mean ± standard error")
         panels[0].plot([], [], "D", color=figures.OTHER, fillstyle="none", label="paper")
-        figure.legend(loc=f"outside {'upper' if narrow else 'lower'} center", ncols=2, frameon=False)
+        figure.legend(
+            loc=f"outside {'upper' if narrow else 'lower'} center", ncols=2, frameon=False
+        )
         return figure
 
     figures.save(draw, RESULTS / "results.svg")
@@ -216,7 +220,9 @@ def draw_differences(axes: Axes, table: Table, results: Results) -> None:
     drawn = compared_runs(table)[::-1]  # the first one is at the top
     for y, run in enumerate(drawn):
         own = differences(values_by_seed(run, results), baseline)
-        axes.errorbar(statistics.fmean(own), y, xerr=standard_error(own), fmt="o", color=figures.OURS)
+        axes.errorbar(
+            statistics.fmean(own), y, xerr=standard_error(own), fmt="o", color=figures.OURS
+        )
         published = table.published_difference(run.system)
         axes.plot(published, y, "D", color=figures.OTHER, fillstyle="none")
     axes.axvline(0, color=figures.LINE, linewidth=0.8)

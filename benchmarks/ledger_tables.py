@@ -45,7 +45,9 @@ class Run:
     @property
     def directory(self) -> pathlib.Path:
         """Its place in the work directory."""
-        return pathlib.Path(self.name.replace(" of ", "_of_").replace(":", "/"), f"seed_{self.seed}")
+        return pathlib.Path(
+            self.name.replace(" of ", "_of_").replace(":", "/"), f"seed_{self.seed}"
+        )
 
     def _find(self, recipe: str) -> Run | None:
         """Returns the run of another table with this recipe, the same argument and seed."""

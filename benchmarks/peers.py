@@ -84,7 +84,9 @@ def is_dot_product(name: str) -> bool:
 def make_system(args: argparse.Namespace, name: str) -> racing.System:
     """Returns the worker of a system."""
     kind, _, suffix = name.partition("+")
-    sizes = dict(zip(("d_model", "layers", "d_ff", "heads", "head_dim"), SIZES[args.size], strict=True))
+    sizes = dict(
+        zip(("d_model", "layers", "d_ff", "heads", "head_dim"), SIZES[args.size], strict=True)
+    )
     options: dict[str, Any] = {**sizes, **vars(args), "system": kind}
     small = suffix == "small"
     options |= {"scan": small, "remat": "dots" if small else None}

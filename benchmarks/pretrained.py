@@ -46,8 +46,13 @@ def write_byte_level(folder: pathlib.Path) -> None:
     texts, size = (gemma.DOCS / "training.md").read_text().splitlines(), gemma.VOCAB_SIZE - 100
     trainer.train_from_iterator(texts, size, special_tokens=special, show_progress=False)
     files = dict(zip(("vocab", "merges"), trainer.save_model(str(folder)), strict=True))
-    sentinels = [tokenizers.AddedToken(f"<extra_id_{i}>", lstrip=True) for i in reversed(range(100))]
-    pieces = {"vocab_file": files["vocab"], "merges_file": files["merges"]} | files  # of versions 4 and 5
+    sentinels = [
+        tokenizers.AddedToken(f"<extra_id_{i}>", lstrip=True) for i in reversed(range(100))
+    ]
+    pieces = {
+        "vocab_file": files["vocab"],
+        "merges_file": files["merges"],
+    } | files  # of versions 4 and 5
     theirs = transformers.RobertaTokenizer(**pieces, additional_special_tokens=sentinels)
     theirs.save_pretrained(folder)
 
@@ -78,12 +83,16 @@ def row(kind: str, folder: pathlib.Path, theirs: Any = None) -> dict[str, Any]:
     found["out"] = deviation(load_reference(back, model), model, variables)
     if (file := folder / SAFETENSORS).exists():  # not of PEFT
         first, second = load_file(file), load_file(back / SAFETENSORS)
-        found["bits"] = ("no", "yes")[all(np.array_equal(first[name], x) for name, x in second.items())]
+        found["bits"] = ("no", "yes")[
+            all(np.array_equal(first[name], x) for name, x in second.items())
+        ]
     if not isinstance(model, Encoder):
-        umt5 = theirs.config.model_type == "umt5"  # for which AutoTokenizer of version 5 has no class
-        tokenizer = (transformers.ByT5Tokenizer if umt5 else transformers.AutoTokenizer).from_pretrained(
-            back
-        )
+        umt5 = (
+            theirs.config.model_type == "umt5"
+        )  # for which AutoTokenizer of version 5 has no class
+        tokenizer = (
+            transformers.ByT5Tokenizer if umt5 else transformers.AutoTokenizer
+        ).from_pretrained(back)
         settings = {"max_new_tokens": LENGTH, "do_sample": False, "use_cache": False}
         inputs = [tokenizer(text, return_tensors="pt") for text in TEXTS]
         expected = [theirs.generate(**x, **settings)[0, 1:].tolist() for x in inputs]
@@ -95,7 +104,8 @@ def row(kind: str, folder: pathlib.Path, theirs: Any = None) -> dict[str, Any]:
 def rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
     """Yields the rows; folders are made in the directory `scratch`."""
     if transformers.__version__.startswith("4."):
-        # Its windows in encoders reach one token less far, and it multiplies matrices that do not fit.
+        # Its windows in encoders reach one token less far, and it multiplies matrices that do not
+        # fit.
         KINDS["T5Gemma, balanced"] |= {
             "encoder": gemma.CONFIGS["balanced"]["encoder"] | {"sliding_window": 64}
         }
@@ -104,16 +114,25 @@ def rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
         make(folder := scratch / kind, kind)
         yield row(kind, folder)
     for kind in filter(KINDS.get, ("T5 1.1, FLAN-T5", "umT5", "T5Gemma, unbalanced")):
-        whole, folder = scratch / kind, scratch / kind / "text_encoder"  # as pipelines of diffusers have it
+        whole, folder = (
+            scratch / kind,
+            scratch / kind / "text_encoder",
+        )  # as pipelines of diffusers have it
         cls = getattr(transformers, CLASSES[KINDS[kind]["model_type"]] + "EncoderModel")
         config = transformers.AutoConfig.from_pretrained(whole, is_encoder_decoder=False)
         cls.from_pretrained(whole, config=config).save_pretrained(folder)
         (whole / "tokenizer").symlink_to(whole)
         yield row(f"encoder alone, of {kind}", folder)
     if importlib.util.find_spec("peft"):
-        peft, folder, base = importlib.import_module("peft"), scratch / "peft", scratch / "T5 1.1, FLAN-T5"
+        peft, folder, base = (
+            importlib.import_module("peft"),
+            scratch / "peft",
+            scratch / "T5 1.1, FLAN-T5",
+        )
         lora = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
-        adapted = peft.get_peft_model(transformers.AutoModelForSeq2SeqLM.from_pretrained(base), lora)
+        adapted = peft.get_peft_model(
+            transformers.AutoModelForSeq2SeqLM.from_pretrained(base), lora
+        )
         adapted.save_pretrained(folder)
         yield row("LoRA of PEFT", folder, adapted.base_model.model)
 
@@ -126,4 +145,6 @@ if __name__ == "__main__":
     columns |= {"bits": "same bits", "texts": "same greedy texts"}
     facts = {"transformers": transformers.__version__, "torch": torch.__version__}
     name = f"folders {facts['transformers'].partition('.')[0]}"
-    report.write(name, report.table(found, columns), result={"rows": found}, options=options, facts=facts)
+    report.write(
+        name, report.table(found, columns), result={"rows": found}, options=options, facts=facts
+    )

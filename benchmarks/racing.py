@@ -111,7 +111,9 @@ def merge_rows(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return {**second, **means, "spread": max((b / a - 1 for a, b in pairs))}
 
 
-def attention_flops(options: dict[str, Any], *, products: int, projections: int) -> dict[str, float]:
+def attention_flops(
+    options: dict[str, Any], *, products: int, projections: int
+) -> dict[str, float]:
     """The FLOPs of attention by products of ``n × n`` matrices and of projections; all pairs count.
 
     The backward pass has twice as many of each, and a dot product's logits once more.
@@ -208,7 +210,9 @@ def race(systems: Sequence[System], *, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def summarize_results(name: str, facts: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize_results(
+    name: str, facts: dict[str, Any], results: list[dict[str, Any]]
+) -> dict[str, Any]:
     """The row of a system: its facts, the medians of its measurements, and the largest peak of memory."""
     peaks = [r["peak_mb"] for r in results if r["peak_mb"] is not None]
     medians = {k: statistics.median(r[k] for r in results) for k in results[0] if k != "peak_mb"}

@@ -70,16 +70,17 @@ def main() -> None:
     groups = " or ".join(map(str, args.processes))
     introduction = (
         f"The run of `benchmarks/reliability_run.py` has {result['steps']} steps and was killed "
-        f"{args.kills} times. It used {DEVICES} CPU devices in {groups} process"
-        f"{'' if groups == '1' else 'es'}. *Lost* steps had not been saved yet, so they were computed "
-        "again after the next start."
+        f"{args.kills} times. It used {DEVICES} CPU devices in {groups} "
+        f"process{'' if groups == '1' else 'es'}. *Lost* steps had not been saved yet, so they "
+        "were computed again after the next start."
     )
     losses = result["losses"]
     equal = sum(x == 0 for x in losses)
     conclusion = (
-        f"{'Every' if result['same'] else 'NOT every'} step read the same examples as in the uninterrupted "
-        f"run. The losses of {equal} of {len(losses)} steps are equal to the last bit, and the largest "
-        f"relative difference is {max(losses):.1e}. {result['evaluations']} evaluations were made."
+        f"{'Every' if result['same'] else 'NOT every'} step read the same examples as in the "
+        f"uninterrupted run. The losses of {equal} of {len(losses)} steps are equal to the last "
+        f"bit, and the largest relative difference is {max(losses):.1e}. {result['evaluations']} "
+        "evaluations were made."
     )
     table = report.table(summarize_kills(result["kills"]), columns)
     text = f"{introduction}\n\n{table}\n\n{conclusion}"
@@ -148,7 +149,9 @@ class Campaign:
         last_step, last_write = self.last_step("killed"), self.last_write()
         process = self.start("killed", processes)
         if self.random.random() < 0.5:
-            self.wait_for(process, "killed", step=last_step + self.random.randint(1, self.args.stride))
+            self.wait_for(
+                process, "killed", step=last_step + self.random.randint(1, self.args.stride)
+            )
             time.sleep(self.random.uniform(0, 0.5))
         else:
             seconds = self.random.uniform(1, self.longest_start)

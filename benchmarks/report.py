@@ -16,10 +16,14 @@ from typing import Any
 
 def arguments(description: str | None, **numbers: int) -> argparse.ArgumentParser:
     """Returns a parser with `--json`, `--page` and an integer option with a default for each number."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--json", type=pathlib.Path, help="also write all measurements to this file")
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="also write all measurements to this file"
+    )
     parser.add_argument("--page", type=pathlib.Path, help="Markdown page to update with the table")
     return parser
 
@@ -31,7 +35,9 @@ def machine() -> dict[str, str]:
         "from synthesizer_jax.costs.utilization import product_rate\n"
         "d = jax.devices()[0]\n"
         "rate = product_rate(d.platform, jax.numpy.dtype('float32'))\n"
-        "print(json.dumps([f'{jax.device_count()} × {d.device_kind}', jax.__version__, rate / 1e9]))"
+        "print(json.dumps([f'{jax.device_count()} "
+        "× {d.device_kind}', "
+        "jax.__version__, rate / 1e9]))"
     )
     process = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE)
     device, version, rate = json.loads(process.stdout.decode().splitlines()[-1])

@@ -66,7 +66,9 @@ class Program(dict[str, dict[str, Operation]]):
                 self.entry = head[2]  # the last one
             elif found := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)", line):
                 names = re.findall(r"%([\w.\-]+)", found[5].split(")")[0])
-                operations[found[2]] = Operation(found[3], found[4], names, found[5], bool(found[1]))
+                operations[found[2]] = Operation(
+                    found[3], found[4], names, found[5], bool(found[1])
+                )
 
     def read(self, computation: str, name: str) -> int:
         """Returns how many bytes of one of its arrays a fused computation reads."""
@@ -92,7 +94,9 @@ class Program(dict[str, dict[str, Operation]]):
             return self.written(op.called())
         if op.kind in ("tuple", "bitcast"):
             return sum(self.written(computation, operand) for operand in op.operands)
-        return size(operations[op.operands[1]].result if op.kind == "dynamic-update-slice" else op.result)
+        return size(
+            operations[op.operands[1]].result if op.kind == "dynamic-update-slice" else op.result
+        )
 
     def parameters(self, computation: str) -> dict[int, str]:
         """Returns the names of a computation's parameters by their numbers."""
@@ -102,7 +106,11 @@ class Program(dict[str, dict[str, Operation]]):
     def moved(self, computation: str, op: Operation) -> int:
         """Returns the bytes that an operation reads and writes in main memory."""
         operands = [size(self[computation][name].result) for name in op.operands]
-        if op.kind in FREE or op.kind.endswith("-done") or any(name in op.text for name in RESERVED):
+        if (
+            op.kind in FREE
+            or op.kind.endswith("-done")
+            or any(name in op.text for name in RESERVED)
+        ):
             return 0
         if op.kind == "slice-start":  # ((operand), result, context)
             result = op.result.split("), ", 1)[1]
@@ -115,7 +123,9 @@ class Program(dict[str, dict[str, Operation]]):
             return sum(reads) + min(size(op.result), self.written(op.called()))
         return sum(operands) + size(op.result)
 
-    def rows(self, computation: str | None = None, times: int = 1) -> collections.Counter[tuple[str, ...]]:
+    def rows(
+        self, computation: str | None = None, times: int = 1
+    ) -> collections.Counter[tuple[str, ...]]:
         """Returns the bytes of all operations by where they come from, what they are and make."""
         computation, rows = computation or self.entry, collections.Counter[tuple[str, ...]]()
         for op in self[computation].values():
@@ -140,7 +150,9 @@ def size(result: str) -> int:
     """Returns the bytes of those arrays of a shape that are in main memory, without work space (s8)."""
     arrays = re.findall(r"([a-z]+\d*)\[([\d,]*)\](@?)", result)
     found = [(dtype, dims) for dtype, dims, on_chip in arrays if not on_chip and dtype != "s8"]
-    return sum(WIDTHS.get(d, 4) * math.prod(int(n) for n in dims.split(",") if n) for d, dims in found)
+    return sum(
+        WIDTHS.get(d, 4) * math.prod(int(n) for n in dims.split(",") if n) for d, dims in found
+    )
 
 
 def origin(text: str) -> tuple[str, str]:
@@ -151,7 +163,10 @@ def origin(text: str) -> tuple[str, str]:
         for p in re.split(r"[/()]", name)
         if p and not re.search(r"jit|jvp|transpose|while|body|run|call", p)
     ]
-    return ("backward" if "transpose(" in name else "forward" if parts else "", "/".join(parts[1:])[-60:])
+    return (
+        "backward" if "transpose(" in name else "forward" if parts else "",
+        "/".join(parts[1:])[-60:],
+    )
 
 
 def main() -> None:
@@ -178,11 +193,19 @@ def main() -> None:
     ]
     temporaries = compiled.memory_analysis().temp_size_in_bytes / 1e9
     text = (
-        f"T5 1.1 base ({args.variant}), lengths 512/114, {args.rows} rows, scanned, bfloat16, Adafactor, "
-        f"on one device of {args.chip}: {found.total() / 1e9:.1f} GB in its main memory, "
-        f"{temporaries:.2f} GB of temporaries. The largest operations, equal ones added up:\n\n"
+        f"T5 1.1 base ({args.variant}), lengths 512/114, {args.rows} rows, scanned, bfloat16, "
+        f"Adafactor, on one device of {args.chip}: {found.total() / 1e9:.1f} GB in its main "
+        f"memory, {temporaries:.2f} GB of temporaries. The largest operations, equal ones added "
+        "up:\n\n"
         + report.table(
-            rows, {"gb": "GB|.2f", "pass": "pass", "part": "part", "kind": "operation", "result": "result"}
+            rows,
+            {
+                "gb": "GB|.2f",
+                "pass": "pass",
+                "part": "part",
+                "kind": "operation",
+                "result": "result",
+            },
         )
     )
     facts = {
@@ -190,7 +213,11 @@ def main() -> None:
         "compiled by": "libtpu on a CPU" if "v" in args.chip else "XLA on a CPU",
     }
     report.write(
-        f"step_bytes {args.chip} {args.variant}", text, result={"rows": rows}, options=args, facts=facts
+        f"step_bytes {args.chip} {args.variant}",
+        text,
+        result={"rows": rows},
+        options=args,
+        facts=facts,
     )
 
 

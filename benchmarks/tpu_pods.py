@@ -85,11 +85,12 @@ def main() -> None:
         "against": "of v|.2f",
     }
     text = (
-        f"T5 1.1 {args.size} with its self-attention replaced, lengths 512/114, {args.rows} rows a device, "
-        "bfloat16, Adafactor. *v* is the dot product, *r* Random, *rv* both. Everything is of one device; "
-        "*needed* is the compiler's peak, *roofline* the time of the FLOPs at the chip's peak or, where it "
-        "is longer, of the bytes at its memory's bandwidth, the links between chips being free; *of v* is "
-        f"the roofline against the dot product's.\n\n{report.table(rows, columns)}"
+        f"T5 1.1 {args.size} with its self-attention replaced, lengths 512/114, {args.rows} rows a "
+        "device, bfloat16, Adafactor. *v* is the dot product, *r* Random, *rv* both. Everything is "
+        "of one device; *needed* is the compiler's peak, *roofline* the time of the FLOPs at the "
+        "chip's peak or, where it is longer, of the bytes at its memory's bandwidth, the links "
+        "between chips being free; *of v* is the roofline against the dot "
+        f"product's.\n\n{report.table(rows, columns)}"
     )
     facts = {"jax": jax.__version__, "compiled by": "libtpu on a CPU"}
     args.json = None  # written already
@@ -112,7 +113,8 @@ def compile_step(experiment: Experiment, topology: chips.Topology) -> dict[str, 
         "collectives": sum(kinds.values()) / 1e6,
         "kinds": kinds,
         "arithmetic_ms": 1e3 * arithmetic,
-        "roofline_ms": 1e3 * max(arithmetic, costs["bytes accessed"] * chip.devices / chip.bandwidth),
+        "roofline_ms": 1e3
+        * max(arithmetic, costs["bytes accessed"] * chip.devices / chip.bandwidth),
         "seconds": seconds,
     }
 
@@ -153,7 +155,8 @@ def program_costs(compiled: jax.stages.Compiled) -> collections.Counter[str]:
             WIDTHS.get(dtype, 4) * math.prod(int(n) for n in dims.split(",") if n)
             for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", shapes)
         ]
-        # The shape of an asynchronous start includes its operands, which are no larger than its result.
+        # The shape of an asynchronous start includes its operands, which are no larger than its
+        # result.
         found[kind] += max(sizes) if begun and kind != "all-reduce" else sum(sizes)
     return found
 

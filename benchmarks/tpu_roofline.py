@@ -55,8 +55,8 @@ def main() -> None:
                 )
             rows += chip_rows
     section = (
-        f"Sub-layer, forward + backward, batch {args.batch}, {args.heads} heads of {args.head_dim}, "
-        f"d {args.d_model}, bfloat16. *share*: of the einsum's bytes.\n\n"
+        f"Sub-layer, forward + backward, batch {args.batch}, {args.heads} heads of "
+        f"{args.head_dim}, d {args.d_model}, bfloat16. *share*: of the einsum's bytes.\n\n"
         + report.table(
             rows,
             {
@@ -98,8 +98,9 @@ def measure_sublayer(args: argparse.Namespace, name: str, chip: str, length: int
         step = jax.jit(gradient, in_shardings=replicated, out_shardings=replicated)
         compiled = step.lower(params, x, lengths).compile()
     costs, memory = compiled.cost_analysis(), compiled.memory_analysis()
-    # The backward pass has twice the products of the forward pass. The fused one also recomputes the
-    # logits, in a single kernel or in each of two kernels, which then also both compute dweights.
+    # The backward pass has twice the products of the forward pass. The fused one also recomputes
+    # the logits, in a single kernel or in each of two kernels, which then also both compute
+    # dweights.
     counted = 3 * flops(jax.make_jaxpr(apply)(params, x, lengths).jaxpr)
     if implementation == "fused":
         recomputations = 1 if block_size(length, length) == length else 3
@@ -123,11 +124,15 @@ def make_sublayer(
     d, h, e, n = args.d_model, args.heads, args.head_dim, x.shape[1]
     bfloat16_array = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
     if implementation in ("einsum", "broadcast"):
-        params = {name: bfloat16_array(d, h, e) for name in ("qkv" if implementation == "einsum" else "v")}
+        params = {
+            name: bfloat16_array(d, h, e) for name in ("qkv" if implementation == "einsum" else "v")
+        }
         params |= {"o": bfloat16_array(h, e, d)}
         if implementation == "broadcast":
             return attention.random_broadcast, params | {"table": bfloat16_array(1, h, n, n)}
-        return attention.einsum_attention, params | ({"bias": bfloat16_array(1, h, n, n)} if bias else {})
+        return attention.einsum_attention, params | (
+            {"bias": bfloat16_array(1, h, n, n)} if bias else {}
+        )
     alignment = {
         "random": Random(max_length=n),
         "factorized": FactorizedRandom(max_length=n),

@@ -86,4 +86,6 @@ def _synthesize(alignment: Alignment) -> Distillation:
 def _training(steps: int) -> Training:
     """Returns AdamW with a warm-up over 5% of the steps and a cosine decay."""
     schedule = Cosine(1e-3, total_steps=steps, warmup_steps=steps // 20)
-    return Training(steps=steps, optimizer=AdamW(learning_rate=schedule), log_every=50, save_every=steps)
+    return Training(
+        steps=steps, optimizer=AdamW(learning_rate=schedule), log_every=50, save_every=steps
+    )

@@ -30,7 +30,14 @@ if TYPE_CHECKING:
         RelativeBias,
         YaRN,
     )
-    from synthesizer_jax.attention import Mask, Span, attend, dot_product_attention, explain, relative_bias
+    from synthesizer_jax.attention import (
+        Mask,
+        Span,
+        attend,
+        dot_product_attention,
+        explain,
+        relative_bias,
+    )
     from synthesizer_jax.base.registry import register
     from synthesizer_jax.linen import MultiHeadAttention, attention_fn
     from synthesizer_jax.mixers import (

@@ -75,7 +75,9 @@ class _Handler(BaseHTTPRequestHandler):
         kind, bucket, name = path.groups() if path else ("", "", None)
         with self.store.lock:
             if bucket != "bucket":
-                self.answer(404, {"error": {"code": 404, "message": f"no such bucket: {parts.path}"}})
+                self.answer(
+                    404, {"error": {"code": 404, "message": f"no such bucket: {parts.path}"}}
+                )
             elif kind == "upload":
                 self.upload(query, body)
             elif name is not None:
@@ -85,7 +87,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_PUT = do_DELETE = respond  # noqa: N815
 
-    def answer(self, code: int, value: object = None, data: bytes | None = None, **headers: str) -> None:
+    def answer(
+        self, code: int, value: object = None, data: bytes | None = None, **headers: str
+    ) -> None:
         text = (b"" if value is None else json.dumps(value).encode()) if data is None else data
         self.send_response(code)
         for name, header in headers.items():

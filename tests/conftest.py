@@ -19,8 +19,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["HF_HUB_OFFLINE"] = "1"  # names of models are no downloads
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # One cache for all workers and their children, which train the same tiny models; not the user's.
-    # TESTS_CACHE names a directory in which it is kept for the next run.
+    # One cache for all workers and their children, which train the same tiny models; not the
+    # user's. TESTS_CACHE names a directory in which it is kept for the next run.
     CACHE = os.environ.get("TESTS_CACHE")
     if CACHE is None:
         CACHE = tempfile.mkdtemp(prefix="synthesizer_jax_compiled_")
@@ -38,8 +38,9 @@ FLAGS = ["--xla_force_host_platform_device_count=8"]
 if not OPTIMIZED:
     FLAGS.append("--xla_backend_optimization_level=0")
 if not OPTIMIZED and jax.__version_info__ < (0, 11):
-    # Without MLIR for fusions and without threads, of which there are as many as cores, compiling takes
-    # half the time. Later versions of XLA do not know the former, and end the process on such flags.
+    # Without MLIR for fusions and without threads, of which there are as many as cores, compiling
+    # takes half the time. Later versions of XLA do not know the former, and end the process on such
+    # flags.
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
     FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))  # read when the first program is compiled
@@ -62,7 +63,9 @@ def snippets(page: str) -> list[str]:
 
 def run_page(page: str) -> dict[str, Any]:
     """What the Python of a page defines, run in order."""
-    names = {"__name__": pathlib.Path(page).stem}  # `register` tells two classes of a name apart by it
+    names = {
+        "__name__": pathlib.Path(page).stem
+    }  # `register` tells two classes of a name apart by it
     for block in snippets(page):
         exec(block, names)
     return names

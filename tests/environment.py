@@ -26,7 +26,9 @@ for command in json.load(open(sys.argv[1])):
 
 def python(*words: object, code: int = 0, **options) -> subprocess.CompletedProcess:
     """A process of Python that ends with a code."""
-    ended = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **options)
+    ended = subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, text=True, **options
+    )
     assert ended.returncode == code, ended.stderr
     return ended
 

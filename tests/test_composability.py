@@ -48,7 +48,10 @@ FUNCTIONS = {
     "fused": (by_route("fused", product_and_bias), SQUARE),
     "banded": (by_route("banded", lambda w, _: (banded(w, first=-1),)), (1, 1, HEADS, 3)),
     "reference": (by_route("reference", product_and_bias), SQUARE),
-    "dot_product_attention": (lambda bias, x, mask: sj.dot_product_attention(x, x, x, bias, mask), SQUARE),
+    "dot_product_attention": (
+        lambda bias, x, mask: sj.dot_product_attention(x, x, x, bias, mask),
+        SQUARE,
+    ),
 }
 """Functions ``(parameter, x, mask) -> y``, and the shape of the parameter."""
 
@@ -271,7 +274,10 @@ def test_other_derivatives_of_fast_routes_name_the_reference(name: str) -> None:
         return sj.dot_product_attention(x, x, x, bias, implementation="fused").sum()
 
     slope = lambda *at: jnp.sum(jax.grad(loss, 1)(*at) ** 2)
-    for other in (lambda: jax.jit(lambda *at: jax.jvp(loss, at, at))(*at), lambda: jax.grad(slope, 1)(*at)):
+    for other in (
+        lambda: jax.jit(lambda *at: jax.jvp(loss, at, at))(*at),
+        lambda: jax.grad(slope, 1)(*at),
+    ):
         with pytest.raises(TypeError, match='use implementation="reference"'):
             other()
 

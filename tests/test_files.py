@@ -87,7 +87,10 @@ def test_a_full_disk_is_named_by_what_the_user_knows(tmp_path):
     ("error", "said"),
     [
         (OSError(errno.ENOSPC, "full"), "No space left on device; all is kept: 'there'"),
-        (OSError(errno.ENOSPC, "full", "temporary"), "No space left on device; all is kept: 'there'"),
+        (
+            OSError(errno.ENOSPC, "full", "temporary"),
+            "No space left on device; all is kept: 'there'",
+        ),
         (
             ValueError("dump: Disk quota exceeded [os_error_code='122']"),
             "quota exceeded; all is kept: 'there'",
@@ -96,7 +99,10 @@ def test_a_full_disk_is_named_by_what_the_user_knows(tmp_path):
             SafetensorError("No space left on device (os error 28)"),
             "No space left on device; all is kept: 'there'",
         ),
-        (RuntimeError("write() failed: No space left on device; at 0"), "device; all is kept: 'there'"),
+        (
+            RuntimeError("write() failed: No space left on device; at 0"),
+            "device; all is kept: 'there'",
+        ),
         (OSError(errno.ECONNREFUSED, "refused"), "refused$"),
         (ValueError("another"), "another$"),
     ],

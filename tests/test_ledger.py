@@ -85,7 +85,9 @@ def test_figures_follow_the_color_scheme_and_have_a_narrow_form(tmp_path):
 def test_the_front_page_shows_figures_for_both_widths():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in ("attention", "results"):
-        assert f'srcset="docs/{name}{figures.NARROW}.svg"' in page and f'src="docs/{name}.svg"' in page
+        assert (
+            f'srcset="docs/{name}{figures.NARROW}.svg"' in page and f'src="docs/{name}.svg"' in page
+        )
         for suffix in ("", figures.NARROW):
             svg = (ROOT / "docs" / f"{name}{suffix}.svg").read_text(encoding="utf-8")
             assert "prefers-color-scheme: dark" in svg

@@ -121,7 +121,9 @@ def test_dropout_equals_flax(broadcast):
     flax_layer, layer = (make("linen", flax=flax, **fields) for flax in (True, False))
     params = flax_layer.init(jax.random.key(0), x, deterministic=True)
     for options in ({"dropout_rng": key}, {"rngs": {"dropout": key}}):
-        expected, actual = (m.apply(params, x, deterministic=False, **options) for m in (flax_layer, layer))
+        expected, actual = (
+            m.apply(params, x, deterministic=False, **options) for m in (flax_layer, layer)
+        )
         close(actual, expected)
         assert np.any(actual != layer.apply(params, x, deterministic=True))
     flax_layer, layer = (make("nnx", flax=flax, **fields) for flax in (True, False))
@@ -171,7 +173,12 @@ def test_alignments_equal_attention_and_steps_the_full_pass(name):
     variables = jax.jit(layer.init)(jax.random.key(0), x)
     causal, lengths = nn.make_causal_mask(jnp.ones((B, Q))), jnp.array([Q, 3])
     padding = (jnp.arange(Q) < lengths[:, None])[:, None, None]
-    masks = [causal, causal * padding, sj.Mask(causal=True), sj.Mask(causal=True, key_lengths=lengths)]
+    masks = [
+        causal,
+        causal * padding,
+        sj.Mask(causal=True),
+        sj.Mask(causal=True, key_lengths=lengths),
+    ]
     run = functools.partial(jax.jit, compiler_options=FAST)
     whole, short, *others = run(lambda v: [layer.apply(v, x, mask=m) for m in masks])(variables)
     close(others, [whole, jnp.where((jnp.arange(Q) < lengths[:, None])[..., None], short, 0)])
@@ -180,7 +187,10 @@ def test_alignments_equal_attention_and_steps_the_full_pass(name):
         if name == "DotProduct":
             params = {"align": {n: params.pop(n) for n in ("query", "key")}, **params}
         attention = sj.Attention(4, 4, alignment=alignment)
-        close(run(lambda v: attention.apply(v, x, mask=masks[2]))({**variables, "params": params}), whole)
+        close(
+            run(lambda v: attention.apply(v, x, mask=masks[2]))({**variables, "params": params}),
+            whole,
+        )
 
     decoder = layer.copy(decode=True)
     cache = run(decoder.init)(jax.random.key(0), x)["cache"]

@@ -174,7 +174,9 @@ def test_missing_streams_and_attributes_are_errors():
     with pytest.raises(ValueError, match="deterministic"):
         layer(X)
     for silent in (layer, make_layer(nnx.Rngs(params=0), dropout_rate=0.5)):
-        with pytest.raises(ValueError, match="Attention: dropout needs a random stream; pass rngs with"):
+        with pytest.raises(
+            ValueError, match="Attention: dropout needs a random stream; pass rngs with"
+        ):
             silent(X, deterministic=False)
     assert differs(layer(X, rngs=nnx.Rngs(1), deterministic=False), layer(X, deterministic=True))
 
@@ -277,7 +279,9 @@ def test_losses_are_captured():
     assert_trees_equal(logits, expected)
     (actual,) = jax.tree.leaves(losses)
     assert actual == updates["losses"]["decoder"]["ponder"][0] > 0
-    assert_trees_equal(nnx.to_pure_dict(pickle.loads(pickle.dumps(losses))), nnx.to_pure_dict(losses))
+    assert_trees_equal(
+        nnx.to_pure_dict(pickle.loads(pickle.dumps(losses))), nnx.to_pure_dict(losses)
+    )
 
 
 def test_a_module_with_an_untrained_table_is_pickled():

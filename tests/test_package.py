@@ -59,7 +59,9 @@ def test_every_package_that_imports_names_lists_them():
 
 def test_the_root_imports_every_public_name_from_where_it_is_declared():
     """The imports that type checkers read are those that the first use of a name does."""
-    declared = {name: module for module, names in imported_names("synthesizer_jax") for name in names}
+    declared = {
+        name: module for module, names in imported_names("synthesizer_jax") for name in names
+    }
     assert set(declared) == set(sj.__all__)
     for name, module in declared.items():
         assert getattr(sj, name) is getattr(importlib.import_module(module), name)
@@ -83,7 +85,9 @@ def test_a_computed_list_of_names_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "synthesizer_jax" / "__init__.py"
     path.parent.mkdir()
     path.write_text('TABLE = {"Random": 1}\n__all__ = [*TABLE]\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="line 2: __all__ is computed; write a literal list of names"):
+    with pytest.raises(
+        ValueError, match="line 2: __all__ is computed; write a literal list of names"
+    ):
         public_names()
 
 
@@ -193,14 +197,20 @@ def test_the_gpu_tables_are_what_their_script_writes(tmp_path):
 
 def test_the_page_of_tasks_names_every_mixture():
     page = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
-    own = {n: rates for n, rates in MIXTURES.items() if all(task in page for task in rates)}  # no tests'
+    own = {
+        n: rates for n, rates in MIXTURES.items() if all(task in page for task in rates)
+    }  # no tests'
     assert len(own) >= 15 and [name for name in own if f"`{name}`" not in page] == []
 
 
 def test_models_lists_names_and_counts():
     result = CliRunner().invoke(app, ["models", "mesh_random_*", "--json"])
     rows = json.loads(result.stdout)
-    assert list(rows) == ["mesh_random_base", "mesh_random_plus_base", "mesh_random_plus_alpha_base"]
+    assert list(rows) == [
+        "mesh_random_base",
+        "mesh_random_plus_base",
+        "mesh_random_plus_alpha_base",
+    ]
     assert rows["mesh_random_base"]["parameters"] == 254_360_576
     assert rows["mesh_random_base"]["tables_per_layer"] == 8 * 512 * 512
     output = CliRunner().invoke(app, ["models", "mesh_random_base"])

@@ -22,7 +22,13 @@ from tests.cli import commands
 from tests.training.tiny import encoder, experiment, save
 
 TRAINED = {"kind": "train", "loss": 2.0, "steps_per_second": 4.0, "tokens_per_second": 100.0}
-ODD = [r"$\frac{$", "nul\0 bell\a", "over\u202eride\u2066", "é 中 \U0001f600 שלום", "<script>x</script>"]
+ODD = [
+    r"$\frac{$",
+    "nul\0 bell\a",
+    "over\u202eride\u2066",
+    "é 中 \U0001f600 שלום",
+    "<script>x</script>",
+]
 SEEN = [r"$\frac{$", r"nul\x00 bell\x07", r"over\u202eride\u2066", *ODD[3:]]
 
 
@@ -57,7 +63,9 @@ def rows_of(page, heading):
     section = page.partition(f">{heading}</")[2].partition("</section>")[0]
     cell = r'<td[^>]*>(?:<span(?: class="(\w+)")?>)?([^<]*)(?:</span>)?(?:<small>(.*?)</small>)?'
     rows = re.findall(r"<tr>(.*?)</tr>", section, flags=re.S)
-    return [[tuple(map(html.unescape, found)) for found in re.findall(cell, row)] for row in rows][1:]
+    return [[tuple(map(html.unescape, found)) for found in re.findall(cell, row)] for row in rows][
+        1:
+    ]
 
 
 def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
@@ -75,7 +83,10 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
     shown = rows_of(page, "Scores on held-out examples")
     assert shown[0] == [("", "glue_rte", "accuracy"), ("", "61.0", ""), ("", "61.0", "")]
     assert shown[-1] == [("", "all tasks", "loss ↓"), ("", "1.500", ""), ("", "1.500", "")]
-    assert rows_of(page, "Size and speed")[0][4][1:] == ("6.0", "5.0 to 7.0")  # the median, quartiles
+    assert rows_of(page, "Size and speed")[0][4][1:] == (
+        "6.0",
+        "5.0 to 7.0",
+    )  # the median, quartiles
     assert "Answers" not in page and "Settings" not in page
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["page.html"]
     assert page.count("<svg") == 2  # the loss, and what was evaluated twice
@@ -89,7 +100,9 @@ def test_what_has_logged_nothing_is_one_sentence(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json; give the directory"):
         report(tmp_path, output=output)
     assert not output.exists()
-    assert "Curves" in report(young, output=output)[1]  # that of training, as long as there is no other
+    assert (
+        "Curves" in report(young, output=output)[1]
+    )  # that of training, as long as there is no other
     (young / METRICS_FILE).unlink()
     with pytest.raises(ValueError, match=r"has logged nothing; train the run, or measure it"):
         report(young, output=output)
@@ -128,7 +141,9 @@ def test_a_run_with_adapters_has_the_size_of_its_model(tmp_path):
 
 def test_runs_that_differ_in_seeds_are_one_system(tmp_path):
     scores = (60.0, 61.0, 65.0)
-    runs = [logged(tmp_path / f"rv-{i}", seed=i, **{"rte/accuracy": x}) for i, x in enumerate(scores)]
+    runs = [
+        logged(tmp_path / f"rv-{i}", seed=i, **{"rte/accuracy": x}) for i, x in enumerate(scores)
+    ]
     watched = json.loads((runs[2] / "experiment.json").read_text())
     watched["training"]["writers"] = ["wandb"]
     (runs[2] / "experiment.json").write_text(json.dumps(watched))
@@ -161,7 +176,9 @@ def test_answers_that_differ_stand_first_and_any_text_is_shown_as_it_is(tmp_path
         for seed, answer in enumerate(answers):
             given = {"prediction": answer, "label": {"a": 0, "b": 1}.get(answer, -1)}
             scores = {"rte/accuracy": 100.0 if answer == "b" else 50.0}
-            run = logged(tmp_path / f"{name}-{seed}", seed=seed, answers=(same, differs | given), **scores)
+            run = logged(
+                tmp_path / f"{name}-{seed}", seed=seed, answers=(same, differs | given), **scores
+            )
             text = (run / "experiment.json").read_text()
             (run / "experiment.json").write_text(text.replace('"copy"', f'"copy {name}"'))
     runs = [tmp_path / f"{name}-{seed}" for name in "AB" for seed in (0, 1)]

@@ -66,7 +66,9 @@ class FlaxSignatures(griffe.Extension):
                     fields[member.name] = griffe.Parameter(
                         member.name, annotation=member.annotation, kind=kind, default=member.value
                     )
-        return sorted(fields.values(), key=lambda field: field.kind is griffe.ParameterKind.keyword_only)
+        return sorted(
+            fields.values(), key=lambda field: field.kind is griffe.ParameterKind.keyword_only
+        )
 
 
 def _classes(module: griffe.Module) -> Iterator[griffe.Class]:
@@ -98,5 +100,7 @@ def _is_linen(cls: griffe.Class) -> bool:
 def _set_constructor(cls: griffe.Class, parameters: list[griffe.Parameter]) -> None:
     """Adds an `__init__` with these parameters to a class."""
     this = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
-    constructor = griffe.Function("__init__", parent=cls, parameters=griffe.Parameters(this, *parameters))
+    constructor = griffe.Function(
+        "__init__", parent=cls, parameters=griffe.Parameters(this, *parameters)
+    )
     cls.set_member("__init__", constructor)

@@ -28,7 +28,9 @@ def main() -> None:
         notebook = nbformat.read(path, as_version=4)
         with tempfile.TemporaryDirectory() as place:
             os.environ["TMPDIR"] = place
-            NotebookClient(notebook, timeout=SECONDS, coalesce_streams=True, record_timing=False).execute()
+            NotebookClient(
+                notebook, timeout=SECONDS, coalesce_streams=True, record_timing=False
+            ).execute()
             del os.environ["TMPDIR"]
         text = re.sub(rf"{place}/\w+/", "", nbformat.writes(notebook))
         path.write_text(f"{text}\n", encoding="utf-8")

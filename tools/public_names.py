@@ -31,7 +31,8 @@ def public_names() -> dict[str, list[str]]:
                     names[package] = ast.literal_eval(node.value)
                 except ValueError:
                     raise ValueError(
-                        f"{path}, line {node.lineno}: __all__ is computed; write a literal list of names"
+                        f"{path}, line {node.lineno}: __all__ is computed; write a literal list of "
+                        "names"
                     ) from None
     return names
 
@@ -69,5 +70,7 @@ def names_without_entry(site: pathlib.Path) -> list[str]:
     anchors: set[str] = set()
     for page in (site / "reference").glob("*.html"):
         anchors.update(re.findall(r'\bid="([\w.]+)"', page.read_text(encoding="utf-8")))
-    full_names = (f"{package}.{name}" for package, names in public_names().items() for name in names)
+    full_names = (
+        f"{package}.{name}" for package, names in public_names().items() for name in names
+    )
     return [name for name in full_names if name not in anchors]

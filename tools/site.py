@@ -57,7 +57,9 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: object) -> str
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
     markdown = re.sub(r"\]\(\.\./([^)]+)\)", lambda m: f"]({link(m[1])})", markdown)
-    return re.sub(r"\[[\w/]+\.md\]\(([\w/]+\.md)", lambda m: f"[{title(files, m[1])}]({m[1]}", markdown)
+    return re.sub(
+        r"\[[\w/]+\.md\]\(([\w/]+\.md)", lambda m: f"[{title(files, m[1])}]({m[1]}", markdown
+    )
 
 
 def on_page_content(html: str, page: Any, config: Any, **_: object) -> str:
@@ -75,8 +77,8 @@ def on_post_build(config: Any) -> None:
     """Warns of public names without an entry in the reference; a warning fails a strict build."""
     for name in names_without_entry(pathlib.Path(config.site_dir)):
         log.warning(
-            "%s is in __all__, but the reference has no entry for it; "
-            "give it a docstring where it is defined, and its package a page in the nav of mkdocs.yml",
+            "%s is in __all__, but the reference has no entry for it; give it a docstring where it "
+            "is defined, and its package a page in the nav of mkdocs.yml",
             name,
         )
 

@@ -34,9 +34,9 @@ FIELDS: dict[str, Any] = {
 def variants_table() -> str:
     """Returns the table in Markdown, with a row for every alignment and mixer."""
     lines = [
-        f"One layer, d {D_MODEL}, {HEADS} heads of {HEAD_DIM}, {LENGTH} tokens, float32, FLOPs of matrix "
-        "products; the alignments as the logits of an `Attention`. *Cache* is what a decoder keeps per "
-        f"example after {LENGTH} tokens.",
+        f"One layer, d {D_MODEL}, {HEADS} heads of {HEAD_DIM}, {LENGTH} tokens, float32, FLOPs of "
+        "matrix products; the alignments as the logits of an `Attention`. *Cache* is what a "
+        f"decoder keeps per example after {LENGTH} tokens.",
         "",
         "| | what it is | parameters | MFLOPs a token | cache, KB | not for |",
         "| --- | --- | ---: | ---: | ---: | --- |",
@@ -47,7 +47,9 @@ def variants_table() -> str:
         )
         lines.append(_table_row(name, cls, layer))
     lines += [
-        _table_row(name, cls, _make_instance(cls)) for name, cls in MIXERS.items() if cls is not Attention
+        _table_row(name, cls, _make_instance(cls))
+        for name, cls in MIXERS.items()
+        if cls is not Attention
     ]
     return "\n".join(lines) + "\n"
 

@@ -46,7 +46,8 @@ INTERRUPTED = ("75", "143", "idle")
 READS_DATA = ("train", "distill", "eval", "predict", "inspect")
 """The program's commands that prepare what is missing of their data."""
 
-# On every host. A run holds run.lock as long as it lives, and then writes its exit code to run.exit.
+# On every host. A run holds run.lock as long as it lives, and then writes its exit code to
+# run.exit.
 SETUP = """
 set -e
 mkdir -p synthesizer_jax && tar -xzf synthesizer_jax.tar.gz -C synthesizer_jax && cd synthesizer_jax
@@ -60,7 +61,8 @@ rm -f run.exit
 {flags}setsid nohup sh -c '"$0" "$@"; echo $? > run.exit' \
 "$PWD"/.venv/bin/synthesizer-jax {command} >> run.log 2>&1 < /dev/null &
 """
-# Copies the log every minute, and when the run has ended; not even a preemption's SIGTERM ends it before.
+# Copies the log every minute, and when the run has ended; not even a preemption's SIGTERM ends it
+# before.
 KEEP_LOG = """
 setsid nohup sh -c 'trap "" TERM; keep() { .venv/bin/python -c "$0" run.log "$1/$(hostname).log"; }
 until flock -w 60 run.lock true; do keep "$1"; done; keep "$1"' \
@@ -144,9 +146,9 @@ class Pod:
         command += [f"--{option}" for option in ("spot", "reserved") if getattr(args, option)]
         if not self.call(command):
             fail(
-                f"{args.name} was not created; if gcloud speaks of quota, ask for more under IAM & Admin, "
-                "Quotas (--spot and flex-start use the preemptible quota), or take another --zone, --type "
-                "or --spot"
+                f"{args.name} was not created; if gcloud speaks of quota, ask for more under IAM & "
+                "Admin, Quotas (--spot and flex-start use the preemptible quota), or take another "
+                "--zone, --type or --spot"
             )
 
     def state(self) -> str:
@@ -223,7 +225,8 @@ class Pod:
             failed = [state for state in states if state not in ("0", "running", *INTERRUPTED)]
             if any(state in INTERRUPTED for state in states) and not failed:
                 return "interrupted"
-            # Machines that are being taken away make runs crash first, so a failure counts when it stays.
+            # Machines that are being taken away make runs crash first, so a failure counts when it
+            # stays.
             failures, silences = (failures + 1 if failed else 0), (0 if states else silences + 1)
             if failures == 3:
                 return failed[0]
@@ -257,7 +260,10 @@ class Pod:
                 if outcome == "finished":
                     return
                 fail(f"the run ended with exit code {outcome}; its log is above")
-        fail(f"{self.args.name} was interrupted more often than --max-restarts {self.args.max_restarts}")
+        fail(
+            f"{self.args.name} was interrupted more often than --max-restarts "
+            f"{self.args.max_restarts}"
+        )
 
 
 def options_of(command: Sequence[str]) -> dict[str, str]:
@@ -327,8 +333,8 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         fail(f"--zone is {args.zone}; a zone is a region and a letter, such as us-east5-b")
     if not re.fullmatch("[a-z]([-a-z0-9]{0,61}[a-z0-9])?", args.name):
         fail(
-            f"--name is {args.name}; Google Cloud takes up to 63 lowercase letters, digits and hyphens "
-            "that begin with a letter and do not end with a hyphen, such as pod-1"
+            f"--name is {args.name}; Google Cloud takes up to 63 lowercase letters, digits and "
+            "hyphens that begin with a letter and do not end with a hyphen, such as pod-1"
         )
     flex = next((option for option in args.gcloud if "flex-start" in option), None)
     if flex is not None and not args.alpha:

@@ -152,7 +152,9 @@ def check(name: str) -> list[Row]:
         g = jnp.asarray(cotangent, dtype)
         with jax.default_matmul_precision("highest"):
             answer = differentiate(exact, mask, g.astype(jnp.float32), implementation="reference")
-        for route in dict.fromkeys(["auto" if chosen.route not in routes else chosen.route, *routes]):
+        for route in dict.fromkeys(
+            ["auto" if chosen.route not in routes else chosen.route, *routes]
+        ):
             row: Row = {"name": f"{name}, {dtype}, {route}"}
             rows.append(row)
             if route in ("auto", chosen.route):
@@ -192,7 +194,11 @@ class FlaxWithBias(nn.Module):
             nn.dot_product_attention, bias=attention.bias_array({"table": table}, x)
         )
         layer = nn.MultiHeadDotProductAttention(
-            h, qkv_features=h * options["head_dim"], use_bias=False, dtype=x.dtype, attention_fn=add_bias
+            h,
+            qkv_features=h * options["head_dim"],
+            use_bias=False,
+            dtype=x.dtype,
+            attention_fn=add_bias,
         )
         return layer(x, mask=(jnp.arange(n) < lengths[:, None])[:, None, None])
 
@@ -215,7 +221,9 @@ def layer(alignment: Any, kind: Any = Attention) -> nn.Module:
     return kind(options["heads"], options["head_dim"], alignment=alignment)
 
 
-def make_case(spec: Row, x: jax.Array, lengths: jax.Array) -> tuple[attention.Case, dict[str, float]]:
+def make_case(
+    spec: Row, x: jax.Array, lengths: jax.Array
+) -> tuple[attention.Case, dict[str, float]]:
     """Returns a case that is timed, and its FLOPs."""
     h, e, d, name = options["heads"], options["head_dim"], options["d_model"], spec["name"]
     keys = iter(jax.random.split(jax.random.key(1), 8))

@@ -34,7 +34,9 @@ model.compile(
     optimizer=keras.optimizers.AdamW(1e-3, weight_decay=0.0),
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 )
-inputs, targets = (np.random.default_rng(0).integers(2, 32000, (rows, n)).astype(np.int32) for n in lengths)
+inputs, targets = (
+    np.random.default_rng(0).integers(2, 32000, (rows, n)).astype(np.int32) for n in lengths
+)
 batch = {
     "encoder_token_ids": inputs,
     "encoder_padding_mask": np.ones_like(inputs),
@@ -54,4 +56,6 @@ def step() -> dict[str, float]:
 
 
 versions = f"keras-hub {keras_hub.__version__}, keras {keras.__version__}, jax {jax.__version__}"
-racing.serve({"parameters": model.count_params(), "versions": versions, "compile_seconds": compiled}, step)
+racing.serve(
+    {"parameters": model.count_params(), "versions": versions, "compile_seconds": compiled}, step
+)

@@ -35,7 +35,8 @@ model = t5(
     dtype=options["dtype"],
 )
 inputs, targets = (
-    np.random.default_rng(0).integers(2, 32000, (rows, n)).astype(np.int32) for n in (length, num_targets)
+    np.random.default_rng(0).integers(2, 32000, (rows, n)).astype(np.int32)
+    for n in (length, num_targets)
 )
 facts = {"versions": f"jax {jax.__version__}"}
 began = time.perf_counter()
@@ -80,7 +81,10 @@ def run() -> dict[str, float]:
     began = time.perf_counter()
     if not options["decode"]:
         state, metrics = trainer.step(state, batch)
-        return {"loss": float(metrics["loss"]), "seconds": time.perf_counter() - began} | device_peak()
+        return {
+            "loss": float(metrics["loss"]),
+            "seconds": time.perf_counter() - began,
+        } | device_peak()
     found = decode(variables, inputs, model=model, max_length=num_targets, beams=options["beams"])
     decoded = np.asarray(found.tokens)
     seconds = time.perf_counter() - began

@@ -60,7 +60,11 @@ def seqio_task(name: str) -> seqio.Task:
     version = stored.newest_version(task.dataset, data_dir).name
     source = seqio.TfdsDataSource(f"{task.dataset}:{version}", str(data_dir))
     feature = seqio.Feature(seqio_vocabulary(vocabulary), add_eos=True)
-    steps = [task.preprocess, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim]
+    steps = [
+        task.preprocess,
+        seqio.preprocessors.tokenize,
+        seqio.preprocessors.append_eos_after_trim,
+    ]
     return seqio.Task(name, source, {"inputs": feature, "targets": feature}, steps)
 
 

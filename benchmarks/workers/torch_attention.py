@@ -24,7 +24,9 @@ class SubLayer(torch.nn.Module):
         # Any map of distances to 32 buckets costs the same; this one has not T5's bounds.
         self.register_buffer("buckets", (position[None] - position[:, None] + 16).clamp(0, 31))
         lengths = length - torch.arange(batch) % 2 * (length // 8)
-        self.register_buffer("visible", (position < lengths[:, None])[:, None, None])  # [b, 1, 1, k]
+        self.register_buffer(
+            "visible", (position < lengths[:, None])[:, None, None]
+        )  # [b, 1, 1, k]
         linear = lambda a, b: torch.nn.Linear(a, b, bias=False)
         d = options["d_model"]
         self.qkv = torch.nn.ModuleList(linear(d, width) for _ in range(3)) if projections else None
@@ -48,8 +50,14 @@ def make_row(name: str, batch: int, length: int) -> dict[str, Any]:
     """Compiles and times a sub-layer, or the function alone."""
     torch.compiler.reset()
     projections = options["part"] == "sublayers"
-    layer = SubLayer(batch, length, bias=name.endswith("+ bias"), projections=projections).to(device)
-    shape = (batch, length, options["d_model"]) if projections else (batch, heads, length, width // heads)
+    layer = SubLayer(batch, length, bias=name.endswith("+ bias"), projections=projections).to(
+        device
+    )
+    shape = (
+        (batch, length, options["d_model"])
+        if projections
+        else (batch, heads, length, width // heads)
+    )
     tokens = [
         torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(1 if projections else 3)
@@ -79,7 +87,9 @@ def make_row(name: str, batch: int, length: int) -> dict[str, Any]:
         both()
         row["temporaries_mb"] = (torch.cuda.max_memory_allocated() - before) / 1e6
     flops = racing.attention_flops(
-        {**options, "batch": batch, "length": length}, products=2, projections=4 if projections else 0
+        {**options, "batch": batch, "length": length},
+        products=2,
+        projections=4 if projections else 0,
     )
     return row | racing.timed_row({"forward": forward, "both": both}, wait, flops)
 

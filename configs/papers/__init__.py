@@ -178,7 +178,9 @@ def laptop_model(system: str, length: int, dropout: float = 0.0) -> EncoderDecod
     size = pretrain.LAPTOP
     dot = dot_product(size.head_dim)
     systems = (*SELF_ATTENTIONS, "hc_all")
-    encoder, decoder = self_attentions(system, size, length, dot=dot, dropout=dropout, systems=systems)
+    encoder, decoder = self_attentions(
+        system, size, length, dot=dot, dropout=dropout, systems=systems
+    )
     return t5(
         size,
         encoder=encoder,

@@ -83,8 +83,8 @@ def synthetic(system: str, dot: Dot = "t5") -> Experiment:
     model = model.copy(embedding_init=Normal(0.3), encoder=encoder, decoder=decoder)
     return Experiment(
         model=model,
-        # With more than 48 examples, a step's temporary buffers exceed 32 MiB, the size up to which glibc
-        # reuses memory.
+        # With more than 48 examples, a step's temporary buffers exceed 32 MiB, the size up to which
+        # glibc reuses memory.
         data=DataConfig(synthetic_tasks.MIXTURE, INPUTS, TARGETS, batch_size=48, shards=1),
         training=Training(
             steps=STEPS,
@@ -107,7 +107,9 @@ def laptop(system: str) -> Experiment:
     return Experiment(
         model=laptop_model(system, 128, dropout=0.1),
         vocabulary=SentencePiece("spiece.model"),
-        data=DataConfig("glue_super_glue_proportional", 128, 16, batch_size=32, shards=1, pack=True),
+        data=DataConfig(
+            "glue_super_glue_proportional", 128, 16, batch_size=32, shards=1, pack=True
+        ),
         training=small_training(300),
         evaluation=Evaluation(max_examples=200, method="rank", batch_size=32),
     )

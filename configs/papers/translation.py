@@ -206,7 +206,9 @@ def without_feed_forward(system: str, stacks: Stacks = "encoder,decoder") -> Exp
     model: EncoderDecoder = experiment.model
     for name in stacks.split(","):
         stack = getattr(model, name)
-        runs = tuple(replace(run, block=replace(run.block, feed_forward=None)) for run in stack.runs)
+        runs = tuple(
+            replace(run, block=replace(run.block, feed_forward=None)) for run in stack.runs
+        )
         model = model.copy(**{name: stack.copy(runs=runs)})
     return replace(experiment, model=model)
 

@@ -103,8 +103,8 @@ class Alignment(nn.Module):
         name = next((name for name in self.linear_in if name in params), None)
         if name is None:
             raise ValueError(
-                f"{type(self).__name__}: no parameters of it scale its logits, so a mixture with it cannot "
-                "start as the model without it"
+                f"{type(self).__name__}: no parameters of it scale its logits, so a mixture with "
+                "it cannot start as the model without it"
             )
         return {**params, name: jax.tree.map(lambda x: x * factor, params[name])}
 
@@ -153,7 +153,10 @@ def dense_product(
       ``[..., *features]``.
     """
     num_contracted = len(dimension_numbers[0][1])
-    types: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
+    types: dict[str, Any] = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }
     lead, features = x.shape[: x.ndim - num_contracted], kernel.shape[num_contracted:]
     with mesh_of_arguments(x, kernel):
         if not axes_of_type(AxisType.Explicit):
@@ -265,7 +268,8 @@ def check_length(module: nn.Module, max_length: int, *spans: Span) -> None:
         end = span.length + (int(np.asarray(span.start).max()) if is_concrete(span.start) else 0)
         if end > max_length:
             raise ValueError(
-                f"{type(module).__name__}{'/'.join(('', *module.path))} has max_length="
-                f"{max_length} but was given {end} positions; build it with max_length>={end} (and in a "
-                "run that starts from a checkpoint, resize its tables by init_rules), or cut the input"
+                f"{type(module).__name__}{'/'.join(('', *module.path))} has "
+                f"max_length={max_length} but was given {end} positions; build it with "
+                f"max_length>={end} (and in a run that starts from a checkpoint, resize its tables "
+                "by init_rules), or cut the input"
             )

@@ -194,8 +194,8 @@ class PerHead(Parts):
         if self.heads is not None:
             if len(self.heads) != len(self.parts) or sum(self.heads) != num_heads:
                 raise ValueError(
-                    f"PerHead: heads={self.heads} for {len(self.parts)} parts and {num_heads} heads; "
-                    "give one number a part, adding up to the layer's num_heads"
+                    f"PerHead: heads={self.heads} for {len(self.parts)} parts and {num_heads} "
+                    "heads; give one number a part, adding up to the layer's num_heads"
                 )
             return self.heads
         if num_heads % len(self.parts):

@@ -5,7 +5,12 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 
-from synthesizer_jax.alignments.base import Alignment, AttentionContext, check_length, slice_positions
+from synthesizer_jax.alignments.base import (
+    Alignment,
+    AttentionContext,
+    check_length,
+    slice_positions,
+)
 from synthesizer_jax.attention import Terms, low_rank, static
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Length
@@ -45,7 +50,9 @@ class Random(Alignment):
         if self.trainable:
             table = self.param("table", init, shape)
         else:
-            table = self.variable("constants", "table", lambda: init(self.make_rng("params"), shape)).value
+            table = self.variable(
+                "constants", "table", lambda: init(self.make_rng("params"), shape)
+            ).value
         rows = slice_positions(table, context.query_span, axis=1)  # [h, q, max_length]
         return (static(slice_positions(rows, context.key_span, axis=2)),)
 

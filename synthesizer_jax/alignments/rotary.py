@@ -85,10 +85,13 @@ class YaRN:
         turns = self.original_length / (2 * math.pi)
         # Pair i turns `turns · base^(-2 i / width)` times. The indices solve this for i.
         low, high = (
-            width * math.log(turns / count) / (2 * math.log(base)) for count in (self.fast, self.slow)
+            width * math.log(turns / count) / (2 * math.log(base))
+            for count in (self.fast, self.slow)
         )
         low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
-        ramp = (jnp.arange(width // 2, dtype=speed.dtype) - low) / (high - low if high != low else 0.001)
+        ramp = (jnp.arange(width // 2, dtype=speed.dtype) - low) / (
+            high - low if high != low else 0.001
+        )
         share = jnp.clip(ramp, 0, 1)
         return speed * (share / self.factor + 1 - share)
 
@@ -128,7 +131,9 @@ def rotate(
     length, width = x.shape[1], int(x.shape[-1] * share)
     if width % 2 or not width:
         of_share = "" if share == 1 else f" · rotary_share={share}"
-        raise ValueError(f"DotProduct: rotary positions need an even head_dim, not {x.shape[-1]}{of_share}")
+        raise ValueError(
+            f"DotProduct: rotary positions need an even head_dim, not {x.shape[-1]}{of_share}"
+        )
     dtype = logits_dtype(x)
     speed = base ** (-jnp.arange(0, width, 2, dtype=dtype) / width)  # [w / 2]
     if scaling is not None:

@@ -96,8 +96,8 @@ little to save.
 """
 
 FEW_SEGMENTS = (
-    f"in packed rows it needs Mask.segments, no Mask.allowed, and segments · segment_length² of at most "
-    f"{MAX_UNPACKING_FACTOR} times the square of the row's length"
+    "in packed rows it needs Mask.segments, no Mask.allowed, and segments · segment_length² of at "
+    f"most {MAX_UNPACKING_FACTOR} times the square of the row's length"
 )
 
 
@@ -217,7 +217,9 @@ def _make_call(
     of the mask are broadcast to their full shapes.
     """
     if jnp.ndim(values) != 4:
-        raise ValueError(f"attend: values have shape {jnp.shape(values)}; it must be [batch, k, heads, e]")
+        raise ValueError(
+            f"attend: values have shape {jnp.shape(values)}; it must be [batch, k, heads, e]"
+        )
     batch, k_length, heads, _ = values.shape
     terms, mask, q_length, _ = _checked(terms, mask, q_length, k_length, batch=batch, heads=heads)
 
@@ -226,7 +228,9 @@ def _make_call(
             return dataclasses.replace(term, keys=repeat_heads(term.keys, term.num_heads))
         return term
 
-    return Call(tuple(map(prepare, terms)), repeat_heads(values, terms[0].num_heads), mask, q_length)
+    return Call(
+        tuple(map(prepare, terms)), repeat_heads(values, terms[0].num_heads), mask, q_length
+    )
 
 
 def _checked(
@@ -310,7 +314,9 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
         return attend_unpacked(route, call) if choice.unpack else route(call)
 
     _log_route(choice, run, call, partition)
-    if partition and (not partition.axis_names or (choice.route == "reference" and not choice.unpack)):
+    if partition and (
+        not partition.axis_names or (choice.route == "reference" and not choice.unpack)
+    ):
         partition = None  # the compiler divides the reference route itself
     return run(call) if partition is None else partition.run(run, call)
 
@@ -337,7 +343,9 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
         the call.
     """
     if implementation != "auto" and implementation not in ROUTES:
-        raise ValueError(f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}")
+        raise ValueError(
+            f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}"
+        )
     mask, packed = call.mask, call.mask.query_segments is not None
     positional = uses_segment_positions(call.terms, mask)
     lengths = unpacked_lengths(mask, call.q_length, call.k_length) if packed else None
@@ -507,7 +515,9 @@ def check_terms(terms: object, *, of: str = "terms are", remedy: str = "return")
         raise TypeError(f"attend: {of} of type {type(terms).__name__}; {example}")
     for term in terms:
         if isinstance(term, type):
-            raise TypeError(f"attend: a term is the class {term.__name__}, not an object; {example}")
+            raise TypeError(
+                f"attend: a term is the class {term.__name__}, not an object; {example}"
+            )
         if not isinstance(term, Term):
             raise TypeError(f"attend: a term is of type {type(term).__name__}; {example}")
     if not terms:
@@ -517,7 +527,9 @@ def check_terms(terms: object, *, of: str = "terms are", remedy: str = "return")
         raise ValueError(f"attend: a {type(alone[0]).__name__} term stands alone; see terms.add")
 
 
-def check_term(term: Term, mask: Mask, *, batch: int, heads: int, q_length: int, k_length: int) -> None:
+def check_term(
+    term: Term, mask: Mask, *, batch: int, heads: int, q_length: int, k_length: int
+) -> None:
     """Raises a `ValueError` if a term does not fit the batch, heads, queries and keys of a call."""
     name = f"attend: a {type(term).__name__} term"
     if term.num_heads != heads:
@@ -542,7 +554,8 @@ def check_term(term: Term, mask: Mask, *, batch: int, heads: int, q_length: int,
     if reached is not None and reached < shortest[1]:
         factors = " · ".join(str(a.x.shape[-1]) for a in term.arrays())
         raise ValueError(
-            f"{name} reaches {factors} keys, but there are {k_length} values; make its factors longer"
+            f"{name} reaches {factors} keys, but there are {k_length} values; make its factors "
+            "longer"
         )
     for a in term.arrays():
         if a.axes[0] == "b" and a.x.shape[0] not in (1, batch):

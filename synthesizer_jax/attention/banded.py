@@ -33,7 +33,9 @@ def attend_banded(call: Call) -> jax.Array:
     keys, queries = mask.keys(k_length), mask.queries(q_length)
     # `cleared` has set padding keys to zero, so the sum needs no mask of keys. The row sum below
     # does.
-    term, mask = _trim_hidden_taps(term, dataclasses.replace(mask, key_lengths=None, key_valid=None))
+    term, mask = _trim_hidden_taps(
+        term, dataclasses.replace(mask, key_lengths=None, key_valid=None)
+    )
     tap_mask = _tap_mask(term, mask, q_length=q_length, k_length=k_length)
     if tap_mask is not None:
         term = dataclasses.replace(term, weights=jnp.where(tap_mask, term.weights, 0))
@@ -193,7 +195,9 @@ def _sum_shifted_values_fwd(
     weights, window = inputs
     dtype = logits_dtype(window)
     weights, width = weights.astype(dtype), weights.shape[-1]
-    products = (weights[..., t, None] * window[:, t : t + q_length].astype(dtype) for t in range(width))
+    products = (
+        weights[..., t, None] * window[:, t : t + q_length].astype(dtype) for t in range(width)
+    )
     return functools.reduce(operator.add, products), ()
 
 

@@ -198,7 +198,11 @@ def extend(
     def write(past: jax.Array, x: jax.Array) -> jax.Array:
         """Returns the cache with the new tokens at their positions."""
         x = fill_invalid(x.astype(past.dtype), valid)
-        return jax.lax.dynamic_update_slice_in_dim(past, x, at, axis=cache.position_axis(x)) if n else past
+        return (
+            jax.lax.dynamic_update_slice_in_dim(past, x, at, axis=cache.position_axis(x))
+            if n
+            else past
+        )
 
     if n and mask.key_lengths is not None:  # single tokens of decoding loops have no lengths
         real = (jnp.arange(n) + at)[None] < jnp.reshape(mask.key_lengths, (-1, 1))  # [b or 1, n]
@@ -261,16 +265,16 @@ def advance_length(
         needed = int(np.max(np.asarray(at))) + n
         if capacity is not None and needed > capacity:
             raise ValueError(
-                f"extend: the cache has max_length={capacity} but {needed} positions are needed; make it "
-                f"with max_length>={needed}, that of a MultiHeadAttention by init or init_cache with "
-                "longer inputs"
+                f"extend: the cache has max_length={capacity} but {needed} positions are needed; "
+                f"make it with max_length>={needed}, that of a MultiHeadAttention by init or "
+                "init_cache with longer inputs"
             )
         first, read = np.asarray(at), np.asarray(length)  # in NumPy, which `jax.jit` does not trace
         missing = first != read if exact else first > read
         if np.any(missing if lengths is None else missing & (np.asarray(lengths) > first)):
             raise ValueError(
-                f"extend: position={at} but the cache holds {length} tokens; leave position out, then new "
-                "tokens follow the cached ones"
+                f"extend: position={at} but the cache holds {length} tokens; leave position out, "
+                "then new tokens follow the cached ones"
             )
     elif n:
         # An error cannot depend on traced numbers. The caller writes NaN where `valid` is False.

@@ -172,12 +172,17 @@ def _opaque_abstract_eval(
 
 
 def _opaque_batch(
-    args: Sequence[jax.Array], axes: Sequence[int | None], *, jaxpr: ClosedJaxpr, others: _Implementations
+    args: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    *,
+    jaxpr: ClosedJaxpr,
+    others: _Implementations,
 ) -> tuple[list[jax.Array], list[int]]:
     """Returns the primitive with all of its functions mapped, which is its rule for `jax.vmap`."""
     mapped = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), tuple(axes)))(*args)
     others = tuple(
-        (name, other._replace(function=jax.vmap(other.function, tuple(axes)))) for name, other in others
+        (name, other._replace(function=jax.vmap(other.function, tuple(axes))))
+        for name, other in others
     )
     results = _opaque_p.bind(*args, jaxpr=mapped, others=others)
     return results, [0] * len(results)
@@ -222,12 +227,12 @@ def _check_one_device(ctx: mlir.LoweringRuleContext, platform: str) -> None:
         return
 
     problem = (
-        f"attention: a kernel runs in a program for {num_devices} devices, but no mesh is set, so it "
-        "cannot be divided"
+        f"attention: a kernel runs in a program for {num_devices} devices, but no mesh is set, so "
+        "it cannot be divided"
     )
     remedy = (
-        "call the function under jax.set_mesh(mesh), with logical axis rules for 'batch' and 'heads' if "
-        "the mesh has automatic axes"
+        "call the function under jax.set_mesh(mesh), with logical axis rules for 'batch' and "
+        "'heads' if the mesh has automatic axes"
     )
     if platform == "tpu":
         raise ValueError(f"{problem}; {remedy}")
@@ -266,5 +271,7 @@ def _identity(x: jax.Array) -> jax.Array:
 
 
 @_identity.defjvp
-def _identity_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _identity_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     return primals[0], _tangent_p.bind(tangents[0])

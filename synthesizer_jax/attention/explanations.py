@@ -117,7 +117,9 @@ def explain(
     return tuple(explanations)
 
 
-def log_external_call(route: str, kernel: str, function: Callable[..., jax.Array], *args: PyTree) -> None:
+def log_external_call(
+    route: str, kernel: str, function: Callable[..., jax.Array], *args: PyTree
+) -> None:
     """Records a call of another library's attention.
 
     Args:

@@ -14,7 +14,15 @@ from synthesizer_jax.attention.fused import CHECKPOINT_NAME
 from synthesizer_jax.attention.masks import Mask, add_pattern
 from synthesizer_jax.attention.partition import Partition, partition_by_types, partition_of_query
 from synthesizer_jax.attention.relative import RelativeTable
-from synthesizer_jax.attention.terms import LowRank, Static, Term, Terms, add, logits_dtype, low_rank
+from synthesizer_jax.attention.terms import (
+    LowRank,
+    Static,
+    Term,
+    Terms,
+    add,
+    logits_dtype,
+    low_rank,
+)
 
 NAME = "dot_product_attention"
 
@@ -141,7 +149,11 @@ def attend_dot_product(
     sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     terms, unshared = _biases(bias, sizes, query.dtype, offset=mask.query_offset)
     terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
-    options: dict[str, Any] = {"mask": mask, "implementation": implementation, "partition": partition}
+    options: dict[str, Any] = {
+        "mask": mask,
+        "implementation": implementation,
+        "partition": partition,
+    }
 
     # A `Static` term has no batch axis, so biases of single examples need a call for each example.
     if unshared:
@@ -163,13 +175,13 @@ def _with_batch(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     shapes = [x.shape for x in arrays]
     if any(len(shape) not in (3, 4) or len(shape) != len(shapes[0]) for shape in shapes):
         raise ValueError(
-            f"{NAME}: query, key and value have shapes {shapes}; give [batch, length, heads, width] or "
-            "[length, heads, width] for all"
+            f"{NAME}: query, key and value have shapes {shapes}; give [batch, length, heads, "
+            "width] or [length, heads, width] for all"
         )
     if len({x.dtype for x in arrays}) > 1 or not jnp.issubdtype(arrays[0].dtype, jnp.floating):
         raise ValueError(
-            f"{NAME}: query, key and value have dtypes {[str(x.dtype) for x in arrays]}; cast them to "
-            "the same floating-point dtype"
+            f"{NAME}: query, key and value have dtypes {[str(x.dtype) for x in arrays]}; cast them "
+            "to the same floating-point dtype"
         )
     query, key, value = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in arrays)
     if (
@@ -178,8 +190,8 @@ def _with_batch(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         or query.shape[2] % key.shape[2]
     ):
         raise ValueError(
-            f"{NAME}: query, key and value have shapes {shapes}; they must agree in batch, query and key "
-            "in width, key and value in length and heads, of which the query has a multiple"
+            f"{NAME}: query, key and value have shapes {shapes}; they must agree in batch, query "
+            "and key in width, key and value in length and heads, of which the query has a multiple"
         )
     return query, key, value
 
@@ -201,7 +213,9 @@ def _add_array(masks: Mask, mask: ArrayLike, sizes: LogitsShape) -> Mask:
             "the bias)"
         )
     pattern = _broadcast_rank("mask", mask, sizes)
-    return add_pattern(masks, pattern, batch=sizes.batch, q_length=sizes.queries, k_length=sizes.keys)
+    return add_pattern(
+        masks, pattern, batch=sizes.batch, q_length=sizes.queries, k_length=sizes.keys
+    )
 
 
 def _broadcast_rank(name: str, x: jax.Array, sizes: LogitsShape) -> jax.Array:
@@ -220,7 +234,11 @@ def _broadcast_rank(name: str, x: jax.Array, sizes: LogitsShape) -> jax.Array:
 
 
 def _biases(
-    bias: Bias | tuple[Bias, ...] | None, sizes: LogitsShape, dtype: jnp.dtype, *, offset: int | jax.Array
+    bias: Bias | tuple[Bias, ...] | None,
+    sizes: LogitsShape,
+    dtype: jnp.dtype,
+    *,
+    offset: int | jax.Array,
 ) -> tuple[Terms, tuple[jax.Array, ...]]:
     """Converts a bias to terms.
 
@@ -325,8 +343,8 @@ def _attend_examples(
     """
     if mask.query_segments is not None:
         raise ValueError(
-            f"{NAME}: a separate bias for every example is not possible in packed rows; give a bias that "
-            "all examples share, or rows that are not packed"
+            f"{NAME}: a separate bias for every example is not possible in packed rows; give a "
+            "bias that all examples share, or rows that are not packed"
         )
     (batch, k_length, *_), q_length = values.shape, biases[0].shape[2]
     heads = terms[0].num_heads
@@ -342,7 +360,10 @@ def _attend_examples(
         )
     )
     pairs = list(zip(leaves, is_own, strict=True))
-    unshared, shared = [x[:, None] for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
+    unshared, shared = (
+        [x[:, None] for x, flag in pairs if flag],
+        [x for x, flag in pairs if not flag],
+    )
 
     def attend_one(unshared: Sequence[jax.Array], shared: Sequence[jax.Array]) -> jax.Array:
         """Returns the output ``[q, h, e]`` of one example."""

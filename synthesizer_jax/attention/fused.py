@@ -108,7 +108,10 @@ def attend_fused(call: Call) -> jax.Array:
         return (out, stats) if sinks is None else _add_sinks(out, stats, sinks)
 
     def backward(
-        args: tuple[FusedInputs, jax.Array | None], out: jax.Array, stats: SoftmaxStats, dout: jax.Array
+        args: tuple[FusedInputs, jax.Array | None],
+        out: jax.Array,
+        stats: SoftmaxStats,
+        dout: jax.Array,
     ) -> tuple[FusedInputs, jax.Array | None]:
         """Returns the cotangents of the inputs and of the sinks."""
         inputs, sinks = args
@@ -165,7 +168,9 @@ def kernel_obstacle(call: Call, platform: str) -> str | None:
       call: the call.
       platform: ``tpu`` or ``gpu``.
     """
-    why: str | None = _kernels(_CUDA if platform == "gpu" else platform).obstacle(fused_inputs(call))
+    why: str | None = _kernels(_CUDA if platform == "gpu" else platform).obstacle(
+        fused_inputs(call)
+    )
     return why
 
 
@@ -181,11 +186,15 @@ def _kernels(platform: str) -> ModuleType:
 
     It is imported only when it is needed, because it imports Pallas, which short rows do not need.
     """
-    return importlib.import_module(f"{__package__}.fused_{'gpu' if platform == _CUDA else platform}")
+    return importlib.import_module(
+        f"{__package__}.fused_{'gpu' if platform == _CUDA else platform}"
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def fused_forward(q_length: int, options: Options, inputs: FusedInputs) -> tuple[jax.Array, SoftmaxStats]:
+def fused_forward(
+    q_length: int, options: Options, inputs: FusedInputs
+) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the output ``[b, q, h, e]`` and the statistics of its rows.
 
     Forward and backward pass are compiled as separate functions, so that layers with equal shapes
@@ -196,7 +205,9 @@ def fused_forward(q_length: int, options: Options, inputs: FusedInputs) -> tuple
 
     # GPUs without a kernel for these inputs still run all heads of an example in parallel.
     kernels = {
-        name: functools.partial(_kernels(name).forward, q_length, options.query_offset, options.soft_cap)
+        name: functools.partial(
+            _kernels(name).forward, q_length, options.query_offset, options.soft_cap
+        )
         for name in options.kernels
     }
     results: tuple[jax.Array, SoftmaxStats] = platform_dependent(
@@ -230,7 +241,9 @@ def fused_backward(
     return cotangents
 
 
-def _add_sinks(out: jax.Array, stats: SoftmaxStats, sinks: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
+def _add_sinks(
+    out: jax.Array, stats: SoftmaxStats, sinks: jax.Array
+) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the output and statistics after one more key for each head is added.
 
     The value of the key is zero, so it only takes away a share of the other weights. With
@@ -255,7 +268,9 @@ def _sinks_gradient(stats: SoftmaxStats, delta: jax.Array, sinks: jax.Array) -> 
     P is the weight of the additional key. The formula is ``dS = P ∘ (dP - δ)`` with dP = 0, because
     the value of the key is zero.
     """
-    weights = jnp.exp(sinks.astype(delta.dtype)[:, None] - stats.row_max + jnp.log(stats.inverse_row_sum))
+    weights = jnp.exp(
+        sinks.astype(delta.dtype)[:, None] - stats.row_max + jnp.log(stats.inverse_row_sum)
+    )
     return -jnp.sum(weights * delta, axis=(0, 1, 3)).astype(sinks.dtype)
 
 
@@ -330,7 +345,9 @@ def map_heads(
     return lax.fori_loop(0, heads, add_head, match_varying_axes(totals, args)[0])
 
 
-def _map_with_axis(function: Callable[..., PyTree], axes: tuple[int, ...], *trees: PyTree) -> PyTree:
+def _map_with_axis(
+    function: Callable[..., PyTree], axes: tuple[int, ...], *trees: PyTree
+) -> PyTree:
     """Applies ``function(axis, *leaves)`` to the leaves of pytrees.
 
     Each entry of the outer tuple of a pytree has its own axis.
@@ -371,9 +388,13 @@ def loop_forward(
 
         def example(i: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
             """Returns the output ``[q, e]`` and the statistics ``[q, 1]`` of one block."""
-            block_products, block_values, block_positions = _select((products, values, positions), i)
+            block_products, block_values, block_positions = _select(
+                (products, values, positions), i
+            )
             queries, keys = _select(real, i)
-            block_products, block_values = clear_padding(block_products, block_values, queries, keys)
+            block_products, block_values = clear_padding(
+                block_products, block_values, queries, keys
+            )
             block_mask = _select_mask(mask, allowed, i)
             # S = Σ terms, and -inf where the mask forbids a key
             logits = _logits(
@@ -457,7 +478,10 @@ def loop_backward(
             Also returns the cotangents of the arrays that examples do not share.
             """
             make_logits = functools.partial(
-                _logits, lengths=(q_length, k_length), positions=_select(positions, i), soft_cap=soft_cap
+                _logits,
+                lengths=(q_length, k_length),
+                positions=_select(positions, i),
+                soft_cap=soft_cap,
             )
             block_values, (row_max, inverse_row_sum), block_delta, block_dout = _select(rest, i)
             block_products, block_values = clear_padding(
@@ -644,5 +668,7 @@ def _matmul_tn(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) 
     optimization barrier keeps XLA from changing the order back.
     """
     dims = (((0,), (0,)), ((), ()))
-    transposed = lax.dot_general(y, x, dims, precision=precision, preferred_element_type=logits_dtype(x, y))
+    transposed = lax.dot_general(
+        y, x, dims, precision=precision, preferred_element_type=logits_dtype(x, y)
+    )
     return lax.optimization_barrier(transposed).T

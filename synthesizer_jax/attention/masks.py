@@ -121,7 +121,9 @@ class Mask:
         return keyed, (starts_at_zero, tuple(getattr(self, name) for name in _STATIC))
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[bool, tuple[object, ...]], parts: Sequence[PyTree]) -> Mask:
+    def tree_unflatten(
+        cls, static: tuple[bool, tuple[object, ...]], parts: Sequence[PyTree]
+    ) -> Mask:
         """Creates a mask from the results of `tree_flatten_with_keys`."""
         starts_at_zero, values = static
         fields = dict(zip((*_ARRAYS, *_STATIC), (*parts, *values), strict=True))
@@ -211,8 +213,9 @@ class Mask:
             )
         if mask.ndim not in (2, 4):
             raise ValueError(
-                f"attention: the mask has shape {mask.shape}; it must be [batch or 1, heads or 1, q, k] or "
-                "[q, k]: add an axis of heads to [batch, q, k], and use Mask.padded for padding alone"
+                f"attention: the mask has shape {mask.shape}; it must be [batch or 1, heads or 1, "
+                "q, k] or [q, k]: add an axis of heads to [batch, q, k], and use Mask.padded for "
+                "padding alone"
             )
         mask = as_bool(mask)
         allowed = mask[None, None] if mask.ndim == 2 else mask
@@ -236,8 +239,8 @@ class Mask:
             return dataclasses.replace(self, query_segments=segments)
         if not isinstance(self.query_offset, int) or self.query_offset != 0:
             raise ValueError(
-                f"Mask.query_offset={self.query_offset} in self-attention, where every query is its own "
-                "key; leave it out, or decode with a cache"
+                f"Mask.query_offset={self.query_offset} in self-attention, where every query is "
+                "its own key; leave it out, or decode with a cache"
             )
         if self.query_lengths is not None or self.query_valid is not None:
             return self  # the mask already says which queries are real
@@ -256,7 +259,9 @@ class Mask:
           function: takes the name of a field and its array, and returns the new array.
         """
         arrays = {name: getattr(self, name) for name in _ARRAYS if name != "query_offset"}
-        changed: dict[str, Any] = {name: function(name, x) for name, x in arrays.items() if x is not None}
+        changed: dict[str, Any] = {
+            name: function(name, x) for name, x in arrays.items() if x is not None
+        }
         return dataclasses.replace(self, **changed)
 
     def broadcast_to(self, *, batch: int, heads: int, q_length: int, k_length: int) -> Mask:
@@ -279,14 +284,14 @@ class Mask:
             )
         if self.query_segments is not None and self.prefix_lengths is not None:
             raise ValueError(
-                "attend: Mask.prefix_lengths counts from the start of a row, which in packed rows is "
-                "the first example only; use Mask.allowed"
+                "attend: Mask.prefix_lengths counts from the start of a row, which in packed rows "
+                "is the first example only; use Mask.allowed"
             )
         offset = self.query_offset
         if self.query_segments is not None and isinstance(offset, int) and offset != 0:
             raise ValueError(
-                f"attend: Mask.query_offset={offset} with segments, where positions begin anew; leave it "
-                "out for packed rows"
+                f"attend: Mask.query_offset={offset} with segments, where positions begin anew; "
+                "leave it out for packed rows"
             )
         if self.self_attention and q_length != k_length:
             raise ValueError(
@@ -473,13 +478,15 @@ def as_bool(mask: jax.Array | np.ndarray) -> jax.Array:
         others = values[(values != 0) & (values != 1)]
         if others.size:
             raise ValueError(
-                f"attention: the mask contains {others[0]}; floating masks are 1 where a query may see a "
-                "key, else 0: instead of a mask that is added to the logits give mask == 0"
+                f"attention: the mask contains {others[0]}; floating masks are 1 where a query may "
+                "see a key, else 0: instead of a mask that is added to the logits give mask == 0"
             )
     return jnp.asarray(mask).astype(bool)
 
 
-def add_pattern(mask: Mask, pattern: jax.Array, *, batch: int, q_length: int, k_length: int) -> Mask:
+def add_pattern(
+    mask: Mask, pattern: jax.Array, *, batch: int, q_length: int, k_length: int
+) -> Mask:
     """Returns a mask with a pattern of pairs added, in the smallest field that can hold it.
 
     A pattern of keys becomes `key_valid`, a pattern of queries `query_valid`, and any other
@@ -552,7 +559,8 @@ def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
     shape = tuple(sizes[axis] for axis in axes)
     shared = {"batch", "heads", "q"} if name in ("allowed", "query_valid") else {"batch"}
     fits = x.ndim == len(axes) and all(
-        n == size or (n == 1 and axis in shared) for n, size, axis in zip(x.shape, shape, axes, strict=True)
+        n == size or (n == 1 and axis in shared)
+        for n, size, axis in zip(x.shape, shape, axes, strict=True)
     )
     if not fits:
         expected = ", ".join(

@@ -134,9 +134,9 @@ def on_every_device(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     def call(*args: PyTree) -> PyTree:
         if unused:
             warn_once(
-                f"attend: a kernel is not divided over mesh axes {', '.join(unused)}, so all devices along "
-                "them compute the same; set logical axis rules for 'batch' and 'heads', and choose numbers "
-                "of examples and heads that the axes divide"
+                f"attend: a kernel is not divided over mesh axes {', '.join(unused)}, so all "
+                "devices along them compute the same; set logical axis rules for 'batch' and "
+                "'heads', and choose numbers of examples and heads that the axes divide"
             )
         with jax.sharding.use_abstract_mesh(mesh):
             sharded = jax.shard_map(

@@ -15,7 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.masks import Mask, segment_positions
-from synthesizer_jax.attention.terms import Call, LowRank, Relative, Term, TermArray, Terms, map_arrays
+from synthesizer_jax.attention.terms import (
+    Call,
+    LowRank,
+    Relative,
+    Term,
+    TermArray,
+    Terms,
+    map_arrays,
+)
 
 MAX_UNPACKING_FACTOR = 3
 """Rows are unpacked if that creates at most this many times as many logits.
@@ -138,14 +146,18 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
 
     terms = map_arrays(unpack, call.terms)
     values = _gather_rows(values, keys)
-    out = route(dataclasses.replace(call, terms=terms, values=values, mask=rows, q_length=lengths[0]))
+    out = route(
+        dataclasses.replace(call, terms=terms, values=values, mask=rows, q_length=lengths[0])
+    )
     # [b · count]: segments that the rows could hold.
     fits = (q_fit & k_fit).reshape(-1)
     out = jnp.where(fits[:, None, None, None], out, jnp.nan)
     return _pack(out, mask.query_segments, mask.segments)
 
 
-def _segment_rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _segment_rows(
+    segments: jax.Array, count: int, length: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns where the tokens of each segment are, so that they can be gathered into rows.
 
     Args:

@@ -14,8 +14,20 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.mesh_axes import axes_along, axes_of_type, in_auto_mode, mesh_of_arguments
-from synthesizer_jax.attention.terms import Call, Relative, Term, TermArray, cut_diagonals, map_arrays
+from synthesizer_jax.attention.mesh_axes import (
+    axes_along,
+    axes_of_type,
+    in_auto_mode,
+    mesh_of_arguments,
+)
+from synthesizer_jax.attention.terms import (
+    Call,
+    Relative,
+    Term,
+    TermArray,
+    cut_diagonals,
+    map_arrays,
+)
 from synthesizer_jax.base.messages import not_divisible
 from synthesizer_jax.base.typing import PyTree
 
@@ -112,7 +124,9 @@ class Partition:
         out: jax.Array = jax.jit(sharded, inline=True)(call)
         return out
 
-    def map_rows(self, function: Callable[..., PyTree], shared: PyTree, *arrays: jax.Array) -> PyTree:
+    def map_rows(
+        self, function: Callable[..., PyTree], shared: PyTree, *arrays: jax.Array
+    ) -> PyTree:
         """Applies a function to every device's own rows, with arrays that all rows share.
 
         The compiler would move rows between devices, for lookups and for loops over chunks. Here,
@@ -176,8 +190,8 @@ class Partition:
         unknown = [axis for axis in axes if axis not in mesh.shape]
         if unknown:
             raise ValueError(
-                f"Partition: the mesh has no axis {unknown[0]!r}, it has {mesh.axis_names}; set the mesh "
-                "with jax.set_mesh(mesh), and name its axes"
+                f"Partition: the mesh has no axis {unknown[0]!r}, it has {mesh.axis_names}; set "
+                "the mesh with jax.set_mesh(mesh), and name its axes"
             )
         return math.prod(mesh.shape[axis] for axis in axes)
 
@@ -241,7 +255,9 @@ class Partition:
         rest = dataclasses.replace(mask, allowed=None, query_valid=None)
 
         # Lengths and patterns of keys have an axis of examples. The offset has no axes.
-        rest = jax.tree.map(lambda x: PartitionSpec(self.batch) if jnp.ndim(x) else PartitionSpec(), rest)
+        rest = jax.tree.map(
+            lambda x: PartitionSpec(self.batch) if jnp.ndim(x) else PartitionSpec(), rest
+        )
         return dataclasses.replace(rest, allowed=allowed, query_valid=valid)
 
     def _check(self, name: str, axes: tuple[str, ...], size: int) -> None:
@@ -266,7 +282,8 @@ def partition_of_query(query: ArrayLike, *_: PyTree, **__: PyTree) -> Partition:
 
 
 def partition_by_types(
-    partition_of: Callable[..., Partition], specs: Callable[[Partition, PyTree], PyTree] = Partition.spec
+    partition_of: Callable[..., Partition],
+    specs: Callable[[Partition, PyTree], PyTree] = Partition.spec,
 ) -> Callable[[Function], Function]:
     """Makes a function with a keyword `partition` usable with explicit mesh axes, JAX's default.
 

@@ -141,7 +141,9 @@ def _softmax_jvp(
     return weights, weighted - weights * weighted.sum(axis=-1, keepdims=True)
 
 
-def _group_weights(split: Split, sinks: jax.Array | None, *, mask: Mask, **options: Any) -> jax.Array:
+def _group_weights(
+    split: Split, sinks: jax.Array | None, *, mask: Mask, **options: Any
+) -> jax.Array:
     """Returns the `softmax_weights` of all groups of heads, concatenated along the heads."""
     groups = []
     for terms, start, num_heads in split.slices():
@@ -168,7 +170,9 @@ def materialize_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int
     for term in terms:
         # The term is evaluated at all positions first. In packed rows, its rows and columns are
         # then reordered by the positions of the tokens in their segments.
-        logits = materialize((term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset)
+        logits = materialize(
+            (term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset
+        )
         by_query, by_key = term.has_absolute_positions(mask)
         if by_query and q_positions is not None:
             logits = jnp.take_along_axis(logits, q_positions[:, None, :, None], axis=2)

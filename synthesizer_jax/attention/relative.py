@@ -63,7 +63,11 @@ def arange(start: int, end: int) -> np.ndarray | jax.Array:
 
 
 def relative_bias(
-    table: jax.typing.ArrayLike, *, bidirectional: bool = True, max_distance: int = 128, head_axis: int = 0
+    table: jax.typing.ArrayLike,
+    *,
+    bidirectional: bool = True,
+    max_distance: int = 128,
+    head_axis: int = 0,
 ) -> RelativeTable:
     """Returns T5's relative position bias, for the argument `bias` of `dot_product_attention`.
 
@@ -103,7 +107,10 @@ def buckets_between(
     `jax.export`, the buckets are looked up when the program runs.
     """
     buckets_of = functools.partial(
-        relative_buckets, num_buckets=num_buckets, max_distance=max_distance, bidirectional=bidirectional
+        relative_buckets,
+        num_buckets=num_buckets,
+        max_distance=max_distance,
+        bidirectional=bidirectional,
     )
     distances = arange(start, end)
     if isinstance(distances, np.ndarray):

@@ -47,7 +47,14 @@ from synthesizer_jax.attention.fused_arrays import Biases, FusedInputs, Products
 from synthesizer_jax.attention.masks import Mask, zero_padding
 from synthesizer_jax.attention.reference import softmax
 from synthesizer_jax.attention.static_conditions import MIN_ROW_SUM, is_separable
-from synthesizer_jax.attention.terms import Call, LowRank, Relative, Static, logits_dtype, materialize
+from synthesizer_jax.attention.terms import (
+    Call,
+    LowRank,
+    Relative,
+    Static,
+    logits_dtype,
+    materialize,
+)
 from synthesizer_jax.base.typing import PyTree
 
 
@@ -214,7 +221,9 @@ def _attend_static_bwd(
     def run_matmuls(inverse_row_sum: jax.Array | None, delta: jax.Array | None) -> FusedInputs:
         """Computes the cotangents by matrix products, or on TPUs by kernels if `on_tpu`."""
 
-        def matmuls(inputs: FusedInputs, _: jax.Array, *rest: Any, parallel: bool = True) -> FusedInputs:
+        def matmuls(
+            inputs: FusedInputs, _: jax.Array, *rest: Any, parallel: bool = True
+        ) -> FusedInputs:
             """Computes the cotangents without the output, which only the TPU kernels read."""
             return _matmul_bwd(inputs, *rest, parallel=parallel)
 
@@ -222,7 +231,9 @@ def _attend_static_bwd(
         if on_tpu:
             from synthesizer_jax.attention import static_tpu
 
-            def kernel(inputs: FusedInputs, out: jax.Array, _: jax.Array, *rest: Any) -> FusedInputs:
+            def kernel(
+                inputs: FusedInputs, out: jax.Array, _: jax.Array, *rest: Any
+            ) -> FusedInputs:
                 """Computes the cotangents without delta, which kernels compute from the output."""
                 return static_tpu.backward(options.query_offset, inputs, out, *rest)
 
@@ -281,12 +292,16 @@ def _matmul_fwd(
 
     # The number of keys that each query may attend to. It tells rows without keys from rows whose
     # denominator underflows: both have a row sum of 0.
-    num_keys = sum(_contract_keys("qk,bk->qb", pairs.astype(dtype), keys, dtype) for pairs, keys in regions)
+    num_keys = sum(
+        _contract_keys("qk,bk->qb", pairs.astype(dtype), keys, dtype) for pairs, keys in regions
+    )
     has_keys = num_keys > 0
     # [q, b]: whether a real query sees a key
     has_keys = has_keys if queries is None else has_keys & queries.T
 
-    def head(logits: jax.Array, shared_max: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def head(
+        logits: jax.Array, shared_max: jax.Array, values: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the output ``[b, q, e]`` of one head, and 1 over its denominators ``[q, b]``."""
         # E = exp(S - c)
         numerators = _exp_logits(logits, shared_max, regions)
@@ -354,7 +369,14 @@ def _matmul_bwd(
         (dlogits,) = softmax_vjp(dweights)
     else:
         scaled_delta = delta[..., 0].transpose(2, 1, 0) * inverse_row_sum  # [h, q, b]
-        args = (logits, _shared_max(logits, values, mask), values, inverse_row_sum, scaled_delta, dout)
+        args = (
+            logits,
+            _shared_max(logits, values, mask),
+            values,
+            inverse_row_sum,
+            scaled_delta,
+            dout,
+        )
         head = functools.partial(_head_cotangents, _regions(mask, dout.shape[1], values))
         axes = 0, 0, 2, 0, 0, 2
         dlogits, dvalues = map_heads(head, logits.shape[0], args, axes, (0, 2), parallel=parallel)
@@ -430,7 +452,9 @@ def _shared_max(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
     return jnp.max(logits, axis=-1, keepdims=True, where=in_any_region[None], initial=lowest)
 
 
-def _exp_logits(logits: jax.Array, shared_max: jax.Array, regions: list[_Region]) -> list[jax.Array]:
+def _exp_logits(
+    logits: jax.Array, shared_max: jax.Array, regions: list[_Region]
+) -> list[jax.Array]:
     """Returns a head's ``exp(S - c)`` in each region, ``[q, k]``, with zeros outside of it."""
     lowest = jnp.finfo(logits.dtype).min
     return [jnp.exp(jnp.where(pairs, logits - shared_max, lowest)) for pairs, _ in regions]

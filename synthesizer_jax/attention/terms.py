@@ -452,7 +452,9 @@ def multiply_examples(subscripts: str, x: jax.Array, y: jax.Array, dtype: jnp.dt
       dtype: the dtype of the result.
     """
     if x.shape[0] == y.shape[0] == 1:
-        return jnp.einsum(subscripts.replace("b", ""), x[0], y[0], preferred_element_type=dtype)[None]
+        return jnp.einsum(subscripts.replace("b", ""), x[0], y[0], preferred_element_type=dtype)[
+            None
+        ]
     return jnp.einsum(subscripts, x, y, preferred_element_type=dtype)
 
 
@@ -492,7 +494,8 @@ def low_rank(
     for name, x, tokens in (("queries", queries, token_queries), ("keys", keys, token_keys)):
         if not tokens and x.shape[0] != 1:
             raise ValueError(
-                f"low_rank: {name} that are not made from tokens need a batch axis of 1, not {x.shape[0]}"
+                f"low_rank: {name} that are not made from tokens need a batch axis of 1, not "
+                f"{x.shape[0]}"
             )
     return LowRank(queries, keys, token_keys, token_queries)
 
@@ -561,8 +564,8 @@ class _NoLogits(Term):
     def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
         """Raises a `ValueError`, because there are no logits."""
         raise ValueError(
-            f"{type(self).__name__} is not made of logits alone, which is asked for here (talking heads "
-            "exchange logits); use GaussianBias, or plain Attention"
+            f"{type(self).__name__} is not made of logits alone, which is asked for here (talking "
+            "heads exchange logits); use GaussianBias, or plain Attention"
         )
 
 
@@ -678,9 +681,9 @@ def add(*terms: Term) -> Terms:
     if len(terms) > 1 and any(term.is_weights for term in terms):
         names = ", ".join(type(term).__name__ for term in terms)
         raise ValueError(
-            f"{names} do not add up: Banded terms are weights, not logits. Put the log-Gaussian into "
-            "the softmax (GaussianBias), give some heads to each (PerHead), or add up the outputs "
-            "of two layers; without other parts, drop the position bias"
+            f"{names} do not add up: Banded terms are weights, not logits. Put the log-Gaussian "
+            "into the softmax (GaussianBias), give some heads to each (PerHead), or add up the "
+            "outputs of two layers; without other parts, drop the position bias"
         )
     statics = [term for term in terms if isinstance(term, Static)]
     relatives = [term for term in terms if isinstance(term, Relative)]
@@ -719,7 +722,9 @@ def _add_to_split(split: Split, others: Terms) -> Split:
 
 def uses_segment_positions(terms: Terms, mask: Mask) -> bool:
     """Returns whether packed rows look up any of the terms by the position in the segment."""
-    return mask.query_segments is not None and any(any(term.has_absolute_positions(mask)) for term in terms)
+    return mask.query_segments is not None and any(
+        any(term.has_absolute_positions(mask)) for term in terms
+    )
 
 
 def stands_alone(term: Term) -> bool:
@@ -775,7 +780,8 @@ def materialize(
       The logits ``[b or 1, h, q, k]``, in float32 or wider.
     """
     parts = [
-        term.materialize(q_length=q_length, k_length=k_length, query_offset=query_offset) for term in terms
+        term.materialize(q_length=q_length, k_length=k_length, query_offset=query_offset)
+        for term in terms
     ]
     return functools.reduce(operator.add, parts)
 

@@ -47,7 +47,8 @@ def storage_path(address: str) -> pathlib.Path:
     can_read = is_installed("tensorflow") or is_installed("gcsfs")
     if not (can_read and is_installed("google.cloud.storage")):
         raise ModuleNotFoundError(
-            f"reading {address} needs libraries that are not installed: pip install 'synthesizer_jax[gcs]'"
+            f"reading {address} needs libraries that are not installed: pip install "
+            "'synthesizer_jax[gcs]'"
         )
     # By default, TensorFlow caches the metadata of files for some seconds. It would not see changes
     # by other processes in this time.

@@ -118,7 +118,11 @@ def plain_json(value: Any, *, digits: int = 17) -> JSON:
     if isinstance(value, Mapping):
         text = lambda key: " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
         return {text(key): plain_json(part, digits=digits) for key, part in value.items()}
-    return [plain_json(part, digits=digits) for part in value] if isinstance(value, list | tuple) else value
+    return (
+        [plain_json(part, digits=digits) for part in value]
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 def from_json(data: JSON, path: str = "") -> Any:
@@ -147,16 +151,17 @@ def from_json(data: JSON, path: str = "") -> Any:
     cls = REGISTRY.get(type_name) if isinstance(type_name, str) else None
     if cls is None:
         raise ValueError(
-            f"{where}unknown type {format_value(type_name)} in the saved configuration"
-            f"{did_you_mean(str(type_name), REGISTRY)}; for a class of your own, add --import PACKAGE or "
-            "--import FILE.py to import what registers it"
+            f"{where}unknown type {format_value(type_name)} in the saved "
+            f"configuration{did_you_mean(str(type_name), REGISTRY)}; for a class of your own, add "
+            "--import PACKAGE or --import FILE.py to import what registers it"
         )
     names = field_names(cls)
     for name in sorted(values.keys() - set(names)):
         if values.pop(name) is not None:
             raise ValueError(
-                f"{where}{cls.__name__} has no field {format_value(name)}{did_you_mean(name, names)}; "
-                "the configuration was saved by another version"
+                f"{where}{cls.__name__} has no field "
+                f"{format_value(name)}{did_you_mean(name, names)}; the configuration was saved by "
+                "another version"
             )
     check_types(cls, values, path)
     try:
@@ -282,7 +287,9 @@ def class_names(annotation: Annotation) -> list[str]:
     """
     members = union_members(annotation) or (annotation,)
     return sorted(
-        name for name, cls in REGISTRY.items() if any(_is_class_of(cls, member) for member in members)
+        name
+        for name, cls in REGISTRY.items()
+        if any(_is_class_of(cls, member) for member in members)
     )
 
 

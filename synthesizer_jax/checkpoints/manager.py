@@ -27,7 +27,12 @@ from synthesizer_jax.checkpoints.contents import (
     position_files,
     read_contents,
 )
-from synthesizer_jax.checkpoints.placement import AVERAGE, OtherModelError, read_arrays, read_variables
+from synthesizer_jax.checkpoints.placement import (
+    AVERAGE,
+    OtherModelError,
+    read_arrays,
+    read_variables,
+)
 from synthesizer_jax.hosts import processes
 from synthesizer_jax.primitives.parameters import Variables
 
@@ -149,7 +154,10 @@ class Checkpoints:
         arrays, positions = zip(*processes.all_gather("contents", local), strict=True)
         position = dict(file for files in positions for file in files.items())
         contents = Contents(step, checksums.combine_checksums(arrays), position)
-        items = {"state": ocp.args.StandardSave(tree), CONTENTS: ocp.args.JsonSave(contents.to_json())}
+        items = {
+            "state": ocp.args.StandardSave(tree),
+            CONTENTS: ocp.args.JsonSave(contents.to_json()),
+        }
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._begun.append(step)
 
@@ -309,9 +317,12 @@ def read_newest(
                 return None, {}, problems
             worst = max(problems)
             others = ", ".join(str(s) for s in saved if s not in problems)
-            remedy = f"choose one of the steps {others}" if others else "put a good copy in its place"
+            remedy = (
+                f"choose one of the steps {others}" if others else "put a good copy in its place"
+            )
             raise ValueError(
-                f"the checkpoint {directory / str(worst)} cannot be read ({problems[worst]}); {remedy}"
+                f"the checkpoint {directory / str(worst)} cannot be read ({problems[worst]}); "
+                f"{remedy}"
             )
         checkpoint, entries, parts = directory / str(newest), dict[str, PyTree](), dict[str, int]()
         contents: Contents | None = None

@@ -143,10 +143,12 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
     if different := sorted(name for name, _ in saved.items() ^ expected.items()):
         name = different[0]
         raise OtherModelError(
-            f"{checkpoint} belongs to another model or optimizer: {name} is {saved.get(name, 'absent')} "
-            f"there and {expected.get(name, 'absent')} in this run"
+            f"{checkpoint} belongs to another model or optimizer: {name} is "
+            f"{saved.get(name, 'absent')} there and {expected.get(name, 'absent')} in this run"
         )
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), entries)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), entries
+    )
     arguments = ocp.args.PyTreeRestore(
         item=abstract,
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),

@@ -57,7 +57,9 @@ def convert(
     if extra_ids is not None and vocabulary is None:
         raise ValueError("--extra-ids belongs to --vocabulary; name one, or leave it out")
     if max_length is not None and not (encoder or decoder):
-        raise ValueError("--max-length belongs to --encoder and --decoder; give one, or leave it out")
+        raise ValueError(
+            "--max-length belongs to --encoder and --decoder; give one, or leave it out"
+        )
     code.load_user_code(imports or ())
     named = None if vocabulary is None else named_vocabulary(vocabulary, extra_ids)
     params = convert_checkpoint(
@@ -116,7 +118,13 @@ def export(
 
     code.load_user_code(imports or ())
     export_run(
-        run, directory, to=to, dtype=dtype, inputs_length=inputs_length, max_length=max_length, beams=beams
+        run,
+        directory,
+        to=to,
+        dtype=dtype,
+        inputs_length=inputs_length,
+        max_length=max_length,
+        beams=beams,
     )
     typer.echo(f"{directory} holds the {'adapters' if to == 'peft' else 'model'} of {run}")
 

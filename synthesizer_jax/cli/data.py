@@ -52,13 +52,19 @@ def _open_directory(
     return directory
 
 
-def _vocabulary(name: str | None, extra_ids: int = EXTRA_IDS, bos: bool = False) -> SentencePiece | Bytes:
+def _vocabulary(
+    name: str | None, extra_ids: int = EXTRA_IDS, bos: bool = False
+) -> SentencePiece | Bytes:
     """Returns the vocabulary of a SentencePiece file, or bytes if the name is "bytes" or `None`."""
     return Bytes(extra_ids) if name in (None, "bytes") else SentencePiece(str(name), extra_ids, bos)
 
 
 def prepare_missing(
-    experiment: Experiment, data_dir: pathlib.Path | None, *, trains: bool = True, only: Sequence[str] = ()
+    experiment: Experiment,
+    data_dir: pathlib.Path | None,
+    *,
+    trains: bool = True,
+    only: Sequence[str] = (),
 ) -> None:
     """Prepares the data of a run that is not prepared yet.
 
@@ -87,7 +93,9 @@ def prepare_missing(
         if not missing:
             return
         command = [sys.executable, "-m", "synthesizer_jax", *missing]
-        done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, errors="replace")
+        done = subprocess.run(
+            command, check=False, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
         # If the process failed, its last line is the error, which is raised here.
         said, _, last = done.stderr.rstrip().rpartition("\n")
         print(said if done.returncode else done.stderr, end="", file=sys.stderr)
@@ -273,7 +281,9 @@ def prepare_tasks(
     typer.echo(f"prepared tasks are in {prepared.root}")
 
 
-def list_tasks(mixture: str | None = None, *, data_dir: DataDir = None, imports: Imports = None) -> None:
+def list_tasks(
+    mixture: str | None = None, *, data_dir: DataDir = None, imports: Imports = None
+) -> None:
     """List all tasks, the number of examples that each has in the data directory, and all mixtures.
 
     With --import, the tasks and mixtures that your code adds to the registries
@@ -345,7 +355,9 @@ def show_task(
         lengths = [len(row[side]) for row in measured[:examples] if side in row]
         if lengths:
             middle, most = np.percentile(lengths, [50, 99])
-            typer.echo(f"{side}: median {middle:.0f}, 99th percentile {most:.0f}, longest {max(lengths):,}")
+            typer.echo(
+                f"{side}: median {middle:.0f}, 99th percentile {most:.0f}, longest {max(lengths):,}"
+            )
 
 
 def check_tasks(mixture: str, *, data_dir: DataDir = None, imports: Imports = None) -> None:
@@ -362,7 +374,9 @@ def check_tasks(mixture: str, *, data_dir: DataDir = None, imports: Imports = No
 
     directory = _open_directory(data_dir, imports)
     checks = [
-        check for name in _members(mixture, directory) for check in inspection.check_splits(name, directory)
+        check
+        for name in _members(mixture, directory)
+        for check in inspection.check_splits(name, directory)
     ]
     rows = []
     for check in checks:

@@ -77,7 +77,9 @@ def doctor(
             ) from None
         probe.unlink()
         free = None if in_bucket(directory) else shutil.disk_usage(directory).free / 2**30
-        lines.append(f"{directory} is writable" + ("" if free is None else f", {free:.0f} GiB free"))
+        lines.append(
+            f"{directory} is writable" + ("" if free is None else f", {free:.0f} GiB free")
+        )
     prefix = f"[{jax.process_index()}] " if len(everyone) > 1 else ""
     typer.echo("\n".join(f"{prefix}{line}" for line in lines))
 

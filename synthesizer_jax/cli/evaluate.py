@@ -229,7 +229,9 @@ def _measure(
     return folder, results, overall
 
 
-def _restore_checkpoints(run: OpenRun, step: int | None, *, every: bool) -> Iterator[tuple[int, PyTree]]:
+def _restore_checkpoints(
+    run: OpenRun, step: int | None, *, every: bool
+) -> Iterator[tuple[int, PyTree]]:
     """Yields the step and the variables of one checkpoint, or of all checkpoints.
 
     A running training may delete checkpoints in the meantime. If `every` is true, checkpoints that
@@ -285,7 +287,8 @@ def _print_results(step: int, results: Sequence[TaskResult], overall: Mapping[st
     if LABEL_LOSSES[0] in overall:
         loss, prior, _ = (overall[name] for name in LABEL_LOSSES)
         typer.echo(
-            f"label words: loss {loss:.2f} nats per example, at best {prior:.2f} without reading inputs"
+            f"label words: loss {loss:.2f} nats per example, at best {prior:.2f} without reading "
+            "inputs"
         )
 
 
@@ -309,6 +312,6 @@ def _print_best_steps(results: Mapping[int, Results]) -> None:
     for benchmark in benchmarks.BENCHMARKS:
         if single := benchmarks.best_single_step(results, benchmark):
             typer.echo(
-                f"{benchmark}: {benchmarks.best_average(results, benchmark):.2f} with each task at its "
-                f"best step, {single[1]:.2f} at the single step {single[0]}"
+                f"{benchmark}: {benchmarks.best_average(results, benchmark):.2f} with each task at "
+                f"its best step, {single[1]:.2f} at the single step {single[0]}"
             )

@@ -110,8 +110,8 @@ def generate(
     model, data = run.experiment.model, run.experiment.data
     if isinstance(model, Encoder):
         raise ValueError(
-            f"{workdir} holds an Encoder, which generates no text; 'synthesizer-jax predict' predicts the "
-            "classes of a classifier"
+            f"{workdir} holds an Encoder, which generates no text; 'synthesizer-jax predict' "
+            "predicts the classes of a classifier"
         )
     options = {
         "beams": beams,

@@ -194,7 +194,11 @@ def open_run(directory: pathlib.Path, imports: Sequence[str] | None) -> OpenRun:
 
 
 def print_table(
-    headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: int = 1
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str | None = None,
+    left: int = 1,
 ) -> None:
     """Prints a table.
 

@@ -47,7 +47,9 @@ def recipes(
     if name is None:
         if overrides or imports:
             raise ValueError("--set and --import need a recipe: give its name")
-        print_table(("recipe", "returns", "summary"), [[*x.values()] for x in list_recipes()], left=3)
+        print_table(
+            ("recipe", "returns", "summary"), [[*x.values()] for x in list_recipes()], left=3
+        )
         typer.echo("\n'synthesizer-jax recipes NAME' shows the fields of a recipe")
         return
     from synthesizer_jax.distillation.distill import Distillation
@@ -154,8 +156,9 @@ def plan(
     _print_plan(memory_plan)
     steps = experiment.training.steps
     typer.echo(
-        f"{steps:,} steps: {memory_plan.chip_hours(steps):,.1f} chip-hours at an assumed {UTILIZATION:.0%} "
-        "of that peak, which small models do not reach; compilation and evaluations are not counted"
+        f"{steps:,} steps: {memory_plan.chip_hours(steps):,.1f} chip-hours at an assumed "
+        f"{UTILIZATION:.0%} of that peak, which small models do not reach; compilation and "
+        "evaluations are not counted"
     )
     if compiled:
         _print_compiled(experiment, memory_plan)
@@ -167,7 +170,8 @@ def plan(
     for changed, option in options:
         assignments = " ".join(f"--set {x}" for x in changed_settings(experiment, changed))
         typer.echo(
-            f"  {option.needs.total / GIB:7.2f} GiB per device: {assignments or 'the recipe as it is'}"
+            f"  {option.needs.total / GIB:7.2f} GiB per device: "
+            f"{assignments or 'the recipe as it is'}"
         )
 
 
@@ -176,14 +180,16 @@ def _print_plan(plan: MemoryPlan) -> None:
     topology, needs = plan.topology, plan.needs
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     slices = f"{topology.slices} × " if topology.slices > 1 else ""
-    typer.echo(f"{slices}{topology.name}: {topology.chips} chips, mesh {mesh}; {plan.rows} rows per device")
+    typer.echo(
+        f"{slices}{topology.name}: {topology.chips} chips, mesh {mesh}; {plan.rows} rows per device"
+    )
     sizes = {**dataclasses.asdict(needs), "total": needs.total, "memory": plan.capacity}
     rows = [(name, f"{size / GIB:.2f}") for name, size in sizes.items()]
     print_table(("on one device", "GiB"), rows)
     verdict = "fits" if plan.fits else "does not fit"
     typer.echo(
-        f"{verdict}; {plan.flops / 1e12:,.1f} TFLOP per step: {1e3 * plan.seconds:,.1f} ms at the peak "
-        f"of {topology.chip.name} ({topology.chip.source})"
+        f"{verdict}; {plan.flops / 1e12:,.1f} TFLOP per step: {1e3 * plan.seconds:,.1f} ms at the "
+        f"peak of {topology.chip.name} ({topology.chip.source})"
     )
 
 
@@ -215,5 +221,7 @@ def changed_settings(experiment: Experiment, changed: Experiment) -> list[str]:
     """
     before = {row.path: row.value for row in settings(experiment)}
     return [
-        f"{row.path}={row.value}" for row in settings(changed) if row.leaf and row.value != before[row.path]
+        f"{row.path}={row.value}"
+        for row in settings(changed)
+        if row.leaf and row.value != before[row.path]
     ]

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 
 OTHER_NAMES = {
     **dict.fromkeys(("lora", "peft", "adapter"), "training.adapters=LoRA"),
-    **dict.fromkeys(("bf16", "fp16", "half", "mixed_precision", "precision"), "model.dtype=bfloat16"),
+    **dict.fromkeys(
+        ("bf16", "fp16", "half", "mixed_precision", "precision"), "model.dtype=bfloat16"
+    ),
     "epochs": "training.steps",
     "max_steps": "training.steps",
     "num_train_epochs": "training.steps",
@@ -78,7 +80,9 @@ WORDS = {"none": None, "true": True, "false": False}
 """Words that `parse_text` reads in upper and lower case, besides JSON and Python."""
 
 
-def load_recipe(name: str, overrides: Sequence[str] = (), *, imports: Sequence[str] = ()) -> Experiment:
+def load_recipe(
+    name: str, overrides: Sequence[str] = (), *, imports: Sequence[str] = ()
+) -> Experiment:
     """Calls a recipe, and returns its experiment with some fields changed.
 
     See `load_with_code` for the arguments and errors.
@@ -89,7 +93,11 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, imports: Sequence[s
 
 
 def load_with_code(
-    name: str, overrides: Sequence[str] = (), *, kinds: tuple[type[Kind], ...], imports: Sequence[str] = ()
+    name: str,
+    overrides: Sequence[str] = (),
+    *,
+    kinds: tuple[type[Kind], ...],
+    imports: Sequence[str] = (),
 ) -> tuple[Kind, Code]:
     """Calls a recipe, and returns its result with some fields changed and the code that it needs.
 
@@ -147,8 +155,8 @@ def _load_module(name: str) -> tuple[ModuleType, Code]:
         return code.import_package(name), code.Code(packages=(name,))
     packaged = packaged_recipes()
     raise ValueError(
-        f"there is no recipe {name!r}{did_you_mean(name, packaged)} (nor a run in a directory of that "
-        f"name); recipes in this package: {', '.join(packaged)}"
+        f"there is no recipe {name!r}{did_you_mean(name, packaged)} (nor a run in a directory of "
+        f"that name); recipes in this package: {', '.join(packaged)}"
     )
 
 
@@ -378,7 +386,9 @@ def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path
                 other = f"; write {OTHER_NAMES[str(name)]}"
             hint = f"; write {' or '.join(deeper)}" if deeper else other
             raise ValueError(f"--set {entry_path}: {missing.format(name)}{hint}")
-        entries[str(name)] = _apply(inner, entries[str(name)], kinds.get(str(name), object), entry_path)
+        entries[str(name)] = _apply(
+            inner, entries[str(name)], kinds.get(str(name), object), entry_path
+        )
     return tuple(entries.values()) if isinstance(value, tuple) else replace(value, **entries)
 
 
@@ -402,9 +412,15 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
         if isinstance(value, str) and is_base:
             if value not in table:
                 hint = did_you_mean(value, table)
-                raise ValueError(f"--set {path}={value}: there is no {noun} {value!r}{hint}; {remedy}")
+                raise ValueError(
+                    f"--set {path}={value}: there is no {noun} {value!r}{hint}; {remedy}"
+                )
             value = replace(table[value](), dtype=AUTO) if base is TokenModel else table[value]
-    if isinstance(value, str) and value in REGISTRY and not any(matches_type(value, o) for o in options):
+    if (
+        isinstance(value, str)
+        and value in REGISTRY
+        and not any(matches_type(value, o) for o in options)
+    ):
         value = from_json({"type": value}, path)
     for option in options:
         if matches_type(value, option):

@@ -105,7 +105,9 @@ def distill(
 
     processes.start_group()
     user_code = code.load_user_code(imports or ())
-    code.require_code(run_of(teacher))  # before the recipe, which may define newer versions of its classes
+    code.require_code(
+        run_of(teacher)
+    )  # before the recipe, which may define newer versions of its classes
     distillation, recipe_code = load_with_code(recipe, overrides or (), kinds=(Distillation,))
     distill_run(
         distillation,

@@ -115,7 +115,9 @@ TPUS = {chip.name: chip for chip in _TPUS}
 def _gpu(name: str, flops: float, tf32: float, memory: int, bandwidth: float, config: str) -> Chip:
     """Returns a GPU; `memory` is in GiB."""
     kinds = (f"NVIDIA {name.upper()}",)
-    return Chip(name, flops, memory * GIB, bandwidth, kinds, HOSTS, cores=1, config=config, tf32=tf32)
+    return Chip(
+        name, flops, memory * GIB, bandwidth, kinds, HOSTS, cores=1, config=config, tf32=tf32
+    )
 
 
 # XLA has the same numbers in xla/backends/gpu/target_config/specs.
@@ -221,12 +223,15 @@ def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CH
     if chip is None:
         raise ValueError(f"unknown chip in {text!r}; choose from {', '.join(chips)}")
     if chip.is_gpu and slices > 1:
-        raise ValueError(f"{slices} slices; GPUs are one, so give the number of all, as in {name}:16")
+        raise ValueError(
+            f"{slices} slices; GPUs are one, so give the number of all, as in {name}:16"
+        )
     pattern = r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*" if sign == ":" else r"[1-9][0-9]{0,8}"
     if not sign or not re.fullmatch(pattern, size):
         first = Topology(chip, chip.shapes[2])
         raise ValueError(
-            f"{text!r} names no slice; give chips as in {first.name}, or a type such as {first.type}"
+            f"{text!r} names no slice; give chips as in {first.name}, or a type such as "
+            f"{first.type}"
         )
     if sign == ":":
         shape: tuple[int, ...] | None = tuple(map(int, size.split("x")))

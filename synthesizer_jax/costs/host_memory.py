@@ -17,7 +17,8 @@ def free_memory() -> int | None:
     if not MEMORY.exists():
         return None
     sizes = {
-        name: 1024 * int(size) for name, size in re.findall(r"(\w+): +(\d+) kB", MEMORY.read_text("ascii"))
+        name: 1024 * int(size)
+        for name, size in re.findall(r"(\w+): +(\d+) kB", MEMORY.read_text("ascii"))
     }
     if "MemAvailable" not in sizes:
         return None

@@ -119,7 +119,9 @@ def _num_position_parameters(params: PyTree, axes: PyTree) -> int:
     leaves = jax.tree.leaves(params)
     names = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
     special = {"relpos_buckets", "length"}
-    return sum(math.prod(leaf.shape) for leaf, n in zip(leaves, names, strict=True) if special & set(n))
+    return sum(
+        math.prod(leaf.shape) for leaf, n in zip(leaves, names, strict=True) if special & set(n)
+    )
 
 
 def flops(jaxpr: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> int:
@@ -173,7 +175,9 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
         alone = _one_layer(model, index)
         shapes, _ = abstract_variables(alone, *alone.example(tokens.shape[1], length))
 
-        def init(variables: Variables, tokens: jax.Array, alone: TextToText = alone) -> DecodingCache:
+        def init(
+            variables: Variables, tokens: jax.Array, alone: TextToText = alone
+        ) -> DecodingCache:
             """Returns the empty cache of the model with one decoder layer."""
             return apply_method(alone.init_cache, variables, tokens, max_length=length)
 

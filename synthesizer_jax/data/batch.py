@@ -206,7 +206,9 @@ def smallest_bucket(
     return next(bucket for bucket in buckets if inputs <= bucket[0] and targets <= bucket[1])
 
 
-def batch_fields(config: DataConfig, *, lengths: tuple[int, int] | None = None) -> dict[str, np.ndarray]:
+def batch_fields(
+    config: DataConfig, *, lengths: tuple[int, int] | None = None
+) -> dict[str, np.ndarray]:
     """Returns the fields of a training batch that contains only padding.
 
     The trainer derives the shapes and dtypes of a batch from it. The arrays are broadcast views of
@@ -253,8 +255,12 @@ def assemble_batch(
     """
     inputs, targets = lengths or (config.inputs_length, config.targets_length)
     pad = ids.padding
-    encoder_tokens, encoder_segments = _lay_out([[e.inputs for e in row] for row in rows], inputs, pad)
-    target_tokens, target_segments = _lay_out([[e.targets for e in row] for row in rows], targets, pad)
+    encoder_tokens, encoder_segments = _lay_out(
+        [[e.inputs for e in row] for row in rows], inputs, pad
+    )
+    target_tokens, target_segments = _lay_out(
+        [[e.targets for e in row] for row in rows], targets, pad
+    )
     decoder_inputs = np.where(target_segments > 0, ids.start, pad).astype(np.int32)
     # A position continues an example if its predecessor is of the same segment. Other positions
     # begin an example, where the decoder reads the start id, or they are padding.
@@ -274,7 +280,9 @@ def assemble_batch(
     return batch
 
 
-def _lay_out(rows: Sequence[Sequence[np.ndarray]], width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
+def _lay_out(
+    rows: Sequence[Sequence[np.ndarray]], width: int, pad: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Puts the sequences of every row one after another, and fills the rest with padding.
 
     Args:

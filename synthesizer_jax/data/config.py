@@ -64,30 +64,34 @@ class DataConfig:
         check_types(DataConfig, fields_of(self), "data")
         if self.buckets and self.pack:
             raise ValueError(
-                "data.buckets is for rows that are not packed; set data.pack=false or data.buckets=()"
+                "data.buckets is for rows that are not packed; set data.pack=false or "
+                "data.buckets=()"
             )
         shortest = min(self.inputs_length, 1)
         for inputs, targets in self.buckets:
             fits = shortest <= inputs <= self.inputs_length and 0 < targets <= self.targets_length
             if not fits:
                 raise ValueError(
-                    f"data.buckets holds ({inputs}, {targets}); allowed: {shortest} to inputs_length="
-                    f"{self.inputs_length} and 1 to targets_length={self.targets_length}"
+                    f"data.buckets holds ({inputs}, {targets}); allowed: {shortest} to "
+                    f"inputs_length={self.inputs_length} and 1 to "
+                    f"targets_length={self.targets_length}"
                 )
         if self.classes and (self.targets_length != 1 or self.pack):
             raise ValueError(
-                f"data.classes gives every row one class, with data.targets_length={self.targets_length} "
-                f"and data.pack={str(self.pack).lower()}; set data.targets_length=1 and data.pack=false"
+                "data.classes gives every row one class, with "
+                f"data.targets_length={self.targets_length} and "
+                f"data.pack={str(self.pack).lower()}; set data.targets_length=1 and data.pack=false"
             )
         if self.classes and len(set(self.classes)) < max(2, len(self.classes)):
             raise ValueError(
-                f"data.classes is {', '.join(self.classes)}; give two or more label words, each once"
+                f"data.classes is {', '.join(self.classes)}; give two or more label words, each "
+                "once"
             )
         if self.batch_size % self.shards:
             by, size = f"data.shards={self.shards}", self.batch_size
             raise ValueError(
-                f"{not_divisible('data.batch_size', size, by=by, divisor=self.shards)}; or set data.shards "
-                "too, and to save memory alone training.micro_batches"
+                f"{not_divisible('data.batch_size', size, by=by, divisor=self.shards)}; or set "
+                "data.shards too, and to save memory alone training.micro_batches"
             )
 
     @property

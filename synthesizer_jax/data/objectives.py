@@ -205,7 +205,9 @@ class Denoising(SegmentObjective):
         targets = replace_spans(tokens, ~noise, vocab_size=form.vocab_size)
         inputs = np.concatenate([np.asarray(self.mode, tokens.dtype), inputs])
         eos = form.ids.end
-        return _with_eos(inputs, form.inputs_length, eos), _with_eos(targets, form.targets_length, eos)
+        return _with_eos(inputs, form.inputs_length, eos), _with_eos(
+            targets, form.targets_length, eos
+        )
 
 
 def span_counts(length: int, density: float, mean_span: float | None) -> tuple[int, int]:
@@ -303,7 +305,9 @@ class FullLM(SegmentObjective):
         """Returns empty inputs, and the tokens as targets."""
         del draws
         whole = tokens[: form.targets_length].astype(np.int32)
-        targets = whole if self.document_eos else _with_eos(tokens, form.targets_length, form.ids.end)
+        targets = (
+            whole if self.document_eos else _with_eos(tokens, form.targets_length, form.ids.end)
+        )
         return np.zeros(0, np.int32), targets
 
 
@@ -418,11 +422,13 @@ class ObjectiveMixture(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len({(o.documents, o.document_eos) for o in self.objectives}) > 1:
-            raise ValueError("objectives differ in documents or document_eos; allowed: the same for all")
+            raise ValueError(
+                "objectives differ in documents or document_eos; allowed: the same for all"
+            )
         if self.rates and (len(self.rates) != len(self.objectives) or not sum(self.rates)):
             raise ValueError(
-                f"rates is {self.rates}; allowed: none, or {len(self.objectives)} numbers, one of them "
-                "positive"
+                f"rates is {self.rates}; allowed: none, or {len(self.objectives)} numbers, one of "
+                "them positive"
             )
 
     @property

@@ -23,7 +23,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
-from synthesizer_jax.data.batch import GROUP, WINDOW, LengthSorter, Packer, assemble_batch, smallest_bucket
+from synthesizer_jax.data.batch import (
+    GROUP,
+    WINDOW,
+    LengthSorter,
+    Packer,
+    assemble_batch,
+    smallest_bucket,
+)
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import ExampleFormat, Objective
 from synthesizer_jax.data.prepared import PreparedExamples
@@ -185,8 +192,8 @@ class Stream:
         self._classes = Classes(config.classes, vocabulary) if config.classes else None
         if config.objective is not None and not any(m.objective for m in members.values()):
             raise ValueError(
-                f"data.objective makes examples of texts without inputs, and {config.mixture!r} has no "
-                "task of that kind; leave it out, or name another mixture"
+                f"data.objective makes examples of texts without inputs, and {config.mixture!r} "
+                "has no task of that kind; leave it out, or name another mixture"
             )
         self._read = list(range(config.shards) if shards is None else shards)
         # With buckets, the shape of a batch depends on the rows of all shards. Every process must
@@ -253,8 +260,8 @@ class Stream:
             was, now = (x.get(key, omitted.get(key)) for x in (saved, current))
             if was != now:
                 raise ValueError(
-                    f"the saved data position belongs to another stream: {key} was {was} and is {now}; "
-                    "restore what it was, or start a new run with this one's parameters: "
+                    f"the saved data position belongs to another stream: {key} was {was} and is "
+                    f"{now}; restore what it was, or start a new run with this one's parameters: "
                     "'synthesizer-jax train RUN --workdir NEW'"
                 )
         for index, shard in self._shards.items():
@@ -333,7 +340,9 @@ class PrefetchedStream(contextlib.AbstractContextManager["PrefetchedStream"]):
     def __init__(self, stream: Stream):
         self._stream = stream
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "batches")
-        self._ahead = collections.deque[concurrent.futures.Future[tuple[dict[str, np.ndarray], Position]]]()
+        self._ahead = collections.deque[
+            concurrent.futures.Future[tuple[dict[str, np.ndarray], Position]]
+        ]()
         self._position = stream.position()
 
     def __exit__(self, *_: object) -> None:
@@ -342,7 +351,9 @@ class PrefetchedStream(contextlib.AbstractContextManager["PrefetchedStream"]):
     def __next__(self) -> dict[str, np.ndarray]:
         """Returns the next batch, and keeps `DEPTH` batches in preparation."""
         while len(self._ahead) <= DEPTH:
-            self._ahead.append(self._thread.submit(lambda: (next(self._stream), self._stream.position())))
+            self._ahead.append(
+                self._thread.submit(lambda: (next(self._stream), self._stream.position()))
+            )
         batch, self._position = self._ahead.popleft().result()
         return batch
 

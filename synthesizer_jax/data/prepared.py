@@ -222,8 +222,9 @@ def check_rates(mixture: str, rates: Mapping[str, float]) -> None:
     for task, rate in rates.items():
         if not 0 <= rate < math.inf:
             raise ValueError(
-                f"the mixture {mixture!r} gives the task {task!r} the rate {rate:g}, but tasks are drawn "
-                "in proportion to their rates; give it a rate of 0 or more, or leave the task out"
+                f"the mixture {mixture!r} gives the task {task!r} the rate {rate:g}, but tasks are "
+                "drawn in proportion to their rates; give it a rate of 0 or more, or leave the "
+                "task out"
             )
 
 
@@ -387,13 +388,14 @@ class PreparedExamples:
         self._documents, self._remedy = documents, prepared.remedy(info.task, "--renew")
         if lengths is not None and info.has_inputs and not lengths["inputs"]:
             raise ValueError(
-                f"{info.task} has inputs, and inputs_length is 0; set data.inputs_length to a positive "
-                "number, or read a task that has targets only"
+                f"{info.task} has inputs, and inputs_length is 0; set data.inputs_length to a "
+                "positive number, or read a task that has targets only"
             )
         if lengths is not None and info.lengths not in (None, dict(lengths)):
             asked = " ".join(f"--{side}-length={length}" for side, length in lengths.items())
             raise ValueError(
-                f"{self.name} is prepared for the lengths {info.lengths}; {self._remedy}, and with {asked}"
+                f"{self.name} is prepared for the lengths {info.lengths}; {self._remedy}, and with "
+                f"{asked}"
             )
         # The index of the first example of every record.
         self._starts = [0]

@@ -60,7 +60,11 @@ class ExampleStream:
     """
 
     def __init__(
-        self, examples: PreparedExamples, *, shard: tuple[int, int], seed: np.random.SeedSequence | None
+        self,
+        examples: PreparedExamples,
+        *,
+        shard: tuple[int, int],
+        seed: np.random.SeedSequence | None,
     ):
         self._examples, self._shard, self._seed = examples, shard, seed
         self.name = examples.name

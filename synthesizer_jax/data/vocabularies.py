@@ -57,8 +57,9 @@ def utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the text {text[:40]!r} has a lone surrogate, {text[error.start]!r} at {error.start}, which "
-            "is no character; replace it, for example by text.encode('utf-8', 'replace').decode()"
+            f"the text {text[:40]!r} has a lone surrogate, {text[error.start]!r} at {error.start}, "
+            "which is no character; replace it, for example by text.encode('utf-8', "
+            "'replace').decode()"
         ) from error
 
 
@@ -114,13 +115,13 @@ class Vocabulary(abc.ABC):
         """
         if ids.end != self.eos_id:
             raise ValueError(
-                f"the vocabulary has EOS {self.eos_id} but model.ids.end={ids.end}; set model.ids.end, "
-                "or take the model's own vocabulary"
+                f"the vocabulary has EOS {self.eos_id} but model.ids.end={ids.end}; set "
+                "model.ids.end, or take the model's own vocabulary"
             )
         if self.is_text(ids.padding):
             raise ValueError(
-                f"model.ids.padding={ids.padding} is text in the vocabulary; set it to the id of a control "
-                "symbol, or take the model's own vocabulary"
+                f"model.ids.padding={ids.padding} is text in the vocabulary; set it to the id of a "
+                "control symbol, or take the model's own vocabulary"
             )
 
     @property
@@ -172,7 +173,9 @@ class Bytes(Vocabulary):
         return bytes(byte for byte in byte_values if 0 <= byte < 256).decode("utf-8", "ignore")
 
     def token_bytes(self, size: int, *, first: bool) -> list[bytes]:
-        return [bytes([i - _FIRST_BYTE]) if 0 <= i - _FIRST_BYTE < 256 else b"" for i in range(size)]
+        return [
+            bytes([i - _FIRST_BYTE]) if 0 <= i - _FIRST_BYTE < 256 else b"" for i in range(size)
+        ]
 
     def contents(self) -> bytes:
         return f"ByteVocabulary(extra_ids={self.extra_ids})".encode()
@@ -416,8 +419,9 @@ def index_by_tokens(
         if first != index:
             cut = "" if length is None else f" in {length} tokens"
             raise ValueError(
-                f"{owner} has {words[first]!r} and {word!r}, which are the same to the vocabulary{cut}; "
-                "take other label words, longer targets, or a vocabulary that knows them"
+                f"{owner} has {words[first]!r} and {word!r}, which are the same to the "
+                f"vocabulary{cut}; take other label words, longer targets, or a vocabulary that "
+                "knows them"
             )
     return indices
 

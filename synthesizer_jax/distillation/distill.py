@@ -49,7 +49,13 @@ from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.loop import is_finished
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import find_dtype, read_recorded, with_vocabulary_path
-from synthesizer_jax.training.step import Batch, Metrics, TrainState, apply_gradients, teacher_forced
+from synthesizer_jax.training.step import (
+    Batch,
+    Metrics,
+    TrainState,
+    apply_gradients,
+    teacher_forced,
+)
 from synthesizer_jax.training.trainer import Trainer
 
 DISTILLATION_FILE = "distillation.json"
@@ -128,8 +134,8 @@ def distill(
     taught = with_vocabulary_path(read_recorded(teacher_run), teacher_run)
     if not isinstance(taught.model, EncoderDecoder):
         raise ValueError(
-            f"{teacher} contains a {type(taught.model).__name__}; only EncoderDecoder models can be "
-            "distilled"
+            f"{teacher} contains a {type(taught.model).__name__}; only EncoderDecoder models can "
+            "be distilled"
         )
     # Check everything that a user can get wrong before calling `run`, which prepares data.
     directory = storage_path(str(directory))
@@ -165,14 +171,19 @@ def distill(
             # ``[layers, heads]``
             heads = np.stack(list(divergences.values()))
             if first:
-                by_layer = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()}
+                by_layer = {
+                    f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()
+                }
                 write_atomic(directory / FIT_FILE, json.dumps(by_layer, indent=1) + "\n")
             say(
-                f"fitted {len(heads)} layers to {recipe.fit_batches} batches: the teacher's attention "
-                f"diverges by {heads.mean():.3f} nats per query (worst head {heads.max():.3f})"
+                f"fitted {len(heads)} layers to {recipe.fit_batches} batches: the teacher's "
+                f"attention diverges by {heads.mean():.3f} nats per query (worst head "
+                f"{heads.max():.3f})"
             )
         if others:
-            reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in others.items())
+            reasons = "; ".join(
+                f"{', '.join(names)} ({reason})" for reason, names in others.items()
+            )
             say(f"not fitted, but trained from their initializers: {reasons}")
         return trainer.init(variables)
 
@@ -244,7 +255,9 @@ class DistillationTrainer(Trainer):
           ValueError: if the recipe uses micro-batches or adapters, or its replacements do not fit.
         """
         if recipe.training.micro_batches != 1:
-            raise ValueError("distillation does not support micro-batches; set training.micro_batches=1")
+            raise ValueError(
+                "distillation does not support micro-batches; set training.micro_batches=1"
+            )
         if recipe.training.adapters is not None:
             raise ValueError("distillation trains whole replacements; leave training.adapters out")
         # The experiment of a run has a dtype. One that comes from a recipe may still have "auto".
@@ -276,8 +289,8 @@ class DistillationTrainer(Trainer):
         """
         if self._variables is None:
             raise ValueError(
-                "the distillation is not finished, because its newest checkpoint cannot be read, and the "
-                "teacher's checkpoint with which it began is gone; put one of them back"
+                "the distillation is not finished, because its newest checkpoint cannot be read, "
+                "and the teacher's checkpoint with which it began is gone; put one of them back"
             )
         return self._variables
 
@@ -312,7 +325,9 @@ class DistillationTrainer(Trainer):
         others: dict[str, list[str]] = {}
         for pair in self.tap_pairs:
             layer = pair.stack, int(pair.layer.removeprefix("layers_"))
-            old, new = (blocks_of(model, pair.stack)[layer[1]] for model in (self.teacher, self.student))
+            old, new = (
+                blocks_of(model, pair.stack)[layer[1]] for model in (self.teacher, self.student)
+            )
             teacher, student = old.self_mixer, new.self_mixer
             if pair.mixer != STACKS[pair.stack]:
                 reason = "cross-attention"
@@ -323,7 +338,9 @@ class DistillationTrainer(Trainer):
             elif teacher.num_heads != student.num_heads:
                 reason = f"{student.num_heads} heads in place of {teacher.num_heads}"
             elif not is_static(student.alignment):
-                reason = f"{type(student.alignment).__name__} is not made of trained logits of positions"
+                reason = (
+                    f"{type(student.alignment).__name__} is not made of trained logits of positions"
+                )
             else:
                 fitted[layer] = student
                 continue
@@ -407,7 +424,9 @@ class DistillationTrainer(Trainer):
         errors, ratios = zip(*pairs, strict=True)
         return jnp.stack(errors).mean(), jnp.stack(ratios).mean()
 
-    def activations(self, model: EncoderDecoder, variables: PyTree, batch: Batch) -> dict[str, jax.Array]:
+    def activations(
+        self, model: EncoderDecoder, variables: PyTree, batch: Batch
+    ) -> dict[str, jax.Array]:
         """Returns the values that a model sows in `TAPS`, by path.
 
         The model runs with teacher forcing and without dropout.

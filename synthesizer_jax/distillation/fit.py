@@ -275,7 +275,9 @@ def fit(
         params = _factorize(start, params, alignment.rank, visible=visible)
     elif isinstance(alignment, GaussianBias):
         params = _standard_gaussian(smooth)
-    params = _minimize(params, smooth, jnp.asarray(bias), sinks, attention=attention, d_model=d_model)
+    params = _minimize(
+        params, smooth, jnp.asarray(bias), sinks, attention=attention, d_model=d_model
+    )
     params = _to_params(alignment, params)
     return params, position_logits(
         alignment, params, num_heads=attention.num_heads, length=length, d_model=d_model
@@ -339,7 +341,11 @@ def fit_layers(
         )
         of_mixer["align"] = fitted
         distance = divergence(
-            logits + bias, of_layer, soft_cap=attention.soft_cap, window=attention.window, sinks=sinks
+            logits + bias,
+            of_layer,
+            soft_cap=attention.soft_cap,
+            window=attention.window,
+            sinks=sinks,
         )
         divergences[stack, i] = np.asarray(distance)
     return params, divergences
@@ -355,7 +361,9 @@ def stack_bias_logits(model: TokenModel, params: PyTree, layer: Layer, *, length
     if shared is None:
         return jnp.zeros((num_heads, length, length))
     on_host = jax.tree.map(gather_to_host, params[stack]["relpos_bias"])
-    return position_logits(shared, on_host, num_heads=num_heads, length=length, d_model=model.d_model)
+    return position_logits(
+        shared, on_host, num_heads=num_heads, length=length, d_model=model.d_model
+    )
 
 
 def position_logits(
@@ -436,7 +444,10 @@ def _factorize(start: np.ndarray, params: PyTree, rank: int, *, visible: np.ndar
     mean = (start * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
     u, s, v = np.linalg.svd(np.where(visible, start - mean, 0.0), full_matrices=False)
     roots = np.sqrt(s[:, None, :rank])
-    factors = {"query_factor": u[:, :, :rank] * roots, "key_factor": v.swapaxes(1, 2)[:, :, :rank] * roots}
+    factors = {
+        "query_factor": u[:, :, :rank] * roots,
+        "key_factor": v.swapaxes(1, 2)[:, :, :rank] * roots,
+    }
     # A short table has fewer singular values than the rank. The other columns are zero.
     missing = max(rank - roots.shape[-1], 0)
     wider = {k: jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for k, x in factors.items()}

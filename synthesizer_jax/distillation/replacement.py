@@ -16,7 +16,15 @@ from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.base.registry import check_types, fields_of, register, replace
 from synthesizer_jax.base.typing import Number
 from synthesizer_jax.mixers import Attention
-from synthesizer_jax.models import Block, EncoderDecoder, Run, TokenModel, UniversalStack, stacks_of, unroll
+from synthesizer_jax.models import (
+    Block,
+    EncoderDecoder,
+    Run,
+    TokenModel,
+    UniversalStack,
+    stacks_of,
+    unroll,
+)
 
 Layer: TypeAlias = tuple[str, int]
 """A layer: the name of its stack, ``encoder`` or ``decoder``, and its index in the stack."""
@@ -90,8 +98,8 @@ def check_layers_differ(model: TokenModel, stack: str) -> None:
     layers = stacks_of(model)[stack]
     if isinstance(layers, UniversalStack):
         raise ValueError(
-            f"the {stack} is a {type(layers).__name__}, whose layers share their parameters and cannot be "
-            "replaced; choose a model with layers of their own"
+            f"the {stack} is a {type(layers).__name__}, whose layers share their parameters and "
+            "cannot be replaced; choose a model with layers of their own"
         )
 
 

@@ -67,8 +67,8 @@ def read_teacher(
         began = f"{directory} was begun with step {recorded.step} of its teacher"
         if step not in (None, recorded.step):
             raise ValueError(
-                f"{began}, and --teacher names step {step}; give --teacher {run} to continue, or use a new "
-                "--workdir"
+                f"{began}, and --teacher names step {step}; give --teacher {run} to continue, or "
+                "use a new --workdir"
             )
         checkpoint = run / "checkpoints" / str(recorded.step)
         is_there = recorded.step in finished_steps(run / "checkpoints")
@@ -77,8 +77,8 @@ def read_teacher(
                 return recorded, None
             problem = "holds other parameters now" if is_there else "is no longer kept"
             raise ValueError(
-                f"{began}, and {checkpoint} {problem}; put the old checkpoint there, or start anew in "
-                "another --workdir"
+                f"{began}, and {checkpoint} {problem}; put the old checkpoint there, or start anew "
+                "in another --workdir"
             )
         step = recorded.step
     step, variables = restore_run(run, step=step)

@@ -82,8 +82,8 @@ def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -
             if not isinstance(mixture, Mixture) or alignment not in mixture.parts:
                 raise ValueError(
                     f"{type(mixture).__name__} does not contain the model's own "
-                    f"{type(alignment).__name__}, so it cannot start as the model; fit and distill it with "
-                    "'synthesizer-jax distill synthesize'"
+                    f"{type(alignment).__name__}, so it cannot start as the model; fit and distill "
+                    "it with 'synthesizer-jax distill synthesize'"
                 )
             layer = params[stack][f"layers_{i}"]
             align = mixture.start_as(

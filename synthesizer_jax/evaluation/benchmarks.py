@@ -27,7 +27,10 @@ BENCHMARKS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         *((f"glue_{name}_v002",) for name in ("qnli", "rte")),
     ),
     "SuperGLUE": (
-        *((f"super_glue_{x}_v102",) for x in ("boolq", "cb", "copa", "multirc", "record", "rte", "wic")),
+        *(
+            (f"super_glue_{x}_v102",)
+            for x in ("boolq", "cb", "copa", "multirc", "record", "rte", "wic")
+        ),
         ("super_glue_wsc_v102_simple_eval",),
     ),
 }
@@ -42,7 +45,10 @@ FILES = {
     **{f"glue/{name.lower().replace('-', '')}": f"glue/{name}.tsv" for name in _GLUE},
     "glue/mnli_matched": "glue/MNLI-m.tsv",
     "glue/mnli_mismatched": "glue/MNLI-mm.tsv",
-    **{f"super_glue/{name.lower().replace('-', '')}": f"super_glue/{name}.jsonl" for name in _SUPER_GLUE},
+    **{
+        f"super_glue/{name.lower().replace('-', '')}": f"super_glue/{name}.jsonl"
+        for name in _SUPER_GLUE
+    },
     "super_glue/wsc.fixed": "super_glue/WSC.jsonl",
 }
 """The leaderboard file of each data set."""
@@ -155,8 +161,8 @@ def write_submission(
         path = directory / FILES[examples.task.dataset]
         if path in texts:
             raise ValueError(
-                f"{examples.task.name} has the same leaderboard file as another task, {path}; predict them "
-                "one by one, with --task"
+                f"{examples.task.name} has the same leaderboard file as another task, {path}; "
+                "predict them one by one, with --task"
             )
         values = [examples.predicted_value(i, text) for i, text in enumerate(predictions)]
         indices = [original_index(row, i) for i, row in enumerate(examples.examples)]
@@ -217,6 +223,9 @@ def _json_lines(
         answers = passages.setdefault(index["paragraph"], {}).setdefault(index["question"], [])
         answers.append({"idx": index["answer"], "label": label})
     return [
-        {"idx": passage, "passage": {"questions": [{"idx": q, "answers": a} for q, a in questions.items()]}}
+        {
+            "idx": passage,
+            "passage": {"questions": [{"idx": q, "answers": a} for q, a in questions.items()]},
+        }
         for passage, questions in passages.items()
     ]

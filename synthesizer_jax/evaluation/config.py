@@ -78,6 +78,12 @@ class Evaluation:
           max_length: maximum number of decoded tokens.
           **given: settings that replace those of this configuration.
         """
-        names = ("alpha", "relative_length", "extra_length", "repetition_penalty", "no_repeat_ngram_size")
+        names = (
+            "alpha",
+            "relative_length",
+            "extra_length",
+            "repetition_penalty",
+            "no_repeat_ngram_size",
+        )
         own = {name: getattr(self, name) for name in (*names, "stop_strings")}
         return Decoding(max_length=max_length, **own | given)

@@ -82,7 +82,8 @@ class EvaluationSet:
             answers = Answers(list(answers))
         if len(answers.texts) != len(self.examples):
             raise ValueError(
-                f"{self.task.name}: {len(answers.texts)} predictions for {len(self.examples)} examples"
+                f"{self.task.name}: {len(answers.texts)} predictions for {len(self.examples)} "
+                "examples"
             )
         if not self.labeled:
             return {}
@@ -91,7 +92,9 @@ class EvaluationSet:
         result = dict(self.task.score(rows, known, vocabulary=self.vocabulary))
         for name, value in result.items():
             if not hasattr(value, "__float__"):
-                raise ValueError(f"{self.task.name}: the metric {name!r} is {value!r}, which is no number")
+                raise ValueError(
+                    f"{self.task.name}: the metric {name!r} is {value!r}, which is no number"
+                )
         return result
 
     def predicted_value(self, index: int, prediction: str) -> Value:
@@ -185,14 +188,18 @@ def load_evaluation_set(
     """
     task, ours = task_registry.find_task(name), name in task_registry.TASKS
     made_by = objective if task.is_text and objective and objective.makes_inputs else None
-    examples = prepared.open(name, split, None if task.is_text else lengths, documents=made_by is not None)
+    examples = prepared.open(
+        name, split, None if task.is_text else lengths, documents=made_by is not None
+    )
     if not examples.info.has_rows:
         raise FileNotFoundError(
             f"{examples.name} is prepared for training alone; "
             f"{prepared.remedy(name, f'--evaluation-split {split}')}"
         )
     if made_by is not None:
-        form = ExampleFormat(lengths["inputs"], lengths["targets"], prepared.vocabulary.vocab_size, ids)
+        form = ExampleFormat(
+            lengths["inputs"], lengths["targets"], prepared.vocabulary.vocab_size, ids
+        )
         made = _made_rows(examples, made_by, form, prepared.vocabulary)
         rows = list(itertools.islice(made, max_examples))
     else:

@@ -75,7 +75,11 @@ class Evaluator:
         if not pairs:
             stored = (task_registry.find_task(t).stored_splits(prepared.data_dir) for t in asked)
             splits = dict.fromkeys(itertools.chain(*stored))
-            choice = f"choose {' or '.join(splits)} by --split or evaluation.split, or " if splits else ""
+            choice = (
+                f"choose {' or '.join(splits)} by --split or evaluation.split, or "
+                if splits
+                else ""
+            )
             raise FileNotFoundError(
                 f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
                 f"{prepared.root}; {choice}{import_remedy(members, prepared.data_dir)}"
@@ -173,6 +177,7 @@ def check_masked_tasks(model: TextToText | Encoder, data: DataConfig) -> None:
     for name in task_registry.member_names(data.mixture):
         if not isinstance(task_objective(data, task_registry.find_task(name)), MaskedLM):
             raise ValueError(
-                f"{name} is not made for a masked language model, which predicts masked tokens alone; give "
-                "a task without inputs and without an objective of its own, and data.objective=masked_lm"
+                f"{name} is not made for a masked language model, which predicts masked tokens "
+                "alone; give a task without inputs and without an objective of its own, and "
+                "data.objective=masked_lm"
             )

@@ -168,7 +168,9 @@ class Predictor:
             scores = np.take_along_axis(ranked, best[:, None], axis=-1)[:, 0]
             return Predictions([words[i] for i in best], scores, ranked, words)
         answers = self._map(inputs, "decode", self._generate)
-        tokens = [np.asarray(_until_end(rows[0], self.model.ids), np.int32) for rows, _, _ in answers]
+        tokens = [
+            np.asarray(_until_end(rows[0], self.model.ids), np.int32) for rows, _, _ in answers
+        ]
         scores = np.array([score[0] for _, _, score in answers], np.float32)
         texts = [self._text(row.tolist()) for row in tokens]
         return Predictions(texts, scores, tokens=tokens)
@@ -191,7 +193,9 @@ class Predictor:
         ]
 
     def states(
-        self, inputs: Sequence[np.ndarray], mask: Callable[[jax.Array], Mask | None] = lambda _: None
+        self,
+        inputs: Sequence[np.ndarray],
+        mask: Callable[[jax.Array], Mask | None] = lambda _: None,
     ) -> list[np.ndarray]:
         """Returns the encoder's states of every input, ``[length, d_model]`` float32.
 
@@ -215,7 +219,9 @@ class Predictor:
         indices = index_by_tokens(label_words, self.vocabulary, owner="the list of label words")
         words = [np.asarray(ids) for ids in indices]
         length = -(-max(map(len, words)) // CHOICE_LENGTH) * CHOICE_LENGTH
-        choices = _pad_tokens(words, -(-len(words) // CHOICES) * CHOICES, length, self.model.ids.padding)
+        choices = _pad_tokens(
+            words, -(-len(words) // CHOICES) * CHOICES, length, self.model.ids.padding
+        )
 
         def score(_: list[int], tokens: jax.Array) -> jax.Array:
             """Scores all choices for a batch."""
@@ -223,7 +229,9 @@ class Predictor:
 
         return self._scores(inputs, "rank", score).reshape(len(inputs), -1)[:, : len(words)]
 
-    def log_probabilities(self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> np.ndarray:
+    def log_probabilities(
+        self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
+    ) -> np.ndarray:
         """Returns the log-probabilities in nats of given targets, ``[n]`` float32.
 
         They are computed with teacher forcing.
@@ -285,7 +293,8 @@ class Predictor:
         """
         if not isinstance(self.model, TextToText):
             raise TypeError(
-                f"{type(self.model).__name__} generates no text; give an EncoderDecoder or a LanguageModel"
+                f"{type(self.model).__name__} generates no text; give an EncoderDecoder or a "
+                "LanguageModel"
             )
         return self.model
 

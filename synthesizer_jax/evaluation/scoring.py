@@ -186,7 +186,9 @@ def text_nats(
     return nats
 
 
-def text_metrics(nats: np.ndarray, tokens: np.ndarray, texts: Sequence[str] | None) -> dict[str, float]:
+def text_metrics(
+    nats: np.ndarray, tokens: np.ndarray, texts: Sequence[str] | None
+) -> dict[str, float]:
     """Returns the measures of texts, for which lower is better.
 
     ``perplexity`` is exp(nats / tokens). ``word_perplexity`` is exp(nats / (words + texts)), where
@@ -234,7 +236,9 @@ def flatten_results(results: Sequence[TaskResult]) -> dict[str, float]:
     They include ``"task/loss"`` in nats per target token.
     """
     values = {
-        f"{r.task}/{name}": value for r in results for name, value in (r.metrics | r.text_metrics).items()
+        f"{r.task}/{name}": value
+        for r in results
+        for name, value in (r.metrics | r.text_metrics).items()
     }
     return values | {f"{r.task}/loss": r.loss.per_token for r in results if r.loss is not None}
 
@@ -290,7 +294,9 @@ def write_results(
     return write_atomic(folder / RESULTS_FILE, text + "\n")
 
 
-def write_predictions(folder: pathlib.Path, result: TaskResult, *, examples: EvaluationSet) -> pathlib.Path:
+def write_predictions(
+    folder: pathlib.Path, result: TaskResult, *, examples: EvaluationSet
+) -> pathlib.Path:
     """Writes the predictions for a task to ``FOLDER/TASK.jsonl``.
 
     Each line is one example. It holds the example's `EvaluationSet.record` and ``score``, the

@@ -96,12 +96,14 @@ def join_group(timeout: float = 300.0) -> bool:
     joining.start()
     joining.join(min(PATIENCE, timeout))
     if joining.is_alive():
-        print_line("waiting for the other processes of the group; is the program running on every host?")
+        print_line(
+            "waiting for the other processes of the group; is the program running on every host?"
+        )
         joining.join(timeout - PATIENCE)
     if joining.is_alive():
         raise RuntimeError(
-            f"not all processes of the group have connected within {timeout:.0f} s; start the same command "
-            "on every host, and open the coordinator's port in the firewall"
+            f"not all processes of the group have connected within {timeout:.0f} s; start the same "
+            "command on every host, and open the coordinator's port in the firewall"
         )
     for error in errors:
         # JAX raises these errors if there is no group, or if it is in use already.
@@ -125,8 +127,9 @@ def _group_from_environment() -> dict[str, Any]:
     numbers = count.isdigit() and index.isdigit() and int(index) < int(count)
     if not (re.fullmatch(r".+:\d+", address) and numbers):
         raise ValueError(
-            f"{ADDRESS}={address}, {PROCESSES}={count} and {PROCESS}={index} name no place in a group; set "
-            f"host:port, such as 10.0.0.2:{OPEN_PORT}, the number of processes, and one below it"
+            f"{ADDRESS}={address}, {PROCESSES}={count} and {PROCESS}={index} name no place in a "
+            f"group; set host:port, such as 10.0.0.2:{OPEN_PORT}, the number of processes, and one "
+            "below it"
         )
     return {
         "coordinator_address": address,

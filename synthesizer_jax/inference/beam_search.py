@@ -90,7 +90,9 @@ def beam_search(
     # least n of them therefore go on.
     count = (1 + len(set(constraints.ids.ends))) * n
 
-    def continuations(state: _Beams, logits: jax.Array, scores: jax.Array, count: int) -> _Continuations:
+    def continuations(
+        state: _Beams, logits: jax.Array, scores: jax.Array, count: int
+    ) -> _Continuations:
         """Returns the best continuations of the beams, given `logits` ``[b, n, vocab]``."""
         top, source, token = top_tokens(logits, scores, count)
         tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)
@@ -107,7 +109,9 @@ def beam_search(
             # As in transformers, beam search applies the penalty to log-probabilities.
             logits = jax.nn.log_softmax(logits)
         scores = state.live - logsumexp(logits, axis=-1).reshape(b, n)  # [b, n]
-        allowed = constraints.apply(logits, state.tokens.reshape(b * n, m), state.at).reshape(b, n, -1)
+        allowed = constraints.apply(logits, state.tokens.reshape(b * n, m), state.at).reshape(
+            b, n, -1
+        )
         found = continuations(state, allowed, scores, count)
 
         # Sequences that have just ended compete with those that ended before.
@@ -120,7 +124,9 @@ def beam_search(
         if constraints.stops is not None:
             # Any number of continuations can complete stop strings. A second search without them
             # finds n continuations that go on.
-            found = continuations(state, constraints.without_stops(allowed, state.text), scores, count)
+            found = continuations(
+                state, constraints.without_stops(allowed, state.text), scores, count
+            )
         live, order = jax.lax.top_k(jnp.where(found.ends, NEVER, found.scores), n)  # [b, n]
         tokens = jnp.take_along_axis(found.tokens, order[:, :, None], axis=1)  # [b, n, m]
         source, text = (jnp.take_along_axis(x, order, axis=1) for x in (found.source, found.text))
@@ -140,7 +146,9 @@ def beam_search(
 
     def body(state: _Beams) -> _Beams:
         """Decodes one position."""
-        token = jnp.take_along_axis(state.tokens, jnp.full((b, n, 1), state.at - 1), axis=2).reshape(-1)
+        token = jnp.take_along_axis(
+            state.tokens, jnp.full((b, n, 1), state.at - 1), axis=2
+        ).reshape(-1)
         logits, cache = decoder.next(token, state.cache)
         state, source = advance(state._replace(cache=cache), logits)
         # The caches follow their beams.
@@ -165,7 +173,9 @@ def beam_search(
     return _best_of(state, constraints, alpha, samples=samples)
 
 
-def _best_of(state: _Beams, constraints: Constraints, alpha: ArrayLike, *, samples: int) -> Sequences:
+def _best_of(
+    state: _Beams, constraints: Constraints, alpha: ArrayLike, *, samples: int
+) -> Sequences:
     """Returns the best sequences of a search that has ended.
 
     As in T5X, finished sequences come before sequences that were cut at the maximum length, even if
@@ -186,7 +196,9 @@ def _best_of(state: _Beams, constraints: Constraints, alpha: ArrayLike, *, sampl
     return Sequences(tokens, scores, scores * length_penalty(length, alpha))
 
 
-def top_tokens(logits: jax.Array, scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def top_tokens(
+    logits: jax.Array, scores: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the best continuations of an example's beams.
 
     The result is the same as that of `jax.lax.top_k` over all tokens of all beams, but faster. The
@@ -203,7 +215,9 @@ def top_tokens(logits: jax.Array, scores: jax.Array, count: int) -> tuple[jax.Ar
     """
     b, n, vocab = logits.shape
     groups = -(-vocab // GROUP)
-    logits = jnp.pad(logits, ((0, 0), (0, 0), (0, groups * GROUP - vocab)), constant_values=-jnp.inf)
+    logits = jnp.pad(
+        logits, ((0, 0), (0, 0), (0, groups * GROUP - vocab)), constant_values=-jnp.inf
+    )
     logits = logits.reshape(b, n, groups, GROUP)
     # The best logit of each group, [b, n · groups].
     peaks = (logits.max(axis=-1) + scores[:, :, None]).reshape(b, n * groups)

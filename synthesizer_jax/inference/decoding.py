@@ -108,14 +108,16 @@ def decode_sequences(
     """
     if not isinstance(model, TextToText):
         raise TypeError(
-            f"decode: a {type(model).__name__} cannot decode; pass an EncoderDecoder or a LanguageModel, "
-            "or for an NNX module its config, with linen_variables(module) as variables"
+            f"decode: a {type(model).__name__} cannot decode; pass an EncoderDecoder or a "
+            "LanguageModel, or for an NNX module its config, with linen_variables(module) as "
+            "variables"
         )
     check_continues(model, continues)
     if decoding.stop_strings and stops is None:
         raise ValueError(
-            "decoding.stop_strings is text, and decode_sequences knows tokens alone; pass stops=stop_table("
-            "vocabulary, decoding.stop_strings, model.vocab_size) of synthesizer_jax.data.stop_strings"
+            "decoding.stop_strings is text, and decode_sequences knows tokens alone; pass "
+            "stops=stop_table(vocabulary, decoding.stop_strings, model.vocab_size) of "
+            "synthesizer_jax.data.stop_strings"
         )
     sampling = None
     if decoding.temperature:
@@ -195,7 +197,13 @@ def run_decoding(
             prompt = jnp.where(prompt == model.ids.end, model.ids.start, prompt)
             prompt = jnp.where(is_token, prompt, -1)
     constraints = Constraints(
-        min_length, longest, repetition_penalty, decoding.no_repeat_ngram_size, prompt, stops, model.ids
+        min_length,
+        longest,
+        repetition_penalty,
+        decoding.no_repeat_ngram_size,
+        prompt,
+        stops,
+        model.ids,
     )
     decoder = Decoder(
         unroll(model),
@@ -208,4 +216,6 @@ def run_decoding(
     samples = decoding.samples
     if decoding.beams > 1:
         return beam_search(decoder, constraints, beams=decoding.beams, alpha=alpha, samples=samples)
-    return decode_rows(decoder, constraints, samples=samples, sampling=sampling, top_k=decoding.top_k)
+    return decode_rows(
+        decoder, constraints, samples=samples, sampling=sampling, top_k=decoding.top_k
+    )

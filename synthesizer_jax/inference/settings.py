@@ -6,7 +6,16 @@ import dataclasses
 from typing import Annotated, TypeAlias
 
 from synthesizer_jax.base.registry import check_types, fields_of
-from synthesizer_jax.base.typing import Count, Dtype, Length, NotNegative, Number, Positive, Range, Seed
+from synthesizer_jax.base.typing import (
+    Count,
+    Dtype,
+    Length,
+    NotNegative,
+    Number,
+    Positive,
+    Range,
+    Seed,
+)
 
 Sequences: TypeAlias = Annotated[int, Range(1, 2**10)]
 
@@ -95,8 +104,8 @@ class Decoding:
         for name, value in (("top_k", self.top_k), ("top_p", self.top_p), ("min_p", self.min_p)):
             if value is not None and not self.temperature:
                 raise ValueError(
-                    f"{name} is {value} with temperature 0, which does not sample; give a temperature, "
-                    "such as 1"
+                    f"{name} is {value} with temperature 0, which does not sample; give a "
+                    "temperature, such as 1"
                 )
         if self.samples > self.beams and not self.temperature:
             raise ValueError(

@@ -14,7 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from synthesizer_jax.distillation.fit import PRIOR, Statistics, divergence, sums_by_distance, times_seen
+from synthesizer_jax.distillation.fit import (
+    PRIOR,
+    Statistics,
+    divergence,
+    sums_by_distance,
+    times_seen,
+)
 
 LOWEST, PER_DECADE = -6, 8
 """The exponent of the smallest weight in histograms, as a power of 10, and the bins per decade."""
@@ -159,7 +165,9 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     offset = (np.clip(distance, -REACH, REACH) + REACH).ravel()
     # The map ends at the last query and the last key that occur.
     shown = np.s_[
-        :, : np.flatnonzero(queries.sum(1)).max(initial=0) + 1, : max(np.flatnonzero(seen), default=1)
+        :,
+        : np.flatnonzero(queries.sum(1)).max(initial=0) + 1,
+        : max(np.flatnonzero(seen), default=1),
     ]
     return {
         "entropy": -negentropy / counts,

@@ -138,7 +138,9 @@ def inspect_run(
     sets = open_evaluator(experiment, directory, data_dir).sets
     count, example, batches = _batches(experiment, sets, examples, batch_size, mesh)
     saved = [n for n in finished_steps(directory / "checkpoints") if n <= step]
-    is_trained = (directory / METRICS_FILE).is_file() and not (directory / DISTILLATION_FILE).is_file()
+    is_trained = (directory / METRICS_FILE).is_file() and not (
+        directory / DISTILLATION_FILE
+    ).is_file()
     start, before = "not known", None
     # A converted model has a checkpoint at step 0. Training does not save one.
     if 0 in saved:
@@ -160,7 +162,9 @@ def inspect_run(
         alone = jax.tree.map(lambda x: x.at[1:].set(0), batches[:1])
         single, _ = sums_of(model, end, alone)
         fitted = [
-            p for p in odd if fits and not p.cross and can_be_static(mixers[p]) and not _shares(model, p)
+            p
+            for p in odd
+            if fits and not p.cross and can_be_static(mixers[p]) and not _shares(model, p)
         ]
         # Fit to the even batches and measure on the odd ones.
         fit_to, held_out = (
@@ -346,7 +350,9 @@ def _batches(
     batch_size = -(-min(batch_size, -(-len(rows) // 2)) // mesh.size) * mesh.size
     limits, data = experiment.data.lengths, replace(experiment.data, pack=False)
     cut = [{side: np.asarray(row[side])[: limits[side]] for side in SIDES} for row in rows]
-    inputs, targets = (max(min(limits[side], 1), *(len(ids[side]) for ids in cut)) for side in SIDES)
+    inputs, targets = (
+        max(min(limits[side], 1), *(len(ids[side]) for ids in cut)) for side in SIDES
+    )
     batches = []
     for i in range(0, len(rows), batch_size):
         part = [[DrawnExample(**ids, member=0, epoch=0)] for ids in cut[i : i + batch_size]]

@@ -191,7 +191,9 @@ def _losses(
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _loss(variables: Variables, batch: Batch, *, model: EncoderDecoder) -> tuple[jax.Array, jax.Array]:
+def _loss(
+    variables: Variables, batch: Batch, *, model: EncoderDecoder
+) -> tuple[jax.Array, jax.Array]:
     """Returns the summed loss of a batch's target tokens, and the number of these tokens."""
     sums = loss_sums(model, variables, batch, z_loss=0.0, label_smoothing=0.0)
     return sums.loss, sums.weight

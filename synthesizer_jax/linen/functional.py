@@ -304,7 +304,9 @@ def merge_batch_axes(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     return x.reshape(math.prod(batch), *x.shape[len(batch) :])
 
 
-def _broadcast_to_logits(name: str, x: jax.typing.ArrayLike, logits_shape: tuple[int, ...]) -> jax.Array:
+def _broadcast_to_logits(
+    name: str, x: jax.typing.ArrayLike, logits_shape: tuple[int, ...]
+) -> jax.Array:
     """Reshapes an array that broadcasts to the logits to ``[b or 1, heads or 1, q or 1, k or 1]``.
 
     b is the product of all batch axes.

@@ -188,8 +188,8 @@ def check_fields(layer: AlignedLayer) -> None:
     alignment = layer.alignment
     if not isinstance(alignment, Alignment):
         raise ValueError(
-            f"MultiHeadAttention: alignment={alignment!r} is not an Alignment; pass an object such as "
-            "Random(max_length=512)"
+            f"MultiHeadAttention: alignment={alignment!r} is not an Alignment; pass an object such "
+            "as Random(max_length=512)"
         )
     name = f"MultiHeadAttention: alignment={type(alignment).__name__}"
     is_dot_product = isinstance(alignment, DotProduct)
@@ -198,10 +198,14 @@ def check_fields(layer: AlignedLayer) -> None:
     # The layer has its own projections. Fields of `DotProduct` that describe projections have no
     # effect, so all of them must have their defaults.
     plain = DotProduct(parent=None)
-    if is_dot_product and alignment.copy(**{field: getattr(plain, field) for field in own}) != plain:
+    if (
+        is_dot_product
+        and alignment.copy(**{field: getattr(plain, field) for field in own}) != plain
+    ):
         raise ValueError(
-            f"{name}: the projections belong to the layer; set only scale and rotary_… on DotProduct, and "
-            "qkv_features, kernel_init, use_bias and normalize_qk on the layer, or use Attention"
+            f"{name}: the projections belong to the layer; set only scale and rotary_… on "
+            "DotProduct, and qkv_features, kernel_init, use_bias and normalize_qk on the layer, or "
+            "use Attention"
         )
     for field, default in (
         ("attention_fn", attention_fn),
@@ -212,8 +216,8 @@ def check_fields(layer: AlignedLayer) -> None:
     ):
         if getattr(layer, field, default) != default:
             raise ValueError(
-                f"{name} and {field} exclude each other; remove one of them, or use Attention, which has "
-                "num_kv_heads and soft_cap"
+                f"{name} and {field} exclude each other; remove one of them, or use Attention, "
+                "which has num_kv_heads and soft_cap"
             )
 
 
@@ -268,8 +272,9 @@ def attend_with_alignment(
     shapes = [x.shape[:-2] for x in (inputs_q, inputs_k, inputs_v)]
     if len(set(shapes)) > 1 or inputs_k.shape[-2] != inputs_v.shape[-2]:
         raise ValueError(
-            f"MultiHeadAttention: inputs_q {inputs_q.shape}, inputs_k {inputs_k.shape} and inputs_v "
-            f"{inputs_v.shape} must have equal batch dimensions, and keys and values equal lengths"
+            f"MultiHeadAttention: inputs_q {inputs_q.shape}, inputs_k {inputs_k.shape} and "
+            f"inputs_v {inputs_v.shape} must have equal batch dimensions, and keys and values "
+            "equal lengths"
         )
     values = project("value", inputs_v)
     batch, q_length = inputs_q.shape[:-2], inputs_q.shape[-2]
@@ -281,8 +286,8 @@ def attend_with_alignment(
         for x in (inputs_q, inputs_k, inputs_v):
             if x.shape[:-1] != expected:
                 raise ValueError(
-                    "MultiHeadAttention: autoregressive cache shape error, expected inputs of shape "
-                    f"{(*expected, x.shape[-1])}, got {x.shape}"
+                    "MultiHeadAttention: autoregressive cache shape error, expected inputs of "
+                    f"shape {(*expected, x.shape[-1])}, got {x.shape}"
                 )
 
     # Alignments compute in the dtype of the projections. Only a dot product needs projected inputs.
@@ -306,7 +311,9 @@ def attend_with_alignment(
     if cache:
         names = [name for name in map(_key_name, range(len(cache))) if name in cache]
         keys = tuple(merge_batch_axes(cache[name], batch) for name in names)
-        past = Cache(keys, merge_batch_axes(cache["cached_value"], batch), index, positions_first=True)
+        past = Cache(
+            keys, merge_batch_axes(cache["cached_value"], batch), index, positions_first=True
+        )
         mask = _step_mask(mask, index)
         terms, values, mask, past = extend(past, terms, values, at=index, mask=mask)
         cache = {**_cache_arrays(past, batch), "cache_index": cache["cache_index"] + 1}

@@ -114,8 +114,8 @@ class AttentionBase(Mixer):
         if cache is not None:
             if cache.window and inputs.bias:
                 raise ValueError(
-                    f"{type(self).__name__}: bias is for all positions, and the cache holds those of a "
-                    "window; leave it out, or make the cache with whole=True"
+                    f"{type(self).__name__}: bias is for all positions, and the cache holds those "
+                    "of a window; leave it out, or make the cache with whole=True"
                 )
             terms, values, mask, cache, valid = _extend(
                 cache, terms, values, n=x.shape[1], mask=mask, position=position
@@ -126,7 +126,9 @@ class AttentionBase(Mixer):
         return y, cache
 
     @nn.compact
-    def new_cache(self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int) -> Cache:
+    def new_cache(
+        self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
+    ) -> Cache:
         attended = x if kv is None else kv
         values = self._values(attended)
         num_queries, num_keys = (0, max_length) if kv is None else (max_length, kv.shape[1])
@@ -162,8 +164,8 @@ class AttentionBase(Mixer):
             return mask
         if mask.window is not None:
             raise ValueError(
-                f"{type(self).__name__}: window={self.window} of the layer and window={mask.window} of the "
-                "mask exclude each other; set one of them"
+                f"{type(self).__name__}: window={self.window} of the layer and "
+                f"window={mask.window} of the mask exclude each other; set one of them"
             )
         return dataclasses.replace(mask, window=(self.window - 1, self.window - 1))
 
@@ -173,7 +175,9 @@ class AttentionBase(Mixer):
         """Returns what the alignment has to know about the layer and about positions."""
         return AttentionContext(self.num_heads, self.head_dim, query_span, key_span, keys_start)
 
-    def _terms(self, x: jax.Array, attended: jax.Array, values: Values, context: AttentionContext) -> Terms:
+    def _terms(
+        self, x: jax.Array, attended: jax.Array, values: Values, context: AttentionContext
+    ) -> Terms:
         """Returns the terms that the alignment makes from queries and the tokens to attend to."""
         keys = jax.tree.leaves(values)[0] if self.shared_key_value else attended
         terms = self.alignment.copy(name="align", parent=self)(x, keys, context)
@@ -187,7 +191,9 @@ class AttentionBase(Mixer):
         """
         raise NotImplementedError
 
-    def _attend(self, x: jax.Array, terms: Terms, values: Values, *, bias: Terms, mask: Mask) -> jax.Array:
+    def _attend(
+        self, x: jax.Array, terms: Terms, values: Values, *, bias: Terms, mask: Mask
+    ) -> jax.Array:
         """Returns the sum of the values weighted by the terms, ``[batch, q, heads, width]``."""
         raise NotImplementedError
 
@@ -235,7 +241,8 @@ class Attention(AttentionBase):
         """Returns what the alignment has to know about the layer and about positions."""
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"Attention: num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"
+                f"Attention: num_kv_heads={self.num_kv_heads} must divide "
+                f"num_heads={self.num_heads}"
             )
         context = super().context(query_span, key_span, keys_start)
         return dataclasses.replace(context, num_kv_heads=self.num_kv_heads)
@@ -252,7 +259,9 @@ class Attention(AttentionBase):
 
     def _values(self, memory: jax.Array) -> jax.Array:
         """Returns the projected values, ``[batch, k, num_value_heads, width]``."""
-        return self._project_values(memory, heads_axis="heads" if self.num_kv_heads is None else "kv_heads")
+        return self._project_values(
+            memory, heads_axis="heads" if self.num_kv_heads is None else "kv_heads"
+        )
 
     def _attend(
         self, x: jax.Array, terms: Terms, values: jax.Array, *, bias: Terms, mask: Mask
@@ -261,7 +270,9 @@ class Attention(AttentionBase):
         alignment_terms, terms = terms, add(*terms, *bias)
         sinks = None
         if self.sinks:
-            sinks = self.param("sinks", with_axes(nn.initializers.zeros_init(), "heads"), (self.num_heads,))
+            sinks = self.param(
+                "sinks", with_axes(nn.initializers.zeros_init(), "heads"), (self.num_heads,)
+            )
         options: dict[str, Any] = {"mask": mask, "soft_cap": self.soft_cap, "sinks": sinks}
         if self.is_sowing_weights:
             # `attend` may never hold all weights, so they are computed once more to be shown.
@@ -305,7 +316,9 @@ def _extend(
     if cache.empty_memory is None:
         return *extend(cache, terms, values, at=position, mask=mask), None
     if cache.cleared and mask.allowed is None and mask.keys(cache.capacity) is None:
-        raise ValueError("extend: the cache was made with a mask of its keys; give the step the same mask")
+        raise ValueError(
+            "extend: the cache was made with a mask of its keys; give the step the same mask"
+        )
     # The keys are the memory's and do not grow, so the step only counts its queries.
     mask = dataclasses.replace(mask, cleared_keys=cache.cleared)
     terms, values, mask, cache = extend(cache, terms, values, at=0, mask=mask)

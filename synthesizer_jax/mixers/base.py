@@ -125,20 +125,22 @@ class Mixer(nn.Module):
         name = type(self).__name__
         if unknown:
             raise TypeError(
-                f"{name} takes no {', '.join(unknown)}; give mask=Mask(causal=True) for causal attention, "
-                "and rngs with a key 'dropout' to `apply` for dropout"
+                f"{name} takes no {', '.join(unknown)}; give mask=Mask(causal=True) for causal "
+                "attention, and rngs with a key 'dropout' to `apply` for dropout"
             )
         for tokens in (x, kv):
             if tokens is not None and jnp.ndim(tokens) != 3:
                 shape = jnp.shape(tokens)
-                raise ValueError(f"{name}: tokens have shape {shape}, expected [batch, length, width]")
+                raise ValueError(
+                    f"{name}: tokens have shape {shape}, expected [batch, length, width]"
+                )
         mask = Mask.of(mask)
         self._check_support(mask, bias, cross=kv is not None)
         offset = mask.query_offset
         if kv is None and isinstance(offset, int) and offset != 0:
             raise ValueError(
-                f"{name}: Mask.query_offset={offset} in self-attention without a cache, "
-                "where queries and keys are the same tokens; leave it out, or give the cache of the "
+                f"{name}: Mask.query_offset={offset} in self-attention without a cache, where "
+                "queries and keys are the same tokens; leave it out, or give the cache of the "
                 "tokens before to extend"
             )
         # In self-attention queries and keys are the same tokens, so padded keys are padded queries.
@@ -310,7 +312,9 @@ class Mixer(nn.Module):
         """
         raise NotImplementedError
 
-    def new_cache(self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int) -> MixerCache:
+    def new_cache(
+        self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
+    ) -> MixerCache:
         """Returns an empty cache; this compact method does the work of `init_cache`.
 
         It has the arguments of `init_cache`, but `x` has no tokens.
@@ -338,7 +342,9 @@ class Mixer(nn.Module):
                 f"{name}: the mask is that of self-attention, but kv is given; {CROSS_ATTENTION}"
             )
         if bias and self.bias_heads is None:
-            raise ValueError(f"{name} has no logits to add a position bias to; give the stack bias=None")
+            raise ValueError(
+                f"{name} has no logits to add a position bias to; give the stack bias=None"
+            )
         if mask.key_segments is not None and not self.supports_packing:
             raise ValueError(
                 f"{name} reads a row as one sequence; train with packing off (data.pack=false)"
@@ -359,7 +365,12 @@ class Mixer(nn.Module):
 
 
 def merge_heads(
-    module: nn.Module, heads: jax.Array, d_model: int, *, kernel_init: Initializer, use_bias: bool = False
+    module: nn.Module,
+    heads: jax.Array,
+    d_model: int,
+    *,
+    kernel_init: Initializer,
+    use_bias: bool = False,
 ) -> jax.Array:
     """Projects heads ``[batch, q, heads, head_dim]`` to ``[batch, q, d_model]``.
 
@@ -401,7 +412,9 @@ def _with_real_queries(mask: Mask, position: int | jax.Array) -> Mask:
     """
     if mask.key_lengths is None or mask.query_lengths is not None or mask.query_valid is not None:
         return mask
-    return dataclasses.replace(mask, query_lengths=jnp.asarray(mask.key_lengths, jnp.int32) - position)
+    return dataclasses.replace(
+        mask, query_lengths=jnp.asarray(mask.key_lengths, jnp.int32) - position
+    )
 
 
 def resolve_position(position: int | jax.Array | None, length: int | jax.Array) -> int | jax.Array:
@@ -438,15 +451,15 @@ def move_padding_last(
     """
     if mask.allowed is not None or mask.key_segments is not None:
         raise ValueError(
-            "Mask.key_valid of new tokens does not go with Mask.allowed or segments: the tokens move; "
-            "pad at the end and give key_lengths"
+            "Mask.key_valid of new tokens does not go with Mask.allowed or segments: the tokens "
+            "move; pad at the end and give key_lengths"
         )
     n = x.shape[1]
     assert mask.key_valid is not None
     if mask.key_valid.shape[-1] != n:
         raise ValueError(
-            f"Mask.key_valid tells which of the new tokens are real; it has {mask.key_valid.shape[-1]} "
-            f"entries for {n} tokens: leave it out where all are real"
+            "Mask.key_valid tells which of the new tokens are real; it has "
+            f"{mask.key_valid.shape[-1]} entries for {n} tokens: leave it out where all are real"
         )
     real = jnp.broadcast_to(jnp.asarray(mask.keys(n), bool), x.shape[:2])  # [b, n]
     # The sort is stable, so the real tokens keep their order.

@@ -68,7 +68,9 @@ class ConvolutionBase(Mixer):
         return y, cache
 
     @nn.compact
-    def new_cache(self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int) -> Cache:
+    def new_cache(
+        self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
+    ) -> Cache:
         return init_cache(*self._terms_and_values(x, mask), max_length=max_length)
 
     def _terms_and_values(self, x: jax.Array, mask: Mask) -> tuple[Terms, jax.Array]:

@@ -156,7 +156,8 @@ class SentenceNetwork(nn.Module):
             bias = self.bias_1[None, None, :, 0]
             return jnp.einsum("bngf,gfv->bngv", hidden, self.kernel_1[:, 0]) + bias
         kernel, bias = (
-            jax.lax.dynamic_slice_in_dim(p, start, length, axis=1) for p in (self.kernel_1, self.bias_1)
+            jax.lax.dynamic_slice_in_dim(p, start, length, axis=1)
+            for p in (self.kernel_1, self.bias_1)
         )
         bias = bias.swapaxes(0, 1)[None]  # [nets, n, v] → [1, n, nets, v]
         if hidden.shape[1] == 1:
@@ -348,10 +349,16 @@ class TokenFeedForward(Mixer):
         if cache is None:
             return y, None
         _, length = advance_length(
-            inputs.position, x.shape[1], length=cache.length, lengths=mask.key_lengths, batch=x.shape[0]
+            inputs.position,
+            x.shape[1],
+            length=cache.length,
+            lengths=mask.key_lengths,
+            batch=x.shape[0],
         )
         return y, dataclasses.replace(cache, length=length)
 
-    def new_cache(self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int) -> TokenCount:
+    def new_cache(
+        self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
+    ) -> TokenCount:
         """Returns a cache that counts tokens; see `Mixer.new_cache`."""
         return TokenCount()

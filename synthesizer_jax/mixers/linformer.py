@@ -67,7 +67,9 @@ class Linformer(Mixer):
             for name in ("query", "key", "value")
         )
         key, value = (zero_padding(y, mask.keys(x.shape[1])) for y in (key, value))
-        init = with_axes(self.length_init or Normal(self.projected_length**-0.5), "rank", "key_length")
+        init = with_axes(
+            self.length_init or Normal(self.projected_length**-0.5), "rank", "key_length"
+        )
         shape = (self.projected_length, self.max_length)
         project_keys = self.param("key_length_projection", init, shape)
         project_values = project_keys

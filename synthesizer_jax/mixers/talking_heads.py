@@ -71,7 +71,9 @@ class TalkingHeads(AttentionBase):
     def _values(self, memory: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the values, and the memory's dynamic projections ``[batch, k, from, to]``."""
         self._check_fields()
-        projections = (self._dynamic(name, memory) for name in ("m2l", "m2w") if name in self.dynamic)
+        projections = (
+            self._dynamic(name, memory) for name in ("m2l", "m2w") if name in self.dynamic
+        )
         return self._project_values(memory), *projections
 
     def _attend(
@@ -89,7 +91,9 @@ class TalkingHeads(AttentionBase):
             if name in self.dynamic
         }
         q_length, k_length = x.shape[1], v.shape[1]
-        logits_of = functools.partial(materialize_logits, mask=mask, q_length=q_length, k_length=k_length)
+        logits_of = functools.partial(
+            materialize_logits, mask=mask, q_length=q_length, k_length=k_length
+        )
         logits = logits_of(terms)
         if self.project_logits:
             matrix = self._matrix("logits_projection")
@@ -135,7 +139,12 @@ class TalkingHeads(AttentionBase):
         source, target = self._num_heads_between(name[-1])
         init = FanIn(self.dynamic_scale / source)
         return project(
-            tokens, heads=source, width=target, name=name, axes=("heads", "talk_to"), kernel_init=init
+            tokens,
+            heads=source,
+            width=target,
+            name=name,
+            axes=("heads", "talk_to"),
+            kernel_init=init,
         )
 
     def _check_fields(self) -> None:
@@ -148,8 +157,8 @@ class TalkingHeads(AttentionBase):
             dynamic = any(d.endswith(name[0]) for d in self.dynamic)
             if not getattr(self, f"project_{name}") and (source != to or dynamic):
                 raise ValueError(
-                    f"TalkingHeads: project_{name}=False needs as many heads before as after and no "
-                    f"dynamic projection there, but the numbers are {source} and {to} and "
+                    f"TalkingHeads: project_{name}=False needs as many heads before as after and "
+                    f"no dynamic projection there, but the numbers are {source} and {to} and "
                     f"dynamic={self.dynamic}"
                 )
 

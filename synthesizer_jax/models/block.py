@@ -199,8 +199,8 @@ class Block(nn.Module):
                 batch = old.empty_memory.shape[0]
                 if jnp.ndim(old.length if position is None else position) and batch < x.shape[0]:
                     raise ValueError(
-                        "Block: rows that share a memory while decoding stand at one position; give a "
-                        "scalar"
+                        "Block: rows that share a memory while decoding stand at one position; "
+                        "give a scalar"
                     )
             else:
                 # Every row of tokens has a cache of its own, and therefore needs a row of the mask.
@@ -234,7 +234,9 @@ class Block(nn.Module):
         sow_tap(self, "self_output", x)
         if self.cross_mixer is not None:
             x = tap(self, "cross_input", x)
-            y = attend_to_memory(self._cross_mixer(in_decoder), self._pre_norm(x, "cross_attention"))
+            y = attend_to_memory(
+                self._cross_mixer(in_decoder), self._pre_norm(x, "cross_attention")
+            )
             sow_tap(self, "cross_mixed", y)
             x = self._add(x, y, "cross_attention", index=1)
         if self.feed_forward is not None:
@@ -286,13 +288,15 @@ def _share_memory(
     count, rest = divmod(x.shape[0], batch)
     if rest:
         raise ValueError(
-            f"Block: {x.shape[0]} rows of tokens for {batch} rows of memory; give the same number of "
-            "rows for each row of memory"
+            f"Block: {x.shape[0]} rows of tokens for {batch} rows of memory; give the same number "
+            "of rows for each row of memory"
         )
     if count == 1:
         return attend(mixer, x)
     # The mixer's cache has no axis of n: it is the same for all rows that share a memory.
-    lifted = nn.vmap(attend, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=(1, None))
+    lifted = nn.vmap(
+        attend, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=(1, None)
+    )
     y, cache = lifted(mixer, x.reshape(batch, count, *x.shape[1:]))  # [batch, n, q, d]
     return y.reshape(x.shape), cache
 

@@ -82,7 +82,9 @@ class Encoder(TokenModel, kw_only=True):
         axes: tuple[str | None, ...] = ("embed", None)
         if self.token_types:
             init = with_axes(self.embedding_init, None, "embed")
-            self.type_embedding = self.param("type_embedding", init, (self.token_types, self.d_model))
+            self.type_embedding = self.param(
+                "type_embedding", init, (self.token_types, self.d_model)
+            )
         if self.pooler:
             self.pooler_dense = dense(self.d_model, axes, dtype=self.dtype)
         if self.outputs is not None:

@@ -114,8 +114,8 @@ class EncoderDecoder(TextToText, kw_only=True):
             decoder_mask, cross = Mask(causal=True), self._memory_mask(encoder_tokens, mask)
         elif mask is not None:
             raise ValueError(
-                "EncoderDecoder: mask is given with packed rows, whose segments say who sees whom; leave "
-                "one of mask and rows.segments out"
+                "EncoderDecoder: mask is given with packed rows, whose segments say who sees whom; "
+                "leave one of mask and rows.segments out"
             )
         else:
             packed = functools.partial(Mask.packed, segments=rows.max_segments)
@@ -143,7 +143,11 @@ class EncoderDecoder(TextToText, kw_only=True):
         if counted is None and mask.query_segments is None:
             counted = real_targets_mask(tokens, self.ids.padding)
         return self.decoder(
-            self.embed(tokens), mask=mask, memory=memory, counted=counted, shared_positions=self.positions
+            self.embed(tokens),
+            mask=mask,
+            memory=memory,
+            counted=counted,
+            shared_positions=self.positions,
         )
 
     @on_any_mesh
@@ -182,14 +186,19 @@ class EncoderDecoder(TextToText, kw_only=True):
         """
         memory = self.encode_inputs(encoder_tokens, mask=mask)
         x = jnp.zeros((encoder_tokens.shape[0], 0, self.d_model), memory.encoded.dtype)
-        layers = self.decoder.init_cache(x, memory, max_length=max_length, shared_positions=self.positions)
+        layers = self.decoder.init_cache(
+            x, memory, max_length=max_length, shared_positions=self.positions
+        )
         return DecodingCache(layers, memory.mask)
 
     @on_any_mesh
     def extend(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
         """Decodes the next tokens; see `TextToText`."""
         x, layers = self.decoder.extend(
-            self.embed(tokens), cache.layers, memory_mask=cache.memory_mask, shared_positions=self.positions
+            self.embed(tokens),
+            cache.layers,
+            memory_mask=cache.memory_mask,
+            shared_positions=self.positions,
         )
         return x, dataclasses.replace(cache, layers=layers)
 

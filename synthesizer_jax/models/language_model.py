@@ -60,14 +60,18 @@ class LanguageModel(TextToText, kw_only=True):
             return self.decoder(x, mask=mask, counted=counted)
         if rows.segments is not None:
             raise ValueError(
-                "LanguageModel: inputs and targets share a row here; train with data.pack=false, or on "
-                "targets alone with data.inputs_length=0"
+                "LanguageModel: inputs and targets share a row here; train with data.pack=false, "
+                "or on targets alone with data.inputs_length=0"
             )
         inputs = num_real_tokens(encoder_tokens, self.ids.padding)
         tokens, _ = move_token_padding_last(encoder_tokens, self.ids.padding)
         row = _concatenate_rows(tokens, decoder_tokens, inputs)
-        counted = real_targets_mask(decoder_tokens, self.ids.padding) if counted is None else counted
-        counted = _concatenate_rows(jnp.ones_like(encoder_tokens), counted.astype(row.dtype), inputs) > 0
+        counted = (
+            real_targets_mask(decoder_tokens, self.ids.padding) if counted is None else counted
+        )
+        counted = (
+            _concatenate_rows(jnp.ones_like(encoder_tokens), counted.astype(row.dtype), inputs) > 0
+        )
         x = self.decoder(self.embed(row), mask=self._mask(inputs), counted=counted)
         index = inputs[:, None] + jnp.arange(decoder_tokens.shape[1])[None]
         return jnp.take_along_axis(x, index[..., None], axis=1)  # [b, q, d], from the last input on
@@ -104,7 +108,9 @@ class LanguageModel(TextToText, kw_only=True):
         return DecodingCache(layers, prefix_lengths=mask.prefix_lengths)
 
     @on_any_mesh
-    def begin_targets(self, targets: jax.Array, *, max_length: int) -> tuple[jax.Array, DecodingCache]:
+    def begin_targets(
+        self, targets: jax.Array, *, max_length: int
+    ) -> tuple[jax.Array, DecodingCache]:
         """Reads the beginning of targets without inputs, for example a text to be continued.
 
         Args:

@@ -154,8 +154,8 @@ class LearnedPositions(PositionEmbedding):
         last = int(np.max(positions, initial=0))
         if last >= self.max_length:
             raise ValueError(
-                f"LearnedPositions has max_length={self.max_length} but was given {last + 1} positions; "
-                f"build it with max_length>={last + 1}"
+                f"LearnedPositions has max_length={self.max_length} but was given {last + 1} "
+                f"positions; build it with max_length>={last + 1}"
             )
         return table[positions]
 

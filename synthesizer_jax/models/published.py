@@ -203,7 +203,13 @@ def linformer_base() -> Encoder:
 
 
 _WIDTHS = {"xs": 25, "s": 50, "m": 800, "l": 3200, "xl": 12_800}
-_SMALL: dict[str, Any] = {"d_model": 288, "layers": 5, "heads": 4, "d_ff": 507, "ratio": RATIO_IWSLT}
+_SMALL: dict[str, Any] = {
+    "d_model": 288,
+    "layers": 5,
+    "heads": 4,
+    "d_ff": 507,
+    "ratio": RATIO_IWSLT,
+}
 FIXED_HEADS = (
     *((512, heads, 128) for heads in (8, 12, 16, 32)),
     *((512, 8, width) for width in (32, 64, 256)),
@@ -219,7 +225,10 @@ PUBLISHED: dict[str, Callable[[], TokenModel]] = {
         for size, options in (("", {}), ("_small", _SMALL))
     },
     "bert_large": partial(bert, 1024, 16, 64),
-    **{f"bert_{d}_{heads}x{width}": partial(bert, d, heads, width) for d, heads, width in FIXED_HEADS},
+    **{
+        f"bert_{d}_{heads}x{width}": partial(bert, d, heads, width)
+        for d, heads, width in FIXED_HEADS
+    },
     "linformer_base": linformer_base,
     **{
         f"{kind}_{size}": partial(attention_replaced, kind, hidden)

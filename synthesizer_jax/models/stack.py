@@ -163,13 +163,15 @@ class Stack(nn.Module):
             limit = getattr(positions, "max_length", None)
             if limit is not None and max_length > limit:
                 raise ValueError(
-                    f"{type(positions).__name__} has max_length={limit} but the caches have room for "
-                    f"{max_length} positions; build it with max_length>={max_length}, or decode fewer "
-                    "tokens"
+                    f"{type(positions).__name__} has max_length={limit} but the caches have room "
+                    f"for {max_length} positions; build it with max_length>={max_length}, or "
+                    "decode fewer tokens"
                 )
         blocks = self._blocks()
         whole = whole or self.bias is not None
-        return tuple(b.init_cache(x[:, :0], memory, max_length=max_length, whole=whole) for b in blocks)
+        return tuple(
+            b.init_cache(x[:, :0], memory, max_length=max_length, whole=whole) for b in blocks
+        )
 
     def extend(
         self,
@@ -207,14 +209,21 @@ class Stack(nn.Module):
             def layer(x: jax.Array, index: int) -> jax.Array:
                 """Applies one layer and extends its cache."""
                 x, extended[index] = blocks[index].extend(
-                    x, caches[index], mask=mask, bias=bias, memory_mask=memory_mask, position=position
+                    x,
+                    caches[index],
+                    mask=mask,
+                    bias=bias,
+                    memory_mask=memory_mask,
+                    position=position,
                 )
                 return x
 
             return self._repeat(x, layer, positions)
 
         num_keys = _capacity(caches) or x.shape[1]
-        x = self._apply_around(x, layers, positions, shared_positions, num_keys=num_keys, position=position)
+        x = self._apply_around(
+            x, layers, positions, shared_positions, num_keys=num_keys, position=position
+        )
         x = x if order is None else take_positions(x, jnp.argsort(order, axis=1))
         return x, tuple(extended)
 
@@ -270,7 +279,9 @@ class Stack(nn.Module):
             x = layer(x, index)
         return x
 
-    def _scan(self, x: jax.Array, mask: Mask | None, bias: Terms, memory: Memory | None) -> jax.Array:
+    def _scan(
+        self, x: jax.Array, mask: Mask | None, bias: Terms, memory: Memory | None
+    ) -> jax.Array:
         """Applies the layers of every run in a scan."""
         stacked = "params", "constants", "intermediates", LOGITS, LOSSES, TAPS, OVERRIDES
         for index, run in enumerate(self.runs):
@@ -330,7 +341,9 @@ def _positions_of(mask: Mask | None, position: int | jax.Array, *, q: int) -> Po
 def _capacity(caches: tuple[LayerCache, ...]) -> int | None:
     """Returns the number of key positions in the caches of self-attention, or None for no limit."""
     self_caches = [cache.self_attention for cache in caches]
-    return max((c.capacity for c in self_caches if isinstance(c, Cache) and not c.window), default=None)
+    return max(
+        (c.capacity for c in self_caches if isinstance(c, Cache) and not c.window), default=None
+    )
 
 
 def unstack_layers(stack: Stack, variables: Variables) -> Variables:
@@ -344,7 +357,8 @@ def unstack_layers(stack: Stack, variables: Variables) -> Variables:
     for run, names in _layers_of_runs(stack):
         if run in variables:
             result |= {
-                name: jax.tree.map(lambda a, i=i: a[i], variables[run]) for i, name in enumerate(names)
+                name: jax.tree.map(lambda a, i=i: a[i], variables[run])
+                for i, name in enumerate(names)
             }
     return result
 

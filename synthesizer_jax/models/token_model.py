@@ -70,11 +70,14 @@ class TokenModel(nn.Module, kw_only=True):
         check_types(type(self), fields_of(self), type(self).__name__)
         if self.dtype == AUTO:
             raise ValueError(
-                f"{type(self).__name__}: dtype is {AUTO!r}, which stands for the dtype of a platform; give "
-                "model=models.resolve_dtype(model), or set dtype='float32' or dtype='bfloat16'"
+                f"{type(self).__name__}: dtype is {AUTO!r}, which stands for the dtype of a "
+                "platform; give model=models.resolve_dtype(model), or set dtype='float32' or "
+                "dtype='bfloat16'"
             )
         shape = (self.vocab_size, self.d_model)
-        self.embedding = self.param("embedding", with_axes(self.embedding_init, "vocab", "embed"), shape)
+        self.embedding = self.param(
+            "embedding", with_axes(self.embedding_init, "vocab", "embed"), shape
+        )
         if not self.tied:
             init = with_axes(self.logits_init, "embed", "vocab")
             self.logits_kernel = self.param("logits_kernel", init, shape[::-1])
@@ -130,7 +133,10 @@ _Residuals: TypeAlias = tuple[jax.Array, jax.Array]
 
 def _embedding_lookup_fwd(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, _Residuals]:
     """Returns the rows, and residuals that hold the tokens but no copy of the table."""
-    return _embedding_lookup(table, tokens), (jnp.zeros_like(table, shape=(0, *table.shape)), tokens)
+    return _embedding_lookup(table, tokens), (
+        jnp.zeros_like(table, shape=(0, *table.shape)),
+        tokens,
+    )
 
 
 def _embedding_lookup_bwd(residuals: _Residuals, g: jax.Array) -> tuple[jax.Array, None]:
@@ -192,9 +198,9 @@ def token_mask(mask: MaskLike, *, batch: int, length: int) -> Mask | None:
         if not fits:
             raise ValueError(
                 f"the mask of a model has shape {mask.shape}; it must be [batch or 1={batch}, "
-                f"keys={length}], a tokenizer's attention mask, or a pattern with four axes, [batch or 1, "
-                "heads or 1, q, keys]: mask[None, None] is one of [q, keys], mask[:, None] one of "
-                "[batch, q, keys]"
+                f"keys={length}], a tokenizer's attention mask, or a pattern with four axes, "
+                "[batch or 1, heads or 1, q, keys]: mask[None, None] is one of [q, keys], mask[:, "
+                "None] one of [batch, q, keys]"
             )
         if mask.ndim == 2:
             mask = mask[:, None, None]
@@ -208,7 +214,9 @@ def real_targets_mask(tokens: jax.Array, padding: int) -> jax.Array:
     id.
     """
     # The place of each row's last token. Padding before it is part of the targets.
-    last = jnp.max(jnp.where(tokens != padding, jnp.arange(tokens.shape[1])[None], 0), axis=1, initial=0)
+    last = jnp.max(
+        jnp.where(tokens != padding, jnp.arange(tokens.shape[1])[None], 0), axis=1, initial=0
+    )
     return jnp.arange(tokens.shape[1])[None] <= last[:, None]
 
 

@@ -162,7 +162,10 @@ def t5(
       scan: whether to scan over layers; see `Stack`.
       remat: the rematerialization policy; see `Stack`.
     """
-    dropout: dict[str, Any] = {"dropout_rate": dropout_rate, "elementwise_dropout": elementwise_dropout}
+    dropout: dict[str, Any] = {
+        "dropout_rate": dropout_rate,
+        "elementwise_dropout": elementwise_dropout,
+    }
     vanilla = dot_product(size.head_dim)
     encoder = vanilla if encoder is None else encoder
     decoder = encoder if decoder is None else decoder
@@ -181,7 +184,12 @@ def t5(
         has_bias = relative_bias and block.self_mixer.bias_heads is not None
         bias = RelativeBias(bidirectional=cross is None) if has_bias else None
         return Stack(
-            (Run(block, size.layers),), bias=bias, positions=positions, **dropout, scan=scan, remat=remat
+            (Run(block, size.layers),),
+            bias=bias,
+            positions=positions,
+            **dropout,
+            scan=scan,
+            remat=remat,
         )
 
     return EncoderDecoder(

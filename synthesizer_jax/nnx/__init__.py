@@ -81,7 +81,9 @@ def to_nnx(layer: linen.Module, *, rngs: nnx.Rngs, **options: Any) -> Any:
     Raises:
       ValueError: if `in_features` is missing, or if the module is of another kind.
     """
-    if not isinstance(layer, Mixer | models.FeedForward | models.Block | models.Stack | models.TokenModel):
+    if not isinstance(
+        layer, Mixer | models.FeedForward | models.Block | models.Stack | models.TokenModel
+    ):
         raise ValueError(
             f"to_nnx: {type(layer).__name__} is neither a mixer, block, stack nor model; use "
             "synthesizer_jax.nnx.MultiHeadAttention or flax.nnx.bridge.ToNNX"

@@ -135,7 +135,9 @@ class LinenModule(nnx.Module):
             variables = config.lazy_init(rngs.params(), *example, **options)
 
         # The names of logical axes mean nothing to a mesh unless there are rules.
-        eager = bool(nnx.using_eager_sharding() and get_logical_axis_rules() and meta.get_global_mesh())
+        eager = bool(
+            nnx.using_eager_sharding() and get_logical_axis_rules() and meta.get_global_mesh()
+        )
         flat: dict[tuple[str, ...], nnx.Variable[jax.Array]] = {}
         for (collection, *path), value in flatten_dict(variables).items():
             variable_type = nnx.variable_type_from_name(collection, allow_register=True)
@@ -295,8 +297,8 @@ def draw_dropout_key(
         rngs = rngs.dropout if "dropout" in rngs or "default" in rngs else None
     if rngs is None:
         raise ValueError(
-            f"{name}: dropout needs a random stream; pass rngs with a stream 'dropout' or a default "
-            "stream to the constructor or to the call, or set deterministic=True"
+            f"{name}: dropout needs a random stream; pass rngs with a stream 'dropout' or a "
+            "default stream to the constructor or to the call, or set deterministic=True"
         )
     return rngs if isinstance(rngs, jax.Array) else rngs()
 
@@ -327,7 +329,9 @@ def _example_arguments(
     if isinstance(config, TokenModel):
         return config.example(1, 1), {}
     if in_features is None:
-        raise ValueError(f"{type(config).__name__} needs in_features, the number of features of its inputs")
+        raise ValueError(
+            f"{type(config).__name__} needs in_features, the number of features of its inputs"
+        )
     x = jax.ShapeDtypeStruct((1, 1, in_features), jnp.float32)
     if isinstance(config, FeedForward):
         return (x,), {}

@@ -37,7 +37,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       **options: keyword arguments of `flax.nnx.MultiHeadAttention`.
     """
 
-    def __init__(self, *args: Any, rngs: nnx.Rngs, alignment: Alignment | None = None, **options: Any):
+    def __init__(
+        self, *args: Any, rngs: nnx.Rngs, alignment: Alignment | None = None, **options: Any
+    ):
         super().__init__(*args, rngs=rngs, **{"attention_fn": attention_fn, **options})
         self.alignment = alignment
         if alignment is None:
@@ -184,7 +186,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """
         arrays = {n: x[...] for n, x in vars(self).items() if isinstance(x, nnx.Cache)}
         if not arrays:
-            raise ValueError("MultiHeadAttention: the cache is not initialized; call init_cache first")
+            raise ValueError(
+                "MultiHeadAttention: the cache is not initialized; call init_cache first"
+            )
         return arrays
 
 

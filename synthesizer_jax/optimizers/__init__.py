@@ -5,7 +5,14 @@ from synthesizer_jax.optimizers.adamw import AdamW
 from synthesizer_jax.optimizers.base import Optimizer
 from synthesizer_jax.optimizers.optax import Optax, optax_optimizer, optax_schedule
 from synthesizer_jax.optimizers.rules import OptimizerRule
-from synthesizer_jax.optimizers.schedules import Constant, Cosine, InverseSquareRoot, Linear, Noam, Schedule
+from synthesizer_jax.optimizers.schedules import (
+    Constant,
+    Cosine,
+    InverseSquareRoot,
+    Linear,
+    Noam,
+    Schedule,
+)
 
 __all__ = [
     "Adafactor",

@@ -83,7 +83,9 @@ def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) ->
       min_size: the minimum number of rows and of columns for factoring.
     """
     is_table = bool(TABLE & set(axes)) and len(axes) > 2
-    batch = tuple(i for i, axis in enumerate(axes) if axis in BATCH or (axis == "heads" and is_table))
+    batch = tuple(
+        i for i, axis in enumerate(axes) if axis in BATCH or (axis == "heads" and is_table)
+    )
     # Each group holds the dimensions that form one dimension of the block's matrix.
     groups: list[list[int]] = []
     for i in range(len(axes)):

@@ -38,7 +38,9 @@ class AdamW:
     clip_norm: Positive | None = 1.0
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
-        is_decayed = jax.tree.map(lambda names: not NEVER_FACTORED & set(names), axes, is_leaf=is_axes)
+        is_decayed = jax.tree.map(
+            lambda names: not NEVER_FACTORED & set(names), axes, is_leaf=is_axes
+        )
         adam = optax.adamw(
             build_schedule(self.learning_rate),
             b1=self.b1,

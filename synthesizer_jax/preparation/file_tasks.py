@@ -52,7 +52,9 @@ class Template:
         # matches.
         self.text, self._parts = text, re.split(r"\{([^{}]+)\}", text)
         if brace := re.search("[{}]", "".join(self._parts[::2])):
-            raise ValueError(f"the template {text!r} has {brace[0]!r} outside of a field; write {{NAME}}")
+            raise ValueError(
+                f"the template {text!r} has {brace[0]!r} outside of a field; write {{NAME}}"
+            )
 
     @property
     def fields(self) -> list[str]:
@@ -68,7 +70,9 @@ class Template:
         values = [_field_text(row, field) for field in self.fields]
         if values and all(map(is_blank, values)):
             return ""
-        return "".join(itertools.chain(*itertools.zip_longest(self._parts[::2], values, fillvalue="")))
+        return "".join(
+            itertools.chain(*itertools.zip_longest(self._parts[::2], values, fillvalue=""))
+        )
 
 
 def _field_text(row: Row, field: str) -> str:
@@ -81,10 +85,13 @@ def _field_text(row: Row, field: str) -> str:
     names = [field] if field in row else field.split(".")
     for count, name in enumerate(names):
         if count and not isinstance(value, dict):
-            outer, kind = ".".join(names[:count]), "a list" if isinstance(value, list) else "no object"
+            outer, kind = (
+                ".".join(names[:count]),
+                "a list" if isinstance(value, list) else "no object",
+            )
             raise ValueError(
-                f"there is no field {field!r}: {outer!r} is {kind}, and dots only enter objects; write the "
-                "part that you need into a field of its own"
+                f"there is no field {field!r}: {outer!r} is {kind}, and dots only enter objects; "
+                "write the part that you need into a field of its own"
             )
         value = find_field(value if isinstance(value, dict) else {}, name, field=field)
     return value_text(value, field)
@@ -124,7 +131,9 @@ class FileTask:
                 )
         if isinstance(self.targets, Template) and self.targets.text and not self.targets.fields:
             text = self.targets.text
-            raise ValueError(f"the target {text!r} is the same for every row; write {{{text}}} for a field")
+            raise ValueError(
+                f"the target {text!r} is the same for every row; write {{{text}}} for a field"
+            )
         if blank := [value for value, word in self.labels.items() if is_blank(word)]:
             raise ValueError(f"the label of {blank[0]!r} is blank; give every label a word")
         words = len(set(self.labels.values()))
@@ -159,7 +168,9 @@ class FileTask:
             target = ""
         if self.inputs is None or target not in ("", UNKNOWN):
             if self.labels and target not in self.labels.values():
-                raise ValueError(f"the target {target!r} is none of the labels {', '.join(self.labels)}")
+                raise ValueError(
+                    f"the target {target!r} is none of the labels {', '.join(self.labels)}"
+                )
             if self.is_numeric and math.isnan(parse_number(target, otherwise=math.nan)):
                 metric = self.metrics[0]
                 raise ValueError(
@@ -189,7 +200,9 @@ def import_files(
     """
     same_name = task_registry.TASKS.get(task.name)
     if same_name is not None and not same_name.dataset.startswith(f"{IMPORTED}/"):
-        raise ValueError(f"the name {task.name!r} is that of a task of this package; choose another")
+        raise ValueError(
+            f"the name {task.name!r} is that of a task of this package; choose another"
+        )
     dataset = f"{IMPORTED}/{task.name}"
     reports = [SplitReport(dataset, split, files.files) for split, files in splits.items()]
     cursor = Cursor()
@@ -236,8 +249,8 @@ def _format_row(task: FileTask, report: SplitReport, row: Row) -> Row:
     may_hide = None in (task.inputs, task.targets) or report.split.startswith("test")
     if target == UNKNOWN and not may_hide:
         raise ValueError(
-            "the target is blank or '<unk>', as of a row whose answer is not known; add it, or import "
-            "such rows as --from test=FILE"
+            "the target is blank or '<unk>', as of a row whose answer is not known; add it, or "
+            "import such rows as --from test=FILE"
         )
     if task.labels:
         report.targets[target] += 1

@@ -17,7 +17,12 @@ from synthesizer_jax.tasks.postprocessors import Example, to_text
 
 
 def read_rows(
-    name: str, split: str, vocabulary: Vocabulary, *, data_dir: pathlib.Path, count: int | None = None
+    name: str,
+    split: str,
+    vocabulary: Vocabulary,
+    *,
+    data_dir: pathlib.Path,
+    count: int | None = None,
 ) -> Iterator[Example]:
     """Yields the preprocessed rows of a task in stored order, which are not truncated.
 
@@ -36,8 +41,9 @@ def read_rows(
     splits = task.stored_splits(data_dir)
     if split not in splits:
         raise FileNotFoundError(
-            f"{name} has no split {split!r} in {data_dir}, which has {', '.join(splits) or 'none of it'}; "
-            "choose another by --split, or add it with 'synthesizer-jax data import'"
+            f"{name} has no split {split!r} in {data_dir}, which has "
+            f"{', '.join(splits) or 'none of it'}; choose another by --split, or add it with "
+            "'synthesizer-jax data import'"
         )
     with reading_errors(f"{name}'s split {split!r}"):
         rows = (

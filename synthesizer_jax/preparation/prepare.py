@@ -31,7 +31,14 @@ from synthesizer_jax.base.files import (
     temporary_directory,
     write_atomic,
 )
-from synthesizer_jax.data.prepared import FORMAT, HIDDEN, Chunk, PreparedInfo, PreparedTasks, rows_file
+from synthesizer_jax.data.prepared import (
+    FORMAT,
+    HIDDEN,
+    Chunk,
+    PreparedInfo,
+    PreparedTasks,
+    rows_file,
+)
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Vocabulary, index_by_tokens
 from synthesizer_jax.preparation import synthetic
@@ -109,7 +116,13 @@ def prepare(
             continue
         with name_write_errors(prepared.root, "files that were finished are kept"):
             info = _prepare_split(
-                request, prepared, lengths=lengths, epochs=epochs, workers=workers, renew=renew, setup=setup
+                request,
+                prepared,
+                lengths=lengths,
+                epochs=epochs,
+                workers=workers,
+                renew=renew,
+                setup=setup,
             )
         log(f"{title}: {info.examples:,} examples, {sum(info.tokens.values()):,} tokens")
         if said := ", ".join(f"{count:,} {what}" for what, count in info.targets.items()):
@@ -182,8 +195,8 @@ def _prepare_split(
     fixed = dict(lengths or {}) if needs_lengths else None
     if fixed == {}:
         raise ValueError(
-            f"the steps of the task {task.name!r} depend on the lengths of rows; give --inputs-length and "
-            "--targets-length"
+            f"the steps of the task {task.name!r} depend on the lengths of rows; give "
+            "--inputs-length and --targets-length"
         )
     rows = task.stored_splits(prepared.data_dir).get(request.split)
     source = task.source_version(request.split, prepared.data_dir)
@@ -197,7 +210,9 @@ def _prepare_split(
         names = [name.replace("tokens", "tokens-b") for name in names]
     options = {"with_rows": request.rows, "lengths": fixed}
     jobs = [
-        _ShardJob(request, prepared, options | {"seed": i, "shard": (i % shards, shards)}, limit, key)
+        _ShardJob(
+            request, prepared, options | {"seed": i, "shard": (i % shards, shards)}, limit, key
+        )
         for i in range(len(names))
     ]
     paths = [directory / name for name in names]
@@ -257,7 +272,9 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
     with reading_errors(f"{what} in {job.prepared.data_dir}"):
         batches = read_task(task, job.request.split, job.prepared, **job.options)
         counts, rows = collections.Counter[str](), path.with_name(rows_file(path.name))
-        chunks = _write_rows(batches, job, rows) if job.request.rows else (chunk for chunk, _ in batches)
+        chunks = (
+            _write_rows(batches, job, rows) if job.request.rows else (chunk for chunk, _ in batches)
+        )
         shard = write_chunks(_count_targets(chunks, job, task, counts), path, key=job.key)
         digest = hashlib.sha256(rows.read_bytes()).hexdigest() if job.request.rows else None
         shard = dataclasses.replace(shard, targets=dict(counts), rows_digest=digest)

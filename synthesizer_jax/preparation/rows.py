@@ -62,7 +62,9 @@ def read_task(
             texts = _read_texts(task, split, prepared.data_dir, shard)
         return to_batches(encode(texts, task, prepared.vocabulary))
     # Read the files in their order, one after another.
-    seqio.set_tfds_read_config_override(tfds.ReadConfig(try_autocache=False, interleave_cycle_length=1))
+    seqio.set_tfds_read_config_override(
+        tfds.ReadConfig(try_autocache=False, interleave_cycle_length=1)
+    )
     rows = task.to_seqio(prepared.vocabulary, prepared.data_dir).get_dataset(
         lengths,
         split=split,
@@ -97,9 +99,14 @@ def _directory(task: Task, data_dir: pathlib.Path) -> pathlib.Path:
     return directory
 
 
-def _read_texts(task: Task, split: str, data_dir: pathlib.Path, shard: tuple[int, int]) -> tf.data.Dataset:
+def _read_texts(
+    task: Task, split: str, data_dir: pathlib.Path, shard: tuple[int, int]
+) -> tf.data.Dataset:
     """Returns the preprocessed rows of a task in batches."""
-    info, (index, num_shards) = tfds.builder_from_directory(str(_directory(task, data_dir))).info, shard
+    info, (index, num_shards) = (
+        tfds.builder_from_directory(str(_directory(task, data_dir))).info,
+        shard,
+    )
     files, features = list(map(str, info.splits[split].filepaths)), info.features
     read_file = file_adapters.ADAPTER_FOR_FORMAT[info.file_format].make_tf_data
     records = tf.data.Dataset.from_tensor_slices(files[index::num_shards]).flat_map(read_file)
@@ -151,7 +158,9 @@ def encode(texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary) -> tf.dat
             # Every byte has one id, so all texts are encoded at once and divided by their lengths.
             joined = theirs.encode_tf(tf.strings.reduce_join(texts))
             ids = tf.RaggedTensor.from_row_lengths(joined, tf.strings.length(texts))
-        first, last = (tf.repeat(tf.constant([x], tf.int32), tf.size(texts), 0) for x in around[side])
+        first, last = (
+            tf.repeat(tf.constant([x], tf.int32), tf.size(texts), 0) for x in around[side]
+        )
         return tf.concat([first, ids, last], 1)
 
     def convert(batch: Row) -> Row:

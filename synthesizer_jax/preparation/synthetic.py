@@ -16,7 +16,14 @@ from synthesizer_jax.data.vocabularies import train_sentencepiece
 from synthesizer_jax.preparation import synthetic_grammar as grammar
 from synthesizer_jax.preparation.writing import write_dataset
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.synthetic import DEFINITIONS, IMITATED, MIXTURE, MIXTURES, VOCAB_SIZE, vocabulary
+from synthesizer_jax.tasks.synthetic import (
+    DEFINITIONS,
+    IMITATED,
+    MIXTURE,
+    MIXTURES,
+    VOCAB_SIZE,
+    vocabulary,
+)
 from synthesizer_jax.tasks.task import Task
 
 with epy.lazy_imports():

@@ -81,7 +81,9 @@ KIND_OF = {
 }
 """The kind of every noun."""
 NOUNS = tuple(KIND_OF)
-_STATES = "clean/dirty wet/dry warm/cold safe/unsafe big/small quiet/noisy hidden/visible famous/unknown"
+_STATES = (
+    "clean/dirty wet/dry warm/cold safe/unsafe big/small quiet/noisy hidden/visible famous/unknown"
+)
 STATES = tuple((pair.partition("/")[0], pair.partition("/")[2]) for pair in _words(_STATES))
 """Pairs of opposite states."""
 PAIR_OF = {state: pair for pair in STATES for state in pair}
@@ -139,12 +141,12 @@ def cola(draw: Draw) -> Example:
 
 
 PRAISE = _words(
-    "great lovely funny clever brilliant charming fresh moving sweet exciting beautiful perfect smart "
-    "elegant delightful tender"
+    "great lovely funny clever brilliant charming fresh moving sweet exciting beautiful perfect "
+    "smart elegant delightful tender"
 )
 BLAME = _words(
-    "dull awful boring stupid terrible clumsy stale empty bitter tedious ugly weak silly lazy painful "
-    "shallow"
+    "dull awful boring stupid terrible clumsy stale empty bitter tedious ugly weak silly lazy "
+    "painful shallow"
 )
 ASPECTS = _words("story acting music script plot ending film cast dialogue photography")
 REACTIONS = (
@@ -403,7 +405,10 @@ def _happening(draw: Draw, question: int, outcome: int) -> str:
     return f"the {draw.one(ASPECTS)} was {draw.one((PRAISE, BLAME)[outcome])}"
 
 
-PERSONS = ((*MEN, "the king", "the uncle", "the waiter"), (*WOMEN, "the queen", "the aunt", "the waitress"))
+PERSONS = (
+    (*MEN, "the king", "the uncle", "the waiter"),
+    (*WOMEN, "the queen", "the aunt", "the waitress"),
+)
 REASONS = (
     ("needed help", "wanted advice", "felt alone", "was grateful"),
     ("had helped", "worked hard", "gave advice", "was brave"),

@@ -17,7 +17,12 @@ from typing import Any, TypeAlias
 
 from etils import epy
 
-from synthesizer_jax.base.files import in_bucket, name_write_errors, temporary_directory, write_atomic
+from synthesizer_jax.base.files import (
+    in_bucket,
+    name_write_errors,
+    temporary_directory,
+    write_atomic,
+)
 from synthesizer_jax.tasks.stored import INFO, STAMP, load_info, stored_splits
 
 with epy.lazy_imports():
@@ -128,8 +133,8 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
     """
     if in_bucket(data_dir):
         raise ValueError(
-            f"data sets are not written to a bucket ({data_dir}); write them to a directory and copy it: "
-            f"gcloud storage cp --recursive 'DIRECTORY/*' {data_dir}/"
+            f"data sets are not written to a bucket ({data_dir}); write them to a directory and "
+            f"copy it: gcloud storage cp --recursive 'DIRECTORY/*' {data_dir}/"
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(name_write_errors(data_dir, "no data set was changed"))
@@ -137,7 +142,9 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
         folder = stack.enter_context(temporary_directory(data_dir, ".import"))
         yield folder
         # The destination of every data set that was written to the folder.
-        targets = {path.parent: data_dir / path.parent.relative_to(folder) for path in folder.rglob(INFO)}
+        targets = {
+            path.parent: data_dir / path.parent.relative_to(folder) for path in folder.rglob(INFO)
+        }
         for written, target in targets.items():
             _keep_splits(target, written, renew=renew)
         for number, (written, target) in enumerate(targets.items()):

@@ -50,8 +50,8 @@ class Pretrained(NamedTuple):
 
 
 REMEDY = (
-    "other libraries have T5s only, so keep this model's own checkpoint, or export it with --to stablehlo, "
-    "which takes every model"
+    "other libraries have T5s only, so keep this model's own checkpoint, or export it with --to "
+    "stablehlo, which takes every model"
 )
 """The end of messages about a model that other libraries lack. It says what to do instead."""
 
@@ -115,7 +115,9 @@ class Architecture:
         scale = self.d_model**-0.5 if self.scaled else 1.0
         encoder = stack(self.num_layers, None)
         if not self.num_decoder_layers:
-            return Encoder(vocab_size=self.vocab_size, d_model=self.d_model, encoder=encoder, ids=self.ids)
+            return Encoder(
+                vocab_size=self.vocab_size, d_model=self.d_model, encoder=encoder, ids=self.ids
+            )
         return EncoderDecoder(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
@@ -219,7 +221,15 @@ def with_output_of_t5(model: TokenModel, params: PyTree) -> tuple[TokenModel, Py
     return model.copy(tied=False, logits_scale=None), {**params, "logits_kernel": kernel * scale}
 
 
-_FREE = ("dropout_rate", "elementwise_dropout", "drop_output", "dtype", "scan", "remat", "implementation")
+_FREE = (
+    "dropout_rate",
+    "elementwise_dropout",
+    "drop_output",
+    "dtype",
+    "scan",
+    "remat",
+    "implementation",
+)
 """Fields that change neither the parameters nor what the model computes without dropout."""
 
 

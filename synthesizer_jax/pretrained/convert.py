@@ -106,16 +106,16 @@ def _experiment(
     vocabulary = vocabulary or pretrained.vocabulary
     if vocabulary is None:
         raise FileNotFoundError(
-            f"{source} has no vocabulary that is known here; name one with --vocabulary, such as T5's "
-            "spiece.model, or 'bytes' for a ByT5"
+            f"{source} has no vocabulary that is known here; name one with --vocabulary, such as "
+            "T5's spiece.model, or 'bytes' for a ByT5"
         )
     _check_is_trained(model, source)
     vocabulary.build().check_ids(model.ids)
     size = vocabulary.vocab_size
     if size > model.vocab_size:
         raise ValueError(
-            f"the vocabulary has {size} ids, but the embedding of {source} has {model.vocab_size} rows; "
-            "name the model's own with --vocabulary, without sentinels by --extra-ids 0"
+            f"the vocabulary has {size} ids, but the embedding of {source} has {model.vocab_size} "
+            "rows; name the model's own with --vocabulary, without sentinels by --extra-ids 0"
         )
     if is_run(source):
         saved = read_recorded(find_checkpoint(source)[0])

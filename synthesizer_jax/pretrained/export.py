@@ -74,7 +74,9 @@ def export_run(
     if to not in FORMATS:
         raise ValueError(f"--to is {to!r}; use {', '.join(FORMATS)}")
     if to != STABLEHLO and (inputs_length or max_length or beams > 1):
-        raise ValueError(f"--inputs-length, --max-length and --beams are for {STABLEHLO}; leave them out")
+        raise ValueError(
+            f"--inputs-length, --max-length and --beams are for {STABLEHLO}; leave them out"
+        )
     if to != HUGGING_FACE and dtype != "float32":
         raise ValueError(f"--dtype is for {HUGGING_FACE}; leave it out")
     source, chosen = find_checkpoint(run)
@@ -95,7 +97,9 @@ def export_run(
         elif to == STABLEHLO:
             limits = _limits(experiment, inputs_length, max_length, beams)
             continues = not experiment.data.inputs_length
-            write_directory(staging, model, variables, vocabulary, limits=limits, continues=continues)
+            write_directory(
+                staging, model, variables, vocabulary, limits=limits, continues=continues
+            )
         else:
             write_checkpoint(staging, model, variables, step=step, scanned=to == SCANNED_T5X)
 
@@ -140,8 +144,8 @@ def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:
     if step:
         data = experiment.data
         sections.append(
-            f"Trained on the mixture {_fenced(data.mixture)}, with {data.batch_size} examples of up to "
-            f"{data.inputs_length} and {data.targets_length} tokens a step."
+            f"Trained on the mixture {_fenced(data.mixture)}, with {data.batch_size} examples of "
+            f"up to {data.inputs_length} and {data.targets_length} tokens a step."
         )
     if metrics:
         sections += ["## Results", _fenced(metrics)]

@@ -85,8 +85,8 @@ def load(
     """
     if not isinstance(mesh, Mesh | None):
         raise TypeError(
-            f"mesh is {mesh!r}, but it must be a jax.sharding.Mesh; give one of sharding.make_mesh, such "
-            "as make_mesh(MeshShape(fsdp=8)), or one of jax.make_mesh"
+            f"mesh is {mesh!r}, but it must be a jax.sharding.Mesh; give one of "
+            "sharding.make_mesh, such as make_mesh(MeshShape(fsdp=8)), or one of jax.make_mesh"
         )
     dtype_name = None if dtype is None else _check_dtype(dtype)
     source = storage_path(str(path)).expanduser()
@@ -105,8 +105,8 @@ def load(
     ) as pretrained:
         if pretrained.vocabulary is None:
             raise FileNotFoundError(
-                f"{source} has no vocabulary that is known here; put the model's spiece.model there, or "
-                "name one with 'synthesizer-jax convert --vocabulary'"
+                f"{source} has no vocabulary that is known here; put the model's spiece.model "
+                "there, or name one with 'synthesizer-jax convert --vocabulary'"
             )
         vocabulary, model = pretrained.vocabulary.build(), pretrained.model
         vocabulary.check_ids(model.ids)
@@ -205,8 +205,8 @@ def encode(
     width = encoder_width(loaded.model)
     if attend_to_padding and pad_to is None:
         raise ValueError(
-            "attend_to_padding=True without pad_to, which says how much padding there is; give it too, "
-            "such as pad_to=512"
+            "attend_to_padding=True without pad_to, which says how much padding there is; give it "
+            "too, such as pad_to=512"
         )
     name = "inputs_length" if pad_to is None else "pad_to"
     length = inputs_length if pad_to is None else pad_to
@@ -219,7 +219,11 @@ def encode(
         padding = loaded.model.ids.padding
         rows = [np.pad(row, (0, pad_to - len(row)), constant_values=padding) for row in ids]
         # Without a restriction in the mask, every token attends to all `pad_to` positions.
-        see = (lambda _: Mask()) if attend_to_padding else functools.partial(_see_real, padding=padding)
+        see = (
+            (lambda _: Mask())
+            if attend_to_padding
+            else functools.partial(_see_real, padding=padding)
+        )
         states = predictor.states(rows, see)
     if pool is None:
         pool = pad_to is None
@@ -240,7 +244,9 @@ def _see_real(tokens: jax.Array, *, padding: int) -> Mask:
 
     The tokens are ``[batch, k]``.
     """
-    return Mask(key_lengths=num_real_tokens(tokens, padding), query_valid=jnp.ones_like(tokens, bool))
+    return Mask(
+        key_lengths=num_real_tokens(tokens, padding), query_valid=jnp.ones_like(tokens, bool)
+    )
 
 
 def _check_length(name: str, length: int, vocabulary: Vocabulary) -> None:
@@ -249,12 +255,14 @@ def _check_length(name: str, length: int, vocabulary: Vocabulary) -> None:
     least = max(len(first) + len(last), 1)
     if length < least:
         raise ValueError(
-            f"{name} is {length}, but it must be at least {least}, because the tokens before and after a "
-            "text count too"
+            f"{name} is {length}, but it must be at least {least}, because the tokens before and "
+            "after a text count too"
         )
 
 
-def _predictor(loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding) -> Predictor:
+def _predictor(
+    loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding
+) -> Predictor:
     """Returns a predictor for the texts. It uses the mesh over which the variables are sharded."""
     if isinstance(texts, str):
         raise TypeError("texts is one string, which is a sequence of letters; pass [text]")

@@ -68,8 +68,8 @@ def open_pretrained(
     is_of_t5x = source.is_file() or is_checkpoint(source)
     if variant is not None and (is_adapter(source) or is_run(source) or is_of_t5x):
         raise ValueError(
-            f"variant={variant!r} is for folders of models of transformers, and {source} is none; leave it "
-            "out"
+            f"variant={variant!r} is for folders of models of transformers, and {source} is none; "
+            "leave it out"
         )
     if is_adapter(source):
         with open_pretrained(
@@ -80,8 +80,8 @@ def open_pretrained(
         return
     if encoder_only and (is_run(source) or is_of_t5x):
         raise ValueError(
-            f"encoder_only=True is for folders of transformers, and {source} is none; leave it out: encode "
-            "runs the encoder alone"
+            f"encoder_only=True is for folders of transformers, and {source} is none; leave it "
+            "out: encode runs the encoder alone"
         )
     if is_run(source):
         yield _open_run(source)._replace(origin=origin)
@@ -90,10 +90,14 @@ def open_pretrained(
         yield open_checkpoint(source)._replace(origin=origin)
         return
     with tempfile.TemporaryDirectory() as scratch:
-        pretrained = open_folder(source, compare=compare, encoder_only=encoder_only, variant=variant)
+        pretrained = open_folder(
+            source, compare=compare, encoder_only=encoder_only, variant=variant
+        )
         ids, rows = pretrained.model.ids, pretrained.model.vocab_size
         if not all(0 <= i < rows for i in (ids.padding, ids.start, *ids.ends)):
-            raise ValueError(f"{source} has {rows} ids, and not all of {ids}; correct its config.json")
+            raise ValueError(
+                f"{source} has {rows} ids, and not all of {ids}; correct its config.json"
+            )
         found = vocabulary or read_vocabulary(source, pathlib.Path(scratch), ids=ids, rows=rows)
         yield pretrained._replace(vocabulary=found, origin=origin)
 
@@ -109,8 +113,8 @@ def _check_file(path: pathlib.Path) -> None:
         head = file.read(16)
     if head.startswith(b"GGUF"):
         raise ValueError(
-            f"{path} is a file of GGUF, which is not read; give the folder of the model from which it was "
-            "made, as transformers saves it"
+            f"{path} is a file of GGUF, which is not read; give the folder of the model from which "
+            "it was made, as transformers saves it"
         )
     if head.lstrip().startswith(b"{"):
         raise ValueError(f"{path} is a file of JSON; give its folder, {path.parent}")
@@ -125,8 +129,9 @@ def _check_file(path: pathlib.Path) -> None:
     if (path.parent / CONFIG).is_file():
         raise ValueError(f"{path} holds only tensors; give its folder, {path.parent}")
     raise ValueError(
-        f"{path} holds only tensors; put it, with the name {name}, into a folder that has the {CONFIG} "
-        "and the tokenizer of the model, such as those of google/t5-v1_1-xxl, and give the folder"
+        f"{path} holds only tensors; put it, with the name {name}, into a folder that has the "
+        f"{CONFIG} and the tokenizer of the model, such as those of google/t5-v1_1-xxl, and give "
+        "the folder"
     )
 
 
@@ -148,14 +153,16 @@ def _open_run(source: pathlib.Path) -> Pretrained:
     (_, vocabulary), variables = open_run(source)
     if variables.get("constants"):
         raise ValueError(
-            f"{source} has tables that are not trained, such as a Fixed Random's; only models of trained "
-            "parameters alone are converted"
+            f"{source} has tables that are not trained, such as a Fixed Random's; only models of "
+            "trained parameters alone are converted"
         )
     params = jax.tree.map(Unread.of, variables["params"])
     return Pretrained(unroll(model), params, vocabulary)
 
 
-def read_params(pretrained: Pretrained, mesh: Mesh | None = None, dtype: Dtype | None = None) -> PyTree:
+def read_params(
+    pretrained: Pretrained, mesh: Mesh | None = None, dtype: Dtype | None = None
+) -> PyTree:
     """Reads the parameters of an open checkpoint, one after the other.
 
     Args:

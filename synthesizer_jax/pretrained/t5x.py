@@ -23,7 +23,12 @@ from flax import serialization, traverse_util
 from synthesizer_jax.base.registry import format_value
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture, Pretrained, with_output_of_t5
+from synthesizer_jax.pretrained.architecture import (
+    MOST_LAYERS,
+    Architecture,
+    Pretrained,
+    with_output_of_t5,
+)
 from synthesizer_jax.pretrained.tensors import (
     SAME,
     Layout,
@@ -62,7 +67,11 @@ It merges ``[d_model, heads, width]`` and ``[heads, width, d_model]`` to matrice
 """
 
 
-_ASSUMED = {"activations": (("relu",), ("gelu", "linear")), "max_distance": (128,), "epsilon": (1e-6,)}
+_ASSUMED = {
+    "activations": (("relu",), ("gelu", "linear")),
+    "max_distance": (128,),
+    "epsilon": (1e-6,),
+}
 """The values that `open_checkpoint` assumes for fields that a checkpoint does not contain."""
 
 
@@ -126,15 +135,17 @@ def write_checkpoint(
     for name, assumed in _ASSUMED.items():
         if fields[name] not in assumed:
             raise ValueError(
-                f"T5X's files do not say {name} {fields[name]}, so they would be read as another model; "
-                "export to huggingface"
+                f"T5X's files do not say {name} {fields[name]}, so they would be read as another "
+                "model; export to huggingface"
             )
     arrays = dict(named_tensors(params, correspondences(model, t5x_name)))
     arrays = _scanned(arrays) if scanned else arrays
     leaves = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     target = traverse_util.unflatten_dict(leaves, sep="/")
     state = {"step": np.asarray(step, np.int32), "param_states": {}}
-    data = serialization.msgpack_serialize({"version": 3, "optimizer": {"target": target, "state": state}})
+    data = serialization.msgpack_serialize(
+        {"version": 3, "optimizer": {"target": target, "state": state}}
+    )
     (directory / CHECKPOINT).write_bytes(data)
 
 
@@ -146,7 +157,9 @@ def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
         tree = tree.get("optimizer", tree) if isinstance(tree, dict) else None
         target = tree.get("target") if isinstance(tree, dict) else None
         if not isinstance(target, dict):
-            raise ValueError("it has no parameters under optimizer/target, as checkpoints of T5X do")
+            raise ValueError(
+                "it has no parameters under optimizer/target, as checkpoints of T5X do"
+            )
         leaves = traverse_util.flatten_dict(target).items()
         arrays = {"/".join(map(str, k)): x for k, x in leaves if isinstance(x, np.ndarray)}
         return {name: Tensor.of(x) for name, x in arrays.items()}
@@ -305,7 +318,8 @@ def _architecture(tensors: Tensors, path: pathlib.Path) -> Architecture:
         """Returns the shape of a matrix, or raises a `ValueError`."""
         if name not in tensors or len(tensors[name].shape) != 2 or 0 in tensors[name].shape:
             raise ValueError(
-                f"{path} has no array {name} of 2 axes; it is not a checkpoint of T5X's encoder-decoder"
+                f"{path} has no array {name} of 2 axes; it is not a checkpoint of T5X's "
+                "encoder-decoder"
             )
         rows, columns = tensors[name].shape
         return rows, columns

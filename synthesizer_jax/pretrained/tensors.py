@@ -177,8 +177,12 @@ def match_tensors(
     superfluous = tensors.keys() - {c.name for c in parameters} - set(ignored)
     problems += [f"{name} is not part of the model" for name in sorted(superfluous)]
     if problems:
-        raise ValueError(f"{source}: the tensors do not fit: {'; '.join(problems)}; nothing was read")
-    unread = {c.path: Unread(c.shape, functools.partial(_read, tensors[c.name], c)) for c in parameters}
+        raise ValueError(
+            f"{source}: the tensors do not fit: {'; '.join(problems)}; nothing was read"
+        )
+    unread = {
+        c.path: Unread(c.shape, functools.partial(_read, tensors[c.name], c)) for c in parameters
+    }
     params: dict[str, PyTree] = traverse_util.unflatten_dict(unread)
     return params
 
@@ -188,7 +192,9 @@ def _read(tensor: Tensor, c: Correspondence) -> np.ndarray:
     return c.layout.to_ours(tensor.read(None), c.shape)
 
 
-def named_tensors(params: PyTree, parameters: Sequence[Correspondence]) -> Iterator[tuple[str, np.ndarray]]:
+def named_tensors(
+    params: PyTree, parameters: Sequence[Correspondence]
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the name and the value that each parameter has in another library.
 
     The layers of `params` must be looped.

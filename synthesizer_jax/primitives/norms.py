@@ -37,7 +37,9 @@ def _rms_norm(x: jax.Array, epsilon: float, scale: jax.Array) -> jax.Array:
 
 
 @_save_statistics
-def _layer_norm(x: jax.Array, epsilon: float, scale_and_bias: tuple[jax.Array, jax.Array]) -> jax.Array:
+def _layer_norm(
+    x: jax.Array, epsilon: float, scale_and_bias: tuple[jax.Array, jax.Array]
+) -> jax.Array:
     """Normalizes ``[..., d]`` to mean 0 and variance 1, scales and shifts it; see `LayerNorm`."""
     scale, bias = (p.reshape((1,) * (x.ndim - 1) + p.shape) for p in scale_and_bias)
     x32 = x.astype(logits_dtype(x))

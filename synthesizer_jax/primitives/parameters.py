@@ -63,7 +63,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def apply_method(method: Callable[P, R], variables: Variables, *args: P.args, **kwargs: P.kwargs) -> R:
+def apply_method(
+    method: Callable[P, R], variables: Variables, *args: P.args, **kwargs: P.kwargs
+) -> R:
     """Applies a method of an unbound module, with the types of the method's arguments and result.
 
     ``apply_method(model.extend, variables, ...)`` returns the same as
@@ -110,8 +112,8 @@ def check_patterns_decide(field: str, patterns: Iterable[str], paths: Collection
             )
         if matched.isdisjoint(undecided):
             raise ValueError(
-                f"{field}: earlier rules decide for all that {pattern!r} matches; put it before them, or "
-                "leave it out"
+                f"{field}: earlier rules decide for all that {pattern!r} matches; put it before "
+                "them, or leave it out"
             )
         undecided -= matched
 

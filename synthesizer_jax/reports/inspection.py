@@ -59,11 +59,11 @@ OVERVIEW = {
 """The tables of the section "Heads at a glance": their titles and the measures that they show."""
 
 GLANCE = (
-    "Keys used: exp(entropy) of a query’s weights over the number of keys that it sees, 100 if equal. "
-    "Explained by positions: how much closer to a query’s weights than equal ones a table of mean weights "
-    "comes, from other examples; 100 is a head that reads no tokens, below 0 one that no table describes. "
-    "Rank: of the logits, without a shared position bias, over the largest possible; a head of width e has "
-    "at most e (Bhojanapalli et al. 2020)."
+    "Keys used: exp(entropy) of a query’s weights over the number of keys that it sees, 100 if "
+    "equal. Explained by positions: how much closer to a query’s weights than equal ones a table "
+    "of mean weights comes, from other examples; 100 is a head that reads no tokens, below 0 one "
+    "that no table describes. Rank: of the logits, without a shared position bias, over the "
+    "largest possible; a head of width e has at most e (Bhojanapalli et al. 2020)."
 )
 NUMBERS = ("entropy", "spread", "near", "off_diagonal", "static", "rank")
 
@@ -88,8 +88,8 @@ def write_inspection(path: pathlib.Path, inspected: Inspected, *, title: str) ->
         ("Heads at a glance", GLANCE, _overview(layers)),
         (
             "Weights at the start and at the end",
-            "How many pairs of query and key have which weight, all heads together, as in Tay et al. 2021; "
-            "the bar at the left holds all smaller weights.",
+            "How many pairs of query and key have which weight, all heads together, as in Tay et "
+            "al. 2021; the bar at the left holds all smaller weights.",
             _histograms(layers),
         ),
         (
@@ -111,7 +111,9 @@ def write_inspection(path: pathlib.Path, inspected: Inspected, *, title: str) ->
         (
             "How alike heads are",
             "The mean cosine of two heads’ weights of the same query, in percent.",
-            _grids({n: {"": layer["end"]["similarity"]} for n, layer in layers.items()}, "head", 100.0),
+            _grids(
+                {n: {"": layer["end"]["similarity"]} for n, layer in layers.items()}, "head", 100.0
+            ),
         ),
         (
             "Talking heads",
@@ -131,8 +133,9 @@ def write_inspection(path: pathlib.Path, inspected: Inspected, *, title: str) ->
         *([] if inspected["static"] is None else [_static(inspected["static"])]),
         Section(
             "All numbers by head",
-            "Entropy in nats, distances in positions. – is not defined: numbers of keys in a window, "
-            "distances in cross-attention. The JSON file beside this page holds all that is drawn here.",
+            "Entropy in nats, distances in positions. – is not defined: numbers of keys in a "
+            "window, distances in cross-attention. The JSON file beside this page holds all that "
+            "is drawn here.",
             headings=("layer, head", *(x.replace("_", " ") for x in NUMBERS)),
             rows=list(_rows(layers)),
             folded=True,
@@ -151,14 +154,17 @@ def summary(inspected: Inspected) -> Iterator[str]:
     """
     end = {name: layer["end"] for name, layer in inspected["layers"].items()}
     if end:
-        spread, static = (np.concatenate([m[x] for m in end.values()]) for x in ("spread", "static"))
+        spread, static = (
+            np.concatenate([m[x] for m in end.values()]) for x in ("spread", "static")
+        )
         local = sum(_is_local(m, near) for m in end.values() for near in m["near"])
         names = [f"{name}.{i + 1}" for name, m in end.items() for i in range(len(m["spread"]))]
         yield (
-            f"{len(names)} heads: {(spread < SHARP).sum()} sharp (less than {SHARP:.0%} of the keys seen "
-            f"are used), {local} local (in self-attention, most of the weight is within {NEAR} positions "
-            f"of the query, and more than equal weights have there), {(static >= STATIC).sum()} static "
-            f"(positions alone explain at least {STATIC:.0%} of where the head looks)."
+            f"{len(names)} heads: {(spread < SHARP).sum()} sharp (less than {SHARP:.0%} of the "
+            f"keys seen are used), {local} local (in self-attention, most of the weight is within "
+            f"{NEAR} positions of the query, and more than equal weights have there), "
+            f"{(static >= STATIC).sum()} static (positions alone explain at least {STATIC:.0%} of "
+            "where the head looks)."
         )
         if np.isfinite(spread).any():
             sharpest = names[np.nanargmin(spread)]
@@ -172,8 +178,8 @@ def summary(inspected: Inspected) -> Iterator[str]:
         which = "; ".join(f"{', '.join(names)} ({mixer})" for mixer, names in kinds.items())
         yield f"{'These layers have' if end else 'This model has'} no attention weights: {which}."
     yield (
-        f"Step {inspected['step']:,}, over {inspected['examples']:,} examples of the evaluation sets. The "
-        f"parameters at the start are {inspected['start']}."
+        f"Step {inspected['step']:,}, over {inspected['examples']:,} examples of the evaluation "
+        f"sets. The parameters at the start are {inspected['start']}."
     )
 
 
@@ -190,13 +196,15 @@ def sentence(layer: Inspected) -> str:
     # If sequences are so short that most keys are near the query, no head can be called local.
     if m["near_of_equal"] <= 1 / MORE_LOCAL:
         said.append(
-            f"{'local' if _is_local(m, near) else 'not local'}: {_share(m['near'])} of the weight is "
-            f"within {NEAR} positions, {m['near_of_equal']:.0%} would be equal weights"
+            f"{'local' if _is_local(m, near) else 'not local'}: {_share(m['near'])} of the weight "
+            f"is within {NEAR} positions, {m['near_of_equal']:.0%} would be equal weights"
         )
     if math.isfinite(off):
         said.append(f"the largest weight is {off:.1f} off the diagonal")
     if math.isfinite(static):
-        kind = "static" if static >= STATIC else "partly static" if static >= 0.5 else "reads tokens"
+        kind = (
+            "static" if static >= STATIC else "partly static" if static >= 0.5 else "reads tokens"
+        )
         where = _share(np.maximum(m["static"], 0))
         said.append(f"{kind}: positions explain {where} of where it looks")
     return f"{layer['mixer']}: {'; '.join(said)}."
@@ -293,13 +301,14 @@ def _static(static: Inspected) -> Section:
         # The index of the last loss before the first one above the limit. A NaN is above it, too.
         within = next((i for i, x in enumerate(losses) if not x <= limit), len(losses)) - 1
         said = (
-            f"Of {len(heads)} heads, the {numbers[max(within, 0)]} most static can read a fitted table "
-            f"instead of tokens, without further training, for a loss of at most {TOLERANCE:.0%} more. "
+            f"Of {len(heads)} heads, the {numbers[max(within, 0)]} most static can read a fitted "
+            "table instead of tokens, without further training, for a loss of at most "
+            f"{TOLERANCE:.0%} more. "
         )
         if equal <= limit:
             said += (
-                "So can all with equal weights: the loss hardly depends on where these heads look; train "
-                "longer. "
+                "So can all with equal weights: the loss hardly depends on where these heads look; "
+                "train longer. "
             )
         ends = numbers[0], numbers[-1]
         lines = {"tables": (numbers, losses), f"+{TOLERANCE:.0%}": (ends, [limit] * 2)}
@@ -308,9 +317,10 @@ def _static(static: Inspected) -> Section:
     names = list(dict.fromkeys(name for kl in heads.values() for name in kl))
     return Section(
         "What static forms miss",
-        f"{said}Each form, which reads no tokens, was fitted to each head on half of the examples, beside "
-        "the model’s position bias: the mean Kullback–Leibler divergence of a query’s weights on the "
-        f"other half, in nats. Where other forms beat the table ({TABLE}), it had too few --examples.",
+        f"{said}Each form, which reads no tokens, was fitted to each head on half of the examples, "
+        "beside the model’s position bias: the mean Kullback–Leibler divergence of a query’s "
+        f"weights on the other half, in nats. Where other forms beat the table ({TABLE}), it had "
+        "too few --examples.",
         charts=_tiles(charts),
         headings=("head", *names),
         rows=[
@@ -332,7 +342,9 @@ def _tiles(charts: Iterable[Markup]) -> list[Markup]:
 def _lines(title: str, lines: Mapping[str, Line], x_label: str, y_label: str) -> Markup:
     """Draws lines, with markers on lines that have fewer than eight points."""
     few = {name: line for name, line in lines.items() if len(line[0]) < 8}
-    return line_chart(lines, points=few, x_label=x_label, y_label=y_label, title=title, logarithmic=False)
+    return line_chart(
+        lines, points=few, x_label=x_label, y_label=y_label, title=title, logarithmic=False
+    )
 
 
 def _grid(

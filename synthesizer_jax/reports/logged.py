@@ -151,7 +151,8 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
             evaluations[int(path.parent.name)] = _read_results(path)
     if not (training or evaluations):
         raise ValueError(
-            f"{directory} has logged nothing; train the run, or measure it with synthesizer-jax eval"
+            f"{directory} has logged nothing; train the run, or measure it with synthesizer-jax "
+            "eval"
         )
     for record in evaluations.values():
         # If the data has no metrics, the score is the negative loss, which would only repeat it.

@@ -79,7 +79,9 @@ def _scores(systems: Sequence[System]) -> list[list[Cell]]:
         digits = 3 if metric == "loss" else 1 + lower
         runs = [[run for run in system.runs if name in run.newest] for system in systems]
         scores = [[run.newest[name] for run in logged] for logged in runs]
-        means = [round(sum(logged) / len(logged), digits) if logged else math.nan for logged in scores]
+        means = [
+            round(sum(logged) / len(logged), digits) if logged else math.nan for logged in scores
+        ]
         numbers = [mean for mean in means if not math.isnan(mean)]
         differ = len(set(numbers)) > 1 and (task or same_tasks)
         best = (min if lower else max)(numbers) if differ else None
@@ -89,7 +91,9 @@ def _scores(systems: Sequence[System]) -> list[list[Cell]]:
             if len(values) > 1:
                 text += f" ± {np.std(values, ddof=1) / math.sqrt(len(values)):,.{digits}f}"
             answers = [run.answers[task] for run in logged if task in run.answers]
-            intervals = [_interval(list(records.values())) for records in answers if metric == "accuracy"]
+            intervals = [
+                _interval(list(records.values())) for records in answers if metric == "accuracy"
+            ]
             low, high = np.mean(intervals, axis=0) if intervals else (math.nan, math.nan)
             note = "" if math.isnan(low) else f"{low:.1f} to {high:.1f}"
             cells.append(Cell(text, "best" if mean == best else "", note))

@@ -58,7 +58,9 @@ class Code:
         A file in `other` replaces a file of the same name in this object.
         """
         sources = {source.name: source for source in (*self.sources, *other.sources)}
-        return Code(tuple(dict.fromkeys((*self.packages, *other.packages))), tuple(sources.values()))
+        return Code(
+            tuple(dict.fromkeys((*self.packages, *other.packages))), tuple(sources.values())
+        )
 
 
 NOTHING = Code()
@@ -191,7 +193,9 @@ def _registered_names() -> tuple[dict[Any, Any], ...]:
         task_registry.MIXTURES,
     ]
     if (seqio := sys.modules.get("seqio")) is not None:
-        registries += [dict.fromkeys(r.names()) for r in (seqio.TaskRegistry, seqio.MixtureRegistry)]
+        registries += [
+            dict.fromkeys(r.names()) for r in (seqio.TaskRegistry, seqio.MixtureRegistry)
+        ]
     return tuple(dict(registry) for registry in registries)
 
 
@@ -245,7 +249,9 @@ def require_code(directory: pathlib.Path) -> None:
     """
     code, files = recorded_code(directory), {source.name for source in _executed}
     missing = [name for name in code.packages if name not in sys.modules]
-    missing += [str(directory / CODE_DIRECTORY / name) for name, _ in code.sources if name not in files]
+    missing += [
+        str(directory / CODE_DIRECTORY / name) for name, _ in code.sources if name not in files
+    ]
     if missing:
         raise ValueError(
             f"{directory} needs code of its own: {' and '.join(missing)}; read it, then add "

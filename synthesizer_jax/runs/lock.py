@@ -48,7 +48,8 @@ def lock_directory(directory: pathlib.Path) -> Iterator[None]:
             file.seek(0)
             owner = file.read(200) or "another process"
             raise InUseError(
-                f"{directory} is in use: {owner} trains there; wait for its end, or use another --workdir"
+                f"{directory} is in use: {owner} trains there; wait for its end, or use another "
+                "--workdir"
             ) from None
         except OSError as error:
             _log.warning("%s cannot be locked (%s); let no other training use it", directory, error)

@@ -62,7 +62,9 @@ class MetricsWriter:
         # This entry makes TensorBoard drop the entries of later steps that an earlier process
         # wrote.
         start = SessionLog(status=SessionLog.START)
-        board.write_event(Event(wall_time=time.time(), step=self._restored_step + 1, session_log=start))
+        board.write_event(
+            Event(wall_time=time.time(), step=self._restored_step + 1, session_log=start)
+        )
         return board
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
@@ -83,7 +85,9 @@ class MetricsWriter:
             for name, value in finite.items()
             if value is not None
         ]
-        self._board.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=shown)))
+        self._board.write_event(
+            Event(wall_time=time.time(), step=step, summary=Summary(value=shown))
+        )
         if self._flushes:
             self.flush()
 
@@ -200,7 +204,10 @@ class Throughput:
         """
         now = time.perf_counter()
         seconds = max(now - self._time, 1e-9)
-        rates = {"steps_per_second": self._steps / seconds, "tokens_per_second": self._tokens / seconds}
+        rates = {
+            "steps_per_second": self._steps / seconds,
+            "tokens_per_second": self._tokens / seconds,
+        }
         if self._steps:
             rates["padding"] = 1 - self._tokens / self._capacity
         for name, share in self.utilizations.items():

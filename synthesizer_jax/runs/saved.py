@@ -62,7 +62,8 @@ def read_experiment(directory: pathlib.Path, *, as_data: bool = False) -> Any:
     path = directory / EXPERIMENT_FILE
     if not path.is_file():
         raise FileNotFoundError(
-            f"{directory} holds no {EXPERIMENT_FILE}; give the directory of a training run of this package"
+            f"{directory} holds no {EXPERIMENT_FILE}; give the directory of a training run of this "
+            "package"
         )
     if not as_data:
         code.require_code(directory)
@@ -86,9 +87,9 @@ def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
     directory = run_of(source)
     if not is_run(source):
         raise ValueError(
-            f"{source} is no run: {directory} holds no {EXPERIMENT_FILE}; give the directory of a training "
-            "run of this package, or RUN/checkpoints/STEP; 'synthesizer-jax convert' makes one of another "
-            "library's checkpoint"
+            f"{source} is no run: {directory} holds no {EXPERIMENT_FILE}; give the directory of a "
+            "training run of this package, or RUN/checkpoints/STEP; 'synthesizer-jax convert' "
+            "makes one of another library's checkpoint"
         )
     return directory, find_step(source)
 
@@ -140,8 +141,8 @@ def open_vocabulary(
     built = config.build()
     if built.vocab_size > model.vocab_size:
         raise ValueError(
-            f"the vocabulary has {built.vocab_size} ids but model.vocab_size={model.vocab_size}; set "
-            "model.vocab_size to at least that"
+            f"the vocabulary has {built.vocab_size} ids but model.vocab_size={model.vocab_size}; "
+            "set model.vocab_size to at least that"
         )
     built.check_ids(model.ids)
     return built

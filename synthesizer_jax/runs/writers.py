@@ -64,8 +64,8 @@ def find_writers(names: Iterable[str]) -> dict[str, OpenWriter]:
     for name in names:
         if name not in entries:
             raise ValueError(
-                f"training.writers: there is no {name!r}{did_you_mean(name, entries)}; installed packages "
-                f"have {', '.join(sorted(entries))}"
+                f"training.writers: there is no {name!r}{did_you_mean(name, entries)}; installed "
+                f"packages have {', '.join(sorted(entries))}"
             )
         # The writers in this module are named after their libraries.
         if entries[name].module == __name__ and not is_installed(name):

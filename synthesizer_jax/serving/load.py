@@ -98,8 +98,8 @@ class Model:
         longest = max(map(len, rows), default=0)
         if self.info["continues"] and longest > limit:
             raise ValueError(
-                f"a text to continue has {longest} tokens, and the programs read at most {limit}; shorten "
-                "it, or export the model with a larger --inputs-length"
+                f"a text to continue has {longest} tokens, and the programs read at most {limit}; "
+                "shorten it, or export the model with a larger --inputs-length"
             )
         rows = [[*row[: limit - len(last)], *last] for row in rows]
         if self.info["lengths"] == "fixed":

@@ -112,7 +112,8 @@ def write_directory(
         "around_inputs": ([], []) if continues else vocabulary.around_inputs,
         "vocabulary": "bytes" if isinstance(vocabulary, Bytes) else "sentencepiece",
         "sha256": {
-            path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(directory.iterdir())
         },
         "versions": {"synthesizer_jax": __version__, "jax": jax.__version__},
     }
@@ -163,8 +164,8 @@ def export_programs(
     """
     if not isinstance(model, TextToText | Encoder):
         raise ValueError(
-            f"a {type(model).__name__} has no programs to export; give an EncoderDecoder, a LanguageModel "
-            "or an Encoder"
+            f"a {type(model).__name__} has no programs to export; give an EncoderDecoder, a "
+            "LanguageModel or an Encoder"
         )
     on: PyTree = {"model": _on_reference_route(unroll(model))}
     of_targets = on | {"continues": continues}

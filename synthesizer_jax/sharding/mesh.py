@@ -98,7 +98,9 @@ def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
         known = math.prod(size for size in inferred if size != -1)
         inferred[inferred.index(-1)] = total // known if total % known == 0 else 0
     if math.prod(inferred) != total:
-        raise ValueError(f"{description} does not fit {total} {unit}: the sizes must multiply to {total}")
+        raise ValueError(
+            f"{description} does not fit {total} {unit}: the sizes must multiply to {total}"
+        )
     return tuple(inferred)
 
 

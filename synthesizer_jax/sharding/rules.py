@@ -71,7 +71,8 @@ def register_mesh_axis(name: str, *logical_axes: str) -> None:
     for axis in logical_axes:
         if axis not in LOGICAL_AXES:
             raise ValueError(
-                f"register_mesh_axis: unknown logical axis {axis!r}{did_you_mean(axis, LOGICAL_AXES)}"
+                "register_mesh_axis: unknown logical axis "
+                f"{axis!r}{did_you_mean(axis, LOGICAL_AXES)}"
             )
     EXTRA_MESH_AXES[name] = logical_axes
 
@@ -82,8 +83,8 @@ def check_mesh_axes(names: Sequence[str]) -> None:
     for name in names:
         if name not in known or names.count(name) > 1:
             raise ValueError(
-                f"mesh: unknown or repeated axis {name!r}{did_you_mean(name, known)}; add axes of your own "
-                "with register_mesh_axis"
+                f"mesh: unknown or repeated axis {name!r}{did_you_mean(name, known)}; add axes of "
+                "your own with register_mesh_axis"
             )
 
 
@@ -133,8 +134,8 @@ def partition_spec(
         if size % shards:
             by = f"the mesh's {mesh_axis}={shards}"
             raise ValueError(
-                f"{name}: {not_divisible(axis or '', size, by=by, divisor=shards)}, and {mesh_axis}="
-                f"{math.gcd(size, shards)} divides it"
+                f"{name}: {not_divisible(axis or '', size, by=by, divisor=shards)}, and "
+                f"{mesh_axis}={math.gcd(size, shards)} divides it"
             )
         entries.append(mesh_axis if shards > 1 else None)
     return PartitionSpec(*entries)
@@ -205,7 +206,8 @@ def use_mesh(mesh: Mesh) -> Iterator[None]:
         return
     parameter_rules = {name: _mesh_axis(name, mesh) for name in LOGICAL_AXES}
     activation_rules = {
-        name: tuple(axis for axis in axes if axis in mesh.shape) for name, axes in ACTIVATIONS.items()
+        name: tuple(axis for axis in axes if axis in mesh.shape)
+        for name, axes in ACTIVATIONS.items()
     }
     # Logical axes that this mesh does not shard have no rule.
     rules = [(name, axes) for name, axes in {**parameter_rules, **activation_rules}.items() if axes]

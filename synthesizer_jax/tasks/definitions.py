@@ -100,7 +100,9 @@ def _wsc(split: str, splits: tuple[str, ...], **options: Any) -> Task:
     """Returns the task that trains on WSC, or the task that evaluates it on its other splits."""
     name, dataset = f"super_glue_wsc_v102_simple_{split}", "super_glue/wsc.fixed"
     preprocess = functools.partial(coreference.wsc, positive_only=split == "train")
-    return Task(name, dataset, preprocess, splits=splits, postprocess_fn=postprocessors.referent, **options)
+    return Task(
+        name, dataset, preprocess, splits=splits, postprocess_fn=postprocessors.referent, **options
+    )
 
 
 SUPER_GLUE = (
@@ -137,11 +139,18 @@ SUPER_GLUE = (
         metrics=(metrics.matthews,),
     ),
     _super(
-        "axg", PAIR, RTE, prefix="rte", splits=("test",), metrics=(metrics.accuracy, metrics.gender_parity)
+        "axg",
+        PAIR,
+        RTE,
+        prefix="rte",
+        splits=("test",),
+        metrics=(metrics.accuracy, metrics.gender_parity),
     ),
     _wsc("train", ("train",), metrics=()),
     _wsc("eval", HELD_OUT),
-    Task("dpr_v001_simple", "definite_pronoun_resolution", coreference.dpr, splits=("train", "test")),
+    Task(
+        "dpr_v001_simple", "definite_pronoun_resolution", coreference.dpr, splits=("train", "test")
+    ),
 )
 
 
@@ -157,7 +166,9 @@ def sentinel_name(name: str) -> str:
     return f"{name[:position]}_1_sentinel{name[position:]}"
 
 
-SENTINEL = tuple(dataclasses.replace(d, name=sentinel_name(d.name), sentinel=True) for d in SUPER_GLUE)
+SENTINEL = tuple(
+    dataclasses.replace(d, name=sentinel_name(d.name), sentinel=True) for d in SUPER_GLUE
+)
 """The tasks of SuperGLUE in T5's sentinel format."""
 
 LANGUAGES = dict(cs="Czech", de="German", en="English", fr="French", ja="Japanese", ro="Romanian")
@@ -220,7 +231,9 @@ def _squad(name: str, *, context: bool) -> Task:
     """Returns a task on SQuAD, with or without the paragraph in the input."""
     preprocess = functools.partial(preprocessors.squad, context=context)
     postprocess = postprocessors.all_answers
-    return Task(name, "squad/v1.1", preprocess, (metrics.squad,), UNLABELED, postprocess_fn=postprocess)
+    return Task(
+        name, "squad/v1.1", preprocess, (metrics.squad,), UNLABELED, postprocess_fn=postprocess
+    )
 
 
 QUESTION_ANSWERING = (  # Rajpurkar et al. 2016
@@ -231,7 +244,10 @@ QUESTION_ANSWERING = (  # Rajpurkar et al. 2016
 
 def _texts(name: str, dataset: str, splits: tuple[str, ...], objective: str | None = None) -> Task:
     """Returns a task without inputs. If an objective is named, it makes the training examples."""
-    preprocess, made_by = preprocessors.language_modeling, OBJECTIVES[objective] if objective else None
+    preprocess, made_by = (
+        preprocessors.language_modeling,
+        OBJECTIVES[objective] if objective else None,
+    )
     return Task(name, dataset, preprocess, (), splits, has_inputs=False, objective=made_by)
 
 
@@ -264,11 +280,19 @@ PRE_TRAINING = (
     ),
     *(
         _texts(
-            f"c4{config.replace('.', '_')}_v020_unsupervised", f"c4/en{config}", UNLABELED, "span_3_15_u_u"
+            f"c4{config.replace('.', '_')}_v020_unsupervised",
+            f"c4/en{config}",
+            UNLABELED,
+            "span_3_15_u_u",
         )
         for config in ("", ".noclean", ".realnewslike", ".webtextlike")
     ),
-    _texts("wikipedia_20190301.en_v003_unsupervised", "wikipedia/20190301.en", ("train",), "span_3_15_u_u"),
+    _texts(
+        "wikipedia_20190301.en_v003_unsupervised",
+        "wikipedia/20190301.en",
+        ("train",),
+        "span_3_15_u_u",
+    ),
 )
 """Texts, each with the objective that makes training examples of them.
 

@@ -94,7 +94,9 @@ def mean_3class_f1(targets: Sequence[int], predictions: Sequence[int]) -> dict[s
     return {"mean_3class_f1": 100 * float(np.mean(scores))}
 
 
-def multirc_f1(targets: Sequence[Mapping[str, Any]], predictions: Sequence[int]) -> dict[str, float]:
+def multirc_f1(
+    targets: Sequence[Mapping[str, Any]], predictions: Sequence[int]
+) -> dict[str, float]:
     """Returns the binary F1 over all answers (see `postprocessors.multirc` for the targets)."""
     return f1_with_invalid([t["value"] for t in targets], predictions)
 
@@ -128,7 +130,9 @@ def _f1(targets: Sequence[int], predictions: Sequence[int], label: int) -> float
 
 
 def _correlation(
-    measure: Callable[[np.ndarray, np.ndarray], Any], targets: Sequence[float], predictions: Sequence[float]
+    measure: Callable[[np.ndarray, np.ndarray], Any],
+    targets: Sequence[float],
+    predictions: Sequence[float],
 ) -> float:
     """Returns a correlation, or 0 if all values of one side are equal."""
     x, y = np.asarray(zip_equal(targets, predictions), float).T
@@ -159,7 +163,9 @@ def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[
     return {"em": 100 * float(em), "f1": 100 * float(f1)}
 
 
-def record_squad(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]) -> dict[str, float]:
+def record_squad(
+    targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]
+) -> dict[str, float]:
     """Returns SQuAD's ``em`` and ``f1`` of the first row of every query.
 
     See `postprocessors.record` for the targets.
@@ -226,7 +232,8 @@ def dialogue_bleu(targets: Sequence[References], predictions: Sequence[str]) -> 
     Words are separated by spaces.
     """
     return {
-        f"bleu{order}": _corpus_bleu(targets, predictions, tokenize="none", order=order) for order in (1, 4)
+        f"bleu{order}": _corpus_bleu(targets, predictions, tokenize="none", order=order)
+        for order in (1, 4)
     }
 
 
@@ -297,7 +304,9 @@ def _corpus_bleu(
     return float(metric.corpus_score(list(predictions), streams).score)
 
 
-def _reference_streams(targets: Sequence[References], predictions: Sequence[str]) -> list[list[Any]]:
+def _reference_streams(
+    targets: Sequence[References], predictions: Sequence[str]
+) -> list[list[Any]]:
     """Returns the references in the form that sacreBLEU expects.
 
     For every n, there is a list with the n-th reference of each example. An entry is `None` if an

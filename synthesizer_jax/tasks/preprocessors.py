@@ -61,7 +61,9 @@ def _index(row: Row) -> Row:
     return {"idx": index}
 
 
-def text_to_text(dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]) -> tf.data.Dataset:
+def text_to_text(
+    dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]
+) -> tf.data.Dataset:
     """Formats rows as ``prefix source``, and keeps the target as it is.
 
     This is T5's `translate` and `summarize`.
@@ -97,12 +99,17 @@ def dialogue(dataset: tf.data.Dataset) -> tf.data.Dataset:
         history = tf.strings.reduce_join(row["history"][-8:], separator=" | ")
         persona = tf.strings.reduce_join(row["persona"], separator=" ")
         part = tf.where(tf.size(row["persona"]) > 0, tf.strings.join([" persona: ", persona]), "")
-        return {"inputs": tf.strings.join(["dialogue history: ", history, part]), "targets": row["reply"]}
+        return {
+            "inputs": tf.strings.join(["dialogue history: ", history, part]),
+            "targets": row["reply"],
+        }
 
     return dataset.map(convert)
 
 
-def similarity(dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]) -> tf.data.Dataset:
+def similarity(
+    dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]
+) -> tf.data.Dataset:
     """Formats STS-B. The target is the score, rounded to a multiple of 0.2.
 
     It is ``round(label · 5) / 5``, where halves are rounded to even numbers.
@@ -147,7 +154,9 @@ def record(dataset: tf.data.Dataset) -> tf.data.Dataset:
     def convert(row: Row) -> Row:
         # Highlights become sentences of the passage. A period is added where the text before has
         # none.
-        passage = tf.strings.regex_replace(row["passage"], r"(\.|\?|\!|\"|\')\n@highlight\n", r"\1 ")
+        passage = tf.strings.regex_replace(
+            row["passage"], r"(\.|\?|\!|\"|\')\n@highlight\n", r"\1 "
+        )
         passage = tf.strings.regex_replace(passage, r"\n@highlight\n", ". ")
         entities = tf.strings.reduce_join(row["entities"], separator=", ")
         parts = ["record query:", row["query"], "entities:", entities, "passage:", passage]

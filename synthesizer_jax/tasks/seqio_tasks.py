@@ -65,7 +65,8 @@ class RegisteredTask(Task):
             return {}
         rows, located = stored.stored_splits(directory), _located(source, data_dir)
         return {
-            split: located.num_input_examples(split) if split in rows else None for split in located.splits
+            split: located.num_input_examples(split) if split in rows else None
+            for split in located.splits
         }
 
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
@@ -195,7 +196,9 @@ def mixture_rates(name: str, tasks: Iterable[str], data_dir: pathlib.Path) -> di
     return {task.name: float(mixture.get_rate(task)) for task in mixture.tasks}
 
 
-def _adapt_mixture(name: str, tasks: frozenset[str], data_dir: pathlib.Path) -> seqio.Mixture | None:
+def _adapt_mixture(
+    name: str, tasks: frozenset[str], data_dir: pathlib.Path
+) -> seqio.Mixture | None:
     """Returns a mixture with only some of its tasks, or `None` if it has none of them."""
     # Rates do not depend on the vocabulary, so one is used that needs no file.
     vocabulary = Bytes().build()
@@ -233,7 +236,9 @@ def _byte_level_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
     def encode(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of all texts one after another, and the number of ids of each text."""
         rows = [vocabulary.encode(text.decode("utf-8", "replace")) for text in texts]
-        return np.array(list(itertools.chain(*rows)), np.int32), np.array(list(map(len, rows)), np.int64)
+        return np.array(list(itertools.chain(*rows)), np.int32), np.array(
+            list(map(len, rows)), np.int64
+        )
 
     def decode(ids: np.ndarray) -> np.ndarray:
         """Returns the texts of ids ``[..., length]``."""
@@ -273,7 +278,8 @@ def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Featu
         if not isinstance(feature, seqio.Feature) or feature.rank != 1:
             raise ValueError(
                 f"the feature {name!r} of the task {task.name!r} is no sequence of tokens "
-                f"({type(feature).__name__} of rank {feature.rank}); models here read and write tokens"
+                f"({type(feature).__name__} of rank {feature.rank}); models here read and write "
+                "tokens"
             )
         features[name] = dataclasses.replace(feature, vocabulary=seqio_vocabulary(vocabulary))
     return features

@@ -143,8 +143,8 @@ def import_remedy(names: Sequence[str], data_dir: pathlib.Path) -> str:
         name = imported[0].removeprefix(f"{task_registry.IMPORTED}/")
         return f"add it with 'synthesizer-jax data import mine --name {name} --from SPLIT=FILE …'"
     return (
-        f"import {datasets[0]} with 'synthesizer-jax data import … --data-dir {data_dir}' or write it with "
-        "TFDS, or name another --data-dir"
+        f"import {datasets[0]} with 'synthesizer-jax data import … --data-dir {data_dir}' or write "
+        "it with TFDS, or name another --data-dir"
     )
 
 
@@ -215,15 +215,17 @@ def open_stream(
     if not sampled and (prepared_tasks := [n for n in rates if prepared.find(n, config.split)]):
         raise ValueError(
             f"the mixture {config.mixture!r} has the rate 0 for every task with the split "
-            f"{config.split!r}, {', '.join(prepared_tasks)}; give one of them a rate above 0, or name it "
-            "as data.mixture"
+            f"{config.split!r}, {', '.join(prepared_tasks)}; give one of them a rate above 0, or "
+            "name it as data.mixture"
         )
     if not sampled:
         raise FileNotFoundError(
             f"no task of {config.mixture!r} is prepared for the split {config.split!r} in "
             f"{prepared.root}; {prepared.remedy(config.mixture)}"
         )
-    tasks = {n: task_registry.TASKS.get(n) for n, r in MIXTURES.get(config.mixture, {}).items() if r}
+    tasks = {
+        n: task_registry.TASKS.get(n) for n, r in MIXTURES.get(config.mixture, {}).items() if r
+    }
     missing = [n for n, t in tasks.items() if t and n not in sampled and config.split in t.splits]
     if missing:
         names = ", ".join(missing)
@@ -235,15 +237,17 @@ def open_stream(
         words, length = task.label_words or (), config.lengths["targets"]
         index_by_tokens(words, vocabulary, owner=f"the task {name!r}", length=length)
         objective = task_objective(config, task)
-        examples = prepared.open(name, config.split, config.lengths, documents=objective is not None)
+        examples = prepared.open(
+            name, config.split, config.lengths, documents=objective is not None
+        )
         # Hidden targets are an error if the task has label words, if a user has imported it with
         # its answers, or if all its targets are hidden.
         hidden = examples.info.targets.get(HIDDEN, 0)
         is_answered = task.has_inputs and task.dataset.startswith(f"{task_registry.IMPORTED}/")
         if hidden and (words or is_answered or hidden == len(examples)):
             raise ValueError(
-                f"{examples.name} has {hidden:,} targets that {HIDDEN}; choose a data.split whose answers "
-                "are known, or leave such rows out"
+                f"{examples.name} has {hidden:,} targets that {HIDDEN}; choose a data.split whose "
+                "answers are known, or leave such rows out"
             )
         members[name] = Member(rates[name], examples, objective)
     return Stream(config, members, vocabulary=vocabulary, ids=ids, shards=shards, saved=saved)

@@ -145,7 +145,9 @@ class Task:
         """Returns whether the answer to a preprocessed row is known. Most test splits hide it."""
         return postprocessors.is_labeled(example)
 
-    def postprocess(self, answer: str, *, example: Example | None = None, is_target: bool = False) -> Value:
+    def postprocess(
+        self, answer: str, *, example: Example | None = None, is_target: bool = False
+    ) -> Value:
         """Converts an answer to a preprocessed row to the value that metrics compare.
 
         Args:
@@ -182,7 +184,8 @@ class Task:
             for row in examples
         ]
         predictions = [
-            self.postprocess(text, example=row) for text, row in zip(answers.texts, examples, strict=True)
+            self.postprocess(text, example=row)
+            for text, row in zip(answers.texts, examples, strict=True)
         ]
         result: dict[str, Any] = {}
         for metric in self.metrics:

@@ -24,7 +24,9 @@ from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate, Rates
 from synthesizer_jax.tasks.stored import stored_splits
 from synthesizer_jax.tasks.task import Task
 
-TASKS: dict[str, Task] = {task.name: task for task in (*DEFINITIONS, *synthetic.DEFINITIONS.values())}
+TASKS: dict[str, Task] = {
+    task.name: task for task in (*DEFINITIONS, *synthetic.DEFINITIONS.values())
+}
 """All tasks except those that are only in SeqIO's registry. `add` adds more tasks."""
 
 IMPORTED, DEFINITION_FILE, IMPORTED_VERSION = "imported", "task.json", "1.0.0"
@@ -55,8 +57,12 @@ def add(tasks: Iterable[Task], mixtures: Mapping[str, Rates] = {}) -> None:
       ValueError: if a rate is negative, or if all rates of a mixture are 0.
     """
     for name, rates in mixtures.items():
-        if not any(rates.values()) or any(isinstance(r, float | int) and r < 0 for r in rates.values()):
-            raise ValueError(f"the rates of the mixture {name!r} are {rates}; give none below 0, one above")
+        if not any(rates.values()) or any(
+            isinstance(r, float | int) and r < 0 for r in rates.values()
+        ):
+            raise ValueError(
+                f"the rates of the mixture {name!r} are {rates}; give none below 0, one above"
+            )
     TASKS.update({task.name: task for task in tasks})
     MIXTURES.update(mixtures)
 

@@ -34,7 +34,12 @@ from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Count, Positive, PyTree
 from synthesizer_jax.optimizers.rules import looped_paths, merge_entries
 from synthesizer_jax.primitives.initializers import TorchUniform
-from synthesizer_jax.primitives.parameters import Axes, Variables, abstract_variables, check_path_pattern
+from synthesizer_jax.primitives.parameters import (
+    Axes,
+    Variables,
+    abstract_variables,
+    check_path_pattern,
+)
 
 if TYPE_CHECKING:
     from synthesizer_jax.training.experiment import Experiment
@@ -117,7 +122,9 @@ def abstract_adapters(
             continue
         paths += looped
         what = f"training.adapters: {lora.targets!r} matches"
-        if not _matches_all(what, looped, lambda path: re.fullmatch(lora.targets, path) is not None):
+        if not _matches_all(
+            what, looped, lambda path: re.fullmatch(lora.targets, path) is not None
+        ):
             continue
         # `inputs` is the position of the first output axis, after the axis of layers and the input
         # axes.
@@ -136,7 +143,8 @@ def abstract_adapters(
     if not any(map(is_update, adapters)):
         example = did_you_mean(lora.targets, paths) or f", such as {min(paths)!r}"
         raise ValueError(
-            f"training.adapters: {lora.targets!r} matches no kernel{example}; a pattern matches whole paths"
+            f"training.adapters: {lora.targets!r} matches no kernel{example}; a pattern matches "
+            "whole paths"
         )
     return traverse_util.unflatten_dict(adapters), traverse_util.unflatten_dict(names_of)
 
@@ -150,8 +158,8 @@ def _matches_all(what: str, looped: list[str], is_match: Callable[[str], bool]) 
     others = [path for path in looped if not is_match(path)]
     if others and len(others) < len(looped):
         raise ValueError(
-            f"{what} layers of a scanned stack, but not {others[0]!r}; match all of them, or build the "
-            "model with scan=False"
+            f"{what} layers of a scanned stack, but not {others[0]!r}; match all of them, or build "
+            "the model with scan=False"
         )
     return not others
 
@@ -178,7 +186,9 @@ def init_adapters(key: jax.Array, shapes: PyTree, axes: PyTree) -> PyTree:
         # A is [layers?, *inputs, rank]: only the input axes count for the range of its values.
         fan_in = math.prod(x.shape[int(names[keys][0] == "layers") : -1])
         is_a = keys[-1] == LORA_A
-        fresh[keys] = TorchUniform(fan_in)(new, x.shape, x.dtype) if is_a else jnp.zeros(x.shape, x.dtype)
+        fresh[keys] = (
+            TorchUniform(fan_in)(new, x.shape, x.dtype) if is_a else jnp.zeros(x.shape, x.dtype)
+        )
     return traverse_util.unflatten_dict(fresh)
 
 

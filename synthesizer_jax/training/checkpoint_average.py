@@ -50,7 +50,8 @@ def average_checkpoints(
     if len(saved) < needed:
         raise ValueError(
             f"{source} holds {len(saved)} of the {needed} checkpoints that a mean needs "
-            f"({str(saved)[1:-1]}); give a smaller --last, or train with training.keep_latest={needed}"
+            f"({str(saved)[1:-1]}); give a smaller --last, or train with "
+            f"training.keep_latest={needed}"
         )
     steps = saved if last is None else saved[-last:]
     with new_directory(directory) as staging:

@@ -10,7 +10,16 @@ from typing import Annotated, Literal
 import jax
 
 from synthesizer_jax.base.registry import check_fields, register, replace
-from synthesizer_jax.base.typing import Choices, Count, NotEmpty, NotNegative, Number, Positive, Rate, Seed
+from synthesizer_jax.base.typing import (
+    Choices,
+    Count,
+    NotEmpty,
+    NotNegative,
+    Number,
+    Positive,
+    Rate,
+    Seed,
+)
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.config import RANK, Evaluation
@@ -160,13 +169,14 @@ class Experiment:
         _check_head(self)
         if isinstance(self.model, EncoderDecoder) and not self.data.inputs_length:
             raise ValueError(
-                "data.inputs_length is 0, and the encoder of an EncoderDecoder reads inputs; set it to a "
-                "positive number, or train a LanguageModel"
+                "data.inputs_length is 0, and the encoder of an EncoderDecoder reads inputs; set "
+                "it to a positive number, or train a LanguageModel"
             )
         if self.training.adapters and getattr(self.training.optimizer, "parameter_scale", False):
             raise ValueError(
-                "training.adapters begin at zero, and Adafactor's steps are as small as the parameters; "
-                "set training.optimizer.parameter_scale=false, or training.optimizer=AdamW"
+                "training.adapters begin at zero, and Adafactor's steps are as small as the "
+                "parameters; set training.optimizer.parameter_scale=false, or "
+                "training.optimizer=AdamW"
             )
         profile, steps = self.training.profile, self.training.steps
         if profile is not None and not profile[0] < profile[1] <= steps:
@@ -176,7 +186,8 @@ class Experiment:
             )
         if self.evaluation.patience is not None and not self.evaluation.every:
             raise ValueError(
-                "evaluation.patience counts evaluations, and evaluation.every is 0; set evaluation.every"
+                "evaluation.patience counts evaluations, and evaluation.every is 0; set "
+                "evaluation.every"
             )
 
     def starting_from(self, source: str | None) -> Experiment:
@@ -189,7 +200,9 @@ class Experiment:
         lora = self.training.adapters
         lora = None if source is None or lora is None else replace(lora, base_checksum=None)
         training = replace(self.training, adapters=lora)
-        return replace(self, training=training, init_from=source, init_rules=(), init_optimizer=False)
+        return replace(
+            self, training=training, init_from=source, init_rules=(), init_optimizer=False
+        )
 
     def draws(self, path: str) -> bool:
         """Returns whether `init_rules` draw new values for a parameter; see `InitRule.draws`.
@@ -218,8 +231,8 @@ def _check_head(experiment: Experiment) -> None:
     if not isinstance(model, Encoder):
         if data.classes:
             raise ValueError(
-                f"data.classes is for an Encoder with model.outputs; {type(model).__name__} models learn "
-                "label words as text, set data.classes=[]"
+                f"data.classes is for an Encoder with model.outputs; {type(model).__name__} models "
+                "learn label words as text, set data.classes=[]"
             )
         return
     if (model.outputs is None) != model.masked_lm:
@@ -229,21 +242,22 @@ def _check_head(experiment: Experiment) -> None:
         )
     if (model.outputs or 0) != len(data.classes):
         raise ValueError(
-            f"model.outputs is {model.outputs} and data.classes has {len(data.classes)} label words; give "
-            "as many label words as the model has outputs"
+            f"model.outputs is {model.outputs} and data.classes has {len(data.classes)} label "
+            "words; give as many label words as the model has outputs"
         )
     if model.masked_lm and any(inputs != targets for inputs, targets in data.shapes):
         raise ValueError(
-            f"data.targets_length is {data.targets_length}, and model.masked_lm predicts tokens in the "
-            f"places of the inputs; set it to data.inputs_length={data.inputs_length}, also in data.buckets"
+            f"data.targets_length is {data.targets_length}, and model.masked_lm predicts tokens in "
+            f"the places of the inputs; set it to data.inputs_length={data.inputs_length}, also in "
+            "data.buckets"
         )
     if data.pack:
         raise ValueError(
-            "data.pack is true, and an Encoder reads one text a row; set data.pack=false, and data.buckets "
-            "for texts of different lengths"
+            "data.pack is true, and an Encoder reads one text a row; set data.pack=false, and "
+            "data.buckets for texts of different lengths"
         )
     if experiment.evaluation.method != RANK:
         raise ValueError(
-            f"evaluation.method is {experiment.evaluation.method!r}, and an Encoder decodes nothing; set "
-            f"evaluation.method={RANK}, which takes the most probable class"
+            f"evaluation.method is {experiment.evaluation.method!r}, and an Encoder decodes "
+            f"nothing; set evaluation.method={RANK}, which takes the most probable class"
         )

@@ -23,7 +23,11 @@ from synthesizer_jax.checkpoints.placement import layout_over, read_arrays, with
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.optimizers.rules import looped_paths
-from synthesizer_jax.primitives.parameters import Variables, abstract_variables, check_patterns_decide
+from synthesizer_jax.primitives.parameters import (
+    Variables,
+    abstract_variables,
+    check_patterns_decide,
+)
 from synthesizer_jax.runs.saved import find_checkpoint, has_adapters
 from synthesizer_jax.sharding import shardings
 from synthesizer_jax.training.adapters import adapted_variables, trained_variables
@@ -86,8 +90,8 @@ def initializer_of(
     if experiment.training.adapters is not None:
         if experiment.init_optimizer:
             raise ValueError(
-                "init_optimizer goes on with an optimizer of all parameters, and training.adapters trains "
-                "others; leave one of them out"
+                "init_optimizer goes on with an optimizer of all parameters, and training.adapters "
+                "trains others; leave one of them out"
             )
         return None  # `Trainer.read_base` reads the checkpoint
     return functools.partial(initialize_from_checkpoint, experiment=experiment, report=report)
@@ -97,8 +101,8 @@ def _check_init_from(experiment: Experiment) -> None:
     """Raises a `ValueError` if an experiment has settings for `init_from`, but no `init_from`."""
     if experiment.init_from is None and experiment != experiment.starting_from(None):
         raise ValueError(
-            "init_rules, init_optimizer and training.adapters say what a run makes of a checkpoint; "
-            "set init_from, or leave them out"
+            "init_rules, init_optimizer and training.adapters say what a run makes of a "
+            "checkpoint; set init_from, or leave them out"
         )
 
 
@@ -123,7 +127,9 @@ def initialize_from_checkpoint(
     if not experiment.init_optimizer:
         return state
     directory, _ = find_checkpoint(storage_path(str(experiment.init_from)))
-    read = functools.partial(read_arrays, entries={"opt_state": state.opt_state}, names=("opt_state",))
+    read = functools.partial(
+        read_arrays, entries={"opt_state": state.opt_state}, names=("opt_state",)
+    )
     _, entries, _ = read_newest(directory / "checkpoints", read, step=step)
     return dataclasses.replace(state, opt_state=entries["opt_state"])
 
@@ -183,8 +189,9 @@ def restore_run(
     saved = traverse_util.flatten_dict(adapters)
     if missing := sorted(traverse_util.flatten_dict(shapes).keys() - saved.keys()):
         raise ValueError(
-            f"{directory} does not hold {'/'.join(missing[0][1:])}, which its init_rules make afresh; its "
-            "adapters were trained by an earlier version, which did not save it, so train them again"
+            f"{directory} does not hold {'/'.join(missing[0][1:])}, which its init_rules make "
+            "afresh; its adapters were trained by an earlier version, which did not save it, so "
+            "train them again"
         )
     base = _initial_variables(find_base(experiment), mesh, report=lambda _: None, draw=False)[1]
     return step, jax.jit(adapted_variables, static_argnums=2)(adapters, base, lora)
@@ -221,8 +228,8 @@ def _initial_variables(
     if problems:
         raise ValueError(
             f"{source} is a checkpoint of another model: {len(problems)} arrays do not fit "
-            f"({'; '.join(problems[:3])}{'; …' if len(problems) > 3 else ''}); give init_rules for them, "
-            "such as InitRule('.*/table', 'resize', fill='distance') for other lengths, or "
+            f"({'; '.join(problems[:3])}{'; …' if len(problems) > 3 else ''}); give init_rules for "
+            "them, such as InitRule('.*/table', 'resize', fill='distance') for other lengths, or "
             "InitRule('PATH', 'fresh')"
         )
 
@@ -231,7 +238,9 @@ def _initial_variables(
     drawn = {name for name, origin in origins.items() if origin.has_new_values}
     if not draw:
         drawn = set()
-        origins = {name: o for name, o in origins.items() if not experiment.draws(name.split("/", 1)[1])}
+        origins = {
+            name: o for name, o in origins.items() if not experiment.draws(name.split("/", 1)[1])
+        }
     abstract = jax.eval_shape(lambda tree: flat(experiment.model, tree), shapes)
 
     def initialize(theirs: Variables, fresh: Variables) -> Variables:
@@ -277,7 +286,9 @@ def fresh_variables(
         {
             (collection, *keys): True
             for collection, *keys in traverse_util.flatten_dict(shapes)
-            if any(only(f"{collection}/{path}") for path in looped_paths(experiment.model, tuple(keys)))
+            if any(
+                only(f"{collection}/{path}") for path in looped_paths(experiment.model, tuple(keys))
+            )
         }
     )
 
@@ -295,7 +306,9 @@ def fresh_variables(
 def _entries_of(tree: PyTree, like: PyTree) -> PyTree:
     """Returns the entries of the nested dictionary `tree` that `like` also has."""
     flat = traverse_util.flatten_dict(tree)
-    return traverse_util.unflatten_dict({keys: flat[keys] for keys in traverse_util.flatten_dict(like)})
+    return traverse_util.unflatten_dict(
+        {keys: flat[keys] for keys in traverse_util.flatten_dict(like)}
+    )
 
 
 def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> dict[str, Origin]:
@@ -360,7 +373,9 @@ def resize(old: jax.Array, fresh: jax.Array | jax.ShapeDtypeStruct, fill: str) -
         assert isinstance(fresh, jax.Array)
         return fresh.at[kept].set(old[kept].astype(fresh.dtype))
     # Index arrays of the new shape. Clipping the indices repeats the last entry of every axis.
-    indices = [jnp.clip(jnp.arange(m), 0, n - 1) for n, m in zip(old.shape, fresh.shape, strict=True)]
+    indices = [
+        jnp.clip(jnp.arange(m), 0, n - 1) for n, m in zip(old.shape, fresh.shape, strict=True)
+    ]
     grid = list(jnp.meshgrid(*indices, indexing="ij"))
     if fill == "distance":
         q, k = (jnp.arange(m) for m in fresh.shape[-2:])

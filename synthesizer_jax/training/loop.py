@@ -86,8 +86,8 @@ def train(
     saved = [event["step"] for event in read_events(directory) if event["event"] == "saved"]
     if saved and not checkpoints.steps:
         raise FileNotFoundError(
-            f"{directory / 'checkpoints'} holds no checkpoint, but the run has saved step {max(saved)}; "
-            "mount or restore that directory, or start in a new --workdir"
+            f"{directory / 'checkpoints'} holds no checkpoint, but the run has saved step "
+            f"{max(saved)}; mount or restore that directory, or start in a new --workdir"
         )
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)

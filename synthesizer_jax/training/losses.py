@@ -107,7 +107,9 @@ def cross_entropy(
       z_loss: coefficient of log² Z.
       label_smoothing: ε.
     """
-    arrays = match_varying_axes(logits, jnp.asarray(targets).astype(jnp.int32), jnp.asarray(weights))
+    arrays = match_varying_axes(
+        logits, jnp.asarray(targets).astype(jnp.int32), jnp.asarray(weights)
+    )
     sums = _dense_losses(*arrays, _Settings(z_loss, label_smoothing))
     return LossSums(*sums, weights.sum())
 
@@ -246,7 +248,9 @@ def _logits_gradient(
     log_z = stats.peak + jnp.log(stats.total)
     # `factor` is the sum of all coefficients of p, divided by the softmax's denominator.
     factor = weights * (g + 2.0 * settings.z_loss * g * log_z) / stats.total
-    is_target = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+    is_target = targets[..., None] == jax.lax.broadcasted_iota(
+        targets.dtype, logits.shape, logits.ndim - 1
+    )
     smoothed = jnp.where(is_target, extra + low, low)
     dlogits = factor[..., None] * exponential - (g * weights)[..., None] * smoothed
     dlogits = jnp.where(stats.wrong[..., None], jnp.nan, dlogits)
@@ -254,7 +258,9 @@ def _logits_gradient(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _dense_losses(logits: jax.Array, targets: jax.Array, weights: jax.Array, settings: _Settings) -> _Sums:
+def _dense_losses(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, settings: _Settings
+) -> _Sums:
     """Returns the sums of `cross_entropy`, differentiable by `_dense_backward`."""
     return _losses(logits, targets, weights, settings)[0]
 
@@ -279,7 +285,11 @@ _dense_losses.defvjp(_dense_forward, _dense_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _chunked_losses(
-    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array, settings: _Settings
+    hidden: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    settings: _Settings,
 ) -> _Sums:
     """Returns the sums of `chunked_cross_entropy`, differentiable by `_chunked_backward`."""
     return _scan_chunks(hidden, kernel, targets, weights, settings, gradient=False)[0]

@@ -199,7 +199,9 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
 def _shard_bytes(tree: PyTree, chip: Chip) -> int:
     """Returns the size in bytes of one device's shards of abstract arrays with shardings."""
     size = (lambda shape, itemsize: math.prod(shape) * itemsize) if chip.is_gpu else tiled_bytes
-    return sum(size(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree))
+    return sum(
+        size(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree)
+    )
 
 
 def _gathered_bytes(layout: Layout, model: TokenModel) -> int:
@@ -270,7 +272,11 @@ def _residuals(experiment: Experiment, variables: Variables, rows: int) -> Array
     trained = trained_entries(resolve_rules(model, used["params"], training.rules), used["params"])
 
     def forward(
-        trained: PyTree, variables: Variables, base: Variables, batch: dict[str, jax.Array], key: jax.Array
+        trained: PyTree,
+        variables: Variables,
+        base: Variables,
+        batch: dict[str, jax.Array],
+        key: jax.Array,
     ) -> PyTree:
         """Returns the backward function of the loss, a pytree whose leaves are the residuals."""
 
@@ -397,10 +403,13 @@ def devices_of(topology: Topology) -> list[jax.Device]:
         options |= {} if chip.config is None else {"chip_config_name": chip.config}
         platform, remedy = "tpu", "pip install 'jax[tpu]', and choose a topology that exists"
     try:
-        found = topologies.get_topology_desc(platform=platform, topology_name=topology.name, **options)
+        found = topologies.get_topology_desc(
+            platform=platform, topology_name=topology.name, **options
+        )
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
-            f"{topology.name} cannot be compiled for ({' '.join(str(error).split())[:200]}); {remedy}"
+            f"{topology.name} cannot be compiled for ({' '.join(str(error).split())[:200]}); "
+            f"{remedy}"
         ) from error
     return list(found.devices)
 

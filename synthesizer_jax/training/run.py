@@ -164,8 +164,8 @@ def find_prepared(
     """
     if missing := missing_preparation(experiment, data_dir, trains=trains, only=only):
         raise FileNotFoundError(
-            f"{experiment.data.mixture} is not prepared in {data_dir} as the run reads it, or has changed; "
-            f"run '{shlex.join(['synthesizer-jax', *missing])}', or from Python "
+            f"{experiment.data.mixture} is not prepared in {data_dir} as the run reads it, or has "
+            f"changed; run '{shlex.join(['synthesizer-jax', *missing])}', or from Python "
             "preparation.experiment.prepare_data(experiment, data_dir)"
         )
     vocabulary = open_vocabulary(experiment.vocabulary, data_dir, model=experiment.model)

@@ -126,7 +126,9 @@ def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experimen
 
 def has_begun(directory: pathlib.Path) -> bool:
     """Returns whether a directory holds a run with a checkpoint, which training would continue."""
-    return (directory / EXPERIMENT_FILE).is_file() and bool(finished_steps(directory / "checkpoints"))
+    return (directory / EXPERIMENT_FILE).is_file() and bool(
+        finished_steps(directory / "checkpoints")
+    )
 
 
 def find_dtype(experiment: Experiment, directory: pathlib.Path) -> Experiment:
@@ -170,17 +172,21 @@ def find_base(experiment: Experiment, directory: pathlib.Path | None = None) -> 
             checksum = began.training.adapters.base_checksum
     step = max(steps, default=None) if step is None else step
     if step not in steps:
-        missing = source if step is None or run_of(source) != source else source / "checkpoints" / str(step)
+        missing = (
+            source
+            if step is None or run_of(source) != source
+            else source / "checkpoints" / str(step)
+        )
         raise ValueError(
-            f"{missing}, the base of the adapters, is no checkpoint of a run; put it back, or name its new "
-            "place as init_from (of a trained run: in its experiment.json)"
+            f"{missing}, the base of the adapters, is no checkpoint of a run; put it back, or name "
+            "its new place as init_from (of a trained run: in its experiment.json)"
         )
     checkpoint = base / "checkpoints" / str(step)
     found = checksum_of(checkpoint)
     if checksum not in (None, found):
         raise ValueError(
-            f"{checkpoint} is not the base with which the adapters were trained (its checksum is {found}, "
-            f"not {checksum}); put that one there, or name its place as init_from"
+            f"{checkpoint} is not the base with which the adapters were trained (its checksum is "
+            f"{found}, not {checksum}); put that one there, or name its place as init_from"
         )
     training = replace(experiment.training, adapters=replace(lora, base_checksum=found))
     return replace(experiment, init_from=str(absolute(checkpoint)), training=training)
@@ -211,8 +217,9 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
         contents = read_contents(directory / "checkpoints" / str(steps[-1]))
     if contents is not None and not contents.position:
         raise ValueError(
-            f"{directory} holds parameters alone, as convert and average write them, no run to continue; "
-            f"start from them in a new directory: synthesizer-jax train {directory} --workdir NEW"
+            f"{directory} holds parameters alone, as convert and average write them, no run to "
+            f"continue; start from them in a new directory: synthesizer-jax train {directory} "
+            "--workdir NEW"
         )
     vocabulary = experiment.vocabulary
     if isinstance(vocabulary, SentencePiece):
@@ -220,15 +227,15 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
         # The vocabulary of a synthetic mixture may not exist before the data is prepared.
         if copy.is_file() and source.is_file() and not _has_same_contents(source, copy):
             raise ValueError(
-                f"{directory} holds another run: its {VOCABULARY_FILE} is not {vocabulary.path}; use a new "
-                "--workdir, or the old vocabulary to continue"
+                f"{directory} holds another run: its {VOCABULARY_FILE} is not {vocabulary.path}; "
+                "use a new --workdir, or the old vocabulary to continue"
             )
     saved = _fixed_settings(load_experiment(directory))
     for path in sorted(saved.keys() | given.keys()):
         if saved.get(path) != given.get(path):
             raise ValueError(
-                f"{directory} holds another run: {path} was {saved.get(path)} and is {given.get(path)}; "
-                "use a new --workdir, or the old setting to continue"
+                f"{directory} holds another run: {path} was {saved.get(path)} and is "
+                f"{given.get(path)}; use a new --workdir, or the old setting to continue"
             )
 
 

@@ -48,7 +48,12 @@ class RunLog:
     """
 
     def __init__(
-        self, experiment: Experiment, directory: pathlib.Path, checkpoints: Checkpoints, *, visible: bool
+        self,
+        experiment: Experiment,
+        directory: pathlib.Path,
+        checkpoints: Checkpoints,
+        *,
+        visible: bool,
     ):
         training = experiment.training
         self._experiment, self._log_every = experiment, training.log_every
@@ -196,8 +201,11 @@ class RunLog:
             if not math.isfinite(values[name]):
                 self._checkpoints.wait()
                 newest = max(self._checkpoints.steps, default=None)
-                saved = "no checkpoint was saved yet" if newest is None else f"step {newest} is saved"
+                saved = (
+                    "no checkpoint was saved yet" if newest is None else f"step {newest} is saved"
+                )
                 raise NonFiniteLossError(
-                    f"the {name.replace('_', ' ')} of step {step} is {values[name]}; stopped, {saved}: "
-                    "lower the learning rate, warm up longer or clip gradients, and start again"
+                    f"the {name.replace('_', ' ')} of step {step} is {values[name]}; stopped, "
+                    f"{saved}: lower the learning rate, warm up longer or clip gradients, and "
+                    "start again"
                 )

@@ -19,7 +19,12 @@ from synthesizer_jax.primitives.parameters import Variables, apply_method
 from synthesizer_jax.primitives.products import output_product
 from synthesizer_jax.training.adapters import adapted_variables
 from synthesizer_jax.training.experiment import Training
-from synthesizer_jax.training.losses import LossSums, chunked_cross_entropy, cross_entropy, loss_denominator
+from synthesizer_jax.training.losses import (
+    LossSums,
+    chunked_cross_entropy,
+    cross_entropy,
+    loss_denominator,
+)
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -112,7 +117,12 @@ def loss_sums(
         scale = 1.0
     else:
         states, sown = teacher_forced(
-            model, variables, batch, collection=LOSSES, dropout_key=dropout_key, max_segments=max_segments
+            model,
+            variables,
+            batch,
+            collection=LOSSES,
+            dropout_key=dropout_key,
+            max_segments=max_segments,
         )
         kernel, scale = apply_method(model.output_kernel, variables)
     targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
@@ -234,7 +244,9 @@ def make_train_step(
         denominator = loss_denominator(weights, training.loss_normalizer)
         trained, num_targets = optimizer.trained(state.params), weights.sum()
 
-        def normalized_loss(trained: PyTree, part: Batch, key: jax.Array) -> tuple[jax.Array, LossSums]:
+        def normalized_loss(
+            trained: PyTree, part: Batch, key: jax.Array
+        ) -> tuple[jax.Array, LossSums]:
             """Returns the loss of a part of the batch, and the sums for the metrics.
 
             The denominator is that of the whole batch, so that the losses of the parts add up.
@@ -310,7 +322,9 @@ def apply_gradients(
     if ema is not None:
         weight = 1.0 - jnp.minimum(ema, (1.0 + state.step) / (10.0 + state.step))
         average = jax.tree.map(lambda a, p: a + (weight * (p - a)).astype(a.dtype), average, params)
-    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, ema=average)
+    return dataclasses.replace(
+        state, step=state.step + 1, params=params, opt_state=opt_state, ema=average
+    )
 
 
 def _data_checksum(batch: Batch) -> jax.Array:
@@ -324,7 +338,9 @@ def _data_checksum(batch: Batch) -> jax.Array:
         position = jnp.arange(ids.size, dtype=jnp.uint32).reshape(ids.shape)
         # 2654435761 is the multiplier of Knuth's multiplicative hash. The factor of an id is made
         # odd, because a product with an odd number modulo 2³² loses no bit of the id.
-        total = total * 31 + (ids * (position * jnp.uint32(2654435761) * 2 + 1)).sum(dtype=jnp.uint32)
+        total = total * 31 + (ids * (position * jnp.uint32(2654435761) * 2 + 1)).sum(
+            dtype=jnp.uint32
+        )
     return total
 
 

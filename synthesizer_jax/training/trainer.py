@@ -69,7 +69,11 @@ def make_layout(
     model, ema = experiment.model, experiment.training.ema is not None
     shapes, axes = trained_variables(experiment)
     optimizer = build_optimizer(
-        experiment.training.optimizer, rules, model=model, params=shapes["params"], axes=axes["params"]
+        experiment.training.optimizer,
+        rules,
+        model=model,
+        params=shapes["params"],
+        axes=axes["params"],
     )
     params = with_shardings(shapes["params"], axes["params"], mesh)
     opt_state = jax.eval_shape(optimizer.init, shapes["params"])
@@ -115,7 +119,9 @@ class BatchShards:
 
         If several processes load a shard, the one with the lowest index saves its position.
         """
-        saved_by_lower = {s for p, shards in self._shards_of_process.items() if p < process for s in shards}
+        saved_by_lower = {
+            s for p, shards in self._shards_of_process.items() if p < process for s in shards
+        }
         return sorted(self._shards_of_process[process] - saved_by_lower)
 
     def to_global_array(self, local: np.ndarray) -> jax.Array:
@@ -226,7 +232,9 @@ class Trainer:
         self.read_base()
         merge = jax.jit(adapted_variables, static_argnums=2)
         lora = self.experiment.training.adapters
-        return merge(state.averaged_variables, self.base, lora) if lora else state.averaged_variables
+        return (
+            merge(state.averaged_variables, self.base, lora) if lora else state.averaged_variables
+        )
 
     def step_flops(self) -> float | None:
         """Returns the floating-point operations of a step, or None if they are unknown.
@@ -291,7 +299,9 @@ class Trainer:
         variables = traverse_util.flatten_dict(self.layout.abstract.variables)
         updates = {keys: x.sharding for keys, x in variables.items() if is_update(keys)}
         fresh = init_arrays(
-            lambda key: {"params": init_adapters(key, self.layout.abstract.params, self.layout.axes)},
+            lambda key: {
+                "params": init_adapters(key, self.layout.abstract.params, self.layout.axes)
+            },
             self._key,
             traverse_util.unflatten_dict(updates),
         )
@@ -349,7 +359,9 @@ class Trainer:
         """
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         repeated = np.full(self.mesh.size, number, np.int32)
-        numbers = jax.make_array_from_callback(repeated.shape, sharding, lambda where: repeated[where])
+        numbers = jax.make_array_from_callback(
+            repeated.shape, sharding, lambda where: repeated[where]
+        )
         return self._largest(numbers, after)
 
     def trace(self, lengths: tuple[int, int] | None = None) -> jax.stages.Traced:

@@ -76,7 +76,9 @@ def cross_masks() -> dict[str, Mask]:
         "window on both sides": Mask(window=(2, 2), query_offset=1, key_lengths=key_lengths),
         "offset beyond the keys": Mask(causal=True, window=2, query_offset=8),
         "prefix": Mask(causal=True, prefix_lengths=prefix),
-        "prefix and padding": Mask(causal=True, window=4, prefix_lengths=prefix, key_lengths=key_lengths),
+        "prefix and padding": Mask(
+            causal=True, window=4, prefix_lengths=prefix, key_lengths=key_lengths
+        ),
     }
 
 
@@ -88,14 +90,20 @@ def self_masks() -> dict[str, Mask]:
         "causal": Mask(causal=True).for_self_attention(),
         "causal and padding": Mask(causal=True, key_lengths=lengths).for_self_attention(),
         "causal and holes": Mask(causal=True, key_valid=holes(b, n)).for_self_attention(),
-        "causal window and padding": Mask(causal=True, window=3, key_lengths=lengths).for_self_attention(),
+        "causal window and padding": Mask(
+            causal=True, window=3, key_lengths=lengths
+        ).for_self_attention(),
     }
 
 
 def packed_masks() -> dict[str, Mask]:
     """Masks for KEYS queries and keys, packed; the last row is padding."""
-    segments = jnp.array([[1, 1, 1, 2, 3, 3, 3, 3, 0, 0, 0], [1, 2, 2, 2, 2, 3, 3, 0, 0, 0, 0], [0] * 11])
-    other = jnp.array([[1, 1, 2, 2, 2, 3, 0, 0, 0, 0, 0], [2, 2, 3, 3, 3, 0, 0, 0, 0, 0, 0], [0] * 11])
+    segments = jnp.array(
+        [[1, 1, 1, 2, 3, 3, 3, 3, 0, 0, 0], [1, 2, 2, 2, 2, 3, 3, 0, 0, 0, 0], [0] * 11]
+    )
+    other = jnp.array(
+        [[1, 1, 2, 2, 2, 3, 0, 0, 0, 0, 0], [2, 2, 3, 3, 3, 0, 0, 0, 0, 0, 0], [0] * 11]
+    )
     sizes = {"segments": 3, "segment_length": 5}
     return {
         "packed": Mask(key_segments=segments, **sizes).for_self_attention(),
@@ -122,7 +130,9 @@ def run(terms, values, mask, g, implementation="auto", sinks=None, **options):
     return out, *back(g)
 
 
-def check(terms: Terms, values: jax.Array, mask: Mask, g: jax.Array, route: str, bound: float) -> None:
+def check(
+    terms: Terms, values: jax.Array, mask: Mask, g: jax.Array, route: str, bound: float
+) -> None:
     """A route's output and every gradient against the oracle."""
     compare(run(terms, values, mask, g, route), oracle.attention(terms, values, mask, g), bound)
 

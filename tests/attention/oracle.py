@@ -190,7 +190,9 @@ def array_fields(term) -> list[dataclasses.Field]:
 
 def gradients_of(terms: Terms) -> tuple[dict[str, np.ndarray], ...]:
     """The arrays of (cotangent) terms in the form of `Answer.terms`."""
-    return tuple({f.name: np.asarray(getattr(t, f.name), float) for f in array_fields(t)} for t in terms)
+    return tuple(
+        {f.name: np.asarray(getattr(t, f.name), float) for f in array_fields(t)} for t in terms
+    )
 
 
 def error(found, expected: np.ndarray) -> float:
@@ -198,7 +200,9 @@ def error(found, expected: np.ndarray) -> float:
     found = np.asarray(found, np.float64)
     assert found.shape == expected.shape, (found.shape, expected.shape)
     assert np.isfinite(found).all()
-    return float(np.abs(found - expected).max(initial=0) / max(np.abs(expected).max(initial=0), 1e-30))
+    return float(
+        np.abs(found - expected).max(initial=0) / max(np.abs(expected).max(initial=0), 1e-30)
+    )
 
 
 def close(found, expected, bound: float = 2e-6, least: float = 1.0) -> None:

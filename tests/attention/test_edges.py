@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.attention import Mask, attend, attention_weights, banded, low_rank, relative, static
+from synthesizer_jax.attention import (
+    Mask,
+    attend,
+    attention_weights,
+    banded,
+    low_rank,
+    relative,
+    static,
+)
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, WIDTH
 
@@ -137,7 +145,9 @@ def test_weights_of_a_window_see_as_far_as_the_mask(first: int, mask: Mask) -> N
     pairs = Mask(allowed=mask.pairs(KEYS, KEYS))
     expected = cases.run(term, values, pairs, g, "reference")
     found = cases.run(term, values, mask, g, "banded")
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected
+    )
 
 
 @pytest.mark.parametrize("mask", ["causal and padding", "packed causal"])
@@ -158,7 +168,9 @@ def test_no_dtype_is_promoted_by_accident(route: str, mask: str) -> None:
     with jax.numpy_dtype_promotion("strict"):
         gradients = jax.eval_shape(jax.grad(loss, argnums=(0, 1)), terms, values)
         jax.eval_shape(loss, cast(terms, jnp.float32), values)
-        weights = jax.eval_shape(lambda t: attention_weights(t, mask=masks[mask], k_length=KEYS), terms)
+        weights = jax.eval_shape(
+            lambda t: attention_weights(t, mask=masks[mask], k_length=KEYS), terms
+        )
     assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("bfloat16")}
     assert weights.dtype == jnp.float32
 

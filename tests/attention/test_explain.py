@@ -53,8 +53,12 @@ def test_terms_are_explained_for_another_platform():
     (gpu,) = sj.explain(sj.attend, terms, values, platform="gpu")
     assert (gpu.route, gpu.kernel) == ("fused", "Pallas kernels")
     segments = jnp.repeat(jnp.array([[1, 2], [1, 2]]), 256, axis=1)
-    packed = functools.partial(sj.attend, mask=sj.Mask.packed(segments, segments=2, segment_length=256))
-    bias = sj.attention.static(jnp.ones((2, 512, 512)))  # looked up by position: the rows come unpacked
+    packed = functools.partial(
+        sj.attend, mask=sj.Mask.packed(segments, segments=2, segment_length=256)
+    )
+    bias = sj.attention.static(
+        jnp.ones((2, 512, 512))
+    )  # looked up by position: the rows come unpacked
     (gpu,) = sj.explain(packed, (*terms, bias), values, platform="gpu")
     assert gpu.unpacked and gpu.kernel == "Pallas kernels"
     (tpu,) = sj.explain(functools.partial(sj.attend, mask=PREFIX), terms, values, platform="tpu")

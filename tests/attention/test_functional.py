@@ -161,7 +161,9 @@ def test_nothing_is_as_large_as_the_logits(kind: str) -> None:
     shapes = re.findall(r"\b(?:f32|bf16|pred)\[([\d,]+)\]", compiled.as_text())
     assert max(math.prod(map(int, shape.split(","))) for shape in shapes) <= largest
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * B * n * length**2
-    chip = jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")  # from jax 0.12 on, Pallas asks for it
+    chip = jax.sharding.AbstractDevice(
+        "NVIDIA H100", None, "gpu"
+    )  # from jax 0.12 on, Pallas asks for it
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=chip)):
         traced = step.trace(*qkv, bias)
     for platform in ("cuda", "tpu"):

@@ -75,7 +75,10 @@ def use_block_sizes(monkeypatch, queries, keys):
 
 
 BOTH = ("padding", "holes", "window and offset", "packed causal", "packed cross")
-MASKS = {"tpu": (*BOTH, "causal and holes"), "gpu": (*BOTH, "offset beyond the keys", "prefix and padding")}
+MASKS = {
+    "tpu": (*BOTH, "causal and holes"),
+    "gpu": (*BOTH, "offset beyond the keys", "prefix and padding"),
+}
 
 
 @pytest.mark.parametrize(("platform", "name"), [(p, name) for p in FUSED for name in MASKS[p]])
@@ -110,7 +113,9 @@ def test_blocks_of_queries_and_keys(platform, names, monkeypatch):
     if names == EVERY_TERM:
         mask = dataclasses.replace(mask, allowed=cases.holes(1, 1, 140, 140))
     names = tuple(name for name in names if name in TERMS[platform])
-    check_fused(platform, names, mask, 140, 140, 1e-4, soft_cap=None if names == EVERY_TERM else 2.0)
+    check_fused(
+        platform, names, mask, 140, 140, 1e-4, soft_cap=None if names == EVERY_TERM else 2.0
+    )
 
 
 @every
@@ -128,7 +133,9 @@ def test_fused_bfloat16_is_as_close_as_the_loop(platform):
 
     def error(found):
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wide), strict=True)
-        return max(float(np.abs(np.float32(x) - y).max() / max(1.0, np.abs(y).max())) for x, y in pairs)
+        return max(
+            float(np.abs(np.float32(x) - y).max() / max(1.0, np.abs(y).max())) for x, y in pairs
+        )
 
     ours, loop = map(error, both_ways(platform, names, mask, QUERIES, KEYS, jnp.bfloat16))
     assert ours < 1.5 * loop < 0.1
@@ -149,12 +156,16 @@ def test_equal_logits_of_any_size_give_the_mean(platform, size):
 NO_FUSED_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options={**cases.FAST_COMPILE, **NO_FUSED_PRODUCTS})
+@functools.partial(
+    jax.jit, static_argnums=0, compiler_options={**cases.FAST_COMPILE, **NO_FUSED_PRODUCTS}
+)
 def run_static(offset, terms, values, mask, g):
     """Output, cotangents of terms and values, and the largest of one over the denominators."""
     q = g.shape[1]
     inputs, back = jax.vjp(lambda terms: static_inputs(Call(terms, values, mask, q)), terms)
-    out, inverse = static_tpu.forward(q, offset, inputs, same_keys=is_separable(mask), interpret=True)
+    out, inverse = static_tpu.forward(
+        q, offset, inputs, same_keys=is_separable(mask), interpret=True
+    )
     found = static_tpu.backward(offset, inputs, out, inverse, g, interpret=True)
     (dterms,) = back(jax.tree.map(_zero, inputs)._replace(biases=found.biases))
     return (out, dterms, found.values), jnp.zeros(()) if inverse is None else inverse.max()
@@ -256,7 +267,9 @@ def test_tpus_run_the_kernels():
     def loss(table, values):
         return attend((static(table),), values, mask=mask).astype(jnp.float32).sum()
 
-    lowered = jax.jit(jax.grad(loss, (0, 1))).trace(table, values).lower(lowering_platforms=("tpu",))
+    lowered = (
+        jax.jit(jax.grad(loss, (0, 1))).trace(table, values).lower(lowering_platforms=("tpu",))
+    )
     assert lowered.as_text().count("tpu_custom_call") == 2
 
 

@@ -27,8 +27,14 @@ def test_one_mask_for_all_examples(route: str) -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (Mask(key_valid=jnp.ones(KEYS, bool)), r"key_valid has shape \(11,\); .* \[batch or 1=3, k=11\]"),
-        (Mask(key_lengths=jnp.ones(BATCH + 1, int)), r"key_lengths has shape \(4,\); .*batch or 1=3"),
+        (
+            Mask(key_valid=jnp.ones(KEYS, bool)),
+            r"key_valid has shape \(11,\); .* \[batch or 1=3, k=11\]",
+        ),
+        (
+            Mask(key_lengths=jnp.ones(BATCH + 1, int)),
+            r"key_lengths has shape \(4,\); .*batch or 1=3",
+        ),
         (Mask(key_lengths=jnp.ones(BATCH)), "key_lengths has dtype float32; it must be integers"),
         (Mask(query_valid=jnp.ones((BATCH, KEYS + 1))), r"query_valid has shape \(3, 12\)"),
         (Mask(allowed=jnp.ones((KEYS, KEYS), bool)), r"allowed has shape \(11, 11\)"),
@@ -46,7 +52,9 @@ def test_shapes_are_checked(mask: Mask, message: str) -> None:
 
 @pytest.mark.parametrize("window", [(None, 2**31 - 1), (2**40, None)])
 def test_windows_beyond_all_positions_hide_nothing(window) -> None:
-    weights = attention_weights((static(jnp.zeros((1, 3, 3))),), mask=Mask(window=window), k_length=3)
+    weights = attention_weights(
+        (static(jnp.zeros((1, 3, 3))),), mask=Mask(window=window), k_length=3
+    )
     np.testing.assert_allclose(weights, jnp.full((1, 1, 3, 3), 1 / 3), rtol=1e-6)
 
 
@@ -61,7 +69,8 @@ def test_what_is_no_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((BATCH, HEADS), bool), ((BATCH, 1), "float32"), ((1, HEADS), "int32"), ((), bool)]
+    ("shape", "dtype"),
+    [((BATCH, HEADS), bool), ((BATCH, 1), "float32"), ((1, HEADS), "int32"), ((), bool)],
 )
 def test_arrays_are_masks(shape, dtype) -> None:
     terms, values, g = cases.problem(("static", "dot_product"))

@@ -49,7 +49,12 @@ def test_gaps_of_every_size(name: str) -> None:
     _, values, dout = cases.problem(())
     for gap in GAPS:
         cases.check(
-            (static(logits_with_gap(gap)),), 1e-6 * values, padding_masks()[name], dout, "static", 2e-5
+            (static(logits_with_gap(gap)),),
+            1e-6 * values,
+            padding_masks()[name],
+            dout,
+            "static",
+            2e-5,
         )
 
 
@@ -81,7 +86,9 @@ def test_vmap_keeps_a_single_conditional() -> None:
     mask = padding_masks()["padding"]
     dout = cases.normal("cotangent", B, N, H, E)
 
-    def attend_and_vjp(table: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def attend_and_vjp(
+        table: jax.Array, values: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         out, vjp = jax.vjp(lambda t, v: attend((static(t),), v, mask=mask), table, values)
         dtable, dvalues = vjp(dout)
         return out, dtable, dvalues
@@ -92,7 +99,9 @@ def test_vmap_keeps_a_single_conditional() -> None:
         expected = oracle.attention((static(table),), v, mask, dout)
         out, dtable, dvalues = (x[i] for x in mapped(tables, values))
         cases.compare((out, (static(dtable),), dvalues), expected, 2e-5)
-    nested = fast_jit(jax.vmap(jax.vmap(attend_and_vjp))).lower(tables[None], values[None]).compile()
+    nested = (
+        fast_jit(jax.vmap(jax.vmap(attend_and_vjp))).lower(tables[None], values[None]).compile()
+    )
     assert nested.as_text().count(" conditional(") == 2
 
 

@@ -102,9 +102,18 @@ def packed(tree: Any) -> bytes:
 
 EXPERIMENT, IMPORTS = "run/experiment.json", "run/code/imports.json"
 CONTENTS = "checkpoints/1/contents/contents.json"
-SHARD, INDEX = "transformers/model-00002-of-00003.safetensors", "transformers/model.safetensors.index.json"
+SHARD, INDEX = (
+    "transformers/model-00002-of-00003.safetensors",
+    "transformers/model.safetensors.index.json",
+)
 ZARRAY = "tensorstore/checkpoint_1/target.token_embedder.embedding/.zarray"
-BPE = {"type": "BPE", "byte_fallback": True, "unk_token": "a", "vocab": {"a": 0, "b": 1}, "merges": []}
+BPE = {
+    "type": "BPE",
+    "byte_fallback": True,
+    "unk_token": "a",
+    "vocab": {"a": 0, "b": 1},
+    "merges": [],
+}
 T5X, TOKENIZER = "t5x/checkpoint_1", "tokenizer/tokenizer.json"
 DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = [
     # The file; what it holds instead (None: it is gone); the sentence.
@@ -113,14 +122,26 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
     (EXPERIMENT, '{"type": "Experiment"}', r"missing .*'model'"),
     (EXPERIMENT, "[" * 100_000, r"cannot be read: maximum recursion depth"),
     (EXPERIMENT, '{"a":' * 500 + "1" + "}" * 500, r"recursion|expected an Experiment"),
-    (EXPERIMENT, saved(lambda d: d["data"].update({"x" * 10**6: 1})), r"DataConfig has no field 'x{56}…"),
-    (EXPERIMENT, saved(lambda d: d["model"].update(encoder={"type": "os.x"})), "encoder: unknown type"),
+    (
+        EXPERIMENT,
+        saved(lambda d: d["data"].update({"x" * 10**6: 1})),
+        r"DataConfig has no field 'x{56}…",
+    ),
+    (
+        EXPERIMENT,
+        saved(lambda d: d["model"].update(encoder={"type": "os.x"})),
+        "encoder: unknown type",
+    ),
     (
         EXPERIMENT,
         saved(lambda d: d["model"]["encoder"].update(runs=[])),
         r"runs is \(\); allowed: not empty",
     ),
-    (EXPERIMENT, saved(lambda d: d["model"].update(parent="x")), "EncoderDecoder has no field 'parent'"),
+    (
+        EXPERIMENT,
+        saved(lambda d: d["model"].update(parent="x")),
+        "EncoderDecoder has no field 'parent'",
+    ),
     *(
         (IMPORTS, names, r"code/imports\.json cannot be read: ")
         for names in (
@@ -137,10 +158,22 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
     ("checkpoints/1/state/_METADATA", "{", "checkpoints/1 cannot be read"),
     (SHARD, lambda data: data[:-7], "cannot be read"),
     (SHARD, None, "is missing"),
-    (INDEX, '{"weight_map": {"shared.weight": "../outside.safetensors"}}', "not a file of the folder"),
-    ("torch/pytorch_model.bin", b"cos\nsystem\n(S'touch executed'\ntR.", "needs PyTorch|nothing in it was"),
+    (
+        INDEX,
+        '{"weight_map": {"shared.weight": "../outside.safetensors"}}',
+        "not a file of the folder",
+    ),
+    (
+        "torch/pytorch_model.bin",
+        b"cos\nsystem\n(S'touch executed'\ntR.",
+        "needs PyTorch|nothing in it was",
+    ),
     *(
-        (TOKENIZER, json.dumps(GOOD | change), r"tokenizer\.json cannot be read: .*; .*--vocabulary")
+        (
+            TOKENIZER,
+            json.dumps(GOOD | change),
+            r"tokenizer\.json cannot be read: .*; .*--vocabulary",
+        )
         for change in (
             {"model": {"type": "BPE"}},
             {"model": GOOD["model"] | {"unk_id": 9}},
@@ -178,7 +211,9 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
 
 
 @pytest.mark.parametrize(("name", "content", "message"), DAMAGES, ids=range(len(DAMAGES)))
-def test_damage_is_one_sentence_and_no_trace(whole, tmp_path, monkeypatch, name, content, message) -> None:
+def test_damage_is_one_sentence_and_no_trace(
+    whole, tmp_path, monkeypatch, name, content, message
+) -> None:
     monkeypatch.chdir(tmp_path)  # where what a pickle executes would leave traces
     folder = name.split("/")[0]
     shutil.copytree(whole / folder, tmp_path / folder)

@@ -24,9 +24,9 @@ def store(synthetic_data: pathlib.Path):
 
 def train(workdir: str | pathlib.Path, steps: int) -> str:
     return (
-        f"train {RECIPE} --workdir {workdir} --data-dir gs://bucket/data --set training.steps={steps} "
-        "--set mesh.fsdp=1 --set evaluation.every=4 --set model.encoder.runs.0.repeats=1 "
-        "--set model.decoder.runs.0.repeats=1"
+        f"train {RECIPE} --workdir {workdir} --data-dir gs://bucket/data --set "
+        f"training.steps={steps} --set mesh.fsdp=1 --set evaluation.every=4 --set "
+        "model.encoder.runs.0.repeats=1 --set model.decoder.runs.0.repeats=1"
     )
 
 
@@ -38,7 +38,9 @@ def losses(text: bytes, directory: pathlib.Path) -> list[tuple[int, float]]:
 
 WRONG = {
     train("gs://nobucket/run", 8): "gs://nobucket/run",
-    train("s3://bucket/run", 8): "s3:/bucket/run is not a path on a disk or in Google Cloud Storage",
+    train(
+        "s3://bucket/run", 8
+    ): "s3:/bucket/run is not a path on a disk or in Google Cloud Storage",
     train("gs://bucket", 8): "gs://bucket is not a path on a disk or in Google Cloud Storage",
     "eval --workdir gs://bucket/nothing": "gs://bucket/nothing holds no experiment.json",
     "doctor --workdir gs://nobucket/new": "gs://nobucket/new",

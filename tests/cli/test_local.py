@@ -40,7 +40,9 @@ def started(place, command):
 
 
 def run(place, workdir, processes, *settings):
-    command = f"train {RECIPE} --workdir {workdir} --data-dir data --quiet --set training.steps={STEPS}"
+    command = (
+        f"train {RECIPE} --workdir {workdir} --data-dir data --quiet --set training.steps={STEPS}"
+    )
     result = started(place, group(processes, *command.split(), *settings))
     assert result.returncode == 0, result.stderr
     return result.stderr

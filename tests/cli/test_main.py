@@ -34,7 +34,10 @@ def test_a_stuck_thread_does_not_keep_the_program() -> None:
     [
         ("no\x1b]0;title\x07 run\u202e\n", r"no\x1b]0;title\x07 run\u202e"),
         ("a\n  b", "a b"),
-        ("runs/x: " + "name, " * 10**5 + "remedy", f"runs/x: {'name, ' * 248}name … {'name, ' * 49}remedy"),
+        (
+            "runs/x: " + "name, " * 10**5 + "remedy",
+            f"runs/x: {'name, ' * 248}name … {'name, ' * 49}remedy",
+        ),
     ],
     ids=["escapes", "lines", "long"],
 )

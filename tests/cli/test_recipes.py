@@ -83,7 +83,9 @@ def test_a_broken_recipe_is_one_sentence_with_its_file(tmp_path, source, message
 def test_a_module_of_ones_own_package_is_a_recipe(tmp_path, monkeypatch):
     (tmp_path / "own_recipes").mkdir()
     (tmp_path / "own_recipes/__init__.py").write_text("")
-    (tmp_path / "own_recipes/small.py").write_text(IMPORT + "def default():\n    return experiment()\n")
+    (tmp_path / "own_recipes/small.py").write_text(
+        IMPORT + "def default():\n    return experiment()\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("synthesizer_jax.runs.code._imported", set())
     assert load_recipe("own_recipes.small").data.mixture == "copy"
@@ -108,7 +110,9 @@ def test_shells_are_offered_recipes_and_models(tmp_path, monkeypatch, typed, off
 STALE = "synthesizer_jax/costs/zoo.json is out of date: run python -m tools.zoo_costs and commit it"
 
 
-@pytest.mark.parametrize("name", ["synthesizer_rv_small", "mesh_random_base", "linformer_base", "alr_s"])
+@pytest.mark.parametrize(
+    "name", ["synthesizer_rv_small", "mesh_random_base", "linformer_base", "alr_s"]
+)
 def test_the_costs_that_come_with_the_package_are_those_of_the_zoo(name):
     assert list(known_costs()) == list(ZOO), STALE
     assert costs(name) == known_costs()[name], STALE
@@ -119,7 +123,10 @@ def test_without_the_data_extra_one_sentence_says_what_to_install(tmp_path, tmp_
     absent = tmp_path_factory.mktemp("absent")
     error = "raise ModuleNotFoundError('not here', name='tensorflow')\n"
     (absent / "tensorflow.py").write_text(error)
-    commands = ["train quickstart --workdir w --data-dir d", "data import glue --from . --data-dir d"]
+    commands = [
+        "train quickstart --workdir w --data-dir d",
+        "data import glue --from . --data-dir d",
+    ]
     said = run_all(tmp_path, commands, PYTHONPATH=f"{absent}{os.pathsep}{ROOT}")
     (code, prepared), other = said
     remedy = "tensorflow is not installed; run pip install 'synthesizer_jax[data]'"

@@ -32,7 +32,9 @@ def train(workdir: pathlib.Path, data: pathlib.Path, *settings: str) -> str:
     return f"train {RECIPE} --workdir {workdir} --data-dir {data} {changes}"
 
 
-def test_stopped_before_the_first_step_nothing_is_left(tmp_path, synthetic_data, monkeypatch) -> None:
+def test_stopped_before_the_first_step_nothing_is_left(
+    tmp_path, synthetic_data, monkeypatch
+) -> None:
     monkeypatch.setattr(Trainer, "compile", mock.Mock(side_effect=Preempted(signal.SIGTERM)))
     with pytest.raises(Preempted):
         call(train(tmp_path / "run", synthetic_data, "training.steps=4"))
@@ -78,11 +80,17 @@ def test_interrupted_without_a_terminal_and_on_one(tmp_path, synthetic_data) -> 
         rest, errors = process.communicate()
     assert process.returncode in (130, -signal.SIGINT)  # the latter in an evaluation, after a save
     if process.returncode == 130:
-        assert errors.endswith("stopped by SIGINT; everything is saved, start the same command again\n")
+        assert errors.endswith(
+            "stopped by SIGINT; everything is saved, start the same command again\n"
+        )
     log = "".join(said) + rest
     assert re.search(r"step +0/100000  compiling: [\d,]+ parameters on 1 × cpu\n", log)
-    assert re.search(r"step +4/100000  loss .*learning rate .*padding \d+%.* steps/s .* left\n", log)
-    assert re.search(r"step +4/100000  saved\n.*evaluated in .* s: score [\d.]+, loss .*accuracy", log)
+    assert re.search(
+        r"step +4/100000  loss .*learning rate .*padding \d+%.* steps/s .* left\n", log
+    )
+    assert re.search(
+        r"step +4/100000  saved\n.*evaluated in .* s: score [\d.]+, loss .*accuracy", log
+    )
     (*_, newest) = finished_steps(workdir / "checkpoints")
     trained = [r["step"] for r in read_metrics(workdir / "metrics.jsonl") if r["kind"] == "train"]
     assert trained == list(range(1, newest + 1))
@@ -143,7 +151,9 @@ def test_a_start_that_came_to_nothing_blocks_nothing(copied, synthetic_data) -> 
     assert saved["training"]["seed"] == 7
 
 
-def test_another_vocabulary_or_a_changed_one_is_noticed(finished, copied, synthetic_data, tmp_path) -> None:
+def test_another_vocabulary_or_a_changed_one_is_noticed(
+    finished, copied, synthetic_data, tmp_path
+) -> None:
     given = synthetic.vocabulary(synthetic_data)
     mine = replace(load_experiment(finished), vocabulary=given)
     save_run(mine, copied)
@@ -161,7 +171,10 @@ def test_another_vocabulary_or_a_changed_one_is_noticed(finished, copied, synthe
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("distill papers.replacement:alr --teacher {run} --workdir {run}", "run holds another run: "),
+        (
+            "distill papers.replacement:alr --teacher {run} --workdir {run}",
+            "run holds another run: ",
+        ),
         ("distill papers.replacement:alr --teacher {run}/.. --workdir new", "holds no experiment"),
         (
             f"train {RECIPE} --workdir new --set init_from={{run}} --set training.adapters=LoRA "
@@ -171,7 +184,9 @@ def test_another_vocabulary_or_a_changed_one_is_noticed(finished, copied, synthe
         ("inspect {run}/checkpoints/99", "has no checkpoint 99; choose one of the steps 4"),
     ],
 )
-def test_what_is_wrong_is_said_before_data_is_prepared(copied, monkeypatch, command, message) -> None:
+def test_what_is_wrong_is_said_before_data_is_prepared(
+    copied, monkeypatch, command, message
+) -> None:
     prepare = lambda *_, **__: pytest.fail("data was prepared")
     for module in ("data", "train"):
         monkeypatch.setattr(f"synthesizer_jax.cli.{module}.prepare_missing", prepare)

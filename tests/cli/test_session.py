@@ -40,7 +40,11 @@ SESSION = [
     (f"{TRAIN} --set evaluation.method=sample", 2, "error: evaluation.method"),
     (f"{TRAIN} --set init_from=a.jsonl", 2, "holds no experiment.json; give the directory"),
     (TRAIN, 2, "own_files"),  # not imported yet
-    ("train finetune --workdir runs/x --data-dir d", 2, "there is no SentencePiece model spiece.model"),
+    (
+        "train finetune --workdir runs/x --data-dir d",
+        2,
+        "there is no SentencePiece model spiece.model",
+    ),
     # Data of one's own.
     ("data list glue --data-dir d", 2, "there is no mixture or task 'glue'"),
     ("data import glu --from .", 2, "'glu' cannot be imported, did you mean 'glue'"),
@@ -58,7 +62,11 @@ SESSION = [
     ),
     ("data list own_files --data-dir DATA", 0, "train 40, validation 6"),
     ("data list", 0, "mixtures: "),
-    ("data show own_files --data-dir DATA --rows 1 --vocabulary bytes", 0, "lengths of 40 rows in bytes"),
+    (
+        "data show own_files --data-dir DATA --rows 1 --vocabulary bytes",
+        0,
+        "lengths of 40 rows in bytes",
+    ),
     ("data check own_files --data-dir DATA", 0, "train 3"),  # good 1, 3 and 5 are in both
     ("data vocabulary own_files --output v --data-dir DATA --size 32", 0, "32 pieces from 80"),
     ("data vocabulary multi30k_en_de --output v --data-dir DATA", 2, "a split 'train' in DATA"),
@@ -119,7 +127,10 @@ def check(place: pathlib.Path, expected: list[tuple[str, int, str]]) -> dict[str
     other = [
         f"{command}: {code}: {text}"
         for (command, wanted, part), (code, text) in zip(expected, texts, strict=True)
-        if code != wanted or part not in text or "Traceback" in text or text.count("error: ") != code // 2
+        if code != wanted
+        or part not in text
+        or "Traceback" in text
+        or text.count("error: ") != code // 2
     ]
     assert not other, "\n".join(other)
     return {command: text for (command, _, _), (_, text) in zip(expected, found, strict=True)}

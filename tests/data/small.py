@@ -13,7 +13,13 @@ from synthesizer_jax.data import prepared as files
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import FullLM
 from synthesizer_jax.data.pipeline import Stream
-from synthesizer_jax.data.prepared import Chunk, PreparedInfo, PreparedTasks, RaggedTokens, rows_file
+from synthesizer_jax.data.prepared import (
+    Chunk,
+    PreparedInfo,
+    PreparedTasks,
+    RaggedTokens,
+    rows_file,
+)
 from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.preparation.prepare import write_chunks
@@ -83,7 +89,10 @@ def write(data_dir: pathlib.Path) -> None:
 
 
 def _write_split(prepared: PreparedTasks, name: str, split: str, count: int) -> None:
-    directory, file = (prepared.directory(f"small_{name}", split), "tokens-00000-of-00001.arrayrecord")
+    directory, file = (
+        prepared.directory(f"small_{name}", split),
+        "tokens-00000-of-00001.arrayrecord",
+    )
     examples = [example(name, row) for row in range(count)]
     chunks = (
         Chunk(*(RaggedTokens.of(list(map(np.array, side))) for side in zip(*part, strict=True)))
@@ -115,7 +124,9 @@ def examples_of(batch: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]
     sides = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
     for row in range(len(batch["decoder_target_tokens"])):
         parts = {name: values[row] for name, values in batch.items()}
-        segments = {s: parts.get(f"{s}_segment_ids", parts[tokens] != 0) for s, tokens in sides.items()}
+        segments = {
+            s: parts.get(f"{s}_segment_ids", parts[tokens] != 0) for s, tokens in sides.items()
+        }
         for number in range(1, int(segments["decoder"].max(initial=0)) + 1):
             yield {name: x[segments[name[:7]] == number] for name, x in parts.items()}
 
@@ -130,6 +141,8 @@ def digests(batches: Iterator[dict[str, np.ndarray]], count: int) -> list[str]:
     """Of everything in the next batches, dtypes included."""
     result = []
     for _ in range(count):
-        parts = [f"{k} {v.dtype} {v.shape}".encode() + v.tobytes() for k, v in next(batches).items()]
+        parts = [
+            f"{k} {v.dtype} {v.shape}".encode() + v.tobytes() for k, v in next(batches).items()
+        ]
         result.append(hashlib.sha256(b"".join(parts)).hexdigest())
     return result

@@ -216,13 +216,20 @@ def test_errors_name_field_and_remedy() -> None:
         (lambda: Denoising(0.15, 0.5), r"mean_span is 0.5; allowed: 1 or more"),
         (lambda: ObjectiveMixture(()), r"objectives is \(\); allowed: not empty"),
         (lambda: ObjectiveMixture((FullLM(), Denoising())), r"objectives differ in documents or d"),
-        (lambda: ObjectiveMixture((FullLM(),), (1, 2)), r"rates is \(1, 2\); allowed: none, or 1 n"),
+        (
+            lambda: ObjectiveMixture((FullLM(),), (1, 2)),
+            r"rates is \(1, 2\); allowed: none, or 1 n",
+        ),
         (lambda: ObjectiveMixture((OBJECTIVES["ul2"],)), "objectives is .*, expected"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
     for objective, changes, message in (
-        (Denoising(), {"targets_length": 113}, r"targets_length is 113; noise of inputs_length=512"),
+        (
+            Denoising(),
+            {"targets_length": 113},
+            r"targets_length is 113; noise of inputs_length=512",
+        ),
         (MaskedLM(), {"targets_length": 64}, r"MaskedLM with inputs_length=512 needs 512 or more"),
         (Denoising(mode=(5, 6)), {"inputs_length": 3}, r"a mode, a token and EOS needs 4 or more"),
     ):

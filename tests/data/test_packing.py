@@ -38,7 +38,9 @@ def numbers(row: list[DrawnExample]) -> list[int]:
 
 @given(SIZES, st.integers(1, 6), st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
-def test_rows_hold_every_example_once_and_none_waits(sizes: list, segments: int, window: int) -> None:
+def test_rows_hold_every_example_once_and_none_waits(
+    sizes: list, segments: int, window: int
+) -> None:
     source = Source(sizes)
     packing = packer(source, segments=segments, window=window)
     rows = [packing.next_row() for _ in range(40)]

@@ -77,7 +77,9 @@ def test_long_examples_are_cut_before_what_the_task_appends(data_dir: pathlib.Pa
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_of_a_shard_gives_each_of_its_examples_once(data_dir: pathlib.Path, shuffle: bool) -> None:
+def test_an_epoch_of_a_shard_gives_each_of_its_examples_once(
+    data_dir: pathlib.Path, shuffle: bool
+) -> None:
     changes = {"mixture": "small_many", "batch_size": 40, "shards": 4, "shuffle": shuffle}
     drawn = small.inputs(small.stream(data_dir, here=[2], **changes), 188)
     rows = [int(string.split()[1]) for string in drawn]
@@ -106,7 +108,9 @@ def test_tasks_are_drawn_by_their_rates(data_dir: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"mixture": "small_many", "batch_size": 8}, BUCKETED])
-def test_hosts_read_disjoint_shards_that_cover_everything(data_dir: pathlib.Path, changes: dict) -> None:
+def test_hosts_read_disjoint_shards_that_cover_everything(
+    data_dir: pathlib.Path, changes: dict
+) -> None:
     """With buckets, in the shape of the whole batch."""
     whole, shards = small.stream(data_dir, **changes), changes.get("shards", 8)
     hosts = [[0], [*range(1, shards - 1)], [shards - 1]]
@@ -135,7 +139,9 @@ def test_hosts_read_disjoint_shards_that_cover_everything(data_dir: pathlib.Path
     ],
     ids=["pairs", "packed", "buckets", "classes", "packed texts", "ul2", "packed spans"],
 )
-def test_every_step_can_be_restored_from_the_files_of_other_hosts(data_dir, tmp_path, changes) -> None:
+def test_every_step_can_be_restored_from_the_files_of_other_hosts(
+    data_dir, tmp_path, changes
+) -> None:
     whole, expected = small.stream(data_dir, **changes), []
     shards = np.array_split(range(changes.get("shards", 8)), 2)
     hosts = [small.stream(data_dir, here=p.tolist(), saved=p.tolist(), **changes) for p in shards]
@@ -150,7 +156,9 @@ def test_every_step_can_be_restored_from_the_files_of_other_hosts(data_dir, tmp_
         assert small.digests(again, 2)[: 25 - step] == expected[step : step + 2]
 
 
-def test_large_tasks_keep_few_chunks(data_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch) -> None:
+def test_large_tasks_keep_few_chunks(
+    data_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch
+) -> None:
     """Every epoch yields every example once, the first in the same order as of a task in memory."""
     changes = {"mixture": "small_many", "batch_size": 50, "shards": 2}
     whole = small.inputs(small.stream(data_dir, **changes), 50)
@@ -195,7 +203,9 @@ def test_a_position_belongs_to_its_stream(data_dir: pathlib.Path, tmp_path: path
     record = json.loads(info.read_text())
     info.write_text(json.dumps(record | {"checksum": 5}))
     refused(r"checksum of small_few was \d+ and is 5", packed)
-    info.write_text(json.dumps(record | {"examples": 39, "files": dict.fromkeys(record["files"], 39)}))
+    info.write_text(
+        json.dumps(record | {"examples": 39, "files": dict.fromkeys(record["files"], 39)})
+    )
     refused(r"examples of small_few was 40 and is 39; restore .* or start a new run with", packed)
     info.write_text(json.dumps(record))
     tasks.save_rates("small", small.MIXTURES["small"] | {"small_few": 1.5})
@@ -205,7 +215,9 @@ def test_a_position_belongs_to_its_stream(data_dir: pathlib.Path, tmp_path: path
         small.stream(data_dir, pack=True).restore(saved)
 
 
-def test_a_position_of_another_version_is_valid(data_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_position_of_another_version_is_valid(
+    data_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     """One that lacks numbers of examples and a later field, or holds what equals a default."""
     stream = small.stream(data_dir)
     stream.save(tmp_path)
@@ -240,7 +252,10 @@ def test_settings_that_cannot_work_are_said_in_one_sentence(data_dir: pathlib.Pa
         ({"shards": 64, "batch_size": 64}, r"small_few.* has 40 examples, fewer than shards=64"),
         ({"mixture": "small_few", "inputs_length": 0}, r"small_few has inputs.*set data\.inputs_l"),
         ({"objective": SPANS}, r"data\.objective makes examples of texts"),
-        ({"mixture": "small_texts", "inputs_length": 0, "objective": SPANS}, "is 0; .* needs 2 or more"),
+        (
+            {"mixture": "small_texts", "inputs_length": 0, "objective": SPANS},
+            "is 0; .* needs 2 or more",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             small.stream(data_dir, **changes)
@@ -328,7 +343,9 @@ def test_classes_are_told_apart_by_all_of_their_tokens() -> None:
         Classes(("a", "b"), unknowing)
 
 
-def test_a_thread_makes_batches_ahead_of_position(data_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_thread_makes_batches_ahead_of_position(
+    data_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     expected, made = small.digests(small.stream(data_dir, **PACKED), 12), []
 
     class Counting(Stream):

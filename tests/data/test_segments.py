@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.data import segments
-from synthesizer_jax.data.objectives import OBJECTIVES, Denoising, Draws, ExampleFormat, ObjectiveMixture
+from synthesizer_jax.data.objectives import (
+    OBJECTIVES,
+    Denoising,
+    Draws,
+    ExampleFormat,
+    ObjectiveMixture,
+)
 from synthesizer_jax.data.segments import SegmentStream
 from synthesizer_jax.data.task_streams import Example
 
@@ -37,7 +43,9 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "LONGEST_DOCUMENT", LONG)
 
 
-def make(objective="span_3_15_u_u", *, documents=DOCUMENTS, shard=(0, 1), seed=0, form=FORM, shuffle=True):
+def make(
+    objective="span_3_15_u_u", *, documents=DOCUMENTS, shard=(0, 1), seed=0, form=FORM, shuffle=True
+):
     """A stream of an objective, or of one of that name."""
     chosen = OBJECTIVES[objective] if isinstance(objective, str) else objective
     start = np.random.SeedSequence(seed, spawn_key=(shard[0], 1))

@@ -19,7 +19,9 @@ from synthesizer_jax.data.objectives import (
 )
 from synthesizer_jax.data.segments import SegmentStream, random_chunk
 
-t5 = pytest.importorskip("t5.data.preprocessors", reason="t5 is not installed; `make install` installs it")
+t5 = pytest.importorskip(
+    "t5.data.preprocessors", reason="t5 is not installed; `make install` installs it"
+)
 
 VOCABULARY = seqio.ByteVocabulary(extra_ids=100)
 FORM = ExampleFormat(64, 64, VOCABULARY.vocab_size)

@@ -71,7 +71,9 @@ def test_ids_that_a_model_does_not_have_are_one_sentence(tmp_path):
             sentence_iterator=iter(["a b c d"] * 9), model_writer=file, vocab_size=9, minloglevel=2
         )
     vocabulary = SentencePiece(str(path)).build()
-    assert vocabulary.around_inputs == ([], [2]) and vocabulary.decode([3, 2, 4]) == vocabulary.decode([3])
+    assert vocabulary.around_inputs == ([], [2]) and vocabulary.decode(
+        [3, 2, 4]
+    ) == vocabulary.decode([3])
     vocabulary.check_ids(SpecialIds(padding=1, end=2))
     for ids, message in (((0, 1), "has EOS 2 but model.ids.end=1"), ((5, 2), "padding=5 is text")):
         with pytest.raises(ValueError, match=message):

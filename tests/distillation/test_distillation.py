@@ -76,7 +76,9 @@ def distill_steps(trainer, steps):
     return averages, state.params, history
 
 
-@pytest.mark.parametrize(("name", "together"), [*((name, False) for name in RECIPES), ("ALR", True)])
+@pytest.mark.parametrize(
+    ("name", "together"), [*((name, False) for name in RECIPES), ("ALR", True)]
+)
 def test_only_replacements_change_and_the_loss_decreases(teacher, name, together):
     """What is not replaced is inherited from the teacher, the output projection of ALR's heads too."""
     trainer = make_trainer(*teacher, RECIPES[name], together=together)
@@ -121,9 +123,13 @@ def test_teacher_activations_are_those_of_its_own_pass(teacher):
     layer = sown[TAPS]["encoder"]["layers_0"]
     kernel = variables["params"]["encoder"]["layers_0"]["attention"]["out"]["kernel"]
     np.testing.assert_allclose(
-        jnp.einsum("bnhe,hed->bnd", layer["attention"]["heads"], kernel), layer["self_mixed"], atol=1e-5
+        jnp.einsum("bnhe,hed->bnd", layer["attention"]["heads"], kernel),
+        layer["self_mixed"],
+        atol=1e-5,
     )
-    np.testing.assert_allclose(layer["self_input"] + layer["self_mixed"], layer["self_output"], atol=1e-6)
+    np.testing.assert_allclose(
+        layer["self_input"] + layer["self_mixed"], layer["self_output"], atol=1e-6
+    )
 
 
 def test_segments_of_a_packed_row_are_independent(teacher):
@@ -221,7 +227,9 @@ def test_a_teacher_that_is_gone_is_refused_until_the_distillation_is_finished(be
 def test_what_can_be_fitted_and_why_the_rest_cannot(teacher):
     """A teacher's soft cap, sinks and window are no obstacle."""
     taught, variables = teacher
-    limited = student_model(MODEL, (Replacement(Attention(2, 4, sinks=True, soft_cap=5.0, window=3)),))
+    limited = student_model(
+        MODEL, (Replacement(Attention(2, 4, sinks=True, soft_cap=5.0, window=3)),)
+    )
     taught = replace(taught, model=limited)
     variables = unroll_variables(limited, Trainer(taught, jax.devices()[:1]).init().variables)
     table = Random(max_length=8)
@@ -234,7 +242,9 @@ def test_what_can_be_fitted_and_why_the_rest_cannot(teacher):
     )
     fitted, others = make_trainer(taught, variables, replacements, fit_batches=1).fitted_layers()
     assert list(fitted) == [("encoder", 0)]
-    assert fitted["encoder", 0] == Attention(2, 4, alignment=table, sinks=True, soft_cap=5.0, window=3)
+    assert fitted["encoder", 0] == Attention(
+        2, 4, alignment=table, sinks=True, soft_cap=5.0, window=3
+    )
     assert others == {
         "SentenceFeedForward has no alignment": ["encoder/layers_1/attention"],
         "PerHead is not made of trained logits of positions": ["decoder/layers_0/self_attention"],
@@ -245,7 +255,9 @@ def test_what_can_be_fitted_and_why_the_rest_cannot(teacher):
 
 def test_a_universal_stack_is_refused(teacher):
     shared = MODEL.copy(encoder=UniversalStack(MODEL.encoder.runs))
-    with pytest.raises(ValueError, match="the encoder is a UniversalStack, whose layers share their param"):
+    with pytest.raises(
+        ValueError, match="the encoder is a UniversalStack, whose layers share their param"
+    ):
         make_trainer(replace(teacher[0], model=shared), {}, (Replacement(Random(max_length=8)),))
 
 

@@ -153,7 +153,9 @@ def test_a_table_is_found_again_in_a_layer_with(name, causal):
     for b in range(20):
         for q, n in enumerate(seen[b]):
             keys = [k for k in range(n) if abs(q - k) < window]
-            of_keys = np.concatenate([capped[:, q, keys], *([] if sinks is None else [sinks[:, None]])], 1)
+            of_keys = np.concatenate(
+                [capped[:, q, keys], *([] if sinks is None else [sinks[:, None]])], 1
+            )
             if keys:
                 expected = weights[b, :, q, keys].T
                 np.testing.assert_allclose(softmax(of_keys)[:, : len(keys)], expected, atol=0.02)
@@ -176,9 +178,14 @@ def test_statistics_are_those_of_the_weights():
     _, sown = jax.jit(functools.partial(MODEL.apply, mutable=["intermediates"]))(variables, *tokens)
     real = whole["decoder_target_tokens"] != 0
     for stack, layer in layers:
-        (weights,) = sown["intermediates"][stack][f"layers_{layer}"][STACKS[stack]]["attention_weights"]
+        (weights,) = sown["intermediates"][stack][f"layers_{layer}"][STACKS[stack]][
+            "attention_weights"
+        ]
         weights = np.asarray(weights) * real[:, None, :, None]
-        if (stack, layer) == ("encoder", 0):  # the student sees less, so that its weights have to be larger
+        if (stack, layer) == (
+            "encoder",
+            0,
+        ):  # the student sees less, so that its weights have to be larger
             weights = weights * np.tri(8, k=1) * np.tri(8, k=1).T
             weights = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30)
         expected = weights.sum(0)

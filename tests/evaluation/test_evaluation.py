@@ -86,14 +86,18 @@ def test_only_labeled_examples_are_scored(load):
     with pytest.raises(ValueError, match="glue_rte_v002: 1 predictions for 6 examples"):
         known.score(["entailment"])
     wrong = dataclasses.replace(known.task, metrics=(lambda *_: {"mine": "good"},))
-    with pytest.raises(ValueError, match="glue_rte_v002: the metric 'mine' is 'good', which is no number"):
+    with pytest.raises(
+        ValueError, match="glue_rte_v002: the metric 'mine' is 'good', which is no number"
+    ):
         dataclasses.replace(known, task=wrong).score(known.target_words)
     for part, functions in (
         ("the postprocess_fn", {"postprocess_fn": lambda text, **_: int(text)}),
         ("the metric fails", {"metrics": (fails,)}),
     ):
         wrong = dataclasses.replace(known, task=dataclasses.replace(known.task, **functions))
-        with pytest.raises(ValueError, match=f"^{part} of the task 'glue_rte_v002' raised ValueError"):
+        with pytest.raises(
+            ValueError, match=f"^{part} of the task 'glue_rte_v002' raised ValueError"
+        ):
             wrong.score(known.target_words)
 
 
@@ -145,7 +149,10 @@ def test_every_task_has_a_loss_over_at_most_so_many_batches(measured):
     assert evaluator.lacking == ["glue_ax_v002"]
     nats, tokens = 0.0, 0.0
     for examples, result in zip(evaluator.loss_sets, results, strict=True):
-        sources, targets = _pad_tokens(examples.inputs, 4, 32, 0), _pad_tokens(examples.targets, 4, 40, 0)
+        sources, targets = (
+            _pad_tokens(examples.inputs, 4, 32, 0),
+            _pad_tokens(examples.targets, 4, 40, 0),
+        )
         logp = score_targets(variables, sources, targets=targets, model=evaluator.model).sum()
         length = sum(map(len, examples.targets))
         np.testing.assert_allclose(result.loss.per_token, -logp / length, rtol=1e-5)
@@ -224,12 +231,16 @@ def test_results_and_predictions_are_files_of_json(measured, load, tmp_path):
         for line in lines if values is variables else ():
             assert line["score"] == line["scores"][line["prediction"]]
         assert list((tmp_path / "new").iterdir()) == [path]
-    titles = [f"glue_rte_v002, {split}: {n} examples" for split, n in (("validation", 6), ("test", 5))]
+    titles = [
+        f"glue_rte_v002, {split}: {n} examples" for split, n in (("validation", 6), ("test", 5))
+    ]
     assert said == list(zip(titles, (6, 5), strict=True)) * 2 and sum(done) == 22
     metrics = {"accuracy": np.float32("nan"), "f1": np.inf}
     assert scoring.flatten_results([known]) == {"glue_rte_v002/accuracy": known.metrics["accuracy"]}
     known = dataclasses.replace(known, metrics=metrics)
-    path = scoring.write_results(tmp_path, 7, [known, hidden], overall={"score": 50.0, "loss": -np.inf})
+    path = scoring.write_results(
+        tmp_path, 7, [known, hidden], overall={"score": 50.0, "loss": -np.inf}
+    )
     written = strict(path.read_text())
     assert (written["step"], written["score"], written["loss"]) == (7, 50.0, None)
     scored = {"task": "glue_rte_v002", "split": "validation", "n": 6, "labeled": 6}
@@ -284,6 +295,8 @@ def test_a_classifier_has_metrics_and_a_loss_per_class(run, data_dir):
 )
 def test_the_mesh_of_the_training_is_fitted_to_the_devices(trained, devices, expected):
     run = runs.classifier(mesh=trained)
-    mesh, layout = place_variables(run.model, run.example, run.mesh, devices=jax.devices()[:devices])
+    mesh, layout = place_variables(
+        run.model, run.example, run.mesh, devices=jax.devices()[:devices]
+    )
     assert tuple(mesh.shape[axis] for axis in ("data", "fsdp", "tensor")) == expected
     assert {x.sharding.mesh for x in jax.tree.leaves(layout)} == {mesh}

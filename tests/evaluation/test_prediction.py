@@ -14,7 +14,12 @@ from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import prediction
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
-from synthesizer_jax.evaluation.prediction import Predictor, _length_batches, _pad_tokens, _until_end
+from synthesizer_jax.evaluation.prediction import (
+    Predictor,
+    _length_batches,
+    _pad_tokens,
+    _until_end,
+)
 from synthesizer_jax.evaluation.scoring import (
     TaskResult,
     evaluate_tasks,
@@ -96,7 +101,9 @@ def test_ranking_takes_the_most_probable_word(predictor):
         np.testing.assert_allclose(found, scores, rtol=1e-5)
         assert answer == WORDS[int(np.argmax(scores))]
     p.vocabulary.encode = lambda s: [2]
-    with pytest.raises(ValueError, match="'ab' and 'c', which are the same to the vocabulary; take"):
+    with pytest.raises(
+        ValueError, match="'ab' and 'c', which are the same to the vocabulary; take"
+    ):
         p.predict(encoded(p), WORDS)
 
 

@@ -4,7 +4,9 @@ import pytest
 
 from tests.sharding.meshes import EVERY, check_lowers
 
-pytest.importorskip("jax_cuda13_plugin", reason="JAX has no plugin for CUDA; make test-gpu installs it")
+pytest.importorskip(
+    "jax_cuda13_plugin", reason="JAX has no plugin for CUDA; make test-gpu installs it"
+)
 pytestmark = pytest.mark.gpu
 
 

@@ -20,7 +20,9 @@ from synthesizer_jax.optimizers import Adafactor
 from synthesizer_jax.training import plan
 from synthesizer_jax.training.experiment import Experiment, Training
 
-pytest.importorskip("jax_cuda13_plugin", reason="JAX has no plugin for CUDA; make test-gpu installs it")
+pytest.importorskip(
+    "jax_cuda13_plugin", reason="JAX has no plugin for CUDA; make test-gpu installs it"
+)
 pytestmark = pytest.mark.gpu
 
 INPUTS, TARGETS, ROWS = 512, 114, 8
@@ -93,13 +95,20 @@ def sublayer(form, dtype, gpu, rows=16):
                 low_rank(queries, keys, token_keys=True),
                 relative(bias, first=1 - INPUTS),
             ),
-            "rv": lambda queries, keys, table: (low_rank(queries, keys, token_keys=True), static(table)),
+            "rv": lambda queries, keys, table: (
+                low_rank(queries, keys, token_keys=True),
+                static(table),
+            ),
             "r": lambda table: (static(table),),
         }[form](*arrays)
         mask = Mask(key_lengths=lengths)
         return attend(terms, values, mask=mask).astype(jnp.float32).sum()
 
-    arrays = {"v": (row, row), "v_bias": (row, row, array(HEADS, 2 * INPUTS - 1)), "rv": (row, row, table)}
+    arrays = {
+        "v": (row, row),
+        "v_bias": (row, row, array(HEADS, 2 * INPUTS - 1)),
+        "rv": (row, row, table),
+    }
     arrays = arrays.get(form, (table,))
     with jax.set_mesh(mesh):
         step = jax.jit(jax.grad(loss, (0, 1)), in_shardings=place, out_shardings=place)

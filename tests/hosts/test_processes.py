@@ -39,7 +39,9 @@ def test_one_process_alone_starts_nothing(capsys):
 def test_the_variables_name_a_place(join):
     assert set(join()) == {"initialization_timeout"}, "JAX looks for a cluster"
     assert os.environ["JAX_COORDINATOR_PORT"] == processes.OPEN_PORT
-    found = join(JAX_COORDINATOR_ADDRESS="host:1234", SYNTHESIZER_PROCESSES="4", SYNTHESIZER_PROCESS="3")
+    found = join(
+        JAX_COORDINATOR_ADDRESS="host:1234", SYNTHESIZER_PROCESSES="4", SYNTHESIZER_PROCESS="3"
+    )
     place = (found["coordinator_address"], found["num_processes"], found["process_id"])
     assert place == ("host:1234", 4, 3)
 
@@ -68,7 +70,11 @@ except RuntimeError as error:
 def test_a_process_that_waits_for_others_says_so_and_heeds_signals(timeout, code):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    place = {processes.ADDRESS: f"127.0.0.1:{port}", processes.PROCESSES: "2", processes.PROCESS: "0"}
+    place = {
+        processes.ADDRESS: f"127.0.0.1:{port}",
+        processes.PROCESSES: "2",
+        processes.PROCESS: "0",
+    }
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(timeout)],
         env={**os.environ, **place},

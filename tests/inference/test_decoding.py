@@ -101,7 +101,9 @@ def exhaustive(log_p, length, ends, alpha):
             for token, value in enumerate(row)
         ]
         penalty = ((5 + n) / 6) ** alpha
-        best = max(best, *((score / penalty, tokens) for tokens, score in every if tokens[-1] in ends))
+        best = max(
+            best, *((score / penalty, tokens) for tokens, score in every if tokens[-1] in ends)
+        )
         prefixes = [(tokens, score) for tokens, score in every if tokens[-1] not in ends]
     return best[1], best[0]
 
@@ -122,7 +124,9 @@ def test_a_search_goes_on_after_several_ends():
     table = Table(np.float32(logits))
     table.ids = ids
     constraints = Constraints(None, jnp.full(64, 4), ids=ids)
-    found = jax.jit(lambda: beam_search(table, constraints, beams=beams, alpha=alpha, samples=beams))()
+    found = jax.jit(
+        lambda: beam_search(table, constraints, beams=beams, alpha=alpha, samples=beams)
+    )()
     is_end = lambda tokens: tokens[-1] in ids.ends
     for example, rows, scores in zip(logits, found.tokens, found.scores, strict=True):
         wanted = t5x_beams(table_log_p(example), 4, beams, alpha, ends=is_end, num_ends=2)
@@ -139,10 +143,16 @@ def test_repetition_is_constrained_as_in_transformers(n):
     """Greedy decoding changes logits, beam search log-probabilities; the prompt counts."""
     logits = np.random.default_rng(n).normal(scale=2, size=(6, 8, Table.CODES, 12))
     logits[..., 1] -= 3
-    prompts = np.array([[0, 4, 5, 4], [0, 0, 0, 0], [2, 3, 4, 5], [7, 7, 2, 7], [0, 2, 2, 3], [0, 0, 9, 8]])
+    prompts = np.array(
+        [[0, 4, 5, 4], [0, 0, 0, 0], [2, 3, 4, 5], [7, 7, 2, 7], [0, 2, 2, 3], [0, 0, 9, 8]]
+    )
     table = Table(np.float32(logits))
     constraints = Constraints(
-        None, jnp.full(6, 8), repetition_penalty=1.5, no_repeat_ngram_size=n, prompt=jnp.asarray(prompts)
+        None,
+        jnp.full(6, 8),
+        repetition_penalty=1.5,
+        no_repeat_ngram_size=n,
+        prompt=jnp.asarray(prompts),
     )
     greedy = jax.jit(lambda: decode_rows(table, constraints))()
     beams = jax.jit(lambda: beam_search(table, constraints, beams=3, alpha=0.6, samples=3))()
@@ -162,7 +172,9 @@ def test_repetition_is_constrained_as_in_transformers(n):
             return [constrain(row, [*prompt, *p], 1.5, n) for row, p in pairs]
 
         wanted = t5x_beams(log_p, 8, 3, 0.6, 1)
-        for (best, score), found, value in zip(wanted, beams.tokens[i], beams.scores[i], strict=False):
+        for (best, score), found, value in zip(
+            wanted, beams.tokens[i], beams.scores[i], strict=False
+        ):
             assert tuple(found[: len(best)].tolist()) == best
             np.testing.assert_allclose(value, score, atol=1e-5)
     assert changed

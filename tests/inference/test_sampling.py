@@ -122,12 +122,16 @@ def test_low_temperatures_and_one_token_to_draw_from_are_greedy(shortest):
         sample(logits, 5.0, 1e-6, shortest=shortest),
     ):
         np.testing.assert_array_equal(found.tokens, greedy.tokens)
-        np.testing.assert_allclose(found.log_probabilities, greedy.log_probabilities, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            found.log_probabilities, greedy.log_probabilities, rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.fixture(scope="module")
 def trained():
-    model = t5(Size(8, 1, 12, 2, 4), encoder=alignment("v", head_dim=4, max_length=8), vocab_size=VOCAB)
+    model = t5(
+        Size(8, 1, 12, 2, 4), encoder=alignment("v", head_dim=4, max_length=8), vocab_size=VOCAB
+    )
     source = np.random.default_rng(0).integers(2, VOCAB, (BATCH, 7))
     for row, count in enumerate((7, 1, 2, 3, 4, 5, 6, 7)):
         source[row, count:] = 0
@@ -240,7 +244,13 @@ def test_one_program_serves_all_temperatures_and_probabilities(trained):
     run(trained, "samples", min_length=3)
     run(trained, "beams", min_length=3)
     before = run_decoding._cache_size()
-    for changes in ({"temperature": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"seed": 9}, {"min_length": 2}):
+    for changes in (
+        {"temperature": 2},
+        {"top_p": 0.5},
+        {"min_p": 0.3},
+        {"seed": 9},
+        {"min_length": 2},
+    ):
         run(trained, "samples", **{"min_length": 3} | changes)
     for changes in ({"alpha": 0}, {"alpha": 1.0}, {"min_length": 2}):
         run(trained, "beams", **{"min_length": 3} | changes)

@@ -16,7 +16,19 @@ from synthesizer_jax.pretrained import Loaded, generate, generate_with_scores
 from tests.inference.beam_search import t5x_beams
 from tests.inference.table import Table, look_up, table_log_p
 
-WORDS = ["the", "sea", "was", "calm,", "then", "seas", "and", "theatres:", "äh!", "naïve", "answers"]
+WORDS = [
+    "the",
+    "sea",
+    "was",
+    "calm,",
+    "then",
+    "seas",
+    "and",
+    "theatres:",
+    "äh!",
+    "naïve",
+    "answers",
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +47,9 @@ def first_end(vocabulary, ids, strings):
 
 
 @pytest.mark.parametrize("kind", ["pieces", "bytes"])
-@pytest.mark.parametrize("strings", [("he",), (" the", "s a"), ("ä", "n an", "na"), ("aab", "ab", "the")])
+@pytest.mark.parametrize(
+    "strings", [("he",), (" the", "s a"), ("ä", "n an", "na"), ("aab", "ab", "the")]
+)
 def test_a_table_finds_strings_where_texts_hold_them(pieces, kind, strings):
     """Across tokens, within one, at the beginning without its space, and in characters of several bytes."""
     vocabulary = pieces if kind == "pieces" else Bytes(3)
@@ -105,7 +119,9 @@ def test_a_search_goes_on_after_many_of_them():
     logits = np.random.default_rng(0).normal(size=(8, 4, Table.CODES, 14))
     logits[..., 0] -= 20
     logits[..., 2:12] += 3
-    constraints = Constraints(None, jnp.full(8, 4), stops=jnp.asarray(stop_table(Words(), ["."], 14)))
+    constraints = Constraints(
+        None, jnp.full(8, 4), stops=jnp.asarray(stop_table(Words(), ["."], 14))
+    )
     model = Table(np.float32(logits))
     found = jax.jit(lambda: beam_search(model, constraints, beams=2, alpha=6.0, samples=2))()
     ends = lambda tokens: 1 <= tokens[-1] < 12
@@ -132,7 +148,9 @@ def test_texts_are_cut_before_them():
     cut = [min((text.find(s) for s in strings if s in text), default=len(text)) for text in texts]
     assert [x.text for x in found] == [text[:n] for text, n in zip(texts, cut, strict=True)]
     assert generate(loaded, ["x"], decoding=decoding) == [found[0].text] == [texts[0][:2]]
-    with pytest.raises(ValueError, match="decode_sequences knows tokens alone; pass stops=stop_table"):
+    with pytest.raises(
+        ValueError, match="decode_sequences knows tokens alone; pass stops=stop_table"
+    ):
         decode_sequences(loaded.variables, source, model=model, decoding=decoding)
     with pytest.raises(ValueError, match="stop_strings holds '', which every text contains"):
         Decoding(max_length=4, stop_strings=("",))

@@ -23,8 +23,12 @@ INPUTS[1, 4:] = INPUTS[2, 1:] = INPUTS[3, :2] = 0
 
 def blocks(windows, cross=None):
     options = {"num_kv_heads": 1, "sinks": True}
-    layers = [sj.Attention(2, 4, sj.DotProduct(rotary_base=10.0), window=w, **options) for w in windows]
-    return Stack(tuple(Run(Block(layer, FeedForward(16), cross_mixer=cross), 1) for layer in layers))
+    layers = [
+        sj.Attention(2, 4, sj.DotProduct(rotary_base=10.0), window=w, **options) for w in windows
+    ]
+    return Stack(
+        tuple(Run(Block(layer, FeedForward(16), cross_mixer=cross), 1) for layer in layers)
+    )
 
 
 def encoder_decoder():
@@ -37,13 +41,16 @@ def language_model(**options):
 
 
 @pytest.mark.parametrize(
-    ("make", "beams", "room"), [(encoder_decoder, 1, 0), (language_model, 3, LENGTH + INPUTS.shape[1])]
+    ("make", "beams", "room"),
+    [(encoder_decoder, 1, 0), (language_model, 3, LENGTH + INPUTS.shape[1])],
 )
 def test_texts_are_those_of_the_whole_cache(make, beams, room, monkeypatch):
     """Also of inputs that are longer than the window and of different lengths, greedily and with beams."""
     model = make()
     decoding = Decoding(max_length=LENGTH, min_length=7, beams=beams, samples=beams)
-    variables = jax.tree.map(lambda x: 1.5 * x, jax.jit(model.init)(jax.random.key(0), INPUTS, INPUTS))
+    variables = jax.tree.map(
+        lambda x: 1.5 * x, jax.jit(model.init)(jax.random.key(0), INPUTS, INPUTS)
+    )
     init_cache = functools.partial(apply_method, model.init_cache, max_length=LENGTH)
     cache = jax.eval_shape(init_cache, variables, INPUTS)
     assert [layer.self_attention.capacity for layer in cache.layers] == [WINDOW - 1, room]
@@ -121,9 +128,13 @@ def test_a_prefix_is_seen_beyond_a_window():
     def run(variables):
         cache = apply_method(model.init_cache, variables, INPUTS, max_length=4)
         cache = cache.map_rows(lambda x: jnp.repeat(x, 2, axis=0))
-        step = lambda cache, token: apply_method(model.extend, variables, token[:, None], cache)[::-1]
+        step = lambda cache, token: apply_method(model.extend, variables, token[:, None], cache)[
+            ::-1
+        ]
         _, states = jax.lax.scan(step, cache, jnp.asarray(targets.T))
-        return states[:, :, 0].swapaxes(0, 1), model.apply(variables, inputs, targets, method=model.hidden)
+        return states[:, :, 0].swapaxes(0, 1), model.apply(
+            variables, inputs, targets, method=model.hidden
+        )
 
     stepped, whole = run(jax.jit(model.init)(jax.random.key(0), inputs, targets))
     np.testing.assert_allclose(stepped, whole, atol=1e-5)
@@ -136,4 +147,6 @@ def test_a_window_has_no_room_for_a_bias_of_all_positions():
     assert short.capacity == 2
     assert apply_method(layer.init_cache, variables, x, max_length=8).capacity == 8
     with pytest.raises(ValueError, match="make the cache with whole=True"):
-        apply_method(layer.extend, variables, x, short, bias=(sj.attention.static(jnp.ones((2, 5, 8))),))
+        apply_method(
+            layer.extend, variables, x, short, bias=(sj.attention.static(jnp.ones((2, 5, 8))),)
+        )

@@ -96,7 +96,9 @@ def test_a_layer_of_tables_is_static_and_others_are_not(batches, variables):
     tables = Place("encoder", False, 0)
     assert len(found) == 3 and found[tables]["static"].min() > 0.95
     assert max(m["static"].min() for place, m in found.items() if place != tables) < 0.9
-    assert "static: positions explain" in sentence({"mixer": "Attention: Random", "end": found[tables]})
+    assert "static: positions explain" in sentence(
+        {"mixer": "Attention: Random", "end": found[tables]}
+    )
 
     layers = [p for p, mixer in mixers_of(MIXED).items() if not p.cross and can_be_static(mixer)]
     assert len(layers) == 2
@@ -157,7 +159,9 @@ def rows_of(task, lengths):
 
 def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
     """What is not known or not defined is left out; examples are counted when they have been read."""
-    recipe = experiment(t5(Size(8, 1, 16, 2, 4), encoder=alignment("rv", head_dim=4), vocab_size=VOCAB))
+    recipe = experiment(
+        t5(Size(8, 1, 16, 2, 4), encoder=alignment("rv", head_dim=4), vocab_size=VOCAB)
+    )
     (layer,) = recipe.model.encoder.runs
     block = replace(layer.block, self_mixer=replace(layer.block.self_mixer, window=3))
     encoder = replace(recipe.model.encoder, runs=(Run(block, 1),))
@@ -172,7 +176,9 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
         save_streamed(tmp_path / "checkpoints", step, saved)
     sets = [rows_of("glue_rte_v002", range(1, 1 + n)) for n in (3, 20)]
     monkeypatch.setattr(run, "open_evaluator", lambda *_: SimpleNamespace(sets=sets))
-    inspect = lambda step: inspect_run(tmp_path / "checkpoints" / str(step), examples=8, batch_size=4)
+    inspect = lambda step: inspect_run(
+        tmp_path / "checkpoints" / str(step), examples=8, batch_size=4
+    )
     (tmp_path / METRICS_FILE).touch()
     assert inspect(0)["start"] == "not known"  # a converted model's
     found = inspect(2)

@@ -20,10 +20,16 @@ ALIGNMENT_CASES = {
         sj.DotProduct(9, rotary_base=10.0, rotary_share=0.7, rotary_scaling=sj.LinearScaling(2.5))
     ),
     "DotProduct, YaRN": Case.of(
-        sj.DotProduct(8, rotary_base=10.0, rotary_scaling=sj.YaRN(4.0, original_length=64, fast=8.0))
+        sj.DotProduct(
+            8, rotary_base=10.0, rotary_scaling=sj.YaRN(4.0, original_length=64, fast=8.0)
+        )
     ),
     "DotProduct, grouped": Case.of(
-        sj.Mixture((sj.DotProduct(5), RANDOM)), num_kv_heads=2, use_bias=True, soft_cap=1.5, sinks=True
+        sj.Mixture((sj.DotProduct(5), RANDOM)),
+        num_kv_heads=2,
+        use_bias=True,
+        soft_cap=1.5,
+        sinks=True,
     ),
     "DotProduct, keys are values": Case.of(DOT, shared_key_value=True),
     "Dense": Case.of(DENSE),
@@ -47,13 +53,17 @@ ALIGNMENT_CASES = {
         sj.PerHead((sj.Mixture((DOT, RANDOM)), sj.Mixture((sj.GaussianBias(), DOT))))
     ),
     "Mixture, sigmoid": Case.of(sj.Mixture((DOT, RANDOM), weights="sigmoid")),
-    "Mixture, sum, shared query": Case.of(sj.Mixture((DOT, DENSE), weights="sum", share_query=True)),
+    "Mixture, sum, shared query": Case.of(
+        sj.Mixture((DOT, DENSE), weights="sum", share_query=True)
+    ),
     "Mixture of everything": Case.of(sj.Mixture(EVERYTHING)),
 }
 
 
 def _talking(alignment, **options) -> Case:
-    return Case(sj.TalkingHeads(HEADS, WIDTH, alignment=alignment, **options), oracles.talking_heads)
+    return Case(
+        sj.TalkingHeads(HEADS, WIDTH, alignment=alignment, **options), oracles.talking_heads
+    )
 
 
 MIXER_CASES = {
@@ -68,13 +78,17 @@ MIXER_CASES = {
         sj.LightweightConvolution(width=4, groups=2, glu=False, pointwise=True), oracles.convolution
     ),
     "DynamicConvolution": Case(sj.DynamicConvolution(width=3, groups=2), oracles.convolution),
-    "Linformer": Case(sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5), oracles.linformer),
+    "Linformer": Case(
+        sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5), oracles.linformer
+    ),
     "Linformer, two projections": Case(
-        sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5, shared=False), oracles.linformer
+        sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5, shared=False),
+        oracles.linformer,
     ),
     "ALR": Case(sj.SentenceFeedForward(ROOM, 7, HEADS, WIDTH), oracles.sentence_feed_forward),
     "ALSR": Case(
-        sj.SentenceFeedForward(ROOM, 7, HEADS, WIDTH, separate_heads=True), oracles.sentence_feed_forward
+        sj.SentenceFeedForward(ROOM, 7, HEADS, WIDTH, separate_heads=True),
+        oracles.sentence_feed_forward,
     ),
     "ALRR and ELR": Case(sj.SentenceFeedForward(ROOM, 7), oracles.sentence_feed_forward),
     "ALR of a decoder": Case(

@@ -42,7 +42,8 @@ PACKED = {
     "causal": (packed_row(range(5), range(11, 17)), packed_row(range(11, 14), range(9))),
 }
 PACKED_QUERIES = packed_row(range(11, 13), range(11, 17)), packed_row(range(8))
-# Prompts of five and three tokens, padded at the end and then in front: tokens of the flattened batch.
+# Prompts of five and three tokens, padded at the end and then in front: tokens of the flattened
+# batch.
 PROMPTS = np.array([[0, 1, 2, 3, 4], [11, 12, 13, 0, 0], [0, 1, 2, 3, 4], [0, 0, 11, 12, 13]])
 REAL = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], bool)
 NEXT = np.array([[5, 6], [14, 15], [5, 6], [14, 15]])
@@ -118,7 +119,9 @@ class Subject:
             prompt = x[:, :4].at[:, 3].set(jnp.nan)  # three tokens and padding
             first, cache = extend(prompt, cache, mask=Mask(key_lengths=jnp.array([3, 3])))
             first, out["padding of a prompt"] = first[:, :3], first[:, 3]
-            cache = dataclasses.replace(cache, length=np.int32(3))  # all examples have read equally many
+            cache = dataclasses.replace(
+                cache, length=np.int32(3)
+            )  # all examples have read equally many
             step = lambda cache, new: extend(new[:, None], cache)[::-1]
             _, rest = jax.lax.scan(step, cache, x[:, 3:].swapaxes(0, 1))
             out["steps"] = jnp.concatenate([first, rest[:, :, 0].swapaxes(0, 1)], axis=1)
@@ -126,7 +129,9 @@ class Subject:
             (queries, own), (index, segments) = (
                 np.swapaxes(rows, 0, 1) for rows in (PACKED_QUERIES, PACKED["full"])
             )
-            packed = Mask.packed(jnp.asarray(segments), jnp.asarray(own), segments=2, segment_length=LENGTH)
+            packed = Mask.packed(
+                jnp.asarray(segments), jnp.asarray(own), segments=2, segment_length=LENGTH
+            )
             out["packed cross"] = apply(flat(x)[queries], flat(x)[index], mask=packed)
         if self.crosses:  # seven queries to the tokens themselves
             seen = Mask(key_lengths=jnp.asarray(LENGTHS))
@@ -153,7 +158,9 @@ class Subject:
         def both(*at: jax.Array) -> Any:
             of = lambda *at: loss(*tree.unflatten(at))
             directions = [jnp.asarray(d) for d in directions_of(leaves)]
-            moved = lambda steps: of(*(a + h * d for a, h, d in zip(at, steps, directions, strict=True)))
+            moved = lambda steps: of(
+                *(a + h * d for a, h, d in zip(at, steps, directions, strict=True))
+            )
             size = len(leaves)
             steps = 1e-5 * np.concatenate([np.eye(size), -np.eye(size)])
             losses = jax.lax.map(moved, jnp.asarray(steps))
@@ -220,7 +227,9 @@ def equals_the_oracle(s: Subject) -> None:
     for mode in s.case.modes:
         assert s.forward[mode].dtype == np.float64
         expected = s.case.oracle(s.layer, params, constants, s.x, seen_pairs(mode))
-        np.testing.assert_allclose(s.forward[mode], expected, rtol=0, atol=1e-8 * np.abs(expected).max())
+        np.testing.assert_allclose(
+            s.forward[mode], expected, rtol=0, atol=1e-8 * np.abs(expected).max()
+        )
 
 
 def gradients_are_finite_differences(s: Subject) -> None:
@@ -256,7 +265,9 @@ def steps_are_the_full_pass(s: Subject) -> None:
     if s.decodes:
         close(s.forward["steps"], s.forward["causal"], 1e-9)
         padding = s.forward["causal"][1, LENGTHS[1]]
-        np.testing.assert_allclose(s.forward["padding of a prompt"], [padding] * BATCH, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            s.forward["padding of a prompt"], [padding] * BATCH, rtol=0, atol=1e-12
+        )
 
 
 def cross_attention_is_self_attention_to_the_same_tokens(s: Subject) -> None:

@@ -117,10 +117,14 @@ def rotary_turns(alignment, width):
     if isinstance(scaling, sj.LinearScaling):
         turns /= scaling.factor
     elif isinstance(scaling, sj.YaRN):  # Peng et al. 2023, with the ramp of their code
-        pair = lambda count: width / 2 * math.log(scaling.original_length / (2 * np.pi * count), base)
+        pair = lambda count: (
+            width / 2 * math.log(scaling.original_length / (2 * np.pi * count), base)
+        )
         low, high = max(math.floor(pair(scaling.fast)), 0), math.ceil(pair(scaling.slow))
         ramp = [min(max((i - low) / (high - low), 0), 1) for i in range(width // 2)]
-        turns = [(1 - r) * turn + r * turn / scaling.factor for r, turn in zip(ramp, turns, strict=True)]
+        turns = [
+            (1 - r) * turn + r * turn / scaling.factor for r, turn in zip(ramp, turns, strict=True)
+        ]
         magnitude = 0.1 * math.log(scaling.factor) + 1
     return np.array(turns), magnitude
 
@@ -140,7 +144,9 @@ def one_logit(alignment, p, constants, x, h, i, j, heads):
                 w = int(width * alignment.rotary_share)
                 q, k = ((y[:, : w // 2] + 1j * y[:, w // 2 : w], y[:, w:]) for y in (q, k))
                 turn, magnitude = rotary_turns(alignment, w)
-                q = np.concatenate([q[0] * np.exp(1j * (i - j) * turn) * magnitude**2, q[1]], axis=-1)
+                q = np.concatenate(
+                    [q[0] * np.exp(1j * (i - j) * turn) * magnitude**2, q[1]], axis=-1
+                )
                 k = np.concatenate(k, axis=-1)
             return (q * k.conj()).sum(-1).real * (alignment.scale or 1 / math.sqrt(width))
         case sj.Bilinear():
@@ -238,7 +244,9 @@ def linformer(layer, p, constants, x, seen):
     """Wang et al. 2020, equation 7."""
     n = x.shape[1]
     real = seen.any(axis=1)
-    q, k, v = (np.einsum("bnd,dhe->bhne", x, p[name]["kernel"]) for name in ("query", "key", "value"))
+    q, k, v = (
+        np.einsum("bnd,dhe->bhne", x, p[name]["kernel"]) for name in ("query", "key", "value")
+    )
     e = p["key_length_projection"][:, :n]
     f = e if layer.shared else p["value_length_projection"][:, :n]
     k, v = k * real[:, None, :, None], v * real[:, None, :, None]
@@ -286,6 +294,8 @@ def sentence_feed_forward(layer, p, constants, x, seen):
 def token_feed_forward(layer, p, constants, x, seen):
     b, n, _ = x.shape
     real = seen.any(axis=1)
-    y = np.stack([[sentence_network(p["network"], x[i, j], 0)[0] for j in range(n)] for i in range(b)])
+    y = np.stack(
+        [[sentence_network(p["network"], x[i, j], 0)[0] for j in range(n)] for i in range(b)]
+    )
     y = (y * real[:, :, None]).reshape(b, n, layer.num_heads, layer.head_dim)
     return np.einsum("bnhe,hed->bnd", y, p["out"]["kernel"])

@@ -16,7 +16,13 @@ DISTINCT = {  # structures that shard, decode and round differently
     *("TalkingHeads", "TokenFeedForward"),
 }
 EAGER = {  # which is slow: these have every operation of the others
-    *("DotProduct, grouped", "DynamicConvolution", "Gaussian", "Linformer", "Mixture of everything"),
+    *(
+        "DotProduct, grouped",
+        "DynamicConvolution",
+        "Gaussian",
+        "Linformer",
+        "Mixture of everything",
+    ),
     *("ALR of a decoder", "TalkingHeads"),
 }
 CHECKS = [(n, check) for n in CASES for check in CONTRACT + (FURTHER if n in DISTINCT else ())]
@@ -29,7 +35,9 @@ def subject(request):
     return Subject(CASES[request.param])
 
 
-@pytest.mark.parametrize(("subject", "check"), CHECKS, ids=IDS, indirect=["subject"], scope="module")
+@pytest.mark.parametrize(
+    ("subject", "check"), CHECKS, ids=IDS, indirect=["subject"], scope="module"
+)
 def test_contract(subject, check):
     check(subject)
 

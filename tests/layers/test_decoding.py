@@ -78,12 +78,17 @@ def test_steps_follow_the_cached_tokens(made):
 def test_examples_of_different_lengths_end_where_they_end(made):
     _, cache = made.start(X[:, :5], mask=sj.Mask(key_lengths=jnp.array([5, 3])))
     np.testing.assert_array_equal(cache.length, [5, 3])
-    new = jnp.stack([X[0, 5:9], X[1, 3:7]])  # the first example leaves the cache, the second does not
+    new = jnp.stack(
+        [X[0, 5:9], X[1, 3:7]]
+    )  # the first example leaves the cache, the second does not
     y, after = made.step(new, cache)
     np.testing.assert_allclose(y[1], made.whole[1, 3:7], atol=1e-5)
     assert np.all(np.isnan(y[0])) != made.endless
     # A second turn, whose first example has nothing more to say.
-    for mask in (sj.Mask(key_lengths=jnp.array([5, 4])), sj.Mask(key_valid=jnp.array([[False], [True]]))):
+    for mask in (
+        sj.Mask(key_lengths=jnp.array([5, 4])),
+        sj.Mask(key_valid=jnp.array([[False], [True]])),
+    ):
         y, after = made.step(new[:, :1], cache, mask=mask)
         np.testing.assert_allclose(y[1, 0], made.whole[1, 3], atol=1e-5)
         np.testing.assert_array_equal(after.length, [5, 4])
@@ -146,7 +151,9 @@ def test_a_mask_of_another_memory_is_named_and_one_that_is_missing():
     layer, mask = sj.Attention(2, 3), sj.Mask(key_valid=jnp.ones((2, 9), bool))
     variables = general(layer.init, X, X)
     init = functools.partial(apply_method, layer.init_cache, variables, X, X, max_length=ROOM)
-    with pytest.raises(ValueError, match=r"Mask.key_valid has shape \(2, 9\); it must be \[.*k=13\]"):
+    with pytest.raises(
+        ValueError, match=r"Mask.key_valid has shape \(2, 9\); it must be \[.*k=13\]"
+    ):
         init(mask=mask)
     cache = init(mask=sj.Mask(key_lengths=jnp.array([11, 13])))
     with pytest.raises(ValueError, match="made with a mask of its keys; give the step the same"):

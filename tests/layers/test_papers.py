@@ -54,7 +54,9 @@ def test_heads_of_two_kinds_share_keys_that_are_values():
     params = jax.jit(layers[1].init)(KEY, x)["params"]
     kernels = [params["align"][f"part_{i}"]["query"]["kernel"] for i in range(2)]
     whole = params | {"align": {"query": {"kernel": jnp.concatenate(kernels, axis=1)}}}
-    outputs = (jax.jit(y.apply)({"params": p}, x) for y, p in zip(layers, (whole, params), strict=True))
+    outputs = (
+        jax.jit(y.apply)({"params": p}, x) for y, p in zip(layers, (whole, params), strict=True)
+    )
     np.testing.assert_allclose(*outputs, atol=1e-6)
 
 
@@ -142,7 +144,11 @@ REFUSED = [
     (sj.Gaussian(), {"bias": BIAS}, "no logits to add a position bias to"),
     (sj.Attention(2, 4, window=3), {"mask": sj.Mask(window=2)}, "exclude each other"),
     (sj.Attention(4, 3, DOT, num_kv_heads=3), {}, "num_kv_heads=3 must divide num_heads=4"),
-    (sj.Attention(4, 3, sj.Random(7), num_kv_heads=3), {}, "num_kv_heads=3 must divide num_heads=4"),
+    (
+        sj.Attention(4, 3, sj.Random(7), num_kv_heads=3),
+        {},
+        "num_kv_heads=3 must divide num_heads=4",
+    ),
     (ATTENTION.copy(alignment=sj.Random), {}, "alignment is .*Random.*, expected Alignment"),
     (ATTENTION, {"mask": sj.Mask(query_offset=2)}, "query_offset=2 in self-attention"),
     (ATTENTION, {"kv": X, "mask": OWN}, "that of self-attention, but kv is given; .*queries"),

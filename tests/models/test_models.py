@@ -81,7 +81,9 @@ def test_t5_parameter_names(batch):
     shapes = jax.eval_shape(model_of().init, jax.random.key(0), *batch)["params"]["decoder"]
     names = {"/".join(k.key for k in path) for path, _ in jax.tree.leaves_with_path(shapes)}
     attention = ("align/query", "align/key", "value", "out")
-    kernels = [f"{a}/{n}" for a in ("self_attention", "encoder_decoder_attention") for n in attention]
+    kernels = [
+        f"{a}/{n}" for a in ("self_attention", "encoder_decoder_attention") for n in attention
+    ]
     scales = ("pre_self_attention", "pre_cross_attention", "pre_mlp")
     expected = {"final_norm/scale", "relpos_bias/rel_embedding"}
     expected |= {f"layers_0/{n}/kernel" for n in (*kernels, "mlp/wi_0", "mlp/wi_1", "mlp/wo")}
@@ -127,8 +129,14 @@ def test_errors_are_one_sentence(batch):
         (model.copy(dtype="float16"), "dtype is 'float16'; allowed: 'auto', 'float32', 'bfloat16'"),
         (model.copy(encoder=stack.copy(remat="some")), "Stack.remat is 'some'; allowed: 'full'"),
         (model.copy(encoder=sj.Stack((swish,))), "feed_forward.activations is .*allowed: .*'relu'"),
-        (model.copy(encoder=sj.Stack((sj.Run(sj.Block(sj.FeedForward(4), None), 1),))), "expected Mixer"),
-        (model.copy(encoder=stack.copy(runs=tuple(sj.Run(b, 1) for b in blocks))), "same number of heads"),
+        (
+            model.copy(encoder=sj.Stack((sj.Run(sj.Block(sj.FeedForward(4), None), 1),))),
+            "expected Mixer",
+        ),
+        (
+            model.copy(encoder=stack.copy(runs=tuple(sj.Run(b, 1) for b in blocks))),
+            "same number of heads",
+        ),
         (model.copy(decoder=sj.UniversalStack((sj.Run(blocks[0], 2),), scan=True)), "scan=False"),
         (model.copy(encoder=model.decoder), "needs the encoder's output as memory"),
     ):
@@ -322,7 +330,9 @@ def test_universal_transformer_halts_position_by_position():
 
 def test_elementwise_dropout_reaches_all_dropouts(monkeypatch):
     drawn, bits = [], jax.random.bits
-    monkeypatch.setattr(jax.random, "bits", lambda key, shape: drawn.append(shape) or bits(key, shape))
+    monkeypatch.setattr(
+        jax.random, "bits", lambda key, shape: drawn.append(shape) or bits(key, shape)
+    )
     model, tokens = hard_coded("base", dropout_rate=0.1, layers=1), jnp.ones((2, 3), jnp.int32)
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     jax.eval_shape(model.init, keys, tokens, tokens)

@@ -52,7 +52,9 @@ def test_candidates_that_share_a_memory(cross, rows, source):
     def run(variables):
         memory = apply_method(model.encode_inputs, variables, source[:rows])
         repeated = jax.tree.map(lambda x: jnp.repeat(x, 3, axis=0), memory)
-        found, expected = (apply_method(model.decode, variables, tokens, m) for m in (memory, repeated))
+        found, expected = (
+            apply_method(model.decode, variables, tokens, m) for m in (memory, repeated)
+        )
         cache = apply_method(model.init_cache, variables, source[:rows], max_length=5)
         cache = cache.map_rows(lambda x: jnp.repeat(x, 3, axis=0))
         _, cache = apply_method(model.extend, variables, tokens[order, :3], cache)
@@ -73,7 +75,9 @@ def test_a_mask_says_which_inputs_are_real(source):
     model = encoder_decoder(sj.Attention(2, 4), bias=sj.RelativeBias())
     targets = jnp.array([[0, 3, 2], [0, 2, 0]])
     variables = general(model.init, source, targets)
-    reader = sj.Encoder(vocab_size=VOCAB, d_model=D, encoder=model.encoder, pooling="first", outputs=2)
+    reader = sj.Encoder(
+        vocab_size=VOCAB, d_model=D, encoder=model.encoder, pooling="first", outputs=2
+    )
     own = general(reader.init, source)
     everything = sj.Mask()
     real = sj.Mask(key_valid=source[:, ::-1] != 0)
@@ -167,13 +171,18 @@ def test_an_array_is_a_tokenizers_attention_mask(source):
 
 def test_stacks_read_arrays_as_layers_do():
     """With two axes as ``[q, k]``; no position is hidden from what modules add to the training loss."""
-    stack = sj.UniversalStack((sj.Run(sj.Block(sj.Attention(2, 4), None), 2),), halting_threshold=0.5)
+    stack = sj.UniversalStack(
+        (sj.Run(sj.Block(sj.Attention(2, 4), None), 2),), halting_threshold=0.5
+    )
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, D)), jnp.float32)
     variables = {"params": general(stack.init, x)["params"]}
     pairs, keys = jnp.tri(6), jnp.ones((2, 1, 1, 6)).at[1, :, :, 4:].set(0)
     apply = jax.jit(lambda mask: stack.apply(variables, x, mask=mask, mutable=[LOSSES]))
     found = apply(pairs), apply(keys)
-    masks = sj.Mask(causal=True), sj.Mask(key_valid=keys[:, 0, 0], query_valid=jnp.ones((2, 6), bool))
+    masks = (
+        sj.Mask(causal=True),
+        sj.Mask(key_valid=keys[:, 0, 0], query_valid=jnp.ones((2, 6), bool)),
+    )
     jax.tree.map(close, found, tuple(map(apply, masks)))
 
 

@@ -20,7 +20,13 @@ from tests.layers.contract import general
 
 VOCAB, LENGTH, STEPS = 24, 7, 5
 SMALL = {"d_model": 12, "embedding_scale": 2.0, "groups": 3, "head_dim": 6, "hidden_dim": 10}
-SMALL |= {"max_length": 13, "num_heads": 2, "projected_length": 4, "repeats": 1, "vocab_size": VOCAB}
+SMALL |= {
+    "max_length": 13,
+    "num_heads": 2,
+    "projected_length": 4,
+    "repeats": 1,
+    "vocab_size": VOCAB,
+}
 STRUCTURES = (
     *("t5_small", "t5_1_1_small"),
     *(f"synthesizer_{variant}_small" for variant in ("fix", "fr", "rd", "rv", "fdv")),
@@ -84,7 +90,9 @@ def test_structure(name):
         if reads:
             return out, gradient, None, None
         cache = apply_method(model.init_cache, variables, source, max_length=STEPS)
-        step = lambda cache, token: apply_method(model.extend, variables, token[:, None], cache)[::-1]
+        step = lambda cache, token: apply_method(model.extend, variables, token[:, None], cache)[
+            ::-1
+        ]
         _, states = jax.lax.scan(step, cache, jnp.asarray(target.T))
         stepped = apply_method(model.logits, variables, states[:, :, 0].swapaxes(0, 1))
         return out, gradient, stepped, packed(variables) if name in PACKED else None

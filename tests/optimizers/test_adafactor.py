@@ -49,11 +49,14 @@ def test_a_stack_is_updated_like_single_parameters(shape, axes):
     tree, names, gradients = make_problem(shape, axes)
     stacked, _ = run_updates(tree, names, gradients)
     for i in range(shape[0]):
-        single, _ = run_updates({"x": tree["x"][i]}, {"x": axes[1:]}, [{"x": g["x"][i]} for g in gradients])
+        single, _ = run_updates(
+            {"x": tree["x"][i]}, {"x": axes[1:]}, [{"x": g["x"][i]} for g in gradients]
+        )
         np.testing.assert_allclose(stacked["x"][i], single["x"], rtol=1e-6, atol=1e-7)
 
 
-# T5X's `standard_logical_factor_rules` for the axes of T5; the last line is of those that it does not have.
+# T5X's `standard_logical_factor_rules` for the axes of T5; the last line is of those that it does
+# not have.
 T5X_RULES = {
     **dict.fromkeys(("vocab", "mlp", "heads", "kv"), "column"),
     **{"embed": "row", "layers": "batch", "norm": "none"},
@@ -71,7 +74,8 @@ def t5x_updates(x, axes, gradients, *, min_size, rate=0.1):
     x = np.array(x, np.float64)
     rules = [T5X_RULES[a] for a in axes]
     batch, rows, columns = (
-        tuple(i for i, rule in enumerate(rules) if rule == kind) for kind in ("batch", "row", "column")
+        tuple(i for i, rule in enumerate(rules) if rule == kind)
+        for kind in ("batch", "row", "column")
     )
     size = lambda dims: np.prod([x.shape[i] for i in dims], initial=1)
     if not batch and min(size(rows), size(columns)) < min_size:
@@ -111,7 +115,9 @@ def t5x_updates(x, axes, gradients, *, min_size, rate=0.1):
 )
 def test_equals_t5x(shape, axes, min_size):
     tree, names, gradients = make_problem(shape, axes)
-    expected, factored = t5x_updates(tree["x"], axes, [g["x"] for g in gradients], min_size=min_size)
+    expected, factored = t5x_updates(
+        tree["x"], axes, [g["x"] for g in gradients], min_size=min_size
+    )
     actual, state = run_updates(tree, names, gradients, min_size=min_size)
     assert set(state.moments["x"]) == ({"row", "col"} if factored else {"full"})
     np.testing.assert_allclose(actual["x"], expected, rtol=2e-5, atol=1e-6)
@@ -143,7 +149,9 @@ def test_kernels_of_all_layers_are_factored_and_biases_are_not(name):
 
 def test_zero_gradients_and_bfloat16_parameters_stay_finite():
     tree = {"x": jnp.ones((8, 8), jnp.bfloat16)}
-    actual, state = run_updates(tree, {"x": ("embed", "mlp")}, [{"x": jnp.zeros((8, 8), jnp.bfloat16)}])
+    actual, state = run_updates(
+        tree, {"x": ("embed", "mlp")}, [{"x": jnp.zeros((8, 8), jnp.bfloat16)}]
+    )
     assert actual["x"].dtype == jnp.bfloat16
     assert np.all(np.asarray(actual["x"], np.float32) == 1)
     assert {m.dtype for m in jax.tree.leaves(state.moments)} == {jnp.dtype("float32")}

@@ -108,7 +108,9 @@ def train(optimizer, params, gradients):
 def keys_of(tree):
     """All keys of nested dictionaries in a pytree."""
     paths = (path for path, _ in jax.tree.leaves_with_path(tree))
-    return {entry.key for path in paths for entry in path if isinstance(entry, jax.tree_util.DictKey)}
+    return {
+        entry.key for path in paths for entry in path if isinstance(entry, jax.tree_util.DictKey)
+    }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -180,14 +182,19 @@ def test_a_schedule_that_is_no_function_is_named():
         def build(self):
             return 0.5
 
-    with pytest.raises(ValueError, match=r"Half.build returns 0\.5; it must return a function of the step"):
+    with pytest.raises(
+        ValueError, match=r"Half.build returns 0\.5; it must return a function of the step"
+    ):
         AdamW(Half()).build({})
 
 
 def tiny(*, scan=False, **changes):
     """A trainer of two looped or scanned layers, without dropout."""
     model = t5(
-        Size(8, 2, 16, 2, 4), encoder=alignment("rv", head_dim=4, max_length=8), vocab_size=16, scan=scan
+        Size(8, 2, 16, 2, 4),
+        encoder=alignment("rv", head_dim=4, max_length=8),
+        vocab_size=16,
+        scan=scan,
     )
     return Trainer(replace(experiment(**changes), model=model), jax.devices()[:1])
 
@@ -272,7 +279,10 @@ BY_NAME = {
     ),
     "sgdr_schedule": ({"cosine_kwargs": [WARM, WARM]}, optax.sgdr_schedule([WARM, WARM])),
     "join_schedules": (
-        {"schedules": [Constant(0.2), optax_schedule("constant_schedule", value=1)], "boundaries": [4]},
+        {
+            "schedules": [Constant(0.2), optax_schedule("constant_schedule", value=1)],
+            "boundaries": [4],
+        },
         optax.join_schedules([optax.constant_schedule(0.2), optax.constant_schedule(1)], [4]),
     ),
 }
@@ -294,7 +304,9 @@ def test_state_of_another_shape_than_its_parameter_is_on_every_device():
     axes, params = {"a": ("embed", "mlp")}, {"a": jnp.ones((128, 256))}
     state = optax_optimizer("adafactor").build(axes).init(params)
     found = state_axes(state, axes, params)
-    for x, names in zip(jax.tree.leaves(state), jax.tree.leaves(found, is_leaf=is_axes), strict=True):
+    for x, names in zip(
+        jax.tree.leaves(state), jax.tree.leaves(found, is_leaf=is_axes), strict=True
+    ):
         assert names == (("embed", "mlp") if x.shape == (128, 256) else (None,) * x.ndim)
 
 

@@ -22,7 +22,9 @@ def test_greedy_tokens_are_equal(tmp_path, monkeypatch, family):
     train_sentencepiece(words, tmp_path / "own.model", vocab_size=250)
     config = TINY | FAMILIES[family]
     folder = make_folder(tmp_path / "folder", config, make_tensors(config))
-    convert_checkpoint(folder, tmp_path / "run", vocabulary=SentencePiece(str(tmp_path / "own.model"), 100))
+    convert_checkpoint(
+        folder, tmp_path / "run", vocabulary=SentencePiece(str(tmp_path / "own.model"), 100)
+    )
     export_run(tmp_path / "run", tmp_path / "cola-t5")
     ctranslate2.converters.TransformersConverter("cola-t5").convert("cola-ct2")
     names: dict = {}

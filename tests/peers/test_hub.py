@@ -22,10 +22,14 @@ def test_the_cache_is_enough(tmp_path, monkeypatch):
     for revision in (None, "main", COMMIT):
         found = load("google/flan-t5-small", revision=revision)
         jax.tree.map(np.testing.assert_array_equal, found.variables, load(folder).variables)
-    encoder = make_folder(folder / "text_encoder_2", TINY, make_tensors(TINY, seed=1), variant="fp16")
+    encoder = make_folder(
+        folder / "text_encoder_2", TINY, make_tensors(TINY, seed=1), variant="fp16"
+    )
     found = load("google/flan-t5-small/text_encoder_2", encoder_only=True, variant="fp16")
     expected = load(encoder, encoder_only=True, variant="fp16")
     jax.tree.map(np.testing.assert_array_equal, found.variables, expected.variables)
     for name, revision in (("google/flan-t5-small", "other"), ("google/t5-v1_1-small", None)):
-        with pytest.raises(FileNotFoundError, match=r"hf download .*LocalEntryNotFoundError: Cannot find"):
+        with pytest.raises(
+            FileNotFoundError, match=r"hf download .*LocalEntryNotFoundError: Cannot find"
+        ):
             load(name, revision=revision)

@@ -31,7 +31,10 @@ def base(tmp_path, monkeypatch, request):
     ("targets", "options"),
     [
         (["q", "v"], {}),
-        (["k", "o", "wi", "wi_0", "wo", "encoder.block.1.layer.0.SelfAttention.q"], {"use_rslora": True}),
+        (
+            ["k", "o", "wi", "wi_0", "wo", "encoder.block.1.layer.0.SelfAttention.q"],
+            {"use_rslora": True},
+        ),
         ("all-linear", {}),
         (["q"], {"modules_to_save": ["layer_norm", "DenseReluDense.wo"]}),
         (["v"], {"modules_to_save": ["embed_tokens", "lm_head"]}),
@@ -42,7 +45,9 @@ def test_what_peft_saves_is_read(base, targets, options):
     model = load(base).model
     if model.tied and "lm_head" in targets:
         pytest.skip("it has no output projection of its own")
-    lora = peft.LoraConfig(r=3, lora_alpha=7, target_modules=targets, task_type="SEQ_2_SEQ_LM", **options)
+    lora = peft.LoraConfig(
+        r=3, lora_alpha=7, target_modules=targets, task_type="SEQ_2_SEQ_LM", **options
+    )
     adapted = peft.get_peft_model(transformers.AutoModelForSeq2SeqLM.from_pretrained("base"), lora)
     adapted.base_model.model.config = load_reference(base, model).config
     for name, p in adapted.named_parameters():

@@ -89,7 +89,9 @@ def make_model(config, seed=0):
     made = getattr(transformers, f"{name}Config")(**fields)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(made)
     for p in model.parameters():
-        torch.nn.init.normal_(p, 1.0 if p.ndim == 1 else 0.0, 0.3 if p.ndim == 1 else p.shape[-1] ** -0.5)
+        torch.nn.init.normal_(
+            p, 1.0 if p.ndim == 1 else 0.0, 0.3 if p.ndim == 1 else p.shape[-1] ** -0.5
+        )
     return model.eval()
 
 
@@ -124,7 +126,9 @@ def test_outputs_are_projected_as_the_round_trip_says(tmp_path, family):
         cls = getattr(transformers, f"{CLASSES[family]}ForConditionalGeneration")
         ids = torch.as_tensor([[5, 7, 9]])
         with torch.no_grad():
-            found = cls.from_pretrained(folder)(ids, decoder_input_ids=ids, output_hidden_states=True)
+            found = cls.from_pretrained(folder)(
+                ids, decoder_input_ids=ids, output_hidden_states=True
+            )
         logits = found.decoder_hidden_states[-1].numpy() @ expected.T
         np.testing.assert_allclose(found.logits.numpy(), logits, atol=1e-5)
         compared += 1
@@ -133,7 +137,9 @@ def test_outputs_are_projected_as_the_round_trip_says(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5"])
 def test_torch_files_are_read(tmp_path, family):
-    make_folder(tmp_path / "a", TINY | FAMILIES[family], tensors := make_tensors(TINY | FAMILIES[family]))
+    make_folder(
+        tmp_path / "a", TINY | FAMILIES[family], tensors := make_tensors(TINY | FAMILIES[family])
+    )
     (tmp_path / "a" / "model.safetensors").unlink()
     state = {name: torch.as_tensor(x) for name, x in tensors.items()}
     torch.save(state, tmp_path / "a" / "pytorch_model.bin")
@@ -223,7 +229,9 @@ def test_text_encoders_have_the_same_states(tmp_path, family, masked):
         cut = encode(loaded, texts, inputs_length=length, pool=False)
         real = rows.attention_mask.numpy() > 0
         if masked:
-            assert np.abs(np.concatenate(cut) - theirs[real]).max() <= TOLERANCE * np.abs(theirs).max()
+            assert (
+                np.abs(np.concatenate(cut) - theirs[real]).max() <= TOLERANCE * np.abs(theirs).max()
+            )
 
 
 def next_log_p(reference, inputs):
@@ -233,7 +241,9 @@ def next_log_p(reference, inputs):
         rows = torch.as_tensor([(0, *prefix) for prefix in prefixes])
         encoder = torch.as_tensor(inputs)[None].expand(len(rows), -1)
         with torch.no_grad():
-            found = reference(input_ids=encoder, attention_mask=encoder != 0, decoder_input_ids=rows)
+            found = reference(
+                input_ids=encoder, attention_mask=encoder != 0, decoder_input_ids=rows
+            )
         return found.logits[:, -1].double().log_softmax(-1).numpy()
 
     return log_p
@@ -260,12 +270,16 @@ def test_decoded_ids_are_the_same(tmp_path, family):
                 repetition_penalty=penalty,
                 no_repeat_ngram_size=ngram,
             ).numpy()[:, 1:]
-        decoding = Decoding(max_length=LENGTH, repetition_penalty=penalty, no_repeat_ngram_size=ngram)
+        decoding = Decoding(
+            max_length=LENGTH, repetition_penalty=penalty, no_repeat_ngram_size=ngram
+        )
         found = decode_sequences(variables, jnp.asarray(inputs), model=model, decoding=decoding)
         ours = np.asarray(found.tokens[:, 0])
         assert (ours == 1).any(axis=1).sum() > 2
         np.testing.assert_array_equal(ours[:, : generated.shape[1]], generated)
-    found = decode(variables, jnp.asarray(inputs), model=model, max_length=LENGTH, beams=3, alpha=0.6)
+    found = decode(
+        variables, jnp.asarray(inputs), model=model, max_length=LENGTH, beams=3, alpha=0.6
+    )
     for row, tokens, score in zip(inputs, *map(np.asarray, found), strict=True):
         best, expected = t5x_beams(next_log_p(reference, row), LENGTH, 3, 0.6)[0]
         assert tuple(tokens[: len(best)]) == best and not tokens[len(best) :].any()
@@ -309,7 +323,9 @@ def test_an_exported_tokenizer_gives_the_same_ids(tmp_path, request, kind, fast)
     folder = tmp_path / "folder"
     folder.mkdir()
     model = Architecture(384, 20, 3, 6, 28, 1, 1, ("relu",), tied=True, scaled=True).build()
-    write_folder(folder, model, model.init(jax.random.key(0), *(jnp.ones((1, 1), int),) * 2), vocabulary)
+    write_folder(
+        folder, model, model.init(jax.random.key(0), *(jnp.ones((1, 1), int),) * 2), vocabulary
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, use_fast=fast)
     assert len(ODD) >= 100 and len(tokenizer) == vocabulary.vocab_size
     for text in ODD if tokenizer.is_fast else ODD + NOT_FAST:

@@ -70,7 +70,11 @@ def replace(*changes: tuple[str, str]) -> Callable[[bytes], bytes]:
 
 
 STORED, PREPARED = f"imported/{TASK}/1.0.0", f"prepared/*/{TASK}/validation"
-IMPORT, RENEW, MODEL = "import it again with", "run 'synthesizer-jax data prepare .* --renew'", "another"
+IMPORT, RENEW, MODEL = (
+    "import it again with",
+    "run 'synthesizer-jax data prepare .* --renew'",
+    "another",
+)
 DAMAGE = {
     f"{STORED}/*.tfrecord*": (IMPORT, flip, cut, None),
     f"{STORED}/dataset_info.json": (IMPORT, other(""), other("[]"), other("\xff")),
@@ -110,7 +114,9 @@ def test_files_of_another_version_are_not_prepared(whole, tmp_path):
     info.write_text(json.dumps({k: v for k, v in record.items() if k != "rows_digests"}))
     prepared = read(folder)
     info.write_text(json.dumps(record | {"format": 2}))
-    with pytest.raises(FileNotFoundError, match=r"is not prepared in .*; run 'synthesizer-jax data"):
+    with pytest.raises(
+        FileNotFoundError, match=r"is not prepared in .*; run 'synthesizer-jax data"
+    ):
         prepared.open(TASK, "validation", LENGTHS)
 
 

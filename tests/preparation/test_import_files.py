@@ -77,7 +77,10 @@ FILES = {
     "json lines": ("a.jsonl", JSON_LINES),
     "blank lines": ("a.json", JSON_LINES.replace(b"\n", b"\n\n")),
     "byte-order mark": ("a.jsonl", b"\xef\xbb\xbf" + JSON_LINES),
-    "byte-order marks": ("a.jsonl", b"".join(b"\xef\xbb\xbf" + x for x in JSON_LINES.splitlines(True))),
+    "byte-order marks": (
+        "a.jsonl",
+        b"".join(b"\xef\xbb\xbf" + x for x in JSON_LINES.splitlines(True)),
+    ),
     "csv": ("a.csv", CSV),
     "csv without an end": ("a.csv", CSV.rstrip()),
     "tsv": ("a.tsv", TSV),
@@ -141,14 +144,21 @@ def test_columns_that_the_file_names_too_are_refused(tmp_path, header):
     ):
         rows(source, columns=names)
     assert len(rows(source, columns=["a", "b"])["train"]) == 3
-    with pytest.raises(ValueError, match=r"b\.csv, line 3: the line repeats the header; .* with --columns"):
+    with pytest.raises(
+        ValueError, match=r"b\.csv, line 3: the line repeats the header; .* with --columns"
+    ):
         rows(f"train={tmp_path}/b.csv", columns=names)
 
 
 def test_lines_that_are_like_a_header_or_quoted_are_rows(tmp_path):
-    write(tmp_path, {"a.tsv": 'x\ty\nx\tx\n"a"\t""\n""b""\t"c\n', "b.csv": "x\nx;y\n", "c.txt": "a;b\n"})
+    write(
+        tmp_path,
+        {"a.tsv": 'x\ty\nx\tx\n"a"\t""\n""b""\t"c\n', "b.csv": "x\nx;y\n", "c.txt": "a;b\n"},
+    )
     cells = [("x", "x"), ('"a"', '""'), ('""b""', '"c')]
-    assert rows(f"train={tmp_path}/a.tsv") == {"train": [dict(zip("xy", c, strict=True)) for c in cells]}
+    assert rows(f"train={tmp_path}/a.tsv") == {
+        "train": [dict(zip("xy", c, strict=True)) for c in cells]
+    }
     assert rows(f"train={tmp_path}/b.csv") == {"train": [{"x": "x;y"}]}
     (tmp_path / "b.csv").write_text("a;b\n")
     assert rows(f"train={tmp_path}/b.csv", columns=["x"]) == {"train": [{"x": "a;b"}]}
@@ -174,21 +184,49 @@ BROKEN = {
     ),
     "no object": ("a.jsonl", b"1\n", "a.jsonl, line 1: a JSON object was expected, not int"),
     "columns": ("a.csv", b"x,y\n1,2\n1\n", r"a.csv, line 3: 1 columns instead of 2 \(x, y\)"),
-    "quote": ("a.csv", b'x,y\n"1,2\n', "after .*a.csv, line 1: a quoted cell has no end; close its quotes"),
-    "text after a quote": ("a.csv", b'x,y\n"1"2,3\n', "a quoted cell goes on after its end; double the"),
+    "quote": (
+        "a.csv",
+        b'x,y\n"1,2\n',
+        "after .*a.csv, line 1: a quoted cell has no end; close its quotes",
+    ),
+    "text after a quote": (
+        "a.csv",
+        b'x,y\n"1"2,3\n',
+        "a quoted cell goes on after its end; double the",
+    ),
     "same name": ("a.tsv", b"x\tx\n1\t2\n", "a.tsv, line 1: several columns are called 'x'"),
-    "gzip": ("a.csv.gz", gzip.compress(CSV * 99)[:-20], r"a.csv.gz, after line \d+: .*[Tt]runcated"),
+    "gzip": (
+        "a.csv.gz",
+        gzip.compress(CSV * 99)[:-20],
+        r"a.csv.gz, after line \d+: .*[Tt]runcated",
+    ),
     "no gzip": ("a.csv.gz", CSV, "a.csv.gz, after line 0: zlib inflate failed"),
     "zstd": ("a.csv.zst", zstd(CSV * 99)[:-9], "a.csv.zst, after line"),
     "parquet": ("a.parquet", b"PAR1" * 9, "a.parquet, after row 0: not Parquet"),
-    "a day that Python has not": ("a.parquet", parquet(DAY), "write the column 'day' as text: .*days=2147"),
+    "a day that Python has not": (
+        "a.parquet",
+        parquet(DAY),
+        "write the column 'day' as text: .*days=2147",
+    ),
     "nanoseconds": ("a.parquet", parquet(NOW), "write the column 'time' as text: Nanosec"),
     "a column twice": ("a.parquet", parquet(TWICE), "several columns are called 'a', 'b'; every"),
     "array": ("a.json", b'[\n{"text": 1}\n]', r"line 1: a JSON array; .*: jq -c '.\[\]' FILE"),
     "semicolons": ("a.csv", b"x;y\n1;2\n", "'x;y' is one column; separate columns by ','"),
-    "tabs": ("a.csv", b"x\ty\n1\t2\n", r"'x\\ty' is one column; separate columns by ',' \(.tsv: tabs\)"),
-    "commas": ("a.tsv", b"x,y\n1,2\n", r"'x,y' is one column; separate columns by tabs \(.csv: ','\)"),
-    "Excel's separator": ("a.csv", b"sep=;\nx;y\n1;2\n", "'sep=;' is Excel's note, not a row; remove"),
+    "tabs": (
+        "a.csv",
+        b"x\ty\n1\t2\n",
+        r"'x\\ty' is one column; separate columns by ',' \(.tsv: tabs\)",
+    ),
+    "commas": (
+        "a.tsv",
+        b"x,y\n1,2\n",
+        r"'x,y' is one column; separate columns by tabs \(.csv: ','\)",
+    ),
+    "Excel's separator": (
+        "a.csv",
+        b"sep=;\nx;y\n1;2\n",
+        "'sep=;' is Excel's note, not a row; remove",
+    ),
     "Excel's comma": ("a.csv", b"sep=,\nx,y\n1,2\n", "'sep=' is Excel's note, not a row; remove"),
     "UTF-16": (
         "a.txt",
@@ -227,7 +265,11 @@ BROKEN = {
         b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
         "a.tsv is a spreadsheet or another archive; save",
     ),
-    "Parquet without its name": ("a.csv", parquet(ROWS), "a.csv is Parquet; rename it to .*a.csv.parquet"),
+    "Parquet without its name": (
+        "a.csv",
+        parquet(ROWS),
+        "a.csv is Parquet; rename it to .*a.csv.parquet",
+    ),
     "Git LFS": (
         "a.txt",
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
@@ -273,7 +315,11 @@ BROKEN = {
         b'{"x": "sch\xf6n"}\n',
         "a.jsonl, line 1: the byte 0xf6 is not UTF-8; .*iconv",
     ),
-    "Latin-1 in a header": ("a.csv", b"sch\xf6n\n", "a.csv, line 1: the byte 0xf6 is not UTF-8; .*iconv"),
+    "Latin-1 in a header": (
+        "a.csv",
+        b"sch\xf6n\n",
+        "a.csv, line 1: the byte 0xf6 is not UTF-8; .*iconv",
+    ),
     "Latin-1, compressed": (
         "a.txt.gz",
         gzip.compress(b"sch\xf6n\n"),
@@ -323,7 +369,9 @@ def test_arguments_that_name_no_rows_are_refused(tmp_path):
     }.items():
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             rows(argument)
-    with pytest.raises(ValueError, match=r"names the columns of CSV and TSV, but .*a\.txt is neither; le"):
+    with pytest.raises(
+        ValueError, match=r"names the columns of CSV and TSV, but .*a\.txt is neither; le"
+    ):
         rows(f"train={tmp_path}/a.txt", columns=["x"])
     mixed = rows(f"train={tmp_path}/a.txt,test={tmp_path}/c.csv", columns=["x", "y"])
     assert mixed["train"] == [{"text": "one"}] and len(mixed["test"]) == 3
@@ -405,7 +453,9 @@ def test_an_empty_target_belongs_to_a_split_that_is_only_predicted(tmp_path):
         write(tmp_path, {"a.csv": CSV + f"a film,{lacking}\r\n".encode()})
         for split in ("train", "validation"):
             with pytest.raises(ValueError, match=said):
-                import_files(describe(**options), find_splits([f"{split}={tmp_path}/a.csv"]), data_dir)
+                import_files(
+                    describe(**options), find_splits([f"{split}={tmp_path}/a.csv"]), data_dir
+                )
         splits = find_splits([f"test={tmp_path}/a.csv"])
         import_files(describe(**options), splits, data_dir, renew=True)
     with pytest.raises(ValueError, match="the target '' is none of the labels a"):
@@ -429,7 +479,9 @@ def test_a_target_that_shows_nothing_is_an_empty_one(tmp_path, kind):
     names = [f"{tmp_path}/a.{end}" for end in (("text", "label") if kind == "aligned" else (kind,))]
     splits = find_splits([f"train={'+'.join(names)}"])
     task = describe(targets=Template("It is {label}."), labels={})
-    with pytest.raises(ValueError, match=r"(line|row) [12]: the target is blank or '<unk>'.*nothing was"):
+    with pytest.raises(
+        ValueError, match=r"(line|row) [12]: the target is blank or '<unk>'.*nothing was"
+    ):
         import_files(task, splits, tmp_path / "data")
     for labels in ({}, {"0": "bad"}):
         assert describe(labels=labels).texts(row) == ("review: a film", UNKNOWN)
@@ -496,7 +548,9 @@ def test_a_task_of_a_script_is_prepared_from_python(tmp_path, monkeypatch, capsy
     experiment = runs.experiment()
     experiment = replace(experiment, data=replace(experiment.data, mixture=task.name))
     for _ in range(2):
-        with pytest.raises(FileNotFoundError, match=r"data prepare of_a_script .* from Python") as e:
+        with pytest.raises(
+            FileNotFoundError, match=r"data prepare of_a_script .* from Python"
+        ) as e:
             run(experiment, tmp_path / "run", data_dir=tmp_path, visible=False)
         assert not (tmp_path / "run").exists()
         prepare_data(experiment, tmp_path)
@@ -531,10 +585,18 @@ def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
         ('{"x": 1e400}', {}, "a.jsonl, line 2: the field 'x' is Infinity, which is no text"),
         ('{"y": 1}', {}, "a.jsonl, line 2: there is no field 'x'; there are y; nothing was"),
         ('{"x": "b"}', {}, "a.jsonl, line 2: the target 'b' is none of the labels a"),
-        ('{"x": "good"}', numbers, "a.jsonl, line 2: the target 'good' is no number, which the met"),
+        (
+            '{"x": "good"}',
+            numbers,
+            "a.jsonl, line 2: the target 'good' is no number, which the met",
+        ),
         ('{"x": 1' + 400 * "0" + "}", numbers, "is no number, which the metric pearson"),
         ('{"x": "\\ud800"}', {"labels": {}}, "a.jsonl, line 2: .*UnicodeEncodeError"),
-        ('{"x": " "}', {"labels": {}}, "a.jsonl, line 2: the target is blank, and the row has no input"),
+        (
+            '{"x": " "}',
+            {"labels": {}},
+            "a.jsonl, line 2: the target is blank, and the row has no input",
+        ),
     ):
         first = '{"x": 1}\n' if changes is numbers else '{"x": "a"}\n'
         write(tmp_path, {"a.jsonl": first + row + "\n"})
@@ -542,7 +604,9 @@ def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
         with pytest.raises(ValueError, match=said):
             import_files(changed, find_splits([f"train={tmp_path}/a.jsonl"]), data_dir, renew=True)
     write(tmp_path, {"a.jsonl": "\n"})
-    with pytest.raises(ValueError, match=r"imported/my_rows:train has no rows in .*a\.jsonl; nothing was"):
+    with pytest.raises(
+        ValueError, match=r"imported/my_rows:train has no rows in .*a\.jsonl; nothing was"
+    ):
         import_files(task, find_splits([f"train={tmp_path}/a.jsonl"]), data_dir, renew=True)
     assert {p: p.read_bytes() for p in data_dir.rglob("*") if p.is_file()} == before
 
@@ -553,16 +617,26 @@ def test_a_description_that_cannot_be_is_refused(tmp_path):
         ({"metrics": ("acuracy",)}, r"no metric 'acuracy', did you mean 'accuracy'\?"),
         ({"metrics": ("f1",), "labels": {}}, "'f1' compares two labels; with 0 labels"),
         ({"metrics": ("f1",), "labels": {"a": "a", "b": "b", "c": "c"}}, "with 3 labels"),
-        ({"metrics": ("rouge",)}, "'rouge' compares texts; with 1 labels and .* answers are labels"),
-        ({"targets": Template("x")}, "the target 'x' is the same for every row; write {x} for a field"),
+        (
+            {"metrics": ("rouge",)},
+            "'rouge' compares texts; with 1 labels and .* answers are labels",
+        ),
+        (
+            {"targets": Template("x")},
+            "the target 'x' is the same for every row; write {x} for a field",
+        ),
         ({"labels": {"0": " ", "1": "b"}}, "the label of '0' is blank; give every label a word"),
         ({"metrics": ("pearson", "bleu")}, "'bleu' compares texts; .* answers are numbers"),
     ):
         with pytest.raises(ValueError, match=message):
-            FileTask(**{"name": "mine", "inputs": None, "targets": str, "labels": {"a": "a"}, **options})
+            FileTask(
+                **{"name": "mine", "inputs": None, "targets": str, "labels": {"a": "a"}, **options}
+            )
     with pytest.raises(ValueError, match="'glue_cola_v002' is that of a task of this package"):
         import_files(FileTask("glue_cola_v002", None, str), {}, tmp_path)
-    with pytest.raises(ValueError, match=r"not written to a bucket \(gs://bucket/y\); write them to"):
+    with pytest.raises(
+        ValueError, match=r"not written to a bucket \(gs://bucket/y\); write them to"
+    ):
         import_files(describe(), {}, storage_path("gs://bucket/y"))
 
 

@@ -202,7 +202,9 @@ def test_glue_of_the_archive_in_either_case_and_of_parquet_files_is_the_same(tmp
             for case, name in (("upper", folder), ("lower", folder.lower()), ("lower", config)):
                 place(tmp_path / case, {f"{name.replace('**', 'AX')}/{stem}.tsv": text})
             kind = pa.int64() if HUB[config] else pa.float32()
-            write_parquet(tmp_path / f"hub/{config}/{split}-00000-of-00001.parquet", hub, label=kind)
+            write_parquet(
+                tmp_path / f"hub/{config}/{split}-00000-of-00001.parquet", hub, label=kind
+            )
     published = rows_of("glue", tmp_path / "upper")
     assert len(published) == sum(map(len, ARCHIVES["glue"].values()))
     assert rows_of("glue", tmp_path / "lower") == published
@@ -222,15 +224,42 @@ def test_super_glue_of_parquet_files_is_the_same(tmp_path):
 
 
 BROKEN = {
-    "RTE/train.tsv": ("sentence1\tsentence2\tlabel\na\tb\tmaybe\n", "line 2: the label 'maybe' is nei"),
-    "CoLA/train.tsv": ("x\t1\tshort\n", "glue/cola:train has no rows, without 1 that are left out, in"),
-    "STS-B/dev.tsv": ("sentence1\tsentence2\na\tb\n", "dev.tsv has no column 'score', which only test fi"),
-    "STS-B/train.tsv": ("sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: the field 'label' is nan, wh"),
-    "CoLA/dev.tsv": (b"x\t1\t\tsch\xf6n\n", r"CoLA/dev.tsv, line 1: the byte 0xf6 is not UTF-8; .*iconv"),
-    "CB/test.jsonl": (b'{"premise": "sch\xf6n"}\n', "CB/test.jsonl, line 1: the byte 0xf6 is not UTF-8"),
-    "CB/train.jsonl": ([CB, CB | {"idx": 1, "label": "no"}], "train.jsonl, line 2: the label 'no' is"),
-    "CB/val.jsonl": ('{"x": 1}\n{', "CB/val.jsonl, line 1: there is no field 'premise'; there are x"),
-    "COPA/val.jsonl": ([COPA | {"premise": None}], "COPA/val.jsonl, line 1: the field 'premise' is nu"),
+    "RTE/train.tsv": (
+        "sentence1\tsentence2\tlabel\na\tb\tmaybe\n",
+        "line 2: the label 'maybe' is nei",
+    ),
+    "CoLA/train.tsv": (
+        "x\t1\tshort\n",
+        "glue/cola:train has no rows, without 1 that are left out, in",
+    ),
+    "STS-B/dev.tsv": (
+        "sentence1\tsentence2\na\tb\n",
+        "dev.tsv has no column 'score', which only test fi",
+    ),
+    "STS-B/train.tsv": (
+        "sentence1\tsentence2\tscore\na\tb\tnan\n",
+        "line 2: the field 'label' is nan, wh",
+    ),
+    "CoLA/dev.tsv": (
+        b"x\t1\t\tsch\xf6n\n",
+        r"CoLA/dev.tsv, line 1: the byte 0xf6 is not UTF-8; .*iconv",
+    ),
+    "CB/test.jsonl": (
+        b'{"premise": "sch\xf6n"}\n',
+        "CB/test.jsonl, line 1: the byte 0xf6 is not UTF-8",
+    ),
+    "CB/train.jsonl": (
+        [CB, CB | {"idx": 1, "label": "no"}],
+        "train.jsonl, line 2: the label 'no' is",
+    ),
+    "CB/val.jsonl": (
+        '{"x": 1}\n{',
+        "CB/val.jsonl, line 1: there is no field 'premise'; there are x",
+    ),
+    "COPA/val.jsonl": (
+        [COPA | {"premise": None}],
+        "COPA/val.jsonl, line 1: the field 'premise' is nu",
+    ),
     "COPA/train.jsonl": ([UNLABELED], "COPA/train.jsonl, line 1: there is no field 'label'"),
     "readme.txt": ("", "lacks CoLA/train.tsv, .*; nothing was imported"),
 }
@@ -297,13 +326,33 @@ def test_files_that_do_not_fit_a_data_set_are_one_sentence(tmp_path):
     labeled = {"columns": ["label", "text"]}
     for dataset, argument, options, said in (
         (PAIR, "dev={}a.json", {}, f"{PAIR} has no split 'dev'; it has train, validation, test"),
-        (PAIR, "train={}a.json", {}, "a.json, line 1: there is no field '..'; there are article, hi"),
+        (
+            PAIR,
+            "train={}a.json",
+            {},
+            "a.json, line 1: there is no field '..'; there are article, hi",
+        ),
         (PAIR, "train={}a.x+{}a.y", {}, "a.x, line 1: there is no field '..'; there are x, y"),
         (PAIR, "train={}a.x+{}a.y", {"columns": ["en"]}, "2 aligned files have 1 columns"),
         ("convai2/none_original", "train={}a.json", {}, "no field 'persona'"),
-        (PAIR, "train={}b.csv", {}, "b.csv, line 3: the field 'de' has a blank text; write it, or remove"),
-        ("squad/v1.1", "train={}b.json", {}, "b.json, line 2: the field 'text' has a blank text; write"),
-        ("imdb_reviews/plain_text", "train={}a.csv", labeled, "the label '9' is neither a number be"),
+        (
+            PAIR,
+            "train={}b.csv",
+            {},
+            "b.csv, line 3: the field 'de' has a blank text; write it, or remove",
+        ),
+        (
+            "squad/v1.1",
+            "train={}b.json",
+            {},
+            "b.json, line 2: the field 'text' has a blank text; write",
+        ),
+        (
+            "imdb_reviews/plain_text",
+            "train={}a.csv",
+            labeled,
+            "the label '9' is neither a number be",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             splits = find_splits([argument.format(f"{tmp_path}/", f"{tmp_path}/")], **options)
@@ -319,7 +368,9 @@ def test_a_second_import_adds_splits_and_renew_replaces(tmp_path, caplog, monkey
     place(tmp_path, {"a.txt": "one\ntwo\n"})
 
     def add(split, **options):
-        import_dataset("lm1b", find_splits([f"{split}={tmp_path}/a.txt"]), out, labels={}, **options)
+        import_dataset(
+            "lm1b", find_splits([f"{split}={tmp_path}/a.txt"]), out, labels={}, **options
+        )
 
     task = task_registry.find_task("lm1b_v100_full_lm")
     add("train")
@@ -349,5 +400,7 @@ def test_every_data_set_has_a_task(tmp_path):
     for dataset, layouts in (pair for archive in ARCHIVES.values() for pair in archive.items()):
         splits = {s for task in DEFINITIONS if task.dataset == dataset for s in task.splits}
         assert layouts.keys() <= splits
-    with pytest.raises(ValueError, match="is not a folder; give the one that holds the files of gl"):
+    with pytest.raises(
+        ValueError, match="is not a folder; give the one that holds the files of gl"
+    ):
         import_archive("glue", tmp_path / "nowhere", tmp_path / "out")

@@ -95,7 +95,12 @@ def register(folder: pathlib.Path) -> None:
         seqio.TaskRegistry.add(
             name,
             source=seqio.TextLineDataSource(files, num_input_examples=LINES),
-            preprocessors=[first, seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder(), *rest],
+            preprocessors=[
+                first,
+                seqio.preprocessors.tokenize,
+                seqio.CacheDatasetPlaceholder(),
+                *rest,
+            ],
             output_features=dict.fromkeys(sides, feature),
         )
     steps = [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder(), *EOS]
@@ -117,7 +122,10 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]
             numbers = range(part * count // 3, (part + 1) * count // 3)
             text = "".join(f"{n} is a number{' indeed' * (n % 3)}\n" for n in numbers)
             (folder / f"{split}-{part}.txt").write_text(text)
-    rows = [{"question": f"is {i} even", "passage": f"{i}.", "label": i % 2, "idx": i} for i in range(40)]
+    rows = [
+        {"question": f"is {i} even", "passage": f"{i}.", "label": i % 2, "idx": i}
+        for i in range(40)
+    ]
     text = tfds.features.Text()
     features = {"question": text, "passage": text, "label": np.int64, "idx": np.int32}
     splits = {"train": lambda: rows, "validation": lambda: rows[:9]}
@@ -141,7 +149,9 @@ def prepared_in(folder: pathlib.Path, name: str, **options: object) -> PreparedT
     return prepared
 
 
-def seqio_rows(folder: pathlib.Path, name: str, split="train", *, lengths=LENGTHS, seed=0) -> list[dict]:
+def seqio_rows(
+    folder: pathlib.Path, name: str, split="train", *, lengths=LENGTHS, seed=0
+) -> list[dict]:
     """The rows of SeqIO's own pipeline."""
     task = seqio_tasks.find_registered(name.replace(BOOLQ, THEIRS)).to_seqio(BYTES, folder)
     dataset = task.get_dataset(lengths, split, shuffle=False, seed=seed, try_in_mem_cache=False)
@@ -157,7 +167,9 @@ def read(examples: PreparedExamples) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_those_that_seqio_makes_for_any_lengths(data_dir: pathlib.Path, name: str) -> None:
+def test_tokens_are_those_that_seqio_makes_for_any_lengths(
+    data_dir: pathlib.Path, name: str
+) -> None:
     for lengths in ((6, 3), (2, 2) if BOOLQ in name else (1, 1)):
         chosen = dict(zip(SIDES, lengths, strict=True))
         prepared = prepared_in(data_dir, name, lengths=chosen, evaluation_splits=())
@@ -193,9 +205,13 @@ def flat(row: dict, prefix: str = "") -> dict:
     return found
 
 
-def test_lengths_and_files_outdate_a_prepared_set(data_dir: pathlib.Path, own_dir: pathlib.Path) -> None:
+def test_lengths_and_files_outdate_a_prepared_set(
+    data_dir: pathlib.Path, own_dir: pathlib.Path
+) -> None:
     name = "prepared_lengths"
-    with pytest.raises(ValueError, match=r"'prepared_lengths' depend on the lengths .*--inputs-leng"):
+    with pytest.raises(
+        ValueError, match=r"'prepared_lengths' depend on the lengths .*--inputs-leng"
+    ):
         prepared_in(own_dir, name, lengths=None)
     prepared, request = prepared_in(own_dir, name), SplitRequest(name, "train", rows=False)
     with pytest.raises(ValueError, match=r"is prepared for the lengths .*'inputs': 32.*run 'synth"):
@@ -322,7 +338,9 @@ for line in sys.stdin:
 """
 
 
-def test_prepared_data_needs_no_tensorflow(synthetic_data: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_prepared_data_needs_no_tensorflow(
+    synthetic_data: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     shutil.copytree(synthetic_data / "prepared", tmp_path / "data" / "prepared")
     vocabulary = vocabulary_of(synthetic_data).file
     write_atomic(tmp_path / "data" / MIXTURE / vocabulary.name, vocabulary.read_bytes())

@@ -21,7 +21,12 @@ TINY |= {"vocab_size": 384, "d_model": 20, "d_kv": 6, "d_ff": 28, "num_heads": 3
 TINY |= {"num_layers": 2, "num_decoder_layers": 2, "is_encoder_decoder": True}
 TINY |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
 TINY |= {"dropout_rate": 0.1, "layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu"}
-TINY |= {"tie_word_embeddings": True, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+TINY |= {
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+}
 UNTIED = {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "T5 1.0": {},
@@ -75,7 +80,13 @@ def make_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
 
 
 def make_folder(
-    folder: pathlib.Path, config: dict, tensors: dict, *, shards=1, dtype: Any = np.float32, variant=None
+    folder: pathlib.Path,
+    config: dict,
+    tensors: dict,
+    *,
+    shards=1,
+    dtype: Any = np.float32,
+    variant=None,
 ):
     """Writes ``config.json``, safetensors and ByT5's tokenizer; returns the folder.
 
@@ -176,7 +187,9 @@ INPUTS = np.array([[7, 300, 12, 5, 9, 44, 8, 21, 3, 1]])
 TARGETS = np.array([[0, 15, 220, 3, 18, 2]])
 
 
-def deviation(model: Any, variables: Any, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> float:
+def deviation(
+    model: Any, variables: Any, config: dict[str, Any], tensors: dict[str, np.ndarray]
+) -> float:
     """That of a model's logits from those of the tensors, as a share of the largest."""
     found = jax.jit(model.apply)(variables, INPUTS, TARGETS)[0]
     expected = logits(config, tensors, INPUTS[0], TARGETS[0])

@@ -14,18 +14,35 @@ from safetensors.numpy import save_file
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 VOCAB_SIZE = 600
-MADLAD = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "vocab_size": VOCAB_SIZE}
+MADLAD = {
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+    "vocab_size": VOCAB_SIZE,
+}
 """Ids of MADLAD-400, a T5 1.1."""
-CODET5 = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0, "vocab_size": VOCAB_SIZE}
+CODET5 = {
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+    "vocab_size": VOCAB_SIZE,
+}
 """Ids of CodeT5, a T5 1.0."""
 
-_SMALL: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "vocab_size": VOCAB_SIZE}
+_SMALL: dict[str, Any] = {
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "vocab_size": VOCAB_SIZE,
+}
 _SMALL |= {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "head_dim": 6}
 _SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 10}
 _SMALL |= {"sliding_window": 3, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
 _SMALL |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 _SMALL |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "rope_theta": 100.0}
-_SCALED = _SMALL | {"rope_parameters": _SMALL["rope_parameters"] | {"rope_type": "linear", "factor": 4.0}}
+_SCALED = _SMALL | {
+    "rope_parameters": _SMALL["rope_parameters"] | {"rope_type": "linear", "factor": 4.0}
+}
 _LARGE = {name: value for name, value in _SMALL.items() if name != "rope_parameters"}
 _LARGE["rope_scaling"] = {"rope_type": "linear", "factor": 3.0}  # as version 4 has it
 _LARGE |= {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 8}
@@ -39,16 +56,28 @@ CONFIGS["unbalanced"]["tie_word_embeddings"] = False
 def write_tokenizer(folder: pathlib.Path, *, gemma: bool = True) -> None:
     """Writes a small tokenizer with Gemma's ids, or with MADLAD's: unknown 0, padding 1, EOS 2."""
     options: dict[str, Any] = {"normalization_rule_name": "identity", "byte_fallback": True}
-    fields, file = {"tokenizer_class": "T5Tokenizer", "pad_token": "<s>", "extra_ids": 0}, "spiece.model"
+    fields, file = (
+        {"tokenizer_class": "T5Tokenizer", "pad_token": "<s>", "extra_ids": 0},
+        "spiece.model",
+    )
     if gemma:
         options |= {"model_type": "bpe", "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
-        options |= {"eos_piece": "<eos>", "bos_piece": "<bos>", "user_defined_symbols": ["<mask>", "\n"]}
+        options |= {
+            "eos_piece": "<eos>",
+            "bos_piece": "<bos>",
+            "user_defined_symbols": ["<mask>", "\n"],
+        }
         options |= {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
-        fields, file = {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True}, "tokenizer.model"
+        fields, file = (
+            {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True},
+            "tokenizer.model",
+        )
     model = io.BytesIO()
     texts = (DOCS / "training.md").read_text(encoding="utf-8").splitlines()
     options |= {"vocab_size": VOCAB_SIZE, "num_threads": 1, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **options)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=model, **options
+    )
     (folder / file).write_bytes(model.getvalue())
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
 
@@ -71,7 +100,12 @@ def make_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
             layer = f"model.{stack}.layers.{i}"
             for mixer in ("self_attn", "cross_attn")[: 1 + (stack == "decoder")]:
                 memory = d if mixer == "self_attn" else config["encoder"]["hidden_size"]
-                for part, shape in (("q", (q, d)), ("k", (kv, memory)), ("v", (kv, memory)), ("o", (d, q))):
+                for part, shape in (
+                    ("q", (q, d)),
+                    ("k", (kv, memory)),
+                    ("v", (kv, memory)),
+                    ("o", (d, q)),
+                ):
                     add(f"{layer}.{mixer}.{part}_proj", *shape)
                 add(f"{layer}.pre_{mixer}_layernorm", d)
                 add(f"{layer}.post_{mixer}_layernorm", d)
@@ -107,9 +141,15 @@ def logits(config: dict, tensors: dict, inputs: np.ndarray, targets: np.ndarray)
         a, b, cos, sin = x[..., :half], x[..., half:], np.cos(angle), np.sin(angle)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def attend(c: dict, x: np.ndarray, memory: np.ndarray, name: str, seen: np.ndarray) -> np.ndarray:
+    def attend(
+        c: dict, x: np.ndarray, memory: np.ndarray, name: str, seen: np.ndarray
+    ) -> np.ndarray:
         def heads(y: np.ndarray, part: str) -> np.ndarray:
-            y = (y @ w[f"{name}.{part}_proj"].T).reshape(len(y), -1, c["head_dim"]).transpose(1, 0, 2)
+            y = (
+                (y @ w[f"{name}.{part}_proj"].T)
+                .reshape(len(y), -1, c["head_dim"])
+                .transpose(1, 0, 2)
+            )
             return np.repeat(y, c["num_attention_heads"] // len(y), axis=0)
 
         q, k, v = heads(x, "q"), heads(memory, "k"), heads(memory, "v")
@@ -131,8 +171,13 @@ def logits(config: dict, tensors: dict, inputs: np.ndarray, targets: np.ndarray)
         x = w[f"model.{name}.embed_tokens"][tokens] * np.sqrt(c["hidden_size"])
         distance = np.arange(len(x))[:, None] - np.arange(len(x))
         for i in range(c["num_hidden_layers"]):
-            layer, window = f"model.{name}.layers.{i}", c["sliding_window"] if i % 2 == 0 else len(x)
-            seen = abs(distance) <= window if memory is None else (distance >= 0) & (distance < window)
+            layer, window = (
+                f"model.{name}.layers.{i}",
+                c["sliding_window"] if i % 2 == 0 else len(x),
+            )
+            seen = (
+                abs(distance) <= window if memory is None else (distance >= 0) & (distance < window)
+            )
 
             def add(x: np.ndarray, part: str, function: Any, layer: str = layer) -> np.ndarray:
                 y = function(norm(x, f"{layer}.pre_{part}_layernorm"))

@@ -104,7 +104,12 @@ def test_every_file_that_is_read_is_downloaded(hub, monkeypatch):
         with pytest.raises((FileNotFoundError, ValueError), match=r"no vocabulary|no LoRA"):
             load(place)
     found = {name for name in asked if any(fnmatch.fnmatch(name, pattern) for pattern in FILES)}
-    assert {"generation_config.json", "spiece.model", "tokenizer.json", "adapter_config.json"} <= found
+    assert {
+        "generation_config.json",
+        "spiece.model",
+        "tokenizer.json",
+        "adapter_config.json",
+    } <= found
     of_others = {"experiment.json", "checkpoint", "manifest.ocdbt", "_METADATA"}  # runs and T5X
     assert {name for name in asked - found if not name.startswith("pytorch_model")} <= of_others
 
@@ -145,7 +150,9 @@ def test_a_folder_and_a_variant_of_a_repository(hub, variant):
     message = r'hf download owner/pipeline --include "a/\*" --local-dir pipeline'
     with pytest.raises(FileNotFoundError, match=rf"has no safetensors in a at {COMMIT}.*{message}"):
         load("owner/pipeline/a")
-    with pytest.raises(FileNotFoundError, match=r"no a in .*; it has text_encoder_2, tokenizer_2, tran"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no a in .*; it has text_encoder_2, tokenizer_2, tran"
+    ):
         load(pipeline, subfolder="a")
     convert_checkpoint(pathlib.Path("owner/pipeline/text_encoder_2"), hub / "run")
     (event,) = read_events(hub / "run")
@@ -154,14 +161,20 @@ def test_a_folder_and_a_variant_of_a_repository(hub, variant):
 
 def test_what_is_not_there_is_one_sentence(hub, monkeypatch):
     command = "'hf download google/flan-t5-small --local-dir flan-t5-small' downloads a model"
-    with pytest.raises(FileNotFoundError, match=f"{command}.*gave none now.*Cannot find it anywhere"):
+    with pytest.raises(
+        FileNotFoundError, match=f"{command}.*gave none now.*Cannot find it anywhere"
+    ):
         load(NAME)
     (hub / "hub" / NAME / "main").mkdir(parents=True)
     (hub / "hub" / NAME / "main" / "config.json").write_text(json.dumps(TINY))
     with pytest.raises(FileNotFoundError, match=f"no safetensors at {COMMIT}"):
         load(NAME)
-    with pytest.raises(FileNotFoundError, match=r"no runs/a/b/c; give a folder or a checkpoint file$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no runs/a/b/c; give a folder or a checkpoint file$"
+    ):
         load("runs/a/b/c")
     monkeypatch.setattr("synthesizer_jax.pretrained.huggingface.hub.is_installed", lambda _: False)
-    with pytest.raises(FileNotFoundError, match=rf"{command}.*pip install 'synthesizer-jax\[hub\]'"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"{command}.*pip install 'synthesizer-jax\[hub\]'"
+    ):
         load(NAME)

@@ -73,10 +73,22 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
     ("file", "fields", "message"),
     [
         # What the model is comes before its ids and sizes.
-        (CONFIG, {"model_type": "llama", "d_model": None}, "is 'llama', a language model.*give the"),
+        (
+            CONFIG,
+            {"model_type": "llama", "d_model": None},
+            "is 'llama', a language model.*give the",
+        ),
         (CONFIG, {"model_type": "t5gemma2", "d_model": None}, "is 't5gemma2', T5Gemma 2.*give the"),
-        (CONFIG, {"model_type": "x", "d_model": None}, "model_type is 'x', another.*give the folder of a"),
-        (CONFIG, {"architectures": ["T5ForSequenceClassification"]}, "a T5ForSeq.* is not read; give the"),
+        (
+            CONFIG,
+            {"model_type": "x", "d_model": None},
+            "model_type is 'x', another.*give the folder of a",
+        ),
+        (
+            CONFIG,
+            {"architectures": ["T5ForSequenceClassification"]},
+            "a T5ForSeq.* is not read; give the",
+        ),
         (CONFIG, {"d_model": None}, "d_model is None, expected int"),
         (CONFIG, {"num_layers": 1000}, "num_layers is 1000; allowed: 1 to 256"),
         (CONFIG, {"feed_forward_proj": "x" * 10**6}, "feed_forward_proj is 'x{56}…; allowed"),
@@ -89,7 +101,11 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
         (CONFIG, {"vocab_size": 400}, r"shared.weight is \(384, 20\), not \(400, 20\)"),
         (CONFIG, {"model_type": "umt5"}, "encoder.block.1.*relative_attention_bias"),
         (GENERATION, {"pad_token_id": 2}, "pad_token_id is 2, but config.json has 0"),
-        (GENERATION, {"pad_token_id": [0, 2]}, r"generation_config.json .*pad_token_id is \[0, 2\]"),
+        (
+            GENERATION,
+            {"pad_token_id": [0, 2]},
+            r"generation_config.json .*pad_token_id is \[0, 2\]",
+        ),
         (GENERATION, {"eos_token_id": [1], "forced_eos_token_id": None}, None),
     ],
 )
@@ -102,7 +118,9 @@ def test_a_configuration_that_does_not_fit_is_an_error(tmp_path, file, fields, m
 
 def test_what_is_given_or_whole_comes_before_a_tokenizer_and_an_index(tmp_path):
     folder = make_folder(tmp_path / "source", TINY, make_tensors(TINY))
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')  # transformers reads none
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {}}'
+    )  # transformers reads none
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="or name one with --vocabulary"):
@@ -145,7 +163,9 @@ def test_a_folder_or_a_run_becomes_a_synthesizer_that_computes_the_same(tmp_path
         assert vocabulary.encode("a") == [100] and vocabulary.vocab_size == 384
     with pytest.raises(ValueError, match="Random does not contain"):
         convert_checkpoint(folder, tmp_path / "random", encoder="r")
-    for_others = "which no published T5 has; .* export it with --to stablehlo, which takes every model"
+    for_others = (
+        "which no published T5 has; .* export it with --to stablehlo, which takes every model"
+    )
     with pytest.raises(ValueError, match=rf"alignment.* {for_others}"):
         export_run(directory, tmp_path / "exported")
     assert not (tmp_path / "random").exists() and not (tmp_path / "exported").exists()

@@ -54,7 +54,9 @@ def test_text_also_ends_at_other_ids(madlad, tmp_path):
     until = tokens[: tokens.index(turn)]
     shutil.copytree(folder, tmp_path / "turns")
     (tmp_path / "turns" / "config.json").write_text(json.dumps(CONFIG | {"eos_token_id": [2, 5]}))
-    (tmp_path / "turns" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, turn]}))
+    (tmp_path / "turns" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, turn]})
+    )
     loaded = load(tmp_path / "turns")
     assert loaded.model.ids == SpecialIds(1, 2, 0, (turn,))
     found = decode(variables, INPUTS[None], model=loaded.model, max_length=6).tokens[0]
@@ -80,7 +82,9 @@ def test_targets_are_scored_up_to_the_padding(madlad):
 
 
 def test_rows_of_a_batch_are_padded_with_the_models_id():
-    example = lambda *ids: DrawnExample(np.array(ids, np.int32), np.array([*ids[1:], 2], np.int32), 0, 0)
+    example = lambda *ids: DrawnExample(
+        np.array(ids, np.int32), np.array([*ids[1:], 2], np.int32), 0, 0
+    )
     config = DataConfig("films", 8, 8, batch_size=8, pack=True)
     batch = assemble_batch([[example(7, 0, 2), example(8, 2)]], config, ids=SpecialIds(1, 2, 3))
     assert {name: x[0].tolist() for name, x in batch.items()} == {

@@ -46,13 +46,19 @@ def adapters(tensors):
     for name in MATRICES:
         outputs, inputs = tensors[f"{name}.weight"].shape
         for leaf, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
-            found[f"base_model.model.{name}.lora_{leaf}.weight"] = rng.normal(size=shape).astype("f")
+            found[f"base_model.model.{name}.lora_{leaf}.weight"] = rng.normal(size=shape).astype(
+                "f"
+            )
     return found
 
 
 def write(folder, base, tensors, **config):
     folder.mkdir(parents=True)
-    fields = {"peft_type": "LORA", "base_model_name_or_path": base and str(base), "lora_alpha": ALPHA}
+    fields = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base and str(base),
+        "lora_alpha": ALPHA,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(fields | config))
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
@@ -98,7 +104,12 @@ def test_updates_are_added_to_the_base(tmp_path, base, rslora, scale):
         tensors[f"{name}.weight"] = (tensors[f"{name}.weight"] + scale * b @ a).astype(np.float32)
     merged = make_folder(tmp_path / "merged", TINY | UNTIED, tensors)
     modules = ["final_layer_norm", f"{MLP}.wo", "embed_tokens"] if rslora else None
-    metadata = {"peft_version": "0.99", "lora_dropout": 0.3, "eva_config": None, "of_another_version": None}
+    metadata = {
+        "peft_version": "0.99",
+        "lora_dropout": 0.3,
+        "eva_config": None,
+        "of_another_version": None,
+    }
     config = metadata | {"use_rslora": rslora, "modules_to_save": modules}
     folder = write(tmp_path / "adapters", base, updates | saved, **config)
     for encoder_only in (False, True):
@@ -115,16 +126,46 @@ def test_what_does_not_fit_is_named(tmp_path, base):
     )
     table = np.ones((TINY["vocab_size"], TINY["d_model"]), "f")
     cases = [
-        (None, updates, {}, "base_model_name_or_path is None in .*; name the folder of the model there"),
-        (base, updates, {"use_dora": True}, "use_dora is True, which is not read.*; merge the adapters"),
-        (base, updates | {name: updates[name][:, 1:].copy()}, {}, r"q\.weight is \(18, 20\), for which"),
+        (
+            None,
+            updates,
+            {},
+            "base_model_name_or_path is None in .*; name the folder of the model there",
+        ),
+        (
+            base,
+            updates,
+            {"use_dora": True},
+            "use_dora is True, which is not read.*; merge the adapters",
+        ),
+        (
+            base,
+            updates | {name: updates[name][:, 1:].copy()},
+            {},
+            r"q\.weight is \(18, 20\), for which",
+        ),
         (base, updates | {"other": updates[name]}, {}, "other is no update of a matrix there"),
         (base, {}, {}, "it holds no LoRA"),
-        (base, updates | {name: updates[name].astype(int)}, {}, r"q\.weight is \(18, 20\), for which"),
+        (
+            base,
+            updates | {name: updates[name].astype(int)},
+            {},
+            r"q\.weight is \(18, 20\), for which",
+        ),
         (base, {norm: np.ones(19, "f")}, {}, r"norm\.weight is \(19,\), and the base's is \(20,\)"),
         (base, {norm: np.ones(20, int)}, {}, "norm.weight is I64, not a floating-point number"),
-        (base, {embedding: table}, {}, r"embed_tokens\.weight are one parameter of the model, so all"),
-        (base, {shared: table}, {"modules_to_save": ["shared"]}, "modules_to_save has shared, with which"),
+        (
+            base,
+            {embedding: table},
+            {},
+            r"embed_tokens\.weight are one parameter of the model, so all",
+        ),
+        (
+            base,
+            {shared: table},
+            {"modules_to_save": ["shared"]},
+            "modules_to_save has shared, with which",
+        ),
     ]
     for i, (folder, tensors, config, message) in enumerate(cases):
         broken = write(tmp_path / str(i), folder, tensors, **config)
@@ -147,23 +188,31 @@ def test_what_does_not_fit_is_named(tmp_path, base):
 )
 def test_an_option_that_is_not_implemented_is_refused_by_its_name(tmp_path, base, name, value):
     folder = write(tmp_path / "other", base, adapters(make_tensors(TINY | UNTIED)), **{name: value})
-    with pytest.raises(ValueError, match=rf"{name} is .*; merge the adapters into the model with PEFT"):
+    with pytest.raises(
+        ValueError, match=rf"{name} is .*; merge the adapters into the model with PEFT"
+    ):
         with_adapters(folder, open_folder(base))
 
 
 def test_a_folder_without_a_base_or_tensors_says_what_to_do(tmp_path, base):
     updates = adapters(make_tensors(TINY | UNTIED))
     write(tmp_path / "outer" / "named", base, updates)
-    with pytest.raises(FileNotFoundError, match=r"outer holds no config\.json; give .*outer/named, which"):
+    with pytest.raises(
+        FileNotFoundError, match=r"outer holds no config\.json; give .*outer/named, which"
+    ):
         load(tmp_path / "outer")
     write(tmp_path / "own", tmp_path / "own", updates)
     write(tmp_path / "circle", tmp_path / "own", updates)
     for name in ("own", "circle"):
-        with pytest.raises(ValueError, match=r"leads back to .*own, which holds adapters; name the folder"):
+        with pytest.raises(
+            ValueError, match=r"leads back to .*own, which holds adapters; name the folder"
+        ):
             load(tmp_path / name)
     torch = write(tmp_path / "torch", base, updates)
     (torch / "adapter_model.safetensors").rename(torch / "adapter_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"a pickle, and no .*save_pretrained\(FOLDER, safe_ser"):
+    with pytest.raises(
+        FileNotFoundError, match=r"a pickle, and no .*save_pretrained\(FOLDER, safe_ser"
+    ):
         load(torch)
 
 
@@ -187,7 +236,8 @@ def test_adapters_of_a_t5gemma_are_read_for_its_encoder(tmp_path):
 WHOLE = (
     InitRule("embedding", "resize", fill="fresh"),
     InitRule(
-        "logits_kernel|encoder/final_norm/scale|encoder/layers_0/attention/align/query/kernel", "fresh"
+        "logits_kernel|encoder/final_norm/scale|encoder/layers_0/attention/align/query/kernel",
+        "fresh",
     ),
 )
 
@@ -224,10 +274,14 @@ def test_a_run_is_exported_and_read_again(tmp_path, base, targets, rules, module
     tensors = load_file(folder / "adapter_model.safetensors")
     assert len(tensors) == 2 * (len(modules) if len(modules) > 2 else 12) + len(saved or ())
     assert config["modules_to_save"] == saved
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(run)}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": str(run)})
+    )
     convert_checkpoint(folder, tmp_path / "again")
     expected = load(lora).variables
     for place in (folder, tmp_path / "again"):
         close(load(place).variables, expected, atol=1e-6)
-    with pytest.raises(ValueError, match=r"run has no training\.adapters; export it to huggingface"):
+    with pytest.raises(
+        ValueError, match=r"run has no training\.adapters; export it to huggingface"
+    ):
         export_run(run, tmp_path / "none", to="peft")

@@ -31,7 +31,9 @@ SMALL |= {"relative_attention_max_distance": 128}
 def make_configs(family):
     """Configurations of a family with their tensors: of versions 4 and 5, 1.0 and 1.1, every flag."""
     flags = (None, True, False)
-    ways = itertools.product(WRITTEN_BY, flags, flags if family == "t5" else (None,), ("", "copy", "own"))
+    ways = itertools.product(
+        WRITTEN_BY, flags, flags if family == "t5" else (None,), ("", "copy", "own")
+    )
     for i, (version, tied, scaled, output) in enumerate(ways):
         config = SMALL | {"model_type": family, "transformers_version": WRITTEN_BY[version]}
         config |= {"tie_word_embeddings": tied, "scale_decoder_outputs": scaled}

@@ -67,7 +67,9 @@ def test_scanned_layers_compute_the_same(case):
     model, variables, _ = case.loaded
     stacks = stacks_of(model)
     scanned = replace(model, **{name: replace(stack, scan=True) for name, stack in stacks.items()})
-    params = {name: stack_layers(stack, variables["params"][name]) for name, stack in stacks.items()}
+    params = {
+        name: stack_layers(stack, variables["params"][name]) for name, stack in stacks.items()
+    }
     assert deviation(scanned, {"params": {**variables["params"], **params}}, case) < 1e-5
 
 
@@ -90,17 +92,23 @@ def test_a_run_of_it_is_exported_with_the_same_tensors(case, tmp_path):
         np.testing.assert_array_equal(back[name], x)
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     for stack in ("encoder", "decoder"):
-        assert case.config[stack].items() <= {**written[stack], "max_position_embeddings": 64}.items()
+        assert (
+            case.config[stack].items() <= {**written[stack], "max_position_embeddings": 64}.items()
+        )
     again = load(tmp_path / "back")
     assert again.model == case.loaded.model
-    assert generate(again, ["a run"], max_length=3) == generate(case.loaded, ["a run"], max_length=3)
+    assert generate(again, ["a run"], max_length=3) == generate(
+        case.loaded, ["a run"], max_length=3
+    )
 
 
 def test_other_alignments_start_as_it(case, tmp_path):
     convert_checkpoint(case.folder, tmp_path / "run", encoder="rv", max_length=16)
     model, variables, _ = load(tmp_path / "run")
     assert deviation(model, variables, case) < 1e-5
-    with pytest.raises(ValueError, match=r"encoder\.layers\.0\.self_mixer\.alignment is 'Mixture', which"):
+    with pytest.raises(
+        ValueError, match=r"encoder\.layers\.0\.self_mixer\.alignment is 'Mixture', which"
+    ):
         export_run(tmp_path / "run", tmp_path / "back")
 
 
@@ -111,9 +119,18 @@ def test_positions_that_are_scaled_otherwise_are_refused(tmp_path):
         for rope, message in (
             ({"rope_type": "yarn", "factor": 2.0}, "decoder.rope_type is 'yarn'"),
             ({"type": "dynamic"}, "decoder.rope_type is 'dynamic'"),
-            ({"rope_type": "linear"}, "decoder.rope_parameters has the rope_type 'linear', but no factor"),
-            ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-            ({"full_attention": {"rope_type": "default"}}, f"decoder.{field} is not one set of settings"),
+            (
+                {"rope_type": "linear"},
+                "decoder.rope_parameters has the rope_type 'linear', but no factor",
+            ),
+            (
+                {"rope_type": "default", "partial_rotary_factor": 0.5},
+                "partial_rotary_factor is 0.5",
+            ),
+            (
+                {"full_attention": {"rope_type": "default"}},
+                f"decoder.{field} is not one set of settings",
+            ),
         ):
             decoder = config["decoder"] | {field: rope}
             changed = config | {"model_type": "t5gemma", "decoder": decoder}
@@ -129,6 +146,8 @@ def test_a_tied_projection_with_other_values_is_refused(tmp_path):
     folder = make_folder(tmp_path, config, tensors | {name: embedding})
     load(folder)
     make_folder(folder, config, tensors | {name: embedding * 1.01})
-    with pytest.raises(ValueError, match=rf"{name} is not equal to model\.decoder.*correct tie_word_emb"):
+    with pytest.raises(
+        ValueError, match=rf"{name} is not equal to model\.decoder.*correct tie_word_emb"
+    ):
         load(folder)
     load(folder, encoder_only=True)

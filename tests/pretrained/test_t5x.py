@@ -31,8 +31,14 @@ NAMES = (
     (r"(\w+)\.block\.(\d+)\.layer\.1\.EncDecAttention", f"{BLOCK}/encoder_decoder_attention"),
     (r"(\w+)\.block\.(\d+)\.layer\.\d\.DenseReluDense", f"{BLOCK}/mlp"),
     (r"(encoder)\.block\.(\d+)\.layer\.0\.layer_norm", f"{BLOCK}/pre_attention_layer_norm/scale"),
-    (r"(decoder)\.block\.(\d+)\.layer\.0\.layer_norm", f"{BLOCK}/pre_self_attention_layer_norm/scale"),
-    (r"(decoder)\.block\.(\d+)\.layer\.1\.layer_norm", f"{BLOCK}/pre_cross_attention_layer_norm/scale"),
+    (
+        r"(decoder)\.block\.(\d+)\.layer\.0\.layer_norm",
+        f"{BLOCK}/pre_self_attention_layer_norm/scale",
+    ),
+    (
+        r"(decoder)\.block\.(\d+)\.layer\.1\.layer_norm",
+        f"{BLOCK}/pre_cross_attention_layer_norm/scale",
+    ),
     (r"(\w+)\.block\.(\d+)\.layer\.\d\.layer_norm", f"{BLOCK}/pre_mlp_layer_norm/scale"),
 )
 PARTS = {"q": "query", "k": "key", "v": "value", "o": "out"}

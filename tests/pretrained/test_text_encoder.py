@@ -28,7 +28,9 @@ def test_padded_texts_have_the_states_of_transformers(tmp_path, family, attend_t
     options = {"pad_to": 16, "attend_to_padding": attend_to_padding}
     found = encode(loaded, TEXTS, **options)
     assert found.shape == (2, 16, 20)
-    for text, states, pooled in zip(TEXTS, found, encode(loaded, TEXTS, pool=True, **options), strict=True):
+    for text, states, pooled in zip(
+        TEXTS, found, encode(loaded, TEXTS, pool=True, **options), strict=True
+    ):
         ids = np.array([*loaded.vocabulary.encode(text)[:15], 1])
         real, rows = len(ids), np.pad(ids, (0, 16 - len(ids)))
         expected = logits(config, tensors, rows, None, real=None if attend_to_padding else real)
@@ -76,7 +78,9 @@ def test_only_the_encoders_tensors_are_read(tmp_path, family, monkeypatch):
             stored = lambda layer, name=name, tensor=tensor: read.append(name) or tensor.read(layer)
             yield name, tensor._replace(read=stored)
 
-    monkeypatch.setattr(opening, "open_weights", lambda *args, **options: dict(spied(*args, **options)))
+    monkeypatch.setattr(
+        opening, "open_weights", lambda *args, **options: dict(spied(*args, **options))
+    )
     mesh = make_mesh(MeshShape(fsdp=4), jax.devices()[:4])
     loaded = load(folder, encoder_only=True, dtype="bfloat16", mesh=mesh)
     assert sorted(read) == sorted(encoder)
@@ -102,7 +106,8 @@ def test_dtypes_are_names_or_numpys(tmp_path):
     assert load(folder, encoder_only=True, dtype="auto").model.dtype == "float32"  # on CPUs
     for dtype, found in ((jnp.float16, "'float16'"), ("bf16", "'bf16'"), (16, "16")):
         with pytest.raises(
-            ValueError, match=f"dtype is {found}; allowed: 'auto', 'float32'|dtype is {found}, expected"
+            ValueError,
+            match=f"dtype is {found}; allowed: 'auto', 'float32'|dtype is {found}, expected",
         ):
             load(folder, dtype=dtype)
 
@@ -112,16 +117,22 @@ def test_a_variant_is_another_set_of_files(tmp_path, shards):
     tensors = make_tensors(TINY)
     half = {name: x.astype(np.float16) for name, x in tensors.items()}
     folder = make_folder(tmp_path, TINY, half, shards=shards, dtype=np.float16, variant="fp16")
-    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors or .*; give variant='fp16'$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no model\.safetensors or .*; give variant='fp16'$"
+    ):
         load(folder)
-    with pytest.raises(FileNotFoundError, match=r"no model\.bf16\.safetensors or .*; give variant='fp16'$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no model\.bf16\.safetensors or .*; give variant='fp16'$"
+    ):
         load(folder, variant="bf16")
     make_folder(folder, TINY, make_tensors(TINY, seed=1))
     embedding = load(folder, variant="fp16").variables["params"]["embedding"]
     np.testing.assert_array_equal(embedding, half["shared.weight"])
     with pytest.raises(FileNotFoundError, match=r"leave the variant out or give variant='fp16'$"):
         load(folder, variant="bf16")
-    with pytest.raises(ValueError, match=r"variant='fp16' is for folders of models of transformers, and"):
+    with pytest.raises(
+        ValueError, match=r"variant='fp16' is for folders of models of transformers, and"
+    ):
         (folder / "file").write_bytes(b"")
         load(folder / "file", variant="fp16")
 
@@ -136,9 +147,15 @@ def test_single_files_are_named(tmp_path, encoder_only):
     (tmp_path / "t5.gguf").write_bytes(b"GGUF" + bytes(100))
     (tmp_path / "t5.bin").write_bytes(b"PK\x03\x04" + bytes(100))
     for path, message in (
-        (single, r"put it, with the name model\.safetensors, into a folder that has the config\.json"),
+        (
+            single,
+            r"put it, with the name model\.safetensors, into a folder that has the config\.json",
+        ),
         (tmp_path / "t5.bin", r"put it, with the name pytorch_model\.bin, into a folder"),
-        (tmp_path / "t5.gguf", r"is a file of GGUF, which is not read; give the folder of the model"),
+        (
+            tmp_path / "t5.gguf",
+            r"is a file of GGUF, which is not read; give the folder of the model",
+        ),
         (folder / "model.safetensors", rf"holds only tensors; give its folder, {folder}$"),
         (folder / "config.json", rf"is a file of JSON; give its folder, {folder}$"),
     ):
@@ -164,7 +181,9 @@ def test_texts_and_lengths_that_cannot_be_are_one_sentence(tmp_path):
     loaded = load(make_folder(tmp_path, TINY, make_tensors(TINY)))
     for options in ({"pad_to": 0}, {"pad_to": -1}, {"inputs_length": 0}):
         ((name, value),) = options.items()
-        with pytest.raises(ValueError, match=f"{name} is {value}, but it must be at least 1, because"):
+        with pytest.raises(
+            ValueError, match=f"{name} is {value}, but it must be at least 1, because"
+        ):
             encode(loaded, ["a"], **options)
     with pytest.raises(ValueError, match="inputs_length is -1, but it must be at least 1"):
         generate(loaded, ["a"], inputs_length=-1)
@@ -202,14 +221,22 @@ def test_two_embeddings_are_refused(tmp_path, encoder_only):
     tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"]
     folder = make_folder(tmp_path, TINY, tensors)
     load(folder, encoder_only=encoder_only)
-    make_folder(folder, TINY, tensors | {"encoder.embed_tokens.weight": tensors["shared.weight"] * 1.01})
-    with pytest.raises(ValueError, match=r"encoder\.embed_tokens\.weight is not equal to shared\.weight"):
+    make_folder(
+        folder, TINY, tensors | {"encoder.embed_tokens.weight": tensors["shared.weight"] * 1.01}
+    )
+    with pytest.raises(
+        ValueError, match=r"encoder\.embed_tokens\.weight is not equal to shared\.weight"
+    ):
         load(folder, encoder_only=encoder_only)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", MeshShape(fsdp=8), jax.sharding.AbstractMesh((2,), ("fsdp",))])
+@pytest.mark.parametrize(
+    "mesh", ["fsdp", MeshShape(fsdp=8), jax.sharding.AbstractMesh((2,), ("fsdp",))]
+)
 def test_a_mesh_is_one_of_devices(tmp_path, mesh):
-    with pytest.raises(TypeError, match=r"must be a jax\.sharding\.Mesh; give one of sharding\.make_mesh"):
+    with pytest.raises(
+        TypeError, match=r"must be a jax\.sharding\.Mesh; give one of sharding\.make_mesh"
+    ):
         load(tmp_path, mesh=mesh)
 
 

@@ -51,7 +51,20 @@ def test_sentinels_are_added_where_there_are_none(tmp_path):
     assert named(str(with_sentinels)).extra_ids == 0
 
 
-MERGES = ("t h", "th e", "Ġ the", "o n", "' t", "on '", "Ġ 1", "Ġ Ġ", "Ã ©", "é 1", "Ċ Ċ", "<0x0 A>")
+MERGES = (
+    "t h",
+    "th e",
+    "Ġ the",
+    "o n",
+    "' t",
+    "on '",
+    "Ġ 1",
+    "Ġ Ġ",
+    "Ã ©",
+    "é 1",
+    "Ċ Ċ",
+    "<0x0 A>",
+)
 CODET5 = SpecialIds(padding=0, end=2, start=0)
 
 
@@ -77,7 +90,12 @@ BYTE_LEVEL_TEXTS = {
     "a   the": ["a", "ĠĠ", "Ġthe"],  # the last of several spaces belongs to the word
     "a \n\n": ["a", "Ġ", "ĊĊ"],
     "<s>": ["<", "s", ">"],
-    "on \t<extra_id_0>\n1": ["on", "▁<extra_id_0>", "Ċ", "1"],  # spaces before a sentinel are dropped
+    "on \t<extra_id_0>\n1": [
+        "on",
+        "▁<extra_id_0>",
+        "Ċ",
+        "1",
+    ],  # spaces before a sentinel are dropped
     "": [],
 }
 
@@ -93,7 +111,9 @@ def test_a_bpe_of_bytes_is_read(byte_level, tmp_path):
         assert vocabulary.decode([1, *ids, 2, 7]) == text.replace(" \t<", "<")
     accent = vocabulary.encode("é")[0]
     assert vocabulary.token_bytes(accent + 1, first=False)[accent] == "é".encode()
-    with pytest.raises(ValueError, match=r"a BPE of bytes cannot be exported; .* or leave out --to"):
+    with pytest.raises(
+        ValueError, match=r"a BPE of bytes cannot be exported; .* or leave out --to"
+    ):
         write_directory(tmp_path, None, {}, vocabulary, limits=None)
     half = vocabulary.encode("²")[:1]
     assert vocabulary.decode(half) == "\ufffd"
@@ -134,7 +154,9 @@ def test_tokens_that_were_added_are_refused(tmp_path, kind):
             continue
         before = (tmp_path / file).read_text() if (tmp_path / file).is_file() else "{}"
         (tmp_path / file).write_text(json.dumps(fields))
-        with pytest.raises(ValueError, match=r"it adds '<sep>'.*; if your texts do without this token"):
+        with pytest.raises(
+            ValueError, match=r"it adds '<sep>'.*; if your texts do without this token"
+        ):
             tokenizer.read_vocabulary(tmp_path, tmp_path)
         (tmp_path / file).write_text(before)
     assert tokenizer.read_vocabulary(tmp_path, tmp_path) == plain
@@ -142,13 +164,21 @@ def test_tokens_that_were_added_are_refused(tmp_path, kind):
 
 def test_a_class_that_is_not_read_is_refused(tmp_path):
     train_sentencepiece(["a b c", "b c d"] * 9, tmp_path / "spiece.model", vocab_size=9)
-    names = [*tokenizer.CLASSES, "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend", None]
+    names = [
+        *tokenizer.CLASSES,
+        "T5TokenizerFast",
+        "PreTrainedTokenizerFast",
+        "TokenizersBackend",
+        None,
+    ]
     for name in names:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
         assert tokenizer.read_vocabulary(tmp_path, tmp_path) is not None
     for name in ("LlamaTokenizer", "LlamaTokenizerFast", "XLMRobertaTokenizer", "BertTokenizer"):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
-        with pytest.raises(ValueError, match=f"tokenizer_class is '{name}', and the classes that are read"):
+        with pytest.raises(
+            ValueError, match=f"tokenizer_class is '{name}', and the classes that are read"
+        ):
             tokenizer.read_vocabulary(tmp_path, tmp_path)
 
 
@@ -180,7 +210,9 @@ def test_other_tokens_around_a_text_are_refused(tmp_path):
             if single == expected:
                 assert tokenizer.read_vocabulary(folder, scratch) is not None
                 continue
-            with pytest.raises(ValueError, match=r"post_processor does not put [BE]OS, and nothing else"):
+            with pytest.raises(
+                ValueError, match=r"post_processor does not put [BE]OS, and nothing else"
+            ):
                 tokenizer.read_vocabulary(folder, scratch)
 
 

@@ -13,7 +13,8 @@ from synthesizer_jax.runs import lock
 
 HOLD = (
     "import pathlib, sys; from synthesizer_jax.runs.lock import lock_directory\n"
-    "with lock_directory(pathlib.Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()\n"
+    "with lock_directory(pathlib.Path(sys.argv[1])):\n    print('held', flush=True); "
+    "sys.stdin.read()\n"
 )
 
 
@@ -26,7 +27,9 @@ def test_a_lock_dies_with_its_owner(tmp_path: pathlib.Path) -> None:
         text=True,
     ) as process:
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(lock.InUseError, match=rf"in use: process {process.pid} on .* another --work"):
+        with pytest.raises(
+            lock.InUseError, match=rf"in use: process {process.pid} on .* another --work"
+        ):
             lock.lock_directory(directory).__enter__()
         process.kill()
         process.wait()

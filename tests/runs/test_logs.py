@@ -31,7 +31,9 @@ DAMAGES = [b"\0\0\0\n", b'{"step": \xff\xfe\n', b"[]\n", b'{"step": 1, "k', b"["
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=range(len(DAMAGES)))
-def test_logs_are_cut_back_to_the_restored_step_and_to_what_can_be_read(tmp_path, damage, caplog) -> None:
+def test_logs_are_cut_back_to_the_restored_step_and_to_what_can_be_read(
+    tmp_path, damage, caplog
+) -> None:
     path, events = tmp_path / METRICS_FILE, tmp_path / EVENTS_FILE
     lines = [f'{{"step": {s}, "kind": "train", "loss": 1.0}}\n'.encode() for s in range(1, 6)]
     torn = not damage.endswith(b"\n")

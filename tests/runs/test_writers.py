@@ -120,7 +120,9 @@ class Away(Noted):
 def test_a_service_that_fails_costs_no_training(visible, tmp_path, monkeypatch, capsys):
     """Every checkpoint is saved, the other writers go on, and a run that fails is known to have."""
     groups = {name: f"{__name__}:{kind}" for name, kind in (("away", "Away"), ("mine", "Noted"))}
-    entries = [importlib.metadata.EntryPoint(n, value, writers.GROUP) for n, value in groups.items()]
+    entries = [
+        importlib.metadata.EntryPoint(n, value, writers.GROUP) for n, value in groups.items()
+    ]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
     NOTED.clear()
 
@@ -142,7 +144,9 @@ def test_a_service_that_fails_costs_no_training(visible, tmp_path, monkeypatch, 
 
 
 def test_what_is_not_there_is_said_before_the_run_begins(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"no 'wandbb', did you mean 'wandb'\?; installed packages"):
+    with pytest.raises(
+        ValueError, match=r"no 'wandbb', did you mean 'wandb'\?; installed packages"
+    ):
         run(tmp_path, experiment(writers=("wandbb",)))
     monkeypatch.setattr(writers, "is_installed", lambda library: False)
     with pytest.raises(ValueError, match="mlflow is not installed: pip install mlflow"):

@@ -28,7 +28,13 @@ from synthesizer_jax.pretrained import generate, load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.serving.load import Model
-from synthesizer_jax.serving.programs import LOADER, PLATFORMS, Limits, export_programs, write_directory
+from synthesizer_jax.serving.programs import (
+    LOADER,
+    PLATFORMS,
+    Limits,
+    export_programs,
+    write_directory,
+)
 from tests.conftest import snippets
 from tests.environment import python
 from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
@@ -61,7 +67,9 @@ def convolutions():
 
 
 def variables_of(model):
-    made = jax.jit(model.init)(jax.random.key(0), *(jnp.ones(x.shape, int) for x in model.example(4, 4)))
+    made = jax.jit(model.init)(
+        jax.random.key(0), *(jnp.ones(x.shape, int) for x in model.example(4, 4))
+    )
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), made)
 
 

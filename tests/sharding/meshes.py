@@ -61,7 +61,9 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         mesh = f"{self.kind.name}{'' if self.is_set else ', not set'}{', extra axis' if self.extra else ''}"
-        return f"{self.layer}; {mesh}; rules: {self.rules}; {self.batch} examples, {self.heads} heads"
+        return (
+            f"{self.layer}; {mesh}; rules: {self.rules}; {self.batch} examples, {self.heads} heads"
+        )
 
     @property
     def is_unknown(self) -> bool:
@@ -80,7 +82,9 @@ class Case(NamedTuple):
 
         def place(tree, spec):
             sharding = NamedSharding(mesh, spec)
-            return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree)
+            return jax.tree.map(
+                lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree
+            )
 
         def loss(variables, x):
             # Of several lengths, so that the static route has a kernel on GPUs too.
@@ -90,7 +94,9 @@ class Case(NamedTuple):
         examples = P("data") if self.batch % 2 == 0 else P()
         current = jax.sharding.use_abstract_mesh(mesh if self.is_set else no_mesh)
         with current, nn.logical_axis_rules(RULES[self.rules]):
-            traced = jax.jit(jax.grad(loss, (0, 1))).trace(place(variables, P()), place(x, examples))
+            traced = jax.jit(jax.grad(loss, (0, 1))).trace(
+                place(variables, P()), place(x, examples)
+            )
             return traced.lower(lowering_platforms=(platform,)).as_text()
 
 

@@ -22,7 +22,13 @@ from tests.attention import cases, oracle
 
 FAST = cases.FAST_COMPILE
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
-AXES = {"batch": ("replica", "shard"), "heads": "model", "embed": "shard", "mlp": "model", "vocab": "model"}
+AXES = {
+    "batch": ("replica", "shard"),
+    "heads": "model",
+    "embed": "shard",
+    "mlp": "model",
+    "vocab": "model",
+}
 RULES = tuple(AXES.items())
 """A user's logical axis rules."""
 
@@ -129,7 +135,9 @@ def lower_step(name: str, mesh: jax.sharding.Mesh, **options) -> jax.stages.Lowe
     x, model = jax.ShapeDtypeStruct((B, LONG, D), jnp.float32), Model(*ALIGNMENTS[name])
     shapes, axes = abstract_variables(model, x)
     specs = jax.tree.map(lambda names: P(*map(AXES.get, names)), axes, is_leaf=is_axes)
-    place = lambda s, spec: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
+    place = lambda s, spec: jax.ShapeDtypeStruct(
+        s.shape, s.dtype, sharding=NamedSharding(mesh, spec)
+    )
 
     def step(variables, x):
         return jax.value_and_grad(lambda v: (model.apply(v, x) ** 2).mean())(variables)
@@ -161,12 +169,17 @@ def check_hlo(hlo: str, *, num_batch_shards: int) -> None:
 
 def test_models_under_explicit_axes() -> None:
     """A training step of a T5."""
-    model = t5(Size(D, 1, 8, H, E), encoder=sj.Random(N), vocab_size=10, dropout_rate=0.1, scan=True)
+    model = t5(
+        Size(D, 1, 8, H, E), encoder=sj.Random(N), vocab_size=10, dropout_rate=0.1, scan=True
+    )
     model = model.copy(encoder=model.encoder.copy(elementwise_dropout=True))
     inputs, targets = (
-        jax.random.randint(jax.random.key(i), (B, n), 0, 10).at[:, 0].set(3) for i, n in ((0, N), (1, 6))
+        jax.random.randint(jax.random.key(i), (B, n), 0, 10).at[:, 0].set(3)
+        for i, n in ((0, N), (1, 6))
     )
-    variables = jax.jit(model.init, compiler_options=FAST)(jax.random.key(2), inputs[:1], targets[:1])
+    variables = jax.jit(model.init, compiler_options=FAST)(
+        jax.random.key(2), inputs[:1], targets[:1]
+    )
 
     def loss(variables, inputs, targets):
         logits = model.apply(variables, inputs, targets, rngs={"dropout": jax.random.key(3)})

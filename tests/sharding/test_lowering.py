@@ -27,7 +27,10 @@ def test_lowers(case: Case, platform: str) -> None:
             Case("Attention", AxisType.Auto, True, "batch", False, 4, 4),
             r"not divided over mesh axes 'tensor' \(2",
         ),
-        (Case("Attention", AxisType.Auto, False, "none", False, 4, 4), "4 devices, but no mesh is set"),
+        (
+            Case("Attention", AxisType.Auto, False, "none", False, 4, 4),
+            "4 devices, but no mesh is set",
+        ),
         (Case("Attention", AxisType.Auto, True, "batch and heads", False, 4, 4), None),
     ],
     ids=str,
@@ -43,7 +46,9 @@ def test_work_that_devices_repeat_is_told_once(case: Case, message: str | None, 
 
 def test_a_function_on_every_device_sees_whole_arrays_along_automatic_axes() -> None:
     """Also inside of a `jax.shard_map` over one of them, which divides the arrays."""
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
     x = jnp.arange(32.0).reshape(4, 8)
     seen = []
 

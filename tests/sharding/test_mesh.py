@@ -60,7 +60,9 @@ def test_nothing_is_sharded_over_an_axis_that_a_mesh_lacks(axes, spec, batch):
     assert batch_shards(mesh) == shards
     check_batch(shards * 3, mesh, micro_batches=3)
     names = " × ".join((*batch, "training.micro_batches"))
-    with pytest.raises(ValueError, match=rf"batch_size=7 is not divisible by {names} = .*{shards * 3};"):
+    with pytest.raises(
+        ValueError, match=rf"batch_size=7 is not divisible by {names} = .*{shards * 3};"
+    ):
         check_batch(7, mesh, micro_batches=3)
     with use_mesh(mesh):
         rules = dict(nn.get_logical_axis_rules())
@@ -95,7 +97,9 @@ class Spread:
         self.parts = parts
 
     def devices_indices_map(self, shape):
-        return {Device(p, i): (slice(first, last),) for i, (p, first, last) in enumerate(self.parts)}
+        return {
+            Device(p, i): (slice(first, last),) for i, (p, first, last) in enumerate(self.parts)
+        }
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,13 @@ class Spread:
         # Devices that share rows load them both and save them once.
         (16, 4, [(0, 0, 16), (1, 0, 16)], [[0, 1, 2, 3]] * 2, [[0, 1, 2, 3], []]),
         # More processes than shards, and devices in any order.
-        (8, 2, [(0, 6, 8), (1, 0, 2), (2, 2, 4), (3, 4, 6)], [[1], [0], [0], [1]], [[1], [0], [], []]),
+        (
+            8,
+            2,
+            [(0, 6, 8), (1, 0, 2), (2, 2, 4), (3, 4, 6)],
+            [[1], [0], [0], [1]],
+            [[1], [0], [], []],
+        ),
     ],
 )
 def test_processes_load_the_shards_of_their_devices(rows, shards, parts, loaded, saved):

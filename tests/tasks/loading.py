@@ -13,7 +13,9 @@ def quiet(_: str) -> None:
     """Shows nothing."""
 
 
-def load(name, split, data_dir, *, lengths=LENGTHS, vocabulary=BYTES, max_examples=None) -> EvaluationSet:
+def load(
+    name, split, data_dir, *, lengths=LENGTHS, vocabulary=BYTES, max_examples=None
+) -> EvaluationSet:
     """The examples of a task and split, prepared first."""
     prepared = PreparedTasks(data_dir, vocabulary)
     options = {"training_splits": (), "evaluation_splits": (split,), "lengths": lengths}

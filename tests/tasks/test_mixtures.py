@@ -44,7 +44,9 @@ def test_only_what_is_there_takes_part(data_dir, caplog):
     assert "goes without" in caplog.text and "super_glue_copa_v102" in caplog.text
     texts = set()
     for batch in (next(stream) for _ in range(10)):
-        for source, goal in zip(batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True):
+        for source, goal in zip(
+            batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True
+        ):
             question, answer = (BYTES.decode(x[x != 0].tolist()) for x in (source, goal))
             number = int(question.split()[2])
             assert question.startswith(f"boolq passage: {number} is a number. question: is")
@@ -55,7 +57,9 @@ def test_only_what_is_there_takes_part(data_dir, caplog):
 
 def test_missing_data_is_one_sentence_with_the_remedy(data_dir):
     prepared = PreparedTasks(data_dir, BYTES)
-    with pytest.raises(FileNotFoundError, match=r"import glue/cola with .synthesizer-jax data import"):
+    with pytest.raises(
+        FileNotFoundError, match=r"import glue/cola with .synthesizer-jax data import"
+    ):
         prepare("glue_v002_proportional", prepared, log=quiet)
     with pytest.raises(FileNotFoundError, match=r"the split test in .*it has train, validation"):
         load(BOOLQ, "test", data_dir)
@@ -66,10 +70,14 @@ def test_missing_data_is_one_sentence_with_the_remedy(data_dir):
 def test_a_mixture_names_tasks_and_gives_them_rates(monkeypatch):
     monkeypatch.setattr(task_registry, "MIXTURES", {})
     task_registry.add([], {"mine": {"glue_colla_v002": 1.0}})
-    with pytest.raises(ValueError, match="no task 'glue_colla_v002', did you mean 'glue_cola_v002'"):
+    with pytest.raises(
+        ValueError, match="no task 'glue_colla_v002', did you mean 'glue_cola_v002'"
+    ):
         task_registry.member_names("mine")
     for rate in (-1.0, 0.0):
-        with pytest.raises(ValueError, match=r"the rates of the mixture 'mine' are .* none below 0"):
+        with pytest.raises(
+            ValueError, match=r"the rates of the mixture 'mine' are .* none below 0"
+        ):
             task_registry.add([], {"mine": {"glue_cola_v002": rate}})
 
 

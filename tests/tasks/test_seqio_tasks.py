@@ -57,7 +57,10 @@ def confidence(targets, scores):
 
 def both(targets, predictions, aux_values):
     del targets, predictions
-    return {"mean_score": float(np.mean(aux_values["scores"])), "shown": seqio.metrics.Text("not a number")}
+    return {
+        "mean_score": float(np.mean(aux_values["scores"])),
+        "shown": seqio.metrics.Text("not a number"),
+    }
 
 
 @flax.struct.dataclass
@@ -98,7 +101,9 @@ def registered():
     seqio.MixtureRegistry.add("outside_part", [("outside_plain", 1.0), ("outside_missing", 9.0)])
     own_rate = ("outside_double", seqio.mixing_rate_num_examples)
     seqio.MixtureRegistry.add("outside_all", [own_rate, ("outside_part", 4)])
-    seqio.MixtureRegistry.add("outside_negative", [("outside_double", 2.0), ("outside_plain", -1.0)])
+    seqio.MixtureRegistry.add(
+        "outside_negative", [("outside_double", 2.0), ("outside_plain", -1.0)]
+    )
     yield
     for name in ("outside_double", "outside_plain", "outside_missing"):
         seqio.TaskRegistry.remove(name)
@@ -126,7 +131,9 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, m
     prepare("outside_all", prepared, log=quiet)
     assert evaluation_tasks("outside_all", prepared) == [(n, "validation") for n in rates]
     batch = next(open_stream(config, vocabulary, data_dir=tmp_path))
-    for inputs, targets in zip(batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True):
+    for inputs, targets in zip(
+        batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True
+    ):
         number = int(vocabulary.decode(inputs).removeprefix("twice "))
         assert vocabulary.decode(targets) == str(2 * number)
     request = SplitRequest("outside_double", "train", rows=False)
@@ -140,19 +147,21 @@ def test_what_is_not_there_is_one_sentence(tmp_path):
     data = PreparedTasks(tmp_path, Bytes().build())
     splits = {"training_splits": ("test",), "evaluation_splits": (), "log": quiet}
     assert task_registry.mixture_rates("outside_part", tmp_path) == {"outside_plain": 1.0}
-    with pytest.raises(FileNotFoundError, match=r"no task of 'outside_missing' has data .*give the sou"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no task of 'outside_missing' has data .*give the sou"
+    ):
         prepare("outside_missing", data, log=quiet)
     with pytest.raises(FileNotFoundError, match=r"of 'outside_plain' .*it has train, valid"):
         prepare("outside_plain", data, **splits)
-    negative = (
-        "'outside_negative' gives the task 'outside_plain' the rate -1, .*; give it a rate of 0 or more"
-    )
+    negative = "'outside_negative' gives the task 'outside_plain' the rate -1, .*; give it a rate of 0 or more"
     with pytest.raises(ValueError, match=negative):
         prepare("outside_negative", data, log=quiet)
     data.save_rates("outside_negative", {"outside_plain": -1.0})  # by an earlier version
     with pytest.raises(ValueError, match=negative):
         data.rates("outside_negative")
-    with pytest.raises(ValueError, match=r"no mixture or task 'outside_al', did you mean .*; tasks"):
+    with pytest.raises(
+        ValueError, match=r"no mixture or task 'outside_al', did you mean .*; tasks"
+    ):
         task_registry.member_names("outside_al")
     with pytest.raises(ValueError, match=r"there is no task 'outside_dou'"):
         task_registry.find_task("outside_dou")
@@ -205,14 +214,18 @@ def test_errors_of_users_functions_name_task_and_function(tmp_path, functions, m
     examples = load("outside_double", "validation", tmp_path, lengths=LENGTHS)
     original = seqio.TaskRegistry.get("outside_double")
     parts = {"source": original.source, "preprocessors": original.preprocessors}
-    seqio.TaskRegistry.add("outside_wrong", output_features=original.output_features, **parts, **functions)
+    seqio.TaskRegistry.add(
+        "outside_wrong", output_features=original.output_features, **parts, **functions
+    )
     try:
         wrong = dataclasses.replace(examples, task=task_registry.find_task("outside_wrong"))
         named = "a metric or the postprocess_fn of the task 'outside_wrong' raised "
         with pytest.raises(ValueError, match=named + message):
             wrong.score(["no"] * 5)
         if "postprocess_fn" in functions:
-            with pytest.raises(ValueError, match="the postprocess_fn of the task 'outside_wrong' raised"):
+            with pytest.raises(
+                ValueError, match="the postprocess_fn of the task 'outside_wrong' raised"
+            ):
                 wrong.record(0, "no")
     finally:
         seqio.TaskRegistry.remove("outside_wrong")
@@ -237,7 +250,9 @@ def test_a_mixture_of_rates_that_are_all_0_is_refused(tmp_path):
     try:
         prepare("outside_nothing", PreparedTasks(tmp_path, Bytes().build()), log=quiet)
         config = DataConfig("outside_nothing", 16, 8, batch_size=4, shards=2)
-        with pytest.raises(ValueError, match=r"'outside_nothing' has the rate 0 .*, outside_plain; give"):
+        with pytest.raises(
+            ValueError, match=r"'outside_nothing' has the rate 0 .*, outside_plain; give"
+        ):
             open_stream(config, Bytes().build(), data_dir=tmp_path)
     finally:
         seqio.MixtureRegistry.remove("outside_nothing")

@@ -34,11 +34,16 @@ FOREIGN = '{"%s": "os.system"}'
 )
 def test_a_class_that_is_not_one_of_tfds_is_refused_however_it_is_written(text, tmp_path):
     (tmp_path / stored.FEATURES).write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"it names the class 'os\.system', which is not one of TFDS"):
+    with pytest.raises(
+        ValueError, match=r"it names the class 'os\.system', which is not one of TFDS"
+    ):
         stored.check_classes(tmp_path)
 
 
 def test_classes_of_tfds_and_texts_that_are_no_json_are_taken(tmp_path):
-    features = {"type": "tensorflow_datasets.core.features.Text", "description": '{"type": of text}'}
+    features = {
+        "type": "tensorflow_datasets.core.features.Text",
+        "description": '{"type": of text}',
+    }
     (tmp_path / stored.FEATURES).write_text(json.dumps(features), encoding="utf-8")
     stored.check_classes(tmp_path)

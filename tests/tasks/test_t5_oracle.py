@@ -242,7 +242,9 @@ def test_the_table_of_names_is_t5s(t5):
     assert set(t5.tasks) == set(T5_NAMES["tasks"])
     assert set(t5.mixtures) == set(T5_NAMES["mixtures"])
     ours = {*task_registry.TASKS, *MIXTURES}
-    missing = [name for kind in ("tasks", "mixtures") for name in T5_NAMES[kind] if name not in ours]
+    missing = [
+        name for kind in ("tasks", "mixtures") for name in T5_NAMES[kind] if name not in ours
+    ]
     assert missing == T5_NAMES["missing"]
 
 
@@ -261,7 +263,9 @@ def test_real_rows_become_what_t5_makes_of_them(t5, vocabulary, real_data, tmp_p
         shutil.copytree(real_data / folder, tmp_path / folder)
     for benchmark, splits in (("glue", 6), ("super_glue", 6)):
         reports = import_archive(benchmark, tmp_path, tmp_path)
-        assert sum(report.rows > 0 and report.rows == report.published for report in reports) == splits
+        assert (
+            sum(report.rows > 0 and report.rows == report.published for report in reports) == splits
+        )
     for dataset, names, count in (
         ("glue/wnli", ["glue_wnli_v002_simple_eval"], 852),
         ("super_glue/wsc.fixed", [n for n in OURS if "wsc" in n and "sentinel" not in n], 804),
@@ -276,7 +280,8 @@ def test_real_rows_become_what_t5_makes_of_them(t5, vocabulary, real_data, tmp_p
             check(t5, name, first.take(count), vocabulary)
 
 
-# Metrics. -------------------------------------------------------------------------------------------
+# Metrics.
+# -------------------------------------------------------------------------------------------
 
 TARGETS = ["The U.S. won . It was close .", "a “quoted” word", "ann lee's prize", "", "x y z"]
 PREDICTIONS = ["the US won . It was not .", "a quoted word", "Lee’s prize", "x", "x y"]
@@ -301,7 +306,8 @@ def test_other_metrics_are_t5s(t5):
     assert task_registry.find_task(task).postprocess("nan", example={}) == -1
 
 
-# Mixtures. ------------------------------------------------------------------------------------------
+# Mixtures.
+# ------------------------------------------------------------------------------------------
 
 
 def counted(count):

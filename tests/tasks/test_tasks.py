@@ -62,9 +62,25 @@ def test_labels_of_ones_own_may_be_words_and_negative():
 
 def test_wsc_predictions():
     task = task_registry.find_task("super_glue_wsc_v102_simple_eval")
-    right = (("the dog", "dog"), ("DOG", "his dog"), ("the big dog", "dog"), ("mark's dog", "Mark's dog"))
-    wrong = (("big dog", "small dog"), ("cat", "dog"), ("Mark's dog", "dog"), ("dog", "her"), ("dog", ""))
-    values = {**dict.fromkeys(right, 1), **dict.fromkeys(wrong, 0), ("", "dog"): -1, ("the", "dog"): -1}
+    right = (
+        ("the dog", "dog"),
+        ("DOG", "his dog"),
+        ("the big dog", "dog"),
+        ("mark's dog", "Mark's dog"),
+    )
+    wrong = (
+        ("big dog", "small dog"),
+        ("cat", "dog"),
+        ("Mark's dog", "dog"),
+        ("dog", "her"),
+        ("dog", ""),
+    )
+    values = {
+        **dict.fromkeys(right, 1),
+        **dict.fromkeys(wrong, 0),
+        ("", "dog"): -1,
+        ("the", "dog"): -1,
+    }
     for (prediction, referent), value in values.items():
         example = {"targets_pretokenized": referent.encode(), "label": 1}
         assert task.postprocess(prediction, example=example) == value

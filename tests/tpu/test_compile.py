@@ -24,7 +24,10 @@ pytest.importorskip("libtpu", reason="libtpu is not installed; make test-tpu doe
 pytestmark = pytest.mark.tpu
 
 INPUTS, TARGETS, ROWS = 512, 114, 4
-PLACES = {"v5e:2x4": MeshShape(data=1, fsdp=4, tensor=2), "v5p:4x4x4": MeshShape(data=2, fsdp=16, tensor=2)}
+PLACES = {
+    "v5e:2x4": MeshShape(data=1, fsdp=4, tensor=2),
+    "v5p:4x4x4": MeshShape(data=2, fsdp=16, tensor=2),
+}
 VARIANTS = ("v", "r", "rv", "gaussian")
 
 
@@ -38,7 +41,10 @@ def recipe(variant, name):
         model = t5(shape, **hard, **common)
     else:
         model = t5(shape, encoder=alignment(variant, head_dim=shape.head_dim), **common)
-    data, training = DataConfig("none", INPUTS, TARGETS, rows), Training(steps=1, optimizer=Adafactor())
+    data, training = (
+        DataConfig("none", INPUTS, TARGETS, rows),
+        Training(steps=1, optimizer=Adafactor()),
+    )
     return Experiment(model=model, data=data, training=training, mesh=mesh)
 
 
@@ -48,7 +54,9 @@ def compiled(variant, name):
     return plan.compile_step(recipe(variant, name), chips.parse_topology(name))
 
 
-every = pytest.mark.parametrize(("variant", "name"), [(v, n) for n in PLACES for v in VARIANTS], ids=str)
+every = pytest.mark.parametrize(
+    ("variant", "name"), [(v, n) for n in PLACES for v in VARIANTS], ids=str
+)
 
 
 def test_a_mesh_that_splits_a_dimension_is_made_with_a_warning(caplog):
@@ -95,7 +103,8 @@ def test_kernels_compile_for_other_generations(variant, name):
     data = DataConfig("none", INPUTS, TARGETS, ROWS * place.devices)
     small = replace(recipe(variant, "v5e:2x4"), model=model, data=data, mesh=MeshShape())
     text = plan.compile_step(small, place).as_text()
-    # The vector memory of v4 holds no 512 × 512 tables of two heads: the encoder's are matrix products.
+    # The vector memory of v4 holds no 512 × 512 tables of two heads: the encoder's are matrix
+    # products.
     without = 2 if variant == "r" and name.startswith("v4") else 0
     assert text.count('"tpu_custom_call"') == KERNELS[variant] - without
 
@@ -109,7 +118,10 @@ def test_static_kernels_fit_every_generation(name, rows):
     longest, other = (512, 500) if name.startswith("v4") else (720, 700)
     n = longest if rows == 2 else other
     values = jax.ShapeDtypeStruct((rows, n, 2, 128), jnp.bfloat16)
-    tables = (jax.ShapeDtypeStruct((2, n, n), jnp.float32), jax.ShapeDtypeStruct((2, 2 * n), jnp.float32))
+    tables = (
+        jax.ShapeDtypeStruct((2, n, n), jnp.float32),
+        jax.ShapeDtypeStruct((2, 2 * n), jnp.float32),
+    )
 
     def loss(tables, values, lengths):
         terms = static(tables[0]), relative(tables[1], first=1 - n)

@@ -55,10 +55,19 @@ def test_a_dry_run_prints_the_commands(name):
         (["create", *POD, "--type", "v6e-17"], "v6e"),
         (["create", *POD, "--type", "tpu7x:2x2x4"], "GKE alone"),
         (["setup", "--name", "pod", "--zone", "us-east5"], "us-east5-b"),
-        (["train", *POD, "--", "quickstart", "--workdir", "runs/rv"], "--workdir runs/rv goes away"),
+        (
+            ["train", *POD, "--", "quickstart", "--workdir", "runs/rv"],
+            "--workdir runs/rv goes away",
+        ),
         (["run", *POD, "--", "eval", "--data-dir=data"], "--data-dir data goes away"),
-        (["train", *POD, "--", "x", "--set=vocabulary.path=v.model"], "vocabulary.path v.model goes"),
-        (["status", "--name", "Pod_1", *POD[2:]], "--name is Pod_1; Google Cloud takes up to 63 lower"),
+        (
+            ["train", *POD, "--", "x", "--set=vocabulary.path=v.model"],
+            "vocabulary.path v.model goes",
+        ),
+        (
+            ["status", "--name", "Pod_1", *POD[2:]],
+            "--name is Pod_1; Google Cloud takes up to 63 lower",
+        ),
         (["create", *POD, FLEX], f"{FLEX} is an option of gcloud alpha; add --alpha"),
         (["create", *POD, FLEX, "--alpha", "--spot"], f"{FLEX} excludes --spot and --reserved"),
         (["train", *POD, "--", "quickstart", *RUN[:2]], "give --data-dir with prepared data"),
@@ -85,7 +94,9 @@ sys.exit(3 if "fail" in sys.argv else 0)
 
 
 def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
-    programs = [tmp_path / n / ".venv" / "bin" / "synthesizer-jax" for n in ("synthesizer_jax", "mine")]
+    programs = [
+        tmp_path / n / ".venv" / "bin" / "synthesizer-jax" for n in ("synthesizer_jax", "mine")
+    ]
     for program in programs:
         program.parent.mkdir(parents=True)
         program.write_text(PROGRAM.format(python=sys.executable))
@@ -149,7 +160,9 @@ class Stage(launch.Pod):
         self.states, self.told, self.did = iter(states), iter(told), []
 
     def call(self, command, *, tries=1):
-        word = next((w for w in ("create", "scp", "setsid", "delete") if w in " ".join(command)), "")
+        word = next(
+            (w for w in ("create", "scp", "setsid", "delete") if w in " ".join(command)), ""
+        )
         self.did += [word] if word else []
         return True
 

@@ -14,7 +14,15 @@ from flax import traverse_util
 from synthesizer_jax.alignments import Mixture, Random
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.models import ZOO, Size, UniversalStack, alignment, stacks_of, t5, unroll_variables
+from synthesizer_jax.models import (
+    ZOO,
+    Size,
+    UniversalStack,
+    alignment,
+    stacks_of,
+    t5,
+    unroll_variables,
+)
 from synthesizer_jax.optimizers import Adafactor, OptimizerRule
 from synthesizer_jax.primitives.parameters import abstract_variables
 from synthesizer_jax.sharding import MeshShape
@@ -22,7 +30,12 @@ from synthesizer_jax.training.adapters import LoRA, abstract_adapters
 from synthesizer_jax.training.checkpoint_average import average_checkpoints
 from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.initial_parameters import initializer_of, read_base, restore_run
-from synthesizer_jax.training.run_directory import check_same_run, find_base, load_experiment, save_run
+from synthesizer_jax.training.run_directory import (
+    check_same_run,
+    find_base,
+    load_experiment,
+    save_run,
+)
 from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import Trainer
 from tests.layers.cases import ALIGNMENT_CASES, MIXER_CASES
@@ -42,9 +55,16 @@ def test_a_kernel_is_split_where_its_layer_sums():
     """In all alignments, mixers and models."""
     cases = {**ALIGNMENT_CASES, **MIXER_CASES}
     tokens = jax.ShapeDtypeStruct((2, LENGTH, D), np.float32)
-    modules = [(name, case.layer, (tokens,)) for name, case in cases.items() if "full" in case.modes]
+    modules = [
+        (name, case.layer, (tokens,)) for name, case in cases.items() if "full" in case.modes
+    ]
     stack = UniversalStack(encoder().encoder.runs)
-    models = [ZOO["t5_1_1_tiny"](), encoder(), encoder(masked_lm=True), encoder().copy(encoder=stack)]
+    models = [
+        ZOO["t5_1_1_tiny"](),
+        encoder(),
+        encoder(masked_lm=True),
+        encoder().copy(encoder=stack),
+    ]
     modules += [(str(i), model, model.example(8, 8)) for i, model in enumerate(models)]
     for name, module, arguments in modules:
         summed = {}
@@ -62,7 +82,9 @@ def test_a_kernel_is_split_where_its_layer_sums():
         shapes, axes = abstract_variables(module, *arguments)
         adapters, names = (traverse_util.flatten_dict(x["params"])
                            for x in abstract_adapters(EVERYTHING, module, shapes, axes))  # fmt: skip
-        found = {keys[:-1]: len(x.shape) - 1 for keys, x in adapters.items() if keys[-1] == "lora_a"}
+        found = {
+            keys[:-1]: len(x.shape) - 1 for keys, x in adapters.items() if keys[-1] == "lora_a"
+        }
         found.pop(("logits_kernel",), None)
         assert found == summed, name
         for keys, x in adapters.items():
@@ -73,7 +95,9 @@ def test_a_kernel_is_split_where_its_layer_sums():
 def source(tmp_path_factory):
     """The directory of a run that nobody trained, and its experiment."""
     directory = tmp_path_factory.mktemp("source")
-    model = t5(Size(8, 2, 16, 2, 4), encoder=alignment("rv", head_dim=4, max_length=8), vocab_size=VOCAB)
+    model = t5(
+        Size(8, 2, 16, 2, 4), encoder=alignment("rv", head_dim=4, max_length=8), vocab_size=VOCAB
+    )
     recipe = experiment(model, seed=3)
     save(directory, recipe)
     return directory, recipe
@@ -88,7 +112,9 @@ def adapting(recipe, directory, lora=EVERYTHING, **changes):
 
 def merged(params, adapters, scale):
     """The same in NumPy and float64, of looped layers."""
-    kernels, flat = (traverse_util.flatten_dict(jax.tree.map(np.float64, x)) for x in (params, adapters))
+    kernels, flat = (
+        traverse_util.flatten_dict(jax.tree.map(np.float64, x)) for x in (params, adapters)
+    )
     for keys in {k[:-1] for k in flat}:
         a, b = flat[*keys, "lora_a"], flat[*keys, "lora_b"]
         update = a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)
@@ -101,7 +127,9 @@ def test_the_adapters_alone_are_trained(source, tmp_path, scan, mesh):
     directory, recipe = source
     model = scanned(recipe.model) if scan else recipe.model
     rules = (OptimizerRule(".*/encoder_decoder_attention/.*/lora_a", frozen=True),)
-    recipe = adapting(recipe, directory, model=model, mesh=mesh, rules=rules, ema=0.9, micro_batches=2)
+    recipe = adapting(
+        recipe, directory, model=model, mesh=mesh, rules=rules, ema=0.9, micro_batches=2
+    )
     trainer, stream = Trainer(recipe, jax.devices()[: 8 if mesh.tensor > 1 else 1]), CopyStream()
     trainer.read_base(lambda _: None)
     before = jax.device_get(trainer.base)
@@ -163,14 +191,18 @@ def test_what_is_drawn_is_trained_whole_and_saved(source, tmp_path):
     # Earlier versions saved the low-rank updates alone.
     updates = {"encoder": state.params["encoder"]}
     save(tmp_path / "old", recipe, dataclasses.replace(state, params=updates, ema={}))
-    with pytest.raises(ValueError, match="old does not hold embedding, which its init_rules make afresh"):
+    with pytest.raises(
+        ValueError, match="old does not hold embedding, which its init_rules make afresh"
+    ):
         restore_run(tmp_path / "old")
 
 
 def test_a_run_goes_on_and_is_used_with_its_base(source, tmp_path):
     directory, recipe = source
     rules = (InitRule("logits_kernel|decoder/final_norm/.*", "fresh"),)
-    recipe = adapting(recipe, directory, LoRA(), keep_latest=9, steps=4, save_every=2, init_rules=rules)
+    recipe = adapting(
+        recipe, directory, LoRA(), keep_latest=9, steps=4, save_every=2, init_rules=rules
+    )
     assert recipe.init_from == str(directory / "checkpoints" / "0")
     whole, parts, last = tmp_path / "whole", tmp_path / "parts", tmp_path / "last"
     end = train(whole, recipe)
@@ -179,7 +211,8 @@ def test_a_run_goes_on_and_is_used_with_its_base(source, tmp_path):
     save_run(recipe, parts)
     check_same_run(recipe, parts)
     jax.tree.map(np.testing.assert_array_equal, train(parts, recipe).params, end.params)
-    # A run that starts from it starts from the merged parameters; adapters of adapters are added up.
+    # A run that starts from it starts from the merged parameters; adapters of adapters are added
+    # up.
     _, found = restore_run(whole)
     assert initializer_of(recipe, report=print) is None
     second = find_base(load_experiment(whole).starting_from(str(whole)))
@@ -190,7 +223,9 @@ def test_a_run_goes_on_and_is_used_with_its_base(source, tmp_path):
     assert load_experiment(tmp_path / "mean").training.adapters is None
     means = [restore_run(whole, step=step)[1]["params"] for step in (2, 4)]
     mean = restore_variables(tmp_path / "mean" / "checkpoints")[1]["params"]
-    jax.tree.map(lambda m, x, y: np.testing.assert_allclose(m, (x + y) / 2, atol=1e-6), mean, *means)
+    jax.tree.map(
+        lambda m, x, y: np.testing.assert_allclose(m, (x + y) / 2, atol=1e-6), mean, *means
+    )
 
 
 def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
@@ -199,19 +234,29 @@ def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
     path = tmp_path / "run" / "experiment.json"
     saved = json.loads(path.read_text())
     path.write_text(json.dumps(saved | {"init_from": str(tmp_path / "gone")}))
-    with pytest.raises(ValueError, match="gone, the base of the adapters, is no checkpoint of a run; put"):
+    with pytest.raises(
+        ValueError, match="gone, the base of the adapters, is no checkpoint of a run; put"
+    ):
         restore_run(tmp_path / "run")
     save(tmp_path / "other", replace(recipe, training=replace(recipe.training, seed=4)))
     path.write_text(json.dumps(saved | {"init_from": str(tmp_path / "other")}))
-    with pytest.raises(ValueError, match="checkpoints/0 is not the base with which the adapters were"):
+    with pytest.raises(
+        ValueError, match="checkpoints/0 is not the base with which the adapters were"
+    ):
         restore_run(tmp_path / "run")
     unnamed = replace(recipe, training=replace(recipe.training, adapters=EVERYTHING))
     for use in (lambda: initializer_of(unnamed, report=print), Trainer(unnamed).read_base):
-        with pytest.raises(ValueError, match=r"adapters say what a run makes of a checkpoint; set init_"):
+        with pytest.raises(
+            ValueError, match=r"adapters say what a run makes of a checkpoint; set init_"
+        ):
             use()
-    with pytest.raises(ValueError, match="init_optimizer goes on with an optimizer of all parameters"):
+    with pytest.raises(
+        ValueError, match="init_optimizer goes on with an optimizer of all parameters"
+    ):
         initializer_of(adapting(recipe, directory, init_optimizer=True), report=print)
-    with pytest.raises(ValueError, match=r"begin at zero.*set training\.optimizer\.parameter_scale=false"):
+    with pytest.raises(
+        ValueError, match=r"begin at zero.*set training\.optimizer\.parameter_scale=false"
+    ):
         adapting(recipe, directory, optimizer=Adafactor())
 
 
@@ -224,11 +269,15 @@ def test_a_run_that_continues_keeps_the_base_it_began_with(tmp_path):
     began = adapting(recipe, base)
     save(directory, began)
     save(base, recipe, dataclasses.replace(state, step=jnp.int32(4)))
-    given = replace(began, training=replace(began.training, adapters=EVERYTHING), init_from=str(base))
+    given = replace(
+        began, training=replace(began.training, adapters=EVERYTHING), init_from=str(base)
+    )
     assert find_base(given, directory) == began
     assert find_base(given).init_from == str(base / "checkpoints" / "4"), "a run that begins"
     shutil.rmtree(base / "checkpoints" / "2")
-    with pytest.raises(ValueError, match="base/checkpoints/2, the base of the adapters, is no checkpoint"):
+    with pytest.raises(
+        ValueError, match="base/checkpoints/2, the base of the adapters, is no checkpoint"
+    ):
         find_base(given, directory)
 
 
@@ -244,7 +293,9 @@ def test_targets_that_fit_nothing_are_named():
             Trainer(replace(recipe, model=model, training=training))
     rules = (InitRule("encoder/layers_0/.*", "fresh"),)
     training = replace(recipe.training, adapters=LoRA())
-    with pytest.raises(ValueError, match="init_rules match layers of a scanned stack, but not 'encoder/l"):
+    with pytest.raises(
+        ValueError, match="init_rules match layers of a scanned stack, but not 'encoder/l"
+    ):
         Trainer(replace(recipe, model=scan, training=training, init_rules=rules))
     with pytest.raises(ValueError, match=r"training\.adapters: pattern '\(' is wrong"):
         LoRA(targets="(")

@@ -29,7 +29,9 @@ def test_it_is_the_mean_and_loads_like_a_run(source, tmp_path):
     said = call("average", source, tmp_path / "mean", "--last", 2)
     assert said == f"{tmp_path / 'mean'} holds the mean of the steps 4, 6 of {source}\n"
     params = [restore_variables(source / "checkpoints", step=step)[1]["params"] for step in (4, 6)]
-    expected = jax.tree.map(lambda *x: np.mean([np.asarray(a, np.float64) for a in x], axis=0), *params)
+    expected = jax.tree.map(
+        lambda *x: np.mean([np.asarray(a, np.float64) for a in x], axis=0), *params
+    )
     step, found = restore_variables(tmp_path / "mean" / "checkpoints")
     assert step == 6
     close(found["params"], expected, rtol=1e-6, atol=1e-6)
@@ -70,7 +72,9 @@ def test_a_full_disk_is_named_and_leaves_nothing(source, tmp_path, command):
 
 
 def test_what_is_wrong_is_one_sentence_and_writes_nothing(source, tmp_path):
-    with pytest.raises(ValueError, match=r"holds 3 of the 5 checkpoints .* \(2, 4, 6\); .*keep_latest=5"):
+    with pytest.raises(
+        ValueError, match=r"holds 3 of the 5 checkpoints .* \(2, 4, 6\); .*keep_latest=5"
+    ):
         call("average", source, tmp_path / "mean", "--last", 5)
     damaged = shutil.copytree(source, tmp_path / "damaged")
     damage(damaged / "checkpoints" / "2")

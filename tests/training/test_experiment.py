@@ -71,8 +71,16 @@ def test_overrides_are_typed(assignments, read):
 PLAIN, CLASSIFIER, MASKED = (experiment(m) for m in (None, encoder(), encoder(masked_lm=True)))
 WRONG = [
     (PLAIN, "training.step=1", "Training has no field 'step', did you mean 'steps'"),
-    (PLAIN, "learning_rate=1", "Experiment has no field 'learning_rate'; write training.optimizer.l"),
-    (PLAIN, "training.learning_rate.value=1", "'learning_rate'; write training.optimizer.learning_r"),
+    (
+        PLAIN,
+        "learning_rate=1",
+        "Experiment has no field 'learning_rate'; write training.optimizer.l",
+    ),
+    (
+        PLAIN,
+        "training.learning_rate.value=1",
+        "'learning_rate'; write training.optimizer.learning_r",
+    ),
     (PLAIN, "num_heads=2", "write model.encoder.runs.0.block.self_mixer.num_heads or model.decod"),
     (PLAIN, "training.steps=many", "training.steps=many: expected int"),
     (PLAIN, "training.steps=" + "1" * 5000, "training.steps=1{57}…: expected int"),
@@ -94,7 +102,11 @@ WRONG = [
         'training.optimizer={"type": "Constant"}',
         "optimizer=Constant: expected Optimizer; choose from Adafactor, A",
     ),
-    (PLAIN, "training.optimizer=adamw", "expected Optimizer, did you mean 'AdamW'.; choose from Adafactor"),
+    (
+        PLAIN,
+        "training.optimizer=adamw",
+        "expected Optimizer, did you mean 'AdamW'.; choose from Adafactor",
+    ),
     (
         PLAIN,
         "training.optimizer.learning_rate=cosine",
@@ -202,7 +214,9 @@ def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path):
     recipe = replace(experiment(), vocabulary=SentencePiece(str(tmp_path / "secret")))
     with pytest.raises(ValueError, match=r"secret is damaged or no SentencePiece model"):
         find_vocabulary(recipe, tmp_path)
-    recipe = replace(recipe, vocabulary=None, data=replace(recipe.data, mixture="synthetic_quickstat"))
+    recipe = replace(
+        recipe, vocabulary=None, data=replace(recipe.data, mixture="synthetic_quickstat")
+    )
     with pytest.raises(ValueError, match="did you mean 'synthetic_quickstart'"):
         find_vocabulary(recipe, tmp_path)
 
@@ -211,8 +225,14 @@ def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path):
     ("told", "message"),
     [
         ({"init_optimizer": True}, "set init_from, or leave them out"),
-        ({"optimizer": AdamW(Unregistered(0.1))}, "Unregistered is not registered: decorate the class"),
-        ({"init_from": "t5x/checkpoint_0"}, r"checkpoint_0 is no run: .* holds no experiment\.json"),
+        (
+            {"optimizer": AdamW(Unregistered(0.1))},
+            "Unregistered is not registered: decorate the class",
+        ),
+        (
+            {"init_from": "t5x/checkpoint_0"},
+            r"checkpoint_0 is no run: .* holds no experiment\.json",
+        ),
     ],
 )
 def test_a_start_that_cannot_be_is_one_sentence_at_once(tmp_path, monkeypatch, told, message):

@@ -53,7 +53,10 @@ def test_the_first_rule_that_matches_decides():
     assert found[query].source == "params/encoder/layers_0/attention/align/query/kernel"
     assert all(origin.problem is None for origin in found.values())
     problems = [origin.problem for origin in find_origins(OLD, NEW).values()]
-    assert problems[:2] == ["(16, 8) there and (20, 8) here", "(2, 8, 8) there and (2, 12, 12) here"]
+    assert problems[:2] == [
+        "(16, 8) there and (20, 8) here",
+        "(2, 8, 8) there and (2, 12, 12) here",
+    ]
     assert problems[2:] == ["absent there"] * 2
 
 
@@ -93,8 +96,14 @@ UNUSED = {
         InitRule("embeding", "fresh"),
         r"'embeding' matches no parameter, did you mean 'embedding'",
     ),
-    "no such part": (InitRule("nothing", "fresh"), r"'nothing' matches no parameter, such as 'embedding'"),
-    "shadowed": (InitRule(".*/table", "fresh"), r"earlier rules decide for all that '\.\*/table' matches"),
+    "no such part": (
+        InitRule("nothing", "fresh"),
+        r"'nothing' matches no parameter, such as 'embedding'",
+    ),
+    "shadowed": (
+        InitRule(".*/table", "fresh"),
+        r"earlier rules decide for all that '\.\*/table' matches",
+    ),
 }
 
 
@@ -128,7 +137,9 @@ def test_the_same_model_is_restored_with_scanned_layers_over_a_mesh(source):
     model = recipe.model
     scanned = model.copy(**{k: s.copy(scan=True) for k, s in stacks_of(model).items()})
     averaged = replace(recipe.training, ema=0.5)
-    fresh, found, table = started(replace(recipe, model=scanned, mesh=mesh, training=averaged), directory)
+    fresh, found, table = started(
+        replace(recipe, model=scanned, mesh=mesh, training=averaged), directory
+    )
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, fresh)
     for params in (found.params, found.ema):
         looped = unroll_variables(scanned, {"params": params})["params"]
@@ -151,7 +162,9 @@ def test_a_longer_model_is_resized_and_said_so(source):
     fresh, (_, found, table) = Trainer(ruled).init(), started(ruled, directory)
     np.testing.assert_array_equal(found.params["embedding"][:16], saved.params["embedding"])
     np.testing.assert_array_equal(found.params["embedding"][16:], fresh.params["embedding"][16:])
-    table_of = lambda state: state.params["encoder"]["layers_1"]["attention"]["align"]["part_0"]["table"]
+    table_of = lambda state: state.params["encoder"]["layers_1"]["attention"]["align"]["part_0"][
+        "table"
+    ]
     np.testing.assert_array_equal(table_of(found)[:, 8, 8], table_of(saved)[:, 7, 7])
     assert "encoder/layers_*/attention/align/part_0/table (2, 12, 12), 2 layers" in table
 
@@ -181,7 +194,9 @@ def test_the_logged_rate_is_that_of_the_optimizer_that_goes_on(tmp_path, name):
     save_run(recipe, tmp_path / "a")
     train(tmp_path / "a", recipe, ClassStream())
     going_on = replace(recipe, init_from=str(tmp_path / "a"), init_optimizer=True)
-    initial = functools.partial(initialize_from_checkpoint, experiment=going_on, report=lambda _: None)
+    initial = functools.partial(
+        initialize_from_checkpoint, experiment=going_on, report=lambda _: None
+    )
     for steps in (3, 5):
         longer = replace(going_on, training=replace(recipe.training, steps=steps))
         train(tmp_path / "b", longer, ClassStream(), initial=initial)

@@ -22,7 +22,9 @@ VOCAB = Bytes().build().vocab_size
 KIND = alignment("rv", head_dim=8, max_length=LENGTH)
 MODELS = {
     "language model": language_model("rv", SIZE).copy(vocab_size=VOCAB),
-    "masked": Encoder(vocab_size=VOCAB, d_model=16, encoder=t5(SIZE, encoder=KIND).encoder, masked_lm=True),
+    "masked": Encoder(
+        vocab_size=VOCAB, d_model=16, encoder=t5(SIZE, encoder=KIND).encoder, masked_lm=True
+    ),
     "spans": t5(SIZE, encoder=KIND, vocab_size=VOCAB),
 }
 

@@ -136,7 +136,8 @@ def test_a_run_stops_and_goes_on_with_more_patience(tmp_path, capsys):
     ("scores", "margin", "count"),
     [
         ({}, 0.0, 0),
-        # The best is 50 until 51.2 exceeds it by more than 1; 50.9 is the maximum before, and no best.
+        # The best is 50 until 51.2 exceeds it by more than 1; 50.9 is the maximum before, and no
+        # best.
         ({1: 50.0, 2: 50.9}, 1.0, 1),
         ({1: 50.0, 2: 50.9, 3: 51.2}, 1.0, 0),
         (SCORES, 0.0, 1),
@@ -153,7 +154,9 @@ def test_evaluations_without_improvement_are_counted(scores, margin, count):
 
 
 STILL = AdamW(learning_rate=Constant(0.0))
-MODEL = t5(Size(8, 1, 16, 2, 4), encoder=alignment("rv", head_dim=4, max_length=8), vocab_size=VOCAB)
+MODEL = t5(
+    Size(8, 1, 16, 2, 4), encoder=alignment("rv", head_dim=4, max_length=8), vocab_size=VOCAB
+)
 
 
 class Shorter(CopyStream):
@@ -213,7 +216,9 @@ def test_some_steps_are_profiled(tmp_path, monkeypatch):
     traces = list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert len(traces) == 1
     for profile in ((3, 3), (1, 5)):
-        with pytest.raises(ValueError, match=r"two numbers of steps in order, up to training.steps, 4"):
+        with pytest.raises(
+            ValueError, match=r"two numbers of steps in order, up to training.steps, 4"
+        ):
             experiment(steps=4, profile=profile)
 
 

@@ -62,7 +62,9 @@ def test_of_equal_logits_the_first_is_predicted():
 def chunked(logits, targets, *, chunk=4, **options):
     """The same losses in chunks, from hidden states that are the logits."""
     kernel = jnp.eye(V)
-    return chunked_cross_entropy(logits, kernel, targets=jnp.asarray(targets), chunk=chunk, **options)
+    return chunked_cross_entropy(
+        logits, kernel, targets=jnp.asarray(targets), chunk=chunk, **options
+    )
 
 
 BOTH = pytest.mark.parametrize("losses", [cross_entropy, chunked])
@@ -80,7 +82,9 @@ def test_chunks_equal_the_whole(b, t, chunk, cap):
 
     def whole(h, k):
         logits = (0.5 * h) @ k
-        sums = cross_entropy(logits if cap is None else cap * jnp.tanh(logits / cap), targets, **options)
+        sums = cross_entropy(
+            logits if cap is None else cap * jnp.tanh(logits / cap), targets, **options
+        )
         return sums.total, sums
 
     def chunks(h, k):
@@ -106,7 +110,9 @@ def test_chunks_never_hold_all_logits():
         return gradient.lower(hidden, kernel).compile().memory_analysis().temp_size_in_bytes
 
     whole = temporaries(lambda h, k: cross_entropy(h @ k, targets, weights=weights))
-    cut = temporaries(lambda h, k: chunked_cross_entropy(h, k, targets=targets, weights=weights, chunk=256))
+    cut = temporaries(
+        lambda h, k: chunked_cross_entropy(h, k, targets=targets, weights=weights, chunk=256)
+    )
     assert cut < 0.2 * whole
 
 

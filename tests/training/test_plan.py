@@ -95,7 +95,9 @@ def test_what_is_made_of_tables_is_whole_on_every_device(dtype):
     recipe = experiment(model, data={"inputs_length": 32})
     two, three = (plan._residual_bytes(recipe, rows)[1] for rows in (2, 3))
     assert tables <= two - 2 * (three - two) < 3 * tables
-    alone, divided = (plan.make_plan(replace(recipe, mesh=MeshShape(fsdp=n)), PLACE).needs for n in (1, 4))
+    alone, divided = (
+        plan.make_plan(replace(recipe, mesh=MeshShape(fsdp=n)), PLACE).needs for n in (1, 4)
+    )
     assert alone.activations == divided.activations == plan._residual_bytes(recipe, 1)[1]
     assert alone.copies == 4 * divided.copies > 0
 
@@ -132,7 +134,10 @@ def test_advice_fits_begins_with_what_costs_least_and_can_be_typed():
 def test_parameters_are_shared_by_as_many_as_divide_the_width():
     place = chips.parse_topology("v5e:4x4")
     assert plan.candidate_meshes(place, 64)[1] == MeshShape(data=1, fsdp=-1)
-    assert plan.candidate_meshes(place, 24)[1:3] == [MeshShape(fsdp=8), MeshShape(1, fsdp=-1, tensor=2)]
+    assert plan.candidate_meshes(place, 24)[1:3] == [
+        MeshShape(fsdp=8),
+        MeshShape(1, fsdp=-1, tensor=2),
+    ]
     assert plan.candidate_meshes(ONE, 64) == [MeshShape()]
     narrow = experiment(t5(Size(24, 2, 64, 2, 8), vocab_size=128), mesh=MeshShape(1, -1))
     narrow = replace(narrow, data=replace(narrow.data, batch_size=16))
@@ -200,14 +205,20 @@ def test_gpus_are_described_to_the_compiler(monkeypatch):
         with pytest.raises(ValueError, match=message):
             plan.devices_of(chips.parse_topology(name))
     assert [x["topology"] for x in asked] == ["1x1x1", "1x3x8"]
-    assert "device_memory_size: 151397597184 memory_bandwidth: 4800000000000" in asked[1]["target_config"]
+    assert (
+        "device_memory_size: 151397597184 memory_bandwidth: 4800000000000"
+        in asked[1]["target_config"]
+    )
 
 
 @pytest.mark.parametrize(
     ("message", "kind"),
     [
         ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, 16G exceed 15G", plan.TooLargeError),
-        ("RESOURCE_EXHAUSTED: Allocation would exceed memory, space=vmem", jax.errors.JaxRuntimeError),
+        (
+            "RESOURCE_EXHAUSTED: Allocation would exceed memory, space=vmem",
+            jax.errors.JaxRuntimeError,
+        ),
     ],
 )
 def test_only_a_step_without_room_is_too_large(monkeypatch, message, kind):

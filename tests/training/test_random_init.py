@@ -29,7 +29,9 @@ def state(layers: int, *, scan: bool = False):
 @pytest.mark.parametrize("scan", [False, True])
 def test_they_are_those_of_one_program_on_a_mesh(scan):
     init = state(2, scan=scan)
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh(
+        (2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
+    )
     shapes = jax.eval_shape(init, jax.random.key(3))
     place = lambda x: NamedSharding(mesh, P("x") if x.ndim and x.shape[0] % 2 == 0 else P())
     shardings = jax.tree.map(place, shapes)
@@ -41,7 +43,9 @@ def test_they_are_those_of_one_program_on_a_mesh(scan):
 def test_layers_that_are_alike_are_compiled_once():
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *_, **__: compiled.append(name) if name.endswith("backend_compile_duration") else None
+        lambda name, *_, **__: (
+            compiled.append(name) if name.endswith("backend_compile_duration") else None
+        )
     )
     numbers = []
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -30,7 +30,16 @@ from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import Trainer
 from tests.training import tiny
 from tests.training.test_losses import oracle
-from tests.training.tiny import STREAMS, VOCAB, ClassStream, CopyStream, close, encoder, experiment, stepped
+from tests.training.tiny import (
+    STREAMS,
+    VOCAB,
+    ClassStream,
+    CopyStream,
+    close,
+    encoder,
+    experiment,
+    stepped,
+)
 
 Z, SMOOTHING = 0.01, 0.1
 PLAIN = {"z_loss": 0.0, "label_smoothing": 0.0}
@@ -57,7 +66,9 @@ class Auxiliary(nn.Module):
 
 def test_scanned_layers_sow_their_losses_too():
     batch, model = next(CopyStream()), experiment(layers=3).model
-    runs = tuple(replace(run, block=run.block.copy(feed_forward=Auxiliary())) for run in model.decoder.runs)
+    runs = tuple(
+        replace(run, block=run.block.copy(feed_forward=Auxiliary())) for run in model.decoder.runs
+    )
     model = model.copy(decoder=model.decoder.copy(runs=runs, scan=True))
     tokens = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
     variables = jax.jit(model.init)(jax.random.key(0), *tokens)
@@ -97,7 +108,9 @@ def universal(cost):
     """An encoder-decoder of Universal Transformers with adaptive halting."""
     plain = t5(TINY, vocab_size=VOCAB, relative_bias=False)
     shared = {
-        name: UniversalStack((Run(stack.runs[0].block, 3),), halting_threshold=0.9, ponder_cost=cost)
+        name: UniversalStack(
+            (Run(stack.runs[0].block, 3),), halting_threshold=0.9, ponder_cost=cost
+        )
         for name, stack in stacks_of(plain).items()
     }
     return plain.copy(**shared)
@@ -136,7 +149,8 @@ class Uneven(CopyStream):
 )
 def test_micro_batches_make_the_same_update(model, stream, normalizer):
     (one, (found,)), (four, (other,)) = (
-        stepped(experiment(model, micro_batches=n, loss_normalizer=normalizer), stream()) for n in (1, 4)
+        stepped(experiment(model, micro_batches=n, loss_normalizer=normalizer), stream())
+        for n in (1, 4)
     )
     close(one.params, four.params, atol=1e-5)
     assert found == pytest.approx(other, rel=1e-5)
@@ -148,7 +162,9 @@ def test_eight_micro_batches_need_less_than_a_third_of_the_temporaries():
     temporaries = []
     for parts in (1, 8):
         data = {"inputs_length": 128, "targets_length": 64}
-        recipe = experiment(t5(Size(32, 1, 128, 2, 16), vocab_size=256), data=data, micro_batches=parts)
+        recipe = experiment(
+            t5(Size(32, 1, 128, 2, 16), vocab_size=256), data=data, micro_batches=parts
+        )
         recipe = replace(recipe, data=dataclasses.replace(recipe.data, batch_size=64))
         compiled = Trainer(recipe, jax.devices()[:1]).compile()
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
@@ -207,9 +223,13 @@ def test_bfloat16_logits_of_the_loss_are_not_rounded(most, monkeypatch):
         return loss_sums(model, {"params": params}, batch, **PLAIN).total
 
     loss, gradient = jax.jit(jax.value_and_grad(total))(kernel)
-    hidden = jax.jit(functools.partial(model.apply, method=model.hidden))(variables, *inputs).reshape(-1, 8)
+    hidden = jax.jit(functools.partial(model.apply, method=model.hidden))(
+        variables, *inputs
+    ).reshape(-1, 8)
     x, k = np.float64(hidden), np.float64(kernel.astype(jnp.bfloat16))
-    targets, weights = (batch[f"decoder_{n}"].reshape(-1) for n in ("target_tokens", "loss_weights"))
+    targets, weights = (
+        batch[f"decoder_{n}"].reshape(-1) for n in ("target_tokens", "loss_weights")
+    )
     p = np.exp(x @ k) / np.exp(x @ k).sum(-1, keepdims=True)
     np.testing.assert_allclose(loss, -(weights * np.log(p[range(64), targets])).sum(), rtol=2e-6)
     expected = x.T @ (weights[:, None] * (p - np.eye(16)[targets]))

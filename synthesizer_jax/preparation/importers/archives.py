@@ -187,7 +187,9 @@ def _glue_rows(config: str, path: pathlib.Path) -> Iterator[tuple[str, Row | Non
     header: Sequence[str] = next(lines, (0, []))[1] if has_header else _COLA
     may_hide = path.name.startswith(("test", "diagnostic"))
     if header and settings.label_column not in header and not may_hide:
-        raise ValueError(f"{path} has no column {settings.label_column!r}, which only test files may lack")
+        raise ValueError(
+            f"{path} has no column {settings.label_column!r}, which only test files may lack"
+        )
     for index, (number, cells) in enumerate(lines):
         values = dict(zip(header, cells, strict=False))
         row: dict[str, JSON] = {name: values.get(column) for name, column in columns.items()}
@@ -230,7 +232,11 @@ def _multirc(row: Row) -> Iterator[Row]:
     """Yields a row for every answer of MultiRC."""
     for question in row["passage"]["questions"]:
         for answer in question["answers"]:
-            indices = {"paragraph": row["idx"], "question": question["idx"], "answer": answer["idx"]}
+            indices = {
+                "paragraph": row["idx"],
+                "question": question["idx"],
+                "answer": answer["idx"],
+            }
             yield {
                 "paragraph": row["passage"]["text"],
                 "question": question["question"],

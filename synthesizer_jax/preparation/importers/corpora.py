@@ -129,7 +129,9 @@ def report_lines(reports: Sequence[SplitReport]) -> Iterator[str]:
             rows += f", {report.blank_inputs:,} with a blank input"
         yield f"{report.name:{width}}  {rows}  {report.files[-1]}"
         if report.targets:
-            yield "  targets: " + ", ".join(f"{word} {n:,}" for word, n in report.targets.most_common())
+            yield "  targets: " + ", ".join(
+                f"{word} {n:,}" for word, n in report.targets.most_common()
+            )
     present = [report.rows for report in reports if report.files]
     yield f"{len(present)} of {len(reports)} splits, {sum(present):,} rows"
 
@@ -156,7 +158,9 @@ def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str])
         return {part: _value(fields, part, kind, labels) for part, kind in feature.items()}
     if isinstance(feature, tfds.features.Sequence):
         if not isinstance(value, list) or not value:
-            raise ValueError(f"the field {name!r} is {str(value)[:60]!r}, which is no list of texts")
+            raise ValueError(
+                f"the field {name!r} is {str(value)[:60]!r}, which is no list of texts"
+            )
         return [value_text(text, name) for text in value]
     if isinstance(feature, tfds.features.ClassLabel):
         return _label(value, feature.names, labels)
@@ -192,7 +196,8 @@ def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON
         return value if value in words else int(value)
     if not isinstance(value, int) or not -1 <= value < len(words):
         raise ValueError(
-            f"the label {value!r} is neither a number below {len(words)} nor one of {', '.join(words)}"
+            f"the label {value!r} is neither a number below {len(words)} nor one of "
+            f"{', '.join(words)}"
         )
     return int(value)
 

@@ -111,7 +111,9 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
     parts = [part for source in sources for part in source.split(",")]
     if len(parts) == 1 and "=" not in parts[0]:
         named = _splits_of_folder(pathlib.Path(parts[0]))
-        splits = {s: _checked(SplitFiles(tuple(p), columns=tuple(columns))) for s, p in named.items()}
+        splits = {
+            s: _checked(SplitFiles(tuple(p), columns=tuple(columns))) for s, p in named.items()
+        }
         _check_columns(splits)
         return splits
     splits = {}
@@ -123,7 +125,9 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
             raise ValueError(f"--from {part!r}: 'all' stands for all splits; choose another name")
         aligned, before = "+" in names, splits.get(split, SplitFiles(()))
         if before.aligned or (aligned and before.files):
-            raise ValueError(f"--from: the aligned files of {split!r} cannot be joined with other files")
+            raise ValueError(
+                f"--from: the aligned files of {split!r} cannot be joined with other files"
+            )
         new = map(pathlib.Path, names.split("+")) if aligned else _named_files(names)
         files = (*before.files, *new)
         splits[split] = _checked(SplitFiles(files, aligned, tuple(columns)))
@@ -134,10 +138,16 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
 def _check_columns(splits: Mapping[str, SplitFiles]) -> None:
     """Raises a `ValueError` if columns are named, but no file can use their names."""
     for split in splits.values():
-        if not split.columns or split.aligned or any(file_kind(path) in TABLES for path in split.files):
+        if (
+            not split.columns
+            or split.aligned
+            or any(file_kind(path) in TABLES for path in split.files)
+        ):
             return
     files = [str(path) for split in splits.values() for path in split.files]
-    raise ValueError(f"--columns names the columns of CSV and TSV, but {files[0]} is neither; leave it out")
+    raise ValueError(
+        f"--columns names the columns of CSV and TSV, but {files[0]} is neither; leave it out"
+    )
 
 
 def _checked(split: SplitFiles) -> SplitFiles:
@@ -154,17 +164,20 @@ def _checked(split: SplitFiles) -> SplitFiles:
             file_kind(path)
         elif uncompressed(path).suffix in ROWS_WITH_FIELDS:
             raise ValueError(
-                f"{path} has rows with fields, but aligned files are text; name such files without '+'"
+                f"{path} has rows with fields, but aligned files are text; name such files without "
+                "'+'"
             )
     if split.aligned and len(split.columns) not in (0, len(split.files)):
         raise ValueError(
-            f"{len(split.files)} aligned files have {len(split.columns)} columns; name one for each file"
+            f"{len(split.files)} aligned files have {len(split.columns)} columns; name one for "
+            "each file"
         )
     names = split.fields if split.aligned else list(map(uncompressed, split.files))
     if len(set(names)) < len(names):
         raise ValueError(
-            f"{', '.join(map(str, split.files))} cannot be told apart: name every file once, plain or "
-            "compressed; aligned files need names that end differently, such as train.en and train.de"
+            f"{', '.join(map(str, split.files))} cannot be told apart: name every file once, plain "
+            "or compressed; aligned files need names that end differently, such as train.en and "
+            "train.de"
         )
     return split
 
@@ -198,7 +211,7 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
             files.setdefault(SPLIT_NAMES[beginning], []).append(path)
     if not files:
         raise ValueError(
-            f"{folder} has no file whose name begins with train, validation or test; name the files "
-            "with --from SPLIT=FILE"
+            f"{folder} has no file whose name begins with train, validation or test; name the "
+            "files with --from SPLIT=FILE"
         )
     return files

@@ -93,7 +93,9 @@ def is_blank(text: str) -> bool:
 _INVISIBLE = frozenset(("Zs", "Zl", "Zp", "Cc", "Cf"))
 """Unicode's categories of separators, control characters and format characters."""
 
-_SPREADSHEET = "is a spreadsheet or another archive; save the sheet as 'CSV UTF-8', or unpack the archive"
+_SPREADSHEET = (
+    "is a spreadsheet or another archive; save the sheet as 'CSV UTF-8', or unpack the archive"
+)
 _UTF16 = "is UTF-16; convert it to UTF-8: iconv -f utf-16 -t utf-8 {path} > NEW"
 _NO_TEXT: Mapping[bytes, str] = {
     codecs.BOM_UTF16_LE: _UTF16,
@@ -132,8 +134,9 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
         for number, line in enumerate(decode_lines(file, path), 1):
             if "\0" in line:
                 raise ReadError(
-                    f"{path}, line {number}: there is a NUL character, as in UTF-16 and in files that are "
-                    "no text; convert the file to UTF-8 text, or remove it; nothing was imported"
+                    f"{path}, line {number}: there is a NUL character, as in UTF-16 and in files "
+                    "that are no text; convert the file to UTF-8 text, or remove it; nothing was "
+                    "imported"
                 )
             yield number, line
     except ReadError:
@@ -173,8 +176,8 @@ def _json_rows(path: pathlib.Path) -> Rows:
                     value = json.loads(line, object_pairs_hook=_json_object)
                 except json.JSONDecodeError as error:
                     raise ValueError(
-                        f"no JSON ({error.msg}, column {error.colno}); write one object a line, such as "
-                        "'jq -c . FILE' does"
+                        f"no JSON ({error.msg}, column {error.colno}); write one object a line, "
+                        "such as 'jq -c . FILE' does"
                     ) from error
                 if not isinstance(value, dict):
                     raise ValueError(f"a JSON object was expected, not {type(value).__name__}")
@@ -213,7 +216,9 @@ def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
             if _folded(values[0]) in header and set(map(_folded, values)) == header:
                 _refuse_header(is_first=number == first, named=bool(columns))
             if len(values) != len(names):
-                raise ValueError(f"{len(values)} columns instead of {len(names)} ({', '.join(names)})")
+                raise ValueError(
+                    f"{len(values)} columns instead of {len(names)} ({', '.join(names)})"
+                )
             yield f"line {number}", dict(zip(names, values, strict=True))
 
 
@@ -275,7 +280,9 @@ def _cells(path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
             if cells:
                 yield reader.line_num, cells
     except csv.Error as error:
-        remedy = next((remedy for part, remedy in _CSV_ERRORS.items() if part in str(error)), str(error))
+        remedy = next(
+            (remedy for part, remedy in _CSV_ERRORS.items() if part in str(error)), str(error)
+        )
         raise ValueError(remedy) from error
 
 
@@ -292,8 +299,8 @@ def _tsv_cells(line: str, where: str) -> list[str]:
     if '""' in line and (quoted := next(filter(_CSV_CELL.fullmatch, cells), None)):
         with Cursor(where).named():
             raise ValueError(
-                f"the cell {quoted[:40]}… is quoted as in CSV, but cells of TSV are not quoted; write the "
-                "file as CSV"
+                f"the cell {quoted[:40]}… is quoted as in CSV, but cells of TSV are not quoted; "
+                "write the file as CSV"
             )
     return cells
 
@@ -313,8 +320,8 @@ def _check_names(names: Sequence[str]) -> None:
     """Raises a `ValueError` if several columns have the same name."""
     if repeated := [repr(name) for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise ValueError(
-            f"several columns are called {', '.join(repeated)}; every column needs a name of its own "
-            "(--columns names those of CSV and TSV without a header)"
+            f"several columns are called {', '.join(repeated)}; every column needs a name of its "
+            "own (--columns names those of CSV and TSV without a header)"
         )
 
 
@@ -353,8 +360,8 @@ def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
         return list(column.to_pylist())
     except UnicodeDecodeError as error:
         raise ReadError(
-            f"{where}: the column {name!r} has a text that is not UTF-8 ({error.object[:40]!r}); write the "
-            "column anew from its source; nothing was imported"
+            f"{where}: the column {name!r} has a text that is not UTF-8 ({error.object[:40]!r}); "
+            "write the column anew from its source; nothing was imported"
         ) from error
     except _ERRORS as error:
         # Parquet has, for example, times that Python cannot represent.
@@ -385,8 +392,8 @@ def file_kind(path: pathlib.Path) -> str:
     suffix = uncompressed(path).suffix
     if suffix not in _READERS:
         raise ValueError(
-            f"{path}: {suffix or 'no suffix'} is not known{did_you_mean(suffix, _READERS)}; files end in "
-            f"{', '.join(_READERS)}, those of lines also with {' or '.join(COMPRESSIONS)}"
+            f"{path}: {suffix or 'no suffix'} is not known{did_you_mean(suffix, _READERS)}; files "
+            f"end in {', '.join(_READERS)}, those of lines also with {' or '.join(COMPRESSIONS)}"
         )
     return suffix
 
@@ -409,7 +416,9 @@ def find_field(row: Mapping[str, JSON], name: str, *, field: str = "") -> JSON:
     """
     if name not in row:
         known = ", ".join(row) or "none"
-        raise ValueError(f"there is no field {field or name!r}{did_you_mean(name, row)}; there are {known}")
+        raise ValueError(
+            f"there is no field {field or name!r}{did_you_mean(name, row)}; there are {known}"
+        )
     return row[name]
 
 

@@ -39,8 +39,21 @@ _OTHERS = {
     "T5Gemma 2, whose decoder attends to itself and to the encoder at once": ("t5gemma2",),
     "LongT5, whose encoder attends locally or to summaries of blocks": ("longt5",),
     "Switch Transformers, a mixture of experts": ("switch_transformers",),
-    "an encoder of another architecture": ("bert", "roberta", "modernbert", "deberta-v2", "electra"),
-    "a language model without an encoder": ("llama", "mistral", "gemma2", "gemma3_text", "qwen3", "gpt2"),
+    "an encoder of another architecture": (
+        "bert",
+        "roberta",
+        "modernbert",
+        "deberta-v2",
+        "electra",
+    ),
+    "a language model without an encoder": (
+        "llama",
+        "mistral",
+        "gemma2",
+        "gemma3_text",
+        "qwen3",
+        "gpt2",
+    ),
     "an encoder-decoder of another architecture": ("bart", "mbart", "marian", "pegasus", "m2m_100"),
 }
 """Maps descriptions of other models to their values of ``model_type``, which are not supported.
@@ -88,7 +101,9 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         return data
 
 
-def read_config(folder: pathlib.Path, *, output: bool | None, encoder_only: bool = False) -> Architecture:
+def read_config(
+    folder: pathlib.Path, *, output: bool | None, encoder_only: bool = False
+) -> Architecture:
     """Returns the architecture that a folder's ``config.json`` describes.
 
     Versions of transformers differ in how they choose the output projection, and whether they scale
@@ -135,7 +150,9 @@ def read_model_type(folder: pathlib.Path) -> str:
         raise FileNotFoundError(f"{folder} holds no {CONFIG}; {remedy}")
     found = read_json(path).get("model_type", "t5")
     if found not in (*CLASSES, T5GEMMA):
-        what = next((kind for kind, names in _OTHERS.items() if found in names), "another architecture")
+        what = next(
+            (kind for kind, names in _OTHERS.items() if found in names), "another architecture"
+        )
         raise ValueError(
             f"{path}: model_type is {format_value(found)}, {what}; give the folder of a {TAKEN}"
         )
@@ -212,7 +229,9 @@ def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool)
     )
 
 
-def read_ids(folder: pathlib.Path, config: dict[str, Any], unsaid: SpecialIds = T5_IDS) -> SpecialIds:
+def read_ids(
+    folder: pathlib.Path, config: dict[str, Any], unsaid: SpecialIds = T5_IDS
+) -> SpecialIds:
     """Returns the ids that ``config.json`` and ``generation_config.json`` of a folder contain.
 
     Args:
@@ -234,13 +253,17 @@ def read_ids(folder: pathlib.Path, config: dict[str, Any], unsaid: SpecialIds = 
         with describing(file, "change it, or take another model"):
             for name, value in values.items():
                 if name in FORCED and value is not None:
-                    raise ValueError(f"{name} is {format_value(value)}, but models here force no token")
+                    raise ValueError(
+                        f"{name} is {format_value(value)}, but models here force no token"
+                    )
                 if name not in IDS or value is None:
                     continue
                 ids = value if isinstance(value, list) else [value]
                 one = len(ids) == 1 or (ids and name == "eos_token_id")
                 if not one or any(type(i) is not int for i in ids):
-                    raise ValueError(f"{name} is {format_value(value)}, but models here have one id")
+                    raise ValueError(
+                        f"{name} is {format_value(value)}, but models here have one id"
+                    )
                 # `generation_config.json` is read last and overrides `config.json`, as in
                 # transformers' generate().
                 also_end = tuple(ids[1:]) if name == "eos_token_id" else also_end

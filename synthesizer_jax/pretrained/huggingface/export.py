@@ -19,7 +19,12 @@ from synthesizer_jax.models import EncoderDecoder
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
 from synthesizer_jax.pretrained.huggingface import t5gemma
-from synthesizer_jax.pretrained.huggingface.config import CONFIG, GENERATION_CONFIG, write_config, write_ids
+from synthesizer_jax.pretrained.huggingface.config import (
+    CONFIG,
+    GENERATION_CONFIG,
+    write_config,
+    write_ids,
+)
 from synthesizer_jax.pretrained.huggingface.names import torch_name
 from synthesizer_jax.pretrained.huggingface.t5gemma import T5Gemma, is_t5gemma
 from synthesizer_jax.pretrained.huggingface.tokenizer import (
@@ -135,7 +140,12 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
         fields["additional_special_tokens"] = sentinels
     elif isinstance(vocabulary, SentencePiece) and vocabulary.byte_level:
         fields["tokenizer_class"] = "RobertaTokenizer"
-        fields |= {"bos_token": "<s>", "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
+        fields |= {
+            "bos_token": "<s>",
+            "cls_token": "<s>",
+            "sep_token": "</s>",
+            "mask_token": "<mask>",
+        }
         del fields["split_special_tokens"]  # or sentinels would be split
         (folder / TOKENIZER).write_text(tokenizer_json(vocabulary), encoding="utf-8")
     elif isinstance(vocabulary, SentencePiece):
@@ -144,13 +154,18 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
         fields |= {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
         file = SENTENCEPIECE[0]
         if vocabulary.bos:
-            fields |= {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False}
+            fields |= {
+                "tokenizer_class": "GemmaTokenizer",
+                "add_bos_token": True,
+                "add_eos_token": False,
+            }
             special["bos_token"], file = processor.bos_id(), GEMMA
         fields |= {name: processor.id_to_piece(i) for name, i in special.items()}
         (folder / file).write_bytes(processor.serialized_model_proto())
     else:
         raise ValueError(
-            f"a {type(vocabulary).__name__} is no tokenizer of transformers; use Bytes or SentencePiece"
+            f"a {type(vocabulary).__name__} is no tokenizer of transformers; use Bytes or "
+            "SentencePiece"
         )
     _write_json(folder / TOKENIZER_CONFIG, fields)
 

@@ -15,7 +15,12 @@ import numpy as np
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface import t5gemma
-from synthesizer_jax.pretrained.huggingface.config import CONFIG, T5GEMMA, read_config, read_model_type
+from synthesizer_jax.pretrained.huggingface.config import (
+    CONFIG,
+    T5GEMMA,
+    read_config,
+    read_model_type,
+)
 from synthesizer_jax.pretrained.huggingface.names import (
     EMBEDDINGS,
     OUTPUT,
@@ -125,8 +130,8 @@ def _open_t5gemma(
 def _unequal_projection(folder: pathlib.Path, output: str, embedding: str) -> ValueError:
     """Returns the error for a tied output projection that differs from the embedding."""
     return ValueError(
-        f"{folder / CONFIG} says that the model has no output projection of its own, but {output} is "
-        f"not equal to {embedding}; correct tie_word_embeddings"
+        f"{folder / CONFIG} says that the model has no output projection of its own, but {output} "
+        f"is not equal to {embedding}; correct tie_word_embeddings"
     )
 
 

@@ -106,14 +106,17 @@ def locate(
     if source.exists():
         if revision is not None:
             raise ValueError(
-                f"the revision {revision} is for a model of the hub, and {source} is here; leave it out"
+                f"the revision {revision} is for a model of the hub, and {source} is here; leave "
+                "it out"
             )
         folder = source / (subfolder or "")
         if not folder.exists():
             raise FileNotFoundError(f"there is no {subfolder} in {source}{_folders(source)}")
         return Found(folder, str(absolute(folder)))
     problem = f"there is no {source}; give a folder or a checkpoint file"
-    name = _NAME.fullmatch(f"{OWNERS[str(source)]}/{source}" if str(source) in OWNERS else str(source))
+    name = _NAME.fullmatch(
+        f"{OWNERS[str(source)]}/{source}" if str(source) in OWNERS else str(source)
+    )
     if name is None:
         raise FileNotFoundError(problem)
     model = name["model"]
@@ -148,8 +151,8 @@ def locate(
         kind = "no safetensors" if variant is None else f"no safetensors of the variant {variant}"
         where = "" if str(inside) == "." else f" in {inside}"
         raise FileNotFoundError(
-            f"{model} has {kind}{where} at {commit.name}, and other files are not downloaded by name; "
-            f"give another revision, variant or subfolder, or a folder: {command}"
+            f"{model} has {kind}{where} at {commit.name}, and other files are not downloaded by "
+            f"name; give another revision, variant or subfolder, or a folder: {command}"
         )
     return Found(folder, origin if str(inside) == "." else f"{origin}/{inside}")
 

@@ -28,7 +28,13 @@ from synthesizer_jax.pretrained.huggingface.export import kind_of
 from synthesizer_jax.pretrained.huggingface.hub import find_folder
 from synthesizer_jax.pretrained.huggingface.names import EMBEDDINGS, OUTPUT
 from synthesizer_jax.pretrained.huggingface.weights import open_safetensors
-from synthesizer_jax.pretrained.tensors import FLOATS, Correspondence, Tensor, correspondences, reading
+from synthesizer_jax.pretrained.tensors import (
+    FLOATS,
+    Correspondence,
+    Tensor,
+    correspondences,
+    reading,
+)
 from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.training.adapters import LORA_A, LORA_B, LoRA
 
@@ -151,8 +157,8 @@ def _named_base(folder: pathlib.Path) -> pathlib.Path:
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(name, str):
         raise ValueError(
-            f"base_model_name_or_path is {format_value(name)} in {path}; name the folder of the model "
-            "there, or its OWNER/NAME on the Hugging Face hub"
+            f"base_model_name_or_path is {format_value(name)} in {path}; name the folder of the "
+            "model there, or its OWNER/NAME on the Hugging Face hub"
         )
     base = storage_path(name).expanduser()
     try:
@@ -169,7 +175,9 @@ def _check_options(config: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {format_value(value)}, which is not read")
     for name in sorted(config.keys() - OPTIONS.keys() - IGNORED):
         if config[name] not in (None, False, [], {}):
-            raise ValueError(f"{name} is {format_value(config[name])}, and this option is not known here")
+            raise ValueError(
+                f"{name} is {format_value(config[name])}, and this option is not known here"
+            )
 
 
 def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
@@ -200,7 +208,9 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
     for c in correspondences(base.model, name_of):
         modules = _modules_of(c, base.model)
         # The tensors that replace the parameter, if `modules_to_save` names it.
-        whole = {name: tensors[name] for module in modules for name in _whole(module) if name in tensors}
+        whole = {
+            name: tensors[name] for module in modules for name in _whole(module) if name in tensors
+        }
         updates = _updates(modules[0])
         known.update(whole, updates)
 
@@ -209,7 +219,9 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
             if problem is not None:
                 problems.append(problem)
                 continue
-            updated[c.path] = Unread(c.shape, functools.partial(_read_whole, c, next(iter(whole.values()))))
+            updated[c.path] = Unread(
+                c.shape, functools.partial(_read_whole, c, next(iter(whole.values())))
+            )
 
         a, b = (tensors.get(name) for name in updates)
         if a is None and b is None:
@@ -231,7 +243,9 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
         for name in sorted(tensors.keys() - known)
     ]
     if problems or not saved:
-        raise ValueError(f"{folder} does not fit its base: {'; '.join(problems) or 'it holds no LoRA'}")
+        raise ValueError(
+            f"{folder} does not fit its base: {'; '.join(problems) or 'it holds no LoRA'}"
+        )
     return base._replace(params=traverse_util.unflatten_dict(params | updated))
 
 
@@ -240,11 +254,13 @@ def _open_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
     path = folder / ADAPTER_TENSORS
     if not path.is_file() and (folder / _TORCH_TENSORS).is_file():
         raise FileNotFoundError(
-            f"{folder} holds {_TORCH_TENSORS}, a pickle, and no {ADAPTER_TENSORS}; load it with PEFT and "
-            "save it again with save_pretrained(FOLDER, safe_serialization=True)"
+            f"{folder} holds {_TORCH_TENSORS}, a pickle, and no {ADAPTER_TENSORS}; load it with "
+            "PEFT and save it again with save_pretrained(FOLDER, safe_serialization=True)"
         )
     with reading(path):
-        return {name.removeprefix(_PREFIX): tensor for name, tensor in open_safetensors(path).items()}
+        return {
+            name.removeprefix(_PREFIX): tensor for name, tensor in open_safetensors(path).items()
+        }
 
 
 def _of_encoder(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -265,12 +281,16 @@ def _modules_of(c: Correspondence, model: TokenModel) -> list[str]:
     if c.path != ("embedding",):
         return [module]
     is_gemma, whole = t5gemma.is_t5gemma(model), isinstance(model, EncoderDecoder)
-    modules = [module] if is_gemma else [m for m in _EMBEDDINGS_OF_STACKS if whole or "decoder" not in m]
+    modules = (
+        [module] if is_gemma else [m for m in _EMBEDDINGS_OF_STACKS if whole or "decoder" not in m]
+    )
     output = t5gemma.OUTPUT if is_gemma else OUTPUT
     return modules + [output.removesuffix(_WEIGHT)] * (whole and model.tied)
 
 
-def _share_embedding(tensors: dict[str, Tensor], model: TokenModel, wrapped: list[str]) -> list[str]:
+def _share_embedding(
+    tensors: dict[str, Tensor], model: TokenModel, wrapped: list[str]
+) -> list[str]:
     """Gives the tensor ``shared.weight`` of a T5 to the modules that share the embedding.
 
     If PEFT has saved this tensor, it is usually a copy of the base's. If ``modules_to_save`` names
@@ -290,8 +310,8 @@ def _share_embedding(tensors: dict[str, Tensor], model: TokenModel, wrapped: lis
         return []
     if any(_SHARED.endswith(name) for name in wrapped):
         return [
-            f"modules_to_save has {_SHARED}, with which transformers computes nothing; train embed_tokens "
-            "instead"
+            f"modules_to_save has {_SHARED}, with which transformers computes nothing; train "
+            "embed_tokens instead"
         ]
     for c in correspondences(model, kind_of(model).name_of):
         if c.path == ("embedding",):
@@ -344,13 +364,17 @@ def _read_whole(c: Correspondence, tensor: Tensor) -> np.ndarray:
     return c.layout.to_ours(tensor.read(None), c.shape)
 
 
-def _read_updated(base: Unread, c: Correspondence, a: Tensor, b: Tensor, scale: float) -> np.ndarray:
+def _read_updated(
+    base: Unread, c: Correspondence, a: Tensor, b: Tensor, scale: float
+) -> np.ndarray:
     """Reads a parameter and adds its low-rank update."""
     update = np.matmul(b.read(None).astype(np.float32), a.read(None).astype(np.float32))
     return base.read("float32") + c.layout.to_ours(scale * update, c.shape)
 
 
-def write_adapters(folder: pathlib.Path, model: TokenModel, adapters: Variables, lora: LoRA) -> None:
+def write_adapters(
+    folder: pathlib.Path, model: TokenModel, adapters: Variables, lora: LoRA
+) -> None:
     """Writes the adapters of a run to an empty directory, in the format of PEFT.
 
     They are adapters for the T5 in transformers. Parameters that the run has trained as a whole

@@ -138,7 +138,9 @@ class _Stack:
         block, mixer, feed_forward = first_block(stack, name)
         dot = mixer.alignment
         if not isinstance(dot, DotProduct) or not dot.scale:
-            raise ValueError(other_part(f"{name}.layers.0.self_mixer.alignment", type(dot).__name__))
+            raise ValueError(
+                other_part(f"{name}.layers.0.self_mixer.alignment", type(dot).__name__)
+            )
         mixers = [run.block.self_mixer for run in stack.runs for _ in range(run.repeats)]
         windows = [getattr(mixer, "window", None) for mixer in mixers]
         window = next(filter(None, windows), None)
@@ -221,7 +223,11 @@ class T5Gemma:
         # The decoder of a T5Gemma starts with BOS unless the files name another id.
         unsaid = SpecialIds(start=decoder.bos_token_id)
         return cls(
-            encoder, None if encoder_only else decoder, tied, ids=read_ids(folder, ids, unsaid), **rates
+            encoder,
+            None if encoder_only else decoder,
+            tied,
+            ids=read_ids(folder, ids, unsaid),
+            **rates,
         )
 
     @classmethod
@@ -240,7 +246,9 @@ class T5Gemma:
             decoder = _Stack.of(model.decoder, "decoder", hidden_size=model.d_model, **common)
         encoder = _Stack.of(model.encoder, "encoder", hidden_size=width, **common)
         block, mixer, _ = first_block(model.encoder, "encoder")
-        config = cls(encoder, decoder, model.tied, block.dropout_rate, mixer.dropout_rate, model.ids)
+        config = cls(
+            encoder, decoder, model.tied, block.dropout_rate, mixer.dropout_rate, model.ids
+        )
         check_same_function(model, config.build())
         return config
 
@@ -277,8 +285,12 @@ class T5Gemma:
             """Returns the fields of one stack."""
             fields = fields_of(stack)
             del fields["partial_rotary_factor"]
-            theta, kind, factor = (fields.pop(name) for name in ("rope_theta", "rope_type", "factor"))
-            scaling = {"rope_type": kind} if factor is None else {"rope_type": kind, "factor": factor}
+            theta, kind, factor = (
+                fields.pop(name) for name in ("rope_theta", "rope_type", "factor")
+            )
+            scaling = (
+                {"rope_type": kind} if factor is None else {"rope_type": kind, "factor": factor}
+            )
             rope = {"rope_parameters": {"rope_theta": theta, **scaling}, "rope_theta": theta}
             if factor is not None:
                 # Version 4 reads only this key, and version 5 prefers it.
@@ -301,7 +313,11 @@ class T5Gemma:
         }
 
 
-_SUBLAYERS = {"attention": "self_attn", "self_attention": "self_attn", "cross_attention": "cross_attn"}
+_SUBLAYERS = {
+    "attention": "self_attn",
+    "self_attention": "self_attn",
+    "cross_attention": "cross_attn",
+}
 _SUBLAYERS["encoder_decoder_attention"] = "cross_attn"
 _LEAVES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
 """Maps names of kernels in this package to their names in transformers."""

@@ -60,8 +60,8 @@ _REMEDY = "put the model's spiece.model beside it, or name one with --vocabulary
 """What to do about a tokenizer that cannot be read."""
 
 _DO_WITHOUT = (
-    "if your texts do without this token, run 'synthesizer-jax convert' with --vocabulary and the path of "
-    "a SentencePiece file"
+    "if your texts do without this token, run 'synthesizer-jax convert' with --vocabulary and the "
+    "path of a SentencePiece file"
 )
 """What to do about tokens that were added to a tokenizer.
 
@@ -74,7 +74,11 @@ _OTHER_MODEL = "give a model whose tokenizer does so"
 
 
 def read_vocabulary(
-    folder: pathlib.Path, scratch: pathlib.Path, *, ids: SpecialIds = T5_IDS, rows: int = MOST_ADDED**2
+    folder: pathlib.Path,
+    scratch: pathlib.Path,
+    *,
+    ids: SpecialIds = T5_IDS,
+    rows: int = MOST_ADDED**2,
 ) -> Bytes | SentencePiece | None:
     """Returns the configuration of a folder's vocabulary, or `None` if none is supported.
 
@@ -131,8 +135,8 @@ def _check_class(path: pathlib.Path, fields: Mapping[str, Any]) -> None:
     if name is not None and str(name).removesuffix("Fast") not in (*CLASSES, *ANY_CLASS):
         raise ValueError(
             f"{path}: tokenizer_class is {format_value(name)}, and the classes that are read are "
-            f"{', '.join(CLASSES)}; run 'synthesizer-jax convert' with --vocabulary and the path of a "
-            "SentencePiece file if the model was trained with T5's or Gemma's"
+            f"{', '.join(CLASSES)}; run 'synthesizer-jax convert' with --vocabulary and the path "
+            "of a SentencePiece file if the model was trained with T5's or Gemma's"
         )
 
 
@@ -149,8 +153,8 @@ def _check_bos(path: pathlib.Path, fields: Mapping[str, Any], bos: bool) -> None
     for field, expected in (("add_bos_token", bos), ("add_eos_token", not bos)):
         if fields.get(field) not in (None, expected):
             raise ValueError(
-                f"{path}: {field} is {format_value(fields[field])}, but models here read texts with "
-                f"{'BOS and no EOS' if bos else 'EOS and no BOS'}; {_OTHER_MODEL}"
+                f"{path}: {field} is {format_value(fields[field])}, but models here read texts "
+                f"with {'BOS and no EOS' if bos else 'EOS and no BOS'}; {_OTHER_MODEL}"
             )
 
 
@@ -382,7 +386,9 @@ def _scored(model: dict[str, Any]) -> list[tuple[str, float]]:
     if sorted(model["vocab"].values()) != list(range(len(pieces))):
         raise ValueError("its ids do not count its pieces")
     unmerged = lambda piece: 0.0 if len(piece) == 1 else -math.inf
-    return [(piece, -float(ranks[piece]) if piece in ranks else unmerged(piece)) for piece in pieces]
+    return [
+        (piece, -float(ranks[piece]) if piece in ranks else unmerged(piece)) for piece in pieces
+    ]
 
 
 def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
@@ -398,8 +404,14 @@ def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         for step in component.get("normalizers") or component["pretokenizers"]:
             yield from _steps(step)
         return
-    others = {"content": "▁", "add_prefix_space": False, "use_regex": True} if kind != "Metaspace" else {}
-    if kind not in _STEPS or any(component.get(name, x) not in (x, " ") for name, x in others.items()):
+    others = (
+        {"content": "▁", "add_prefix_space": False, "use_regex": True}
+        if kind != "Metaspace"
+        else {}
+    )
+    if kind not in _STEPS or any(
+        component.get(name, x) not in (x, " ") for name, x in others.items()
+    ):
         raise ValueError(f"its step {kind} is not read, or not with these settings")
     yield component
 
@@ -418,7 +430,9 @@ def _refuse_others(added: Mapping[int, str], size: int) -> None:
             raise ValueError(f"it adds {name!r} to the pieces, which is not read")
 
 
-def _with_added(pieces: list[tuple[str, float]], added: Mapping[int, str]) -> list[tuple[str, float]]:
+def _with_added(
+    pieces: list[tuple[str, float]], added: Mapping[int, str]
+) -> list[tuple[str, float]]:
     """Returns the pieces, followed by the sentinels that were added to them.
 
     Ids that neither names get unused pieces.

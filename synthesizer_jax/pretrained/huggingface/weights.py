@@ -41,7 +41,10 @@ def with_variant(file: str, variant: str | None) -> str:
 
 
 def open_weights(
-    folder: pathlib.Path, wanted: Callable[[str], bool] = lambda _: True, *, variant: str | None = None
+    folder: pathlib.Path,
+    wanted: Callable[[str], bool] = lambda _: True,
+    *,
+    variant: str | None = None,
 ) -> Tensors:
     """Returns the tensors of a folder, by their names in PyTorch.
 
@@ -79,7 +82,9 @@ def open_weights(
     return {name: tensor for name, tensor in tensors.items() if wanted(name)}
 
 
-def _find_files(folder: pathlib.Path, variant: str | None) -> tuple[str, pathlib.Path, pathlib.Path] | None:
+def _find_files(
+    folder: pathlib.Path, variant: str | None
+) -> tuple[str, pathlib.Path, pathlib.Path] | None:
     """Returns the first name in `_READERS` for which a folder has files, or `None`.
 
     Returns:
@@ -121,7 +126,9 @@ def open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
     with safetensors.safe_open(path, framework="numpy") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {
-            name: Tensor(tuple(x.get_shape()), str(x.get_dtype()), functools.partial(read, name=name))
+            name: Tensor(
+                tuple(x.get_shape()), str(x.get_dtype()), functools.partial(read, name=name)
+            )
             for name, x in slices.items()
         }
 
@@ -138,7 +145,8 @@ def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
         loaded: Any = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            "it does not hold only tensors, and loading other objects could run code, so nothing was loaded"
+            "it does not hold only tensors, and loading other objects could run code, so nothing "
+            "was loaded"
         ) from error
     entries = loaded.items() if isinstance(loaded, dict) else [("it", loaded)]
     for name, x in entries:
