@@ -20,7 +20,10 @@ SENTINEL = "<extra_id_0>"
 
 BOOLEAN = ("False", "True")
 
-_DETERMINERS = "a an few her his each every many much my our some that the their these this those which whose your"
+_DETERMINERS = (
+    "a an few her his each every many much my our some that the their these this those which whose "
+    "your"
+)
 """The words that `referent` ignores."""
 
 

@@ -153,7 +153,10 @@ def test_what_is_not_there_is_one_sentence(tmp_path):
         prepare("outside_missing", data, log=quiet)
     with pytest.raises(FileNotFoundError, match=r"of 'outside_plain' .*it has train, valid"):
         prepare("outside_plain", data, **splits)
-    negative = "'outside_negative' gives the task 'outside_plain' the rate -1, .*; give it a rate of 0 or more"
+    negative = (
+        "'outside_negative' gives the task 'outside_plain' the rate -1, .*; give it a rate of 0 or "
+        "more"
+    )
     with pytest.raises(ValueError, match=negative):
         prepare("outside_negative", data, log=quiet)
     data.save_rates("outside_negative", {"outside_plain": -1.0})  # by an earlier version
