@@ -1,4 +1,4 @@
-"""The page docs/results.md, and README's picture, from the ledger's tables and numbers."""
+"""Writes the page docs/results.md and the picture of README from the ledger's tables and numbers."""
 
 from __future__ import annotations
 
@@ -17,165 +17,234 @@ from scipy import stats
 
 INTRODUCTION = """# Results
 
-The papers' comparisons, run small: they say whether systems come in a paper's *order*, not what its
-numbers would be. Of {total} comparisons with a paper's value and three seeds or more, {agrees} agree,
-{contrary} are contrary, {open} are open.
+This page is for readers of the five papers that [coverage.md](coverage.md) lists. It says whether
+the papers' comparisons come out the same way here. All models were trained on small tasks, on two
+CPU cores or on a GPU. The results can therefore say in which order systems come out, but not what
+a paper's numbers would be.
 
-{follows}
+Papers report differences for {total} of the comparisons that were run with three seeds or more.
+{agrees} of them agree with the paper, {contradicts} contradict it, and {undecided} are undecided.
 
-## Systems against the Transformer
+![How far the papers' systems are from the Transformer, here and in the papers](results.svg)
 
-{matrix}
+## How to read the tables
 
-V: mean over seeds ± its standard error. Others: mean difference from V, paired by seed (n: pairs, if
-fewer than seeds); a pair may have one run on a CPU and one on a GPU. Below: the paper's difference, and
-in brackets the probability, by Student's t over three or more pairs, that the sign here is the paper's:
-above 0.95 it agrees, below 0.05 it is contrary, between it is open. Where two systems are equal, one
-comparison in ten ends as one or the other. Single seeds mean little: training one twice on a GPU gives
-two numbers. *V within 3 tokens* is the dot product of the seven tokens that a convolution sees.
+The systems of a table differ only in their attention. [glossary.md](glossary.md#abbreviations)
+explains more abbreviations.
+
+| system | attention |
+| --- | --- |
+| V | the dot product, as in a *vanilla* Transformer |
+| R | Random: a learned table of logits, which does not depend on the tokens |
+| Fix | Fixed Random: the same table without training |
+| D | Dense: each token computes its own row of logits |
+| FR, FD | Factorized Random and Factorized Dense |
+| R+V, D+V, R+D, FR+V | mixtures of two kinds in one softmax |
+| HC-SA | hard-coded self-attention: each head looks at a fixed position near the query |
+| HC-ALL | hard-coded self-attention and cross-attention |
+| SH-X | hard-coded self-attention, and cross-attention with one learned head in the last layer |
+| convolutions | each position sees seven tokens |
+| V within 3 tokens | the dot product of the same seven tokens, as a control for the convolutions |
+| Talking heads | the dot product, with learned projections between the heads |
+| Linformer | the dot product, with keys and values projected to a quarter of the positions |
+
+- The first number of a row is the mean over all seeds ± its standard error.
+- *Difference from V* is the mean difference ± its standard error. Only runs with the same seed are
+  compared. If some seeds are missing, a number in brackets says how many pairs of runs there are.
+  One run of a pair may have been made on a CPU and the other one on a GPU.
+- *In the paper* is the difference that the paper reports.
+- *Verdict* compares the signs of the two differences. The number in brackets is the probability
+  that the true difference has the paper's sign, by Student's t-distribution over at least three
+  pairs. The verdict is *agrees* above 0.95, *contradicts* below 0.05, and *undecided* between
+  them. If two systems are equally good, one comparison in ten still gets one of the first two.
+- A single seed says little, because training the same model twice on a GPU gives different
+  numbers.
+- *2 + 2 layers* are two layers in the encoder and two in the decoder.
+- A value that is *quoted from memory* was not looked up in the paper.
 """
 
-ENDING = """## Recipes that run
+ENDING = """## Other recipes
 
-From these nothing follows about a paper's order. Brackets have the paper's values.
+These runs show that the recipes work. Nothing follows from them about a paper's order. The values
+in brackets are the paper's.
 
 {others}
 
-## How they were made
+## How the measurements were made
 
-`python benchmarks/ledger.py run TABLE --data-dir DATA --workdir runs/ledger` makes the runs: {runs}.
-`speed` in the place of `run` measures steps a second, of a table's systems in turns: {speeds}.
-`write` writes this page. `results.toml` defines the tables, `results.json` has every run with its
-metrics, curve, machine and versions.
+This command makes the runs of a table:
+
+```bash
+python benchmarks/ledger.py run TABLE --data-dir DATA --workdir runs/ledger
+```
+
+With `speed` instead of `run`, the command measures steps per second, while the systems of the table
+take turns. With `write`, it writes this page. `results.toml` defines the tables. `results.json` has
+the metrics, the curve, the machine and the versions of every run.
+
+{machines}
 """
 
 OVERVIEW = ("cotraining", "translation", "language_models", "classification")
-"""The tables of the picture."""
+"""The tables that the picture shows."""
 
 Results = Mapping[str, Any]
-"""Entries of runs, by name and seed, and of speeds, by name: docs/results.json."""
+"""The contents of docs/results.json: runs by name and seed, and speeds by name."""
 
 
 def values_by_seed(run: Run, results: Results) -> dict[str, float]:
-    """Returns the metric of the runs of a system, with any seed."""
-    entries, metric = results["runs"].get(run.name, {}), run.table.metric
-    return {s: e["metrics"][metric] for s, e in entries.items() if metric in e["metrics"]}
+    """Returns the metric of all runs of the system of `run`, by seed."""
+    entries = results["runs"].get(run.name, {})
+    metric = run.table.metric
+    return {
+        seed: entry["metrics"][metric]
+        for seed, entry in entries.items()
+        if metric in entry["metrics"]
+    }
 
 
 def differences(values: Mapping[str, float], baseline: Mapping[str, float]) -> list[float]:
-    """Returns the differences of the seeds that both have."""
+    """Returns the differences from the baseline for all seeds that both systems have."""
     return [values[seed] - baseline[seed] for seed in values if seed in baseline]
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Returns the standard error of a mean; None of fewer than two values."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    """Returns the standard error of a mean, or None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def with_error(values: Iterable[float], form: str) -> str:
-    """Formats a mean and its standard error."""
+    """Formats the mean of values and its standard error, as in ``34.6±0.2``."""
     values = list(values)
-    mean, error = f"{statistics.fmean(values):{form}}", standard_error(values)
-    return mean if error is None else f"{mean}±{error:{form.lstrip('+')}}"
+    mean = f"{statistics.fmean(values):{form}}"
+    error = standard_error(values)
+    if error is None:
+        return mean
+    return f"{mean}±{error:{form.lstrip('+')}}"
 
 
 def judge(differences: Sequence[float], published: float) -> str | None:
-    """Says how probable it is that the true mean has the paper's sign; None: too few seeds."""
+    """Says how probable it is that the true difference has the sign of the published one.
+
+    Returns:
+      The verdict with its probability, such as ``agrees (0.992)``, or None if there are fewer than
+      three differences.
+    """
     error = standard_error(differences)
     if not error or len(differences) < 3:
         return None
     t = math.copysign(1.0, published) * statistics.fmean(differences) / error
     probability = float(stats.t.cdf(t, len(differences) - 1))
-    verdict = "agrees" if probability > 0.95 else "contrary" if probability < 0.05 else "open"
+    if probability > 0.95:
+        verdict = "agrees"
+    elif probability < 0.05:
+        verdict = "contradicts"
+    else:
+        verdict = "undecided"
     return f"{verdict} ({probability:.3f})"
 
 
 def rows_of(table: Table, results: Results) -> Iterator[dict[str, Any]]:
-    """Yields a row for every system that has been run or timed."""
-    first, *_ = runs = list(table.runs([0]))
+    """Yields a row for every system of the table that has been run or timed."""
+    runs = list(table.runs([0]))
+    first = runs[0]
     baseline = values_by_seed(first, results)
     seeds = max(len(values_by_seed(run, results)) for run in runs)
     for run in runs:
         row: dict[str, Any] = {"system": run.system}
-        if values := values_by_seed(run, results):
+        values = values_by_seed(run, results)
+        if values:
             row["score"] = with_error(values.values(), table.form)
-        if run != first and (shared := differences(values, baseline)):
-            row["difference"] = with_error(shared, "+" + table.form)
-            row["difference"] += f" ({len(shared)})" * (len(shared) != seeds)
-            if table.comparable and (published := table.published_difference(run.system)):
+        compared = differences(values, baseline)
+        if run != first and compared:
+            row["difference"] = with_error(compared, "+" + table.form)
+            if len(compared) != seeds:
+                row["difference"] += f" ({len(compared)})"
+            published = table.published_difference(run.system)
+            if table.comparable and published:
                 row["paper"] = f"{published:+{table.form}}"
-                row["order"] = judge(shared, published)
-        if not table.metric and (speed := results["speed"].get(run.name)):
+                row["verdict"] = judge(compared, published)
+        speed = results["speed"].get(run.name)
+        if not table.metric and speed:
             row |= speed
-            row["steps"], row["decodings"] = 1 / speed["step_seconds"], 1 / speed["decode_seconds"]
+            row["steps"] = 1 / speed["step_seconds"]
+            row["decodings"] = 1 / speed["decode_seconds"]
         if len(row) > 1:
             yield row
 
 
-def machines(entries: Iterable[Mapping[str, Any]]) -> str:
-    """Says on which machines entries were measured, and when."""
-    entries = list(entries)
-    names = (f"{e['device']}, Python {e['python']}, jax {e['jax']}" for e in entries)
-    counts = collections.Counter(names)
-    places = "; ".join(f"{count} on {machine}" for machine, count in counts.items())
-    dates = [e["date"] for e in entries]
-    return f"{places}; {min(dates)} to {max(dates)}"
-
-
-def description(table: Table, results: Results) -> str:
-    """Returns the section of a table without its numbers."""
+def count_runs(table: Table, results: Results) -> str:
+    """Says how many seeds a table has and on which machines its runs were made."""
     entries = [results["runs"].get(run.name, {}) for run in table.runs([0])]
-    devices = collections.Counter(e["device"] for seeds in entries for e in seeds.values())
-    places = ", ".join(
-        f"{count} {device.split(',')[0].split()[-1]}" for device, count in devices.items()
-    )
-    made = f"Seeds: {max(map(len, entries))}; runs: {places}." if places else ""
-    source = f"Paper: {table.source}." if table.source else ""
-    return " ".join(filter(None, (table.about, made, source, table.note)))
-
-
-def matrix(tables: Iterable[Table], results: Results) -> str:
-    """Returns the table of all systems that papers compare with the Transformer."""
-    systems: dict[str, dict[str, str]] = {}
-    columns = {"system": ""}
-    for table in tables:
-        columns[table.title] = f"{table.title}, {table.unit}"
-        for row in rows_of(table, results):
-            cell = row.get("difference", row["score"])
-            if paper := row.get("paper"):
-                cell += f"<br>paper {paper}" + (f": {row['order']}" if row["order"] else "")
-            systems.setdefault(row["system"], {"system": row["system"]})[table.title] = cell
-    return report.table(list(systems.values()), columns)
+    devices = [entry["device"] for seeds in entries for entry in seeds.values()]
+    if not devices:
+        return ""
+    # A device is described as in "cpu, 2 cores" or "NVIDIA H200, 16 cores".
+    kinds = collections.Counter(device.split(",")[0].split()[-1] for device in devices)
+    names = {"cpu": "a CPU", "H200": "an H200"}
+    places = [f"{count} on {names[kind]}" for kind, count in kinds.items()]
+    seeds = max(map(len, entries))
+    return f"Number of seeds: {seeds}. Number of runs: {' and '.join(places)}."
 
 
 def section(table: Table, results: Results) -> str:
-    """Returns the section of a table that is not part of the matrix."""
-    columns = {"system": "system", "score": f"{table.unit}|"}
-    if not table.metric:
-        columns = {"system": "system", "steps": "steps/s|.2f", "decodings": "decodings/s|.2f"}
-        columns |= {"memory_mb": "memory, MB|,.0f"}
-    numbers = report.table(list(rows_of(table, results)), columns)
-    return f"## {table.title}\n\n{description(table, results)}\n\n{numbers}\n"
+    """Returns the section of a table: what follows from it, the numbers, and the setting."""
+    rows = list(rows_of(table, results))
+    first = next(iter(table.systems))
+    columns = {
+        "system": table.rows,
+        "score": f"{table.unit}|>",
+        "difference": f"difference from {first}|>",
+        "paper": "in the paper|>",
+        "verdict": "verdict",
+        "steps": "steps/s|.2f",
+        "decodings": "decodings/s|.2f",
+        "memory_mb": "memory, MB|,.0f",
+    }
+    if not table.paper:
+        del columns["difference"]
+    shown = {key: form for key, form in columns.items() if any(row.get(key) for row in rows)}
+    paragraphs = [
+        f"## {table.title}",
+        table.follows,
+        report.table(rows, shown),
+        " ".join(filter(None, ["**Setting.**", table.about, count_runs(table, results)])),
+    ]
+    if table.source:
+        paragraphs.append(f"**Paper.** {table.source}")
+    if table.note:
+        paragraphs.append(f"**Remarks.** {table.note}")
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def count_verdicts(tables: Iterable[Table], results: Results) -> dict[str, int]:
-    """Returns how many comparisons agree with a paper, are contrary to it, and are open."""
+    """Returns how many comparisons have each verdict, and how many there are in total."""
     rows = (row for table in tables for row in rows_of(table, results))
-    orders = [row["order"] for row in rows if row.get("order")]
-    counts = collections.Counter(order.split()[0] for order in orders)
-    return {"total": len(orders)} | {v: counts[v] for v in ("agrees", "contrary", "open")}
+    verdicts = [row["verdict"].split()[0] for row in rows if row.get("verdict")]
+    counts = collections.Counter(verdicts)
+    return {
+        "total": len(verdicts),
+        "agrees": counts["agrees"],
+        "contradicts": counts["contradicts"],
+        "undecided": counts["undecided"],
+    }
 
 
 def other_row(table: Table, results: Results) -> dict[str, Any]:
-    """Returns the row of a table from which nothing follows about a paper's order."""
+    """Returns a row of the last table, for a table from which no order follows."""
     runs = list(table.runs([0]))
     entries = [e for run in runs for e in results["runs"].get(run.name, {}).values()]
     values = []
     for row in rows_of(table, results):
         text = f"*{row['system']}* {row['score']}"
-        if table.comparable and (paper := table.paper.get(row["system"])):
-            order = f", {row['order'].split()[0]}" if row.get("order") else ""
-            text += f" ({paper:{table.form}}{order})"
+        paper = table.paper.get(row["system"])
+        if table.comparable and paper:
+            text += f" ({paper:{table.form}}"
+            if row.get("verdict"):
+                text += f", {row['verdict'].split()[0]}"
+            text += ")"
         values.append(text)
     return {
         "recipe": f"`{runs[0].recipe}`",
@@ -185,30 +254,64 @@ def other_row(table: Table, results: Results) -> dict[str, Any]:
     }
 
 
+def machines(results: Results) -> str:
+    """Returns the table that says on which machines the measurements were made, and when."""
+    runs = [entry for seeds in results["runs"].values() for entry in seeds.values()]
+    speeds = list(results["speed"].values())
+    rows = []
+    for kind, entries in (("runs", runs), ("speed measurements", speeds)):
+        groups = collections.defaultdict(list)
+        for entry in entries:
+            groups[entry["device"], entry["python"], entry["jax"]].append(entry["date"])
+        for (device, python, jax), dates in groups.items():
+            rows.append(
+                {
+                    "measured": f"{len(dates)} {kind}",
+                    "machine": device,
+                    "python": python,
+                    "jax": jax,
+                    "dates": " to ".join(sorted({min(dates), max(dates)})),
+                }
+            )
+    columns = {
+        "measured": "measured",
+        "machine": "machine",
+        "python": "Python",
+        "jax": "jax",
+        "dates": "dates",
+    }
+    return report.table(rows, columns)
+
+
 def draw_overview(tables: Mapping[str, Table], results: Results) -> None:
-    """Draws how far systems are from the first of their tables, here and in the papers."""
+    """Draws how far systems are from the first one of their table, here and in the papers."""
 
     def draw(narrow: bool) -> Figure:
-        figure = Figure(figsize=(4.4, 10.5) if narrow else (9.5, 3.4), layout="constrained")
-        if narrow:  # a panel below the other, as high as its systems need
+        """Returns the figure for narrow or for wide screens."""
+        if narrow:
+            # The panels are below each other, each as high as its systems need.
+            figure = Figure(figsize=(4.4, 10.5), layout="constrained")
             heights = [len(compared_runs(tables[name])) + 2 for name in OVERVIEW]
             panels = figure.subplots(len(OVERVIEW), 1, height_ratios=heights)
+            place = "outside upper center"
         else:
+            figure = Figure(figsize=(9.5, 3.4), layout="constrained")
             panels = figure.subplots(1, len(OVERVIEW))
+            place = "outside lower center"
         for axes, name in zip(panels, OVERVIEW, strict=True):
             draw_differences(axes, tables[name], results)
+
+        # Empty series give the legend its entries.
         panels[0].plot([], [], "o", color=figures.OURS, label="here: mean ± standard error")
         panels[0].plot([], [], "D", color=figures.OTHER, fillstyle="none", label="paper")
-        figure.legend(
-            loc=f"outside {'upper' if narrow else 'lower'} center", ncols=2, frameon=False
-        )
+        figure.legend(loc=place, ncols=2, frameon=False)
         return figure
 
     figures.save(draw, RESULTS / "results.svg")
 
 
 def compared_runs(table: Table) -> list[Run]:
-    """Returns the runs of the systems that a paper compares with the first system of a table."""
+    """Returns the runs of all systems that a paper compares with the first system of the table."""
     _, *others = table.runs([0])
     return [run for run in others if table.published_difference(run.system)]
 
@@ -217,7 +320,7 @@ def draw_differences(axes: Axes, table: Table, results: Results) -> None:
     """Draws how far the systems of a table are from its first one."""
     first, *_ = table.runs([0])
     baseline = values_by_seed(first, results)
-    drawn = compared_runs(table)[::-1]  # the first one is at the top
+    drawn = compared_runs(table)[::-1]  # the first system is at the top
     for y, run in enumerate(drawn):
         own = differences(values_by_seed(run, results), baseline)
         axes.errorbar(
@@ -234,19 +337,9 @@ def draw_differences(axes: Axes, table: Table, results: Results) -> None:
 def page(tables: Mapping[str, Table], results: Results) -> str:
     """Returns the page of results."""
     main = [table for table in tables.values() if table.follows]
-    compared = [table for table in main if table.paper]
     others = [other_row(table, results) for table in tables.values() if not table.follows]
     columns = {"recipe": "recipe", "steps": "steps|,d", "data": "data", "value": "value"}
-    introduction = INTRODUCTION.format(
-        **count_verdicts(tables.values(), results),
-        follows="\n".join(f"- **{table.title}.** {table.follows}" for table in main),
-        matrix=matrix(compared, results),
-    )
-    texts = [f"**{table.title}.** {description(table, results)}\n" for table in compared]
-    sections = [section(table, results) for table in main if not table.paper]
-    ending = ENDING.format(
-        others=report.table(others, columns),
-        runs=machines(e for seeds in results["runs"].values() for e in seeds.values()),
-        speeds=machines(results["speed"].values()),
-    )
-    return "\n".join([introduction, *texts, *sections, ending])
+    introduction = INTRODUCTION.format(**count_verdicts(tables.values(), results))
+    sections = [section(table, results) for table in main]
+    ending = ENDING.format(others=report.table(others, columns), machines=machines(results))
+    return "\n".join([introduction, *sections, ending])

@@ -36,11 +36,11 @@ def test_systems_are_compared_seed_by_seed():
     # One-sided paired t-test, as the paper says that R is lower.
     p = stats.ttest_rel(scores["r:r"], scores["r:v"], alternative="less").pvalue
     assert rows["R"]["difference"] == "-1.0±0.3" and rows["R"]["paper"] == "-1.0"
-    assert rows["R"]["order"] == f"agrees ({1 - p:.3f})"
+    assert rows["R"]["verdict"] == f"agrees ({1 - p:.3f})"
     assert rows["D"]["difference"] == "+0.0 (1)" and rows["D"]["paper"] == "+1.0"
-    assert rows["D"]["order"] is None
+    assert rows["D"]["verdict"] is None
     counts = ledger_page.count_verdicts([table], results)
-    assert counts == {"total": 1, "agrees": 1, "contrary": 0, "open": 0}
+    assert counts == {"total": 1, "agrees": 1, "contradicts": 0, "undecided": 0}
     assert ledger_page.judge([1.0, 1.1], 1) is None  # two pairs are too few
 
 

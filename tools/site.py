@@ -32,8 +32,8 @@ OF_ROOT = {
     "CHANGELOG.md": "changelog.md",
 }
 
-WIDE = ("results.md", "performance.md")
-"""Pages of wide tables, which take the place of the table of contents."""
+WIDE = ("performance.md",)
+"""Pages whose wide tables take the place of the table of contents."""
 
 
 def on_files(files: Files, config: Any) -> Files:
