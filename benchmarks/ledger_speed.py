@@ -10,7 +10,7 @@ from ledger_tables import Run
 
 from synthesizer_jax.cli.recipes import load_recipe
 from synthesizer_jax.data.batch import assemble_batch
-from synthesizer_jax.data.task_streams import DrawnExample
+from synthesizer_jax.data.examples import DrawnExample
 from synthesizer_jax.inference import decode
 from synthesizer_jax.training.trainer import Trainer
 

@@ -334,7 +334,7 @@ def show_task(
     """
     import numpy as np
 
-    from synthesizer_jax.data.task_streams import SIDES
+    from synthesizer_jax.data.examples import SIDES
     from synthesizer_jax.preparation import inspection
 
     directory = _open_directory(data_dir, imports)
@@ -410,7 +410,7 @@ def train_vocabulary(
       size: the number of pieces.
       examples: the maximum number of examples to read from each task.
     """
-    from synthesizer_jax.data.task_streams import SIDES
+    from synthesizer_jax.data.examples import SIDES
     from synthesizer_jax.data.vocabularies import train_sentencepiece
     from synthesizer_jax.preparation.inspection import read_rows, text_of
 

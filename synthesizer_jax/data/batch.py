@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
-from synthesizer_jax.data.task_streams import DrawnExample, random_bits
+from synthesizer_jax.data.examples import DrawnExample
+from synthesizer_jax.data.task_streams import random_bits
 
 if TYPE_CHECKING:
     from synthesizer_jax.data.config import DataConfig

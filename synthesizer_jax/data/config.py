@@ -8,8 +8,8 @@ from typing import Annotated
 from synthesizer_jax.base.messages import not_divisible
 from synthesizer_jax.base.registry import check_types, fields_of, register
 from synthesizer_jax.base.typing import Length, Range, Seed
+from synthesizer_jax.data.examples import CHUNK
 from synthesizer_jax.data.objectives import Objective
-from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.data.vocabularies import LONGEST_TARGET
 
 

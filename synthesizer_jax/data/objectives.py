@@ -15,7 +15,8 @@ import numpy as np
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import check_types, fields_of, register
 from synthesizer_jax.base.typing import Count, NotEmpty, NotNegative, Range, Rate, Share
-from synthesizer_jax.data.task_streams import Example, random_bits
+from synthesizer_jax.data.examples import Example
+from synthesizer_jax.data.task_streams import random_bits
 
 GROUP = 128
 """The number of documents that T5 concatenates before it splits them into segments."""

@@ -32,10 +32,11 @@ from synthesizer_jax.data.batch import (
     smallest_bucket,
 )
 from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.examples import CHUNK, DrawnExample
 from synthesizer_jax.data.objectives import ExampleFormat, Objective
 from synthesizer_jax.data.prepared import PreparedExamples
 from synthesizer_jax.data.segments import SegmentStream
-from synthesizer_jax.data.task_streams import CHUNK, DrawnExample, ExampleStream, random_bits
+from synthesizer_jax.data.task_streams import ExampleStream, random_bits
 from synthesizer_jax.data.vocabularies import Classes, Vocabulary
 
 STREAM_FILE = "stream.json"

@@ -7,7 +7,7 @@ split is evaluated, files with the rows lie beside them, with one record per row
 `preparation.prepare` writes these files with TensorFlow. Reading them needs neither SeqIO nor
 TensorFlow.
 
-A record of a file of tokens holds up to `task_streams.CHUNK` examples. All numbers are
+A record of a file of tokens holds up to `examples.CHUNK` examples. All numbers are
 little-endian. The parts of a record are, in this order:
 
 - two uint32: the number of examples, and the number of bytes per token;
@@ -35,7 +35,7 @@ import numpy as np
 
 from synthesizer_jax.base.files import describing, in_bucket, write_atomic
 from synthesizer_jax.base.registry import check_types, fields_of
-from synthesizer_jax.data.task_streams import CHUNK, SIDES, Example
+from synthesizer_jax.data.examples import CHUNK, SIDES, Example
 from synthesizer_jax.data.vocabularies import Vocabulary
 
 if TYPE_CHECKING:

@@ -5,15 +5,12 @@ The stream works on token ids, and its position can be saved and restored exactl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from synthesizer_jax.data.examples import Example
 from synthesizer_jax.data.objectives import Draws, ExampleFormat, Objective, SegmentObjective
-from synthesizer_jax.data.task_streams import Example, ExampleStream
-
-if TYPE_CHECKING:
-    from synthesizer_jax.data.prepared import PreparedExamples
+from synthesizer_jax.data.prepared import PreparedExamples
+from synthesizer_jax.data.task_streams import ExampleStream
 
 LONGEST_DOCUMENT = 65_536
 """The maximum number of tokens that are read of a document per epoch.

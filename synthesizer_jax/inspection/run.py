@@ -19,7 +19,7 @@ from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.data.batch import assemble_batch
-from synthesizer_jax.data.task_streams import SIDES, DrawnExample
+from synthesizer_jax.data.examples import SIDES, DrawnExample
 from synthesizer_jax.distillation.distill import DISTILLATION_FILE
 from synthesizer_jax.distillation.replacement import blocks_of
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, evenly_spaced

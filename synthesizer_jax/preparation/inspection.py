@@ -7,8 +7,8 @@ import itertools
 import pathlib
 from collections.abc import Iterator, Mapping
 
+from synthesizer_jax.data.examples import SIDES
 from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
 from synthesizer_jax.preparation.importers.archives import published_rows
 from synthesizer_jax.preparation.rows import read_task, reading_errors

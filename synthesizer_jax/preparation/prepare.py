@@ -31,6 +31,7 @@ from synthesizer_jax.base.files import (
     temporary_directory,
     write_atomic,
 )
+from synthesizer_jax.data.examples import SIDES
 from synthesizer_jax.data.prepared import (
     FORMAT,
     HIDDEN,
@@ -39,7 +40,6 @@ from synthesizer_jax.data.prepared import (
     PreparedTasks,
     rows_file,
 )
-from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Vocabulary, index_by_tokens
 from synthesizer_jax.preparation import synthetic
 from synthesizer_jax.preparation.rows import Batch, num_files, read_task, reading_errors

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 from etils import epy
 
+from synthesizer_jax.data.examples import CHUNK, SIDES
 from synthesizer_jax.data.prepared import Chunk, PreparedTasks, RaggedTokens
-from synthesizer_jax.data.task_streams import CHUNK, SIDES
 from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
 from synthesizer_jax.tasks import stored
 from synthesizer_jax.tasks.preprocessors import Row, takes_batches

@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath, epy
 
 from synthesizer_jax.base.files import storage_path
-from synthesizer_jax.data.task_streams import SIDES
+from synthesizer_jax.data.examples import SIDES
 from synthesizer_jax.data.vocabularies import PAD, Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.tasks import stored
 from synthesizer_jax.tasks.postprocessors import Example

@@ -11,6 +11,7 @@ import numpy as np
 
 from synthesizer_jax.data import prepared as files
 from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.examples import CHUNK
 from synthesizer_jax.data.objectives import FullLM
 from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.data.prepared import (
@@ -20,7 +21,6 @@ from synthesizer_jax.data.prepared import (
     RaggedTokens,
     rows_file,
 )
-from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.preparation.prepare import write_chunks
 from synthesizer_jax.tasks import task_registry

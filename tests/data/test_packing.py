@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synthesizer_jax.data.batch import GROUP, LengthSorter, Packer, smallest_bucket
-from synthesizer_jax.data.task_streams import DrawnExample
+from synthesizer_jax.data.examples import DrawnExample
 
 LENGTHS = (20, 9)
 SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, max_size=80)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.data import segments
+from synthesizer_jax.data.examples import Example
 from synthesizer_jax.data.objectives import (
     OBJECTIVES,
     Denoising,
@@ -12,7 +13,6 @@ from synthesizer_jax.data.objectives import (
     ObjectiveMixture,
 )
 from synthesizer_jax.data.segments import SegmentStream
-from synthesizer_jax.data.task_streams import Example
 
 FORM = ExampleFormat(32, 32, 400)
 LONG = 50

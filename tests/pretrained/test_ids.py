@@ -11,7 +11,7 @@ import pytest
 from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.data.batch import assemble_batch
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.task_streams import DrawnExample
+from synthesizer_jax.data.examples import DrawnExample
 from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.inference import Decoding, decode
 from synthesizer_jax.pretrained import load
