@@ -12,8 +12,9 @@ A run with adapters trains and saves two kinds of parameters:
   classifier. No other checkpoint contains these values, so the run trains the complete arrays,
   under their usual paths.
 
-`trained_variables` describes both kinds. `adapted_variables` computes the model's variables from
-them and from the variables of the base, which is the checkpoint that the adapters modify.
+`Experiment.trained_variables` describes both kinds. `adapted_variables` computes the model's
+variables from them and from the variables of the base, which is the checkpoint that the adapters
+modify.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import flax.linen as nn
 import jax
@@ -37,12 +37,8 @@ from synthesizer_jax.primitives.initializers import TorchUniform
 from synthesizer_jax.primitives.parameters import (
     Axes,
     Variables,
-    abstract_variables,
     check_path_pattern,
 )
-
-if TYPE_CHECKING:
-    from synthesizer_jax.training.experiment import Experiment
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 
@@ -71,19 +67,6 @@ class LoRA:
 
     def __post_init__(self) -> None:
         check_path_pattern("training.adapters", self.targets)
-
-
-def trained_variables(experiment: Experiment) -> tuple[Variables, PyTree]:
-    """Returns the shapes and logical axes of the variables that a run trains and saves.
-
-    Without adapters these are the variables of the model. With adapters they come from
-    `abstract_adapters`, which also lists the possible errors.
-    """
-    shapes, axes = abstract_variables(experiment.model, *experiment.example)
-    lora = experiment.training.adapters
-    if lora is None:
-        return shapes, axes
-    return abstract_adapters(lora, experiment.model, shapes, axes, is_whole=experiment.draws)
 
 
 def abstract_adapters(

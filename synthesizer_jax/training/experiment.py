@@ -17,6 +17,7 @@ from synthesizer_jax.base.typing import (
     NotNegative,
     Number,
     Positive,
+    PyTree,
     Rate,
     Seed,
 )
@@ -25,9 +26,13 @@ from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.config import RANK, Evaluation
 from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText, resolve_dtype
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
-from synthesizer_jax.primitives.parameters import check_path_pattern
+from synthesizer_jax.primitives.parameters import (
+    Variables,
+    abstract_variables,
+    check_path_pattern,
+)
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.training.adapters import LoRA
+from synthesizer_jax.training.adapters import LoRA, abstract_adapters
 
 
 @register
@@ -223,6 +228,18 @@ class Experiment:
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the arguments of the model's call, for one example."""
         return self.model.example(self.data.inputs_length, self.data.targets_length)
+
+    def trained_variables(self) -> tuple[Variables, PyTree]:
+        """Returns the shapes and logical axes of the variables that a run trains and saves.
+
+        Without adapters these are the variables of the model. With adapters they come from
+        `abstract_adapters`, which also lists the possible errors.
+        """
+        shapes, axes = abstract_variables(self.model, *self.example)
+        lora = self.training.adapters
+        if lora is None:
+            return shapes, axes
+        return abstract_adapters(lora, self.model, shapes, axes, is_whole=self.draws)
 
 
 def _check_head(experiment: Experiment) -> None:

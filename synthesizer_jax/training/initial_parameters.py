@@ -30,7 +30,7 @@ from synthesizer_jax.primitives.parameters import (
 )
 from synthesizer_jax.runs.saved import find_checkpoint, has_adapters
 from synthesizer_jax.sharding import shardings
-from synthesizer_jax.training.adapters import adapted_variables, trained_variables
+from synthesizer_jax.training.adapters import adapted_variables
 from synthesizer_jax.training.experiment import Experiment, InitRule, find_rule
 from synthesizer_jax.training.random_init import init_arrays
 from synthesizer_jax.training.run_directory import find_base, load_experiment
@@ -182,7 +182,7 @@ def restore_run(
     experiment, mesh = load_experiment(directory), None
     lora = experiment.training.adapters
     assert lora is not None
-    shapes, axes = trained_variables(experiment)
+    shapes, axes = experiment.trained_variables()
     if layout is not None:
         mesh = jax.tree.leaves(layout)[0].sharding.mesh
     step, adapters = restore(layout=None if mesh is None else with_shardings(shapes, axes, mesh))

@@ -34,7 +34,7 @@ from synthesizer_jax.optimizers.adafactor import TABLE
 from synthesizer_jax.optimizers.rules import merge_entries, resolve_rules, trained_entries
 from synthesizer_jax.primitives.parameters import Variables, abstract_variables, is_axes
 from synthesizer_jax.sharding import MeshShape, batch_shards, check_batch
-from synthesizer_jax.training.adapters import adapted_variables, trained_variables
+from synthesizer_jax.training.adapters import adapted_variables
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import Layout, Trainer, abstract_batch, make_layout
@@ -268,7 +268,7 @@ def _residuals(experiment: Experiment, variables: Variables, rows: int) -> Array
     model, data, training = experiment.model, experiment.data, experiment.training
     batch = abstract_batch(dataclasses.replace(data, batch_size=rows, shards=1))
     base = {name: variables[name] for name in ("params", "constants") if variables.get(name)}
-    used = base if training.adapters is None else trained_variables(experiment)[0]
+    used = base if training.adapters is None else experiment.trained_variables()[0]
     trained = trained_entries(resolve_rules(model, used["params"], training.rules), used["params"])
 
     def forward(

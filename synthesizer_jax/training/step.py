@@ -44,7 +44,7 @@ class TrainState:
     Attributes:
       step: number of finished steps, an int32 scalar.
       params: trainable parameters, float32. In a run with adapters, these are the low-rank updates
-        and the parameters that are trained whole (`adapters.trained_variables`).
+        and the parameters that are trained whole (`Experiment.trained_variables`).
       constants: variables that are saved but never optimized, such as the tables of Fixed Random.
       opt_state: the state of the optimizer.
       ema: the exponential moving average of the parameters. It is empty if the run has none.

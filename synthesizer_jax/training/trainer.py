@@ -26,7 +26,6 @@ from synthesizer_jax.training.adapters import (
     adapted_variables,
     init_adapters,
     is_update,
-    trained_variables,
 )
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import read_base
@@ -67,7 +66,7 @@ def make_layout(
       The optimizer and the layout.
     """
     model, ema = experiment.model, experiment.training.ema is not None
-    shapes, axes = trained_variables(experiment)
+    shapes, axes = experiment.trained_variables()
     optimizer = build_optimizer(
         experiment.training.optimizer,
         rules,
