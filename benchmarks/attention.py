@@ -319,21 +319,24 @@ def main() -> None:
         row["speed"] = reference["both_ms"] / row["both_ms"]
         row["memory"] = row["temporaries_mb"] / reference["temporaries_mb"]
         row["work"] = row["flops"] / reference["flops"]
-    columns = {"name": "", "forward_ms": "forward, ms|.1f", "both_ms": "+ backward, ms|.1f"}
+    columns = {"name": "", "forward_ms": "forward, ms|.1f", "both_ms": "forward + backward, ms|.1f"}
     columns |= {"speed": "speed|.2f"} | ({} if args.functions else {"work": "FLOPs|.2f"})
     columns |= {"temporaries_mb": "temporaries, MB|.1f", "memory": "memory|.2f"}
-    heads = f"{args.heads} heads of {args.head_dim}, {args.dtype}"
-    bias = ", T5's relative bias" if args.bias else ""
+    heads = f"{args.heads} heads of {args.head_dim}"
+    bias, with_bias = "", ""
+    if args.bias:
+        bias, with_bias = ", T5's relative bias", " with T5's relative bias"
     if args.functions:
         description = (
-            f"`dot_product_attention`, batch {args.batch}, length {args.length}, {heads}. Speed "
-            "(forward + backward) and memory against `jax.nn.dot_product_attention` with the same "
-            "bias."
+            f"`dot_product_attention` in {args.dtype}. The batch has {args.batch} rows of "
+            f"{args.length} tokens, with {heads}. *Speed* (of forward and backward pass together) "
+            "and *memory* are relative to `jax.nn.dot_product_attention` with the same bias."
         )
     else:
         description = (
-            f"Sub-layer, batch {args.batch}, length {args.length}, d {args.d_model}, "
-            f"{heads}{bias}. Speed (forward + backward), memory and FLOPs against "
+            f"Attention sub-layers in {args.dtype}{with_bias}. The batch has {args.batch} rows of "
+            f"{args.length} tokens, d_model is {args.d_model}, and there are {heads}. *Speed* (of "
+            "forward and backward pass together), *FLOPs* and *memory* are relative to "
             f"{reference['name']}."
         )
     shape = f"{args.batch}x{args.length}x{args.heads}x{args.head_dim}"

@@ -61,7 +61,7 @@ def main() -> None:
             counts = json.loads(process.stdout.decode().splitlines()[-1])
             name = "none" if ours == "nothing" else f"`{ours}`"
             rows.append({"suite": f"`{suite}`", "ours": name, "place": PLACES[ours], **counts})
-    columns = {"suite": "tests", "ours": "ours", "place": "in the place of"}
+    columns = {"suite": "tests", "ours": "our layer or function", "place": "replaces"}
     columns |= {name: f"{name}|d" for name in ("passed", "failed", "skipped")}
     failures = "".join(
         f"- {row['suite']}, {row['ours']}, {x}\n" for row in rows for x in row["failures"]

@@ -317,10 +317,10 @@ def with_rates(rows: list[Row], peak: float | None) -> list[Row]:
     return result
 
 
-TIMES = {"name": "", "forward_ms": "forward, ms|.3f", "both_ms": "+ backward, ms|.3f"}
+TIMES = {"name": "", "forward_ms": "forward, ms|.3f", "both_ms": "forward + backward, ms|.3f"}
 TIMES |= {
     "forward_tflops": "TFLOP/s|.0f",
-    "both_tflops": "+ backward, TFLOP/s|.0f",
+    "both_tflops": "forward + backward, TFLOP/s|.0f",
     "spread": "spread|.0%",
 }
 TIMES |= {
@@ -339,31 +339,36 @@ DECODED |= {
     "compile_seconds": "compiling, s|.0f",
     "error": "error",
 }
-CHECKED = {"kind": "dtype, by", "passed": "calls", "difference": "largest ‖x − r‖ / ‖r‖|.1e"}
+CHECKED = {
+    "kind": "dtype and computation",
+    "passed": "calls within the bound",
+    "difference": "largest ‖x − r‖ / ‖r‖|.1e",
+}
 CHECKED |= {"bound": "bound|.0e", "error": "error"}
 COLUMNS = {"correctness": CHECKED, "decode": DECODED, "steps": STEP, "long": STEP}
 TITLES = {
     "correctness": "Values and gradients of attention compared with the reference route in float32, whose "
-    "matrix products have the highest precision. Inputs are drawn anew for every call. On a "
-    "GPU, matrix products of float32 arrays are computed in TF32.",
+    "matrix products have the highest precision. Each call has new random inputs. On a GPU, matrix "
+    "products of float32 arrays are computed in TF32. *r* is a result of the reference route, and "
+    "*x* is the result that is compared with it.",
     "steps": "One training step of T5 1.1 base with AdamW, in bfloat16 with float32 parameters and "
-    "dropout 0.1. transformers runs under autocast and is compiled by `torch.compile`, either "
-    "as a whole or layer by layer. It divides the batch into 4 micro-batches, because it "
-    "stores the attention weights of all heads for the backward pass; ours does not, and "
-    "takes the batch at once. Whether transformers would be faster with fewer micro-batches "
-    "was not measured. *scanned*: the layers are one `lax.scan`. MFU counts six FLOPs for "
-    "each multiply-add of the forward pass.",
+    "dropout 0.1. *scanned* models compute their layers in one `lax.scan`. transformers runs under "
+    "autocast and is compiled by `torch.compile`, either as a whole or layer by layer. It divides "
+    "the batch into 4 micro-batches, because it stores the attention weights of all heads for the "
+    "backward pass. Ours does not store them and takes the batch at once. Whether transformers "
+    "would be faster with fewer micro-batches was not measured. MFU counts six FLOPs for each "
+    "multiply-add of the forward pass. *Speed* is relative to transformers.",
     "long": "The same step with longer inputs.",
     "decode": "Greedy decoding and beam search of 64 new tokens with T5 1.1 base, for 32 inputs of 512 "
     "tokens, in bfloat16. transformers is not compiled.",
     "functions": "The attention function without projections, 12 heads of 64, in bfloat16, with a padding "
-    "mask. *bias*: a learned relative bias, as T5 has. Times are means of two measurements; "
-    "*spread* is the relative difference between them. TFLOP/s count two matrix products for "
-    "the forward pass and seven for forward and backward together, over all pairs of "
-    "positions, masked ones included.",
+    "mask. *+ bias* is a learned relative bias like that of T5. Times are means of two "
+    "measurements, and *spread* is the relative difference between them. TFLOP/s include two "
+    "matrix products for the forward pass and seven for forward and backward together. Masked "
+    "pairs of positions are included.",
     "sublayers": "Attention sub-layers with their projections, d_model 768, 12 heads of 64, in bfloat16, "
-    "with a padding mask. TFLOP/s include masked pairs of positions. Random has one matrix "
-    "product of all pairs in the forward pass and three in forward and backward together.",
+    "with a padding mask. TFLOP/s include masked pairs of positions. For Random, they include one "
+    "matrix product for the forward pass and three for forward and backward together.",
 }
 
 
@@ -381,10 +386,12 @@ def write_page(args: argparse.Namespace) -> None:
     rows = itertools.chain.from_iterable(first.parts.values())
     versions = ", ".join(r["versions"] for r in rows if "versions" in r).split(", ")
     rates = f"{facts['product_tflops']:.0f} TFLOP/s and copies {facts['copy_gbytes']:,.0f} GB/s"
-    device = f"{facts['device']}, {facts['date']}, {', '.join(dict.fromkeys(versions))}. "
-    device += f"It multiplies bfloat16 matrices at {rates}. "
-    device += "All measurements are in [gpu.json](gpu.json); this command writes the tables from them:\n\n"
-    device += "`python benchmarks/gpu.py --results docs/gpu.json --page docs/performance.md`\n"
+    device = (
+        f"The measurements are from {facts['date']}, with {', '.join(dict.fromkeys(versions))}. "
+        f"The {facts['device']} multiplies bfloat16 matrices at {rates}. All measurements are in "
+        "[gpu.json](gpu.json). This command writes the tables from them:\n\n"
+        "`python benchmarks/gpu.py --results docs/gpu.json --page docs/performance.md`\n"
+    )
     page = args.page.read_text(encoding="utf-8") if args.page.exists() else ""
     page = report.with_section(page, "gpu device", device)
     for part, rows in first.parts.items():
@@ -396,7 +403,7 @@ def write_page(args: argparse.Namespace) -> None:
             used = {k: c for k, c in columns.items() if any(r.get(k) is not None for r in shown)}
             tables.append(f"{shape}\n\n{report.table(shown, used)}".strip())
         tables.append(
-            f"`python benchmarks/gpu.py --out results --parts {part}`: {facts['device']}."
+            f"`python benchmarks/gpu.py --out results --parts {part}` ({facts['device']})"
         )
         page = report.with_section(page, f"gpu {part}", "\n\n".join(tables) + "\n")
     report.write_file(args.page, page)
@@ -414,7 +421,7 @@ def worst_rows(rows: list[Row]) -> list[Row]:
     for kind, found in kinds.items():
         passed = sum(r.get("verdict") == "PASS" for r in found)
         worst = max(found, key=lambda r: r.get("difference", 0.0))
-        result.append(worst | {"kind": kind, "passed": f"{passed} of {len(found)} within"})
+        result.append(worst | {"kind": kind, "passed": f"{passed} of {len(found)}"})
     return result
 
 

@@ -55,9 +55,11 @@ def main() -> None:
     columns |= {"filled": "input tokens that are not padding|.1%"}
     columns |= {"peak_mb": "peak memory, MB|,.0f"}
     text = (
-        f"{args.mixture}, batch {args.batch}, lengths {args.inputs}/{args.targets}; real tokens a "
-        f"second, ratios against the first row. *Opened*: the first {args.first:,} examples, with "
-        f"the time to the first batch; *first*: without it.\n\n{report.table(rows, columns)}"
+        f"Real tokens per second of the mixture `{args.mixture}`, in batches of {args.batch} rows "
+        f"with {args.inputs} input and {args.targets} target tokens. Each *ratio* is relative to "
+        f"the first row. *opened* is the rate of the first {args.first:,} examples, including the "
+        "time to the first batch, and *first* is the same rate without this time. *later* is the "
+        f"rate of the examples after them.\n\n{report.table(rows, columns)}"
     )
     name = f"input_pipeline {args.mixture}"
     report.write(name, text, result={"rows": rows}, options=args, facts=report.machine())

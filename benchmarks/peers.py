@@ -51,29 +51,68 @@ def main() -> None:
             r["work"] = r["flops"] / next(x["flops"] for x in rows if "flops" in x)
             share = r["flops"] / (args.peak * 1e12) if args.peak else r["utilization"]
             r["utilization"] = share / r["seconds"]
-    columns = {"name": "system", "parameters": "parameters|,d"}
+    versions = ", ".join(dict.fromkeys(", ".join(r["versions"] for r in rows).split(", ")))
     if args.decode:
-        method = "greedy" if args.beams == 1 else f"beam {args.beams}"
-        name = f"decode {args.size} {method} {args.inputs}/{args.new_tokens} {args.dtype}"
-        what = f"{method}, batch {args.batch}, {args.inputs} input and {args.new_tokens} new tokens"
-        columns |= {"tokens_per_second": "tokens/s|,.0f", "seconds": "batch, s|.3f"}
-        columns |= {"speed": "speed|.2f", "cache_bytes": "cache, bytes a position|,d"}
-        columns |= {"peak_mb": "peak memory, MB|,.0f"}
+        name, caption, columns = describe_decoding(args)
     else:
-        lengths = f"{args.inputs}/{args.targets}"
-        name = f"train_step {args.size} {lengths} {args.dropout} {args.dtype}"
-        name += " " + " ".join(args.systems)
-        what = f"a step of AdamW, batch {args.batch}, lengths {lengths}, dropout {args.dropout}"
-        columns |= {"seconds": "step, s|.3f", "speed": "speed|.2f", "work": "FLOPs|.2f"}
-        columns |= {"utilization": "MFU|.0%" if args.peak else "of a product|.0%"}
-        columns |= {"peak_mb": "peak memory, MB|,.0f", "memory": "memory|.2f"}
-        columns |= {"compile_seconds": "compiling, s|.1f"}
-    versions = ", ".join(dict.fromkeys(r["versions"] for r in rows))
-    section = (
-        f"T5 1.1 {args.size}, {what}, {args.dtype}. Speed and memory against {base['name']}; "
-        f"{versions}.\n\n{report.table(rows, columns)}"
-    )
+        name, caption, columns = describe_training(args)
+    section = f"{caption} Versions: {versions}.\n\n{report.table(rows, columns)}"
     report.write(name, section, result={"rows": rows}, options=args, facts=facts)
+
+
+def describe_decoding(args: argparse.Namespace) -> tuple[str, str, dict[str, str]]:
+    """Returns the name, the caption and the columns of the table of decoding."""
+    if args.beams == 1:
+        method = "greedy"
+        title = f"Greedy decoding with T5 1.1 {args.size}"
+    else:
+        method = f"beam {args.beams}"
+        title = f"Beam search with T5 1.1 {args.size} and {args.beams} beams"
+    name = f"decode {args.size} {method} {args.inputs}/{args.new_tokens} {args.dtype}"
+    caption = (
+        f"{title}, in {args.dtype}. The batch has {args.batch} rows of {args.inputs} input tokens, "
+        f"and each row gets {args.new_tokens} new tokens. *Speed* is relative to {args.base}."
+    )
+    columns = {
+        "name": "system",
+        "parameters": "parameters|,d",
+        "tokens_per_second": "tokens/s|,.0f",
+        "seconds": "batch, s|.3f",
+        "speed": "speed|.2f",
+        "cache_bytes": "cache, bytes per position|,d",
+        "peak_mb": "peak memory, MB|,.0f",
+    }
+    return name, caption, columns
+
+
+def describe_training(args: argparse.Namespace) -> tuple[str, str, dict[str, str]]:
+    """Returns the name, the caption and the columns of the table of training steps."""
+    systems = " ".join(args.systems)
+    name = (
+        f"train_step {args.size} {args.inputs}/{args.targets} {args.dropout} {args.dtype} {systems}"
+    )
+    caption = (
+        f"One training step of T5 1.1 {args.size} with AdamW, in {args.dtype} with dropout "
+        f"{args.dropout}. The batch has {args.batch} rows of {args.inputs} input and "
+        f"{args.targets} target tokens. *Speed* and *memory* are relative to {args.base}."
+    )
+    if args.peak:
+        utilization = "MFU|.0%"
+    else:
+        utilization = "FLOP rate|.0%"
+        caption += " *FLOP rate* is relative to the rate of a large matrix product."
+    columns = {
+        "name": "system",
+        "parameters": "parameters|,d",
+        "seconds": "step, s|.3f",
+        "speed": "speed|.2f",
+        "work": "FLOPs|.2f",
+        "utilization": utilization,
+        "peak_mb": "peak memory, MB|,.0f",
+        "memory": "memory|.2f",
+        "compile_seconds": "compiling, s|.1f",
+    }
+    return name, caption, columns
 
 
 def is_dot_product(name: str) -> bool:

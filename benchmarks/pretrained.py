@@ -122,7 +122,7 @@ def rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
         config = transformers.AutoConfig.from_pretrained(whole, is_encoder_decoder=False)
         cls.from_pretrained(whole, config=config).save_pretrained(folder)
         (whole / "tokenizer").symlink_to(whole)
-        yield row(f"encoder alone, of {kind}", folder)
+        yield row(f"encoder of {kind}", folder)
     if importlib.util.find_spec("peft"):
         peft, folder, base = (
             importlib.import_module("peft"),
@@ -141,7 +141,11 @@ if __name__ == "__main__":
     options = report.arguments(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as directory:
         found = list(rows(pathlib.Path(directory)))
-    columns = {"kind": "folder", "in": "difference, read|.0e", "out": "difference, exported|.0e"}
+    columns = {
+        "kind": "folder",
+        "in": "difference after reading|.0e",
+        "out": "difference after exporting|.0e",
+    }
     columns |= {"bits": "same bits", "texts": "same greedy texts"}
     facts = {"transformers": transformers.__version__, "torch": torch.__version__}
     name = f"folders {facts['transformers'].partition('.')[0]}"

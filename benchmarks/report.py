@@ -45,9 +45,9 @@ def machine() -> dict[str, str]:
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
         "device": device,
         "cores": str(os.cpu_count()),
-        "python": platform.python_version(),
+        "Python": platform.python_version(),
         "jax": version,
-        "float32 product, GFLOP/s": f"{rate:.0f}",
+        "float32 matrix product": f"{rate:.0f} GFLOP/s",
     }
 
 
@@ -68,9 +68,9 @@ def write(
     name: str, text: str, *, result: Mapping[str, Any], options: Any, facts: Mapping[str, str]
 ) -> None:
     """Prints a section of Markdown and writes it to `--page`, and the whole result to `--json`."""
-    note = ", ".join(f"{k} {v}" for k, v in facts.items())
+    note = "; ".join(f"{name}: {value}" for name, value in facts.items())
     command = " ".join(["python", *_without_output_options(sys.argv)])
-    section = f"{text}\n\n`{command}`: {note}.\n"
+    section = f"{text}\n\n`{command}` ({note})\n"
     print(section)
     if options.json:
         write_file(options.json, json.dumps({"facts": facts, **result}, indent=1) + "\n")

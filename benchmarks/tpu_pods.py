@@ -77,20 +77,19 @@ def main() -> None:
         "remat": "remat",
         "planned": "planned, GiB|.2f",
         "peak": "needed, GiB|.2f",
-        "memory": "of|.0f",
+        "memory": "available, GiB|.0f",
         "teraflops": "TFLOP|.2f",
         "gigabytes": "GB|.1f",
         "collectives": "collectives, MB|,.0f",
         "roofline_ms": "roofline, ms|.1f",
-        "against": "of v|.2f",
+        "against": "relative to v|.2f",
     }
     text = (
-        f"T5 1.1 {args.size} with its self-attention replaced, lengths 512/114, {args.rows} rows a "
-        "device, bfloat16, Adafactor. *v* is the dot product, *r* Random, *rv* both. Everything is "
-        "of one device; *needed* is the compiler's peak, *roofline* the time of the FLOPs at the "
-        "chip's peak or, where it is longer, of the bytes at its memory's bandwidth, the links "
-        "between chips being free; *of v* is the roofline against the dot "
-        f"product's.\n\n{report.table(rows, columns)}"
+        f"T5 1.1 {args.size} with three kinds of self-attention: the dot product (*v*), Random "
+        f"(*r*), and both (*rv*). Each device has {args.rows} rows of 512 input and 114 target "
+        "tokens. The dtype is bfloat16 and the optimizer is Adafactor. [How to read the tables]"
+        "(#how-to-read-the-tables) explains the columns."
+        f"\n\n{report.table(rows, columns)}"
     )
     facts = {"jax": jax.__version__, "compiled by": "libtpu on a CPU"}
     args.json = None  # written already

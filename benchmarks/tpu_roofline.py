@@ -55,8 +55,11 @@ def main() -> None:
                 )
             rows += chip_rows
     section = (
-        f"Sub-layer, forward + backward, batch {args.batch}, {args.heads} heads of "
-        f"{args.head_dim}, d {args.d_model}, bfloat16. *share*: of the einsum's bytes.\n\n"
+        f"Forward and backward pass of attention sub-layers in bfloat16. The batch has "
+        f"{args.batch} rows, d_model is {args.d_model}, and there are {args.heads} heads of "
+        f"{args.head_dim}. *GFLOP* and *GB* are the compiler's counts, and *counted* is the number "
+        "of GFLOP that follows from the shapes. *share* is the number of bytes relative to the "
+        "einsum.\n\n"
         + report.table(
             rows,
             {
