@@ -40,4 +40,6 @@ if __name__ == "__main__":
     for circle in found:
         print("These modules import each other:", " → ".join(circle))
     if found:
-        sys.exit("Move what the modules share to a module that both import, or pass it as an argument.")
+        sys.exit(
+            "Move what the modules share to a module that both import, or pass it as an argument."
+        )
