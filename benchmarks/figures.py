@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable
 
 import matplotlib as mpl
-import report
 from matplotlib.figure import Figure
+
+from benchmarks import report
 
 COLORS = {
     "ours": ("#1f6fb4", "#6db3f2"),

@@ -1,22 +1,19 @@
 """The ledger of results: its statistics, and that all of its runs can be made."""
 
 import re
-import sys
 
 import pytest
 from matplotlib.figure import Figure
 from scipy import stats
 
+from benchmarks import figures
+from benchmarks.ledger import page
+from benchmarks.ledger.runs import load
+from benchmarks.ledger.tables import TABLES, Table
 from synthesizer_jax.cli.recipes import load_with_code
 from synthesizer_jax.distillation.distill import Distillation
 from synthesizer_jax.training.experiment import Experiment
 from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import figures
-import ledger
-import ledger_page
-from ledger_tables import TABLES, Table
 
 KINDS = (Experiment, Distillation)
 
@@ -31,7 +28,7 @@ def test_systems_are_compared_seed_by_seed():
     }
     runs["r:d"]["7"] = {"metrics": {"m": 11.0}}  # a seed that the first system lacks
     results = {"runs": runs, "speed": {}}
-    rows = {row["system"]: row for row in ledger_page.rows_of(table, results)}
+    rows = {row["system"]: row for row in page.rows_of(table, results)}
     assert rows["V"] == {"system": "V", "score": "20.0±5.8"}
     # One-sided paired t-test, as the paper says that R is lower.
     p = stats.ttest_rel(scores["r:r"], scores["r:v"], alternative="less").pvalue
@@ -39,14 +36,14 @@ def test_systems_are_compared_seed_by_seed():
     assert rows["R"]["verdict"] == f"agrees ({1 - p:.3f})"
     assert rows["D"]["difference"] == "+0.0 (1)" and rows["D"]["paper"] == "+1.0"
     assert rows["D"]["verdict"] is None
-    counts = ledger_page.count_verdicts([table], results)
+    counts = page.count_verdicts([table], results)
     assert counts == {"total": 1, "agrees": 1, "contradicts": 0, "undecided": 0}
-    assert ledger_page.judge([1.0, 1.1], 1) is None  # two pairs are too few
+    assert page.judge([1.0, 1.1], 1) is None  # two pairs are too few
 
 
 def test_the_page_is_what_the_ledger_writes():
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert text == ledger_page.page(TABLES, ledger.load()), "run: python benchmarks/ledger.py write"
+    assert text == page.page(TABLES, load()), "run: python -m benchmarks.ledger write"
 
 
 @pytest.mark.parametrize("name", [n for n in TABLES if n != "bottleneck"])
@@ -83,10 +80,11 @@ def test_figures_follow_the_color_scheme_and_have_a_narrow_form(tmp_path):
 
 
 def test_the_front_page_shows_figures_for_both_widths():
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in ("attention", "results"):
         assert (
-            f'srcset="docs/{name}{figures.NARROW}.svg"' in page and f'src="docs/{name}.svg"' in page
+            f'srcset="docs/{name}{figures.NARROW}.svg"' in readme
+            and f'src="docs/{name}.svg"' in readme
         )
         for suffix in ("", figures.NARROW):
             svg = (ROOT / "docs" / f"{name}{suffix}.svg").read_text(encoding="utf-8")

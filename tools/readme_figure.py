@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import pathlib
 import re
-import sys
 
 from matplotlib.figure import Figure
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import figures  # noqa: E402
+from benchmarks import figures
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SECTION = "attention 8x512x8x64 float32, T5's relative bias"
 SYSTEMS = {

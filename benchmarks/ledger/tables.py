@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs"
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 """The folder with the definitions of the tables, the measurements and the pages."""
 INHERITED = ("metric", "unit", "vocabulary", "settings", "steps", "test")
 """Fields that a table takes over from another one, which its field ``like`` names.
@@ -86,7 +86,7 @@ class Table:
       metric: the key of the metric in the log of a run, or ``test/TASK/METRIC``. If it is empty,
         the table shows speeds.
       unit: the heading of the metric's column.
-      computed: whether `ledger_computed` computes the metric and nothing is trained.
+      computed: whether `ledger.computed` computes the metric and nothing is trained.
       seeds: the number of seeds.
       form: the format of its numbers.
       paper: the values that the paper reports, by the names in the table. A pair has a value for

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import optax
-from ledger_tables import Run
 
+from benchmarks.ledger.tables import Run
 from synthesizer_jax.cli.recipes import load_recipe
 from synthesizer_jax.costs.summary import num_elements
 from synthesizer_jax.primitives.parameters import abstract_variables

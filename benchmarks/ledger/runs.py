@@ -1,14 +1,4 @@
-"""Makes the runs of the papers' tables, and writes docs/results.md and its picture from what they left.
-
-    python benchmarks/ledger.py run cotraining --data-dir DATA --workdir runs/ledger
-    python benchmarks/ledger.py speed cotraining --data-dir DATA
-    python benchmarks/ledger.py write
-
-`run` makes the runs that docs/results.json lacks, with the commands that a user would type, and adds each
-to it when it has finished; after an interruption it goes on where it was. `speed` measures the training
-steps of a table's systems in turns, in one process. `write` needs no run. The tables are in
-docs/results.toml; `ledger_data.py` makes the data, and the vocabularies in the work directory.
-"""
+"""Makes the runs of the ledger, measures speeds, and adds both to docs/results.json."""
 
 from __future__ import annotations
 
@@ -24,9 +14,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import ledger_page
-import report
-from ledger_tables import RESULTS, TABLES, Run, Table
+from benchmarks import report
+from benchmarks.ledger.tables import RESULTS, Run, Table
 
 NUMBERS = RESULTS / "results.json"
 
@@ -77,9 +66,9 @@ def commands(run: Run, directory: pathlib.Path, args: argparse.Namespace) -> Ite
 def make(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     """Makes a run, which is short if its directory holds it, and returns its entry."""
     if run.table.computed:
-        import ledger_computed  # not needed to write the page
+        from benchmarks.ledger import computed  # not needed to write the page
 
-        value = getattr(ledger_computed, run.table.metric)(run)
+        value = getattr(computed, run.table.metric)(run)
         return {"metrics": {run.table.metric: round(value, 6)}, "curve": []}
     directory = args.workdir / run.directory
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +124,7 @@ def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
 
 def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
     """Measures the systems of each table in turns: medians of `--rounds` steps each."""
-    from ledger_speed import Timer
+    from benchmarks.ledger.speed import Timer
 
     for table in tables:
         timers = {run.name: Timer(run) for run in table.runs([0]) if not run.teacher}
@@ -155,29 +144,3 @@ def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
         for (name, kind), values in seconds.items():
             results["speed"][name][f"{kind}_seconds"] = statistics.median(values)
         save(results)
-
-
-def main() -> None:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("action", choices=["run", "speed", "write"])
-    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; by default all")
-    parser.add_argument("--data-dir", type=pathlib.Path)
-    parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/ledger"))
-    parser.add_argument("--seeds", type=int, nargs="+", help="by default those of the table")
-    parser.add_argument("--rounds", type=int, default=20)
-    args = parser.parse_args()
-    tables = [TABLES[name] for name in args.tables or TABLES]
-    if args.action == "run":
-        make_runs(tables, args)
-    elif args.action == "speed":
-        measure_speed(tables, args)
-    else:
-        ledger_page.draw_overview(TABLES, load())
-        report.write_file(RESULTS / "results.md", ledger_page.page(TABLES, load()))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,8 +6,8 @@ import time
 
 import jax
 import numpy as np
-from ledger_tables import Run
 
+from benchmarks.ledger.tables import Run
 from synthesizer_jax.cli.recipes import load_recipe
 from synthesizer_jax.data.batch import assemble_batch
 from synthesizer_jax.data.examples import DrawnExample

@@ -1,6 +1,6 @@
 """Makes the data sets and vocabularies of the ledger from a folder of published files.
 
-    python benchmarks/ledger_data.py FILES --data-dir DATA --workdir runs/ledger
+    python -m benchmarks.ledger.data FILES --data-dir DATA --workdir runs/ledger
 
 FILES has the folders ``multi30k``, ``wikitext-2``, ``glue`` and ``super_glue`` as published, and samples of
 the others: ``ag_news`` (labeled descriptions, and test.csv), ``wmt15_ende_sample``, ``wmt_newstest``,

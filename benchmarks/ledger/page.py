@@ -8,12 +8,12 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import figures
-import report
-from ledger_tables import RESULTS, Run, Table
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
+
+from benchmarks import figures, report
+from benchmarks.ledger.tables import RESULTS, Run, Table
 
 INTRODUCTION = """# Results
 
@@ -75,7 +75,7 @@ in brackets are the paper's.
 This command makes the runs of a table:
 
 ```bash
-python benchmarks/ledger.py run TABLE --data-dir DATA --workdir runs/ledger
+python -m benchmarks.ledger run TABLE --data-dir DATA --workdir runs/ledger
 ```
 
 With `speed` instead of `run`, the command measures steps per second, while the systems of the table

@@ -1,0 +1,1 @@
+"""Measurements of speed and reliability, and the ledger of the results of the papers."""
