@@ -241,7 +241,7 @@ def test_masks_of_positions_not_yet_decoded_have_no_effect(library, alignment):
         np.testing.assert_allclose(run(mask=mask)[0], expected, atol=1e-6)
     if alignment is None:
         return
-    message = r"max_length=2 but 3 positions .* by init or init_cache with longer inputs"
+    message = r"max_length=2, but 3 positions .* call init or init_cache with longer inputs"
     with pytest.raises(ValueError, match=message):
         for _ in range(2):
             if library == "linen":

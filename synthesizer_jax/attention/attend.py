@@ -96,8 +96,9 @@ little to save.
 """
 
 FEW_SEGMENTS = (
-    "in packed rows it needs Mask.segments, no Mask.allowed, and segments · segment_length² of at "
-    f"most {MAX_UNPACKING_FACTOR} times the square of the row's length"
+    "In packed rows, this route needs Mask.segments, and Mask.allowed must be None. Also, segments "
+    f"· segment_length² must be at most {MAX_UNPACKING_FACTOR} times the square of the row's "
+    "length."
 )
 
 
@@ -188,8 +189,13 @@ def attend(
       TypeError: if a derivative other than a reverse-mode gradient of first order is taken on a
         route other than ``reference``.
     """
-    if soft_cap is not None and not (soft_cap := float(soft_cap)) > 0.0:
-        raise ValueError(f"attend: soft_cap={soft_cap} must be positive; None caps nothing")
+    if soft_cap is not None:
+        soft_cap = float(soft_cap)
+        if not soft_cap > 0.0:
+            raise ValueError(
+                f"attend: soft_cap is {soft_cap}, but it must be positive. Pass None to leave the "
+                "logits as they are."
+            )
 
     call = _make_call(terms, values, mask, q_length)
     batch, k_length, heads, width = call.values.shape
@@ -202,7 +208,10 @@ def attend(
     # Dropout is applied to the values, so no route has to know about it.
     values = drop_value_vectors(call.values, dropout_rate, dropout_key)
     if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"attend: sinks have shape {sinks.shape}; it must be [{heads}]")
+        raise ValueError(
+            f"attend: sinks.shape is {sinks.shape}, but it must be ({heads},), one number for each "
+            "head."
+        )
     call = dataclasses.replace(call, values=values, soft_cap=soft_cap, sinks=sinks)
     outputs = [_run_route(group, implementation, partition) for group in _groups_of_heads(call)]
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=2)
@@ -218,7 +227,7 @@ def _make_call(
     """
     if jnp.ndim(values) != 4:
         raise ValueError(
-            f"attend: values have shape {jnp.shape(values)}; it must be [batch, k, heads, e]"
+            f"attend: values.shape is {jnp.shape(values)}, but it must be [batch, k, heads, e]."
         )
     batch, k_length, heads, _ = values.shape
     terms, mask, q_length, _ = _checked(terms, mask, q_length, k_length, batch=batch, heads=heads)
@@ -256,8 +265,11 @@ def _checked(
         q_length = q if q_length is None else q_length
         k_length = k if k_length is None else k_length
     if q_length is None or k_length is None:
-        name = "q_length" if q_length is None else "k_length"
-        raise ValueError(f"attention: no term tells how long the rows are; give {name}")
+        name, kind = ("q_length", "queries") if q_length is None else ("k_length", "keys")
+        raise ValueError(
+            f"attention: the number of {kind} is not known, because no term has an axis of {kind}. "
+            f"Pass {name}."
+        )
     if batch is None:
         of_mask = [x.shape[0] for x in jax.tree.leaves(mask) if jnp.ndim(x)]
         batch = max([1, *of_mask, *(term.batch for term in terms)])
@@ -343,8 +355,10 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
         the call.
     """
     if implementation != "auto" and implementation not in ROUTES:
+        *routes, last = ROUTES
         raise ValueError(
-            f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}"
+            f"attend: implementation is {implementation!r}, but it must be auto, "
+            f"{', '.join(routes)} or {last}."
         )
     mask, packed = call.mask, call.mask.query_segments is not None
     positional = uses_segment_positions(call.terms, mask)
@@ -365,8 +379,8 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
         chosen = next(r for r in ("banded", "static", *small) if r not in obstacles)
     if chosen in obstacles:
         raise ValueError(
-            f"attend: implementation={implementation!r} is not possible here: {obstacles[chosen]}; "
-            "use 'auto'"
+            f"attend: implementation={implementation!r} cannot compute this call. "
+            f"{obstacles[chosen]} Use implementation='auto'."
         )
 
     # The fused route can look positions up inside packed rows, block by block, but unpacked
@@ -480,7 +494,9 @@ def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) ->
       ValueError: if the rate is negative, or 1 or more.
     """
     if not 0.0 <= rate < 1.0:
-        raise ValueError(f"attend: dropout_rate={rate}; it must be at least 0 and below 1")
+        raise ValueError(
+            f"attend: dropout_rate is {rate}, but it must be at least 0 and less than 1."
+        )
     if rate == 0.0 or key is None:
         return values
     keep = jax.random.bernoulli(key, 1.0 - rate, values.shape[:3])  # [b, k, h]
@@ -494,46 +510,47 @@ def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) ->
     return drop(values, keep)
 
 
-def check_terms(terms: object, *, of: str = "terms are", remedy: str = "return") -> None:
+def check_terms(terms: object, name: str = "attend: terms") -> None:
     """Raises an error if an object is not a non-empty tuple of terms that can be added up.
 
     Args:
       terms: the object.
-      of: what the terms are, as the start of the error message: "terms are", or a description of
-        the function that returned them.
-      remedy: the verb with which the message says what to do.
+      name: what the object is, as the subject of the error message.
 
     Raises:
       TypeError: if the object is not a tuple or a list, or if an entry is not a term.
       ValueError: if there are no terms, or if a term that cannot be added to others is one of
         several.
     """
-    example = f"{remedy} a tuple of terms, such as (static(logits),)"
+    expected = "it must be a tuple of terms, such as (static(logits),)."
     if isinstance(terms, Term):
-        raise TypeError(f"attend: {of} a bare {type(terms).__name__}; {example}")
+        raise TypeError(f"{name} is a single {type(terms).__name__} term, but {expected}")
     if not isinstance(terms, tuple | list):
-        raise TypeError(f"attend: {of} of type {type(terms).__name__}; {example}")
+        raise TypeError(f"{name} is of type {type(terms).__name__}, but {expected}")
     for term in terms:
         if isinstance(term, type):
-            raise TypeError(
-                f"attend: a term is the class {term.__name__}, not an object; {example}"
-            )
+            raise TypeError(f"{name} contains the class {term.__name__}, but {expected}")
         if not isinstance(term, Term):
-            raise TypeError(f"attend: a term is of type {type(term).__name__}; {example}")
+            raise TypeError(
+                f"{name} contains an object of type {type(term).__name__}, but {expected}"
+            )
     if not terms:
-        raise ValueError("attend: terms are empty; give at least one")
+        raise ValueError(f"{name} is empty, but it must contain at least one term.")
     alone = [term for term in terms if stands_alone(term)]
     if alone and len(terms) > 1:
-        raise ValueError(f"attend: a {type(alone[0]).__name__} term stands alone; see terms.add")
+        raise ValueError(
+            f"{name} contains a {type(alone[0]).__name__} term, which cannot be next to other "
+            "terms. Combine the terms with attention.add, or pass this term by itself."
+        )
 
 
 def check_term(
     term: Term, mask: Mask, *, batch: int, heads: int, q_length: int, k_length: int
 ) -> None:
     """Raises a `ValueError` if a term does not fit the batch, heads, queries and keys of a call."""
-    name = f"attend: a {type(term).__name__} term"
+    name = f"attend: a term of type {type(term).__name__}"
     if term.num_heads != heads:
-        raise ValueError(f"{name} is for {term.num_heads} heads, but the values have {heads}")
+        raise ValueError(f"{name} has {term.num_heads} heads, but the values have {heads}.")
     if isinstance(term, Split):
         return  # its groups are checked one by one
 
@@ -545,20 +562,21 @@ def check_term(
         term.lengths, (q_length, k_length), shortest, term.has_absolute_positions(mask), strict=True
     ):
         if own is not None and own != length and not (packed and positional and own >= least):
-            q, k = term.lengths
+            kinds = zip(term.lengths, ("queries", "keys"), strict=True)
+            sizes = " and ".join(f"{n} {kind}" for n, kind in kinds if n is not None)
             raise ValueError(
-                f"{name} is for {q} queries and {k} keys, but there are {q_length} queries and "
-                f"{k_length} values"
+                f"{name} is for {sizes}, but there are {q_length} queries and {k_length} values."
             )
     reached = term.num_keys_reached
     if reached is not None and reached < shortest[1]:
         factors = " · ".join(str(a.x.shape[-1]) for a in term.arrays())
         raise ValueError(
-            f"{name} reaches {factors} keys, but there are {k_length} values; make its factors "
-            "longer"
+            f"{name} reaches {reached} keys ({factors}), but there are {k_length} values. Use "
+            "longer factors."
         )
     for a in term.arrays():
         if a.axes[0] == "b" and a.x.shape[0] not in (1, batch):
             raise ValueError(
-                f"{name} holds an array of shape {a.x.shape}, but the values have batch {batch}"
+                f"{name} contains an array of shape {a.x.shape}, but the values have a batch size "
+                f"of {batch}. The first axis of the array must be {batch} or 1."
             )

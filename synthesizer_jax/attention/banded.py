@@ -54,7 +54,7 @@ def obstacle(call: Call) -> str | None:
     """Explains why this route cannot take a call, or returns None if it can."""
     if all(isinstance(term, Banded) for term in call.terms):
         return None
-    return "it takes one Banded term, which is weights and not logits"
+    return "This route takes only a Banded term, which consists of weights and not of logits."
 
 
 def materialize_banded(

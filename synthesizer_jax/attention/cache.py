@@ -175,8 +175,9 @@ def extend(
     keys = tuple(_cached_arrays(terms))
     if len(keys) != len(cache.keys):
         raise ValueError(
-            f"extend: the cache holds keys of {len(cache.keys)} terms but {len(keys)} were given; "
-            "make the cache with init_cache from terms of the same alignment"
+            f"extend: the cache holds the keys of {len(cache.keys)} terms, but this step has the "
+            f"keys of {len(keys)} terms. Create the cache with init_cache from terms of the same "
+            "alignment."
         )
 
     def append(past: jax.Array, x: jax.Array) -> jax.Array:
@@ -265,16 +266,16 @@ def advance_length(
         needed = int(np.max(np.asarray(at))) + n
         if capacity is not None and needed > capacity:
             raise ValueError(
-                f"extend: the cache has max_length={capacity} but {needed} positions are needed; "
-                f"make it with max_length>={needed}, that of a MultiHeadAttention by init or "
-                "init_cache with longer inputs"
+                f"extend: the cache has max_length={capacity}, but {needed} positions are needed. "
+                f"Create it with max_length={needed} or more. For a MultiHeadAttention, call init "
+                "or init_cache with longer inputs."
             )
         first, read = np.asarray(at), np.asarray(length)  # in NumPy, which `jax.jit` does not trace
         missing = first != read if exact else first > read
         if np.any(missing if lengths is None else missing & (np.asarray(lengths) > first)):
             raise ValueError(
-                f"extend: position={at} but the cache holds {length} tokens; leave position out, "
-                "then new tokens follow the cached ones"
+                f"extend: position is {at}, but the cache holds {length} tokens. Leave position "
+                "out to continue after the cached tokens."
             )
     elif n:
         # An error cannot depend on traced numbers. The caller writes NaN where `valid` is False.

@@ -31,8 +31,9 @@ from synthesizer_jax.base.typing import PyTree
 _Output = TypeVar("_Output")
 
 FIRST_ORDER = (
-    "attention: the fast implementations have gradients of first order only; for forward mode, Hessians "
-    'and gradients of gradients use implementation="reference"'
+    "attention: this implementation has only gradients of first order, in reverse mode. For "
+    "forward mode, Hessians and gradients of gradients, use "
+    'implementation="reference".'
 )
 
 
@@ -227,16 +228,16 @@ def _check_one_device(ctx: mlir.LoweringRuleContext, platform: str) -> None:
         return
 
     problem = (
-        f"attention: a kernel runs in a program for {num_devices} devices, but no mesh is set, so "
-        "it cannot be divided"
+        f"attention: a kernel is part of a program for {num_devices} devices, but no mesh is set, "
+        "so the work of the kernel cannot be divided."
     )
     remedy = (
-        "call the function under jax.set_mesh(mesh), with logical axis rules for 'batch' and "
-        "'heads' if the mesh has automatic axes"
+        "Call the function under jax.set_mesh(mesh). If the mesh has automatic axes, also set "
+        "logical axis rules for 'batch' and 'heads'."
     )
     if platform == "tpu":
-        raise ValueError(f"{problem}; {remedy}")
-    warn_once(f"{problem}: every device computes the whole batch; {remedy}")
+        raise ValueError(f"{problem} {remedy}")
+    warn_once(f"{problem} Every device computes the whole batch. {remedy}")
 
 
 ad.primitive_jvps[_opaque_p] = _raise_first_order

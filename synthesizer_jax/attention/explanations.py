@@ -65,16 +65,19 @@ class Explanation:
 
     def __str__(self) -> str:
         batch, queries, keys, heads = self.shape
-        over = ", ".join(f"{name} over {'+'.join(axes)}" for name, axes in self.divided.items())
-        kept = "" if self.kept_bytes is None else f"; keeps {self.kept_bytes / 2**20:.1f} MiB"
-        lines = [
-            f"{self.route} route on {self.platform}, {self.kernel}: batch {batch}, {heads} heads, "
-            f"{queries} queries, {keys} keys"
-            + (", unpacked" if self.unpacked else "")
-            + (f"; {over}" if over else "")
-            + kept
+        parts = [
+            f"{self.route} route on {self.platform}, computed by {self.kernel}: batch {batch}, "
+            f"{heads} heads, {queries} queries, {keys} keys"
         ]
-        return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.obstacles.items()])
+        if self.unpacked:
+            parts.append("packed rows are unpacked")
+        if self.divided:
+            over = [f"{name} divided over {'+'.join(axes)}" for name, axes in self.divided.items()]
+            parts.append(", ".join(over))
+        if self.kept_bytes is not None:
+            parts.append(f"keeps {self.kept_bytes / 2**20:.1f} MiB for the backward pass")
+        reasons = [f"  not {name}: {why}" for name, why in self.obstacles.items()]
+        return "\n".join(["; ".join(parts), *reasons])
 
 
 def explain(
@@ -131,7 +134,7 @@ def log_external_call(
     query, key, value, *rest = args
     batch, queries, heads, _ = query.shape
     shape = batch, queries, key.shape[1], heads
-    why = "it has no dropout of single weights, no precision and no other einsums"
+    why = "This package does not support dropout of single weights, a precision or custom einsums."
     log_call(
         lambda: Explanation(route, kernel, explained_platform(), shape, obstacles={"engine": why}),
         lambda: jax.vjp(lambda *x: function(*x, *rest), query, key, value)[1],

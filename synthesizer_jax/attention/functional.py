@@ -118,8 +118,9 @@ def dot_product_attention(
         mask = masks if mask is None else _add_array(masks, mask, sizes)
     elif lengths or masks.has_band:
         raise ValueError(
-            f"{NAME}: a Mask is given beside other masks; put causal, query_lengths, "
-            "key_lengths and window into the Mask"
+            f"{NAME}: mask is a Mask, so is_causal, query_seq_lengths, key_value_seq_lengths and "
+            "local_window_size cannot be used. Set causal, query_lengths, key_lengths and window "
+            "of the Mask instead."
         )
     out = attend_dot_product(
         query,
@@ -175,13 +176,13 @@ def _with_batch(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     shapes = [x.shape for x in arrays]
     if any(len(shape) not in (3, 4) or len(shape) != len(shapes[0]) for shape in shapes):
         raise ValueError(
-            f"{NAME}: query, key and value have shapes {shapes}; give [batch, length, heads, "
-            "width] or [length, heads, width] for all"
+            f"{NAME}: query, key and value have shapes {shapes}, but all three must be [batch, "
+            "length, heads, width] or all three [length, heads, width]."
         )
     if len({x.dtype for x in arrays}) > 1 or not jnp.issubdtype(arrays[0].dtype, jnp.floating):
         raise ValueError(
-            f"{NAME}: query, key and value have dtypes {[str(x.dtype) for x in arrays]}; cast them "
-            "to the same floating-point dtype"
+            f"{NAME}: query, key and value have dtypes {[str(x.dtype) for x in arrays]}. Cast them "
+            "to the same floating-point dtype."
         )
     query, key, value = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in arrays)
     if (
@@ -190,8 +191,9 @@ def _with_batch(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         or query.shape[2] % key.shape[2]
     ):
         raise ValueError(
-            f"{NAME}: query, key and value have shapes {shapes}; they must agree in batch, query "
-            "and key in width, key and value in length and heads, of which the query has a multiple"
+            f"{NAME}: query, key and value have shapes {shapes}. All three need the same batch "
+            "size. Query and key need the same width. Key and value need the same length and the "
+            "same number of heads, which must divide the number of heads of the query."
         )
     return query, key, value
 
@@ -200,7 +202,7 @@ def _scaled(query: jax.Array, scale: ArrayLike | None) -> jax.Array:
     """Returns the query multiplied by the scale, rounded once to its dtype."""
     factor = jnp.asarray(query.shape[-1] ** -0.5 if scale is None else scale, logits_dtype(query))
     if factor.ndim:
-        raise ValueError(f"{NAME}: scale has shape {factor.shape}; it must be a scalar")
+        raise ValueError(f"{NAME}: scale has shape {factor.shape}, but it must be a scalar.")
     return (query.astype(factor.dtype) * factor).astype(query.dtype)
 
 
@@ -209,8 +211,8 @@ def _add_array(masks: Mask, mask: ArrayLike, sizes: LogitsShape) -> Mask:
     mask = jnp.asarray(mask)
     if mask.dtype != bool:
         raise ValueError(
-            f"{NAME}: mask has dtype {mask.dtype}; it must be bool (what is added to the logits is "
-            "the bias)"
+            f"{NAME}: mask has dtype {mask.dtype}, but it must be bool. If the array is added to "
+            "the logits, pass it as bias."
         )
     pattern = _broadcast_rank("mask", mask, sizes)
     return add_pattern(
@@ -227,8 +229,8 @@ def _broadcast_rank(name: str, x: jax.Array, sizes: LogitsShape) -> jax.Array:
     full = x.reshape((1,) * (4 - x.ndim) + x.shape)
     if full.ndim > 4 or any(n not in (1, size) for n, size in zip(full.shape, sizes, strict=True)):
         raise ValueError(
-            f"{NAME}: {name} has shape {x.shape}; it must broadcast to [batch, heads, queries, "
-            f"keys]={tuple(sizes)}"
+            f"{NAME}: {name} has shape {x.shape}, but it must broadcast to [batch, heads, queries, "
+            f"keys], which is {tuple(sizes)} here."
         )
     return full
 
@@ -257,15 +259,16 @@ def _biases(
     if isinstance(bias, RelativeTable):
         if bias.table.shape[0] != sizes.heads:
             raise ValueError(
-                f"{NAME}: the relative bias has {bias.table.shape[0]} heads, but the query "
-                f"{sizes.heads}; for a table [num_buckets, num_heads] set head_axis=1"
+                f"{NAME}: the relative bias has {bias.table.shape[0]} heads, but the query has "
+                f"{sizes.heads}. If its table is [num_buckets, num_heads], pass head_axis=1 to "
+                "relative_bias."
             )
         return (bias.term(sizes.queries, sizes.keys, offset),), ()
     if isinstance(bias, Term):
         return (bias,), ()
     array = jnp.asarray(bias)
     if array.dtype == bool:
-        raise ValueError(f"{NAME}: bias has dtype bool; give it as mask")
+        raise ValueError(f"{NAME}: bias has dtype bool. Pass a boolean array as mask instead.")
     if jnp.issubdtype(array.dtype, jnp.integer):
         array = array.astype(jnp.promote_types(dtype, jnp.float32))
     full = _broadcast_rank("bias", array, sizes)
@@ -343,8 +346,8 @@ def _attend_examples(
     """
     if mask.query_segments is not None:
         raise ValueError(
-            f"{NAME}: a separate bias for every example is not possible in packed rows; give a "
-            "bias that all examples share, or rows that are not packed"
+            f"{NAME}: packed rows do not support a separate bias for every example. Use a bias "
+            "that all examples share, or rows that are not packed."
         )
     (batch, k_length, *_), q_length = values.shape, biases[0].shape[2]
     heads = terms[0].num_heads

@@ -99,7 +99,10 @@ def attend_fused(call: Call) -> jax.Array:
     # The result is right without a kernel, but much slower, so users should know.
     if platform in ("tpu", _CUDA) and platform not in options.kernels:
         why = _kernels(platform).obstacle(inputs)
-        warn_once(f"attend: a loop over examples runs on {platform}, and no kernel: {why}")
+        warn_once(
+            f"attend: this call runs as a slow loop over the examples on {platform}, because no "
+            f"kernel supports it. {why}"
+        )
 
     def forward(args: tuple[FusedInputs, jax.Array | None]) -> tuple[jax.Array, SoftmaxStats]:
         """Returns the output and the statistics of its rows."""
@@ -153,11 +156,14 @@ def fused_inputs(call: Call) -> FusedInputs:
 def obstacle(call: Call) -> str | None:
     """Explains why this route cannot take a call, or returns None if it can."""
     if any(term.is_weights for term in call.terms):
-        return "Banded terms are weights without a softmax"
+        return "Banded terms are weights, but this route computes a softmax of logits."
     for term in call.terms:
         if divide_terms((term,)) is None:
             name = type(term).__name__
-            return f"it has no {name} terms, only Static, Relative, LowRank and Outer"
+            return (
+                "This route takes only Static, Relative, LowRank and Outer terms, but a term is of "
+                f"type {name}."
+            )
     return None
 
 

@@ -68,18 +68,23 @@ def obstacle(inputs: FusedInputs) -> str | None:
     """Returns why the kernels cannot take these inputs, or None if they can."""
     products, biases, values, mask, positions = inputs
     if products.outer:
-        return "the kernels have no Outer terms"
+        return "The kernels do not support Outer terms."
     if positions is not None or (mask.counts_in_segments and mask.has_band):
-        return "positions inside packed segments are not looked up by the kernels"
+        return "The kernels do not look up positions inside packed segments."
     if not isinstance(mask.query_offset, int):
-        return "Mask.query_offset is not known when the function is traced"
+        return "Mask.query_offset is traced, but the kernels need to know its value."
     if logits_dtype(values, *jax.tree.leaves((products, biases))) != jnp.float32:
-        return "the kernels have no 64-bit numbers"
+        return "The kernels do not support 64-bit numbers."
     # Triton's offsets have 32 bits, and an offset of Mask.allowed is counted in bytes of int8.
     if mask.allowed is not None and mask.allowed.size > 2**31:
-        return "Mask.allowed is too large for the kernels"
+        return f"Mask.allowed has more than {2**31:,} entries, which is too large for the kernels."
     widest = max(x.shape[-1] for x in (values, *jax.tree.leaves(products)))
-    return f"rows of {widest} numbers are too wide for the kernels" if widest > MAX_WIDTH else None
+    if widest > MAX_WIDTH:
+        return (
+            f"Queries, keys or values have {widest} features per head, but the kernels support at "
+            f"most {MAX_WIDTH}."
+        )
+    return None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("interpret",))

@@ -63,9 +63,9 @@ def obstacle(inputs: FusedInputs) -> str | None:
     """Returns why the kernels cannot take these inputs, or None if they can."""
     mask = inputs.mask
     if mask.allowed is not None and mask.allowed.shape[1] > 1:
-        return "the kernels do not read a Mask.allowed that heads do not share"
+        return "The kernels support Mask.allowed only if all heads share it."
     if inputs.positions is not None or (mask.counts_in_segments and mask.has_band):
-        return "positions inside packed segments are not looked up by the kernels"
+        return "The kernels do not look up positions inside packed segments."
     return tpu.obstacle(inputs)
 
 

@@ -34,7 +34,8 @@ class _Fields(TypedDict, total=False):
 _FAR = 2**30
 
 CROSS_ATTENTION = (
-    "give Mask.padded or Mask.packed `queries` too, or Mask(key_lengths=…) if all queries are real"
+    "For cross-attention, also pass `queries` to Mask.padded or Mask.packed, or use "
+    "Mask(key_lengths=…) if all queries are real."
 )
 """What an error message advises if the queries are not the keys."""
 
@@ -208,14 +209,14 @@ class Mask:
             return cls() if mask is None else mask
         if not isinstance(mask, jax.Array | np.ndarray):
             raise TypeError(
-                f"attention: the mask is a {type(mask).__name__}; give a Mask, or an array that is "
-                "nonzero where a query may see a key"
+                f"attention: the mask is of type {type(mask).__name__}, but it must be a Mask, or "
+                "an array that is nonzero where a query may attend to a key."
             )
         if mask.ndim not in (2, 4):
             raise ValueError(
-                f"attention: the mask has shape {mask.shape}; it must be [batch or 1, heads or 1, "
-                "q, k] or [q, k]: add an axis of heads to [batch, q, k], and use Mask.padded for "
-                "padding alone"
+                f"attention: the mask has shape {mask.shape}, but it must be [batch or 1, heads or "
+                "1, q, k] or [q, k]. If it is [batch, q, k], add an axis of heads. If it only "
+                "hides padding, use Mask.padded."
             )
         mask = as_bool(mask)
         allowed = mask[None, None] if mask.ndim == 2 else mask
@@ -239,8 +240,8 @@ class Mask:
             return dataclasses.replace(self, query_segments=segments)
         if not isinstance(self.query_offset, int) or self.query_offset != 0:
             raise ValueError(
-                f"Mask.query_offset={self.query_offset} in self-attention, where every query is "
-                "its own key; leave it out, or decode with a cache"
+                f"Mask.query_offset is {self.query_offset}, but in self-attention the queries are "
+                "the keys and have no offset. Leave it out, or decode with a cache."
             )
         if self.query_lengths is not None or self.query_valid is not None:
             return self  # the mask already says which queries are real
@@ -279,24 +280,24 @@ class Mask:
         """
         if (self.query_segments is None) != (self.key_segments is None):
             raise ValueError(
-                "attend: Mask has only one of query_segments and key_segments; give both, or use "
-                "Mask.packed"
+                "attend: the Mask has only one of query_segments and key_segments. Set both, or "
+                "use Mask.packed."
             )
         if self.query_segments is not None and self.prefix_lengths is not None:
             raise ValueError(
-                "attend: Mask.prefix_lengths counts from the start of a row, which in packed rows "
-                "is the first example only; use Mask.allowed"
+                "attend: Mask.prefix_lengths cannot be used with packed rows, because it counts "
+                "from the start of a row and not of each example. Use Mask.allowed instead."
             )
         offset = self.query_offset
         if self.query_segments is not None and isinstance(offset, int) and offset != 0:
             raise ValueError(
-                f"attend: Mask.query_offset={offset} with segments, where positions begin anew; "
-                "leave it out for packed rows"
+                f"attend: Mask.query_offset is {offset}, but it must be 0 for packed rows, because "
+                "positions start again in every segment. Leave it out."
             )
         if self.self_attention and q_length != k_length:
             raise ValueError(
-                f"attend: the mask is that of self-attention, but there are {q_length} queries and "
-                f"{k_length} keys; {CROSS_ATTENTION}"
+                f"attend: the mask was made for self-attention, but there are {q_length} queries "
+                f"and {k_length} keys. {CROSS_ATTENTION}"
             )
         sizes = {"batch": batch, "heads": heads, "q": q_length, "k": k_length}
         return self.map_arrays(lambda name, x: _broadcast(name, x, sizes))
@@ -407,7 +408,7 @@ class Mask:
           ValueError: if rows are packed, or if the mask has a pattern of pairs.
         """
         if self.key_segments is not None or self.allowed is not None:
-            raise ValueError("Mask.slice_keys: not for packed rows or Mask.allowed")
+            raise ValueError("Mask.slice_keys does not support packed rows or Mask.allowed.")
         position = jnp.arange(length) + start
         real = (position >= 0)[None]
         if self.key_lengths is not None:
@@ -478,8 +479,9 @@ def as_bool(mask: jax.Array | np.ndarray) -> jax.Array:
         others = values[(values != 0) & (values != 1)]
         if others.size:
             raise ValueError(
-                f"attention: the mask contains {others[0]}; floating masks are 1 where a query may "
-                "see a key, else 0: instead of a mask that is added to the logits give mask == 0"
+                f"attention: the mask contains {others[0]}, but a floating-point mask must be 1 "
+                "where a query may attend to a key and 0 elsewhere. If the mask is meant to be "
+                "added to the logits, pass mask == 0 instead."
             )
     return jnp.asarray(mask).astype(bool)
 
@@ -564,13 +566,16 @@ def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
     )
     if not fits:
         expected = ", ".join(
-            f"{axis}{' or 1' if axis in shared else ''}={size}"
+            f"{size} or 1" if axis in shared and size != 1 else str(size)
             for axis, size in zip(axes, shape, strict=True)
         )
-        raise ValueError(f"attend: Mask.{name} has shape {x.shape}; it must be [{expected}]")
+        raise ValueError(
+            f"attend: Mask.{name} has shape {x.shape}, but it must be [{', '.join(axes)}], which "
+            f"is [{expected}] here."
+        )
     if name.endswith(("lengths", "segments")):
         if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"attend: Mask.{name} has dtype {x.dtype}; it must be integers")
+            raise ValueError(f"attend: Mask.{name} has dtype {x.dtype}, but it must be integer.")
         return jnp.broadcast_to(x, shape)
     x = as_bool(x)
 

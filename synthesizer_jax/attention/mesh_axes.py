@@ -134,9 +134,10 @@ def on_every_device(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     def call(*args: PyTree) -> PyTree:
         if unused:
             warn_once(
-                f"attend: a kernel is not divided over mesh axes {', '.join(unused)}, so all "
-                "devices along them compute the same; set logical axis rules for 'batch' and "
-                "'heads', and choose numbers of examples and heads that the axes divide"
+                "attend: the work of a kernel is not divided over the mesh axes "
+                f"{', '.join(unused)}, so all devices along them compute the same results. Set "
+                "logical axis rules for 'batch' and 'heads', and choose numbers of examples and "
+                "heads that are multiples of the sizes of these axes."
             )
         with jax.sharding.use_abstract_mesh(mesh):
             sharded = jax.shard_map(

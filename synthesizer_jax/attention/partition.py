@@ -190,8 +190,8 @@ class Partition:
         unknown = [axis for axis in axes if axis not in mesh.shape]
         if unknown:
             raise ValueError(
-                f"Partition: the mesh has no axis {unknown[0]!r}, it has {mesh.axis_names}; set "
-                "the mesh with jax.set_mesh(mesh), and name its axes"
+                f"Partition: the mesh has no axis {unknown[0]!r}. Its axes are {mesh.axis_names}. "
+                "Set the mesh with jax.set_mesh(mesh), and use the names of its axes."
             )
         return math.prod(mesh.shape[axis] for axis in axes)
 

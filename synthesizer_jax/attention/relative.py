@@ -92,8 +92,9 @@ def relative_bias(
     table = jnp.asarray(table)
     if table.ndim != 2 or head_axis not in (0, 1):
         raise ValueError(
-            f"relative_bias: the table has shape {table.shape} and head_axis={head_axis}; give "
-            "[num_heads, num_buckets] and 0, or [num_buckets, num_heads] and 1"
+            f"relative_bias: the table has shape {table.shape} and head_axis is {head_axis}. Pass "
+            "a table [num_heads, num_buckets] with head_axis=0, or a table [num_buckets, "
+            "num_heads] with head_axis=1."
         )
     return RelativeTable(table.T if head_axis else table, bidirectional, max_distance)
 

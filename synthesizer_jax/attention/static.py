@@ -102,19 +102,25 @@ def static_inputs(call: Call) -> FusedInputs:
 def obstacle(call: Call) -> str | None:
     """Explains why this route cannot take a call, or returns None if it can."""
     if any(term.is_weights for term in call.terms):
-        return "Banded terms are weights without a softmax"
+        return "Banded terms are weights, but this route computes a softmax of logits."
     if call.soft_cap is not None:
-        return "it has no soft cap"
+        return "This route does not support soft_cap."
     if call.sinks is not None:
-        return "it has no sinks"
+        return "This route does not support sinks."
     for term in call.terms:
         name = type(term).__name__
         if any(a.from_tokens for a in term.arrays()):
-            return f"a {name} term is made from tokens"
+            return (
+                "This route takes only terms that consist of parameters, but a term of type "
+                f"{name} is computed from tokens."
+            )
         if type(term) not in (Static, Relative, LowRank):
-            return f"it has no {name} terms, only Static, Relative and LowRank"
+            return (
+                "This route takes only Static, Relative and LowRank terms, but a term is of type "
+                f"{name}."
+            )
     if call.mask.allowed is not None:
-        return "Mask.allowed may differ between examples"
+        return "This route does not support Mask.allowed, which may differ between examples."
     return None
 
 

@@ -72,11 +72,14 @@ def obstacle(q_length: int, inputs: FusedInputs) -> str | None:
     heads = heads_per_program(*values.shape[2:])
     if heads > MAX_HEADS:
         return (
-            f"only {heads} heads of width {values.shape[3]} fill whole registers; "
-            f"at most {MAX_HEADS} are computed together"
+            f"It takes {heads} heads of width {values.shape[3]} to fill whole registers, but the "
+            f"kernels compute at most {MAX_HEADS} heads together."
         )
     if examples_per_program(values, q_length) < 1:
-        return f"{q_length} queries and {values.shape[1]} keys are too many for the vector memory"
+        return (
+            f"The logits of {q_length} queries and {values.shape[1]} keys do not fit into the "
+            "vector memory."
+        )
     return None
 
 

@@ -376,9 +376,9 @@ def cut_diagonals(
     if start < 0 or start + needed > logits.shape[1]:
         first = start + term.first
         raise ValueError(
-            f"relative: logits cover key - query from {term.first} to "
-            f"{term.first + logits.shape[1] - 1}, but the block needs {first} to "
-            f"{first + needed - 1}; give a column for each"
+            f"relative: the logits cover the distances key - query from {term.first} to "
+            f"{term.first + logits.shape[1] - 1}, but the queries and keys have distances from "
+            f"{first} to {first + needed - 1}. Give the logits a column for each distance."
         )
     columns = jax.lax.slice_in_dim(logits, start, start + needed, axis=1)
     return Relative(columns, 1 - q_length)
@@ -488,14 +488,15 @@ def low_rank(
     (heads, rank), (key_heads, key_rank) = queries.shape[2:], keys.shape[2:]
     if rank != key_rank or heads % max(key_heads, 1):
         raise ValueError(
-            f"low_rank: queries have [heads, r]={queries.shape[2:]} but keys {keys.shape[2:]}; "
-            "r must be equal, and the number of the queries' heads a multiple of the keys'"
+            f"low_rank: the last two axes [heads, r] are {queries.shape[2:]} in queries and "
+            f"{keys.shape[2:]} in keys. r must be the same in both, and the number of heads of the "
+            "keys must divide the number of heads of the queries."
         )
     for name, x, tokens in (("queries", queries, token_queries), ("keys", keys, token_keys)):
         if not tokens and x.shape[0] != 1:
             raise ValueError(
-                f"low_rank: {name} that are not made from tokens need a batch axis of 1, not "
-                f"{x.shape[0]}"
+                f"low_rank: token_{name} is False, which means that {name} are parameters, but "
+                f"their batch axis has the size {x.shape[0]}. It must be 1."
             )
     return LowRank(queries, keys, token_keys, token_queries)
 
@@ -550,7 +551,8 @@ def outer(a: jax.Array, b: jax.Array) -> Outer:
     _check_rank("outer: b", b, "[batch, q, heads, B]", rank=4)
     if a.shape[:3] != b.shape[:3]:
         raise ValueError(
-            f"outer: a has [batch, q, heads]={a.shape[:3]} but b {b.shape[:3]}; both must be equal"
+            f"outer: the first three axes [batch, q, heads] are {a.shape[:3]} in a and "
+            f"{b.shape[:3]} in b, but they must be the same."
         )
     return Outer(a, b)
 
@@ -564,8 +566,8 @@ class _NoLogits(Term):
     def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
         """Raises a `ValueError`, because there are no logits."""
         raise ValueError(
-            f"{type(self).__name__} is not made of logits alone, which is asked for here (talking "
-            "heads exchange logits); use GaussianBias, or plain Attention"
+            f"A {type(self).__name__} term cannot be converted to logits, which layers such as "
+            "TalkingHeads need. Use GaussianBias as the alignment, or Attention as the layer."
         )
 
 
@@ -681,9 +683,10 @@ def add(*terms: Term) -> Terms:
     if len(terms) > 1 and any(term.is_weights for term in terms):
         names = ", ".join(type(term).__name__ for term in terms)
         raise ValueError(
-            f"{names} do not add up: Banded terms are weights, not logits. Put the log-Gaussian "
-            "into the softmax (GaussianBias), give some heads to each (PerHead), or add up the "
-            "outputs of two layers; without other parts, drop the position bias"
+            f"The terms {names} cannot be added up, because Banded terms are weights and not "
+            "logits. Use GaussianBias, which belongs inside the softmax, or give some heads to "
+            "each part with PerHead, or add up the outputs of two layers. If the other term is a "
+            "position bias, leave it out."
         )
     statics = [term for term in terms if isinstance(term, Static)]
     relatives = [term for term in terms if isinstance(term, Relative)]
@@ -706,7 +709,9 @@ def _add_relative(x: Relative, y: Relative) -> Relative:
 def _add_to_split(split: Split, others: Terms) -> Split:
     """Adds terms to those groups of a `Split` that have logits."""
     if any(stands_alone(term) for term in others):
-        raise ValueError("Split adds up with logits only; put everything into one PerHead")
+        raise ValueError(
+            "Only logits can be added to a Split term. Put all parts into a single PerHead."
+        )
     groups = []
     for terms, start, count in split.slices():
 
@@ -748,9 +753,9 @@ def scale(terms: Terms, factor: jax.Array) -> Terms:
     for term in terms:
         if term.linear is None:
             raise ValueError(
-                f"{type(term).__name__} cannot be part of a mixture: it is not made of logits "
-                "alone; use GaussianBias inside the softmax, PerHead around both, or add up the "
-                "outputs of two layers"
+                f"A {type(term).__name__} term cannot be part of a mixture, because no array "
+                "scales its logits. Use GaussianBias inside the softmax, or give some heads to "
+                "each part with PerHead, or add up the outputs of two layers."
             )
 
     def times(a: TermArray) -> jax.Array:
@@ -789,4 +794,4 @@ def materialize(
 def _check_rank(name: str, x: jax.Array, shape: str, *, rank: int) -> None:
     """Raises a `ValueError` if an array does not have `rank` axes; `shape` describes them."""
     if x.ndim != rank:
-        raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
+        raise ValueError(f"{name}.shape is {x.shape}, but it must be {shape}.")

@@ -73,14 +73,14 @@ def obstacle(inputs: FusedInputs) -> str | None:
     """Returns why no TPU kernel can take these inputs, or None if some may."""
     products, biases, values, mask, _ = inputs
     if mask.prefix_lengths is not None:
-        return "the kernels do not read Mask.prefix_lengths"
+        return "The kernels do not support Mask.prefix_lengths."
     if not isinstance(mask.query_offset, int):
-        return "Mask.query_offset is not known when the function is traced"
+        return "Mask.query_offset is traced, but the kernels need to know its value."
     leaves = values, *jax.tree.leaves((products, biases))
     if any(x.dtype == jnp.float16 for x in leaves):
-        return "the kernels have no float16 numbers"
+        return "The kernels do not support float16."
     if logits_dtype(*leaves) != jnp.float32:
-        return "the kernels have no 64-bit numbers"
+        return "The kernels do not support 64-bit numbers."
     return None
 
 

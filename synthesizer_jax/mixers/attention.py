@@ -181,7 +181,8 @@ class AttentionBase(Mixer):
         """Returns the terms that the alignment makes from queries and the tokens to attend to."""
         keys = jax.tree.leaves(values)[0] if self.shared_key_value else attended
         terms = self.alignment.copy(name="align", parent=self)(x, keys, context)
-        check_terms(terms)
+        name = f"{type(self).__name__}: the result of the alignment {type(self.alignment).__name__}"
+        check_terms(terms, name)
         return terms
 
     def _values(self, memory: jax.Array) -> Values:

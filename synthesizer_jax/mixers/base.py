@@ -334,7 +334,7 @@ class Mixer(nn.Module):
         name = type(self).__name__
         check_fields(self, name)
         if not isinstance(bias, tuple) or bias:
-            check_terms(bias, of="bias is", remedy="give")
+            check_terms(bias, f"{name}: bias")
         if cross and not self.has_cross_attention:
             raise ValueError(f"{name} mixes a sequence with itself; use Attention as cross_mixer")
         if cross and mask.self_attention:

@@ -91,7 +91,10 @@ def test_devices_that_share_the_queries(names: tuple[str, ...], route: str) -> N
     for x, y in zip(*map(jax.tree.leaves, (found, run())), strict=True):
         assert oracle.error(x, np.asarray(y, np.float64)) < 2e-5
     short = relative(jnp.ones((HEADS, 2 * n - 3)), first=2 - n)
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="give a column for each"):
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match="Give the logits a column for each distance"),
+    ):
         attend((short,), values, q_length=n, partition=partition)
 
 
@@ -128,22 +131,31 @@ SHORT = relative(jnp.ones((HEADS, 20)), first=-9)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"implementation": "cudnn"}, r"'cudnn'; allowed: auto, static, fused, banded, reference"),
-        ({"names": ("dense",), "implementation": "static"}, "LowRank term is made from tokens"),
+        (
+            {"implementation": "cudnn"},
+            "'cudnn', but it must be auto, static, fused, banded or reference",
+        ),
+        (
+            {"names": ("dense",), "implementation": "static"},
+            "LowRank is computed from tokens",
+        ),
         ({"implementation": "static", "mask": PATTERN}, "Mask.allowed"),
         ({"implementation": "static", "mask": UNCOUNTED}, "Mask.segments"),
         ({"mask": Mask(key_segments=ONES)}, "only one of query_segments"),
         ({"mask": dataclasses.replace(UNCOUNTED, prefix_lengths=ONES[:, 0])}, "prefix_lengths"),
-        ({"mask": dataclasses.replace(UNCOUNTED, query_offset=2)}, "query_offset=2"),
+        ({"mask": dataclasses.replace(UNCOUNTED, query_offset=2)}, "query_offset is 2"),
         ({"values": jnp.ones((3, 11, 2))}, r"\[batch, k, heads, e\]"),
         ({"values": jnp.ones((3, 13, 2, 5))}, "11 keys, but there are 11 queries and 13 values"),
-        ({"values": jnp.ones((3, 11, 4, 5))}, "for 2 heads, but the values have 4"),
-        ({"names": ("dense",), "values": jnp.ones((5, 11, 2, 5))}, "values have batch 5"),
-        ({"terms": (), "q_length": 3}, "terms are empty"),
-        ({"names": ("relative",)}, "give q_length"),
-        ({"terms": (SHORT,), "q_length": 11}, "from -9 to 10, but the block needs -10 to 10"),
-        ({"dropout_rate": 1.0}, "dropout_rate=1.0"),
-        ({"soft_cap": 0.0}, "soft_cap=0.0 must be positive"),
+        ({"values": jnp.ones((3, 11, 4, 5))}, "has 2 heads, but the values have 4"),
+        ({"names": ("dense",), "values": jnp.ones((5, 11, 2, 5))}, "values have a batch size of 5"),
+        ({"terms": (), "q_length": 3}, "terms is empty"),
+        ({"names": ("relative",)}, "Pass q_length"),
+        (
+            {"terms": (SHORT,), "q_length": 11},
+            "have distances from -10 to 10",
+        ),
+        ({"dropout_rate": 1.0}, "dropout_rate is 1.0"),
+        ({"soft_cap": 0.0}, "soft_cap is 0.0, but it must be positive"),
     ],
 )
 def test_errors(changes, message: str) -> None:

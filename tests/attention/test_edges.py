@@ -213,10 +213,10 @@ def test_a_traced_position_beyond_a_bias_is_nan() -> None:
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        (static(jnp.ones((2, 3, 3))), "terms are a bare Static; return a tuple"),
-        ((jnp.ones((2, 3, 3)),), "a term is of type ArrayImpl"),
-        ((type(static(jnp.ones((2, 3, 3)))),), "a term is the class Static, not an object"),
-        (None, "terms are of type NoneType; return a tuple of terms"),
+        (static(jnp.ones((2, 3, 3))), "terms is a single Static term, but it must be a tuple"),
+        ((jnp.ones((2, 3, 3)),), "contains an object of type ArrayImpl"),
+        ((type(static(jnp.ones((2, 3, 3)))),), "contains the class Static"),
+        (None, "terms is of type NoneType, but it must be a tuple of terms"),
     ],
 )
 def test_what_an_alignment_may_return_by_mistake(terms, message: str) -> None:

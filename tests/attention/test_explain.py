@@ -49,7 +49,7 @@ def test_terms_are_explained_for_another_platform():
     (tpu,) = sj.explain(sj.attend, terms, values, platform="tpu")
     assert (cpu.platform, cpu.route) == ("cpu", "fused") and cpu.kernel != "Pallas kernels"
     assert (tpu.platform, tpu.route, tpu.kernel) == ("tpu", "fused", "Pallas kernels")
-    assert "made from tokens" in cpu.obstacles["static"]
+    assert "computed from tokens" in cpu.obstacles["static"]
     (gpu,) = sj.explain(sj.attend, terms, values, platform="gpu")
     assert (gpu.route, gpu.kernel) == ("fused", "Pallas kernels")
     segments = jnp.repeat(jnp.array([[1, 2], [1, 2]]), 256, axis=1)

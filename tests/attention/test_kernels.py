@@ -249,7 +249,7 @@ def test_what_the_kernels_do_not_take():
     pattern = jax.ShapeDtypeStruct((48, 1, 8192, 8192), bool)
     inputs = fused.fused_inputs(Call(terms, values, Mask(), QUERIES))
     inputs = inputs._replace(mask=dataclasses.replace(inputs.mask, allowed=pattern))
-    assert "allowed is too large" in fused_gpu.obstacle(inputs)
+    assert "which is too large for the kernels" in fused_gpu.obstacle(inputs)
     half = values.astype(jnp.float16)
     assert all("float16" in obstacle for obstacle in obstacles(Mask(), half))
     # A row of few keys fills registers.

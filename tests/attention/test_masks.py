@@ -29,19 +29,25 @@ def test_one_mask_for_all_examples(route: str) -> None:
     [
         (
             Mask(key_valid=jnp.ones(KEYS, bool)),
-            r"key_valid has shape \(11,\); .* \[batch or 1=3, k=11\]",
+            r"key_valid has shape \(11,\), .* \[batch, k\], which is \[3 or 1, 11\]",
         ),
         (
             Mask(key_lengths=jnp.ones(BATCH + 1, int)),
-            r"key_lengths has shape \(4,\); .*batch or 1=3",
+            r"key_lengths has shape \(4,\), .* \[batch\], which is \[3 or 1\]",
         ),
-        (Mask(key_lengths=jnp.ones(BATCH)), "key_lengths has dtype float32; it must be integers"),
+        (
+            Mask(key_lengths=jnp.ones(BATCH)),
+            "key_lengths has dtype float32, but it must be integer",
+        ),
         (Mask(query_valid=jnp.ones((BATCH, KEYS + 1))), r"query_valid has shape \(3, 12\)"),
         (Mask(allowed=jnp.ones((KEYS, KEYS), bool)), r"allowed has shape \(11, 11\)"),
-        (Mask(allowed=jnp.ones((1, HEADS + 1, KEYS, KEYS), bool)), "heads or 1=2"),
+        (
+            Mask(allowed=jnp.ones((1, HEADS + 1, KEYS, KEYS), bool)),
+            r"\[3 or 1, 2 or 1, 11 or 1, 11\]",
+        ),
         (Mask(causal=True, prefix_lengths=jnp.ones((BATCH, 1), int)), "prefix_lengths has shape"),
         (Mask.packed(jnp.ones((BATCH, KEYS + 1), int)), r"query_segments has shape \(3, 12\)"),
-        (jnp.ones(KEYS), r"the mask has shape \(11,\); .* Mask.padded"),
+        (jnp.ones(KEYS), r"the mask has shape \(11,\), .* Mask.padded"),
     ],
 )
 def test_shapes_are_checked(mask: Mask, message: str) -> None:
@@ -60,11 +66,13 @@ def test_windows_beyond_all_positions_hide_nothing(window) -> None:
 
 def test_what_is_no_mask() -> None:
     terms, values, _ = cases.problem(("static",))
-    with pytest.raises(TypeError, match="the mask is a str; give a Mask, or an array"):
+    with pytest.raises(
+        TypeError, match="the mask is of type str, but it must be a Mask, or an array"
+    ):
         attend(terms, values, mask="causal")
-    with pytest.raises(ValueError, match="add an axis of heads to \\[batch, q, k\\]"):
+    with pytest.raises(ValueError, match="If it is \\[batch, q, k\\], add an axis of heads"):
         attend(terms, values, mask=jnp.ones((BATCH, KEYS, KEYS)))  # Flax: [heads, q, k]
-    with pytest.raises(ValueError, match="query_offset=3 in self-attention"):
+    with pytest.raises(ValueError, match="query_offset is 3, but in self-attention"):
         Mask(causal=True, query_offset=3).for_self_attention()
 
 

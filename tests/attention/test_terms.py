@@ -38,11 +38,14 @@ def test_scale(factor: jax.Array) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: static(jnp.ones((2, 3))), r"static: logits has shape \(2, 3\)"),
+        (lambda: static(jnp.ones((2, 3))), r"static: logits.shape is \(2, 3\)"),
         (lambda: relative(jnp.ones(3), first=0), r"\[heads, distances\]"),
-        (lambda: outer(X, jnp.ones((2, 3, 5, 5))), "both must be equal"),
-        (lambda: low_rank(X, jnp.ones((2, 3, 4, 6)), token_keys=True), "r must be equal"),
-        (lambda: low_rank(X, X, token_keys=False), "batch axis of 1, not 2"),
+        (lambda: outer(X, jnp.ones((2, 3, 5, 5))), "but they must be the same"),
+        (
+            lambda: low_rank(X, jnp.ones((2, 3, 4, 6)), token_keys=True),
+            "r must be the same in both",
+        ),
+        (lambda: low_rank(X, X, token_keys=False), "batch axis has the size 2. It must be 1"),
     ],
 )
 def test_errors(make, message: str) -> None:

@@ -117,7 +117,7 @@ def test_queries_of_cross_attention_past_the_end(layer):
     assert np.all(np.isnan(jax.jit(extend)(x[:, 4:], cache)[0]))
     steps = [lambda: extend(x[:, 4:], cache), lambda: init(max_length=5)]
     for step in steps if layer in TABLES else steps[:1]:
-        with pytest.raises(ValueError, match=r"max_length=4 but (was given )?5 positions"):
+        with pytest.raises(ValueError, match=r"max_length=4,? but (was given )?5 positions"):
             jax.eval_shape(step)
 
 
@@ -152,7 +152,7 @@ def test_a_mask_of_another_memory_is_named_and_one_that_is_missing():
     variables = general(layer.init, X, X)
     init = functools.partial(apply_method, layer.init_cache, variables, X, X, max_length=ROOM)
     with pytest.raises(
-        ValueError, match=r"Mask.key_valid has shape \(2, 9\); it must be \[.*k=13\]"
+        ValueError, match=r"Mask.key_valid has shape \(2, 9\), but it must be .*\[2 or 1, 13\]"
     ):
         init(mask=mask)
     cache = init(mask=sj.Mask(key_lengths=jnp.array([11, 13])))

@@ -154,7 +154,11 @@ REFUSED = [
     (ATTENTION, {"kv": X, "mask": OWN}, "that of self-attention, but kv is given; .*queries"),
     (ATTENTION, {"kv": X[0]}, r"tokens have shape \(7, 10\), expected \[batch,"),
     (ATTENTION, {"is_causal": True}, r"takes no is_causal; give mask=Mask\(causal=True\)"),
-    (ATTENTION, {"bias": BIAS[0]}, "bias is a bare Relative; give a tuple of terms"),
+    (
+        ATTENTION,
+        {"bias": BIAS[0]},
+        "bias is a single Relative term, but it must be a tuple of terms",
+    ),
 ]
 
 

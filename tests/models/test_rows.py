@@ -156,7 +156,7 @@ def test_an_array_is_a_tokenizers_attention_mask(source):
         (real[0], r"shape \(6,\); it must be \[batch or 1=2, keys=6\]"),
         (pairs, r"shape \(6, 6\); .* mask\[None, None\] is one of \[q, keys\]"),
         (np.stack([pairs] * 2), r"shape \(2, 6, 6\); .* mask\[:, None\] one of"),
-        (np.where(real, 0.0, -1e9), r"instead of a mask that is added .* give mask == 0"),
+        (np.where(real, 0.0, -1e9), "meant to be added to the logits, pass mask == 0"),
     ):
         with pytest.raises(ValueError, match=message):
             model.apply(variables, source, targets, mask=mask)
@@ -164,7 +164,7 @@ def test_an_array_is_a_tokenizers_attention_mask(source):
             reader.apply(own, source, mask=mask)
     for mask in (True, "causal"):
         with pytest.raises(
-            TypeError, match=f"the mask is a {type(mask).__name__}; give a Mask, or an array"
+            TypeError, match=f"the mask is of type {type(mask).__name__}, but it must be a Mask, or"
         ):
             reader.apply(own, source, mask=mask)
 

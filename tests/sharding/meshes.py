@@ -104,7 +104,7 @@ def check_lowers(case: Case, platform: str) -> None:
     """Asserts that a case runs the platform's kernels, or is refused in a sentence."""
     if case.is_unknown and platform == "tpu":
         with pytest.raises(
-            ValueError, match=r"no mesh is set.*call the function under jax.set_mesh\(mesh\)"
+            ValueError, match=r"no mesh is set.*Call the function under jax.set_mesh\(mesh\)"
         ):
             case.lower(platform)
         return

@@ -25,7 +25,7 @@ def test_lowers(case: Case, platform: str) -> None:
     [
         (
             Case("Attention", AxisType.Auto, True, "batch", False, 4, 4),
-            r"not divided over mesh axes 'tensor' \(2",
+            r"not divided over the mesh axes 'tensor' \(2",
         ),
         (
             Case("Attention", AxisType.Auto, False, "none", False, 4, 4),
