@@ -17,7 +17,7 @@ import typer
 
 from synthesizer_jax.base.files import is_storage_error
 from synthesizer_jax.base.messages import escape_controls
-from synthesizer_jax.cli import checkpoints, data, doctor, evaluate, plan, report, train
+from synthesizer_jax.cli import checkpoints, data, doctor, evaluate, inspect, plan, report, train
 from synthesizer_jax.cli.generate import generate
 from synthesizer_jax.cli.options import as_command
 from synthesizer_jax.hosts.compilation_cache import enable_compilation_cache
@@ -38,7 +38,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan.plan,
     "compare": report.report,
     "report": report.report,
-    "inspect": report.inspect,
+    "inspect": inspect.inspect,
     "doctor": doctor.doctor,
     "local": doctor.local,
 }

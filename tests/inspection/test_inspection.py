@@ -19,12 +19,12 @@ from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.inspection import run
 from synthesizer_jax.inspection.measures import EDGES, Rows, attention_sums, measure
+from synthesizer_jax.inspection.page import sentence, write_inspection
 from synthesizer_jax.inspection.run import Place, inspect_run, mixers_of, sums_of
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Run, Size, alignment, t5
 from synthesizer_jax.models.zoo import language_model
-from synthesizer_jax.reports.inspection import sentence, write_inspection
 from synthesizer_jax.runs.metrics import METRICS_FILE
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.training.run_directory import save_run
