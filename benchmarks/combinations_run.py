@@ -55,7 +55,7 @@ register_mesh_axis("expert", "mlp")
 
 SIZE = Size(d_model=16, layers=2, d_ff=32, heads=4, head_dim=4)
 POSITIONS = 64
-"""Positions of tables: those of inputs and targets together."""
+"""The number of positions of tables, for inputs and targets together."""
 
 VOCAB_SIZE = 384
 INPUTS, TARGETS = 32, 16
@@ -64,13 +64,14 @@ CLASSES = ("bad", "good")
 
 
 def _heads(**options: object) -> Callable[[bool], Mixer]:
-    """Returns what makes an `Attention` with some options for a causal or another stack."""
+    """Returns a function that makes an `Attention` with some options, causal or not."""
     return lambda causal: Attention(SIZE.heads, SIZE.head_dim, **options)  # type: ignore[arg-type]
 
 
 def _talking(**options: object) -> Callable[[bool], Mixer]:
-    """The same for `TalkingHeads`."""
-    return lambda causal: TalkingHeads(SIZE.heads, SIZE.head_dim, **options)  # type: ignore[arg-type]
+    """Returns a function that makes `TalkingHeads` with some options, causal or not."""
+    heads, head_dim = SIZE.heads, SIZE.head_dim
+    return lambda causal: TalkingHeads(heads, head_dim, **options)  # type: ignore[arg-type]
 
 
 _dot = functools.partial(DotProduct, parent=None)
@@ -114,19 +115,20 @@ MIXERS: dict[str, Callable[[bool], Alignment | Mixer]] = {
     ),
     "token": lambda causal: TokenFeedForward(SIZE.d_ff, SIZE.heads, SIZE.head_dim),
 }
-"""Ways to mix tokens, for a stack that is causal or not."""
+"""Ways to mix tokens, as functions of whether the stack is causal."""
 
 
 def default(kind: str, encoder: str, decoder: str, options: str) -> Experiment:
-    """An experiment of a kind of model.
+    """Returns the experiment of a tiny model.
 
     Args:
-      kind: ``encoder_decoder``, ``language_model``, ``prefix_lm``, ``text_lm`` (without inputs),
-        ``classifier`` or ``masked_lm``.
-      encoder: a name of `MIXERS`, of the only stack unless the model is an encoder-decoder.
-      decoder: the same for a decoder with an encoder.
-      options: words joined by ``+``: ``gated``; ``bias``, ``sinusoidal`` or ``learned``; ``universal``
-        or ``halting``; ``capped``.
+      kind: ``encoder_decoder``, ``language_model``, ``prefix_lm``, ``text_lm`` (a language model
+        without inputs), ``classifier`` or ``masked_lm``.
+      encoder: a name of `MIXERS` for the encoder, or for the only stack of other models.
+      decoder: a name of `MIXERS` for the decoder of an encoder-decoder.
+      options: words joined by ``+``. ``gated`` makes feed-forward layers gated; ``bias``,
+        ``sinusoidal`` and ``learned`` are kinds of positions; ``universal`` and ``halting`` share
+        the parameters of all layers; ``capped`` bounds the logits of the output.
     """
     words = set(options.split("+"))
     causal = kind in ("language_model", "prefix_lm", "text_lm")
@@ -140,16 +142,17 @@ def default(kind: str, encoder: str, decoder: str, options: str) -> Experiment:
         positions=next((module for name, module in positions.items() if name in words), None),
         vocab_size=VOCAB_SIZE,
     )
+
     if words & {"universal", "halting"}:
         threshold = 0.5 if "halting" in words else None
         pair = pair.copy(
             encoder=_universal(pair.encoder, threshold), decoder=_universal(pair.decoder, threshold)
         )
     cap = 10.0 if "capped" in words else None
-    model: TextToText | Encoder = pair.copy(logits_soft_cap=cap)
     data = DataConfig("sentiment", INPUTS, TARGETS, batch_size=BATCH)
-    evaluation = Evaluation(max_examples=8, batch_size=8, loss_batches=2)
-    stack = pair.encoder
+
+    model: TextToText | Encoder = pair.copy(logits_soft_cap=cap)
+    stack = pair.encoder  # the only stack of all other models
     shared = {"vocab_size": VOCAB_SIZE, "d_model": SIZE.d_model}
     if causal:
         if stack.bias is not None:
@@ -166,17 +169,18 @@ def default(kind: str, encoder: str, decoder: str, options: str) -> Experiment:
         model = Encoder(**shared, encoder=stack, masked_lm=True, tied=pair.tied)
         objective = OBJECTIVES["masked_lm"]
         data = replace(data, mixture="texts", targets_length=INPUTS, objective=objective)
+
     return Experiment(
         model=model,
         data=data,
         training=Training(steps=6, optimizer=AdamW(Constant(1e-2)), log_every=1, save_every=3),
-        evaluation=evaluation,
+        evaluation=Evaluation(max_examples=8, batch_size=8, loss_batches=2),
         vocabulary=Bytes(),
     )
 
 
 def _universal(stack: Stack, threshold: float | None) -> UniversalStack:
-    """Returns a stack like another whose layers share their parameters."""
+    """Returns a stack like another one, but with one set of parameters for all layers."""
     runs = (Run(stack.runs[0].block, stack.num_layers),)
     return UniversalStack(
         runs, bias=stack.bias, positions=stack.positions, halting_threshold=threshold

@@ -8,7 +8,7 @@ from synthesizer_jax.training.experiment import Experiment
 from tests.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import combinations
+import combinations_drawing as drawing
 
 REFUSED = r"data\.pack|optax\.|parameter_scale|data\.buckets|evaluation\.method|targets_length"
 """What an experiment refuses when it is made; more is refused when its step is traced."""
@@ -17,9 +17,9 @@ REFUSED = r"data\.pack|optax\.|parameter_scale|data\.buckets|evaluation\.method|
 def test_the_settings_that_are_drawn_exist():
     refusals, made = [], 0
     for number in range(25):
-        drawn = combinations.draw_combination(5, number)
-        assert drawn == combinations.draw_combination(5, number)
-        recipe = f"{combinations.RECIPE}:default:{drawn.recipe}"
+        drawn = drawing.draw_combination(5, number)
+        assert drawn == drawing.draw_combination(5, number)
+        recipe = f"{drawing.RECIPE}:default:{drawn.recipe}"
         try:
             load_with_code(recipe, [*drawn.settings, *drawn.twin_settings], kinds=(Experiment,))
             made += 1

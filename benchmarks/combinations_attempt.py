@@ -1,0 +1,448 @@
+"""Trains, kills, continues and uses the run of a combination, and checks how each part ends.
+
+Several combinations with the same number of devices share the processes of `attempt_group`, because
+most of the time would be spent on starting them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gc
+import io
+import json
+import os
+import pathlib
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+from combinations_checks import (
+    WrongError,
+    check_refusal,
+    compare_average,
+    compare_records,
+    compare_results,
+    compare_rows,
+    compare_trees,
+    files_of,
+    is_sentence,
+    last_line,
+    to_host,
+)
+from combinations_drawing import RECIPE, Combination, draw_combination
+from combinations_processes import captured_errors, command, in_child, print_to
+
+from synthesizer_jax.cli import main as program
+from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
+from synthesizer_jax.training import run as training
+from synthesizer_jax.training.step import TrainState
+from synthesizer_jax.training.trainer import Trainer
+
+KILL_AT = 4
+"""The number of the step before which a run is killed."""
+
+TEXTS = ["review: nice film 3", "reverse: a b c", "the"]
+"""Inputs for which texts are generated."""
+
+BEGINNINGS = ["a b c", "the", "a"]
+"""Beginnings of texts, which models without inputs continue."""
+
+
+class Attempt:
+    """Everything that is done with a combination, in a directory of its own.
+
+    Attributes:
+      combination: the combination.
+      root: the directory of all combinations, which has the data and the base models.
+      place: the directory of this attempt.
+      notes: facts for the results, such as the sentence of a refusal.
+      end: ``complete``, ``refused`` or ``wrong``.
+      reason: what is wrong.
+    """
+
+    def __init__(self, combination: Combination, root: pathlib.Path, place: pathlib.Path):
+        self.combination = combination
+        self.root = root
+        self.place = place
+        self.notes = dict[str, Any]()
+        self.end = "refused"
+        self.reason = ""
+
+    @property
+    def texts(self) -> list[str]:
+        """The inputs for which texts are generated."""
+        return BEGINNINGS if self.combination.kind == "text_lm" else TEXTS
+
+    @property
+    def has_twin_on_one_device(self) -> bool:
+        """Whether the second run has one device, and so needs another process than the first."""
+        return self.combination.twin == "one device"
+
+    def arguments(self, workdir: str, extra: Sequence[str] = ()) -> list[str]:
+        """Returns the command that trains, with extra settings."""
+        bases = str(self.root / "bases")
+        arguments = ["train", f"{RECIPE}:default:{self.combination.recipe}"]
+        arguments += ["--workdir", str(self.place / workdir)]
+        arguments += ["--data-dir", str(self.root / "data"), "--quiet"]
+        for setting in (*self.combination.settings, *extra):
+            arguments += ["--set", setting.replace("{}", bases)]
+        return arguments
+
+    def call(self, name: str, function: Callable[[], int]) -> None:
+        """Calls a function in this process, and writes its output and its exit code to files.
+
+        The parent process reads these files in `check`.
+        """
+        print_to(self.place / f"{name}.log")
+        try:
+            code = function()
+        except Exception:
+            traceback.print_exc()
+            code = 70
+        sys.stdout.flush()
+        sys.stderr.flush()
+        (self.place / f"{name}.code").write_text(str(code))
+
+    def check(self, name: str, ended: int) -> None:
+        """Raises a `WrongError` unless `call` was successful.
+
+        Args:
+          name: the name that `call` got.
+          ended: the exit code of the process in which it was called.
+        """
+        log, code = self.place / f"{name}.log", self.place / f"{name}.code"
+        if not code.exists():
+            raise WrongError(
+                f"{name} did not run, because its process ended with {ended}; see {log}"
+            )
+        if code.read_text() != "0":
+            raise WrongError(f"{name} ended with {code.read_text()}: {last_line(log)}")
+        if "Traceback" in log.read_text(errors="replace"):
+            raise WrongError(f"{name} printed a traceback; see {log}")
+
+    def check_killed(self, ended: int) -> bool:
+        """Checks the run that was killed.
+
+        Args:
+          ended: the exit code of its process.
+
+        Returns:
+          Whether the run can be continued. It cannot if the training has refused its settings.
+        """
+        log, code = self.place / "killed.log", self.place / "killed.code"
+        if ended != -signal.SIGKILL:
+            raise WrongError(f"the process to be killed ended with {ended}; see {log}")
+        if not code.exists():
+            return True
+        if code.read_text() == "0" and self.combination.get("evaluation.patience"):
+            return True  # it stopped early, before it was killed
+        check_refusal(int(code.read_text()), log)
+        written = files_of(self.place) - {log, code}
+        if written:
+            names = sorted(map(str, written))[:3]
+            raise WrongError(f"training refused its settings, but wrote {names}: {last_line(log)}")
+        self.notes["refusal"] = last_line(log)
+        return False
+
+    def wait_until_saved(self) -> None:
+        """Waits for the checkpoint of the steps so far, if the combination asks for it."""
+        every = int(self.combination.get("training.save_every"))
+        newest = (KILL_AT - 1) // every * every
+        path = self.place / "killed" / "checkpoints" / str(newest)
+        end = time.monotonic() + 20
+        while self.combination.saved and not path.is_dir() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def train_twin(self) -> int:
+        """Trains the second run without interruption, and returns its exit code.
+
+        It checks the loss of the first batch in other rows, and the averages of the parameters. To
+        save time, it evaluates nothing, unless evaluations decide when it stops.
+        """
+        states: list[Any] = []
+        step = Trainer.step
+
+        def watching_step(trainer: Trainer, state: TrainState, batch: Any) -> Any:
+            """Makes a step and checks it."""
+            if not states:
+                if self.combination.compares_rows:
+                    compare_rows(trainer, state, batch)
+                states.append(to_host(state.params))
+            state, metrics = step(trainer, state, batch)
+            states.append(to_host(state.params))
+            if state.ema:
+                compare_average(states, to_host(state.ema), trainer.experiment.training.ema)
+            return state, metrics
+
+        with (
+            mock.patch.object(Trainer, "step", watching_step),
+            mock.patch.dict(os.environ, {program.TRACEBACK: "1"}),
+            contextlib.ExitStack() as stack,
+        ):
+            if not self.combination.get("evaluation.patience"):
+                stack.enter_context(
+                    mock.patch.object(training, "evaluate_state", return_value={"score": 0.0})
+                )
+            return command(self.arguments("twin", self.combination.twin_settings))
+
+    def compare_with_twin(self) -> None:
+        """Compares what both runs have logged."""
+        self.notes["difference"] = compare_records(
+            self.records("killed"),
+            self.records("twin"),
+            self.combination.twin,
+            is_bfloat16=self.combination.get("model.dtype") == "bfloat16",
+        )
+
+    def records(self, workdir: str) -> list[dict[str, Any]]:
+        """Returns what a run has logged about its steps."""
+        records = read_metrics(self.place / workdir / METRICS_FILE)
+        return [record for record in records if record["kind"] == "train"]
+
+    def results(self, workdir: str) -> Any:
+        """Returns the results of the last evaluation of a run."""
+        files = (self.place / workdir / "evaluation").glob("*/results.json")
+        newest = max(files, key=lambda path: int(path.parent.name))
+        return json.loads(newest.read_text())
+
+    def continue_and_use(self) -> int:
+        """Continues the run, evaluates it, generates texts with it and exports it.
+
+        The exit code and the last line of every command are written to ``codes.jsonl``, which
+        `check_codes` reads.
+        """
+        results = []
+        for name, arguments in self.commands().items():
+            errors = io.StringIO()
+            with captured_errors(errors):
+                code = command(arguments)
+            text = errors.getvalue()
+            print(text, flush=True)
+            lines = [line for line in text.splitlines() if line]
+            last = lines[-1] if lines else ""
+            with (self.place / "codes.jsonl").open("a") as file:
+                file.write(json.dumps([name, code, last, "Traceback" in text]) + "\n")
+            if name in ("train", "eval"):
+                if code:
+                    return 0
+                results.append(self.results("killed"))
+
+        of_training, of_eval = results
+        compare_results(of_eval, of_training, "eval")
+        if (self.place / "exported").exists():
+            self.check_export(self.place / "exported")
+        return 0
+
+    def commands(self) -> dict[str, list[str]]:
+        """Returns the commands that continue and use the run, by their names in the results."""
+        run = str(self.place / "killed")
+        commands = {
+            "train": self.arguments("killed"),
+            "eval": ["eval", "--workdir", run, "--data-dir", str(self.root / "data")],
+        }
+        if self.combination.generate is not None:
+            generate = ["generate", "--workdir", run, *self.combination.generate, *self.texts]
+            for size in self.combination.batch_sizes:
+                output = ["--batch-size", str(size), "--output", str(self.place / f"texts-{size}")]
+                commands[f"generate in batches of {size}"] = [*generate, *output]
+        exported = str(self.place / "exported")
+        commands["export"] = ["export", run, exported, *self.combination.export]
+        return commands
+
+    def check_codes(self) -> None:
+        """Raises a `WrongError` unless all commands succeeded or refused what they cannot do."""
+        for line in (self.place / "codes.jsonl").read_text().splitlines():
+            name, code, last, has_traceback = json.loads(line)
+            refused = code == 2 and is_sentence(last) and name not in ("train", "eval")
+            if has_traceback or not (code == 0 or refused):
+                raise WrongError(f"{name} ended with {code}: {last}")
+            if refused:
+                self.notes[f"{name.split()[0]} refused"] = last
+        written = [self.place / f"texts-{size}" for size in self.combination.batch_sizes]
+        texts = {path.read_text() for path in written if path.exists()}
+        if len(texts) > 1:
+            raise WrongError(
+                f"generate {self.combination.generate} gives other texts in batches of another "
+                f"size: {sorted(texts)}"
+            )
+
+    def check_export(self, exported: pathlib.Path) -> None:
+        """Compares what was exported with the run."""
+        kind = self.combination.export[1]
+        if kind == "stablehlo":
+            self.check_program(exported)
+        elif kind != "peft":
+            self.check_folder(exported, kind)
+
+    def check_folder(self, exported: pathlib.Path, kind: str) -> None:
+        """Converts a folder of transformers or T5X back, and compares the parameters."""
+        import synthesizer_jax as sj
+        from synthesizer_jax.models import unroll_variables
+
+        ours = sj.load(str(self.place / "killed"))
+        options = ["--vocabulary", "bytes"] if kind.startswith("t5x") else []
+        converted = self.place / "converted"
+        if command(["convert", str(exported), str(converted), *options]):
+            raise WrongError("what was exported cannot be converted back")
+        theirs = sj.load(str(converted))
+        compare_trees(
+            unroll_variables(theirs.model, theirs.variables)["params"],
+            unroll_variables(ours.model, ours.variables)["params"],
+            0.0,
+            "exported parameters",
+        )
+
+    def check_program(self, exported: pathlib.Path) -> None:
+        """Compares the texts of an exported program with those of the run, for greedy decoding."""
+        if self.combination.generate != []:
+            return
+        from synthesizer_jax.serving.load import Model
+
+        found = [" ".join(text.splitlines()) for text in Model(exported).generate(self.texts)]
+        written = (self.place / f"texts-{self.combination.batch_sizes[0]}").read_text().splitlines()
+        # A program may continue a text for longer than the command, which fills a row of training.
+        continues = self.combination.kind == "text_lm"
+        for ours, theirs in zip(found, written, strict=True):
+            if not (ours.startswith(theirs) if continues else ours == theirs):
+                raise WrongError(f"the exported program generates {found}, not {written}")
+
+
+def kill_all(attempts: Sequence[Attempt]) -> int:
+    """Trains in this process until it is killed in the middle of all runs.
+
+    The runs are nested: when one comes to the step before which it is killed, the next one starts.
+    If every run had a process of its own, most of the time would be spent on starting them.
+    """
+    step = Trainer.step
+
+    def start(index: int) -> None:
+        """Starts the runs from an index on, and then kills this process."""
+        for number in range(index, len(attempts)):
+            one = attempts[number]
+            made: list[None] = []  # as many elements as the run has started steps
+
+            def killing_step(
+                trainer: Trainer,
+                state: Any,
+                batch: Any,
+                number: int = number,
+                one: Attempt = one,
+                made: list[None] = made,
+            ) -> Any:
+                """Makes a step, or starts the next run instead of the step before which it ends."""
+                made.append(None)
+                if len(made) == KILL_AT:
+                    one.wait_until_saved()
+                    start(number + 1)
+                return step(trainer, state, batch)
+
+            Trainer.step = killing_step  # type: ignore[method-assign]
+            # It returns only if the training has refused its settings, or has stopped early.
+            one.call("killed", functools.partial(command, one.arguments("killed")))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    start(0)
+    return 1
+
+
+def continue_all(attempts: Sequence[Attempt]) -> int:
+    """Continues the runs that were killed, uses them, and trains the second runs."""
+    for one in attempts:
+        one.call("resumed", one.continue_and_use)
+        if not one.has_twin_on_one_device:
+            one.call("twin", one.train_twin)
+        gc.collect()
+    return 0
+
+
+def train_twins(attempts: Sequence[Attempt]) -> int:
+    """Trains the second runs that have one device."""
+    for one in attempts:
+        one.call("twin", one.train_twin)
+    return 0
+
+
+def passing(attempts: Sequence[Attempt], check: Callable[[Attempt], bool]) -> list[Attempt]:
+    """Returns the attempts for which a check is true, and marks those for which it raises an error.
+
+    Args:
+      attempts: the attempts to check.
+      check: returns whether to go on with an attempt. A `WrongError` means that it is wrong.
+    """
+    passed = []
+    for one in attempts:
+        try:
+            if check(one):
+                passed.append(one)
+        except WrongError as error:
+            one.end, one.reason = "wrong", str(error)
+    return passed
+
+
+def attempt_group(numbers: Sequence[int], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Does everything with some combinations that have the same number of devices.
+
+    Returns:
+      A result for each combination, as it is written to the file of results.
+    """
+    attempts = []
+    for number in numbers:
+        place = args.directory / f"{args.seed}-{number}"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        attempts.append(Attempt(draw_combination(args.seed, number), args.directory, place))
+    devices = attempts[0].combination.devices
+    log = args.directory / f"{args.seed}-{numbers[0]}.log"
+    began = time.monotonic()
+
+    ended = in_child(functools.partial(kill_all, attempts), log, devices)
+    left = passing(attempts, lambda one: one.check_killed(ended))
+    if left:
+        left = continue_group(left, log, devices)
+    for one in left:
+        one.end = "complete"
+
+    seconds = round((time.monotonic() - began) / len(numbers), 1)
+    results = []
+    for number, one in zip(numbers, attempts, strict=True):
+        if one.end != "wrong" and not args.keep:
+            shutil.rmtree(one.place)
+        found = {"number": number, "end": one.end, "reason": one.reason, "seconds": seconds}
+        results.append({**found, **one.notes, **dataclasses.asdict(one.combination)})
+    log.unlink()
+    return results
+
+
+def continue_group(attempts: Sequence[Attempt], log: pathlib.Path, devices: int) -> list[Attempt]:
+    """Continues and uses the runs of attempts, trains their second runs, and checks all of this.
+
+    Returns:
+      The attempts of which nothing is wrong.
+    """
+    ended = in_child(functools.partial(continue_all, attempts), log, devices)
+
+    def check_used(one: Attempt) -> bool:
+        """Checks how an attempt was continued and used."""
+        one.check("resumed", ended)
+        one.check_codes()
+        return True
+
+    def check_twin(one: Attempt) -> bool:
+        """Checks the second run of an attempt."""
+        one.check("twin", ended)
+        one.compare_with_twin()
+        return True
+
+    left = passing(attempts, check_used)
+    alone = [one for one in left if one.has_twin_on_one_device]
+    if alone:
+        in_child(functools.partial(train_twins, alone), log, 1)
+    return passing(left, check_twin)

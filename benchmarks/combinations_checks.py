@@ -1,0 +1,217 @@
+"""Checks the runs of `combinations.py`: compares numbers, and reads logs and refusals."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from synthesizer_jax.cli import main as program
+from synthesizer_jax.training.adapters import adapted_variables
+from synthesizer_jax.training.step import TrainState, loss_sums
+from synthesizer_jax.training.trainer import Trainer
+
+TOLERANCES = {"bfloat16": 0.05, "first step": 2e-4, "other steps": 5e-3}
+"""The largest relative differences between the losses of two runs that are equal mathematically."""
+
+
+class WrongError(Exception):
+    """A combination did not end as it should."""
+
+
+def to_host(tree: Any) -> Any:
+    """Returns copies of arrays as NumPy arrays, whose memory later steps do not reuse."""
+    return jax.tree.map(lambda x: np.array(jax.device_get(x)), tree)
+
+
+def compare_trees(found: Any, expected: Any, tolerance: float, what: str) -> None:
+    """Raises a `WrongError` if trees of arrays differ by more than a relative tolerance."""
+    ours, theirs = (dict(jax.tree.leaves_with_path(tree)) for tree in (found, expected))
+    if ours.keys() != theirs.keys():
+        names = sorted(jax.tree_util.keystr(path) for path in ours.keys() ^ theirs.keys())
+        raise WrongError(f"{what}: only one of the two has {', '.join(names[:4])}")
+    for path, x in ours.items():
+        x = np.asarray(x, np.float64)
+        y = np.asarray(theirs[path], np.float64)
+        if x.shape != y.shape or not np.all(np.abs(x - y) <= tolerance * (1e-2 + np.abs(y))):
+            raise WrongError(f"{what}: {jax.tree_util.keystr(path)} differs")
+
+
+def compare_average(states: Sequence[Any], found: Any, decay: float | None) -> None:
+    """Compares the average of the parameters with the formula of `step.apply_gradients`.
+
+    Args:
+      states: the parameters before training and after each step.
+      found: the average that the run has computed.
+      decay: the setting `training.ema`.
+    """
+    assert decay is not None
+    average = jax.tree.map(lambda x: x.astype(np.float64), states[0])
+    for number, params in enumerate(states[1:]):
+        weight = 1 - min(decay, (1 + number) / (10 + number))
+        average = jax.tree.map(lambda a, p, w=weight: a + w * (p - a), average, params)
+    compare_trees(found, average, 1e-5, f"the average of step {len(states) - 1}")
+
+
+def compare_rows(trainer: Trainer, state: TrainState, batch: Any) -> None:
+    """Compares the loss of a batch with the loss of the same examples in other rows."""
+    experiment = trainer.experiment
+    model = experiment.model
+    device = jax.local_devices()[0]
+    variables = adapted_variables(
+        to_host(state.variables), to_host(trainer.base), experiment.training.adapters
+    )
+    batch = to_host(batch)
+    is_packed = "encoder_segment_ids" in batch
+    if is_packed:
+        other = unpacked(batch)
+        segments = experiment.data.segments_per_row
+        change = "the examples are not packed"
+    else:
+        other = repadded(batch, model.ids.padding)
+        segments = None
+        change = "there is more padding and the rows have another order"
+
+    def losses(batch: Any, max_segments: int | None) -> list[float]:
+        """Returns the sums of the loss, the z-loss and the weights of a batch."""
+        with jax.default_device(device):
+            sums = jax.jit(
+                lambda variables, batch: loss_sums(
+                    model,
+                    variables,
+                    batch,
+                    z_loss=experiment.training.z_loss,
+                    label_smoothing=experiment.training.label_smoothing,
+                    max_segments=max_segments,
+                )
+            )(variables, batch)
+        return [float(x) for x in (sums.loss, sums.z_loss, sums.weight)]
+
+    found, expected = losses(batch, segments), losses(other, None)
+    # A ponder cost would differ, because it is a mean over rows. These sums do not include it.
+    tolerance = 0.03 if "bfloat16" in str(model.dtype) else 2e-4
+    if not np.allclose(found, expected, rtol=tolerance, atol=1e-3):
+        raise WrongError(
+            f"loss, z-loss and tokens of a batch are {found}, but they are {expected} if {change}"
+        )
+
+
+def unpacked(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the examples of packed rows, each in a row of its own."""
+    rows = collections.defaultdict[str, list[np.ndarray]](list)
+    sides = {
+        "encoder_input_tokens": "encoder",
+        "decoder_input_tokens": "decoder",
+        "decoder_target_tokens": "decoder",
+        "decoder_loss_weights": "decoder",
+    }
+    for row in range(len(batch["decoder_target_tokens"])):
+        for segment in range(1, int(batch["decoder_segment_ids"][row].max()) + 1):
+            for name, side in sides.items():
+                values = batch[name][row]
+                part = values[batch[f"{side}_segment_ids"][row] == segment]
+                rows[name].append(np.pad(part, (0, len(values) - len(part))))
+    return {name: np.stack(parts) for name, parts in rows.items()}
+
+
+def repadded(batch: dict[str, np.ndarray], padding: int) -> dict[str, np.ndarray]:
+    """Returns the same rows from the last to the first, with more padding at their ends."""
+    other = {}
+    has_classes = batch["decoder_target_tokens"].shape[1] == 1
+    for name, values in batch.items():
+        is_empty = values.shape[1] == 0
+        is_class = has_classes and name.startswith("decoder")
+        if values.ndim == 2 and not is_empty and not is_class:
+            fill = 0 if name.endswith("weights") else padding
+            values = np.pad(values, ((0, 0), (0, 3)), constant_values=fill)
+        other[name] = values[::-1]
+    return other
+
+
+def compare_records(
+    ours: Sequence[dict[str, Any]],
+    theirs: Sequence[dict[str, Any]],
+    twin: str,
+    *,
+    is_bfloat16: bool,
+) -> float:
+    """Compares what two runs have logged about their steps.
+
+    Args:
+      ours: the records of the run that was killed.
+      theirs: the records of the second run.
+      twin: the name of the second run. If it is ``same``, all numbers must be exactly equal.
+      is_bfloat16: whether the model computes in bfloat16.
+
+    Returns:
+      The largest relative difference of a loss.
+
+    Raises:
+      WrongError: the runs have other steps or batches, or a number differs too much.
+    """
+    steps = [[record["step"] for record in records] for records in (ours, theirs)]
+    if steps[0] != steps[1]:
+        raise WrongError(f"the run has the steps {steps[0]}, and its twin {twin!r} has {steps[1]}")
+    if [r["data_checksum"] for r in ours] != [r["data_checksum"] for r in theirs]:
+        raise WrongError(f"the twin {twin!r} has another batch")
+    worst = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        if twin == "same":
+            tolerance = 0.0
+        elif is_bfloat16:
+            tolerance = TOLERANCES["bfloat16"]
+        elif a["step"] == 1:
+            tolerance = TOLERANCES["first step"]
+        else:
+            tolerance = TOLERANCES["other steps"]
+        for name in ("loss", "z_loss", "gradient_norm", "learning_rate"):
+            x, y = a.get(name) or 0.0, b.get(name) or 0.0
+            difference = abs(x - y) / max(abs(x), abs(y), 1e-3)
+            if name == "loss":
+                worst = max(worst, difference)
+            allowed = 4 * tolerance if name == "gradient_norm" else tolerance
+            if not difference <= allowed:  # also if it is not a number
+                raise WrongError(f"{name} of step {a['step']} is {x}, and {y} in the twin {twin!r}")
+    return worst
+
+
+def compare_results(found: Any, expected: Any, what: str, path: str = "") -> None:
+    """Raises a `WrongError` if results of an evaluation differ by more than rounding."""
+    if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
+        for name, value in expected.items():
+            compare_results(found[name], value, what, f"{path}.{name}")
+    elif isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
+        for number, value in enumerate(expected):
+            compare_results(found[number], value, what, f"{path}.{number}")
+    elif isinstance(expected, float) and isinstance(found, float):
+        if not np.isclose(found, expected, rtol=1e-5, equal_nan=True):
+            raise WrongError(f"{what}: {path} is {found}, and was {expected}")
+    elif found != expected:
+        raise WrongError(f"{what}: {path} is {found}, and was {expected}")
+
+
+def last_line(log: pathlib.Path) -> str:
+    """Returns the last line of a log that is not empty."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:1500] if lines else ""
+
+
+def is_sentence(line: str) -> bool:
+    """Whether an error is one line that the program wrote itself."""
+    return line.startswith("error: ") and program.TRACEBACK not in line
+
+
+def check_refusal(code: int, log: pathlib.Path) -> None:
+    """Raises a `WrongError` unless a command has refused its settings in one line."""
+    text, last = log.read_text(errors="replace"), last_line(log)
+    if code != 2 or "Traceback" in text or not is_sentence(last):
+        raise WrongError(f"training ended with {code}: {last}")
+
+
+def files_of(directory: pathlib.Path) -> set[pathlib.Path]:
+    """Returns all files in a directory, at any depth, except locks."""
+    return {p for p in directory.rglob("*") if p.is_file() and p.suffix != ".lock"}
