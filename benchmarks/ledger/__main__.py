@@ -1,13 +1,14 @@
-"""Makes the runs of the papers' tables, and writes docs/results.md and its picture from their results.
+"""Makes the runs of the papers' tables, and writes docs/results.md and its picture.
 
     python -m benchmarks.ledger run cotraining --data-dir DATA --workdir runs/ledger
     python -m benchmarks.ledger speed cotraining --data-dir DATA
     python -m benchmarks.ledger write
 
-`run` makes the runs that docs/results.json lacks, with the commands that a user would type. It adds each
-run to the file when it has finished. If it is interrupted and called again, it continues. `speed` measures
-the training steps of a table's systems in turns, in one process. `write` needs no run. The tables are in
-docs/results.toml. `benchmarks/ledger/data.py` makes the data, and the vocabularies in the work directory.
+`run` makes the runs that docs/results.json does not have, with the commands that a user would type.
+It adds every run to this file when it has finished, so that it continues after an interruption.
+`speed` measures the training steps of all systems of a table in turns, in one process. `write`
+writes the page from the measurements, without running anything. docs/results.toml defines the
+tables. `benchmarks/ledger/data.py` makes the data, and the vocabularies in the work directory.
 """
 
 from __future__ import annotations
@@ -29,11 +30,22 @@ def main() -> None:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("action", choices=["run", "speed", "write"])
-    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; by default all")
-    parser.add_argument("--data-dir", type=pathlib.Path)
-    parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/ledger"))
-    parser.add_argument("--seeds", type=int, nargs="+", help="by default those of the table")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument(
+        "tables", nargs="*", metavar="TABLE", help=f"tables, by default all: {', '.join(TABLES)}"
+    )
+    parser.add_argument("--data-dir", type=pathlib.Path, help="directory of the data")
+    parser.add_argument(
+        "--workdir",
+        type=pathlib.Path,
+        default=pathlib.Path("runs/ledger"),
+        help="directory of the runs and vocabularies (default: runs/ledger)",
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", help="seeds of the runs, by default those of the table"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="number of measured steps (default: 20)"
+    )
     args = parser.parse_args()
     tables = [TABLES[name] for name in args.tables or TABLES]
     if args.action == "run":

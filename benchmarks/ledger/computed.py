@@ -1,4 +1,4 @@
-"""The metrics that need no training run, by their names in docs/results.toml."""
+"""Computes the metrics that need no training run. docs/results.toml names these functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from synthesizer_jax.cli.recipes import load_recipe
 from synthesizer_jax.costs.summary import num_elements
 from synthesizer_jax.primitives.parameters import abstract_variables
 
-LENGTH, WIDTH, STEPS = 32, 64, 4000
+LENGTH = 32
+"""The number of tokens of `divergence`."""
+WIDTH = 64
+"""The number of their features."""
+STEPS = 4000
+"""The number of steps in which a head is fitted."""
 
 
 def millions(run: Run) -> float:
@@ -22,26 +27,30 @@ def millions(run: Run) -> float:
 
 
 def divergence(run: Run) -> float:
-    """Returns the divergence, in nats per query, of random attention from the nearest that was found.
+    """Returns how far one head stays from random attention weights: a divergence in nats per query.
 
-    Queries and keys of one head, of the size that the system is named after, are fitted by Adam to
-    ``[32, 32]`` positive weights, whose logits are normal with a standard deviation of 2, of random tokens
-    with 64 features. Bhojanapalli et al. 2020, theorem 1: a head as wide as there are tokens, which have no
-    fewer features, expresses all of them; a narrower one does not.
+    Adam fits the queries and keys of the head to random weights ``[32, 32]`` for random tokens with
+    64 features. The logits of these weights are normal with a standard deviation of 2. The size of
+    the head is the name of the system. By theorem 1 of Bhojanapalli et al. 2020, a head can express
+    all weights if it is as wide as there are tokens, and the tokens have as many features. A
+    narrower head cannot.
     """
     head_dim = int(run.system)
     keys = jax.random.split(jax.random.key(run.seed), 4)
     x = jax.random.normal(keys[0], (LENGTH, WIDTH))
     wanted = jax.nn.log_softmax(2.0 * jax.random.normal(keys[1], (LENGTH, LENGTH)))
     start = tuple(jax.random.normal(key, (WIDTH, head_dim)) * WIDTH**-0.5 for key in keys[2:])
+
     optimizer = optax.adam(optax.cosine_decay_schedule(0.03, STEPS))
 
     def loss(kernels: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Returns the mean divergence over all queries."""
         query, key = (x @ kernel for kernel in kernels)
         found = jax.nn.log_softmax(query @ key.T * head_dim**-0.5)
         return jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1))
 
     def step(carry: tuple, _: None) -> tuple[tuple, None]:
+        """Makes one step of Adam."""
         kernels, state = carry
         updates, state = optimizer.update(jax.grad(loss)(kernels), state)
         return (optax.apply_updates(kernels, updates), state), None

@@ -2,10 +2,11 @@
 
     python -m benchmarks.ledger.data FILES --data-dir DATA --workdir runs/ledger
 
-FILES has the folders ``multi30k``, ``wikitext-2``, ``glue`` and ``super_glue`` as published, and samples of
-the others: ``ag_news`` (labeled descriptions, and test.csv), ``wmt15_ende_sample``, ``wmt_newstest``,
-``cnn_dailymail_sample`` and ``personachat_xpersona_en``; ``sentencepiece/t5_spiece.model`` is T5's own.
-What is not there is left out, and its tables too.
+FILES has the folders ``multi30k``, ``wikitext-2``, ``glue`` and ``super_glue`` as they were
+published, and samples of other data: ``ag_news`` (labeled descriptions, and test.csv),
+``wmt15_ende_sample``, ``wmt_newstest``, ``cnn_dailymail_sample`` and ``personachat_xpersona_en``.
+``sentencepiece/t5_spiece.model`` is T5's vocabulary. If a folder is missing, its data sets are left
+out, and the tables that need them cannot be made.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from synthesizer_jax.base.files import decode_lines
 Row = dict[str, str]
 
 
+TEXT = ("--input", "{input}", "--target", "{target}")
+"""The options of an import whose rows have an input and a target."""
+
+
 def lines(path: pathlib.Path) -> Iterator[str]:
     """Yields the lines of a compressed file."""
     with gzip.open(path) as file:
@@ -32,13 +37,16 @@ def lines(path: pathlib.Path) -> Iterator[str]:
 
 
 def pairs(sources: pathlib.Path, targets: pathlib.Path) -> Iterator[Row]:
-    """Yields the rows of two files of sentences, line by line."""
+    """Yields a row for each line of two files of sentences, which are translations."""
     for source, target in zip(lines(sources), lines(targets), strict=True):
         yield {"input": source, "target": target}
 
 
 def turns(path: pathlib.Path) -> Iterator[Row]:
-    """Yields every answer of the dialogues of XPersona, with the persona and the turns before."""
+    """Yields a row for each answer in the dialogues of XPersona.
+
+    The input consists of the persona and of all turns before the answer.
+    """
     for dialogue in json.loads("".join(lines(path))):
         said = dialogue["persona"][:]
         for question, answer in dialogue["dialogue"]:
@@ -52,95 +60,161 @@ def command(*words: object) -> None:
     subprocess.run([sys.executable, "-m", "synthesizer_jax", *map(str, words)], check=True)
 
 
-def main() -> None:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("files", type=pathlib.Path)
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/ledger"))
-    args = parser.parse_args()
-    files, data = args.files, ("--data-dir", args.data_dir, "--renew")
-    args.workdir.mkdir(parents=True, exist_ok=True)
+class Importer:
+    """Imports data sets, and trains vocabularies on them.
 
-    def vocabulary(task: str, name: str, size: int) -> None:
-        options = ("--output", args.workdir / name, "--size", size)
-        command("data", "vocabulary", task, *options, "--data-dir", args.data_dir)
+    Attributes:
+      files: the folder of published files.
+      data_dir: the directory of the data sets.
+      workdir: the directory of vocabularies and of intermediate files.
+    """
 
-    def mine(name: str, splits: dict[str, Iterable[Row]], *options: str) -> None:
+    def __init__(self, files: pathlib.Path, data_dir: pathlib.Path, workdir: pathlib.Path):
+        self.files = files
+        self.data_dir = data_dir
+        self.workdir = workdir
+
+    def load(self, name: str, source: object, *options: object) -> None:
+        """Imports a data set, and replaces one with the same name."""
+        directory = ("--data-dir", self.data_dir, "--renew")
+        command("data", "import", name, "--from", source, *options, *directory)
+
+    def load_rows(self, name: str, splits: dict[str, Iterable[Row]], *options: str) -> None:
+        """Writes rows to files, and imports them as a data set of one's own."""
         words: list[object] = []
         for split, rows in splits.items():
-            path = args.workdir / f"{name}_{split}.jsonl"
+            path = self.workdir / f"{name}_{split}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             words += ["--from", f"{split}={path}"]
-        command("data", "import", "mine", "--name", name, *words, *options, *data)
+        directory = ("--data-dir", self.data_dir, "--renew")
+        command("data", "import", "mine", "--name", name, *words, *options, *directory)
 
-    if (path := files / "sentencepiece" / "t5_spiece.model").exists():
-        shutil.copyfile(path, args.workdir / "spiece.model")
-    text = ("--input", "{input}", "--target", "{target}")
-    for archive in ("glue", "super_glue"):
-        if (files / archive).is_dir():
-            command("data", "import", archive, "--from", files / archive, *data)
-    if (files / "glue" / "SST-2").is_dir():
-        vocabulary("glue_sst2_v002", "sst.model", 8000)
-    if (folder := files / "multi30k").is_dir():
-        words = [
-            f"{split}={folder / stem}.en.gz+{folder / stem}.de.gz"
-            for split, stem in (
-                ("train", "train"),
-                ("validation", "val"),
-                ("test", "test_2016_flickr"),
-            )
+    def train_vocabulary(self, task: str, name: str, size: int) -> None:
+        """Trains a vocabulary on the texts of a task."""
+        options = ("--output", self.workdir / name, "--size", size)
+        command("data", "vocabulary", task, *options, "--data-dir", self.data_dir)
+
+    def copy_t5_vocabulary(self) -> None:
+        """Copies T5's vocabulary."""
+        path = self.files / "sentencepiece" / "t5_spiece.model"
+        if path.exists():
+            shutil.copyfile(path, self.workdir / "spiece.model")
+
+    def import_glue(self) -> None:
+        """Imports GLUE and SuperGLUE, and trains a vocabulary on SST-2."""
+        for archive in ("glue", "super_glue"):
+            if (self.files / archive).is_dir():
+                self.load(archive, self.files / archive)
+        if (self.files / "glue" / "SST-2").is_dir():
+            self.train_vocabulary("glue_sst2_v002", "sst.model", 8000)
+
+    def import_multi30k(self) -> None:
+        """Imports Multi30k, English to German."""
+        folder = self.files / "multi30k"
+        if not folder.is_dir():
+            return
+        stems = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
+        sources = [
+            f"{split}={folder / stem}.en.gz+{folder / stem}.de.gz" for split, stem in stems.items()
         ]
-        command("data", "import", "multi30k/en_de", "--from", ",".join(words), *data)
-        vocabulary("multi30k_en_de", "multi30k.model", 4000)
-    if (valid := files / "wikitext-2" / "valid.txt.gz").exists():
-        articles = f"validation={valid},test={valid.with_name('test.txt.gz')}"
-        command("data", "import", "wikitext/wikitext-2-v1", "--from", articles, *data)
-        mine(
-            "wikitext_lines",
-            {"train": ({"target": x} for x in lines(valid) if x.strip())},
-            *text[2:],
-        )
-        vocabulary("wikitext_lines", "wikitext.model", 7000)
-    if (folder := files / "ag_news").is_dir():
+        self.load("multi30k/en_de", ",".join(sources))
+        self.train_vocabulary("multi30k_en_de", "multi30k.model", 4000)
+
+    def import_wikitext(self) -> None:
+        """Imports WikiText-2: its articles as texts, and its lines to train a vocabulary on."""
+        valid = self.files / "wikitext-2" / "valid.txt.gz"
+        if not valid.exists():
+            return
+        test = valid.with_name("test.txt.gz")
+        self.load("wikitext/wikitext-2-v1", f"validation={valid},test={test}")
+        rows = ({"target": line} for line in lines(valid) if line.strip())
+        self.load_rows("wikitext_lines", {"train": rows}, "--target", "{target}")
+        self.train_vocabulary("wikitext_lines", "wikitext.model", 7000)
+
+    def import_ag_news(self) -> None:
+        """Imports the descriptions of AG News."""
+        folder = self.files / "ag_news"
+        if not folder.is_dir():
+            return
         labels = ("--labels", "1=World,2=Sports,3=Business,4=Sci/Tech")
         options = ("--input", "{text}", "--target", "{label}", *labels)
-        # Its cells are quoted as in CSV where they have quotes.
+        # Cells that contain quotes are quoted as in CSV.
         table = csv.reader(
             lines(folder / "train_subset10k_description_only.tsv.gz"), delimiter="\t"
         )
         rows = ({"text": text, "label": label} for text, label in table)
-        mine("ag_descriptions", {"train": rows}, *options)
-        test = (f"validation={folder / 'test.csv.gz'}", "--columns", "label,title,text")
+        self.load_rows("ag_descriptions", {"train": rows}, *options)
+        # Without --renew, the validation split is added to the data set.
+        source = ("--from", f"validation={folder / 'test.csv.gz'}", "--columns", "label,title,text")
         name = ("--name", "ag_descriptions")
-        beside = data[:-1]  # the split is added to the other
-        command("data", "import", "mine", *name, "--from", *test, *options, *beside)
-        vocabulary("ag_descriptions", "ag.model", 8000)
-    if (folder := files / "wmt15_ende_sample").is_dir():
-        newstest = files / "wmt_newstest" / "en-de"
+        command("data", "import", "mine", *name, *source, *options, "--data-dir", self.data_dir)
+        self.train_vocabulary("ag_descriptions", "ag.model", 8000)
+
+    def import_wmt(self) -> None:
+        """Imports a sample of WMT 2015, English to German, with newstest2013 for validation."""
+        folder = self.files / "wmt15_ende_sample"
+        if not folder.is_dir():
+            return
+        newstest = self.files / "wmt_newstest" / "en-de"
         splits = {
             "train": pairs(folder / "src-train.txt.gz", folder / "tgt-train.txt.gz"),
             "validation": pairs(newstest / "newstest2013.en.gz", newstest / "newstest2013.de.gz"),
         }
-        mine("wmt_sample", splits, *text, "--metric", "bleu")
-        vocabulary("wmt_sample", "wmt.model", 4000)
-    if (path := files / "cnn_dailymail_sample" / "train_sample.csv.gz").exists():
+        self.load_rows("wmt_sample", splits, *TEXT, "--metric", "bleu")
+        self.train_vocabulary("wmt_sample", "wmt.model", 4000)
+
+    def import_cnn_dailymail(self) -> None:
+        """Imports a sample of CNN/DailyMail. The last ten articles are for validation."""
+        path = self.files / "cnn_dailymail_sample" / "train_sample.csv.gz"
+        if not path.exists():
+            return
         rows = [
             {"input": f"summarize: {row['article']}", "target": row["highlights"]}
             for row in csv.DictReader(lines(path))
         ]
         splits = {"train": rows[:-10], "validation": rows[-10:]}
-        mine("cnn_sample", splits, *text, "--metric", "rouge")
-        vocabulary("cnn_sample", "cnn.model", 4000)
-    if (folder := files / "personachat_xpersona_en").is_dir():
+        self.load_rows("cnn_sample", splits, *TEXT, "--metric", "rouge")
+        self.train_vocabulary("cnn_sample", "cnn.model", 4000)
+
+    def import_personachat(self) -> None:
+        """Imports the English dialogues of XPersona."""
+        folder = self.files / "personachat_xpersona_en"
+        if not folder.is_dir():
+            return
         splits = {
             "train": turns(folder / "En_persona_valid.json.gz"),
             "validation": turns(folder / "En_persona_test.json.gz"),
         }
-        mine("persona_sample", splits, *text, "--metric", "bleu")
-        vocabulary("persona_sample", "persona.model", 4000)
+        self.load_rows("persona_sample", splits, *TEXT, "--metric", "bleu")
+        self.train_vocabulary("persona_sample", "persona.model", 4000)
+
+
+def main() -> None:
+    """Imports all data sets whose files exist."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("files", type=pathlib.Path, help="folder of published files")
+    parser.add_argument(
+        "--data-dir", type=pathlib.Path, required=True, help="directory of the data sets"
+    )
+    parser.add_argument(
+        "--workdir",
+        type=pathlib.Path,
+        default=pathlib.Path("runs/ledger"),
+        help="directory of the vocabularies (default: runs/ledger)",
+    )
+    args = parser.parse_args()
+    args.workdir.mkdir(parents=True, exist_ok=True)
+    importer = Importer(args.files, args.data_dir, args.workdir)
+    importer.copy_t5_vocabulary()
+    importer.import_glue()
+    importer.import_multi30k()
+    importer.import_wikitext()
+    importer.import_ag_news()
+    importer.import_wmt()
+    importer.import_cnn_dailymail()
+    importer.import_personachat()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the page docs/results.md and the picture of README from the ledger's tables and numbers."""
+"""Writes docs/results.md and the picture of README from the tables and numbers of the ledger."""
 
 from __future__ import annotations
 

@@ -21,18 +21,18 @@ NUMBERS = RESULTS / "results.json"
 
 
 def load() -> dict[str, Any]:
-    """Returns what is known: ``runs`` and ``speed`` by the name of a system's recipe."""
+    """Returns the measurements: ``runs`` and ``speed``, by the names of the runs."""
     return json.loads(NUMBERS.read_text(encoding="utf-8"))
 
 
 def save(results: dict[str, Any]) -> None:
-    """Writes what is known."""
+    """Writes the measurements."""
     report.write_file(NUMBERS, json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
 def versions() -> dict[str, str]:
-    """Returns what a run's numbers may depend on."""
-    import jax  # not needed to write the page
+    """Returns what the numbers of a run may depend on: the date, the machine and versions."""
+    import jax  # here, because writing the page does not need it
 
     return {
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
@@ -43,7 +43,7 @@ def versions() -> dict[str, str]:
 
 
 def commands(run: Run, directory: pathlib.Path, args: argparse.Namespace) -> Iterator[list[str]]:
-    """Yields the commands of a run: training or distillation, and the evaluation of its test split."""
+    """Yields the commands of a run: training or distillation, then evaluation of the test split."""
     settings = [f"training.seed={run.seed}"]
     start = ["train", run.recipe]
     if run.teacher:
@@ -64,9 +64,12 @@ def commands(run: Run, directory: pathlib.Path, args: argparse.Namespace) -> Ite
 
 
 def make(run: Run, args: argparse.Namespace) -> dict[str, Any]:
-    """Makes a run, which is short if its directory holds it, and returns its entry."""
+    """Makes a run and returns its entry.
+
+    This takes little time if the directory of the run has its results already.
+    """
     if run.table.computed:
-        from benchmarks.ledger import computed  # not needed to write the page
+        from benchmarks.ledger import computed  # here, because writing the page does not need it
 
         value = getattr(computed, run.table.metric)(run)
         return {"metrics": {run.table.metric: round(value, 6)}, "curve": []}
@@ -77,15 +80,19 @@ def make(run: Run, args: argparse.Namespace) -> dict[str, Any]:
         for words in commands(run, directory, args):
             command = [sys.executable, "-m", "synthesizer_jax", *words]
             if subprocess.run(command, check=False, stdout=log, stderr=log).returncode:
-                raise SystemExit(f"{run.name} seed {run.seed} failed, see {path}")
+                raise SystemExit(f"{run.name} with seed {run.seed} failed. See {path}.")
     return read_run(run, directory)
 
 
 def read_run(run: Run, directory: pathlib.Path) -> dict[str, Any]:
-    """Returns the metrics of a finished run, and its curve: ``[step, value]`` of every evaluation."""
+    """Returns the metrics of a finished run, and its curve.
+
+    The curve has a pair ``[step, value]`` for each evaluation.
+    """
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
-    evaluations = {r["step"]: r for r in records if r["kind"] == "eval"}  # the last of each step
+    # If a step was evaluated more than once, the last evaluation counts.
+    evaluations = {r["step"]: r for r in records if r["kind"] == "eval"}
     step = max(evaluations)
     ignored = {"kind", "step", "time", "seconds"}
     metrics = {k: v for k, v in evaluations[step].items() if k not in ignored}
@@ -102,18 +109,20 @@ def read_run(run: Run, directory: pathlib.Path) -> dict[str, Any]:
 
 
 def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
-    """Makes the runs of tables that are not known, those of the first seed first.
+    """Makes the missing runs of tables, first those of the first seed.
 
-    What they start from is made first, even if it is known: its directory is needed.
+    The run from which another one starts is made before it, even if its results are known, because
+    its directory is needed.
     """
-    known, facts = load()["runs"], versions()
+    known = load()["runs"]
+    facts = versions()
     runs = [run for table in tables for run in table.runs(args.seeds)]
     missing = [run for run in runs if str(run.seed) not in known.get(run.name, {})]
-    print(f"{len(missing)} of {len(runs)} runs to make", flush=True)
+    print(f"{len(missing)} of {len(runs)} runs are missing.", flush=True)
     starts: dict[pathlib.Path, dict[str, Any]] = {}
     for run in sorted(missing, key=lambda run: run.seed):
-        for start in filter(None, (run.teacher, run.init_from)):
-            if start.directory not in starts:
+        for start in (run.teacher, run.init_from):
+            if start and start.directory not in starts:
                 starts[start.directory] = make(start, args)
         entry = starts.get(run.directory) or make(run, args)
         results = load()
@@ -123,7 +132,7 @@ def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
 
 
 def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
-    """Measures the systems of each table in turns: medians of `--rounds` steps each."""
+    """Measures the speeds of all systems of each table in turns, as medians of `--rounds` steps."""
     from benchmarks.ledger.speed import Timer
 
     for table in tables:
@@ -134,10 +143,12 @@ def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
                 found = {"step": timer.step()}
                 if not table.metric:
                     found["decode"] = timer.decode()
+                if number == 0:
+                    continue  # the first round compiles
                 for kind, value in found.items():
-                    if number:  # the first compiles
-                        seconds.setdefault((name, kind), []).append(value)
-        results, facts = load(), versions()
+                    seconds.setdefault((name, kind), []).append(value)
+        results = load()
+        facts = versions()
         for name, timer in timers.items():
             memory = round(timer.memory_mb, 1)
             results["speed"][name] = {"memory_mb": memory, "rounds": args.rounds} | facts

@@ -1,4 +1,4 @@
-"""Training steps and decoding of a recipe's model, to be timed in turns with others."""
+"""Times training steps and decoding of a recipe's model, in turns with other models."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from synthesizer_jax.training.trainer import Trainer
 
 
 class Timer:
-    """A compiled training step with a batch of made-up tokens without padding, and decoding of its inputs.
+    """A compiled training step and the decoding of its inputs, with random tokens without padding.
 
     Attributes:
-      memory_mb: what the compiled step needs, parameters and optimizer state included.
+      memory_mb: the memory that the compiled step needs, including parameters and optimizer state.
     """
 
     def __init__(self, run: Run):
@@ -36,13 +36,17 @@ class Timer:
         self._trainer = trainer
         self.step()
         memory = trainer.compile().memory_analysis()
-        # On CPUs `peak_memory_in_bytes` leaves temporaries out.
-        needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        needed += memory.output_size_in_bytes - memory.alias_size_in_bytes
+        # On CPUs, `peak_memory_in_bytes` does not include temporary arrays.
+        needed = (
+            memory.argument_size_in_bytes
+            + memory.temp_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+        )
         self.memory_mb = needed / 1e6
 
     def step(self) -> float:
-        """Makes a step, and returns its time in seconds."""
+        """Makes a training step, and returns its time in seconds."""
         begin = time.perf_counter()
         self._state, metrics = self._trainer.step(self._state, self._batch)
         jax.block_until_ready((self._state, metrics))
@@ -51,7 +55,8 @@ class Timer:
     def decode(self) -> float:
         """Decodes the inputs greedily to the full length, and returns the time in seconds."""
         params = self._state.params
-        if "logits_kernel" in params:  # the end of the sequence is never the most probable token
+        if "logits_kernel" in params:
+            # With these logits, the end of the sequence is never the most probable token.
             params = params | {"logits_kernel": params["logits_kernel"].at[:, 1].set(0.0)}
         variables = {"params": params, "constants": self._state.constants}
         begin = time.perf_counter()

@@ -145,7 +145,7 @@ class Table:
         return value - baseline
 
     def all_settings(self) -> list[str]:
-        """Returns all settings that differ from those of the recipes, including those of `steps`."""
+        """Returns all settings that differ from those of the recipes, including `steps`."""
         if self.steps is None:
             return list(self.settings)
         schedule = "training.optimizer.learning_rate"
