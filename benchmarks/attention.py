@@ -1,19 +1,20 @@
-"""Compares time and temporary memory of attention sub-layers, forward and backward.
+"""Compares the time and the temporary memory of attention sub-layers, forward and backward.
 
     python benchmarks/attention.py --batch 8 --length 512 --json attention.json
 
-The functions run alternately in one process, and medians over rounds are reported together with the
-machine's rate of matrix products. A sub-layer includes its projections. The reference is the fastest of
-einsum, `jax.nn.dot_product_attention` and Flax's attention. The speed of a variant is the reference's time
-over its time; its FLOPs are those of its matrix products in the forward pass over the reference's. `--bias`
-adds T5's relative bias to all sub-layers that support it.
+The sub-layers run in turns in one process. The table has medians over the rounds, and the rate of
+matrix products of the machine. A sub-layer includes its projections. The reference is the fastest
+of einsum, `jax.nn.dot_product_attention` and Flax's attention. The speed of a variant is the
+reference's time divided by the variant's time. FLOPs are those of the matrix products in the
+forward pass, relative to the reference. `--bias` adds T5's relative bias to all sub-layers that
+support it.
 
     python benchmarks/attention.py --functions --length 2048
 
-compares the function `dot_product_attention` with `jax.nn.dot_product_attention` instead: without a bias,
-with a learned bias ``[1, heads, length, length]``, and with T5's bias, which `jax.nn` receives as an
-array that is looked up in the table. The backward pass computes all gradients, including that of the bias
-or table.
+This compares the function `dot_product_attention` with `jax.nn.dot_product_attention` instead:
+without a bias, with a learned bias ``[1, heads, length, length]``, and with T5's bias. `jax.nn`
+receives T5's bias as an array, which is looked up in the table. The backward pass computes all
+gradients, including the gradient of the bias or of the table.
 """
 
 from __future__ import annotations
@@ -54,10 +55,15 @@ from synthesizer_jax.costs.summary import flops
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A function ``(params, x, lengths) → y``, its parameters, and whether it may be the reference.
+    """A function to measure.
 
-    x and y are ``[batch, length, d_model]``, or, with `--functions`, query and output
-    ``[batch, length, heads, head_dim]``.
+    Attributes:
+      name: the name in the table.
+      apply: the function ``(params, x, lengths) → y``. x and y are ``[batch, length, d_model]``.
+        With `--functions`, they are the query and the output
+        ``[batch, length, heads, head_dim]``.
+      params: the parameters.
+      reference: whether the others may be compared with it.
     """
 
     name: str
@@ -67,7 +73,7 @@ class Case:
 
 
 def einsum_attention(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Textbook dot-product attention."""
+    """Dot-product attention as in a textbook."""
     q, k, v = (jnp.einsum("bnd,dhe->bnhe", x, params[n]) for n in "qkv")
     logits = jnp.einsum("bqhe,bkhe->bhqk", q, k) * q.shape[-1] ** -0.5
     if "bias" in params:
@@ -78,9 +84,10 @@ def einsum_attention(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array
 
 
 def with_projections(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns the sub-layer of a function such as `jax_attention`, computed in the dtype of x."""
+    """Returns the sub-layer of a function such as `jax_attention`, which computes in x's dtype."""
 
     def apply(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Projects x, applies the function, and projects its result."""
         q, k, v = (jnp.einsum("bnd,dhe->bnhe", x, params[n].astype(x.dtype)) for n in "qkv")
         y = function(params | {"key": k, "value": v}, q, lengths)
         return jnp.einsum("bqhe,hed->bqd", y, params["o"].astype(x.dtype))
@@ -89,7 +96,7 @@ def with_projections(function: Callable[..., jax.Array]) -> Callable[..., jax.Ar
 
 
 def random_broadcast(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Random attention as in public implementations, with logits broadcast over the batch."""
+    """Random attention as in public implementations, which broadcast the logits over the batch."""
     v = jnp.einsum("bnd,dhe->bnhe", x, params["v"])
     allowed = (jnp.arange(x.shape[1]) < lengths[:, None])[:, None, None]
     weights = jax.nn.softmax(jnp.where(allowed, params["table"], -1e9))
@@ -103,7 +110,7 @@ class WithBias(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: Mask) -> jax.Array:
-        """``[batch, length, d_model]`` in and out."""
+        """Returns ``[batch, length, d_model]`` for an input of the same shape."""
         span = Span(0, x.shape[1])
         context = AttentionContext(
             self.attention.num_heads, self.attention.head_dim, query_span=span, key_span=span
@@ -113,15 +120,15 @@ class WithBias(nn.Module):
 
 
 def reference_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
-    """Returns the candidates for the reference, and an implementation of Random attention."""
-    d, h, e, n = args.d_model, args.heads, args.head_dim, args.length
+    """Returns the candidates for the reference, and a public implementation of Random attention."""
+    width, heads, head_dim, length = args.d_model, args.heads, args.head_dim, args.length
     keys = jax.random.split(key, 6)
     params = {
-        name: jax.random.normal(k, (d, h, e)) * d**-0.5
+        name: jax.random.normal(k, (width, heads, head_dim)) * width**-0.5
         for name, k in zip("qkv", keys[:3], strict=True)
     }
-    params["o"] = jax.random.normal(keys[3], (h, e, d)) * (h * e) ** -0.5
-    table = jax.random.normal(keys[4], (1, h, n, n))
+    params["o"] = jax.random.normal(keys[3], (heads, head_dim, width)) * (heads * head_dim) ** -0.5
+    table = jax.random.normal(keys[4], (1, heads, length, length))
     with_bias = params | ({"bias": table} if args.bias else {})
     cases = [
         Case("einsum", einsum_attention, with_bias, reference=True),
@@ -133,9 +140,12 @@ def reference_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> l
         ),
     ]
     if not args.bias:
-        module = nn.MultiHeadDotProductAttention(h, qkv_features=h * e, use_bias=False)
+        module = nn.MultiHeadDotProductAttention(
+            heads, qkv_features=heads * head_dim, use_bias=False
+        )
 
         def flax_attention(p: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
+            """Flax's attention with a mask of padding."""
             allowed = (jnp.arange(x.shape[1]) < lengths[:, None])[:, None, None]
             return module.apply(p, x, mask=allowed)
 
@@ -154,7 +164,7 @@ VARIANTS: dict[str, Callable[[int], Any]] = {
     "Gaussian": lambda n: Gaussian(offsets=(-1, 1)),
     "LightweightConvolution": lambda n: LightweightConvolution(),
 }
-"""Alignments of an `Attention`, and a mixer, by the number of positions."""
+"""Functions that make an alignment of an `Attention`, or a mixer, from the number of positions."""
 
 
 def make_layer(args: argparse.Namespace, name: str, implementation: str) -> nn.Module:
@@ -168,7 +178,7 @@ def make_layer(args: argparse.Namespace, name: str, implementation: str) -> nn.M
 
 
 def variant_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
-    """Returns this package's layers, one per variant and implementation."""
+    """Returns the layers of this package, one for each variant and implementation."""
     cases = []
     for name in args.variants:
         for implementation in args.implementations:
@@ -179,6 +189,7 @@ def variant_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> lis
             def apply(
                 p: Any, x: jax.Array, lengths: jax.Array, layer: nn.Module = layer
             ) -> jax.Array:
+                """Applies the layer with a mask of padding."""
                 return layer.apply(p, x, mask=Mask(key_lengths=lengths))
 
             suffix = "" if implementation == "auto" else f" ({implementation})"
@@ -188,19 +199,21 @@ def variant_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> lis
 
 
 def bias_array(params: Any, query: jax.Array) -> jax.Array | None:
-    """The bias ``[1, heads, length, length]`` in the query's dtype; T5's is looked up in its table."""
-    bias = params.get("bias")
-    if "table" in params:
-        distance = np.arange(query.shape[1]) - np.arange(query.shape[1])[:, None]
-        buckets = relative_buckets(distance, num_buckets=32, max_distance=128, bidirectional=True)
-        table = params["table"].astype(query.dtype)
-        if jax.default_backend() != "gpu":
-            return table[:, buckets][None]
-        # The gradient of that lookup takes 0.4 s on an H200; T5X multiplies with one-hot vectors.
-        return jnp.einsum("hn,qkn->hqk", table, jax.nn.one_hot(buckets, 32, dtype=table.dtype))[
-            None
-        ]
-    return bias
+    """Returns the bias as an array ``[1, heads, length, length]``, or None if there is none.
+
+    T5's bias is looked up in its table, in the query's dtype.
+    """
+    if "table" not in params:
+        return params.get("bias")
+    positions = np.arange(query.shape[1])
+    distance = positions - positions[:, None]
+    buckets = relative_buckets(distance, num_buckets=32, max_distance=128, bidirectional=True)
+    table = params["table"].astype(query.dtype)
+    if jax.default_backend() != "gpu":
+        return table[:, buckets][None]
+    # The gradient of such a lookup takes 0.4 s on an H200, so T5X multiplies one-hot vectors.
+    one_hot = jax.nn.one_hot(buckets, 32, dtype=table.dtype)
+    return jnp.einsum("hn,qkn->hqk", table, one_hot)[None]
 
 
 def jax_attention(
@@ -218,15 +231,21 @@ def jax_attention(
 
 
 def our_attention(params: Any, query: jax.Array, lengths: jax.Array) -> jax.Array:
-    """This package's `dot_product_attention`."""
-    bias = relative_bias(params["table"]) if "table" in params else params.get("bias")
+    """`dot_product_attention` of this package."""
+    if "table" in params:
+        bias = relative_bias(params["table"])
+    else:
+        bias = params.get("bias")
     return dot_product_attention(
         query, params["key"], params["value"], bias, key_value_seq_lengths=lengths
     )
 
 
 def function_cases(args: argparse.Namespace, query: jax.Array, key: jax.Array) -> list[Case]:
-    """Returns both functions for every kind of bias; that of `jax.nn` is the reference of the next."""
+    """Returns both functions for every kind of bias.
+
+    For each kind, the function of `jax.nn` comes first and is the reference.
+    """
     keys = jax.random.split(key, 4)
     tokens = {
         name: jax.random.normal(k, query.shape, query.dtype)
@@ -246,28 +265,29 @@ def function_cases(args: argparse.Namespace, query: jax.Array, key: jax.Array) -
 
 
 def compile_case(case: Case, x: jax.Array, lengths: jax.Array, *, backward: bool) -> Any:
-    """Compiles a case; the backward pass computes gradients of parameters and input."""
+    """Compiles a case. With `backward`, it computes the gradients of parameters and input."""
 
     def loss(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Returns the mean square of the outputs."""
         return (case.apply(params, x, lengths).astype(jnp.float32) ** 2).mean()
 
-    f = jax.grad(loss, (0, 1)) if backward else case.apply
-    return jax.jit(f).lower(case.params, x, lengths).compile()
+    function = jax.grad(loss, (0, 1)) if backward else case.apply
+    return jax.jit(function).lower(case.params, x, lengths).compile()
 
 
 def measure(cases: list[Case], x: jax.Array, lengths: jax.Array, rounds: int) -> list[dict]:
-    """Measures all cases in turns; returns medians over rounds."""
+    """Measures all cases in turns, and returns a row of medians over the rounds for each case."""
     programs = {
         (case.name, backward): compile_case(case, x, lengths, backward=backward)
         for case in cases
         for backward in (False, True)
     }
+    params = {case.name: case.params for case in cases}
     times: dict[tuple[str, bool], list[float]] = {k: [] for k in programs}
     for _ in range(rounds + 1):
         for (name, backward), program in programs.items():
-            params = next(c.params for c in cases if c.name == name)
             start = time.perf_counter()
-            jax.block_until_ready(program(params, x, lengths))
+            jax.block_until_ready(program(params[name], x, lengths))
             times[name, backward].append(time.perf_counter() - start)
     rows = []
     for case in cases:
@@ -291,11 +311,21 @@ def parse_arguments() -> argparse.Namespace:
     parser = report.arguments(
         __doc__, batch=8, length=512, heads=8, head_dim=64, d_model=512, rounds=9, padding=0
     )
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--functions", action="store_true", help="dot_product_attention alone")
-    parser.add_argument("--bias", action="store_true", help="T5's relative bias")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--implementations", nargs="+", default=["auto"])
+    parser.add_argument("--dtype", default="float32", help="dtype of the inputs")
+    parser.add_argument(
+        "--functions", action="store_true", help="compare functions without projections"
+    )
+    parser.add_argument("--bias", action="store_true", help="add T5's relative bias")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        help="sub-layers to measure, by default all",
+    )
+    parser.add_argument(
+        "--implementations", nargs="+", default=["auto"], help="routes of `attend` to measure"
+    )
     return parser.parse_args()
 
 
@@ -319,9 +349,17 @@ def main() -> None:
         row["speed"] = reference["both_ms"] / row["both_ms"]
         row["memory"] = row["temporaries_mb"] / reference["temporaries_mb"]
         row["work"] = row["flops"] / reference["flops"]
-    columns = {"name": "", "forward_ms": "forward, ms|.1f", "both_ms": "forward + backward, ms|.1f"}
-    columns |= {"speed": "speed|.2f"} | ({} if args.functions else {"work": "FLOPs|.2f"})
-    columns |= {"temporaries_mb": "temporaries, MB|.1f", "memory": "memory|.2f"}
+    columns = {
+        "name": "",
+        "forward_ms": "forward, ms|.1f",
+        "both_ms": "forward + backward, ms|.1f",
+        "speed": "speed|.2f",
+        "work": "FLOPs|.2f",
+        "temporaries_mb": "temporaries, MB|.1f",
+        "memory": "memory|.2f",
+    }
+    if args.functions:
+        del columns["work"]
     heads = f"{args.heads} heads of {args.head_dim}"
     bias, with_bias = "", ""
     if args.bias:

@@ -1,4 +1,4 @@
-"""Figures of the front page as SVG files, for light and dark, and for wide and narrow screens."""
+"""Writes figures as SVG files, for light and dark schemes and for wide and narrow screens."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ COLORS = {
     "line": ("#a9b3bd", "#6b7682"),
     "text": ("#1c232a", "#dde4ea"),
 }
-"""The colors of figures by name, for a light and for a dark background."""
+"""The colors of figures by name, each for a light and for a dark background."""
 
 OURS, OTHER, BASELINE, LINE = (f"#0000c{i}" for i in range(4))
-"""Colors to draw with. `save` replaces them by those of `COLORS`, which depend on the color scheme."""
+"""Colors to draw with.
+
+They are placeholders. `save` replaces them with those of `COLORS`, which depend on the color
+scheme.
+"""
 
 NARROW = "-narrow"
-"""What the names of figures for phones end with."""
+"""The end of the names of figures for narrow screens."""
 
 
 def save(draw: Callable[[bool], Figure], path: pathlib.Path) -> None:
-    """Writes a figure for wide screens and one for phones, ``NAME-narrow.svg``.
+    """Writes a figure for wide screens, and ``NAME-narrow.svg`` for narrow screens such as phones.
 
-    The background is transparent, text stays text, and the same numbers make the same files.
+    The background is transparent, and text stays text. The same numbers make the same files.
 
     Args:
       draw: returns the figure. Its argument is whether the figure is for narrow screens.
@@ -56,13 +60,15 @@ def save(draw: Callable[[bool], Figure], path: pathlib.Path) -> None:
 
 
 def with_color_scheme(svg: str) -> str:
-    """Replaces the colors of an SVG by variables that have other values on a dark background."""
+    """Replaces the colors of an SVG with variables that have other values in a dark scheme."""
     names = list(COLORS)
-    svg = re.sub(
-        r"#0000c(\d)",
-        lambda match: f"var(--{names[int(match[1])]}, {COLORS[names[int(match[1])]][0]})",
-        svg,
-    )
+
+    def variable(match: re.Match[str]) -> str:
+        """Returns the variable of a placeholder, with the light color as a fallback."""
+        name = names[int(match[1])]
+        return f"var(--{name}, {COLORS[name][0]})"
+
+    svg = re.sub(r"#0000c(\d)", variable, svg)
     light, dark = (
         " ".join(f"--{name}: {colors[scheme]};" for name, colors in COLORS.items())
         for scheme in (0, 1)

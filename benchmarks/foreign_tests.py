@@ -1,9 +1,10 @@
-"""Runs Flax's and jax's own tests of attention with this package's functions in the place of theirs.
+"""Runs the tests of attention of Flax and jax with this package's layers and functions.
 
     python benchmarks/foreign_tests.py FOLDER --page docs/composability.md
 
-FOLDER holds, at any depth, linen/linen_attention_test.py and nnx/nn/attention_test.py of Flax's tests and
-nn_test.py of jax's, of the installed versions. Each file also runs as it is.
+FOLDER contains, at any depth, linen/linen_attention_test.py and nnx/nn/attention_test.py of Flax's
+tests and nn_test.py of jax's tests, in the versions that are installed. Each file runs unchanged,
+and with each of our layers and functions in place of theirs.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ SUITES = {
     "nnx/nn/attention_test.py": ("nothing", "nnx.MultiHeadAttention", "attention_fn"),
     "nn_test.py": ("nothing", "dot_product_attention"),
 }
-"""What is put in the place of the peer's, for each file of tests."""
+"""The names of our layers and functions that replace theirs, for each file of tests."""
 
 CHOSEN = {"nn_test.py": "DotProductAttention"}
-"""The tests that are of attention, where a file has others."""
+"""The tests to run, for files that also have tests of other things."""
 
 PLACES = {
     "MultiHeadAttention": "`flax.linen.MultiHeadAttention`",
@@ -38,18 +39,22 @@ PLACES = {
     "dot_product_attention": "`jax.nn.dot_product_attention`",
     "nothing": "",
 }
+"""What each of our layers and functions replaces."""
 
 
 def main() -> None:
     """Runs all files, and writes the table."""
     parser = report.arguments(__doc__)
-    parser.add_argument("folder", type=pathlib.Path, help="where the files of tests lie")
+    parser.add_argument("folder", type=pathlib.Path, help="folder of the test files")
     args = parser.parse_args()
     rows = []
     for suite, substitutions in SUITES.items():
         file = next(args.folder.resolve().rglob(suite), None)
         if file is None:
-            raise SystemExit(f"{args.folder} has no {suite}; take it from the peer's repository")
+            raise SystemExit(
+                f"{args.folder} does not contain {suite}. Copy it from the repository of Flax or "
+                "jax."
+            )
         for ours in substitutions:
             program = f"import foreign_tests; foreign_tests.run({suite!r}, {ours!r}, {str(file)!r})"
             process = subprocess.run(
@@ -62,25 +67,30 @@ def main() -> None:
             name = "none" if ours == "nothing" else f"`{ours}`"
             rows.append({"suite": f"`{suite}`", "ours": name, "place": PLACES[ours], **counts})
     columns = {"suite": "tests", "ours": "our layer or function", "place": "replaces"}
-    columns |= {name: f"{name}|d" for name in ("passed", "failed", "skipped")}
-    failures = "".join(
-        f"- {row['suite']}, {row['ours']}, {x}\n" for row in rows for x in row["failures"]
-    )
-    text = report.table(rows, columns) + (f"\n\nFailed:\n\n{failures.rstrip()}" if failures else "")
+    for name in ("passed", "failed", "skipped"):
+        columns[name] = f"{name}|d"
+    text = report.table(rows, columns)
+    failures = [f"- {row['suite']}, {row['ours']}, {x}" for row in rows for x in row["failures"]]
+    if failures:
+        text += "\n\nFailed:\n\n" + "\n".join(failures)
     facts = {name: importlib.metadata.version(name) for name in ("flax", "jax")}
     sys.argv = ["foreign_tests.py", "FOLDER"]  # as the page shows it
     report.write("foreign tests", text, result={"rows": rows}, options=args, facts=facts)
 
 
 def run(suite: str, ours: str, file: str) -> None:
-    """Runs one file of tests in this process, and prints the counts of outcomes as JSON."""
+    """Runs a file of tests in this process, and prints the numbers of outcomes as JSON."""
     substitute(suite, ours)
     outcomes: collections.Counter[str] = collections.Counter(passed=0, failed=0, skipped=0)
     failures = []
 
     class Counter:
+        """A plugin of pytest that counts outcomes and collects failures."""
+
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            outcomes[report.outcome] += report.when == "call" or not report.passed
+            """Counts a test, and also a fixture that has not passed."""
+            if report.when == "call" or not report.passed:
+                outcomes[report.outcome] += 1
             if report.failed:
                 crash = getattr(report.longrepr, "reprcrash", None)
                 line = (crash.message if crash else str(report.longrepr)).splitlines()[0]
@@ -89,12 +99,12 @@ def run(suite: str, ours: str, file: str) -> None:
     options = ["-q", "-p", "no:cacheprovider", "-k", CHOSEN.get(suite, ""), file]
     code = pytest.main([*options, f"--rootdir={pathlib.Path(file).parent}"], plugins=[Counter()])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        raise SystemExit(f"{file}: pytest ended with {code!r}")
+        raise SystemExit(f"pytest ended with {code!r} for {file}.")
     print(json.dumps({**outcomes, "failures": failures}))
 
 
 def substitute(suite: str, ours: str) -> None:
-    """Puts one of this package's functions or layers in the place of the peer's, in this process."""
+    """Replaces a layer or function of Flax or jax with one of this package, in this process."""
     import flax.linen as nn
     import jax
     from flax import nnx
@@ -103,7 +113,8 @@ def substitute(suite: str, ours: str) -> None:
     import synthesizer_jax.linen.functional as replacement
     import synthesizer_jax.nnx as snnx
 
-    replacement.nn = types.SimpleNamespace(**vars(nn))  # ours goes on calling Flax's functions
+    # Our functions must still call those of Flax, so they keep a copy of its names.
+    replacement.nn = types.SimpleNamespace(**vars(nn))
 
     if ours == "dot_product_attention":
         jax.nn.dot_product_attention = functools.wraps(jax.nn.dot_product_attention)(
@@ -118,13 +129,17 @@ def substitute(suite: str, ours: str) -> None:
         defaults = {"attention_fn": sj.attention_fn} if ours == "attention_fn" else {}
         base = nn.MultiHeadDotProductAttention if defaults else sj.MultiHeadAttention
         nn.dot_product_attention = defaults.get("attention_fn", nn.dot_product_attention)
-        for name in ("MultiHeadDotProductAttention", "MultiHeadAttention"):  # parameters have it
+        # Subclasses have the original names, because parameters are named after the class.
+        for name in ("MultiHeadDotProductAttention", "MultiHeadAttention"):
             fields = {"__annotations__": dict.fromkeys(defaults, Any), **defaults}
             setattr(nn, name, type(name, (base,), fields))
 
 
 def _dot_product_attention(theirs: Any, *arrays: Any, **options: Any) -> Any:
-    """Ours, without the two arguments of jax's that it does not have."""
+    """Calls our function, which does not have two of the arguments of jax's function.
+
+    Calls with ``return_residual`` go to jax, and ``implementation`` is ignored.
+    """
     import synthesizer_jax as sj
 
     if options.get("return_residual"):

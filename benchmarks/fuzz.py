@@ -1,12 +1,16 @@
-"""Damages inputs of the command line at random and checks how it handles each of them.
+"""Damages inputs of the command line at random, and checks what the command line does with them.
 
     python benchmarks/fuzz.py --seed 1 --attempts 500 --page docs/reliability.md
 
-A small run, its data, an exported folder and rows of a file are made once. Each attempt damages one of
-their files in a copy (bytes, or a value of JSON), or draws a `--set`, and runs the command that reads it in
-this process. The command must fail with one line that names the file or the field (*error*), after which
-nothing else has changed, or succeed (*accepted*). A traceback, an error without a place, another exit code,
-a hang, or a file changed beside a failing command is *wrong*, and is printed.
+A small run, its data, a folder of transformers and a file of rows are made once. Each attempt
+copies them, damages the bytes or a JSON value of one file, and runs the command that reads this
+file in this process. Instead of damaging a file, an attempt may draw a random `--set`. There are
+three outcomes:
+
+- *error*: the command fails with one line that names the file or the field, and changes nothing.
+- *accepted*: the command succeeds.
+- *wrong*: anything else, such as a traceback, an error that names no place, another exit code, a
+  command that hangs, or a failed command that has changed a file. These attempts are printed.
 """
 
 from __future__ import annotations
@@ -33,13 +37,29 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")  # comp
 import report
 
 SECONDS = 120
-"""Time limit of a command."""
+"""The time limit of a command."""
 
 VALUES = (
-    *("-1", "0", "0.5", "1e400", "nan", "null", "true", "''", "[]", "{}", "[[1,2]]", "(1,)"),
-    *("2147483648", "1" * 5000, "x" * 100, "\x1b[31m", "../..", '{"type":"Nobody"}'),
+    "-1",
+    "0",
+    "0.5",
+    "1e400",
+    "nan",
+    "null",
+    "true",
+    "''",
+    "[]",
+    "{}",
+    "[[1,2]]",
+    "(1,)",
+    "2147483648",
+    "1" * 5000,
+    "x" * 100,
+    "\x1b[31m",
+    "../..",
+    '{"type":"Nobody"}',
 )
-"""What fields are set to."""
+"""The values that fields are set to."""
 
 READ_RUN = ["generate", "--workdir", "{}/run", "cola sentence: The dog sleep."]
 EVALUATE = ["eval", "--workdir", "{}/run", "--data-dir", "{}/data", "--max-examples", "4"]
@@ -59,11 +79,14 @@ KINDS: dict[str, tuple[str, list[str]]] = {
     "pretrained": ("folder/*", ["convert", "{}/folder", "{}/converted"]),
     "settings": ("", [*TRAIN, "{}/other"]),
 }
-"""Patterns of damaged files and the commands that read them; ``{}`` is the directory of all inputs."""
+"""For each kind, the pattern of the files to damage and the command that reads them.
+
+``{}`` is the directory of all inputs.
+"""
 
 
 class HangError(BaseException):
-    """The time limit is exceeded; a `BaseException`, so that no handler catches it."""
+    """The time limit is exceeded. It is a `BaseException`, so that no handler catches it."""
 
 
 def main() -> None:
@@ -89,15 +112,17 @@ def main() -> None:
             counts[kind][outcome if outcome in counts[kind] else "wrong"] += 1
             if outcome not in counts[kind]:
                 print(lines[-1], file=sys.stderr, flush=True)
-    columns = {"kind": "input"} | {name: f"{name}|d" for name in ("error", "accepted", "wrong")}
+    outcomes = ("error", "accepted", "wrong")
+    columns = {"kind": "input", **{name: f"{name}|d" for name in outcomes}}
     section = report.table([{"kind": kind, **found} for kind, found in counts.items()], columns)
     report.write("fuzz", section, result={"attempts": lines}, options=args, facts=report.machine())
-    if wrong := sum(found["wrong"] for found in counts.values()):
-        raise SystemExit(f"{wrong} of {args.attempts} attempts went wrong")
+    wrong = sum(found["wrong"] for found in counts.values())
+    if wrong:
+        raise SystemExit(f"{wrong} of {args.attempts} attempts went wrong.")
 
 
 def make_inputs(directory: pathlib.Path) -> pathlib.Path:
-    """Makes the undamaged inputs."""
+    """Makes the undamaged inputs in a directory, and returns it."""
     rows = [{"text": f"the film number {i}", "label": ("bad", "good")[i % 2]} for i in range(40)]
     directory.mkdir(parents=True)
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -110,14 +135,24 @@ def make_inputs(directory: pathlib.Path) -> pathlib.Path:
     for kind in ("logs", "data"):
         code, errors = call(KINDS[kind][1], directory, 5 * SECONDS)
         if code:
-            raise SystemExit(f"an undamaged input ended with {code}: {errors}")
+            raise SystemExit(f"A command failed with undamaged inputs ({code}): {errors}")
     return directory
 
 
 def attempt(
     pattern: str, command: list[str], directory: pathlib.Path, rng: random.Random
 ) -> tuple[str, str, str]:
-    """Damages an input and runs its command; returns the damage, the outcome and the last line."""
+    """Damages an input and runs the command that reads it.
+
+    Args:
+      pattern: the pattern of the files of which one is damaged. If it is empty, a `--set` is drawn.
+      command: the command.
+      directory: the directory of all inputs.
+      rng: the random choices of the attempt.
+
+    Returns:
+      What was damaged, the outcome, and the last line that the command has printed as an error.
+    """
     if pattern:
         files = sorted(p for p in directory.glob(pattern) if p.is_file() and p.stat().st_size)
         path = rng.choice(files)
@@ -128,21 +163,25 @@ def attempt(
         field, value = draw_path(directory, rng), rng.choice(VALUES)
         damage = f"{field}={value}"
         command = [*command, "--set", damage]
-        places = [*field.split(".")[-2:], repr(value)[1:-1][:100]]  # an error is printable
+        # An error shows the value without characters that cannot be printed.
+        places = [*field.split(".")[-2:], repr(value)[1:-1][:100]]
     before = contents(directory)
     code, errors = call(command, directory)
-    last = ([line[:300] for line in errors.splitlines() if line.strip()] or [""])[-1]
+    lines = [line[:300] for line in errors.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
     if code == 0:
         return damage, "accepted", last
     if code != 2 or not last.startswith("error: ") or "Traceback" in errors:
         return damage, f"exit code {code}", last
     if not any(place in last for place in places):
         return damage, "an error without a place", last
-    return damage, "error" if contents(directory) == before else "something has changed", last
+    if contents(directory) != before:
+        return damage, "something has changed", last
+    return damage, "error", last
 
 
 def draw_path(directory: pathlib.Path, rng: random.Random) -> str:
-    """Returns a random field of the experiment."""
+    """Returns the path of a random field of the experiment."""
     value = json.loads((directory / "run" / "experiment.json").read_text())
     path: list[str] = []
     while isinstance(value, dict | list) and value and (not path or rng.random() < 0.8):
@@ -152,7 +191,7 @@ def draw_path(directory: pathlib.Path, rng: random.Random) -> str:
 
 
 def contents(directory: pathlib.Path) -> dict[pathlib.Path, bytes]:
-    """Returns all files; logs of a process may grow, and locks remain."""
+    """Returns the contents of all files, except logs, which may grow, and locks, which remain."""
     files = (p for p in directory.rglob("*") if p.is_file() and p.suffix not in (".lock", ".jsonl"))
     return {path: path.read_bytes() for path in files}
 
@@ -160,7 +199,11 @@ def contents(directory: pathlib.Path) -> dict[pathlib.Path, bytes]:
 def call(
     command: list[str], directory: pathlib.Path, seconds: int = SECONDS
 ) -> tuple[int | str, str]:
-    """Runs `synthesizer-jax` in this process; returns exit code or "hang", and the errors."""
+    """Runs `synthesizer-jax` in this process.
+
+    Returns:
+      The exit code, or ``hang`` if the time limit was exceeded, and what was printed as errors.
+    """
     from synthesizer_jax.cli import main as program
 
     errors, root = io.StringIO(), logging.getLogger()
@@ -184,31 +227,32 @@ def call(
 
 
 def raise_hang(*_: Any) -> None:
-    """Handles the signal that ends a command that hangs."""
+    """Handles the signal of the time limit."""
     raise HangError
 
 
 def damage_file(path: pathlib.Path, rng: random.Random) -> str:
-    """Damages a file in place and returns how."""
+    """Damages a file in place, and returns the kind of damage."""
     data = path.read_bytes()
-    chosen = rng.choice([*BYTES, *((damage_json,) if path.suffix == ".json" else ())])
+    kinds = [*BYTES, damage_json] if path.suffix == ".json" else [*BYTES]
+    chosen = rng.choice(kinds)
     path.write_bytes(chosen(data, rng))
     return chosen.__name__
 
 
 def truncate(data: bytes, rng: random.Random) -> bytes:
-    """Keeps only the beginning."""
+    """Returns only the beginning of the data."""
     return data[: rng.randrange(len(data))]
 
 
 def flip_bit(data: bytes, rng: random.Random) -> bytes:
-    """Flips a bit."""
+    """Returns the data with one bit flipped."""
     index = rng.randrange(len(data))
     return data[:index] + bytes([data[index] ^ 1 << rng.randrange(8)]) + data[index + 1 :]
 
 
 def replace_block(data: bytes, rng: random.Random) -> bytes:
-    """Replaces a block by zeros, by random bytes, by nothing or by two of it."""
+    """Returns the data with a block replaced by zeros, random bytes, nothing, or itself twice."""
     start = rng.randrange(len(data))
     block = data[start : start + rng.choice([1, 8, 512])]
     new = rng.choice([bytes(len(block)), rng.randbytes(8), b"", block * 2])
@@ -216,7 +260,7 @@ def replace_block(data: bytes, rng: random.Random) -> bytes:
 
 
 def damage_json(data: bytes, rng: random.Random) -> bytes:
-    """Replaces or removes a value of JSON, at any depth."""
+    """Returns JSON with one value replaced or removed, at any depth."""
     value = json.loads(data)
     places = list(iterate_places(value))
     if not places:
@@ -230,7 +274,7 @@ def damage_json(data: bytes, rng: random.Random) -> bytes:
 
 
 def iterate_places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields all containers in JSON with their keys."""
+    """Yields a pair ``(container, key)`` for every value in JSON."""
     if isinstance(value, dict | list):
         for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
             yield value, key
@@ -238,6 +282,7 @@ def iterate_places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 BYTES: tuple[Callable[[bytes, random.Random], bytes], ...] = (truncate, flip_bit, replace_block)
+"""The kinds of damage that any file can have."""
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""Checks and times this package on one NVIDIA GPU of which little time is left, beside other libraries.
+"""Checks and times this package and other libraries on one NVIDIA GPU, in little time.
 
     python benchmarks/gpu.py --out results --minutes 8
     python benchmarks/gpu.py --out results --parts steps long --minutes 5
-    python benchmarks/gpu.py --results results/gpu.json --json docs/gpu.json --page docs/performance.md
+    python benchmarks/gpu.py --results results/gpu.json --json docs/gpu.json \\
+        --page docs/performance.md
 
-The first two run parts, in the order given; `--tiny` tries all of it on a CPU. Every row is written to
-`gpu.json` as soon as it is measured, beside those that are there. A system that ends early or takes too
-long gives a row with its error, and so does one that no time is left for. The last command merges such
-files, later rows in the place of earlier ones, and writes the tables; it needs no GPU.
+The first two commands run parts of the measurements in the given order. With `--tiny`, they run
+everything in tiny sizes on a CPU. Every row is added to `gpu.json` as soon as it is measured. If a
+system ends early, takes too long, or has no time left, its row contains the error. The last command
+needs no GPU. It merges such files and writes the tables. Later files replace rows of earlier ones.
 
-Every model runs in a process of its own, and the attention functions of one library one after the other
-in one process, twice. Six processes start and compile at a time; then one of them works at a time. Peers
-run on `.venv-peers` if that is there, else on this Python.
+Every model runs in a process of its own. The attention functions of one library run in one process,
+one after the other, and each is measured twice. Six processes start and compile at the same time.
+After that, only one of them works at a time. Other libraries run in the environment `.venv-peers`
+if it exists, and otherwise in the environment of this script.
 """
 
 from __future__ import annotations
@@ -37,53 +39,54 @@ Row = dict[str, Any]
 
 FUNCTIONS = ("ours", "jax.nn cudnn", "jax.nn xla", "torch SDPA")
 SUBLAYERS = (
-    *(
-        "DotProduct + bias",
-        "Random",
-        "Random + DotProduct + bias",
-        "TalkingHeads + bias",
-        "Gaussian",
-    ),
-    *(
-        "jax.nn cudnn",
-        "jax.nn cudnn + bias",
-        "jax.nn xla + bias",
-        "Flax + bias",
-        "torch SDPA + bias",
-    ),
+    "DotProduct + bias",
+    "Random",
+    "Random + DotProduct + bias",
+    "TalkingHeads + bias",
+    "Gaussian",
+    "jax.nn cudnn",
+    "jax.nn cudnn + bias",
+    "jax.nn xla + bias",
+    "Flax + bias",
+    "torch SDPA + bias",
 )
 PROBLEMS = (
-    *(
-        "T5, lengths",
-        "Random, lengths",
-        "Random + T5, lengths",
-        "T5, no mask",
-        "T5, causal",
-        "T5, packed",
-    ),
-    *(
-        "T5, packed causal",
-        "T5, 2048",
-        "T5, 2048 causal",
-        "T5, width 128",
-        "T5, 500",
-        "cross 114 × 512",
-    ),
-    *("Random, causal", "Random, packed", "Random, 2048", "Random, 500", "Random + T5, packed"),
-    *("taps, lengths", "taps, causal"),
+    "T5, lengths",
+    "Random, lengths",
+    "Random + T5, lengths",
+    "T5, no mask",
+    "T5, causal",
+    "T5, packed",
+    "T5, packed causal",
+    "T5, 2048",
+    "T5, 2048 causal",
+    "T5, width 128",
+    "T5, 500",
+    "cross 114 × 512",
+    "Random, causal",
+    "Random, packed",
+    "Random, 2048",
+    "Random, 500",
+    "Random + T5, packed",
+    "taps, lengths",
+    "taps, causal",
 )
 STEPS = ("v", "r", "rv", "hc_sa", "v, scanned", "transformers", "transformers, by layer")
 LONG = ("v", "r")
 DECODE = ("v", "transformers", "r")
-PREPARATION, ANSWER, WORKERS = 240, 60, 6
-"""Most seconds that a worker takes to start and compile, and to answer; how many compile at a time."""
+PREPARATION = 240
+"""The number of seconds that a worker may take to start and compile."""
+ANSWER = 60
+"""The number of seconds that a worker may take to answer."""
+WORKERS = 6
+"""The number of workers that start and compile at the same time."""
 
 PARTS = ("correctness", "steps", "functions", "sublayers", "long", "decode")
-"""In the order of their value."""
+"""The parts of the measurements, the most valuable first."""
 
 
 class Results:
-    """The rows of all parts, in a file that is replaced whenever a row comes."""
+    """The rows of all parts, in a file that is replaced whenever a row is added."""
 
     def __init__(self, path: pathlib.Path):
         self.path = path
@@ -92,104 +95,120 @@ class Results:
         self.parts: dict[str, list[Row]] = found.get("parts", {})
 
     def put(self, part: str, row: Row) -> None:
-        """Puts a row into the place of the one of that name and shape; an error replaces no measurement."""
+        """Adds a row, or replaces the row with the same name and shape.
+
+        An error does not replace a measurement.
+        """
         rows = self.parts.setdefault(part, [])
-        where = next((i for i, r in enumerate(rows) if identity(r) == identity(row)), len(rows))
-        if where == len(rows) or "error" not in row or "error" in rows[where]:
-            rows[where : where + 1] = [row]
+        for index, other in enumerate(rows):
+            if identity(other) == identity(row):
+                if "error" not in row or "error" in other:
+                    rows[index] = row
+                return
+        rows.append(row)
 
     def add(self, part: str, row: Row) -> None:
         """Puts a row into its place, writes the file and prints the row."""
         self.put(part, row)
         self.write()
-        shown = {
-            k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items() if k != "errors"
-        }
-        print(
-            part,
-            *(f"{k} {v}" if k != "name" else v for k, v in shown.items()),
-            sep=" | ",
-            flush=True,
-        )
+        words = [part]
+        for key, value in row.items():
+            if key == "errors":
+                continue
+            text = f"{value:.4g}" if isinstance(value, float) else str(value)
+            words.append(text if key == "name" else f"{key} {text}")
+        print(*words, sep=" | ", flush=True)
 
     def write(self) -> None:
         """Writes the file."""
         report.write_file(self.path, self.json())
 
     def json(self) -> str:
-        """What the file holds."""
+        """Returns the content of the file."""
         return json.dumps({"facts": self.facts, "parts": self.parts}, indent=1) + "\n"
 
 
 def identity(row: Row) -> tuple[Any, ...]:
-    """What tells the rows of a part apart."""
+    """Returns what distinguishes the rows of a part."""
     return row["name"], row.get("batch"), row.get("length"), row.get("beams")
 
 
 class Session:
-    """A limited time on a device."""
+    """A limited time on a device, with the workers that are prepared for it."""
 
     def __init__(self, args: argparse.Namespace, results: Results):
-        self.args, self.results = args, results
+        self.args = args
+        self.results = results
         self.pool = concurrent.futures.ThreadPoolExecutor(WORKERS)
         self.prepared: dict[str, concurrent.futures.Future[racing.Worker]] = {}
         self.deadline = time.monotonic() + 60 * args.minutes
         sizes = peers.SIZES["tiny" if args.tiny else "base"]
         names = ("d_model", "layers", "d_ff", "heads", "head_dim")
-        self.options: Row = dict(zip(names, sizes, strict=True)) | {
+        self.options: Row = {
+            **dict(zip(names, sizes, strict=True)),
             "tiny": args.tiny,
             "dropout": 0.1,
-        }
-        self.options |= {
             "dtype": "bfloat16",
             "threads": 8,
             "device": "cpu" if args.tiny else "cuda",
+            "compile": "eager" if args.tiny else "inductor",
         }
-        self.options |= {"compile": "eager" if args.tiny else "inductor"}
         self.environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
         if args.tiny:
             self.environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
     def _start(self, name: str, worker: str, options: Row) -> racing.Worker:
-        """Starts a worker; raises `SystemExit` where it ends early, or no time is left."""
+        """Starts a worker. Raises `SystemExit` if it ends early, or if no time is left."""
         left = self.deadline - time.monotonic()
         if left < 15:
             raise SystemExit("no time was left")
         is_torch = worker in ("pytorch.py", "torch_attention.py")
         python = str(racing.PEERS) if is_torch and racing.PEERS.exists() else sys.executable
         system = racing.System(name, worker, {**self.options, **options}, python, self.environment)
-        worker = racing.Worker(system, min(PREPARATION, left))
-        worker.limit = (
-            ANSWER if options.get("part") != "correctness" else PREPARATION
-        )  # it compiles then
-        return worker
+        running = racing.Worker(system, min(PREPARATION, left))
+        # Workers of this part also compile while they answer.
+        compiles_late = options.get("part") == "correctness"
+        running.limit = PREPARATION if compiles_late else ANSWER
+        return running
 
     def prepare(self, *args: Any) -> None:
-        """Starts a worker beside others; `start` returns it, or raises why it ended."""
+        """Starts a worker in the background. `start` returns it, or raises why it has ended."""
         self.prepared[repr(args)] = self.pool.submit(self._start, *args)
 
     def start(self, *args: Any) -> racing.Worker:
-        """Returns a worker that was prepared, or starts it."""
+        """Returns a worker that was prepared, or starts it now."""
         future = self.prepared.pop(repr(args), None)
-        return self._start(*args) if future is None else future.result()
+        if future is None:
+            return self._start(*args)
+        return future.result()
 
     def run_cases(
         self, worker: str, part: str, cases: list[Row], *, passes: int, ahead: bool
     ) -> None:
-        """Runs a worker that answers with the row of one case after the other, `passes` times.
+        """Runs a worker that answers with the rows of one case after the other.
 
-        After a case with which the worker ends, a new one goes on with those that remain; a worker that
-        cannot start does none. `ahead`: it is prepared only.
+        If the worker ends during a case, a new worker continues with the next one. If a worker
+        cannot start, all of its cases fail.
+
+        Args:
+          worker: the file of the worker.
+          part: the part of the measurements.
+          cases: the cases, with their names and shapes.
+          passes: how many times the worker answers for every case.
+          ahead: whether the worker is only prepared.
         """
-        if ahead and cases:
-            self.prepare(worker, worker, {"part": part, "cases": cases})
-        while cases and not ahead:
+        if ahead:
+            if cases:
+                self.prepare(worker, worker, {"part": part, "cases": cases})
+            return
+        while cases:
             done, failed = 0, cases
             try:
                 running = self.start(worker, worker, {"part": part, "cases": cases})
                 failed = cases[:1]
                 for case in cases * passes:
-                    for row in (answer := running.run_round()).pop("rows", [answer]):
+                    answer = running.run_round()
+                    for row in answer.get("rows", [answer]):
                         self.results.add(part, {**case, **running.facts, **row})
                     done += 1
                     failed = cases[done : done + 1]
@@ -201,15 +220,29 @@ class Session:
             cases = cases[done + len(failed) :] if done < len(cases) else []
 
     def run_model(self, part: str, name: str, options: Row, *, rounds: int, ahead: bool) -> None:
-        """Runs a model, in micro-batches where memory asks; `ahead`: it is prepared only."""
+        """Runs a model, with more micro-batches if the memory is too small.
+
+        Args:
+          part: the part of the measurements.
+          name: the name of the row: a system, and after a comma, how it is compiled.
+          options: the options of the worker.
+          rounds: the number of rounds.
+          ahead: whether the worker is only prepared.
+        """
         kind, _, suffix = name.partition(", ")
-        options = {"name": name, "system": kind, "remat": None, **options}
-        options |= {"scan": suffix == "scanned", "by_layer": suffix == "by layer"}
+        options = {
+            "name": name,
+            "system": kind,
+            "remat": None,
+            **options,
+            "scan": suffix == "scanned",
+            "by_layer": suffix == "by layer",
+        }
         if part == "decode" and not suffix:
             options["compile"] = None
         worker = peers.PEERS.get(kind, "ours.py")
         shown = {k: options[k] for k in ("name", "batch", "inputs", "targets", "beams")}
-        # transformers keeps the weights of all heads; where they do not fit, it would compile anew.
+        # transformers keeps the weights of all heads. If they did not fit, it would compile again.
         counts = (4,) if kind == "transformers" else (1, 2, 4)
         if ahead:
             self.prepare(name, worker, {**options, "micro_batches": counts[0]})
@@ -231,50 +264,79 @@ class Session:
 
 
 def last_line(end: SystemExit) -> str:
-    """The last line of an error that says something."""
+    """Returns the most informative line of an error: the last one that names an exception."""
     lines = [line for line in str(end).splitlines() if line.strip() and not line.startswith(" ")]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (errors or lines)[-1][:300]
 
 
+def timed_cases(part: str, *, tiny: bool) -> list[Row]:
+    """Returns the cases of the parts ``functions`` and ``sublayers``, with their shapes."""
+    if part == "functions":
+        shapes = [(128, 512), (16, 2048)]
+        names = [name + bias for bias in (" + bias", "") for name in FUNCTIONS]
+    else:
+        shapes = [(16, 512), (4, 2048)]
+        names = list(SUBLAYERS)
+    if tiny:
+        shapes = [(2, 32), (1, 64)]
+    return [
+        {"name": name, "batch": batch, "length": length}
+        for batch, length in shapes
+        for name in names
+    ]
+
+
 def run_part(session: Session, part: str, *, ahead: bool) -> None:
-    """Runs a part, or with `ahead` prepares its workers."""
-    tiny, systems = session.args.tiny, session.args.systems
-    wanted = lambda name: systems is None or name in systems
+    """Runs a part, or only prepares its workers.
+
+    Args:
+      session: the time on the device.
+      part: the part of the measurements.
+      ahead: whether the workers are only prepared.
+    """
+    tiny = session.args.tiny
+
+    def wanted(name: str) -> bool:
+        """Whether a row is to be measured."""
+        return session.args.systems is None or name in session.args.systems
+
     if part == "correctness":
-        cases = [{"name": name} for name in (PROBLEMS[1::6] if tiny else PROBLEMS) if wanted(name)]
+        problems = PROBLEMS[1::6] if tiny else PROBLEMS
+        cases = [{"name": name} for name in problems if wanted(name)]
         session.run_cases("gpu_attention.py", part, cases, passes=1, ahead=ahead)
     elif part in ("functions", "sublayers"):
-        shapes = [(128, 512), (16, 2048)] if part == "functions" else [(16, 512), (4, 2048)]
-        names = (
-            [f + b for b in (" + bias", "") for f in FUNCTIONS]
-            if part == "functions"
-            else SUBLAYERS
-        )
-        shapes = [(2, 32), (1, 64)] if tiny else shapes
-        cases = [
-            {"name": n, "batch": b, "length": k} for b, k in shapes for n in names if wanted(n)
-        ]
+        cases = [case for case in timed_cases(part, tiny=tiny) if wanted(case["name"])]
         for worker in ("gpu_attention.py", "torch_attention.py"):
             mine = [c for c in cases if c["name"].startswith("torch") == worker.startswith("torch")]
             session.run_cases(worker, part, mine, passes=2, ahead=ahead)
     elif part in ("steps", "long"):
-        batch, inputs = (128, 512) if part == "steps" else (32, 2048)
+        if part == "steps":
+            batch, inputs, systems = 128, 512, STEPS
+        else:
+            batch, inputs, systems = 32, 2048, LONG
         shape = (4, 32, 16) if tiny else (batch, inputs, 114)
-        options: Row = dict(zip(("batch", "inputs", "targets"), shape, strict=True))
-        options |= {"decode": False, "new_tokens": shape[2], "beams": None}
-        for name in filter(wanted, STEPS if part == "steps" else LONG):
+        options: Row = {
+            **dict(zip(("batch", "inputs", "targets"), shape, strict=True)),
+            "decode": False,
+            "new_tokens": shape[2],
+            "beams": None,
+        }
+        for name in filter(wanted, systems):
             session.run_model(part, name, options, rounds=5, ahead=ahead)
     else:
         shape = (2, 32, 8) if tiny else (32, 512, 64)
-        options = dict(zip(("batch", "inputs", "new_tokens"), shape, strict=True))
-        options |= {"decode": True, "targets": shape[2]}
+        options = {
+            **dict(zip(("batch", "inputs", "new_tokens"), shape, strict=True)),
+            "decode": True,
+            "targets": shape[2],
+        }
         for beams, name in itertools.product((1, 4), filter(wanted, DECODE)):
             session.run_model(part, name, {**options, "beams": beams}, rounds=2, ahead=ahead)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the parts."""
+    """Runs the chosen parts."""
     args.out.mkdir(parents=True, exist_ok=True)
     results = Results(args.out / "gpu.json")
     session = Session(args, results)
@@ -297,44 +359,62 @@ def run(args: argparse.Namespace) -> None:
 
 
 def with_rates(rows: list[Row], peak: float | None) -> list[Row]:
-    """Rows of steps with tokens a second, MFU, and the speed relative to transformers."""
-    base = min(
-        (r["seconds"] for r in rows if r["name"].startswith("transformers") and "loss" in r),
-        default=None,
-    )
+    """Returns rows of steps with tokens per second, MFU, and the speed relative to transformers.
+
+    Args:
+      rows: the rows of a shape. Other rows than those of steps do not change.
+      peak: the peak rate of the device in FLOP/s, or None if it is not known.
+    """
+    finished = [row for row in rows if "loss" in row]
+    peers = [row["seconds"] for row in finished if row["name"].startswith("transformers")]
+    base = min(peers, default=None)
+    # transformers computes what *v* computes, but does not count its FLOPs.
     vanilla = next((r["flops"] for r in rows if r["name"] == "v" and "flops" in r), None)
     result = []
-    for r in rows:
-        if "loss" in r:
-            flops, seconds = r.get("flops", vanilla), r["seconds"]
-            r = r | {
-                "tokens": r["batch"] * (r["inputs"] + r["targets"]) / seconds,
+    for row in rows:
+        if "loss" in row:
+            seconds = row["seconds"]
+            flops = row.get("flops", vanilla)
+            tokens = row["batch"] * (row["inputs"] + row["targets"])
+            row = {
+                **row,
+                "tokens": tokens / seconds,
                 "ms": 1e3 * seconds,
+                "mfu": flops / seconds / peak if flops and peak else None,
+                "speed": base / seconds if base else None,
             }
-            r["mfu"] = flops / seconds / peak if flops and peak else None
-            r["speed"] = base / seconds if base else None
-        result.append(r)
+        result.append(row)
     return result
 
 
-TIMES = {"name": "", "forward_ms": "forward, ms|.3f", "both_ms": "forward + backward, ms|.3f"}
-TIMES |= {
+TIMES = {
+    "name": "",
+    "forward_ms": "forward, ms|.3f",
+    "both_ms": "forward + backward, ms|.3f",
     "forward_tflops": "TFLOP/s|.0f",
     "both_tflops": "forward + backward, TFLOP/s|.0f",
     "spread": "spread|.0%",
-}
-TIMES |= {
     "temporaries_mb": "temporaries, MB|.1f",
     "compile_seconds": "compiling, s|.1f",
     "error": "error",
 }
-STEP = {"name": "system", "micro_batches": "micro-batches|d", "tokens": "tokens/s|,.0f"}
-STEP |= {"ms": "step, ms|.1f", "mfu": "MFU|.1%", "speed": "speed|.2f"}
-STEP |= {"device_gb": "peak memory, GB|.1f", "parameters": "parameters|,d"}
-STEP |= {"compile_seconds": "compiling, s|.0f", "error": "error"}
-DECODED = {"name": "system", "beams": "beams|d", "tokens_per_second": "tokens/s|,.0f"}
-DECODED |= {"seconds": "batch, s|.3f"}
-DECODED |= {
+STEP = {
+    "name": "system",
+    "micro_batches": "micro-batches|d",
+    "tokens": "tokens/s|,.0f",
+    "ms": "step, ms|.1f",
+    "mfu": "MFU|.1%",
+    "speed": "speed|.2f",
+    "device_gb": "peak memory, GB|.1f",
+    "parameters": "parameters|,d",
+    "compile_seconds": "compiling, s|.0f",
+    "error": "error",
+}
+DECODED = {
+    "name": "system",
+    "beams": "beams|d",
+    "tokens_per_second": "tokens/s|,.0f",
+    "seconds": "batch, s|.3f",
     "device_gb": "peak memory, GB|.1f",
     "compile_seconds": "compiling, s|.0f",
     "error": "error",
@@ -343,45 +423,67 @@ CHECKED = {
     "kind": "dtype and computation",
     "passed": "calls within the bound",
     "difference": "largest ‖x − r‖ / ‖r‖|.1e",
+    "bound": "bound|.0e",
+    "error": "error",
 }
-CHECKED |= {"bound": "bound|.0e", "error": "error"}
 COLUMNS = {"correctness": CHECKED, "decode": DECODED, "steps": STEP, "long": STEP}
+"""The columns of the tables by part. All other parts have `TIMES`."""
 TITLES = {
-    "correctness": "Values and gradients of attention compared with the reference route in float32, whose "
-    "matrix products have the highest precision. Each call has new random inputs. On a GPU, matrix "
-    "products of float32 arrays are computed in TF32. *r* is a result of the reference route, and "
-    "*x* is the result that is compared with it.",
-    "steps": "One training step of T5 1.1 base with AdamW, in bfloat16 with float32 parameters and "
-    "dropout 0.1. *scanned* models compute their layers in one `lax.scan`. transformers runs under "
-    "autocast and is compiled by `torch.compile`, either as a whole or layer by layer. It divides "
-    "the batch into 4 micro-batches, because it stores the attention weights of all heads for the "
-    "backward pass. Ours does not store them and takes the batch at once. Whether transformers "
-    "would be faster with fewer micro-batches was not measured. MFU counts six FLOPs for each "
-    "multiply-add of the forward pass. *Speed* is relative to transformers.",
+    "correctness": (
+        "Values and gradients of attention compared with the reference route in float32, whose "
+        "matrix products have the highest precision. Each call has new random inputs. On a GPU, "
+        "matrix products of float32 arrays are computed in TF32. *r* is a result of the "
+        "reference route, and *x* is the result that is compared with it."
+    ),
+    "steps": (
+        "One training step of T5 1.1 base with AdamW, in bfloat16 with float32 parameters and "
+        "dropout 0.1. *scanned* models compute their layers in one `lax.scan`. transformers runs "
+        "under autocast and is compiled by `torch.compile`, either as a whole or layer by layer. "
+        "It divides the batch into 4 micro-batches, because it stores the attention weights of "
+        "all heads for the backward pass. Ours does not store them and takes the batch at once. "
+        "Whether transformers would be faster with fewer micro-batches was not measured. MFU "
+        "counts six FLOPs for each multiply-add of the forward pass. *Speed* is relative to "
+        "transformers."
+    ),
     "long": "The same step with longer inputs.",
-    "decode": "Greedy decoding and beam search of 64 new tokens with T5 1.1 base, for 32 inputs of 512 "
-    "tokens, in bfloat16. transformers is not compiled.",
-    "functions": "The attention function without projections, 12 heads of 64, in bfloat16, with a padding "
-    "mask. *+ bias* is a learned relative bias like that of T5. Times are means of two "
-    "measurements, and *spread* is the relative difference between them. TFLOP/s include two "
-    "matrix products for the forward pass and seven for forward and backward together. Masked "
-    "pairs of positions are included.",
-    "sublayers": "Attention sub-layers with their projections, d_model 768, 12 heads of 64, in bfloat16, "
-    "with a padding mask. TFLOP/s include masked pairs of positions. For Random, they include one "
-    "matrix product for the forward pass and three for forward and backward together.",
+    "decode": (
+        "Greedy decoding and beam search of 64 new tokens with T5 1.1 base, for 32 inputs of 512 "
+        "tokens, in bfloat16. transformers is not compiled."
+    ),
+    "functions": (
+        "The attention function without projections, 12 heads of 64, in bfloat16, with a padding "
+        "mask. *+ bias* is a learned relative bias like that of T5. Times are means of two "
+        "measurements, and *spread* is the relative difference between them. TFLOP/s include two "
+        "matrix products for the forward pass and seven for forward and backward together. "
+        "Masked pairs of positions are included."
+    ),
+    "sublayers": (
+        "Attention sub-layers with their projections, d_model 768, 12 heads of 64, in bfloat16, "
+        "with a padding mask. TFLOP/s include masked pairs of positions. For Random, they "
+        "include one matrix product for the forward pass and three for forward and backward "
+        "together."
+    ),
 }
+"""The captions of the tables by part."""
 
 
-def write_page(args: argparse.Namespace) -> None:
-    """Merges results and writes them and their tables."""
-    first, *others = (Results(path) for path in args.results)
+def merge(results: list[Results]) -> Results:
+    """Adds the rows of later files to the first one, and returns it."""
+    first, *others = results
     for other in others:
-        # A rate is lower while other programs run.
-        most = {k: max(x, other.facts[k]) for k, x in first.facts.items() if isinstance(x, float)}
-        first.facts |= other.facts | most
+        # Rates are lower while other programs run, so the highest one counts.
+        rates = {name: x for name, x in first.facts.items() if isinstance(x, float)}
+        highest = {name: max(x, other.facts[name]) for name, x in rates.items()}
+        first.facts = {**first.facts, **other.facts, **highest}
         for part, rows in other.parts.items():
             for row in rows:
                 first.put(part, row)
+    return first
+
+
+def write_page(args: argparse.Namespace) -> None:
+    """Merges files of results, and writes the result and its tables."""
+    first = merge([Results(path) for path in args.results])
     facts = first.facts
     rows = itertools.chain.from_iterable(first.parts.values())
     versions = ", ".join(r["versions"] for r in rows if "versions" in r).split(", ")
@@ -412,21 +514,21 @@ def write_page(args: argparse.Namespace) -> None:
 
 
 def worst_rows(rows: list[Row]) -> list[Row]:
-    """Returns the row with the largest error of every dtype and implementation of a route."""
+    """Returns the row with the largest error for every dtype and implementation of a route."""
     kinds: dict[str, list[Row]] = {}
-    for r in rows:
-        _, dtype, route = r["name"].rsplit(", ", 2)
-        kinds.setdefault(f"{dtype}, {r.get('default', route)}", []).append(r)
+    for row in rows:
+        _, dtype, route = row["name"].rsplit(", ", 2)
+        kinds.setdefault(f"{dtype}, {row.get('default', route)}", []).append(row)
     result = []
     for kind, found in kinds.items():
-        passed = sum(r.get("verdict") == "PASS" for r in found)
-        worst = max(found, key=lambda r: r.get("difference", 0.0))
+        passed = sum(row.get("verdict") == "PASS" for row in found)
+        worst = max(found, key=lambda row: row.get("difference", 0.0))
         result.append(worst | {"kind": kind, "passed": f"{passed} of {len(found)}"})
     return result
 
 
 def shape_of(row: Row) -> str:
-    """Batch and lengths of a row."""
+    """Returns the heading of the table that a row belongs to: the batch size and the lengths."""
     if "batch" not in row:
         return ""
     if "length" in row:
@@ -435,15 +537,19 @@ def shape_of(row: Row) -> str:
 
 
 def main() -> None:
-    """Runs parts, or writes the page."""
+    """Runs parts of the measurements, or writes the page."""
     parser = report.arguments(__doc__)
     parser.add_argument("--out", type=pathlib.Path, help="folder of gpu.json")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--systems", nargs="+", help="these rows of the parts only")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU")
-    parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument(
-        "--results", type=pathlib.Path, nargs="+", help="files whose tables to write"
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run, in order"
+    )
+    parser.add_argument("--systems", nargs="+", help="rows to measure, by default all")
+    parser.add_argument("--tiny", action="store_true", help="use tiny sizes, on a CPU")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="time limit in minutes (default: 8)"
+    )
+    parser.add_argument(
+        "--results", type=pathlib.Path, nargs="+", help="files of results to write as tables"
     )
     args = parser.parse_args()
     if args.results:

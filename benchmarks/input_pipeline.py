@@ -1,11 +1,12 @@
-"""Measures how fast batches of a mixture are made: from prepared files, and by SeqIO's pipeline.
+"""Measures how fast batches of a mixture are made, from prepared files and by SeqIO's pipeline.
 
     python benchmarks/input_pipeline.py --mixture glue_super_glue_proportional --data-dir DATA \\
         --vocabulary spiece.model --page docs/performance.md
 
-All read the same tasks, shuffled, with the same vocabulary and lengths. Every round starts a process for
-every system, in turns; medians are reported. Times begin when the stream is opened, after imports.
-*First* examples are read from files; later ones are in memory. What is missing is prepared first.
+All systems read the same tasks, shuffled, with the same vocabulary and lengths. Every round starts
+a process for each system, in turns, and the table has the medians. Times begin when the stream is
+opened, after the imports. The *first* examples are read from files, and *later* ones are already in
+memory. The script first prepares data that is not prepared yet.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import racing
 import report
 
 RATES = {"opened": "opened: tokens/s", "first": "first: tokens/s", "later": "later: tokens/s"}
-"""The measured rates by their keys, and the headings of their columns."""
+"""The headings of the measured rates, by their keys."""
 
 
 def main() -> None:
@@ -30,12 +31,7 @@ def main() -> None:
     command += ["--data-dir", str(args.data_dir), "--vocabulary", str(args.vocabulary)]
     subprocess.run(command, check=True)
     systems = [
-        racing.System(
-            name + ", packed" * pack,
-            "pipeline.py",
-            {**vars(args), "system": name, "pack": pack}
-            | {key: str(getattr(args, key)) for key in ("data_dir", "vocabulary", "json", "page")},
-        )
+        make_system(args, name, pack=pack)
         for name in ("SeqIO's pipeline", "prepared")
         for pack in (False, True)
     ]
@@ -51,9 +47,10 @@ def main() -> None:
     for rate, heading in RATES.items():
         for row in rows:
             row[f"{rate}_ratio"] = row[rate] / rows[0][rate]
-        columns |= {rate: f"{heading}|,.0f", f"{rate}_ratio": "ratio|.1f"}
-    columns |= {"filled": "input tokens that are not padding|.1%"}
-    columns |= {"peak_mb": "peak memory, MB|,.0f"}
+        columns[rate] = f"{heading}|,.0f"
+        columns[f"{rate}_ratio"] = "ratio|.1f"
+    columns["filled"] = "input tokens that are not padding|.1%"
+    columns["peak_mb"] = "peak memory, MB|,.0f"
     text = (
         f"Real tokens per second of the mixture `{args.mixture}`, in batches of {args.batch} rows "
         f"with {args.inputs} input and {args.targets} target tokens. Each *ratio* is relative to "
@@ -65,13 +62,27 @@ def main() -> None:
     report.write(name, text, result={"rows": rows}, options=args, facts=report.machine())
 
 
+def make_system(args: argparse.Namespace, name: str, *, pack: bool) -> racing.System:
+    """Returns the worker of a stream, with or without packing."""
+    options = {**vars(args), "system": name, "pack": pack}
+    for key in ("data_dir", "vocabulary", "json", "page"):
+        options[key] = str(options[key])  # a path is no JSON
+    if pack:
+        name += ", packed"
+    return racing.System(name, "pipeline.py", options)
+
+
 def parse_arguments() -> argparse.Namespace:
     """Parses the command line."""
     numbers = {"batch": 128, "inputs": 512, "targets": 84, "batches": 20, "first": 10_000}
     parser = report.arguments(__doc__, **numbers, rounds=3)
-    parser.add_argument("--mixture", default="glue_super_glue_proportional")
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--vocabulary", type=pathlib.Path, required=True)
+    parser.add_argument("--mixture", default="glue_super_glue_proportional", help="mixture to read")
+    parser.add_argument(
+        "--data-dir", type=pathlib.Path, required=True, help="directory of the data sets"
+    )
+    parser.add_argument(
+        "--vocabulary", type=pathlib.Path, required=True, help="SentencePiece model"
+    )
     return parser.parse_args()
 
 

@@ -1,16 +1,22 @@
-"""Compares training steps and decoding of this package's T5 1.1 with transformers, CTranslate2, keras-hub.
+"""Compares this package's T5 1.1 with transformers, CTranslate2 and keras-hub.
 
     make bench-peers
     python benchmarks/peers.py --systems v v+small transformers --dropout 0.1
     python benchmarks/peers.py --decode --inputs 128 --systems v ctranslate2 transformers --beams 1
 
-Every system runs in a process of its own; rounds alternate, and medians are reported. All have the same
-sizes, random weights and random batches, and the numbers of parameters are checked. A variant of this
-package is a key of `models.VARIANTS` (`v`: dot product, `r`: Random, …); `+small` selects scanned layers
-that save only matrix products for the backward pass. A training step is AdamW's. The FLOPs of a step are
-six times the multiply-adds of its forward pass; they are reported relative to the rate of a matrix
-product, which the system's process measures before the first round, or with `--peak` TFLOP/s as MFU. When
-decoding, no sequence ends before `--new-tokens`, and a round includes the encoder.
+It measures training steps with AdamW, or decoding. Every system runs in a process of its own. The
+systems take turns, and the table has medians over the rounds. All systems have the same sizes,
+random weights and random batches, and the script checks that they have the same number of
+parameters.
+
+A variant of this package is a key of `models.VARIANTS`, such as `v` for the dot product and `r` for
+Random. `+small` selects scanned layers that keep only matrix products for the backward pass.
+
+The FLOPs of a step are six times the multiply-adds of its forward pass. The rate of FLOPs is given
+relative to the rate of a matrix product, which the process of the system measures before the first
+round. With `--peak`, it is given relative to this number of TFLOP/s (MFU).
+
+When decoding, no sequence ends before it has `--new-tokens` tokens. The time includes the encoder.
 """
 
 from __future__ import annotations
@@ -29,10 +35,10 @@ SIZES = {
     "base": (768, 12, 2048, 12, 64),
     "large": (1024, 24, 2816, 16, 64),
 }
-"""T5 1.1: d_model, layers, d_ff, heads, head_dim."""
+"""The sizes of T5 1.1: d_model, layers, d_ff, heads and head_dim."""
 
 PEERS = {"transformers": "pytorch.py", "ctranslate2": "pytorch.py", "keras-hub": "keras_t5.py"}
-"""Their workers."""
+"""The files of the workers of other libraries."""
 
 
 def main() -> None:
@@ -42,15 +48,8 @@ def main() -> None:
     rows = racing.race([make_system(args, name) for name in args.systems], rounds=args.rounds)
     counts = {r["name"]: r["parameters"] for r in rows if is_dot_product(r["name"])}
     if len(set(counts.values())) > 1:
-        raise SystemExit(f"the parameter counts differ: {counts}")
-    base = next(r for r in rows if r["name"] == args.base)
-    for r in rows:
-        r["speed"] = base["seconds"] / r["seconds"]
-        r["memory"] = r["peak_mb"] / base["peak_mb"] if r["peak_mb"] else None
-        if "flops" in r:
-            r["work"] = r["flops"] / next(x["flops"] for x in rows if "flops" in x)
-            share = r["flops"] / (args.peak * 1e12) if args.peak else r["utilization"]
-            r["utilization"] = share / r["seconds"]
+        raise SystemExit(f"The systems have different numbers of parameters: {counts}")
+    add_ratios(rows, args)
     versions = ", ".join(dict.fromkeys(", ".join(r["versions"] for r in rows).split(", ")))
     if args.decode:
         name, caption, columns = describe_decoding(args)
@@ -58,6 +57,20 @@ def main() -> None:
         name, caption, columns = describe_training(args)
     section = f"{caption} Versions: {versions}.\n\n{report.table(rows, columns)}"
     report.write(name, section, result={"rows": rows}, options=args, facts=facts)
+
+
+def add_ratios(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Adds the columns that compare a row with others."""
+    base = next(row for row in rows if row["name"] == args.base)
+    first_flops = next((row["flops"] for row in rows if "flops" in row), None)
+    for row in rows:
+        row["speed"] = base["seconds"] / row["seconds"]
+        row["memory"] = row["peak_mb"] / base["peak_mb"] if row["peak_mb"] else None
+        if "flops" in row:
+            row["work"] = row["flops"] / first_flops
+            # The worker reports the seconds of the FLOPs at the rate of a matrix product.
+            seconds = row["flops"] / (args.peak * 1e12) if args.peak else row["utilization"]
+            row["utilization"] = seconds / row["seconds"]
 
 
 def describe_decoding(args: argparse.Namespace) -> tuple[str, str, dict[str, str]]:
@@ -116,27 +129,32 @@ def describe_training(args: argparse.Namespace) -> tuple[str, str, dict[str, str
 
 
 def is_dot_product(name: str) -> bool:
-    """Whether a system has the attention of the published T5s."""
+    """Whether a system has the same attention as the published T5s."""
     return name.split("+")[0] in ("v", *PEERS)
 
 
 def make_system(args: argparse.Namespace, name: str) -> racing.System:
     """Returns the worker of a system."""
     kind, _, suffix = name.partition("+")
-    sizes = dict(
-        zip(("d_model", "layers", "d_ff", "heads", "head_dim"), SIZES[args.size], strict=True)
-    )
-    options: dict[str, Any] = {**sizes, **vars(args), "system": kind}
-    small = suffix == "small"
-    options |= {"scan": small, "remat": "dots" if small else None}
-    del options["json"], options["page"]
-    peer = kind in PEERS
-    if suffix not in ("", "small") or not (peer or kind in models.VARIANTS):
+    if suffix not in ("", "small") or kind not in (*PEERS, *models.VARIANTS):
         known = ", ".join([*PEERS, *models.VARIANTS])
-        raise SystemExit(f"{name} is no system; choose from {known}; a variant also +small")
+        raise SystemExit(
+            f"There is no system {name!r}. Choose from {known}. Variants of this package may end "
+            "in +small."
+        )
     if kind == "keras-hub" and args.decode:
-        raise SystemExit("keras-hub is compared in training only")
-    if peer:
+        raise SystemExit("keras-hub can only be compared in training. Remove it or --decode.")
+    names = ("d_model", "layers", "d_ff", "heads", "head_dim")
+    is_small = suffix == "small"
+    options: dict[str, Any] = {
+        **dict(zip(names, SIZES[args.size], strict=True)),
+        **vars(args),
+        "system": kind,
+        "scan": is_small,
+        "remat": "dots" if is_small else None,
+    }
+    del options["json"], options["page"]
+    if kind in PEERS:
         return racing.System(name, PEERS[kind], options, str(racing.PEERS))
     return racing.System(name, "ours.py", options)
 
@@ -146,12 +164,18 @@ def parse_arguments() -> argparse.Namespace:
     numbers = {"batch": 8, "inputs": 512, "targets": 114, "new_tokens": 64, "beams": 1}
     parser = report.arguments(__doc__, **numbers, rounds=7, threads=2)
     parser.add_argument("--decode", action="store_true", help="decode instead of training")
-    parser.add_argument("--systems", nargs="+", default=["v", "transformers"])
-    parser.add_argument("--base", help="the system that the others are compared with")
-    parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--peak", type=float, help="TFLOP/s that MFU counts against")
+    parser.add_argument(
+        "--systems", nargs="+", default=["v", "transformers"], help="systems to compare"
+    )
+    parser.add_argument(
+        "--base", help="system that the others are compared with, by default the last one"
+    )
+    parser.add_argument("--size", choices=SIZES, default="small", help="size of T5 1.1")
+    parser.add_argument("--dropout", type=float, default=0.1, help="dropout rate of training")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of the model"
+    )
+    parser.add_argument("--peak", type=float, help="peak TFLOP/s of the device, to report MFU")
     args = parser.parse_args()
     args.base = args.base or args.systems[-1]
     return args

@@ -1,8 +1,9 @@
-"""Compares every kind of folder that is taken with transformers, on tiny random models.
+"""Compares tiny random models in every kind of folder that we read with transformers.
 
     python benchmarks/pretrained.py --page docs/finetune.md
 
-It runs in the environment of `make bench-peers`, or one with version 4. PEFT is optional.
+It runs in the environment of `make bench-peers`, or in one with version 4 of transformers. PEFT is
+optional.
 """
 
 from __future__ import annotations
@@ -32,33 +33,41 @@ from tests.peers.test_transformers import CLASSES, deviation, load_reference, ma
 from tests.pretrained import gemma
 from tests.pretrained.folders import FAMILIES, TINY
 
-KINDS: dict[str, dict[str, Any]] = {k: TINY | x for k, x in FAMILIES.items() if k != "efficient"}
-KINDS["MADLAD-400"] = KINDS["T5 1.1, FLAN-T5"] | gemma.MADLAD
-KINDS["CodeT5"] = KINDS["T5 1.0"] | gemma.CODET5
-KINDS |= {f"T5Gemma, {k}": x | {"model_type": "t5gemma"} for k, x in gemma.CONFIGS.items()}
-TEXTS, LENGTH = ["what is it", "a longer text, of two parts"], 12
+KINDS: dict[str, dict[str, Any]] = {
+    **{kind: TINY | config for kind, config in FAMILIES.items() if kind != "efficient"},
+    "MADLAD-400": TINY | FAMILIES["T5 1.1, FLAN-T5"] | gemma.MADLAD,
+    "CodeT5": TINY | FAMILIES["T5 1.0"] | gemma.CODET5,
+    **{
+        f"T5Gemma, {kind}": config | {"model_type": "t5gemma"}
+        for kind, config in gemma.CONFIGS.items()
+    },
+}
+"""The configurations of transformers by the kinds of folders."""
+
+TEXTS = ["what is it", "a longer text, of two parts"]
+LENGTH = 12
+"""The number of tokens that are generated for a text."""
 
 
 def write_byte_level(folder: pathlib.Path) -> None:
-    """Writes a small tokenizer such as CodeT5's: a BPE of bytes, sentinels last."""
+    """Writes a small tokenizer like that of CodeT5: BPE of bytes, with the sentinels at the end."""
     special = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
     trainer = tokenizers.ByteLevelBPETokenizer()
-    texts, size = (gemma.DOCS / "training.md").read_text().splitlines(), gemma.VOCAB_SIZE - 100
+    texts = (gemma.DOCS / "training.md").read_text().splitlines()
+    size = gemma.VOCAB_SIZE - 100
     trainer.train_from_iterator(texts, size, special_tokens=special, show_progress=False)
-    files = dict(zip(("vocab", "merges"), trainer.save_model(str(folder)), strict=True))
+    vocab, merges = trainer.save_model(str(folder))
     sentinels = [
         tokenizers.AddedToken(f"<extra_id_{i}>", lstrip=True) for i in reversed(range(100))
     ]
-    pieces = {
-        "vocab_file": files["vocab"],
-        "merges_file": files["merges"],
-    } | files  # of versions 4 and 5
+    # Version 4 of transformers reads the first two arguments, and version 5 the others.
+    pieces = {"vocab_file": vocab, "merges_file": merges, "vocab": vocab, "merges": merges}
     theirs = transformers.RobertaTokenizer(**pieces, additional_special_tokens=sentinels)
     theirs.save_pretrained(folder)
 
 
 def make(folder: pathlib.Path, kind: str) -> None:
-    """Writes a model of transformers with its tokenizer."""
+    """Writes a folder with a model of transformers and its tokenizer."""
     config = KINDS[kind]
     model = make_model(config)
     if "encoder" not in config and not config["tie_word_embeddings"]:
@@ -73,62 +82,71 @@ def make(folder: pathlib.Path, kind: str) -> None:
 
 
 def row(kind: str, folder: pathlib.Path, theirs: Any = None) -> dict[str, Any]:
-    """Returns a row of the table; the model is exported to the folder ``back``."""
-    loaded, back = load(folder), folder / "back"
+    """Returns a row of the table.
+
+    Args:
+      kind: the kind of the folder.
+      folder: the folder. The model is exported to its subfolder ``back``.
+      theirs: the model of transformers, by default the model in the folder.
+    """
+    loaded = load(folder)
     model, variables, _ = loaded
-    theirs = load_reference(folder, model) if theirs is None else theirs
+    if theirs is None:
+        theirs = load_reference(folder, model)
+    back = folder / "back"
     back.mkdir()
     write_folder(back, *loaded)
-    found: dict[str, Any] = {"kind": kind, "in": deviation(theirs, model, variables)}
-    found["out"] = deviation(load_reference(back, model), model, variables)
-    if (file := folder / SAFETENSORS).exists():  # not of PEFT
+    found: dict[str, Any] = {
+        "kind": kind,
+        "in": deviation(theirs, model, variables),
+        "out": deviation(load_reference(back, model), model, variables),
+    }
+
+    file = folder / SAFETENSORS
+    if file.exists():  # PEFT's folders do not have it
         first, second = load_file(file), load_file(back / SAFETENSORS)
-        found["bits"] = ("no", "yes")[
-            all(np.array_equal(first[name], x) for name, x in second.items())
-        ]
+        same_bits = all(np.array_equal(first[name], x) for name, x in second.items())
+        found["bits"] = "yes" if same_bits else "no"
+
     if not isinstance(model, Encoder):
-        umt5 = (
-            theirs.config.model_type == "umt5"
-        )  # for which AutoTokenizer of version 5 has no class
-        tokenizer = (
-            transformers.ByT5Tokenizer if umt5 else transformers.AutoTokenizer
-        ).from_pretrained(back)
+        tokenizer_class = transformers.AutoTokenizer
+        if theirs.config.model_type == "umt5":  # AutoTokenizer of version 5 does not know it
+            tokenizer_class = transformers.ByT5Tokenizer
+        tokenizer = tokenizer_class.from_pretrained(back)
         settings = {"max_new_tokens": LENGTH, "do_sample": False, "use_cache": False}
         inputs = [tokenizer(text, return_tensors="pt") for text in TEXTS]
-        expected = [theirs.generate(**x, **settings)[0, 1:].tolist() for x in inputs]
+        ids = [theirs.generate(**x, **settings)[0, 1:].tolist() for x in inputs]
+        expected = [loaded.vocabulary.decode(row) for row in ids]
         texts = generate(loaded, TEXTS, max_length=LENGTH)
-        found["texts"] = ("no", "yes")[texts == list(map(loaded.vocabulary.decode, expected))]
+        found["texts"] = "yes" if texts == expected else "no"
     return found
 
 
 def rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows; folders are made in the directory `scratch`."""
+    """Yields the rows of the table, and makes the folders in the directory `scratch`."""
     if transformers.__version__.startswith("4."):
-        # Its windows in encoders reach one token less far, and it multiplies matrices that do not
-        # fit.
-        KINDS["T5Gemma, balanced"] |= {
-            "encoder": gemma.CONFIGS["balanced"]["encoder"] | {"sliding_window": 64}
-        }
+        # In version 4, the windows of encoders reach one token less far. The shapes of matrices in
+        # an unbalanced model do not match.
+        encoder = gemma.CONFIGS["balanced"]["encoder"] | {"sliding_window": 64}
+        KINDS["T5Gemma, balanced"] = KINDS["T5Gemma, balanced"] | {"encoder": encoder}
         del KINDS["T5Gemma, unbalanced"]
     for kind in KINDS:
-        make(folder := scratch / kind, kind)
-        yield row(kind, folder)
-    for kind in filter(KINDS.get, ("T5 1.1, FLAN-T5", "umT5", "T5Gemma, unbalanced")):
-        whole, folder = (
-            scratch / kind,
-            scratch / kind / "text_encoder",
-        )  # as pipelines of diffusers have it
+        make(scratch / kind, kind)
+        yield row(kind, scratch / kind)
+    for kind in ("T5 1.1, FLAN-T5", "umT5", "T5Gemma, unbalanced"):
+        if kind not in KINDS:
+            continue
+        whole = scratch / kind
+        folder = whole / "text_encoder"  # the layout of pipelines of diffusers
         cls = getattr(transformers, CLASSES[KINDS[kind]["model_type"]] + "EncoderModel")
         config = transformers.AutoConfig.from_pretrained(whole, is_encoder_decoder=False)
         cls.from_pretrained(whole, config=config).save_pretrained(folder)
         (whole / "tokenizer").symlink_to(whole)
         yield row(f"encoder of {kind}", folder)
     if importlib.util.find_spec("peft"):
-        peft, folder, base = (
-            importlib.import_module("peft"),
-            scratch / "peft",
-            scratch / "T5 1.1, FLAN-T5",
-        )
+        peft = importlib.import_module("peft")
+        folder = scratch / "peft"
+        base = scratch / "T5 1.1, FLAN-T5"
         lora = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
         adapted = peft.get_peft_model(
             transformers.AutoModelForSeq2SeqLM.from_pretrained(base), lora
@@ -137,7 +155,8 @@ def rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
         yield row("LoRA of PEFT", folder, adapted.base_model.model)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Compares all kinds of folders, and writes the table."""
     options = report.arguments(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as directory:
         found = list(rows(pathlib.Path(directory)))
@@ -145,10 +164,14 @@ if __name__ == "__main__":
         "kind": "folder",
         "in": "difference after reading|.0e",
         "out": "difference after exporting|.0e",
+        "bits": "same bits",
+        "texts": "same greedy texts",
     }
-    columns |= {"bits": "same bits", "texts": "same greedy texts"}
     facts = {"transformers": transformers.__version__, "torch": torch.__version__}
-    name = f"folders {facts['transformers'].partition('.')[0]}"
-    report.write(
-        name, report.table(found, columns), result={"rows": found}, options=options, facts=facts
-    )
+    version = transformers.__version__.partition(".")[0]
+    table = report.table(found, columns)
+    report.write(f"folders {version}", table, result={"rows": found}, options=options, facts=facts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
-"""Compares systems, each in a process of its own, that run in turns.
+"""Compares systems that run in turns, each in a process of its own.
 
-A worker prepares its system, calls `serve`, and then runs one round at every request of the driver;
-otherwise it sleeps. This file uses the standard library only, so that workers in other environments can
-import it.
+The process of a system is a worker. It prepares the system and calls `serve`. Then it sleeps,
+except when the driver asks it to run a round. This file uses only the standard library, so that
+workers in other environments can import it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
-"""The Python of the environment that `make bench-peers` creates."""
+"""The Python interpreter of the environment that `make bench-peers` creates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """One compared system: its name in the table, a file in ``workers/`` and the options that it reads."""
+    """A system to compare.
+
+    Attributes:
+      name: the name in the table.
+      worker: the file of its worker in ``workers/``.
+      options: what the worker gets from `options`.
+      python: the Python interpreter of the worker.
+      environment: additional environment variables of the worker.
+    """
 
     name: str
     worker: str
@@ -38,10 +46,14 @@ class System:
 
 
 def serve(facts: dict[str, Any], run_round: Callable[[], dict[str, float]]) -> None:
-    """The main loop of a worker; returns when the driver closes the pipe.
+    """Runs a round whenever the driver asks for it, until the driver closes the pipe.
 
-    Every round is run twice, and only the second counts: the first one reloads the memory and caches that
-    the other systems have evicted, which is not part of the comparison.
+    Every round is run twice, and only the second time counts. The first time reloads memory and
+    caches that other systems have evicted, which is not part of the comparison.
+
+    Args:
+      facts: what the row of the system has in addition to measurements.
+      run_round: runs a round and returns its measurements.
     """
     send(facts)
     reset_peak()
@@ -51,14 +63,17 @@ def serve(facts: dict[str, Any], run_round: Callable[[], dict[str, float]]) -> N
 
 
 def answer(facts: dict[str, Any], rows: Iterator[dict[str, Any]]) -> None:
-    """The main loop of a worker that has a row of its own for every request of the driver."""
+    """Sends another row whenever the driver asks for one, until the driver closes the pipe."""
     send(facts)
     for _ in sys.stdin:
         send(next(rows))
 
 
 def options() -> dict[str, Any]:
-    """Returns the worker's options; redirects standard output to standard error from now on."""
+    """Returns the worker's options, and redirects standard output to standard error from now on.
+
+    Only messages to the driver go to the original standard output.
+    """
     _OUTPUT.append(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)
     return json.loads(sys.argv[1])
@@ -73,9 +88,14 @@ def send(message: dict[str, Any]) -> None:
 
 
 def time_calls(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
-    """Returns the seconds of a call on a device that works asynchronously: the median of seven series.
+    """Returns the seconds that a call takes on a device that works asynchronously.
 
-    A series lasts at least 20 ms where a hundred calls take that long, and is waited for once.
+    The result is the median of seven series of calls. A series lasts at least 20 ms but has at most
+    a hundred calls, and only its last call is waited for.
+
+    Args:
+      call: starts the work and returns its result.
+      wait: waits for a result.
     """
     for _ in range(2):
         wait(call())
@@ -95,14 +115,24 @@ def time_calls(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
 def timed_row(
     programs: dict[str, Callable[[], Any]], wait: Callable[[Any], Any], flops: dict[str, float]
 ) -> dict[str, float]:
-    """Returns times of ``forward`` and ``both``, the backward pass too, and rates where FLOPs are given."""
+    """Returns the times of programs in ms, and the rates of programs whose FLOPs are given.
+
+    Args:
+      programs: functions to time: ``forward``, and ``both`` for forward and backward pass.
+      wait: waits for a result.
+      flops: the FLOPs of some of the programs.
+    """
     seconds = {name: time_calls(program, wait) for name, program in programs.items()}
     rates = {f"{name}_tflops": work / seconds[name] / 1e12 for name, work in flops.items()}
     return {f"{name}_ms": 1e3 * s for name, s in seconds.items()} | rates
 
 
 def merge_rows(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The mean of a row that was measured twice; ``spread`` is the largest ratio of two times, less 1."""
+    """Returns the means of a row that was measured twice, and the spread of its measurements.
+
+    ``spread`` is the largest ratio between two measurements of the same value, minus 1. If one of
+    the measurements failed, the second row is returned.
+    """
     times = [k for k in second if k.endswith(("_ms", "_tflops"))]
     if not times or any(k not in first for k in times):
         return second
@@ -114,9 +144,16 @@ def merge_rows(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 def attention_flops(
     options: dict[str, Any], *, products: int, projections: int
 ) -> dict[str, float]:
-    """The FLOPs of attention by products of ``n × n`` matrices and of projections; all pairs count.
+    """Returns the FLOPs of attention for the forward pass and for forward and backward together.
 
-    The backward pass has twice as many of each, and a dot product's logits once more.
+    Masked pairs of positions are included. The backward pass has twice as many products as the
+    forward pass. If there are two products, it also computes the logits again.
+
+    Args:
+      options: the options of the worker, and the batch size and the length.
+      products: the number of matrix products over all pairs of positions in the forward pass, 1 or
+        2.
+      projections: the number of projections in the forward pass.
     """
     tokens, width = options["batch"] * options["length"], options["heads"] * options["head_dim"]
     product = 2.0 * tokens * options["length"] * width
@@ -126,28 +163,43 @@ def attention_flops(
 
 
 def reset_peak() -> None:
-    """Resets the peak of `peak_mb` to the current resident memory (Linux)."""
+    """Resets the peak of `peak_mb` to the current resident memory, on Linux."""
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak_mb() -> float | None:
-    """The peak resident memory since `reset_peak`, in MB; None if the system does not report it."""
+    """Returns the peak of the resident memory since `reset_peak` in MB.
+
+    It is None if the operating system does not report it.
+    """
     try:
         lines = pathlib.Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    return next(float(x.split()[1]) * 1.024e-3 for x in lines if x.startswith("VmHWM"))
+    kibibytes = next(float(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return kibibytes * 1.024e-3
 
 
 class Worker:
-    """A running system, which is killed where an answer takes longer than `limit` seconds."""
+    """The running process of a system.
+
+    Attributes:
+      system: the system.
+      limit: the number of seconds after which the process is killed if it has not answered. None
+        means that there is no limit.
+      facts: the facts that the worker has sent.
+    """
 
     def __init__(self, system: System, limit: float | None = None):
         if not pathlib.Path(system.python).exists():
-            raise SystemExit(f"{system.name} needs {system.python}; run: make bench-peers")
-        self.system, self.limit = system, limit
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads blocks
+            raise SystemExit(
+                f"{system.name} needs {system.python}. To create it, run: make bench-peers"
+            )
+        self.system = system
+        self.limit = limit
+        # Errors go to a file, because a worker would block on a pipe that nobody reads.
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [system.python, str(HERE / "workers" / system.worker)]
         self.process = subprocess.Popen(
             [*command, json.dumps(system.options)],
@@ -160,17 +212,18 @@ class Worker:
         self.facts = self._read()
 
     def run_round(self) -> dict[str, Any]:
-        """Runs one round."""
+        """Asks for a round, and returns its measurements."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         return self._read()
 
     def close(self) -> None:
-        """Terminates the worker."""
+        """Closes the pipe, so that the worker ends, and waits for its end."""
         self.process.communicate()
 
     def _read(self) -> dict[str, Any]:
+        """Returns the next message of the worker, or exits if the worker has ended."""
         assert self.process.stdout is not None
         timer = threading.Timer(self.limit or threading.TIMEOUT_MAX, self.process.kill)
         timer.daemon = True
@@ -181,19 +234,25 @@ class Worker:
         if not line:
             self.process.communicate()
             self.errors.seek(0)
-            cause = f"no answer within {self.limit:.0f} s" if late else self.errors.read()[-3000:]
+            if late:
+                cause = f"no answer within {self.limit:.0f} s"
+            else:
+                cause = self.errors.read()[-3000:]
             raise SystemExit(f"{self.system.name} ended:\n{cause}")
         return json.loads(line)
 
 
 def _search_path() -> str:
-    """The modules of the workers, this package, and what the driver's environment adds."""
+    """Returns the search path of workers: these modules, this package, and the driver's path."""
     added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, added)])
 
 
 def race(systems: Sequence[System], *, rounds: int) -> list[dict[str, Any]]:
-    """Runs all systems, which must fit into memory together, in turns; returns a row for each."""
+    """Runs all systems in turns, and returns a row for each.
+
+    All systems must fit into memory together. The first round does not count.
+    """
     workers = []
     for system in systems:
         print(f"starting {system.name}", file=sys.stderr, flush=True)
@@ -213,7 +272,7 @@ def race(systems: Sequence[System], *, rounds: int) -> list[dict[str, Any]]:
 def summarize_results(
     name: str, facts: dict[str, Any], results: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The row of a system: its facts, the medians of its measurements, and the largest peak of memory."""
+    """Returns the row of a system: facts, medians of measurements, and the largest memory peak."""
     peaks = [r["peak_mb"] for r in results if r["peak_mb"] is not None]
     medians = {k: statistics.median(r[k] for r in results) for k in results[0] if k != "peak_mb"}
     return {"name": name, **facts, **medians, "peak_mb": max(peaks, default=None)}

@@ -3,13 +3,16 @@
     python benchmarks/reliability.py --kills 50 --processes 1
     python benchmarks/reliability.py --kills 50 --processes 1 2
 
-At random times one process of the group receives SIGKILL, SIGTERM or SIGINT. The run is then started
-again, and every few kills the number of processes changes, which share the same eight devices. The time
-of a kill is a random number of steps or seconds after the start (but at most `--stride` steps), so kills
-also occur while modules are imported, data are read, programs are compiled, the model is evaluated, or
-checkpoints are written. In the end every step must have read the same examples as in the uninterrupted
-run (`data_checksum`) and have the same loss: exactly if the number of processes is constant, otherwise
-with a relative tolerance of 1e-4. Every evaluation must exist, too. Otherwise the script fails.
+At random times, one process of the run receives SIGKILL, SIGTERM or SIGINT. Then the run is started
+again. Every few kills, the number of processes changes; all processes together have eight devices.
+A kill happens a random number of steps or seconds after the start, and at most `--stride` steps
+after it. Kills therefore also occur while modules are imported, data is read, programs are
+compiled, the model is evaluated, or checkpoints are written.
+
+At the end, every step must have read the same examples as in the uninterrupted run
+(`data_checksum`), and must have the same loss. The losses must be exactly equal if the number of
+processes is constant, and within a relative tolerance of 1e-4 otherwise. All evaluations must
+exist, too. If something differs, the script fails.
 """
 
 from __future__ import annotations
@@ -37,9 +40,11 @@ from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
 
 RECIPE = pathlib.Path(__file__).with_name("reliability_run.py")
 DEVICES = 8
+"""The number of simulated devices of all processes together."""
 TOLERANCE = 1e-4
+"""The largest relative difference of a loss if the number of processes changes."""
 KILLS_BEFORE_CHANGE = 3
-"""Number of kills after which the number of processes changes."""
+"""The number of kills after which the number of processes changes."""
 STEPS_BETWEEN_EVALUATIONS = 4
 
 EXPECTED = {
@@ -48,16 +53,31 @@ EXPECTED = {
     "SIGTERM": {EXIT_CODES[signal.SIGTERM], 128 + signal.SIGTERM},
     "SIGINT": {EXIT_CODES[signal.SIGINT], 128 + signal.SIGINT},
 }
-"""The allowed exit codes of a group of which one process has received the signal."""
+"""The allowed exit codes of a run if one of its processes has received a signal."""
 
 
 def main() -> None:
     """Runs the campaign and writes its results."""
     parser = report.arguments(__doc__, kills=10, stride=20, seed=0)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--processes",
+        type=int,
+        nargs="+",
+        default=[1, 2],
+        help="numbers of processes to alternate between",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         result = Campaign(args, pathlib.Path(directory)).run()
+    name = "reliability " + ("one process" if args.processes == [1] else "changing processes")
+    text = describe(result, args)
+    report.write(name, text, result=result, options=args, facts=report.machine())
+    if result["problems"]:
+        raise SystemExit("\n".join(result["problems"]))
+
+
+def describe(result: dict[str, Any], args: argparse.Namespace) -> str:
+    """Returns the section of the page: an introduction, the table of kills, and the comparison."""
     columns = {
         "processes": "processes|d",
         "signal": "signal",
@@ -67,12 +87,12 @@ def main() -> None:
         "slowest": "longest time, s|.1f",
         "lost": "steps lost|d",
     }
-    groups = " or ".join(map(str, args.processes))
+    processes = " or ".join(map(str, args.processes))
+    processes += " process" if processes == "1" else " processes"
     introduction = (
         f"The run of `benchmarks/reliability_run.py` has {result['steps']} steps and was killed "
-        f"{args.kills} times. It used {DEVICES} CPU devices in {groups} "
-        f"process{'' if groups == '1' else 'es'}. *Lost* steps had not been saved yet, so they "
-        "were computed again after the next start."
+        f"{args.kills} times. It used {DEVICES} CPU devices in {processes}. *Lost* steps had not "
+        "been saved yet, so they were computed again after the next start."
     )
     losses = result["losses"]
     equal = sum(x == 0 for x in losses)
@@ -83,42 +103,45 @@ def main() -> None:
         "evaluations were made."
     )
     table = report.table(summarize_kills(result["kills"]), columns)
-    text = f"{introduction}\n\n{table}\n\n{conclusion}"
-    name = "reliability " + ("one process" if args.processes == [1] else "changing processes")
-    report.write(name, text, result=result, options=args, facts=report.machine())
-    if result["problems"]:
-        raise SystemExit("\n".join(result["problems"]))
+    return f"{introduction}\n\n{table}\n\n{conclusion}"
 
 
 class Campaign:
-    """Both runs, in an empty directory."""
+    """The uninterrupted run and the run that is killed, in an empty directory."""
 
     def __init__(self, args: argparse.Namespace, directory: pathlib.Path):
-        self.args, self.directory = args, directory
+        self.args = args
+        self.directory = directory
         self.random = random.Random(args.seed)
-        self.steps = (args.kills + 3) * args.stride  # a kill occurs within a stride, or soon after
+        # A kill comes at most a stride, or little more, after the start.
+        self.steps = (args.kills + 3) * args.stride
         synthetic.write(directory / "data")
 
     def run(self) -> dict[str, Any]:
-        """Runs both and returns the results, including a list of problems."""
+        """Makes both runs, and returns the results, which include a list of problems."""
         start_time = time.perf_counter()
         process = self.start("undisturbed", 1)
         self.wait_for(process, "undisturbed", step=1)
-        self.longest_start = 1.5 * (time.perf_counter() - start_time)  # a start that compiles
-        problems = [] if process.wait() == 0 else ["the undisturbed run failed"]
+        # This start compiles, so no later start should take much longer.
+        self.longest_start = 1.5 * (time.perf_counter() - start_time)
+        problems = []
+        if process.wait() != 0:
+            problems.append("the uninterrupted run failed")
+
         kills: list[dict[str, Any]] = []
         while len(kills) < self.args.kills:
             turn = len(kills) // KILLS_BEFORE_CHANGE
             kill = self.kill_once(self.args.processes[turn % len(self.args.processes)])
             if kill is None:
-                problems.append(f"the run ended after {len(kills)} kills; raise --stride")
+                problems.append(f"the run ended after {len(kills)} kills; use a larger --stride")
                 break
             print(f"{len(kills) + 1}: {kill}", file=sys.stderr, flush=True)
             kills.append(kill)
             if kill["code"] not in EXPECTED[kill["signal"]]:
-                problems.append(f"an unexpected exit code: {kill}")
+                problems.append(f"a kill has an unexpected exit code: {kill}")
         if self.start("killed", 1).wait() != 0:
-            problems.append("the last start did not reach the end")
+            problems.append("the run failed after its last start")
+
         killed, undisturbed = self.records("killed"), self.records("undisturbed")
         same = len(killed) == self.steps and all(
             (a["step"], a["data_checksum"]) == (b["step"], b["data_checksum"])
@@ -128,7 +151,7 @@ class Campaign:
         if not same:
             problems.append("the steps did not read the same examples")
         if max(losses) > (0 if self.args.processes == [1] else TOLERANCE):
-            problems.append(f"a loss is off by {max(losses):.1e}")
+            problems.append(f"a loss differs by {max(losses):.1e}")
         measured, expected = (
             [r["step"] for r in self.records(w, "eval")] for w in ("killed", "undisturbed")
         )
@@ -144,9 +167,14 @@ class Campaign:
         }
 
     def kill_once(self, processes: int) -> dict[str, Any] | None:
-        """Starts the run and kills one of its processes; returns None if the run ended before."""
+        """Starts the run and kills one of its processes.
+
+        Returns:
+          The signal and what it did, or None if the run ended before it was killed.
+        """
         name = self.random.choice(list(EXPECTED))
-        last_step, last_write = self.last_step("killed"), self.last_write()
+        last_step = self.last_step("killed")
+        last_write = self.last_write()
         process = self.start("killed", processes)
         if self.random.random() < 0.5:
             self.wait_for(
@@ -156,6 +184,7 @@ class Campaign:
         else:
             seconds = self.random.uniform(1, self.longest_start)
             self.wait_for(process, "killed", step=last_step + self.args.stride, seconds=seconds)
+
         children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
         found = children.read_text(encoding="ascii").split() if children.exists() else []
         start_time = time.perf_counter()
@@ -166,24 +195,24 @@ class Campaign:
             return None
         if not found:
             log = (self.directory / "log").read_text(encoding="utf-8")
-            raise SystemExit(f"the run failed by itself:\n{log[-3000:]}")
+            raise SystemExit(f"The run failed before it was killed:\n{log[-3000:]}")
+
         seconds = time.perf_counter() - start_time
         step = self.last_step("killed")
         saved = max(finished_steps(self.directory / "killed" / "checkpoints"), default=0)
-        # The log contains the steps lost by an earlier kill until the run writes to it again.
-        lost = 0 if self.last_write() == last_write else max(0, step - saved)
+        # Until the run writes to its log again, the log has the steps that an earlier kill lost.
+        lost = max(0, step - saved) if self.last_write() != last_write else 0
         kill = {"processes": processes, "signal": name, "code": code}
         return {**kill, "seconds": seconds, "step": step, "lost": lost}
 
     def start(self, workdir: str, processes: int) -> subprocess.Popen[bytes]:
         """Starts the training command."""
-        command = [
-            *(sys.executable, "-m", "synthesizer_jax", "local"),
-            *("--processes", str(processes), "--devices", str(DEVICES // processes), "--"),
-            *("train", str(RECIPE), "--workdir", str(self.directory / workdir), "--quiet"),
-            *("--data-dir", str(self.directory / "data"), "--set", f"training.steps={self.steps}"),
-            *("--set", f"evaluation.every={STEPS_BETWEEN_EVALUATIONS}"),
-        ]
+        command = [sys.executable, "-m", "synthesizer_jax", "local"]
+        command += ["--processes", str(processes), "--devices", str(DEVICES // processes), "--"]
+        command += ["train", str(RECIPE), "--workdir", str(self.directory / workdir), "--quiet"]
+        command += ["--data-dir", str(self.directory / "data")]
+        command += ["--set", f"training.steps={self.steps}"]
+        command += ["--set", f"evaluation.every={STEPS_BETWEEN_EVALUATIONS}"]
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         environment["JAX_ENABLE_COMPILATION_CACHE"] = "true"
         environment["JAX_COMPILATION_CACHE_DIR"] = str(self.directory / "compiled")
@@ -198,29 +227,29 @@ class Campaign:
         step: int,
         seconds: float = math.inf,
     ) -> None:
-        """Waits until a step is logged, some seconds have passed, or the process has ended."""
+        """Waits until a step is logged, or some seconds have passed, or the process has ended."""
         end = time.monotonic() + seconds
         while process.poll() is None and self.last_step(workdir) < step and time.monotonic() < end:
             time.sleep(0.05)
 
     def records(self, workdir: str, kind: str = "train") -> list[dict[str, Any]]:
-        """The logged records of the steps or of the evaluations."""
+        """Returns the logged records of steps or of evaluations."""
         path = self.directory / workdir / METRICS_FILE
         records = read_metrics(path) if path.exists() else []
         return [r for r in records if r["kind"] == kind]
 
     def last_write(self) -> int:
-        """The time of the last write to the killed run's log, in nanoseconds."""
+        """Returns the time when the killed run last wrote to its log, in nanoseconds."""
         path = self.directory / "killed" / METRICS_FILE
         return path.stat().st_mtime_ns if path.exists() else 0
 
     def last_step(self, workdir: str) -> int:
-        """The last logged step."""
+        """Returns the last logged step of a run."""
         return max((r["step"] for r in self.records(workdir)), default=0)
 
 
 def summarize_kills(kills: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row per number of processes and signal."""
+    """Returns a row for each number of processes and signal."""
     rows = []
     for processes, name in sorted({(k["processes"], k["signal"]) for k in kills}):
         group = [k for k in kills if (k["processes"], k["signal"]) == (processes, name)]

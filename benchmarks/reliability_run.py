@@ -1,4 +1,4 @@
-"""The recipe of `reliability.py` and of the multi-process tests: a single task that starts fast."""
+"""The recipe of `reliability.py` and of the multi-process tests: a run that starts quickly."""
 
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
@@ -9,7 +9,7 @@ from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 
 
 def default() -> Experiment:
-    """Random + Vanilla on a sentiment task, 16 examples in 8 shards."""
+    """Trains Random + Vanilla on a sentiment task, with batches of 16 examples in 8 shards."""
     self_attention = alignment("rv", head_dim=8, max_length=32)
     return Experiment(
         model=t5(Size(16, 2, 32, 2, 8), encoder=self_attention, vocab_size=384, dropout_rate=0.1),

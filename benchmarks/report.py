@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: command line, facts about the machine, tables and output."""
+"""Code that the benchmarks share: command line, facts about the machine, tables and output."""
 
 from __future__ import annotations
 
@@ -15,31 +15,40 @@ from typing import Any
 
 
 def arguments(description: str | None, **numbers: int) -> argparse.ArgumentParser:
-    """Returns a parser with `--json`, `--page` and an integer option with a default for each number."""
+    """Returns a parser with the options `--json` and `--page`, and an integer option per keyword.
+
+    Args:
+      description: the help text, which keeps its line breaks.
+      **numbers: the default values of the integer options, by name.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument(
-        "--json", type=pathlib.Path, help="also write all measurements to this file"
+        "--json", type=pathlib.Path, help="also write all measurements to this JSON file"
     )
     parser.add_argument("--page", type=pathlib.Path, help="Markdown page to update with the table")
     return parser
 
 
+MACHINE_PROGRAM = """
+import json, jax
+from synthesizer_jax.costs.utilization import product_rate
+device = jax.devices()[0]
+rate = product_rate(device.platform, jax.numpy.dtype("float32"))
+name = f"{jax.device_count()} × {device.device_kind}"
+print(json.dumps([name, jax.__version__, rate / 1e9]))
+"""
+"""The program of a process that prints what `machine` needs to know from JAX."""
+
+
 def machine() -> dict[str, str]:
-    """Returns facts about the machine; does not import JAX in this process."""
-    program = (
-        "import json, jax\n"
-        "from synthesizer_jax.costs.utilization import product_rate\n"
-        "d = jax.devices()[0]\n"
-        "rate = product_rate(d.platform, jax.numpy.dtype('float32'))\n"
-        "print(json.dumps([f'{jax.device_count()} "
-        "× {d.device_kind}', "
-        "jax.__version__, rate / 1e9]))"
+    """Returns facts about the machine, without importing JAX in this process."""
+    process = subprocess.run(
+        [sys.executable, "-c", MACHINE_PROGRAM], check=True, stdout=subprocess.PIPE
     )
-    process = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE)
     device, version, rate = json.loads(process.stdout.decode().splitlines()[-1])
     return {
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
@@ -52,7 +61,13 @@ def machine() -> dict[str, str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
-    """Formats a Markdown table; `columns` maps keys to ``heading`` or ``heading|format``."""
+    """Formats a Markdown table.
+
+    Args:
+      rows: a dictionary for each row. A cell is empty if its key is missing or its value is None.
+      columns: the columns by the keys of their values, as ``heading`` or ``heading|format``.
+        Columns with a format are aligned to the right.
+    """
     headings = [c.split("|")[0] for c in columns.values()]
     formats = [c.split("|")[1] if "|" in c else "" for c in columns.values()]
     lines = ["| " + " | ".join(headings) + " |"]
@@ -67,7 +82,15 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
 def write(
     name: str, text: str, *, result: Mapping[str, Any], options: Any, facts: Mapping[str, str]
 ) -> None:
-    """Prints a section of Markdown and writes it to `--page`, and the whole result to `--json`."""
+    """Prints a section of a page, and writes what the options `--page` and `--json` ask for.
+
+    Args:
+      name: the name of the section, which stands in HTML comments around it.
+      text: the Markdown text of the section.
+      result: all measurements, for `--json`.
+      options: the parsed command line.
+      facts: what the measurements depend on, such as versions, for a line below the text.
+    """
     note = "; ".join(f"{name}: {value}" for name, value in facts.items())
     command = " ".join(["python", *_without_output_options(sys.argv)])
     section = f"{text}\n\n`{command}` ({note})\n"
@@ -80,7 +103,7 @@ def write(
 
 
 def with_section(page: str, name: str, text: str) -> str:
-    """Replaces the section of that name in a page, or appends it."""
+    """Returns a page in which the section with a name is replaced or appended."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if begin not in page:
         return f"{page.rstrip()}\n\n{begin}\n{text}{end}\n".lstrip()
@@ -97,11 +120,12 @@ def write_file(path: pathlib.Path, text: str) -> None:
 
 
 def _without_output_options(arguments: Sequence[str]) -> list[str]:
-    """The command line without `--json` and `--page`."""
-    remaining, skip = [], False
-    for argument in arguments:
-        if skip or argument in ("--json", "--page"):
-            skip = not skip
-            continue
-        remaining.append(argument)
+    """Returns the command line without `--json` and `--page` and their values."""
+    remaining = []
+    iterator = iter(arguments)
+    for argument in iterator:
+        if argument in ("--json", "--page"):
+            next(iterator, None)  # the value of the option
+        else:
+            remaining.append(argument)
     return ["benchmarks/" + pathlib.Path(remaining[0]).name, *remaining[1:]]

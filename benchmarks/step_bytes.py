@@ -1,10 +1,11 @@
-"""Compiles a training step for one chip without the chip, and lists its operations by the bytes they move.
+"""Compiles a training step for one chip without having it, and lists the bytes of its operations.
 
     JAX_PLATFORMS=cpu python benchmarks/step_bytes.py --chip v5e:2x2 --page docs/tpu.md
 
-Counted are the operands and results of every operation of the optimized program that lie in the chip's main
-memory, in a loop as often as it runs. Of an array that a fusion slices or updates in place only that part
-counts. Unlike the compiler's ``bytes accessed``, on-chip memory (VMEM) does not count.
+The script counts the operands and results of every operation of the optimized program that are in
+the chip's main memory. Operations in a loop count as often as the loop runs. If a fusion slices an
+array or updates it in place, only this part of the array counts. Unlike in the compiler's ``bytes
+accessed``, arrays in on-chip memory (VMEM) do not count.
 """
 
 from __future__ import annotations
@@ -34,14 +35,25 @@ FREE = {
     "after-all",
     "iota",
     "opt-barrier",
+    "partition-id",
+    "add-dependency",
 }
-FREE |= {"partition-id", "add-dependency"}
-RESERVED = "AllocateBuffer", "ConcatBitcast"
-"""TPU calls that move nothing."""
+"""The kinds of operations that move nothing."""
+RESERVED = ("AllocateBuffer", "ConcatBitcast")
+"""The targets of TPU calls that move nothing."""
 
 
 class Operation(NamedTuple):
-    """A line ``name = result kind(operands), attributes``; ``@`` follows arrays that are on the chip."""
+    """An operation: a line ``name = result kind(operands), attributes`` of a program.
+
+    Attributes:
+      result: the shape of the result, such as ``bf16[8,512]``. A ``@`` follows arrays that are in
+        on-chip memory.
+      kind: the name of the operation, such as ``fusion``.
+      operands: the names of the operands.
+      text: the rest of the line, from the operands on.
+      is_root: whether this is the result of its computation.
+    """
 
     result: str
     kind: str
@@ -50,29 +62,37 @@ class Operation(NamedTuple):
     is_root: bool
 
     def called(self, role: str = "calls") -> str:
-        """Returns the name of the computation that it calls."""
+        """Returns the name of the computation that this operation calls in a role."""
         return re.findall(rf"{role}=\{{?%?([\w.\-]+)", self.text)[0]
 
 
 class Program(dict[str, dict[str, Operation]]):
-    """The computations of an optimized program, and ``entry``, the name of the first one that runs."""
+    """The operations of an optimized program, by the names of the computation and of the operation.
+
+    Attributes:
+      entry: the name of the computation that runs first.
+    """
 
     def __init__(self, text: str):
         super().__init__()
+        # Layouts are removed, except for a mark of arrays in on-chip memory.
         text = re.sub(r"\{[\d,]*(:[A-Z][^{}]*)?\}", lambda m: "@" if "S(" in m[0] else "", text)
         for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
-            if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            head = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+            if head:
                 operations = self.setdefault(head[2], {})
-                self.entry = head[2]  # the last one
-            elif found := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)", line):
-                names = re.findall(r"%([\w.\-]+)", found[5].split(")")[0])
-                operations[found[2]] = Operation(
-                    found[3], found[4], names, found[5], bool(found[1])
-                )
+                self.entry = head[2]  # the last computation of the text
+                continue
+            found = re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)", line)
+            if found:
+                root, name, result, kind, rest = found.groups()
+                operands = re.findall(r"%([\w.\-]+)", rest.split(")")[0])
+                operations[name] = Operation(result, kind, operands, rest, bool(root))
 
     def read(self, computation: str, name: str) -> int:
-        """Returns how many bytes of one of its arrays a fused computation reads."""
-        operations, total = self[computation], 0
+        """Returns how many bytes a fused computation reads of one of its arrays."""
+        operations = self[computation]
+        total = 0
         for user, op in operations.items():
             for i, operand in enumerate(op.operands):
                 if operand != name or (op.kind == "dynamic-update-slice" and i == 0):
@@ -87,16 +107,18 @@ class Program(dict[str, dict[str, Operation]]):
         return min(total, size(operations[name].result))
 
     def written(self, computation: str, name: str | None = None) -> int:
-        """Returns how many bytes of its result, or of one of its arrays, a fused computation writes."""
+        """Returns how many bytes a fused computation writes of an array, by default its result."""
         operations = self[computation]
-        op = operations[name or next(n for n, op in operations.items() if op.is_root)]
+        if name is None:
+            name = next(n for n, op in operations.items() if op.is_root)
+        op = operations[name]
         if op.kind == "fusion":
             return self.written(op.called())
         if op.kind in ("tuple", "bitcast"):
             return sum(self.written(computation, operand) for operand in op.operands)
-        return size(
-            operations[op.operands[1]].result if op.kind == "dynamic-update-slice" else op.result
-        )
+        if op.kind == "dynamic-update-slice":
+            return size(operations[op.operands[1]].result)
+        return size(op.result)
 
     def parameters(self, computation: str) -> dict[int, str]:
         """Returns the names of a computation's parameters by their numbers."""
@@ -112,7 +134,8 @@ class Program(dict[str, dict[str, Operation]]):
             or any(name in op.text for name in RESERVED)
         ):
             return 0
-        if op.kind == "slice-start":  # ((operand), result, context)
+        if op.kind == "slice-start":
+            # Its shape is ((operand), result, context). It reads as many bytes as it writes.
             result = op.result.split("), ", 1)[1]
             return size(result) + size(result.replace("@", ""))
         if op.kind == "copy-start":
@@ -126,15 +149,21 @@ class Program(dict[str, dict[str, Operation]]):
     def rows(
         self, computation: str | None = None, times: int = 1
     ) -> collections.Counter[tuple[str, ...]]:
-        """Returns the bytes of all operations by where they come from, what they are and make."""
-        computation, rows = computation or self.entry, collections.Counter[tuple[str, ...]]()
+        """Returns the bytes that operations move, for equal operations together.
+
+        Args:
+          computation: the computation, by default the whole program.
+          times: how often it runs.
+
+        Returns:
+          The bytes by pass, part of the model, kind of operation, and shape of the result.
+        """
+        if computation is None:
+            computation = self.entry
+        rows = collections.Counter[tuple[str, ...]]()
         for op in self[computation].values():
             if op.kind == "while":
-                trips = re.findall(r'known_trip_count":\{"n":"(\d+)', op.text)
-                if not trips:  # TPU programs compare the index with a constant
-                    bounds = self[op.called("condition")].values()
-                    trips = [o.text.split(")")[0] for o in bounds if o.kind == "constant"]
-                rows += self.rows(op.called("body"), times * int(trips[0]))
+                rows += self.rows(op.called("body"), times * self.trips(op))
             elif op.kind in ("conditional", "call"):
                 role = "branch_computations" if op.kind == "conditional" else "to_apply"
                 rows += self.rows(op.called(role), times)
@@ -145,40 +174,57 @@ class Program(dict[str, dict[str, Operation]]):
                 rows[(*origin(text), op.kind, op.result)] += times * self.moved(computation, op)
         return rows
 
+    def trips(self, loop: Operation) -> int:
+        """Returns how often the body of a loop runs."""
+        trips = re.findall(r'known_trip_count":\{"n":"(\d+)', loop.text)
+        if not trips:  # TPU programs compare the index with a constant
+            bounds = self[loop.called("condition")].values()
+            trips = [op.text.split(")")[0] for op in bounds if op.kind == "constant"]
+        return int(trips[0])
+
 
 def size(result: str) -> int:
-    """Returns the bytes of those arrays of a shape that are in main memory, without work space (s8)."""
-    arrays = re.findall(r"([a-z]+\d*)\[([\d,]*)\](@?)", result)
-    found = [(dtype, dims) for dtype, dims, on_chip in arrays if not on_chip and dtype != "s8"]
-    return sum(
-        WIDTHS.get(d, 4) * math.prod(int(n) for n in dims.split(",") if n) for d, dims in found
-    )
+    """Returns the bytes of those arrays of a shape that are in main memory.
+
+    Arrays of the dtype s8 do not count, because they are work space.
+    """
+    total = 0
+    for dtype, dims, on_chip in re.findall(r"([a-z]+\d*)\[([\d,]*)\](@?)", result):
+        if not on_chip and dtype != "s8":
+            total += WIDTHS.get(dtype, 4) * math.prod(int(n) for n in dims.split(",") if n)
+    return total
 
 
 def origin(text: str) -> tuple[str, str]:
-    """Returns the pass and the part of the model that an operation is from, by its metadata."""
+    """Returns the pass and the part of the model that an operation comes from, by its metadata."""
     name = "".join(re.findall(r'op_name="([^"]*)"', text)[:1])
     parts = [
-        p
-        for p in re.split(r"[/()]", name)
-        if p and not re.search(r"jit|jvp|transpose|while|body|run|call", p)
+        part
+        for part in re.split(r"[/()]", name)
+        if part and not re.search(r"jit|jvp|transpose|while|body|run|call", part)
     ]
-    return (
-        "backward" if "transpose(" in name else "forward" if parts else "",
-        "/".join(parts[1:])[-60:],
-    )
+    direction = ""
+    if "transpose(" in name:
+        direction = "backward"
+    elif parts:
+        direction = "forward"
+    return direction, "/".join(parts[1:])[-60:]
 
 
 def main() -> None:
     """Compiles the step and writes the table."""
     parser = report.arguments(__doc__, rows=8, top=20)
-    parser.add_argument("--chip", default="v5e:2x2", help="a topology; its first device is taken")
-    parser.add_argument("--variant", choices=VARIANTS, default="v")
+    parser.add_argument(
+        "--chip", default="v5e:2x2", help="topology, whose first device runs the step"
+    )
+    parser.add_argument(
+        "--variant", choices=VARIANTS, default="v", help="variant of self-attention"
+    )
     args: argparse.Namespace = parser.parse_args()
     experiment = replace(make_experiment("base", args.variant, args.rows, 1), mesh=MeshShape())
     device = plan.devices_of(chips.parse_topology(args.chip))[0]
     trainer = Trainer(experiment, [device])
-    with jax.set_mesh(trainer.mesh):  # Pallas asks it what chip it lowers for
+    with jax.set_mesh(trainer.mesh):  # it tells Pallas which chip to compile for
         compiled = trainer.trace().lower().compile()
     found = Program(compiled.as_text()).rows()
     rows = [

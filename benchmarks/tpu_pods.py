@@ -3,11 +3,13 @@
     pip install 'jax[tpu]'
     python benchmarks/tpu_pods.py --page docs/tpu.md
 
-Every step is compiled three times: as it is for its memory, and with one and two unrolled layers for its
-costs, because the compiler counts the body of a loop once. Parameters are sharded (`fsdp`) over as many
-devices as divide d_model. The first rematerialization policy with which all variants fit according to
-their plans is used. As a compilation takes minutes, results that are already in `--json` are reused;
-plans and the page are always updated.
+Every step is compiled three times. The step as it is gives its memory. Models with one and with two
+unrolled layers give its costs, because the compiler counts the body of a loop only once. Parameters
+are sharded (`fsdp`) over as many devices as divide d_model. The rematerialization policy is the
+first one with which all variants fit according to their plans.
+
+A compilation takes minutes. Results that are in the file `--json` are therefore reused. Plans and
+the page are always updated.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ TOPOLOGIES = ("v5e:16x16", "v6e:16x16", "v5p:4x8x8", "v4:4x8x8", "tpu7x:4x8x8")
 GIB = 2**30
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2}
-"""Bytes per element by XLA's name of a type, unless it is four."""
+"""The number of bytes per element by XLA's name of the dtype. All others have four bytes."""
 
 
 def main() -> None:
@@ -56,9 +58,10 @@ def main() -> None:
         results = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
     rows = []
     for name in args.topologies:
-        topology, group = chips.parse_topology(name), []
+        topology = chips.parse_topology(name)
         experiments = [make_experiment(args.size, v, args.rows, topology.devices) for v in VARIANTS]
         remat = find_remat(experiments, topology)
+        group = []
         for variant, experiment in zip(VARIANTS, experiments, strict=True):
             experiment = with_remat(experiment, remat)
             key = f"{name} {args.size} {variant} {args.rows} {remat}"
@@ -67,10 +70,19 @@ def main() -> None:
                 results[key] = compile_step(experiment, topology)
                 report.write_file(args.json, json.dumps({"rows": results}, indent=1) + "\n")
             planned = make_plan(experiment, topology)
-            labels = {"topology": name, "variant": variant, "remat": remat or "none"}
-            memory = {"planned": planned.needs.total / GIB, "memory": planned.capacity / GIB}
-            group.append({**labels, **memory, **results[key]})
-        rows += [{**r, "against": r["roofline_ms"] / group[0]["roofline_ms"]} for r in group]
+            group.append(
+                {
+                    "topology": name,
+                    "variant": variant,
+                    "remat": remat or "none",
+                    "planned": planned.needs.total / GIB,
+                    "memory": planned.capacity / GIB,
+                    **results[key],
+                }
+            )
+        for row in group:
+            row["against"] = row["roofline_ms"] / group[0]["roofline_ms"]
+        rows += group
     columns = {
         "topology": "topology",
         "variant": "variant",
@@ -92,7 +104,7 @@ def main() -> None:
         f"\n\n{report.table(rows, columns)}"
     )
     facts = {"jax": jax.__version__, "compiled by": "libtpu on a CPU"}
-    args.json = None  # written already
+    args.json = None  # it is already written
     report.write(f"tpu_pods {args.size}", text, result={}, options=args, facts=facts)
 
 
@@ -101,9 +113,12 @@ def compile_step(experiment: Experiment, topology: chips.Topology) -> dict[str, 
     began = time.perf_counter()
     memory = plan.compile_step(experiment, topology).memory_analysis()
     seconds = time.perf_counter() - began
-    costs, chip = step_costs(experiment, topology), topology.chip
+    costs = step_costs(experiment, topology)
+    chip = topology.chip
     kinds = {kind: costs[kind] for kind in COLLECTIVES if costs[kind]}
+    # The peaks of a chip are those of all its devices together, and the costs are those of one.
     arithmetic = costs["flops"] * chip.devices / chip.flops
+    transfer = costs["bytes accessed"] * chip.devices / chip.bandwidth
     return {
         "state": memory.argument_size_in_bytes / GIB,
         "peak": memory.peak_memory_in_bytes / GIB,
@@ -112,16 +127,19 @@ def compile_step(experiment: Experiment, topology: chips.Topology) -> dict[str, 
         "collectives": sum(kinds.values()) / 1e6,
         "kinds": kinds,
         "arithmetic_ms": 1e3 * arithmetic,
-        "roofline_ms": 1e3
-        * max(arithmetic, costs["bytes accessed"] * chip.devices / chip.bandwidth),
+        "roofline_ms": 1e3 * max(arithmetic, transfer),
         "seconds": seconds,
     }
 
 
 def step_costs(experiment: Experiment, topology: chips.Topology) -> collections.Counter[str]:
-    """Returns the costs of a step, extrapolated from models of one and two unrolled layers."""
+    """Returns the costs of a step, extrapolated from models with one and two unrolled layers."""
 
     def costs(repeats: int | None = None) -> collections.Counter[str]:
+        """Returns the costs of a model with one layer per run.
+
+        Runs of blocks that are repeated `repeats` times get two layers instead.
+        """
         changed = {}
         for name, stack in stacks_of(experiment.model).items():
             runs = tuple(replace(r, repeats=1 + (r.repeats == repeats)) for r in stack.runs)
@@ -139,29 +157,35 @@ def step_costs(experiment: Experiment, topology: chips.Topology) -> collections.
 
 
 def program_costs(compiled: jax.stages.Compiled) -> collections.Counter[str]:
-    """Returns FLOPs, bytes, and the bytes of the results of collectives by kind; a loop counts once.
+    """Returns the FLOPs and bytes of a program, and the bytes of the results of its collectives.
 
-    An asynchronous all-gather occurs several times in the text with the same channel, and is counted
-    once. Different all-reduces may share a channel.
+    The body of a loop counts once. An asynchronous all-gather occurs several times in the text of
+    the program, with the same channel, and is counted once. Different all-reduces may share a
+    channel, so each of them is counted.
     """
-    analysis, seen = compiled.cost_analysis(), set()
+    analysis = compiled.cost_analysis()
     found = collections.Counter({k: analysis[k] for k in ("flops", "bytes accessed")})
+    seen = set()
     pattern = rf"= (.+?) ({'|'.join(COLLECTIVES)})(-start)?\(.*?channel_id=(\d+)"
     for shapes, kind, begun, channel in re.findall(pattern, compiled.as_text()):
-        if kind != "all-reduce" and (channel in seen or seen.add(channel)):
-            continue
+        if kind != "all-reduce":
+            if channel in seen:
+                continue
+            seen.add(channel)
         sizes = [
             WIDTHS.get(dtype, 4) * math.prod(int(n) for n in dims.split(",") if n)
             for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", shapes)
         ]
-        # The shape of an asynchronous start includes its operands, which are no larger than its
-        # result.
-        found[kind] += max(sizes) if begun and kind != "all-reduce" else sum(sizes)
+        if begun and kind != "all-reduce":
+            # The shapes include the operands, which are not larger than the result.
+            found[kind] += max(sizes)
+        else:
+            found[kind] += sum(sizes)
     return found
 
 
 def make_experiment(size: str, variant: str, rows: int, devices: int) -> Experiment:
-    """Returns the experiment of a size and variant."""
+    """Returns the experiment of a size and a variant, with a number of rows for each device."""
     shape = T5_1_1[size]
     self_attention = alignment(variant, head_dim=shape.head_dim)
     return Experiment(
@@ -173,19 +197,24 @@ def make_experiment(size: str, variant: str, rows: int, devices: int) -> Experim
 
 
 def find_remat(experiments: list[Experiment], topology: chips.Topology) -> str | None:
-    """Finds the first rematerialization policy with which all experiments fit."""
+    """Returns the first rematerialization policy with which all experiments fit."""
     for remat in REMATS:
         if all(make_plan(with_remat(e, remat), topology).fits for e in experiments):
             return remat
-    raise SystemExit(f"nothing fits on {topology.name}; use fewer --rows")
+    raise SystemExit(f"No rematerialization policy fits on {topology.name}. Use fewer --rows.")
 
 
 def parse_arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = report.arguments(__doc__, rows=8)
     parser.set_defaults(json=pathlib.Path("docs/tpu.json"))
-    parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))
-    parser.add_argument("--size", choices=T5_1_1, default="xxl")
+    parser.add_argument(
+        "--topologies",
+        nargs="+",
+        default=list(TOPOLOGIES),
+        help=f"slices to compile for (default: {' '.join(TOPOLOGIES)})",
+    )
+    parser.add_argument("--size", choices=T5_1_1, default="xxl", help="size of T5 1.1")
     return parser.parse_args()
 
 

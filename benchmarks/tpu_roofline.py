@@ -3,10 +3,11 @@
     pip install 'jax[tpu]'
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python benchmarks/tpu_roofline.py --lengths 512 2048
 
-libtpu compiles forward and backward passes for real topologies on any machine. The table shows FLOPs,
-bytes and temporary memory according to the compiler, the FLOPs computed from the shapes of all matrix
-products, and the roofline, ``max(FLOPs / peak, bytes / bandwidth)``. Operands and results of a Pallas
-kernel count once. The script fails if the compiler's FLOPs and the computed ones differ by more than 10%.
+libtpu compiles forward and backward passes for real topologies on any machine. The table shows the
+FLOPs, the bytes and the temporary memory that the compiler reports. It also shows the FLOPs
+computed from the shapes of all matrix products, and the roofline, ``max(FLOPs / peak, bytes /
+bandwidth)``. The operands and results of a Pallas kernel count once. The script fails if the
+compiler's FLOPs differ from the computed FLOPs by more than 10%.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from synthesizer_jax.costs.summary import flops
 from synthesizer_jax.training.plan import devices_of
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-"""A small topology for every chip."""
+"""A small topology for every kind of chip."""
 
 ROWS: dict[str, tuple[str, bool]] = {
     "dot product, einsum": ("einsum", False),
@@ -49,10 +50,10 @@ def main() -> None:
     for chip in args.chips:
         for length in args.lengths:
             chip_rows = [measure_sublayer(args, name, chip, length) for name in ROWS]
+            without_bias, with_bias, *_ = chip_rows  # the einsums
             for row in chip_rows:
-                row["share"] = (
-                    row["gigabytes"] / chip_rows[1 if "+ bias" in row["name"] else 0]["gigabytes"]
-                )
+                base = with_bias if "+ bias" in row["name"] else without_bias
+                row["share"] = row["gigabytes"] / base["gigabytes"]
             rows += chip_rows
     section = (
         f"Forward and backward pass of attention sub-layers in bfloat16. The batch has "
@@ -79,7 +80,10 @@ def main() -> None:
     report.write("tpu_roofline", section, result={"rows": rows}, options=args, facts=facts)
     for row in rows:
         if abs(row["gigaflops"] / row["counted"] - 1) > 0.1:
-            raise SystemExit(f"{row['name']} on {row['chip']}: FLOPs are not as counted")
+            raise SystemExit(
+                f"{row['name']} on {row['chip']}: the compiler reports {row['gigaflops']:.0f} "
+                f"GFLOP, but the shapes give {row['counted']:.0f}."
+            )
 
 
 def measure_sublayer(args: argparse.Namespace, name: str, chip: str, length: int) -> dict[str, Any]:
@@ -94,16 +98,18 @@ def measure_sublayer(args: argparse.Namespace, name: str, chip: str, length: int
     apply, params = make_sublayer(args, implementation, bias, x)
 
     def loss(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Returns the mean square of the outputs."""
         return (apply(params, x, lengths).astype(jnp.float32) ** 2).mean()
 
     gradient = jax.grad(loss, (0, 1))
-    with jax.set_mesh(mesh):  # kernels select their implementation by the mesh's chip
+    with jax.set_mesh(mesh):  # kernels choose their implementation for the mesh's chip
         step = jax.jit(gradient, in_shardings=replicated, out_shardings=replicated)
         compiled = step.lower(params, x, lengths).compile()
-    costs, memory = compiled.cost_analysis(), compiled.memory_analysis()
-    # The backward pass has twice the products of the forward pass. The fused one also recomputes
-    # the logits, in a single kernel or in each of two kernels, which then also both compute
-    # dweights.
+    costs = compiled.cost_analysis()
+    memory = compiled.memory_analysis()
+    # The backward pass has twice the products of the forward pass. The fused backward pass also
+    # computes the logits again. It is a single kernel or two kernels. Each of two kernels computes
+    # the logits and the gradients of the weights.
     counted = 3 * flops(jax.make_jaxpr(apply)(params, x, lengths).jaxpr)
     if implementation == "fused":
         recomputations = 1 if block_size(length, length) == length else 3
@@ -125,26 +131,27 @@ def make_sublayer(
 ) -> tuple[Callable[..., jax.Array], Any]:
     """Returns a function ``(params, x, lengths) → y`` and its abstract parameters."""
     d, h, e, n = args.d_model, args.heads, args.head_dim, x.shape[1]
-    bfloat16_array = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
-    if implementation in ("einsum", "broadcast"):
-        params = {
-            name: bfloat16_array(d, h, e) for name in ("qkv" if implementation == "einsum" else "v")
-        }
-        params |= {"o": bfloat16_array(h, e, d)}
-        if implementation == "broadcast":
-            return attention.random_broadcast, params | {"table": bfloat16_array(1, h, n, n)}
-        return attention.einsum_attention, params | (
-            {"bias": bfloat16_array(1, h, n, n)} if bias else {}
-        )
+    kernel = jax.ShapeDtypeStruct((d, h, e), jnp.bfloat16)
+    output_kernel = jax.ShapeDtypeStruct((h, e, d), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((1, h, n, n), jnp.bfloat16)
+    if implementation == "broadcast":
+        return attention.random_broadcast, {"v": kernel, "o": output_kernel, "table": table}
+    if implementation == "einsum":
+        params = {"q": kernel, "k": kernel, "v": kernel, "o": output_kernel}
+        if bias:
+            params["bias"] = table
+        return attention.einsum_attention, params
     alignment = {
         "random": Random(max_length=n),
         "factorized": FactorizedRandom(max_length=n),
         "fused": DotProduct(),
     }[implementation]
     layer: Any = Attention(h, e, alignment=alignment)
-    layer = attention.WithBias(layer) if bias else layer
+    if bias:
+        layer = attention.WithBias(layer)
 
     def apply(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Applies the layer with a mask of padding."""
         return layer.apply(params, x, mask=Mask(key_lengths=lengths))
 
     params = jax.eval_shape(lambda k, x: layer.init(k, x, mask=Mask()), jax.random.key(0), x)
@@ -154,8 +161,16 @@ def make_sublayer(
 def parse_arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = report.arguments(__doc__, batch=16, heads=12, head_dim=64, d_model=768)
-    parser.add_argument("--chips", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048])
+    parser.add_argument(
+        "--chips",
+        nargs="+",
+        choices=TOPOLOGIES,
+        default=list(TOPOLOGIES),
+        help="kinds of chips to compile for, by default all",
+    )
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=[512, 2048], help="numbers of tokens per row"
+    )
     return parser.parse_args()
 
 

@@ -1,6 +1,7 @@
-"""Attention on one device, for `gpu.py`: errors of every route, and times beside `jax.nn` and Flax.
+"""A worker of `gpu.py`: attention on one device.
 
-All programs are compiled before the first one is timed, on several threads.
+It measures the errors of every route, and times to compare with `jax.nn` and Flax. All programs are
+compiled on several threads before the first one is timed.
 """
 
 import concurrent.futures
@@ -38,7 +39,16 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A call of `attend`; its arrays are drawn anew for every check."""
+    """A call of `attend`. Its arrays are random and differ between checks.
+
+    Attributes:
+      kinds: the terms of the logits: ``dot``, ``bias``, ``static`` or ``taps``.
+      mask: ``lengths``, ``none``, ``causal``, ``packed`` or ``packed causal``.
+      queries: the number of queries.
+      keys: the number of keys.
+      width: the width of a head.
+      batch: the number of examples.
+    """
 
     kinds: tuple[str, ...] = ("dot", "bias")
     mask: str = "lengths"
@@ -48,7 +58,7 @@ class Problem:
     batch: int = 4
 
 
-BIAS, STATIC = ("dot", "bias"), ("static",)
+STATIC = ("static",)
 PROBLEMS = {
     "T5, lengths": Problem(),
     "T5, no mask": Problem(mask="none"),
@@ -71,11 +81,14 @@ PROBLEMS = {
     "taps, causal": Problem(("taps",), mask="causal"),
 }
 BOUNDS = {"float32": 3e-3, "bfloat16": 2e-2}
-"""Largest ‖x − r‖ / ‖r‖: that of products of tf32, and of bfloat16 operands."""
+"""The largest allowed ‖x − r‖ / ‖r‖ by dtype.
+
+Matrix products of float32 arrays are computed in TF32.
+"""
 
 
 def shrink(length: int) -> int:
-    """A length with `--tiny`."""
+    """Returns a length, which is shorter with `--tiny`."""
     return max(12, length // 16) if options["tiny"] else length
 
 
@@ -84,7 +97,11 @@ def draw(problem: Problem, seed: int) -> tuple[dict[str, np.ndarray], Mask, np.n
     rng = np.random.default_rng(seed)
     b, h, e = problem.batch, options["heads"], problem.width
     q, k = shrink(problem.queries), shrink(problem.keys)
-    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+
+    def normal(*shape: int) -> np.ndarray:
+        """Returns normal numbers in float32."""
+        return rng.standard_normal(shape).astype(np.float32)
+
     arrays = {"value": normal(b, k, h, e)}
     if "dot" in problem.kinds:
         arrays |= {"query": normal(b, q, h, e) * e**-0.5, "key": normal(b, k, h, e)}
@@ -109,11 +126,13 @@ def make_mask(problem: Problem, b: int, q: int, k: int, rng: np.random.Generator
         packed = {"segments": 3, "segment_length": max(sizes)}
         return Mask.packed(jnp.asarray(segments), causal=causal, **packed)
     lengths = jnp.asarray(np.concatenate([[k], rng.integers(1, k, b - 1)]), jnp.int32)
-    return Mask(key_lengths=lengths) if q != k else Mask.padded(lengths, causal=causal)
+    if q != k:
+        return Mask(key_lengths=lengths)
+    return Mask.padded(lengths, causal=causal)
 
 
 def call(arrays: dict[str, jax.Array], mask: Mask, implementation: str) -> jax.Array:
-    """The output of a problem."""
+    """Returns the output of `attend` for the arrays of a problem."""
     k = arrays["value"].shape[1]
     q = arrays["query"].shape[1] if "query" in arrays else k
     terms = []
@@ -133,7 +152,7 @@ def call(arrays: dict[str, jax.Array], mask: Mask, implementation: str) -> jax.A
 def differentiate(
     arrays: dict[str, jax.Array], mask: Mask, cotangent: jax.Array, *, implementation: str
 ) -> dict[str, jax.Array]:
-    """The output and all gradients."""
+    """Returns the output and the gradients of all arrays."""
     out, back = jax.vjp(lambda a: call(a, mask, implementation), arrays)
     return {"output": out, **back(cotangent)[0]}
 
@@ -149,45 +168,51 @@ def check(name: str) -> list[Row]:
         tokens = [a for a in ("query", "key", "value") if a in arrays]
         inputs = arrays | {a: jnp.asarray(arrays[a], dtype) for a in tokens}
         exact = inputs | {a: inputs[a].astype(jnp.float32) for a in tokens}
-        g = jnp.asarray(cotangent, dtype)
+        out_gradient = jnp.asarray(cotangent, dtype)
         with jax.default_matmul_precision("highest"):
-            answer = differentiate(exact, mask, g.astype(jnp.float32), implementation="reference")
-        for route in dict.fromkeys(
-            ["auto" if chosen.route not in routes else chosen.route, *routes]
-        ):
+            answer = differentiate(
+                exact, mask, out_gradient.astype(jnp.float32), implementation="reference"
+            )
+        default = chosen.route if chosen.route in routes else "auto"
+        for route in dict.fromkeys([default, *routes]):
             row: Row = {"name": f"{name}, {dtype}, {route}"}
             rows.append(row)
             if route in ("auto", chosen.route):
                 row["default"] = chosen.kernel
             try:
-                found = differentiate(inputs, mask, g, implementation=route)
+                found = differentiate(inputs, mask, out_gradient, implementation=route)
                 errors = {a: relative_error(found[a], answer[a]) for a in answer}
             except Exception as error:  # one kernel that cannot be compiled is a row of the table
                 row |= {"error": last_line(error), "verdict": "FAIL"}
                 continue
             worst = max(errors, key=lambda a: (np.isnan(errors[a]), errors[a]))
-            row |= {"worst": worst, "difference": errors[worst], "errors": errors}
-            row |= {"verdict": "PASS" if errors[worst] < bound else "FAIL", "bound": bound}
+            row |= {
+                "worst": worst,
+                "difference": errors[worst],
+                "errors": errors,
+                "verdict": "PASS" if errors[worst] < bound else "FAIL",
+                "bound": bound,
+            }
     return rows
 
 
 def relative_error(x: jax.Array, reference: jax.Array) -> float:
-    """‖x − r‖ / ‖r‖ in float64."""
+    """Returns ‖x − r‖ / ‖r‖, computed in float64."""
     x, reference = np.asarray(x, np.float64), np.asarray(reference, np.float64)
     return float(np.linalg.norm(x - reference) / np.linalg.norm(reference))
 
 
 def last_line(error: BaseException) -> str:
-    """The kind of an error and the beginning of its message."""
+    """Returns the type of an error and the beginning of its message."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
 
 
 class FlaxWithBias(nn.Module):
-    """Flax's layer, whose ``attention_fn`` adds T5's bias."""
+    """Flax's layer with an ``attention_fn`` that adds T5's bias."""
 
     @nn.compact
     def __call__(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
-        """``[batch, length, d_model]`` in and out."""
+        """Returns ``[batch, length, d_model]`` for an input of the same shape."""
         h, n = options["heads"], x.shape[1]
         table = self.param("table", nn.initializers.normal(1.0), (h, 32))
         add_bias = functools.partial(
@@ -213,19 +238,24 @@ OURS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, int] | None]] = {
     "TalkingHeads + bias": (lambda n: attention.WithBias(layer(DotProduct(), TalkingHeads)), None),
     "Gaussian": (lambda n: layer(Gaussian(offsets=(-1, 1))), None),
 }
-"""Our sub-layers, by the length, and their numbers of products and of projections; None: no rate."""
+"""Our sub-layers: functions that make them for a length, and what their FLOPs consist of.
+
+The pair has the number of matrix products over all pairs of positions and the number of
+projections. None means that no rate is given.
+"""
 
 
 def layer(alignment: Any, kind: Any = Attention) -> nn.Module:
-    """An attention layer."""
+    """Returns an attention layer with an alignment."""
     return kind(options["heads"], options["head_dim"], alignment=alignment)
 
 
 def make_case(
     spec: Row, x: jax.Array, lengths: jax.Array
 ) -> tuple[attention.Case, dict[str, float]]:
-    """Returns a case that is timed, and its FLOPs."""
-    h, e, d, name = options["heads"], options["head_dim"], options["d_model"], spec["name"]
+    """Returns a case to be timed, and its FLOPs."""
+    h, e, d = options["heads"], options["head_dim"], options["d_model"]
+    name = spec["name"]
     keys = iter(jax.random.split(jax.random.key(1), 8))
     table = {"table": jax.random.normal(next(keys), (h, 32))} if name.endswith("+ bias") else {}
     work = functools.partial(racing.attention_flops, options | spec)
@@ -234,6 +264,7 @@ def make_case(
         module = make(spec["length"])
 
         def apply(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
+            """Applies the layer with a mask of padding."""
             return module.apply(params, x, mask=Mask(key_lengths=lengths))
 
         params = jax.jit(lambda k, x: module.init(k, x, mask=Mask()))(next(keys), x)
@@ -250,14 +281,13 @@ def make_case(
         tokens = {a: jax.random.normal(next(keys), x.shape, x.dtype) for a in ("key", "value")}
         return attention.Case(name, function, tokens | table), work(products=2, projections=0)
     params = {a: jax.random.normal(next(keys), (d, h, e)) * d**-0.5 for a in "qkv"}
-    params |= {"o": jax.random.normal(next(keys), (h, e, d)) * (h * e) ** -0.5}
-    return attention.Case(name, attention.with_projections(function), params | table), work(
-        products=2, projections=4
-    )
+    params["o"] = jax.random.normal(next(keys), (h, e, d)) * (h * e) ** -0.5
+    sub_layer = attention.with_projections(function)
+    return attention.Case(name, sub_layer, params | table), work(products=2, projections=4)
 
 
 def rates() -> Row:
-    """What the device reaches: a large product of matrices in bfloat16, and a copy."""
+    """Returns the device's rates for a large matrix product in bfloat16 and for a copy."""
     side = 256 if options["tiny"] else 8192
     x, y = (jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in range(2))
     big = jax.random.normal(jax.random.key(2), (4 * side, side))
@@ -273,7 +303,12 @@ def rates() -> Row:
 
 
 def prepare(spec: Row) -> tuple[dict[str, Callable[[], Any]], dict[str, float], Row]:
-    """Compiles a case; returns its programs with their arguments, its FLOPs and what is known of it."""
+    """Compiles a case.
+
+    Returns:
+      The programs with their arguments, as functions without arguments; the FLOPs; and facts about
+      the compilation.
+    """
     batch, length = spec["batch"], spec["length"]
     heads = (options["heads"], options["head_dim"])
     trailing = heads if options["part"] == "functions" else (options["d_model"],)
@@ -285,14 +320,19 @@ def prepare(spec: Row) -> tuple[dict[str, Callable[[], Any]], dict[str, float], 
         direction: attention.compile_case(case, x, lengths, backward=direction == "both")
         for direction in ("forward", "both")
     }
-    facts = {"compile_seconds": time.perf_counter() - began}
-    facts |= {"temporaries_mb": programs["both"].memory_analysis().temp_size_in_bytes / 1e6}
+    facts = {
+        "compile_seconds": time.perf_counter() - began,
+        "temporaries_mb": programs["both"].memory_analysis().temp_size_in_bytes / 1e6,
+    }
     calls = {k: functools.partial(p, case.params, x, lengths) for k, p in programs.items()}
     return calls, flops, facts
 
 
 def timed_rows(specs: list[Row]) -> Iterator[Row]:
-    """A row for every case, and, when all have been timed, once more."""
+    """Yields a row for every case, and when all have been timed, a second row for every case.
+
+    The second row has the means of both measurements.
+    """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         prepared = [pool.submit(prepare, spec) for spec in specs]
     first: list[Row] = []
@@ -303,7 +343,10 @@ def timed_rows(specs: list[Row]) -> Iterator[Row]:
         except Exception as error:  # one implementation that cannot run is a row of the table
             row = {"error": last_line(error)}
         first.append(row)
-        yield row if i < len(specs) else racing.merge_rows(first[i - len(specs)], row)
+        if i < len(specs):
+            yield row
+        else:
+            yield racing.merge_rows(first[i - len(specs)], row)
 
 
 if options["part"] == "rates":

@@ -1,4 +1,7 @@
-"""Training steps of keras-hub's T5 backbone, on JAX and with its embedding's output projection."""
+"""A worker of `peers.py`: training steps of keras-hub's T5 on JAX.
+
+The output projection belongs to the embedding of the backbone.
+"""
 
 import os
 import time
@@ -49,7 +52,7 @@ compiled = time.perf_counter() - began
 
 
 def step() -> dict[str, float]:
-    """One step, its loss read at the end."""
+    """Makes a training step and reads its loss."""
     began = time.perf_counter()
     loss = float(model.train_on_batch(batch, targets))
     return {"loss": loss, "seconds": time.perf_counter() - began}

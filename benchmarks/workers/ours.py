@@ -1,8 +1,9 @@
-"""Training steps or decoding of this project's models."""
+"""A worker of `peers.py`: training steps or decoding of this package's models."""
 
 import dataclasses
 import functools
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,17 +39,17 @@ inputs, targets = (
     np.random.default_rng(0).integers(2, 32000, (rows, n)).astype(np.int32)
     for n in (length, num_targets)
 )
-facts = {"versions": f"jax {jax.__version__}"}
+facts: dict[str, Any] = {"versions": f"jax {jax.__version__}"}
 began = time.perf_counter()
 
 if options["decode"]:
     variables = jax.jit(model.init)(jax.random.key(0), inputs[:1, :8], inputs[:1, :8])
-    # Without a column of its own, the end of the sequence is never the most probable token.
+    # With these logits, the end of the sequence is never the most probable token.
     kernel = variables["params"]["logits_kernel"]
     variables["params"]["logits_kernel"] = kernel.at[:, 1].set(0.0)
     parameters = variables["params"]
     summary = summarize(model, inputs_length=length, targets_length=num_targets)
-    facts |= {"cache_bytes": summary.cache_bytes_per_token}
+    facts["cache_bytes"] = summary.cache_bytes_per_token
 else:
     training = Training(steps=1, optimizer=AdamW(Constant(1e-3), weight_decay=0.0), z_loss=0.0)
     training = dataclasses.replace(training, micro_batches=options.get("micro_batches", 1))
@@ -63,35 +64,37 @@ else:
         }
     )
     trainer.compile()
-    facts |= {"compile_seconds": time.perf_counter() - began, "flops": trainer.step_flops()}
-    facts |= {"utilization": trainer.measure_utilization()["product_utilization"]}
+    facts["compile_seconds"] = time.perf_counter() - began
+    facts["flops"] = trainer.step_flops()
+    facts["utilization"] = trainer.measure_utilization()["product_utilization"]
     state = trainer.init()
     parameters = state.params
 
 
 def device_peak() -> dict[str, float]:
-    """The peak of the accelerator's memory, which has one."""
+    """Returns the peak of the device's memory, if the device reports it."""
     statistics = jax.devices()[0].memory_stats()
-    return {"device_gb": statistics["peak_bytes_in_use"] / 1e9} if statistics else {}
+    if not statistics:
+        return {}
+    return {"device_gb": statistics["peak_bytes_in_use"] / 1e9}
 
 
 def run() -> dict[str, float]:
-    """One step, its loss read at the end, or one decoded batch."""
+    """Makes a training step and reads its loss, or decodes a batch."""
     global state
     began = time.perf_counter()
     if not options["decode"]:
         state, metrics = trainer.step(state, batch)
-        return {
-            "loss": float(metrics["loss"]),
-            "seconds": time.perf_counter() - began,
-        } | device_peak()
+        loss = float(metrics["loss"])  # waits for the step
+        return {"loss": loss, "seconds": time.perf_counter() - began, **device_peak()}
     found = decode(variables, inputs, model=model, max_length=num_targets, beams=options["beams"])
     decoded = np.asarray(found.tokens)
     seconds = time.perf_counter() - began
     assert (decoded != 0).all(), "a sequence ended early"
-    return {"seconds": seconds, "tokens_per_second": rows * num_targets / seconds} | device_peak()
+    speed = rows * num_targets / seconds
+    return {"seconds": seconds, "tokens_per_second": speed, **device_peak()}
 
 
 if options["decode"]:
-    facts |= {"compile_seconds": run()["seconds"]}
+    facts["compile_seconds"] = run()["seconds"]  # the first batch compiles
 racing.serve({"parameters": num_elements(parameters), **facts}, run)

@@ -1,4 +1,4 @@
-"""Batches of a mixture: by this project's stream, or by SeqIO's pipeline."""
+"""A worker of `input_pipeline.py`: batches of a mixture from this package or from SeqIO."""
 
 import itertools
 import os
@@ -29,14 +29,14 @@ if options["system"] != "prepared":
 
 
 def prepared() -> Iterator[Batch]:
-    """This project's stream."""
+    """Returns the stream of this package."""
     config = DataConfig(mixture, *lengths, options["batch"], pack=pack)
     return open_stream(config, vocabulary, data_dir=data_dir)
 
 
 def by_seqio() -> Iterator[Batch]:
-    """SeqIO's pipeline as it comes, not as our tasks set it."""
-    seqio.set_tfds_read_config_override(None)
+    """Returns SeqIO's pipeline with its own settings."""
+    seqio.set_tfds_read_config_override(None)  # our tasks have set another one
     members = [
         (seqio_task(name), rate)
         for name, rate in task_registry.mixture_rates(mixture, data_dir).items()
@@ -55,7 +55,7 @@ def by_seqio() -> Iterator[Batch]:
 
 
 def seqio_task(name: str) -> seqio.Task:
-    """A task of ours as SeqIO's."""
+    """Returns a task of this package as a task of SeqIO."""
     task = task_registry.find_task(name)
     version = stored.newest_version(task.dataset, data_dir).name
     source = seqio.TfdsDataSource(f"{task.dataset}:{version}", str(data_dir))
@@ -69,19 +69,21 @@ def seqio_task(name: str) -> seqio.Task:
 
 
 def num_examples(batch: Batch) -> int:
-    """How many examples a batch holds."""
+    """Returns the number of examples in a batch."""
     segments = batch.get("encoder_segment_ids")
-    return len(batch["encoder_input_tokens"]) if segments is None else int(segments.max(1).sum())
+    if segments is None:
+        return len(batch["encoder_input_tokens"])
+    return int(segments.max(1).sum())
 
 
 def real_tokens(batch: Batch) -> int:
-    """Number of input and target tokens that are not padding."""
+    """Returns the number of input and target tokens that are not padding."""
     names = ("encoder_input_tokens", "decoder_target_tokens")
     return sum(np.count_nonzero(batch[name]) for name in names)
 
 
 def run() -> dict[str, float]:
-    """Some batches."""
+    """Makes some batches."""
     began = time.perf_counter()
     taken = list(itertools.islice(stream, options["batches"]))
     seconds = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Training steps or decoding of T5 1.1 by transformers on PyTorch, or decoding by CTranslate2."""
+"""A worker of `peers.py`: T5 1.1 in transformers, or decoding in CTranslate2."""
 
 import tempfile
 import time
@@ -30,7 +30,7 @@ model = transformers.T5ForConditionalGeneration(
         decoder_start_token_id=0,
     )
 )
-# transformers 5 ties T5 1.1's output projection to the embedding; the published models do not.
+# transformers 5 ties T5 1.1's output projection to the embedding, unlike the published models.
 model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
 if options["decode"] and is_bfloat16:
     model.bfloat16()
@@ -38,7 +38,7 @@ model.to(device)
 parameters = sum(p.numel() for p in model.parameters())
 inputs = torch.randint(2, 32000, (rows, options["inputs"]), device=device)
 labels = torch.randint(2, 32000, (rows, options["targets"]), device=device)
-backend = options.get("compile")  # None: no compilation
+backend = options.get("compile")  # None means no compilation
 forward = model
 if backend and options.get("by_layer"):  # equal layers are compiled once
     for layer in (*model.encoder.block, *model.decoder.block):
@@ -51,7 +51,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fus
 
 
 def step() -> dict[str, float]:
-    """One step, its loss read at the end."""
+    """Makes a training step and reads its loss."""
     began = time.perf_counter()
     optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=device)
@@ -61,16 +61,19 @@ def step() -> dict[str, float]:
         loss.backward()
         total += loss.detach()
     optimizer.step()
-    return {"loss": total.item(), "seconds": time.perf_counter() - began} | device_peak()
+    loss = total.item()  # waits for the step
+    return {"loss": loss, "seconds": time.perf_counter() - began, **device_peak()}
 
 
 def device_peak() -> dict[str, float]:
-    """The peak of the accelerator's memory."""
-    return {"device_gb": torch.cuda.max_memory_allocated() / 1e9} if device == "cuda" else {}
+    """Returns the peak of the GPU's memory, or nothing on a CPU."""
+    if device != "cuda":
+        return {}
+    return {"device_gb": torch.cuda.max_memory_allocated() / 1e9}
 
 
 def first_step() -> dict[str, float]:
-    """Compiles the step, for parts of the batch that fit into memory."""
+    """Compiles the step. If the memory is too small, it doubles the number of micro-batches."""
     global micro_batches
     while True:
         began = time.perf_counter()
@@ -89,31 +92,31 @@ def first_step() -> dict[str, float]:
 
 
 def decode() -> int:
-    """Decodes with transformers and returns the number of positions."""
+    """Decodes with transformers, and returns the number of new tokens."""
     bounds = {"max_new_tokens": length, "min_new_tokens": length}
     if options.get("compile"):
-        bounds["cache_implementation"] = "static"  # whose steps transformers compiles
+        bounds["cache_implementation"] = "static"  # transformers compiles steps with this cache
     with torch.inference_mode():
         found = model.generate(inputs, num_beams=options["beams"], do_sample=False, **bounds)
     return found.cpu().shape[1] - 1
 
 
 class Pieces:
-    """A vocabulary of numbers, in the place of a tokenizer that conversion asks for."""
+    """A vocabulary of numbers, which replaces the tokenizer that the conversion asks for."""
 
     pad_token, eos_token, unk_token, bos_token = "0", "1", "2", None
 
     def get_vocab(self) -> dict[str, int]:
-        """Piece to id."""
+        """Returns the ids of all pieces."""
         return {str(i): i for i in range(VOCAB_SIZE)}
 
     def convert_ids_to_tokens(self, index: int) -> str:
-        """A piece of an id."""
+        """Returns the piece with an id."""
         return str(index)
 
 
 def make_ctranslate2() -> tuple[Callable[[], int], str]:
-    """Returns a function like `decode`, with the same weights, and the version."""
+    """Returns a function that decodes with CTranslate2 and the same weights, and its version."""
     import ctranslate2
     from ctranslate2.converters.transformers import T5Loader
 
@@ -129,6 +132,7 @@ def make_ctranslate2() -> tuple[Callable[[], int], str]:
     bounds = {"max_decoding_length": length, "min_decoding_length": length}
 
     def run() -> int:
+        """Decodes, and returns the smallest number of new tokens."""
         found = translator.translate_batch(tokens, beam_size=options["beams"], **bounds)
         return min(len(r.hypotheses[0]) for r in found)
 
@@ -141,15 +145,18 @@ if options["system"] == "ctranslate2":
 
 
 def decode_batch() -> dict[str, float]:
-    """One batch."""
+    """Decodes a batch."""
     began = time.perf_counter()
     decoded = decode()
     seconds = time.perf_counter() - began
     assert decoded == length, f"decoded {decoded} positions instead of {length}"
-    return {"seconds": seconds, "tokens_per_second": rows * length / seconds} | device_peak()
+    return {"seconds": seconds, "tokens_per_second": rows * length / seconds, **device_peak()}
 
 
 facts = {"parameters": parameters, "versions": versions}
 if options.get("compile"):
-    facts |= {"compile_seconds": decode_batch()["seconds"]} if options["decode"] else first_step()
+    if options["decode"]:
+        facts["compile_seconds"] = decode_batch()["seconds"]
+    else:
+        facts.update(first_step())
 racing.serve(facts, decode_batch if options["decode"] else step)

@@ -1,4 +1,4 @@
-"""PyTorch's scaled dot-product attention on one device, alone and as a sub-layer, for `gpu.py`."""
+"""A worker of `gpu.py`: PyTorch's scaled dot-product attention, as a function or a sub-layer."""
 
 import time
 from collections.abc import Iterator
@@ -16,25 +16,32 @@ torch.manual_seed(0)
 
 
 class SubLayer(torch.nn.Module):
-    """Attention with T5's bias, with projections or alone."""
+    """Attention with or without T5's bias and projections."""
 
     def __init__(self, batch: int, length: int, *, bias: bool, projections: bool):
         super().__init__()
         position = torch.arange(length)
-        # Any map of distances to 32 buckets costs the same; this one has not T5's bounds.
+        # The costs do not depend on the map of distances to 32 buckets. This one is not T5's.
         self.register_buffer("buckets", (position[None] - position[:, None] + 16).clamp(0, 31))
         lengths = length - torch.arange(batch) % 2 * (length // 8)
-        self.register_buffer(
-            "visible", (position < lengths[:, None])[:, None, None]
-        )  # [b, 1, 1, k]
-        linear = lambda a, b: torch.nn.Linear(a, b, bias=False)
-        d = options["d_model"]
-        self.qkv = torch.nn.ModuleList(linear(d, width) for _ in range(3)) if projections else None
-        self.out = linear(width, d) if projections else None
-        self.table = torch.nn.Parameter(torch.randn(32, heads)) if bias else None
+        visible = position < lengths[:, None]
+        self.register_buffer("visible", visible[:, None, None])  # [b, 1, 1, k]
+        self.qkv = self.out = self.table = None
+        if projections:
+            d_model = options["d_model"]
+            self.qkv = torch.nn.ModuleList(
+                torch.nn.Linear(d_model, width, bias=False) for _ in range(3)
+            )
+            self.out = torch.nn.Linear(width, d_model, bias=False)
+        if bias:
+            self.table = torch.nn.Parameter(torch.randn(32, heads))
 
     def forward(self, *tokens: torch.Tensor) -> torch.Tensor:
-        """``[b, n, d]``, or query, key and value ``[b, heads, n, head_dim]``."""
+        """Computes attention of ``[b, n, d]``, or of arrays ``[b, heads, n, head_dim]``.
+
+        With projections, the only argument is the input. Otherwise there are three: query, key and
+        value.
+        """
         if self.qkv is not None:
             (x,) = tokens
             tokens = tuple(f(x).unflatten(-1, (heads, -1)).transpose(1, 2) for f in self.qkv)
@@ -47,17 +54,15 @@ class SubLayer(torch.nn.Module):
 
 
 def make_row(name: str, batch: int, length: int) -> dict[str, Any]:
-    """Compiles and times a sub-layer, or the function alone."""
+    """Compiles and times a sub-layer, or only the function."""
     torch.compiler.reset()
     projections = options["part"] == "sublayers"
-    layer = SubLayer(batch, length, bias=name.endswith("+ bias"), projections=projections).to(
-        device
-    )
-    shape = (
-        (batch, length, options["d_model"])
-        if projections
-        else (batch, heads, length, width // heads)
-    )
+    has_bias = name.endswith("+ bias")
+    layer = SubLayer(batch, length, bias=has_bias, projections=projections).to(device)
+    if projections:
+        shape = (batch, length, options["d_model"])
+    else:
+        shape = (batch, heads, length, width // heads)
     tokens = [
         torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(1 if projections else 3)
@@ -66,15 +71,18 @@ def make_row(name: str, batch: int, length: int) -> dict[str, Any]:
     inputs = [*tokens, *layer.parameters()]
 
     def forward() -> torch.Tensor:
+        """Computes the forward pass."""
         with torch.no_grad(), torch.autocast(device, torch.bfloat16):
             return compiled(*tokens)
 
     def both() -> tuple[torch.Tensor, ...]:
+        """Computes the forward and the backward pass."""
         with torch.autocast(device, torch.bfloat16):
             y = compiled(*tokens)
         return torch.autograd.grad((y.float() ** 2).mean(), inputs)
 
     def wait(_: Any) -> None:
+        """Waits until the device has computed everything."""
         if device == "cuda":
             torch.cuda.synchronize()
 
@@ -95,7 +103,7 @@ def make_row(name: str, batch: int, length: int) -> dict[str, Any]:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """A row for every case, and then one more."""
+    """Yields a row for every case, and then a second row for every case."""
     first = []
     for case in options["cases"]:
         first.append(make_row(**case))
