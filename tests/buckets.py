@@ -1,4 +1,4 @@
-"""A stand-in for Google Cloud Storage, for programs that are started with `Buckets.environment`."""
+"""A simulated Google Cloud Storage, for programs that start with `Buckets.environment`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Buckets:
-    """Objects by ``bucket/name``, over HTTP; there is one bucket, of that name."""
+    """Objects by ``bucket/name``, served over HTTP. The only bucket is named ``bucket``."""
 
     def __init__(self) -> None:
-        self.objects: dict[str, tuple[int, bytes]] = {}  # with their generations
+        self.objects: dict[str, tuple[int, bytes]] = {}  # each with its generation
         self.generations = itertools.count(1)
         self.lock = threading.RLock()
         handler = type("Handler", (_Handler,), {"store": self})
@@ -29,10 +29,11 @@ class Buckets:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a program must see to use these buckets in the place of Google's."""
+        """The environment variables with which a program uses these buckets instead of Google's."""
         address = f"http://127.0.0.1:{self.server.server_address[1]}"
         return {
-            "EPATH_USE_TF": "false",  # as without TensorFlow, whose file system knows Google's hosts alone
+            # This works without TensorFlow, whose file system only knows Google's servers.
+            "EPATH_USE_TF": "false",
             "TENSORSTORE_GCS_HTTP_URL": address,
             "STORAGE_EMULATOR_HOST": address,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
@@ -47,7 +48,7 @@ class Buckets:
             self.objects[name] = next(self.generations), data
 
     def names(self, prefix: str = "") -> list[str]:
-        """Names of the objects, in order."""
+        """Returns the sorted names of the objects."""
         with self.lock:
             return sorted(name for name in self.objects if name.startswith(prefix))
 
@@ -65,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
     store: Buckets
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Prints no log of requests."""
 
     def respond(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -112,7 +113,10 @@ class _Handler(BaseHTTPRequestHandler):
         }
 
     def matches(self, name: str, query: dict[str, str]) -> bool:
-        """Answers that an object has another generation than the one that was asked for."""
+        """Returns whether an object has the generation that a request asks for.
+
+        If it does not, this also answers the request with an error.
+        """
         generation = self.store.objects.get(name, (0, b""))[0]
         if int(query.get("ifGenerationMatch", generation)) != generation:
             self.answer(412, {"error": {"code": 412, "message": "conditionNotMet"}})
@@ -161,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(200, {"items": items, "prefixes": sorted(prefixes)})
 
     def upload(self, query: dict[str, str], body: bytes) -> None:
-        if query["uploadType"] == "multipart":  # a description and the data, between boundaries
+        if query["uploadType"] == "multipart":  # a description and the data
             boundary = self.headers["Content-Type"].partition("boundary=")[2].strip("\"'").encode()
             described, body = (
                 part.partition(b"\r\n\r\n" if b"\r\n\r\n" in part else b"\n\n")[2]
@@ -169,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
             query = {**json.loads(described), **query}
             body = body.removesuffix(b"\n").removesuffix(b"\r")
-        elif query["uploadType"] == "resumable":  # of which there is one part
+        elif query["uploadType"] == "resumable":  # an upload in a single part
             rest = urllib.parse.urlencode({**json.loads(body), **query, "uploadType": "media"})
             address = f"http://{self.headers['Host']}/upload/storage/v1/b/bucket/o?{rest}"
             self.answer(200, {}, Location=address)
@@ -182,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serve() -> Iterator[Buckets]:
-    """Buckets for a block."""
+    """Context manager that serves buckets."""
     buckets = Buckets()
     try:
         yield buckets

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests."""
+"""Fixtures that all tests share."""
 
 import atexit
 import gc
@@ -13,14 +13,15 @@ from collections.abc import Iterator
 from typing import Any
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # The tests were started in a shell's background; what they start would ignore Ctrl-C too.
+    # If the tests run in the background of a shell, programs that they start would ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # names of models are no downloads
+os.environ["HF_HUB_OFFLINE"] = "1"  # names of models must not cause downloads
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # One cache for all workers and their children, which train the same tiny models; not the
-    # user's. TESTS_CACHE names a directory in which it is kept for the next run.
+    # All workers and their child processes share one cache, because they train the same tiny
+    # models. It is not the user's cache. TESTS_CACHE names a directory in which it is kept for
+    # later runs.
     CACHE = os.environ.get("TESTS_CACHE")
     if CACHE is None:
         CACHE = tempfile.mkdtemp(prefix="synthesizer_jax_compiled_")
@@ -38,9 +39,9 @@ FLAGS = ["--xla_force_host_platform_device_count=8"]
 if not OPTIMIZED:
     FLAGS.append("--xla_backend_optimization_level=0")
 if not OPTIMIZED and jax.__version_info__ < (0, 11):
-    # Without MLIR for fusions and without threads, of which there are as many as cores, compiling
-    # takes half the time. Later versions of XLA do not know the former, and end the process on such
-    # flags.
+    # Compiling takes half the time without MLIR for fusions and without threads, of which there
+    # would be as many as cores. Later versions of XLA do not know the first flag and would end the
+    # process.
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
     FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))  # read when the first program is compiled
@@ -50,22 +51,26 @@ gc.set_threshold(50_000)
 
 MAPPINGS = pathlib.Path("/proc/self/maps")
 MOST_MAPPINGS = 40_000
-"""Linux gives a process 65,530 by default; every compiled program takes some, and XLA crashes without."""
+"""A limit for the memory mappings of a process.
+
+Linux allows 65,530 by default. Every compiled program needs some of them, and XLA crashes if there
+are none left.
+"""
 TESTS = itertools.count(1)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def snippets(page: str) -> list[str]:
-    """The Python of a page, block by block."""
+    """Returns the blocks of Python code of a page."""
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
 
 
 def run_page(page: str) -> dict[str, Any]:
-    """What the Python of a page defines, run in order."""
+    """Runs the Python code of a page in order, and returns the names that it defines."""
     names = {
         "__name__": pathlib.Path(page).stem
-    }  # `register` tells two classes of a name apart by it
+    }  # `register` needs it to tell two classes with the same name apart
     for block in snippets(page):
         exec(block, names)
     return names
@@ -73,7 +78,7 @@ def run_page(page: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def room_for_programs() -> Iterator[None]:
-    """Drops compiled programs before they are too many for one process."""
+    """Drops compiled programs before a process has too many of them."""
     yield
     if next(TESTS) % 10 or not MAPPINGS.exists():
         return
@@ -83,7 +88,10 @@ def room_for_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A tenth of the synthetic data sets, prepared once for all processes; they are not to be changed."""
+    """A tenth of the synthetic data sets, prepared once for all processes.
+
+    Tests must not change them.
+    """
     from synthesizer_jax.data.prepared import PreparedTasks
     from synthesizer_jax.preparation import synthetic
     from synthesizer_jax.tasks.synthetic import MIXTURES, vocabulary
@@ -93,7 +101,7 @@ def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         place = place.parent
     path = place / "synthetic"
     with filelock.FileLock(place / "synthetic.lock"):
-        if not list(path.glob("prepared/*/mixtures/*.json")):  # written last
+        if not list(path.glob("prepared/*/mixtures/*.json")):  # this file is written last
             from synthesizer_jax.preparation.prepare import prepare
 
             with pytest.MonkeyPatch.context() as patch:
@@ -107,7 +115,7 @@ def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def real_data() -> pathlib.Path:
-    """The folder of original GLUE and SuperGLUE files, where a machine has it."""
+    """The folder of original GLUE and SuperGLUE files, if the machine has it."""
     folder = pathlib.Path(os.environ.get("SYNTHESIZER_REAL_DATA", ROOT.parent / "shared" / "data"))
     if not (folder / "glue").is_dir():
         pytest.skip("the original GLUE and SuperGLUE files are not on this machine")

@@ -5,10 +5,13 @@ import subprocess
 import sys
 
 OPTIMIZED = "TESTS_OPTIMIZED" in os.environ
-"""Whether programs are compiled as users' are; by default the tests compile much and compute little."""
+"""Whether programs are compiled as for users.
+
+By default, programs are compiled quickly, because the tests compile much and compute little.
+"""
 
 FAST_COMPILE = {} if OPTIMIZED else {"xla_backend_optimization_level": 0}
-"""Compiler options of tests that compile much and compute little."""
+"""Compiler options for quick compilation."""
 
 COMMANDS = """
 import json, os, sys
@@ -21,11 +24,11 @@ for command in json.load(open(sys.argv[1])):
         sys.stdout.flush()
         os.write(1, f"=== exit {end.code}\\n".encode())  # whole, whatever other threads print
 """
-"""A program that runs the commands that a JSON file lists: libraries are loaded once."""
+"""A program that runs the commands of a JSON file, so that libraries are imported only once."""
 
 
 def python(*words: object, code: int = 0, **options) -> subprocess.CompletedProcess:
-    """A process of Python that ends with a code."""
+    """Runs Python in a process, and checks its exit code."""
     ended = subprocess.run(
         [sys.executable, *map(str, words)], capture_output=True, text=True, **options
     )
@@ -34,7 +37,7 @@ def python(*words: object, code: int = 0, **options) -> subprocess.CompletedProc
 
 
 def without_devices() -> dict[str, str]:
-    """The tests' own, without the number of devices that they run on."""
+    """Returns the environment of the tests, without the number of simulated devices."""
     own = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     flags = own["XLA_FLAGS"].split()
     return {**own, "XLA_FLAGS": " ".join(f for f in flags if "device_count" not in f)}

@@ -1,4 +1,4 @@
-"""The campaign of random combinations: what it draws exists, and the same number draws the same."""
+"""Random combinations have settings that exist, and the same number gives the same combination."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import combinations_drawing as drawing
 
 REFUSED = r"data\.pack|optax\.|parameter_scale|data\.buckets|evaluation\.method|targets_length"
-"""What an experiment refuses when it is made; more is refused when its step is traced."""
+"""Settings that an experiment refuses when it is made. Others are refused when a step is traced."""
 
 
 def test_the_settings_that_are_drawn_exist():

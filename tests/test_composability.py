@@ -1,4 +1,4 @@
-"""Every route of `attend`, `dot_product_attention` and a layer under JAX's transformations."""
+"""All routes of `attend`, `dot_product_attention` and a layer under JAX's transformations."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ BATCH, LENGTH, HEADS, WIDTH = 4, 6, 2, 3
 SQUARE = HEADS, LENGTH, LENGTH
 RULES = (("batch", "data"), ("heads", "model"))
 STEP = 1e-5
-"""Of finite differences, in float64."""
+"""The step of finite differences, in float64."""
 compiled = functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 
 
 def by_route(name: str, terms: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """`attend` by one route; the terms are made from parameters and values."""
+    """Returns a function that calls `attend` with one route.
+
+    `terms` makes the terms from parameters and values.
+    """
     return lambda parameters, x, mask: attend(
         terms(parameters, x), x, mask=mask, q_length=LENGTH, implementation=name
     )
@@ -53,7 +56,7 @@ FUNCTIONS = {
         SQUARE,
     ),
 }
-"""Functions ``(parameter, x, mask) -> y``, and the shape of the parameter."""
+"""Functions ``(parameter, x, mask) -> y``, and the shapes of their parameters."""
 
 LAYERS: dict[str, nn.Module] = {
     "Attention": sj.Attention(HEADS, WIDTH, sj.Mixture((sj.DotProduct(), sj.Random(LENGTH)))),
@@ -67,7 +70,7 @@ DROP_INS = [name for name in LAYERS if name != "Attention"]
 
 
 class Subject:
-    """A function or a layer with numbers, and what it gives in float64."""
+    """A function or a layer with arguments, and its results in float64."""
 
     def __init__(self, name: str):
         self.layer = LAYERS.get(name)
@@ -95,7 +98,7 @@ class Subject:
 
     @functools.cached_property
     def expected(self) -> Any:
-        """Loss and gradient."""
+        """The loss and its gradient in float64."""
         return self.in_float64(*self.arguments)
 
     @functools.cached_property
@@ -104,7 +107,7 @@ class Subject:
 
     @property
     def both(self) -> Any:
-        """The arguments besides the parameters, of both batches."""
+        """The arguments except the parameters, for both batches."""
         return jax.tree.map(lambda *x: jnp.stack(x), self.arguments[1:], self.others[1:])
 
     def in_float64(self, *arguments: Any) -> Any:
@@ -112,7 +115,7 @@ class Subject:
             return jax.tree.map(np.asarray, self.compiled(*cast(arguments, np.float64)))
 
     def moved(self, direction: Any, step: float) -> Any:
-        """Loss and gradient at parameters and x a step away."""
+        """Returns loss and gradient in float64, with parameters and x moved in a direction."""
         at, rest = cast(self.arguments[:2], np.float64), self.arguments[2:]
         return self.in_float64(*jax.tree.map(lambda x, d: x + step * d, at, direction), *rest)
 
@@ -121,7 +124,7 @@ class Subject:
 
 
 def cast(tree: Any, dtype: Any) -> Any:
-    """NumPy arrays, the floating-point ones of another dtype."""
+    """Returns NumPy arrays. Floating-point arrays get another dtype."""
     convert = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return jax.tree.map(lambda x: convert(np.asarray(x)), tree)
 
@@ -132,7 +135,7 @@ def dot(one: Any, other: Any) -> float:
 
 
 def near(actual: Any, expected: Any, bound: float = 2e-5) -> None:
-    """Norms of differences, relative to those of the expected arrays or 1."""
+    """Compares arrays by the norm of their difference, relative to the expected norm or 1."""
     for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert x.shape == y.shape
@@ -146,7 +149,7 @@ def vmap(s: Subject) -> None:
 
 
 def grad(s: Subject) -> None:
-    """The gradient equals that in float64, and finite differences there."""
+    """The gradient equals the gradient in float64 and finite differences in float64."""
     near(s.compiled(*s.arguments), s.expected)
     direction = s.direction(3)
     slope = (s.moved(direction, STEP)[0] - s.moved(direction, -STEP)[0]) / (2 * STEP)
@@ -182,7 +185,7 @@ def checkpoint(s: Subject) -> None:
 
 
 def scan(s: Subject) -> None:
-    """The gradient of the losses of two batches, summed by `jax.lax.scan`."""
+    """The gradient of the losses of two batches, summed by `jax.lax.scan`, is the same."""
 
     def of_both(parameters: Any, xs: jax.Array, *rest: jax.Array) -> jax.Array:
         step = lambda total, arguments: (total + s.loss(parameters, *arguments), None)
@@ -196,7 +199,7 @@ def scan(s: Subject) -> None:
 
 
 def pmap(s: Subject) -> None:
-    """The gradients of two devices, each with half of the examples, add up."""
+    """The gradients of two devices, each with half of the examples, add up to the gradient."""
     parameters, *rows = s.arguments
     halves = [x.reshape(2, BATCH // 2, *x.shape[1:]) for x in rows]
     mapped = jax.pmap(s.gradient, in_axes=(None, 0, 0, 0), devices=jax.devices()[:2])
@@ -206,7 +209,7 @@ def pmap(s: Subject) -> None:
 
 
 def shard_map(s: Subject) -> None:
-    """With the default `check_vma=True`."""
+    """The gradient is the same with the default `check_vma=True`."""
 
     def spread(*arguments: Any) -> jax.Array:
         own = lambda *arguments: jax.lax.psum(s.loss(*arguments), "data")
@@ -217,7 +220,7 @@ def shard_map(s: Subject) -> None:
 
 
 def explicit_mesh(s: Subject) -> None:
-    """The axis ``data`` of a mesh divides the examples; layers divide their heads."""
+    """The mesh axis ``data`` divides the examples, and layers also divide their heads."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
         parameters, *rows = s.arguments
@@ -228,7 +231,7 @@ def explicit_mesh(s: Subject) -> None:
 
 
 def mesh_of_types(s: Subject) -> None:
-    """The explicit mesh axes are in the types of the arguments; no mesh is set."""
+    """The explicit mesh axes are only in the types of the arguments. No mesh is set."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Explicit,) * 2)
     parameters, *rows = s.arguments
     spread = jax.device_put(rows, NamedSharding(mesh, P("data")))
@@ -238,7 +241,7 @@ def mesh_of_types(s: Subject) -> None:
 
 
 def x64(s: Subject) -> None:
-    """Under `jax.enable_x64`, float32 arguments give the same gradient in float32."""
+    """With `jax.enable_x64`, float32 arguments give the same gradient in float32."""
     with jax.enable_x64(True):
         actual = s.compiled(*s.arguments)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(actual))
@@ -259,7 +262,7 @@ COMPOSED = [
 
 @pytest.mark.parametrize(("transformation", "name"), COMPOSED)
 def test_composes(transformation: Callable[[Subject], None], name: str) -> None:
-    """The derivatives of a loss in parameters and inputs are those without the transformation."""
+    """The derivatives of a loss are the same as without the transformation."""
     transformation(subject(name))
 
 
@@ -270,7 +273,7 @@ def test_other_derivatives_of_fast_routes_name_the_reference(name: str) -> None:
     def loss(parameters: Any, x: jax.Array) -> Any:
         if name != "own bias":
             return subject(name).loss(parameters, x, lengths, target)
-        bias = jnp.stack([parameters] * BATCH)  # of each example
+        bias = jnp.stack([parameters] * BATCH)  # a bias for each example
         return sj.dot_product_attention(x, x, x, bias, implementation="fused").sum()
 
     slope = lambda *at: jnp.sum(jax.grad(loss, 1)(*at) ** 2)

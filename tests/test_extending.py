@@ -1,4 +1,4 @@
-"""docs/extending.md, and its optimizer, schedule and mesh axis in training."""
+"""The code of docs/extending.md, and training with its optimizer, schedule and mesh axis."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_an_optimizer_and_a_mesh_axis_train_and_are_saved(monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             make_mesh(MeshShape(extra=wrong))
-    register_mesh_axis("expert", "mlp")  # a module may be imported again
+    register_mesh_axis("expert", "mlp")  # a module may be imported twice
     for names, message in (
         (("tensor", "mlp"), "the mesh axis 'tensor' exists"),
         (("chip", "head"), "unknown logical axis 'head', did you mean 'heads'"),

@@ -1,4 +1,4 @@
-"""Files are whole or not there."""
+"""Files are complete or do not exist."""
 
 import errno
 import fcntl
@@ -37,7 +37,7 @@ def test_an_error_leaves_what_was_there_and_links_are_not_followed(tmp_path: pat
     path.symlink_to(elsewhere)
     with open_atomic(path) as file:
         file.write(b"last")
-        write_atomic(path, "new")  # by another host, whose process may have the same id
+        write_atomic(path, "new")  # another host, whose process may have the same id
         assert (path.read_text(), elsewhere.read_text()) == ("new", "untouched")
     assert path.read_text() == "last"
 
@@ -58,7 +58,7 @@ def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
 
 
 def test_two_that_make_one_directory_are_told_apart(tmp_path):
-    """The first has it; the second ends with the sentence about a directory that exists."""
+    """The first one gets it. The second one ends with a sentence about a directory that exists."""
     path = tmp_path / "new"
     message = r"new exists, .*; give a new directory"
     with pytest.raises(FileExistsError, match=message), new_directory(path) as second:
@@ -138,8 +138,8 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path):
 
 
 def test_processes_that_come_between_are_no_error(tmp_path, monkeypatch):
-    """One has removed what was listed, and one cleans up when a directory is just made."""
-    (tmp_path / ".new-gone").symlink_to(tmp_path / "elsewhere")  # cannot be opened
+    """A listed directory is removed by one process, and another one cleans up after a new one."""
+    (tmp_path / ".new-gone").symlink_to(tmp_path / "elsewhere")  # it cannot be opened
     mkdir = pathlib.Path.mkdir
 
     def mkdir_and_clean_up(path: pathlib.Path) -> None:

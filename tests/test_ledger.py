@@ -1,4 +1,4 @@
-"""The ledger of results: its statistics, and that all of its runs can be made."""
+"""The statistics of the ledger, its page, and that all of its runs can be made."""
 
 import re
 
@@ -26,11 +26,11 @@ def test_systems_are_compared_seed_by_seed():
         name: {str(seed): {"metrics": {"m": x}} for seed, x in enumerate(values)}
         for name, values in scores.items()
     }
-    runs["r:d"]["7"] = {"metrics": {"m": 11.0}}  # a seed that the first system lacks
+    runs["r:d"]["7"] = {"metrics": {"m": 11.0}}  # the first system does not have this seed
     results = {"runs": runs, "speed": {}}
     rows = {row["system"]: row for row in page.rows_of(table, results)}
     assert rows["V"] == {"system": "V", "score": "20.0±5.8"}
-    # One-sided paired t-test, as the paper says that R is lower.
+    # A one-sided paired t-test, because R is lower in the paper.
     p = stats.ttest_rel(scores["r:r"], scores["r:v"], alternative="less").pvalue
     assert rows["R"]["difference"] == "-1.0±0.3" and rows["R"]["paper"] == "-1.0"
     assert rows["R"]["verdict"] == f"agrees ({1 - p:.3f})"
@@ -75,7 +75,7 @@ def test_figures_follow_the_color_scheme_and_have_a_narrow_form(tmp_path):
         assert "@media (prefers-color-scheme: dark)" in svg and ">there</text>" in svg
         used = set(re.findall(r"var\(--(\w+)", svg))
         assert {"ours", "other", "line", "text"} <= used <= set(figures.COLORS)
-        assert "#0000c" not in svg  # every placeholder became a variable
+        assert "#0000c" not in svg  # all placeholders became variables
         assert "#ffffff" not in svg  # the background is transparent
 
 

@@ -1,4 +1,4 @@
-"""The snippets of docs/migration.md run, and what they convert is T5's attention."""
+"""The code of docs/migration.md runs, and what it converts is T5's attention."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from tests.conftest import run_page
 
 
 def t5_attention(state: dict, x: np.ndarray, heads: int, lengths: list[int]) -> np.ndarray:
-    """Raffel et al. 2020, section 2.1, bidirectional, 32 buckets up to 128; for short rows."""
+    """Raffel et al. 2020, section 2.1, for short rows: bidirectional, 32 buckets up to 128."""
     split = lambda name: (x @ state[f"{name}.weight"].T).reshape(*x.shape[:2], heads, -1)
     logits = np.einsum("bqhe,bkhe->bhqk", split("q"), split("k"))
     q, k = np.indices(logits.shape[-2:])

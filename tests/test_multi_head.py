@@ -1,4 +1,4 @@
-"""`MultiHeadAttention` and `attention_fn` against Flax's layers and functions, which are the reference."""
+"""`MultiHeadAttention` and `attention_fn` compared with Flax's layers and functions."""
 
 import functools
 import re
@@ -27,14 +27,17 @@ def tokens(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
 
 
 def pattern(seed: int, *shape: int) -> jax.Array:
-    """A random mask in which every query attends to at least one key."""
+    """Returns a random mask in which every query attends to at least one key."""
     array = np.random.default_rng(seed).random(shape) < 0.6
     array[..., 0] = True
     return jnp.asarray(array)
 
 
 def value_and_gradients(forward, *arguments):
-    """The value and gradients of a loss with a different weight for every output; and the output."""
+    """Returns the value and gradients of a loss, and the output.
+
+    Every output has another weight in the loss.
+    """
 
     def loss(*arguments):
         y = forward(*arguments)
@@ -45,7 +48,7 @@ def value_and_gradients(forward, *arguments):
 
 
 def make(library: str, *, flax: bool = False, heads: int = H, **fields):
-    """A layer of ours or of Flax; NNX's has its parameters already."""
+    """Returns a layer of ours or of Flax. A layer of NNX already has its parameters."""
     if library == "linen":
         return (nn if flax else sj).MultiHeadAttention(heads, **fields)
     fields = {"in_features": D, "decode": False, "rngs": nnx.Rngs(0), **fields}
@@ -53,7 +56,7 @@ def make(library: str, *, flax: bool = False, heads: int = H, **fields):
 
 
 def applied(layer, *inputs, **options):
-    """The output, and the attention weights if they are sown."""
+    """Returns the output, and the attention weights if they are sown."""
     if isinstance(layer, nn.Module):
         params = {"params": jax.jit(layer.init)(jax.random.key(0), *inputs)["params"]}
         apply = functools.partial(layer.apply, mutable=["intermediates"], **options)
@@ -65,7 +68,7 @@ def applied(layer, *inputs, **options):
 
 
 def functional(layer, *inputs):
-    """The parameters, and a function of parameters and inputs."""
+    """Returns the parameters, and a function of parameters and inputs."""
     if isinstance(layer, nn.Module):
         return jax.jit(layer.init)(jax.random.key(0), *inputs), layer.apply
     graph, state = nnx.split(layer)
@@ -99,18 +102,19 @@ CASES = {
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", CASES)
 def test_the_layer_equals_flax(name, library):
-    """Parameters and their initial values, outputs and gradients; with `DotProduct` too."""
+    """Parameters, their initial values, outputs and gradients are equal, also with `DotProduct`."""
     fields, inputs, call = CASES[name]
     initial, flax_apply = functional(make(library, flax=True, **fields), *inputs)
     params = jax.tree.map(lambda p: p + tokens(9, *p.shape, dtype=p.dtype) / 4, initial)
     run = lambda f: value_and_gradients(functools.partial(f, **call), params, *inputs)
     expected = run(flax_apply)
-    # A query without keys gets zeros with an alignment.
+    # With an alignment, a query without keys gets zeros.
     for alignment in [None] if name == "padding queries" else [None, sj.DotProduct()]:
         own, apply = functional(make(library, alignment=alignment, **fields), *inputs)
         jax.tree.map(np.testing.assert_array_equal, own, initial)
         assert jax.tree.map(lambda p: p.dtype, own) == jax.tree.map(lambda p: p.dtype, initial)
-        # The gradient of the keys' bias is zero up to rounding errors, which are large in bfloat16.
+        # The gradient of the keys' bias is zero except for rounding errors, which are large in
+        # bfloat16.
         close(run(apply), expected, 0.06 if name.startswith("bfloat16") else 5e-6)
 
 
@@ -134,7 +138,7 @@ def test_dropout_equals_flax(broadcast):
 
 
 def test_dropout_in_blocks_has_the_same_rate():
-    """With more queries than a block has, every query draws its own mask."""
+    """If there are more queries than in a block, every query draws its own mask."""
     rate, length = 0.3, 200
     zeros, ones = jnp.zeros((1, length, 1, 4)), jnp.ones((1, length, 1, 1))
     drop = functools.partial(attention_fn, dropout_rng=jax.random.key(0), dropout_rate=rate)
@@ -145,10 +149,10 @@ def test_dropout_in_blocks_has_the_same_rate():
 
 
 def test_dropout_of_an_alignment_is_that_of_t5():
-    """A key is dropped for all queries of an example and head or for none."""
+    """A key is dropped for all queries of an example and head, or for none of them."""
     x, fields = tokens(0, B, Q, D), {"alignment": sj.Random(8), "dropout_rate": 0.5}
     module = make("nnx", heads=1, **fields)
-    module.align.table[...] *= 0  # uniform weights: the queries' outputs are equal
+    module.align.table[...] *= 0  # uniform weights: the outputs of all queries are equal
     y = module(x, deterministic=False)
     np.testing.assert_allclose(y, y[:, :1].repeat(Q, 1), atol=1e-6)
     assert np.any(np.abs(y - module(x, deterministic=True)) > 1e-3)
@@ -166,7 +170,10 @@ ALIGNMENTS = {
 
 @pytest.mark.parametrize("name", ["none", *ALIGNMENTS])
 def test_alignments_equal_attention_and_steps_the_full_pass(name):
-    """Linen equals `Attention`, NNX equals Linen; decoding steps of both equal the full pass."""
+    """Linen equals `Attention`, and NNX equals Linen.
+
+    The decoding steps of both equal the full pass.
+    """
     alignment, x = ALIGNMENTS.get(name), tokens(0, B, Q, 10)
     fields = {"qkv_features": 16, "use_bias": False, "alignment": alignment}
     layer = sj.MultiHeadAttention(4, **fields)
@@ -225,7 +232,10 @@ def test_alignments_equal_attention_and_steps_the_full_pass(name):
 @pytest.mark.parametrize("alignment", [None, sj.Random(Q)], ids=["dot product", "Random"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_masks_of_positions_not_yet_decoded_have_no_effect(library, alignment):
-    """A prefix longer than the decoded tokens, and a padding mask. A full cache is an error."""
+    """A prefix may be longer than the decoded tokens, or padding masked.
+
+    A full cache is an error.
+    """
     x, layer = tokens(0, B, 2, D), make(library, alignment=alignment, decode=True)
     variables = layer.init(jax.random.key(0), x) if library == "linen" else {}
 
@@ -386,7 +396,7 @@ def test_a_bias_may_be_terms():
     "options", [{"dropout_rng": jax.random.key(0), "dropout_rate": 0.1}, {"precision": "highest"}]
 )
 def test_long_inputs_need_no_array_of_all_weights(options):
-    """Neither the weights nor the gradients of a shared bias exist for every example at once."""
+    """Neither the weights nor the gradients of a shared bias exist for all examples at once."""
     batch, length = 3, 384
     x, table = tokens(0, batch, length, H, 4), tokens(1, H, length, length)
     mask = pattern(2, batch, 1, 1, length)

@@ -1,4 +1,4 @@
-"""Imports, the code in README and docs, and what the command line lists."""
+"""Imports, the code in README and docs, and the lists of the command line."""
 
 import ast
 import importlib
@@ -58,7 +58,7 @@ def test_every_package_that_imports_names_lists_them():
 
 
 def test_the_root_imports_every_public_name_from_where_it_is_declared():
-    """The imports that type checkers read are those that the first use of a name does."""
+    """Type checkers read the same imports that the first use of a name does."""
     declared = {
         name: module for module, names in imported_names("synthesizer_jax") for name in names
     }
@@ -159,7 +159,7 @@ model.apply(variables, x)
 
 @pytest.mark.parametrize("method", ["Compact", "Setup", "Block"])
 def test_no_first_use_makes_modules_that_become_children_of_the_callers(method):
-    """Neither a name nor a module, which import each other lazily; their first uses are imports."""
+    """Using a name or a module for the first time imports others lazily, but makes no children."""
     assert set(python("-c", FIRST_USES, method).stdout.splitlines()) <= {"[]"}
 
 

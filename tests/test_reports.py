@@ -1,4 +1,4 @@
-"""Pages are self-contained, say what runs have logged, and escape what comes from outside."""
+"""Pages need no other files, show what runs have logged, and escape texts from elsewhere."""
 
 import html
 import json
@@ -33,7 +33,10 @@ SEEN = [r"$\frac{$", r"nul\x00 bell\x07", r"over\u202eride\u2066", *ODD[3:]]
 
 
 def logged(directory, records=(), *, seed=0, answers=(), **scores):
-    """A run's directory whose newest evaluation has these scores and answers, and then more records."""
+    """Makes the directory of a run.
+
+    Its newest evaluation has the given scores and answers. More records follow it in the log.
+    """
     directory.mkdir()
     whole = experiment()
     save_experiment(replace(whole, training=replace(whole.training, seed=seed)), directory)
@@ -52,14 +55,14 @@ def logged(directory, records=(), *, seed=0, answers=(), **scores):
 
 
 def report(*runs, output):
-    """The rows of the table that is printed, and the page."""
+    """Returns the rows of the printed table, and the page."""
     said = commands.call("compare", *runs, "--output", output)
     rows = [line.replace("│", " ").split() for line in said.splitlines() if "glue_" in line]
     return rows, output.read_text(encoding="utf-8")
 
 
 def rows_of(page, heading):
-    """The cells of the table under a heading, each with its class, its text and its note."""
+    """Returns the cells of the table under a heading, each with its class, text and note."""
     section = page.partition(f">{heading}</")[2].partition("</section>")[0]
     cell = r'<td[^>]*>(?:<span(?: class="(\w+)")?>)?([^<]*)(?:</span>)?(?:<small>(.*?)</small>)?'
     rows = re.findall(r"<tr>(.*?)</tr>", section, flags=re.S)
@@ -86,7 +89,7 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
     assert rows_of(page, "Size and speed")[0][4][1:] == (
         "6.0",
         "5.0 to 7.0",
-    )  # the median, quartiles
+    )  # the median and the quartiles
     assert "Answers" not in page and "Settings" not in page
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["page.html"]
     assert page.count("<svg") == 2  # the loss, and what was evaluated twice
@@ -102,14 +105,14 @@ def test_what_has_logged_nothing_is_one_sentence(tmp_path):
     assert not output.exists()
     assert (
         "Curves" in report(young, output=output)[1]
-    )  # that of training, as long as there is no other
+    )  # the score of training, as there is no other one
     (young / METRICS_FILE).unlink()
     with pytest.raises(ValueError, match=r"has logged nothing; train the run, or measure it"):
         report(young, output=output)
-    # What `eval` writes is enough, as of a converted model.
+    # The results of `eval` are enough, as for a converted model.
     task = {"task": "glue_rte", "metrics": {"accuracy": 63.0}, "loss": None}
     results = json.dumps({"step": 2, "tasks": [task], "score": 63.0})
-    for name in ("2", "5_old"):  # a copy of the user's is not read
+    for name in ("2", "5_old"):  # a copy by the user is not read
         (young / "evaluation" / name).mkdir(exist_ok=True)
         (young / "evaluation" / name / "results.json").write_text(results)
     assert report(young, output=output)[0] == [["glue_rte", "accuracy", "63.0"]]
@@ -128,7 +131,7 @@ def test_a_run_with_adapters_has_the_size_of_its_model(tmp_path):
     plain = experiment(encoder())
     save(tmp_path / "base", plain)
     run = logged(tmp_path / "lora")
-    adapters = LoRA(rank=3, targets="encoder/layers_0/mlp/wo/kernel")  # of 16 inputs and 8 outputs
+    adapters = LoRA(rank=3, targets="encoder/layers_0/mlp/wo/kernel")  # 16 inputs and 8 outputs
     training = replace(plain.training, adapters=adapters)
     save(run, replace(plain, training=training, init_from=str(tmp_path / "base")))
     size = sum(x.size for x in jax.tree.leaves(Trainer(plain).layout.abstract.params))
@@ -193,7 +196,7 @@ def test_answers_that_differ_stand_first_and_any_text_is_shown_as_it_is(tmp_path
     low, high = scipy.stats.binomtest(1, 2).proportion_ci(method="wilson")
     shown = rows_of(page, "Scores on held-out examples")[0]
     assert shown[1][2] == f"{100 * low:.1f} to {100 * high:.1f}"
-    # Any text.
+    # Any text is escaped.
     odd = {"input": " ".join(ODD), "target": "b", "prediction": " ".join(ODD)}
     run = logged(tmp_path / "odd", answers=[odd], **{"rte/accuracy": 61.0})
     system = replace(read_systems([run])[0], name=" ".join(ODD))
@@ -201,7 +204,7 @@ def test_answers_that_differ_stand_first_and_any_text_is_shown_as_it_is(tmp_path
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     text = html.unescape(page)
     assert "<script" not in page and all(expected in text for expected in SEEN)
-    assert rf">{SEEN[0]} nul" in text  # in the chart's legend
+    assert rf">{SEEN[0]} nul" in text  # in the legend of the chart
     assert not re.search("[\0-\x08\x0e-\x1f\u202a-\u202e\u2066-\u2069]", text)
 
 

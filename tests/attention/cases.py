@@ -1,4 +1,7 @@
-"""Terms and masks that the attention tests share; all sizes differ, so no swapped axis can pass."""
+"""Terms and masks that the attention tests share.
+
+All sizes differ, so that no test can pass if two axes are swapped.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from tests.attention import oracle
 from tests.environment import FAST_COMPILE
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 3, 7, 11, 2, 5
-"""Sizes of cross-attention; self-attention has as many queries as keys."""
+"""The sizes of cross-attention. Self-attention has KEYS queries and KEYS keys."""
 
 EVERY_TERM = ("static", "relative", "factorized", "dot_product", "dense", "outer")
 PARAMETERS = ("static", "relative", "factorized")
 ROUTES = {"static": PARAMETERS, "fused": EVERY_TERM, "reference": EVERY_TERM}
-"""What each takes."""
+"""The kinds of terms that each route takes."""
 
 
 def normal(name: str, *shape: int, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """Numbers that depend on the name only."""
+    """Returns random numbers that depend only on the name and the shape."""
     seed = int.from_bytes(name.encode()[:4].ljust(4), "big") % 2**31
     return jnp.asarray(np.random.default_rng(seed + sum(shape)).standard_normal(shape), dtype)
 
@@ -32,7 +35,8 @@ def make_term(name: str, b: int, q: int, k: int, h: int) -> Term:
     match name:
         case "static":
             return static(2 * n(h, q, k))
-        case "relative":  # more columns than needed at either end
+        # There are more columns than needed on both sides.
+        case "relative":
             return relative(n(h, q + k + 10), first=-q - 8)
         case "factorized":
             return low_rank(n(1, q, h, 3), n(1, k, h, 3), token_keys=False, token_queries=False)
@@ -40,7 +44,8 @@ def make_term(name: str, b: int, q: int, k: int, h: int) -> Term:
             return low_rank(n(b, q, h, 13), n(b, k, h, 13) / 2, token_keys=True)
         case "dense":
             return low_rank(n(b, q, h, 6), n(1, k, h, 6) / 2, token_keys=False)
-        case "outer":  # reaches further than the keys
+        # The window reaches beyond the keys.
+        case "outer":
             return outer(n(b, q, h, 4), n(b, q, h, -(-k // 4) + 1))
     raise KeyError(name)
 
@@ -52,18 +57,18 @@ def make_terms(names: tuple[str, ...], b: int, q: int, k: int, h: int = HEADS) -
 def problem(
     names: tuple[str, ...], q: int = KEYS, k: int = KEYS, b: int = BATCH
 ) -> tuple[Terms, jax.Array, jax.Array]:
-    """Terms, values and a cotangent."""
+    """Returns terms, values and a cotangent of the output."""
     values, g = normal("values", b, k, HEADS, WIDTH), normal("cotangent", b, q, HEADS, WIDTH)
     return make_terms(names, b, q, k), values, g
 
 
 def holes(*shape: int) -> jax.Array:
-    """True for about two thirds."""
+    """Returns random booleans, of which about two thirds are true."""
     return jnp.asarray(np.random.default_rng(sum(shape)).random(shape) < 0.66)
 
 
 def cross_masks() -> dict[str, Mask]:
-    """Masks for QUERIES and KEYS; some rows have nothing to attend to."""
+    """Returns masks for QUERIES queries and KEYS keys. Some rows have nothing to attend to."""
     b, q, k = BATCH, QUERIES, KEYS
     key_lengths, query_lengths = jnp.array([11, 4, 0]), jnp.array([7, 3, 2])
     prefix = jnp.array([0, 3, 11])
@@ -83,7 +88,7 @@ def cross_masks() -> dict[str, Mask]:
 
 
 def self_masks() -> dict[str, Mask]:
-    """Masks for KEYS queries and keys."""
+    """Returns masks for KEYS queries and KEYS keys."""
     b, n = BATCH, KEYS
     lengths = jnp.array([11, 4, 0])
     return {
@@ -97,7 +102,7 @@ def self_masks() -> dict[str, Mask]:
 
 
 def packed_masks() -> dict[str, Mask]:
-    """Masks for KEYS queries and keys, packed; the last row is padding."""
+    """Returns masks of packed rows for KEYS queries and KEYS keys. The last row is only padding."""
     segments = jnp.array(
         [[1, 1, 1, 2, 3, 3, 3, 3, 0, 0, 0], [1, 2, 2, 2, 2, 3, 3, 0, 0, 0, 0], [0] * 11]
     )
@@ -122,7 +127,7 @@ STATIC_OPTIONS = ("implementation", "dropout_rate", "soft_cap", "partition")
 
 @functools.partial(jax.jit, static_argnames=STATIC_OPTIONS, compiler_options=FAST_COMPILE)
 def run(terms, values, mask, g, implementation="auto", sinks=None, **options):
-    """Output and the cotangents of terms, values and, where they are given, sinks."""
+    """Returns the output and the cotangents of terms, values and sinks, if there are sinks."""
     options |= {"mask": mask, "q_length": g.shape[1], "implementation": implementation}
     own = () if sinks is None else (sinks,)
     call = lambda terms, values, sinks=None: attend(terms, values, sinks=sinks, **options)
@@ -133,7 +138,7 @@ def run(terms, values, mask, g, implementation="auto", sinks=None, **options):
 def check(
     terms: Terms, values: jax.Array, mask: Mask, g: jax.Array, route: str, bound: float
 ) -> None:
-    """A route's output and every gradient against the oracle."""
+    """Compares the output and all gradients of a route with the oracle."""
     compare(run(terms, values, mask, g, route), oracle.attention(terms, values, mask, g), bound)
 
 

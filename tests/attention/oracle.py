@@ -1,4 +1,7 @@
-"""Attention and its gradients in NumPy float64, one weight at a time where that is clearest."""
+"""Attention and its gradients in NumPy with float64.
+
+Where it is clearest, each weight is computed by itself.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,11 @@ from synthesizer_jax.attention import LowRank, Mask, Outer, Relative, Static, Te
 
 @dataclasses.dataclass
 class Answer:
-    """What attention gives: output ``[b, q, h, e]``, weights, cotangents of terms, values and sinks."""
+    """The results of attention.
+
+    The output is ``[b, q, h, e]``. The others are the attention weights and the cotangents of
+    terms, values and sinks.
+    """
 
     out: np.ndarray
     weights: np.ndarray
@@ -32,7 +39,10 @@ def attention(
     soft_cap: float = np.inf,
     sinks: np.ndarray | None = None,
 ) -> Answer:
-    """The answer for cotangent `g` ``[b, q, h, e]``; `keep` ``[b, k, h]`` multiplies the values."""
+    """Returns the results for a cotangent `g` ``[b, q, h, e]``.
+
+    `keep` ``[b, k, h]`` multiplies the values, as dropout does.
+    """
     v, g = np.asarray(values, np.float64), np.asarray(g, np.float64)
     (b, k, h, _), q = v.shape, g.shape[1]
     v = v if keep is None else v * keep[..., None]
@@ -46,7 +56,7 @@ def attention(
         logits = soft_cap * np.tanh(logits / soft_cap)
     seen = may_see(mask, b, h, q, k)
     sinks = np.full(h, -np.inf) if sinks is None else np.asarray(sinks, np.float64)
-    column = np.broadcast_to(sinks[:, None, None], (b, h, q, 1))  # one more key
+    column = np.broadcast_to(sinks[:, None, None], (b, h, q, 1))  # a sink is one more key
     logits = np.concatenate([np.broadcast_to(logits, seen.shape), column], axis=-1)
     weights = masked_softmax(logits, np.concatenate([seen, seen.any(-1, keepdims=True)], axis=-1))
     weights, lost = weights[..., :-1], weights[..., -1]
@@ -64,7 +74,7 @@ def attention(
 
 
 def masked_softmax(logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """Over the seen keys; rows without any are zero."""
+    """Returns the softmax over the keys that are seen. Rows that see no key are zero."""
     logits, seen = np.broadcast_arrays(logits, seen)
     out = np.zeros(seen.shape)
     for index in np.ndindex(*seen.shape[:-1]):
@@ -76,7 +86,7 @@ def masked_softmax(logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
 
 
 def may_see(mask: Mask, b: int, h: int, q: int, k: int) -> np.ndarray:
-    """The rules of `Mask` read one pair at a time, bool ``[b, h, q, k]``."""
+    """Returns which pairs may attend, bool ``[b, h, q, k]``, by the rules of `Mask` for a pair."""
     m = jax.tree.map(np.asarray, mask)
     rows, columns = places(mask, b, q, k)
     both = isinstance(m.window, tuple)
@@ -107,7 +117,7 @@ def may_see(mask: Mask, b: int, h: int, q: int, k: int) -> np.ndarray:
 
 
 def places(mask: Mask, b: int, q: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions ``[b, q]`` and ``[b, k]`` at which parameters are looked up."""
+    """Returns the positions ``[b, q]`` and ``[b, k]`` at which parameters are looked up."""
 
     def one(segments: jax.Array | None, n: int) -> np.ndarray:
         out = np.tile(np.arange(n), (b, 1))
@@ -120,7 +130,7 @@ def places(mask: Mask, b: int, q: int, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def term_logits(term, rows: np.ndarray, columns: np.ndarray, distances: np.ndarray) -> np.ndarray:
-    """The logits ``[b, h, q, k]`` of one term."""
+    """Returns the logits ``[b, h, q, k]`` of a term."""
     t = jax.tree.map(lambda x: np.asarray(x, np.float64), term)
     match t:
         case Static(logits):
@@ -141,7 +151,7 @@ def pairs(x: np.ndarray, y: np.ndarray):
 
 
 def looked_up(t: LowRank, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Queries and keys of every example."""
+    """Returns the queries and keys of every example."""
     b = len(rows)
     x = np.broadcast_to(t.queries, (b, *t.queries.shape[1:]))
     y = np.broadcast_to(t.keys, (b, *t.keys.shape[1:]))
@@ -155,7 +165,7 @@ def looked_up(t: LowRank, rows: np.ndarray, columns: np.ndarray) -> tuple[np.nda
 def term_gradient(
     term, dlogits: np.ndarray, rows: np.ndarray, columns: np.ndarray, distances: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The cotangents of a term's arrays."""
+    """Returns the cotangents of a term's arrays."""
     b, _, q, k = dlogits.shape
     t = jax.tree.map(lambda x: np.asarray(x, np.float64), term)
     out = {f.name: np.zeros_like(getattr(t, f.name)) for f in array_fields(t)}
@@ -189,14 +199,14 @@ def array_fields(term) -> list[dataclasses.Field]:
 
 
 def gradients_of(terms: Terms) -> tuple[dict[str, np.ndarray], ...]:
-    """The arrays of (cotangent) terms in the form of `Answer.terms`."""
+    """Returns the arrays of terms, or of their cotangents, in the form of `Answer.terms`."""
     return tuple(
         {f.name: np.asarray(getattr(t, f.name), float) for f in array_fields(t)} for t in terms
     )
 
 
 def error(found, expected: np.ndarray) -> float:
-    """The largest difference, relative to the largest expected entry."""
+    """Returns the largest difference, relative to the largest expected entry."""
     found = np.asarray(found, np.float64)
     assert found.shape == expected.shape, (found.shape, expected.shape)
     assert np.isfinite(found).all()
@@ -206,7 +216,10 @@ def error(found, expected: np.ndarray) -> float:
 
 
 def close(found, expected, bound: float = 2e-6, least: float = 1.0) -> None:
-    """Two trees, dtypes included; differences are relative to an array's largest entry, or `least`."""
+    """Compares two trees of arrays and their dtypes.
+
+    Differences are relative to the largest entry of an array, or to `least` if that is larger.
+    """
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
@@ -215,6 +228,6 @@ def close(found, expected, bound: float = 2e-6, least: float = 1.0) -> None:
 
 
 def rms_error(found, expected: np.ndarray) -> float:
-    """The root mean square of the difference, relative to that of the expected array."""
+    """Returns the root mean square of the difference, relative to that of the expected array."""
     found = np.asarray(jnp.asarray(found, jnp.float32), np.float64)
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))

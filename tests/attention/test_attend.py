@@ -1,4 +1,4 @@
-"""What `attend` promises besides masks: dropout, precision, transformations, a mesh, errors."""
+"""What `attend` promises besides masks: dropout, precision, transformations, a mesh and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_dropout_is_that_of_whole_values(route: str, mask: Mask) -> None:
 
 @pytest.mark.parametrize("route", ["static", "fused", "reference"])
 def test_bfloat16(route: str) -> None:
-    """Close to float64 of the rounded inputs: two or three digits, in the gradients too."""
+    """Outputs and gradients have two or three correct digits, compared with float64."""
     b, n, h, e = 2, 64, 2, 16
     half = functools.partial(cases.normal, dtype=jnp.bfloat16)
     terms = tuple(
@@ -111,7 +111,7 @@ def test_what_does_not_divide_by_the_mesh() -> None:
 @pytest.mark.parametrize("length", [None, 5])
 @pytest.mark.parametrize("name", ["packed causal", "packed cross causal", "packed cross window"])
 def test_packed_without_counts(name: str, length: int | None) -> None:
-    """Positions are looked up block by block where rows may hold any number of segments."""
+    """Positions are looked up block by block if rows may have any number of segments."""
     terms, values, g = cases.problem(EVERY_TERM)
     mask = dataclasses.replace(cases.packed_masks()[name], segments=None, segment_length=length)
     cases.check(terms, values, mask, g, "auto", 2e-5)

@@ -1,4 +1,4 @@
-"""Sizes, dtypes and numbers at the edges of what `attend` takes."""
+"""Extreme sizes, dtypes and numbers that `attend` accepts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def cast(tree, dtype):
 
 
 def test_one_example_in_half_precision() -> None:
-    """What the examples share is not told by a batch axis of 1; alone, mapped and on TPUs."""
+    """A batch axis of 1 does not mean that examples share an array.
+
+    This is tested for a single call, for `vmap`, and for programs for TPUs.
+    """
     terms = cast(cases.make_terms(EVERY_TERM, 1, KEYS, KEYS), "float16")
     values = cases.normal("values", 1, KEYS, HEADS, WIDTH, dtype="float16")
 
@@ -48,7 +51,7 @@ def test_one_example_in_half_precision() -> None:
 
 @pytest.mark.parametrize("route", ["static", "fused"])
 def test_64_bit_integers_by_default(route: str) -> None:
-    """`jax_enable_x64` makes Python's integers 64 bits wide, also in kernels that do not run."""
+    """`jax_enable_x64` gives Python's integers 64 bits, also in kernels that are only lowered."""
     terms = cases.make_terms(cases.ROUTES[route], BATCH, KEYS, KEYS)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     mask = Mask.padded(jnp.array([11, 4, 0], jnp.int32), causal=True)
@@ -69,7 +72,7 @@ def test_64_bit_integers_by_default(route: str) -> None:
 
 @pytest.mark.parametrize("route", ["fused", "reference"])
 def test_values_and_sinks_may_be_wider_than_logits(route: str) -> None:
-    """And where queries alone are masked, a sink is seen by real ones."""
+    """If only queries are masked, real queries still see the sinks."""
     terms, values = (
         cases.make_terms(("dot_product",), BATCH, KEYS, KEYS),
         ("values", BATCH, KEYS, HEADS, WIDTH),
@@ -89,7 +92,7 @@ def test_values_and_sinks_may_be_wider_than_logits(route: str) -> None:
 
 @pytest.mark.parametrize("gap", [14.0, 30.0])
 def test_float16_of_tables(gap: float) -> None:
-    """Padding keys above the others take no digits away."""
+    """Padding keys with larger logits do not cost digits of the other keys."""
     b, n = 2, 32
     logits = cases.normal("logits", HEADS, n, n) + gap * (jnp.arange(n) >= 20)
     values, g = (cases.normal(x, b, n, HEADS, WIDTH, dtype="float16") for x in ("values", "g"))
@@ -102,7 +105,7 @@ def test_float16_of_tables(gap: float) -> None:
 
 @pytest.mark.parametrize("route", ["static", "fused", "reference"])
 def test_logits_of_minus_infinity_and_equal_ones_of_any_size(route: str) -> None:
-    """A row with nothing else is one without keys; equal logits give the mean."""
+    """A row that has only such logits counts as a row without keys. Equal logits give the mean."""
     logits = cases.normal("logits", HEADS, KEYS, KEYS)
     logits = logits.at[:, 3].set(-jnp.inf).at[:, 4, 2:].set(-jnp.inf)
     values, g = (cases.normal(x, BATCH, KEYS, HEADS, WIDTH) for x in ("values", "g"))
@@ -139,7 +142,7 @@ def test_empty_arrays(route: str, sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("first", [-9, -3, 0, 4])
 @pytest.mark.parametrize("mask", [Mask(window=(1, 2)), Mask(causal=True, window=8)])
 def test_weights_of_a_window_see_as_far_as_the_mask(first: int, mask: Mask) -> None:
-    """Also where the mask hides every tap."""
+    """This also holds if the mask hides all taps."""
     term = (banded(jnp.abs(cases.normal("w", 1, 1, HEADS, 6)), first=first, normalize=True),)
     values, g = (cases.normal(x, BATCH, KEYS, HEADS, WIDTH) for x in ("values", "g"))
     pairs = Mask(allowed=mask.pairs(KEYS, KEYS))
@@ -153,7 +156,7 @@ def test_weights_of_a_window_see_as_far_as_the_mask(first: int, mask: Mask) -> N
 @pytest.mark.parametrize("mask", ["causal and padding", "packed causal"])
 @pytest.mark.parametrize("route", [*cases.ROUTES, "banded"])
 def test_no_dtype_is_promoted_by_accident(route: str, mask: str) -> None:
-    """Strict promotion, forward and backward; logits may have another dtype than the values."""
+    """Promotion is strict in both passes. Logits may have another dtype than the values."""
     masks = cases.self_masks() | cases.packed_masks()
     terms = cast(cases.make_terms(cases.ROUTES.get(route, ()), BATCH, KEYS, KEYS), "bfloat16")
     if route == "banded":
@@ -177,7 +180,7 @@ def test_no_dtype_is_promoted_by_accident(route: str, mask: str) -> None:
 
 @pytest.mark.parametrize("route", ["static", "fused", "banded", "reference"])
 def test_padding_may_hold_anything(route: str) -> None:
-    """NaN in what padding tokens made changes neither values nor gradients."""
+    """NaN that comes from padding tokens changes neither outputs nor gradients."""
     lengths = jnp.array([11, 4, 0])
     real = (jnp.arange(KEYS) < lengths[:, None])[..., None, None]
     terms = cases.make_terms(cases.ROUTES.get(route, ()), BATCH, KEYS, KEYS)
@@ -196,7 +199,7 @@ def test_padding_may_hold_anything(route: str) -> None:
 
 
 def test_a_traced_position_beyond_a_bias_is_nan() -> None:
-    """Known positions raise."""
+    """Positions that are known when the function is traced raise an error instead."""
     term = relative(cases.normal("bias", HEADS, 8), first=-5)
     keys = cases.normal("keys", 1, 4, HEADS, 3)
     values = cases.normal("values", 1, 4, HEADS, WIDTH)
@@ -226,7 +229,7 @@ def test_what_an_alignment_may_return_by_mistake(terms, message: str) -> None:
 
 @pytest.mark.parametrize("way", ["plain", "scan", "checkpoint"])
 def test_the_loop_of_gpus_holds_no_pattern_of_all_examples(way: str) -> None:
-    """A loop over examples is not split into its masks, all held, and the rest."""
+    """The loop over examples does not compute the masks of all examples in advance."""
     b, n = 6, 24
     queries = cases.normal("queries", b, n, 4, 8)
     mask = Mask.padded(jnp.arange(b) + 3, causal=True)
@@ -247,7 +250,10 @@ def test_the_loop_of_gpus_holds_no_pattern_of_all_examples(way: str) -> None:
 
 
 def test_factors_of_outer_terms_are_not_rounded() -> None:
-    """GPUs and TPUs multiply float32 with fewer digits unless asked; the reference never rounds."""
+    """GPUs and TPUs multiply float32 with fewer digits by default.
+
+    The reference route never does.
+    """
     terms = cases.make_terms(("outer",), BATCH, KEYS, KEYS)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     call = functools.partial(attend, terms, implementation="fused")
@@ -258,7 +264,7 @@ def test_factors_of_outer_terms_are_not_rounded() -> None:
 
 @pytest.mark.parametrize("route", ["static", "fused", "banded"])
 def test_padding_keeps_little_for_the_backward_pass(route: str) -> None:
-    """No copy of queries, keys or values, and no pattern of their size."""
+    """It keeps neither copies of queries, keys or values, nor arrays of the size of the logits."""
     b, n, h, e = 2, 256, 2, 64
     x = jax.ShapeDtypeStruct((b, n, h, e), jnp.float32)
     table = jax.ShapeDtypeStruct((h, n, n), jnp.float32)

@@ -1,4 +1,4 @@
-"""`explain` of functions that have run before, of NNX layers and of Flax's own computation."""
+"""`explain` of functions that have run before, of NNX layers, and of Flax's own computation."""
 
 import functools
 
@@ -58,7 +58,8 @@ def test_terms_are_explained_for_another_platform():
     )
     bias = sj.attention.static(
         jnp.ones((2, 512, 512))
-    )  # looked up by position: the rows come unpacked
+        # Terms that are looked up by position get unpacked rows.
+    )
     (gpu,) = sj.explain(packed, (*terms, bias), values, platform="gpu")
     assert gpu.unpacked and gpu.kernel == "Pallas kernels"
     (tpu,) = sj.explain(functools.partial(sj.attend, mask=PREFIX), terms, values, platform="tpu")

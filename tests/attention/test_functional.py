@@ -1,4 +1,4 @@
-"""`dot_product_attention` against `jax.nn.dot_product_attention`, values and every gradient."""
+"""Compares `dot_product_attention` with `jax.nn.dot_product_attention`: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROUTES = {"reference": contextlib.nullcontext, "fused": fused_at_any_size}
 def tokens(
     q: int = Q, k: int = K, n: int = N, kv_heads: int = N, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, ...]:
-    """Query, key, value and a cotangent."""
+    """Returns query, key, value and a cotangent."""
     shapes = {"query": (q, n), "key": (k, kv_heads), "value": (k, kv_heads), "cotangent": (q, n)}
     return tuple(normal(name, B, *shape, H, dtype=dtype) for name, shape in shapes.items())
 
@@ -51,7 +51,7 @@ def mask_of(shape: tuple[int, ...] | None) -> np.ndarray | None:
 
 
 def sees_a_key(mask, is_causal, local_window_size, lengths) -> np.ndarray:
-    """Which queries see a key in some head, bool ``[b, q, n]``, from the definitions."""
+    """Returns which queries see a key in some head, bool ``[b, q, n]``, from the definitions."""
     seen = np.ones((B, N, Q, K), bool) if mask is None else np.broadcast_to(mask, (B, N, Q, K))
     query, key, window = np.arange(Q)[:, None], np.arange(K), local_window_size
     left, right = (window, window) if isinstance(window, int) else window or (K, K)
@@ -63,7 +63,7 @@ def sees_a_key(mask, is_causal, local_window_size, lengths) -> np.ndarray:
 
 
 def with_gradients(function: Any, x: Any, bias: Any, **options: Any) -> Any:
-    """The output, and the cotangents of query, key, value and bias."""
+    """Returns the output, and the cotangents of query, key, value and bias."""
 
     def run(x, bias):
         *qkv, g = x
@@ -88,7 +88,7 @@ def with_gradients(function: Any, x: Any, bias: Any, **options: Any) -> Any:
     ],
 )
 def test_arguments_mean_what_they_mean_in_jax(route, bias, mask, kv_heads, options, lengths):
-    """And a query that sees no key gets zeros."""
+    """In contrast to JAX, a query that sees no key gets zeros."""
     array, (q_lengths, k_lengths) = mask_of(mask), lengths
     band = {"is_causal": False, "local_window_size": None} | options
     some = sees_a_key(array, band["is_causal"], band["local_window_size"], lengths)[..., None]
@@ -117,7 +117,7 @@ def test_a_large_bias_of_keys_is_not_rounded_to_bfloat16(shape: tuple[int, ...])
 
 
 def test_long_rows_take_the_fused_route() -> None:
-    """Shared biases, each example's and T5's together, in rows too long for the reference route."""
+    """The bias is the sum of a shared bias, a bias of each example, and T5's bias."""
     n, length, buckets = 2, 140, 16
     x = tokens(length, length, n, 1)
     pieces = {
@@ -143,7 +143,7 @@ def test_long_rows_take_the_fused_route() -> None:
 
 @pytest.mark.parametrize("kind", ["array", "relative", "each example's keys"])
 def test_nothing_is_as_large_as_the_logits(kind: str) -> None:
-    """A compiled training step holds one block of logits, and a shared bias' gradient once."""
+    """A compiled training step has one block of logits, and the gradient of a shared bias once."""
     n, length = 4, 512
     bias, largest = {
         "array": (normal("bias", 1, n, length, length), n * length**2),
@@ -163,7 +163,7 @@ def test_nothing_is_as_large_as_the_logits(kind: str) -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * B * n * length**2
     chip = jax.sharding.AbstractDevice(
         "NVIDIA H100", None, "gpu"
-    )  # from jax 0.12 on, Pallas asks for it
+    )  # Pallas asks for it from jax 0.12 on
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=chip)):
         traced = step.trace(*qkv, bias)
     for platform in ("cuda", "tpu"):
@@ -203,7 +203,7 @@ def test_terms_and_masks_of_this_library_and_a_traced_scale() -> None:
 @pytest.mark.parametrize(("dtype", "low"), [("float16", -1e30), ("float32", -np.inf)])
 @pytest.mark.parametrize("shape", [(B, 1, 1, K), (B, N, Q, K)])
 def test_a_low_bias_hides_a_key(shape, dtype, low) -> None:
-    """Additive masks: of some keys, for all examples and for each."""
+    """The additive mask hides keys for all examples together or for each example."""
     x, seen = tokens(dtype=dtype), mask_of(shape)
     seen[..., 0] = True
     wide = tuple(y.astype(jnp.float32) for y in x)
@@ -224,7 +224,7 @@ def test_integer_biases() -> None:
 
 
 def test_a_step_with_t5s_bias() -> None:
-    """The bias counts from the mask's offset, known or traced."""
+    """The bias starts at the offset of the mask, whether the offset is traced or not."""
     q, k, v, _ = tokens(q=K, k=K)
     table = relative_bias(normal("table", N, 8), bidirectional=False, max_distance=10)
     whole = dot_product_attention(q, k, v, table, Mask(causal=True))

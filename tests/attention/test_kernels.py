@@ -1,4 +1,7 @@
-"""The kernels of TPUs and GPUs, interpreted, against the loop and the oracle; and lowered for TPUs."""
+"""The kernels of TPUs and GPUs, compared with the loop and the oracle.
+
+The kernels are interpreted. They are also lowered for TPUs.
+"""
 
 import dataclasses
 import functools
@@ -38,7 +41,10 @@ every = pytest.mark.parametrize("platform", FUSED)
 
 
 def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None, bias=0.0):
-    """Output, rows and cotangents of the fused kernels and of the loop; NaN is all over the padding."""
+    """Returns output, rows and cotangents of the fused kernels and of the loop.
+
+    The padding contains NaN everywhere.
+    """
     terms, values, g = jax.tree.map(lambda x: x.astype(dtype), cases.problem(names, q, k))
     terms = jax.tree.map(lambda x: x + bias, terms)
     inputs, offset = fused.fused_inputs(Call(terms, values, mask, q)), mask.query_offset
@@ -69,7 +75,7 @@ def check_fused(platform, names, mask, q, k, bound=2e-5, **options):
 
 
 def use_block_sizes(monkeypatch, queries, keys):
-    """Lets all GPU kernels have blocks of these sizes."""
+    """Gives the blocks of all GPU kernels these sizes."""
     sizes = fused_gpu_geometry.BlockSizes(queries, keys, warps=4, stages=2)
     monkeypatch.setattr(fused_gpu_geometry, "choose_block_sizes", lambda *_, **__: sizes)
 
@@ -83,7 +89,7 @@ MASKS = {
 
 @pytest.mark.parametrize(("platform", "name"), [(p, name) for p in FUSED for name in MASKS[p]])
 def test_fused_under_every_kind_of_mask(platform, name):
-    """In packed rows without terms that look positions up, which come unpacked."""
+    """Packed rows have only terms without positions, because others are unpacked first."""
     mask, q = (CROSS | OWN)[name]
     names = TERMS[platform]
     if mask.query_segments is not None:
@@ -105,7 +111,7 @@ def test_patterns_and_capped_logits(platform, heads):
 @every
 @pytest.mark.parametrize("names", [EVERY_TERM, ("dot_product", "relative")], ids=len)
 def test_blocks_of_queries_and_keys(platform, names, monkeypatch):
-    """More rows than a tile holds, and not a multiple of it."""
+    """There are more rows than fit into a tile, and their number is not a multiple of its size."""
     monkeypatch.setattr(fused_tpu_geometry, "MAX_TILE", 128 * 16)
     use_block_sizes(monkeypatch, 32, 64)
     lengths = jnp.array([140, 129, 0])
@@ -121,7 +127,7 @@ def test_blocks_of_queries_and_keys(platform, names, monkeypatch):
 @every
 @pytest.mark.parametrize("name", ["relative", "static"])
 def test_rows_without_queries_do_not_overflow(platform, name, monkeypatch):
-    """Padding, and the end of the last block: exp of such a bias is infinite in float32."""
+    """Padding and the end of the last block have such a bias that exp is infinite in float32."""
     use_block_sizes(monkeypatch, 16, 16)
     check_fused(platform, (name,), Mask(query_lengths=jnp.array([20, 5, 0])), 20, 20, bias=100.0)
 
@@ -152,7 +158,7 @@ def test_equal_logits_of_any_size_give_the_mean(platform, size):
     np.testing.assert_allclose(out, mean, atol=1e-5)
 
 
-# XLA's CPU compiler in jaxlib 0.12.0 fuses products of bfloat16 that it then cannot compute.
+# The CPU compiler of jaxlib 0.12.0 fuses products of bfloat16, but cannot compile the result.
 NO_FUSED_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
@@ -160,7 +166,10 @@ NO_FUSED_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
     jax.jit, static_argnums=0, compiler_options={**cases.FAST_COMPILE, **NO_FUSED_PRODUCTS}
 )
 def run_static(offset, terms, values, mask, g):
-    """Output, cotangents of terms and values, and the largest of one over the denominators."""
+    """Returns the output, the cotangents of terms and values, and a measure of the denominators.
+
+    The measure is the largest value of one divided by a denominator.
+    """
     q = g.shape[1]
     inputs, back = jax.vjp(lambda terms: static_inputs(Call(terms, values, mask, q)), terms)
     out, inverse = static_tpu.forward(
@@ -199,7 +208,7 @@ def test_static_under_every_kind_of_mask(name, names):
 
 @pytest.mark.parametrize("gap", [20, 60, 1000])
 def test_logits_far_under_the_maximum_are_noticed(gap):
-    """Keys that are padding in some examples lie far above all others; then the loop runs."""
+    """Keys that are padding in some examples have much larger logits, so the loop has to run."""
     mask, q = CROSS["padding"]
     logits = cases.normal("far", HEADS, q, KEYS) + gap * (jnp.arange(KEYS) >= 6)
     terms, (_, values, g) = (static(logits),), cases.problem((), q)
@@ -223,7 +232,7 @@ def test_static_bfloat16_is_as_close_as_the_other_way():
 
     ours, _ = run_static(0, terms, values, mask, g)
     assert errors(ours) < 1.5 * errors(cases.run(terms, values, mask, g, "static")) < 0.02
-    # A table in bfloat16 has its gradient summed in float32.
+    # The gradient of a table in bfloat16 is summed in float32.
     narrow = Static(terms[0].logits.astype(jnp.bfloat16))
     wide = Static(narrow.logits.astype(jnp.float32))
     (_, (found,), _), (_, (exact,), _) = (
@@ -252,7 +261,7 @@ def test_what_the_kernels_do_not_take():
     assert "which is too large for the kernels" in fused_gpu.obstacle(inputs)
     half = values.astype(jnp.float16)
     assert all("float16" in obstacle for obstacle in obstacles(Mask(), half))
-    # A row of few keys fills registers.
+    # A row with few keys still fills registers.
     assert fused_tpu_geometry.block_size(16384, 16) * 128 <= fused_tpu_geometry.MAX_TILE
     for shape, word in (((1, 10**6, 2, 64), "keys"), ((1, 8, 12, 80), "width")):
         large = jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -71,7 +71,7 @@ def test_what_is_no_mask() -> None:
     ):
         attend(terms, values, mask="causal")
     with pytest.raises(ValueError, match="If it is \\[batch, q, k\\], add an axis of heads"):
-        attend(terms, values, mask=jnp.ones((BATCH, KEYS, KEYS)))  # Flax: [heads, q, k]
+        attend(terms, values, mask=jnp.ones((BATCH, KEYS, KEYS)))  # Flax's masks are [heads, q, k]
     with pytest.raises(ValueError, match="query_offset is 3, but in self-attention"):
         Mask(causal=True, query_offset=3).for_self_attention()
 
@@ -100,7 +100,7 @@ def test_an_array_of_keys_hides_no_query() -> None:
 
 
 def test_self_attention_is_known_behind_jit_and_checkpoint() -> None:
-    """T5's bias in rows of many segments needs no look-up, whatever has traced the mask."""
+    """T5's bias is not looked up in rows of many segments, whatever has traced the mask."""
     terms = cases.make_terms(("dot_product", "relative"), BATCH, KEYS, KEYS)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
 
@@ -121,7 +121,7 @@ def test_self_attention_is_known_behind_jit_and_checkpoint() -> None:
     ("form", "counted"), [("distance", {}), ("starts", COUNTED), ("per token", COUNTED)]
 )
 def test_windows_of_packed_cross_attention(form: str, counted: dict) -> None:
-    """Hard-coded cross-attention looks where it would in a row of its own."""
+    """Hard-coded cross-attention looks at the same places as in a row of its own."""
     width = 3
     weights = {
         "distance": cases.normal("w", 1, 1, HEADS, width),

@@ -1,4 +1,4 @@
-"""Every route against the oracle, forward and gradient, under every mask."""
+"""All routes compared with the oracle, forward and backward, with all masks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_soft_cap(route: str, name: str) -> None:
 def test_sinks(route: str, name: str) -> None:
     mask, q = MASKS[name]
     terms, values, g = cases.problem(EVERY_TERM, q, KEYS)
-    sinks = jnp.array([0.5, 400.0])  # the second takes all
+    sinks = jnp.array([0.5, 400.0])  # the second sink takes all weight
     *found, dsinks = cases.run(terms, values, mask, g, route, sinks)
     answer = oracle.attention(terms, values, mask, g, sinks=sinks)
     cases.compare(found, answer, BOUND)

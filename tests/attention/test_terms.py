@@ -1,4 +1,4 @@
-"""The algebra of terms."""
+"""Adding, multiplying and combining terms."""
 
 from __future__ import annotations
 

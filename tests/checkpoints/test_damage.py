@@ -1,4 +1,7 @@
-"""Damaged files of runs, of T5X's checkpoints, of transformers' folders: one sentence, and no traces."""
+"""Damaged files of runs, T5X checkpoints and folders of transformers.
+
+Each gives one sentence and leaves nothing behind.
+"""
 
 import json
 import pathlib
@@ -33,7 +36,7 @@ def state() -> TrainState:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Everything undamaged, each in a folder of its own."""
+    """A directory with undamaged files of all kinds, each in a folder of its own."""
     folder = tmp_path_factory.mktemp("whole")
     for name in ("run/code", "t5x", "tensorstore/checkpoint_1", "tokenizer"):
         (folder / name).mkdir(parents=True)
@@ -72,7 +75,7 @@ READERS: dict[str, Callable[[pathlib.Path], Any]] = {
 
 
 def saved(change: Callable[[Any], object]) -> str:
-    """The JSON of an experiment with something changed."""
+    """Returns the JSON of an experiment in which something is changed."""
     data = to_json(experiment())
     change(data)
     return json.dumps(data)
@@ -83,7 +86,7 @@ def with_fields(**fields: object) -> Callable[[bytes], bytes]:
 
 
 def without(*keys: str) -> Callable[[bytes], bytes]:
-    """Removes an entry of T5X's parameters."""
+    """Returns a function that removes an entry of T5X's parameters."""
 
     def damage(data: bytes) -> bytes:
         tree = serialization.msgpack_restore(data)
@@ -116,7 +119,7 @@ BPE = {
 }
 T5X, TOKENIZER = "t5x/checkpoint_1", "tokenizer/tokenizer.json"
 DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = [
-    # The file; what it holds instead (None: it is gone); the sentence.
+    # Each case has the file, its new content (None deletes it), and the expected sentence.
     (EXPERIMENT, lambda data: data[:900], r"cannot be read: .* line \d"),
     (EXPERIMENT, "[]", r"it holds \(\), expected an Experiment"),
     (EXPERIMENT, '{"type": "Experiment"}', r"missing .*'model'"),
@@ -184,7 +187,7 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
             {"added_tokens": []},
             {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "?"}},
             {"model": BPE | {"vocab": {"a": 0, "b": 2}}},
-            # What another library makes of text, and not SentencePiece.
+            # Another library's tokenizer splits text like this, but SentencePiece does not.
             {"added_tokens": [*GOOD["added_tokens"], {"id": 8, "content": "<sep>"}]},
             {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}},
             {"pre_tokenizer": {"type": "Digits", "individual_digits": True}},
@@ -202,7 +205,7 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
     (T5X, without("token_embedder"), "has no array token_embedder/embedding of 2 axes"),
     (
         "tensorstore/checkpoint_1/target.token_embedder.embedding/0.0",
-        *(None, r"token_embedder\.embedding cannot be read: "),  # and not zeros
+        *(None, r"token_embedder\.embedding cannot be read: "),  # they are not read as zeros
     ),
     (ZARRAY, lambda data: data.replace(b"384", b"1099511627776", 1), "in blocks of"),
     (ZARRAY, lambda data: data.replace(b'"<f4"', b'[["a", "<f4", []]]'), "its dtype is"),
@@ -214,7 +217,8 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
 def test_damage_is_one_sentence_and_no_trace(
     whole, tmp_path, monkeypatch, name, content, message
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where what a pickle executes would leave traces
+    # A pickle that is executed would leave files here.
+    monkeypatch.chdir(tmp_path)
     folder = name.split("/")[0]
     shutil.copytree(whole / folder, tmp_path / folder)
     file = tmp_path / name

@@ -1,4 +1,4 @@
-"""Checkpoints: checksums over devices, damage, what is kept."""
+"""Checkpoints: checksums with several devices, damage, and which checkpoints are kept."""
 
 import math
 import pathlib
@@ -51,7 +51,7 @@ def test_parts_add_up() -> None:
 
 
 class Position:
-    """A data stream that is nothing but its position."""
+    """A data stream that consists only of its position."""
 
     error: Exception | None = None
 
@@ -90,12 +90,12 @@ def whole(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def saved(whole: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    """The same, to be damaged."""
+    """A copy of that directory, to be damaged."""
     return shutil.copytree(whole, tmp_path / "saved")
 
 
 def newest(directory: pathlib.Path, name: str = "x") -> tuple[int, int]:
-    """Step and position of what is restored."""
+    """Returns the step of the restored state and the position of the data stream."""
     checkpoints, stream = Checkpoints(directory), Position()
     restored = checkpoints.restore_newest(jax.eval_shape(lambda: state(0, name)), stream)
     jax.tree.map(np.testing.assert_array_equal, restored, state(int(restored.step)))
@@ -109,7 +109,7 @@ def flip(path: pathlib.Path, place: int, bit: int = 0) -> None:
 
 
 def test_bit_by_bit(saved: pathlib.Path, caplog) -> None:
-    """Wherever a bit of the arrays flips, the step before is restored, or the bit was of no consequence."""
+    """If a bit of the arrays flips, the step before is restored, unless the bit changes nothing."""
     assert newest(saved) == (2, 2)
     files = [p for p in (saved / "2" / "state").rglob("*") if p.is_file() and p.parent.name == "d"]
     path = max(files, key=lambda p: p.stat().st_size)

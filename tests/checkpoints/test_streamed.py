@@ -1,4 +1,4 @@
-"""Checkpoints whose arrays are read as they are written."""
+"""Checkpoints whose arrays are written while they are read."""
 
 import numpy as np
 import pytest

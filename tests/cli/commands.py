@@ -1,4 +1,4 @@
-"""The command line, in this process and in one of its own."""
+"""Calls the command line, in this process or in another one."""
 
 import json
 import pathlib
@@ -19,7 +19,7 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 def call(command: str, *words: object, code: int = 0) -> str:
-    """What a command prints that ends with a code; errors are raised."""
+    """Returns what a command prints, and checks its exit code. Other errors are raised."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     result = CliRunner().invoke(app, [*command.split(), *map(str, words)])
     for number, handler in handlers.items():
@@ -31,13 +31,16 @@ def call(command: str, *words: object, code: int = 0) -> str:
 
 
 def start(command: str, environment: dict[str, str] | None = None, **options) -> subprocess.Popen:
-    """The real command, in a process of its own."""
+    """Starts the command in a process of its own."""
     own = [sys.executable, "-m", "synthesizer_jax", *command.split()]
     return subprocess.Popen(own, env=without_devices() | (environment or {}), **options)
 
 
 def run_all(place: pathlib.Path, commands: Sequence, **environment: str) -> list[tuple[int, str]]:
-    """Runs commands one after the other in one process; returns the exit code and the text of each."""
+    """Runs commands one after the other in one process.
+
+    Returns the exit code and the text of each command.
+    """
     words = [command.split() if isinstance(command, str) else command for command in commands]
     (place / "commands.json").write_text(json.dumps(words))
     own = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "XDG_STATE_HOME": str(place / "state")}

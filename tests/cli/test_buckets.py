@@ -1,4 +1,4 @@
-"""Runs and data in buckets, as a user types it; `tests.buckets` stands for Google Cloud Storage."""
+"""Runs and data in buckets, as a user types it, with the simulated storage of `tests.buckets`."""
 
 import pathlib
 import signal
@@ -52,7 +52,7 @@ def test_a_run_that_is_killed_and_what_a_user_gets_wrong(store, tmp_path) -> Non
         while "evaluated" not in (line := process.stdout.readline()):
             assert line, process.stderr.read()
         process.send_signal(signal.SIGKILL)
-    store.put("bucket/run/checkpoints/8/state/half", b"")  # a save that was cut off
+    store.put("bucket/run/checkpoints/8/state/half", b"")  # an interrupted save
 
     page = tmp_path / "report.html"
     commands = (

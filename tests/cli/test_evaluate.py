@@ -1,4 +1,7 @@
-"""`eval`, `predict` and `generate` as a user types them: files, damaged checkpoints, lines of text."""
+"""`eval`, `predict` and `generate` as a user types them.
+
+Among the tests are files of results, damaged checkpoints and lines of text.
+"""
 
 import io
 import json
@@ -25,7 +28,7 @@ from tests.training.tiny import damage
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Data, and a run of two steps whose mesh divides the parameters by eight."""
+    """A directory with data, and a run of two steps whose mesh divides parameters by eight."""
     place = tmp_path_factory.mktemp("eval")
     runs.write_data(place / "data")
     experiment = runs.experiment(mesh=MeshShape(fsdp=8))
@@ -40,7 +43,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def run(place, tmp_path):
-    """A copy to spoil."""
+    """A copy of the run, to be damaged."""
     return shutil.copytree(place / "run", tmp_path / "run")
 
 
@@ -56,7 +59,7 @@ def test_a_split_without_labels_is_predicted_and_written(place):
     shown = call(place, f"--split test {RTE} --task multi30k_en_de --task super_glue_record_v102")
     assert f"without the split 'test' in {place / 'data'}: super_glue_record_v102" in shown
     assert "unlabeled: predicted, not scored" in shown
-    assert "overall: score" in shown and " loss " in shown  # Multi30k's
+    assert "overall: score" in shown and " loss " in shown  # of Multi30k
     folder = place / "run" / "evaluation" / "4" / "test" / "part"
     files = {path.name: path.read_text().splitlines() for path in folder.iterdir()}
     assert set(files) == {"glue_rte_v002.jsonl", "multi30k_en_de.jsonl", "results.json"}
@@ -204,7 +207,10 @@ def say(place, options, *words):
 
 
 def test_several_texts_and_their_scores(place):
-    """Lines of one input stand together; the first beam is what is shown without the others."""
+    """The lines of an input stand together.
+
+    The first one is what is printed without `--samples`.
+    """
     options = "--max-length 4 --beams 3 --alpha 1.0"
     best = say(place, options, *TEXTS)
     several = say(place, f"{options} --samples 3 --scores", *TEXTS).splitlines()

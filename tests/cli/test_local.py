@@ -1,4 +1,4 @@
-"""Several processes on one machine: the same run as in one."""
+"""A run with several processes on one machine is the same as a run with one process."""
 
 import json
 import pathlib
@@ -14,7 +14,7 @@ from tests.environment import python, without_devices
 pytestmark = pytest.mark.hosts
 
 STEPS = 12
-"""With checkpoints of steps 5 and 10."""
+"""The steps of a run, which has checkpoints of the steps 5 and 10."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def group(processes, *command):
 
 
 def started(place, command):
-    """A command that has ended; all have one cache of compiled programs."""
+    """Runs a command to its end. All commands share a cache of compiled programs."""
     own = {**without_devices(), "JAX_ENABLE_COMPILATION_CACHE": "true"}
     own |= {"JAX_COMPILATION_CACHE_DIR": str(place / "compiled")}
     return subprocess.run(command, cwd=place, env=own, capture_output=True, text=True, timeout=300)
@@ -55,7 +55,7 @@ def lines(place, workdir, kind="train"):
 
 @pytest.fixture(scope="module")
 def alone(place):
-    """The run of one process with eight devices."""
+    """The log of a run of one process with eight devices."""
     run(place, "alone", 1)
     return lines(place, "alone")
 
@@ -74,7 +74,7 @@ def test_more_processes_train_the_same(place, alone):
 
 @pytest.mark.usefixtures("alone")
 def test_more_processes_predict_the_same(place):
-    """Process zero writes what all of them predict."""
+    """Process zero writes the predictions of all processes."""
     rows = {}
     for processes in (1, 2):
         folder = place / f"predicted_{processes}"
@@ -93,7 +93,10 @@ def test_more_processes_predict_the_same(place):
 
 
 def test_a_run_moves_to_another_mesh(place, alone):
-    """The same topology continues to the last bit; more processes and another mesh nearly so."""
+    """With the same topology, the run continues to the last bit.
+
+    With another one, it nearly does.
+    """
     for workdir in ("continues", "moves"):
         shutil.copytree(place / "alone", place / workdir)
         shutil.rmtree(place / workdir / "checkpoints" / str(STEPS))
@@ -107,7 +110,7 @@ def test_a_run_moves_to_another_mesh(place, alone):
 
 
 def test_all_processes_stop_early_and_stay_stopped(place):
-    """With an average of the parameters; no score is better by as much as is asked."""
+    """The scores are those of averaged parameters, and no improvement is as large as required."""
     settings = (
         *("--set", "evaluation.every=1", "--set", "evaluation.patience=2"),
         *("--set", "evaluation.min_improvement=1000", "--set", "training.ema=0.9"),
@@ -132,7 +135,7 @@ def test_an_error_of_one_process_ends_all(tmp_path):
         "    return whole()\n"
     )
     command = "train recipe.py --workdir run --data-dir data"
-    result = started(tmp_path, group(2, *command.split()))  # JAX itself would have them wait
+    result = started(tmp_path, group(2, *command.split()))  # by default, JAX would let them wait
     assert result.returncode == 2, result.stderr
     assert "recipe.py, line 6: ValueError: this host lacks a file" in result.stderr
 

@@ -1,4 +1,4 @@
-"""The program around the commands: it ends, whatever still runs; the doctor, and compiled programs."""
+"""How the program ends, what the doctor says, and how compiled programs are kept."""
 
 import os
 

@@ -1,4 +1,7 @@
-"""A user's own classes, SeqIO tasks and metrics outlive training; a run's directory executes nothing."""
+"""A user's classes, SeqIO tasks and metrics work after training.
+
+The code in the directory of a run is not executed.
+"""
 
 import json
 import sys
@@ -87,7 +90,7 @@ def default():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A finished run of a recipe of one's own."""
+    """A directory with a finished run of a user's recipe."""
     place = tmp_path_factory.mktemp("own")
     (place / "data").mkdir()
     (place / "mine.py").write_text(RECIPE)
@@ -97,7 +100,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def afresh(monkeypatch):
-    """As in another process: nothing of one's own is known."""
+    """Forgets all code of users, as in a new process."""
     own = {k: v for k, v in registry.REGISTRY.items() if v.__module__.startswith("synthesizer_jax")}
     monkeypatch.setattr(registry, "REGISTRY", own)
     monkeypatch.setattr(code, "REGISTRY", own)
@@ -176,7 +179,7 @@ def test_a_student_inherits_its_teachers_code(place, tmp_path):
         f"distill {tmp_path}/student.py --teacher {place}/run --quiet --import {place}/mine.py "
         f"--workdir {tmp_path}/student --data-dir {place}/data"
     )
-    # The student's own file makes nothing known, so nothing of it is needed later.
+    # The file of the student's recipe registers nothing, so it is not needed later.
     assert code.recorded_code(tmp_path / "student") == code.recorded_code(place / "run")
 
 

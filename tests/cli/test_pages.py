@@ -1,4 +1,4 @@
-"""All commands, options and recipes of the pages exist."""
+"""All commands, options and recipes on the pages of the documentation exist."""
 
 import pathlib
 import re
@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words after `synthesizer-jax` of all such lines in a page's shell blocks."""
+    """Returns the words after `synthesizer-jax` of all such lines in the shell blocks of a page."""
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.S)).replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in blocks.splitlines()]
     return [words[1:] for words in lines if words[:1] == ["synthesizer-jax"]]

@@ -1,4 +1,4 @@
-"""Recipes on the command line: listed, named wrongly, broken; what needs no JAX or lacks an extra."""
+"""Recipes on the command line: lists, wrong names, errors, and missing extras."""
 
 import os
 
@@ -119,7 +119,7 @@ def test_the_costs_that_come_with_the_package_are_those_of_the_zoo(name):
 
 
 def test_without_the_data_extra_one_sentence_says_what_to_install(tmp_path, tmp_path_factory):
-    """Also where the process that prepares the data ends with that sentence."""
+    """This also holds if the process that prepares the data ends with this sentence."""
     absent = tmp_path_factory.mktemp("absent")
     error = "raise ModuleNotFoundError('not here', name='tensorflow')\n"
     (absent / "tensorflow.py").write_text(error)

@@ -52,12 +52,12 @@ def test_a_full_disk_is_named(tmp_path, synthetic_data) -> None:
 
 
 def read_terminal(descriptor: int, until: str | None = None) -> str:
-    """What a program writes to its terminal, until a text comes or the program ends."""
+    """Returns what a program writes to its terminal until it writes a text or ends."""
     shown = b""
     while until is None or until.encode() not in shown:
         try:
             part = os.read(descriptor, 4096)
-        except OSError:  # Linux: nobody writes any more
+        except OSError:  # on Linux: nobody writes to it any more
             part = b""
         if not part:
             break
@@ -78,7 +78,7 @@ def test_interrupted_without_a_terminal_and_on_one(tmp_path, synthetic_data) -> 
             call(endless)
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate()
-    assert process.returncode in (130, -signal.SIGINT)  # the latter in an evaluation, after a save
+    assert process.returncode in (130, -signal.SIGINT)  # negative: in an evaluation, after a save
     if process.returncode == 130:
         assert errors.endswith(
             "stopped by SIGINT; everything is saved, start the same command again\n"
@@ -109,7 +109,7 @@ def test_interrupted_without_a_terminal_and_on_one(tmp_path, synthetic_data) -> 
         rest = read_terminal(ours)
     os.close(ours)
     assert process.returncode in (130, -signal.SIGINT), shown + rest
-    assert "/100000" in shown and "steps/s" in shown  # the bar
+    assert "/100000" in shown and "steps/s" in shown  # the progress bar
     assert finished_steps(workdir / "checkpoints")[-1] > newest
 
 
@@ -123,7 +123,7 @@ def finished(tmp_path_factory, synthetic_data) -> pathlib.Path:
 
 @pytest.fixture
 def copied(finished, tmp_path) -> pathlib.Path:
-    """The same run, to be damaged."""
+    """A copy of that run, to be damaged."""
     return shutil.copytree(finished, tmp_path / "run")
 
 
@@ -142,7 +142,7 @@ def test_a_start_that_is_refused_leaves_nothing(tmp_path, synthetic_data, wrong,
 
 
 def test_a_start_that_came_to_nothing_blocks_nothing(copied, synthetic_data) -> None:
-    """Its settings and log are those of a run that has saved nothing."""
+    """A run that has saved no checkpoint gets the settings and the log of its next start."""
     shutil.rmtree(copied / "checkpoints")
     (copied / "events.jsonl").unlink()
     call(train(copied, synthetic_data, "training.steps=2", "training.seed=7"))

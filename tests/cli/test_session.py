@@ -1,4 +1,4 @@
-"""Every command as a user types it, one after the other in one process: what it says, and its exit code."""
+"""All commands as a user types them, in one process: what they print, and their exit codes."""
 
 import json
 import pathlib
@@ -28,7 +28,7 @@ DISTILL = (
 GENERATE = "generate --workdir runs/{} review:good"
 
 SESSION = [
-    # What there is, and what is mistaken before anything is computed.
+    # Lists, and mistakes that are found before anything is computed.
     ("recipes quickstart", 0, "training.steps=1200 int: 1 to"),
     ("recipes papers.replacement:alr", 0, "replace.0.scope=mixer 'mixer' or 'sublayer' or 'layer'"),
     ("recipes papers.replacement:alr:encoder:huge", 2, "alr.size is 'huge', expected 'xs' or"),
@@ -39,7 +39,7 @@ SESSION = [
     ("train papers.replacement:alr --workdir runs/x", 2, "returns a Distillation, expected Exper"),
     (f"{TRAIN} --set evaluation.method=sample", 2, "error: evaluation.method"),
     (f"{TRAIN} --set init_from=a.jsonl", 2, "holds no experiment.json; give the directory"),
-    (TRAIN, 2, "own_files"),  # not imported yet
+    (TRAIN, 2, "own_files"),  # it is not imported yet
     (
         "train finetune --workdir runs/x --data-dir d",
         2,
@@ -67,11 +67,11 @@ SESSION = [
         0,
         "lengths of 40 rows in bytes",
     ),
-    ("data check own_files --data-dir DATA", 0, "train 3"),  # good 1, 3 and 5 are in both
+    ("data check own_files --data-dir DATA", 0, "train 3"),  # rows 1, 3 and 5 are in both
     ("data vocabulary own_files --output v --data-dir DATA --size 32", 0, "32 pieces from 80"),
     ("data vocabulary multi30k_en_de --output v --data-dir DATA", 2, "a split 'train' in DATA"),
     ("data prepare own_files --data-dir DATA --workers 0", 2, "--workers is 0; allowed: 1 to"),
-    # Training: prepared by itself, continued, refused.
+    # Training: a run that prepares its data, is continued, and is refused.
     (f"{TRAIN} --set training.steps=2", 0, "runs/mine has finished its 2 steps: score "),
     (f"{TRAIN} --set training.steps=4", 0, "model.dtype=auto is float32"),
     (f"{TRAIN} --set training.steps=4", 0, "next: synthesizer-jax eval --workdir runs/mine"),
@@ -81,7 +81,7 @@ SESSION = [
     ),
     ("train DATA --workdir runs/x", 2, "holds no experiment.json"),
     ("train runs/mien --workdir runs/x", 2, "'runs/mien' (nor a run in a directory"),
-    # What a run is good for.
+    # What can be done with a run.
     (f"{EVAL} --all", 0, "best steps"),
     (f"{EVAL} --split test", 2, "error: own_files has no"),
     (
@@ -95,7 +95,7 @@ SESSION = [
     (f"{GENERATE.format('mine')} --input a.jsonl", 2, "arguments or with --input, not both"),
     ("report runs/mine runs/again --output page.html", 0, "own_files │ accuracy"),
     ("doctor --workdir a.jsonl", 2, "File exists"),
-    # Other runs from it.
+    # Other runs that start from it.
     ("average runs/mine runs/mean", 0, "holds the mean of the steps 2, 4"),
     ("convert runs/mine runs/mixture --encoder rw", 2, "--encoder is 'rw', did you mean 'r'?"),
     ("convert runs/mine runs/mixture --encoder r", 2, "cannot start as the model; fit and distill"),
@@ -121,7 +121,7 @@ SESSION = [
 
 
 def check(place: pathlib.Path, expected: list[tuple[str, int, str]]) -> dict[str, str]:
-    """Runs commands, and looks for an exit code, a text, and one line of an error in what each says."""
+    """Runs commands, and checks the exit code, a text, and that an error is one line."""
     found = run_all(place, [command for command, _, _ in expected])
     texts = [(code, " ".join(text.split())) for code, text in found]
     other = [
@@ -147,14 +147,14 @@ def test_from_a_file_to_a_report(tmp_path) -> None:
     rows = [json.loads(x) for x in (run / "evaluation/4/own_files.jsonl").read_text().splitlines()]
     assert [row["input"] for row in rows] == [f"review:good {n}" for n in range(6)]
     assert {row["target"] for row in rows} == {"yes"}
-    assert {row["prediction"] for row in rows} <= {"no", "yes"}  # label words are ranked
+    assert {row["prediction"] for row in rows} <= {"no", "yes"}  # ranked labels
     assert json.loads((run / "experiment.json").read_text())["model"]["dtype"] == "float32"
     experiment = json.loads((tmp_path / "runs" / "again" / "experiment.json").read_text())
     assert experiment["init_from"] == "runs/mine"
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "review:good 1" in page
     assert "<svg" in (tmp_path / "heads.html").read_text(encoding="utf-8")
-    # A converted run answers the same, which depends on every parameter.
+    # A converted run gives the same answers, which depend on all parameters.
     assert said[GENERATE.format("mixture")] == said[GENERATE.format("mine")]
     assert said["generate runs/mine review:good"] == said[GENERATE.format("mine")]
     left = {path.name for path in (*tmp_path.iterdir(), *(tmp_path / "runs").iterdir())}

@@ -1,4 +1,7 @@
-"""Utilization counts what the model needs over what the chip can; and what the host has left."""
+"""Utilization: the FLOPs that a model needs, relative to what a chip can do in the same time.
+
+The memory that a host has left is tested, too.
+"""
 
 from types import SimpleNamespace
 
@@ -15,7 +18,7 @@ D, F, H, E, V, Q, K, BATCH = 16, 24, 2, 4, 32, 8, 12, 3
 
 
 def forward():
-    """Multiply-adds of an encoder and a decoder layer and the output projection, one example."""
+    """Returns the multiply-adds of an example: an encoder layer, a decoder layer and the output."""
     attention = lambda q, k: 2 * q * D * H * E + 2 * k * D * H * E + 2 * q * k * H * E
     feed_forward = lambda n: 3 * n * D * F
     encoder = attention(K, K) + feed_forward(K)
@@ -30,7 +33,7 @@ def test_a_step_is_six_times_the_multiply_adds(remat):
     assert found == pytest.approx(6 * BATCH * forward(), rel=1e-3)
     summary = summarize(model, inputs_length=K, targets_length=Q)
     assert summary.flops_per_token == pytest.approx(2 * forward() / (K + Q), abs=1)
-    assert summary.cache_bytes_per_token == 4 * 2 * H * E  # a key and a value of every head
+    assert summary.cache_bytes_per_token == 4 * 2 * H * E  # keys and values of all heads
 
 
 def test_rates_of_an_interval(monkeypatch):
@@ -38,7 +41,7 @@ def test_rates_of_an_interval(monkeypatch):
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     throughput = metrics.Throughput()
     throughput.utilizations = {"mfu": 0.05}
-    for capacity in (20, 60) * 3:  # every batch has its own
+    for capacity in (20, 60) * 3:  # every batch has a capacity of its own
         throughput.add(10.0, capacity=capacity)
     now[0] = 2.0
     speeds = {"steps_per_second": 3.0, "tokens_per_second": 30.0, "padding": 0.75}
@@ -59,7 +62,7 @@ def test_mfu_is_a_share_of_the_published_peak_and_the_product_has_its_own_name(m
 @pytest.mark.parametrize(
     ("kind", "bfloat16", "float32"),
     [
-        ("TPU v2", 22.5e12, 22.5e12),  # JAX shows two devices a chip
+        ("TPU v2", 22.5e12, 22.5e12),  # JAX shows two devices per chip
         ("TPU v4", 275e12, 275e12),
         ("TPU v5 lite", 197e12, 197e12),
         ("TPU v5p", 459e12, 459e12),
@@ -73,7 +76,7 @@ def test_mfu_is_a_share_of_the_published_peak_and_the_product_has_its_own_name(m
         ("NVIDIA A100-SXM4-40GB", 312e12, 156e12),
         ("NVIDIA A100 80GB PCIe", 312e12, 156e12),
         ("Tesla T4", None, 8.1e12),
-        ("NVIDIA L40S", None, None),  # not the L4
+        ("NVIDIA L40S", None, None),  # it must not be taken for the L4
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None, None),
         ("TPU v5 lite pod", None, None),
     ],

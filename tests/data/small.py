@@ -1,4 +1,7 @@
-"""Small prepared tasks, written without SeqIO: rows counted from 0, in bytes."""
+"""Small prepared tasks, which are written without SeqIO.
+
+Their rows are numbered from 0 and tokenized as bytes.
+"""
 
 import dataclasses
 import hashlib
@@ -30,7 +33,7 @@ from synthesizer_jax.tasks.task import Task
 VOCABULARY = Bytes().build()
 ROWS = dict(many=2500, few=40, sentinel=400, never=50, letters=2500, notes=40, own=40)
 TEXTS = ("letters", "notes", "own")
-"""Tasks without inputs."""
+"""The tasks without inputs."""
 MIXTURES = {
     "small": {"small_many": 3.0, "small_few": 1.0, "small_sentinel": 2.0, "small_never": 0.0},
     "small_texts": {"small_letters": 2.0, "small_notes": 1.0},
@@ -56,22 +59,25 @@ task_registry.add(
 
 
 def text(name: str, row: int) -> str:
-    """The text of a row; every third is longer."""
+    """Returns the text of a row. Every third text is longer."""
     return f"{name} {row}" + " and more" * (row % 3 == 0)
 
 
 def ids(string: str) -> list[int]:
-    """ByT5's ids: bytes moved up by 3, EOS is 1."""
+    """Returns the ids of ByT5: bytes plus 3, and EOS, which is 1."""
     return [byte + 3 for byte in string.encode()] + [1]
 
 
 def spell(tokens: np.ndarray) -> str:
-    """The text of ids."""
+    """Returns the text of ids."""
     return bytes(int(token) - 3 for token in tokens if 2 < token < 259).decode()
 
 
 def example(name: str, row: int) -> tuple[list[int], list[int]]:
-    """Token ids of inputs and targets; the number is the target of tasks with inputs."""
+    """Returns the ids of the inputs and targets of a row.
+
+    For tasks with inputs, the target is the number of the row.
+    """
     if name in TEXTS:
         return [], ids(text(name, row))
     sentinel = [VOCABULARY.vocab_size - 1] * (name == "sentinel")
@@ -79,7 +85,11 @@ def example(name: str, row: int) -> tuple[list[int], list[int]]:
 
 
 def write(data_dir: pathlib.Path) -> None:
-    """All tasks: ``train``, and five rows of ``validation`` with what evaluation needs."""
+    """Writes all tasks.
+
+    Each has a split ``train``, and five rows of ``validation`` with everything that evaluation
+    needs.
+    """
     prepared = PreparedTasks(data_dir, VOCABULARY)
     for name, rows in ROWS.items():
         for split, count in (("train", rows), ("validation", 5)):
@@ -113,14 +123,17 @@ def _write_split(prepared: PreparedTasks, name: str, split: str, count: int) -> 
 
 
 def stream(data_dir: pathlib.Path, config: DataConfig = CONFIG, **changes: object) -> Stream:
-    """The stream of a configuration, with changes; ``here`` and ``saved`` are virtual shards."""
+    """Returns the stream of a configuration with changes.
+
+    The changes ``here`` and ``saved`` are lists of virtual shards.
+    """
     options = {"shards": changes.pop("here", None), "saved": changes.pop("saved", None)}
     config = dataclasses.replace(config, **changes)
     return open_stream(config, VOCABULARY, data_dir=data_dir, **options)
 
 
 def examples_of(batch: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-    """The fields of every example of a batch without padding, row by row."""
+    """Yields the fields of each example of a batch without padding, row by row."""
     sides = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
     for row in range(len(batch["decoder_target_tokens"])):
         parts = {name: values[row] for name, values in batch.items()}
@@ -132,13 +145,13 @@ def examples_of(batch: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]
 
 
 def inputs(batches: Iterator[dict[str, np.ndarray]], count: int) -> list[str]:
-    """The inputs of all examples of the next batches."""
+    """Returns the inputs of all examples of the next batches."""
     found = (e for batch in itertools.islice(batches, count) for e in examples_of(batch))
     return [spell(example["encoder_input_tokens"]) for example in found]
 
 
 def digests(batches: Iterator[dict[str, np.ndarray]], count: int) -> list[str]:
-    """Of everything in the next batches, dtypes included."""
+    """Returns digests of everything in the next batches, including the dtypes."""
     result = []
     for _ in range(count):
         parts = [

@@ -1,4 +1,4 @@
-"""Objectives: T5's table of lengths, examples by hand, and what is true of all examples."""
+"""Objectives: T5's table of lengths, examples by hand, and properties of all examples."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,14 +26,14 @@ VOCAB_SIZE = 32_100
 FIRST_SENTINEL = VOCAB_SIZE - 1
 FORM = ExampleFormat(512, 512, VOCAB_SIZE)
 LAST_WORD = 30_000
-"""Random texts have no ids from here on, so that sentinels are known by their ids."""
+"""Random texts only have smaller ids, so that larger ids are sentinels."""
 SENTENCE = ["Thank", "you", "for", "inviting", "me", "to", "your", "party", "last", "week", "."]
-"""The example of Raffel et al. 2020, figure 2; the id of a word is its index plus 10."""
+"""The example of Raffel et al. 2020, figure 2. The id of a word is its index plus 10."""
 NOISE = np.array([word in ("for", "inviting", "last") for word in SENTENCE])
 
 
 def ids(string: str) -> np.ndarray:
-    """Ids of words of the sentence, of sentinels ``<0>``, ``<1>``, …, and of ``</s>``."""
+    """Returns the ids of words, of sentinels ``<0>``, ``<1>``, … and of ``</s>``."""
     special = {"</s>": 1} | {f"<{i}>": FIRST_SENTINEL - i for i in range(100)}
     return np.array([special.get(w) or SENTENCE.index(w) + 10 for w in string.split()], np.int32)
 
@@ -46,7 +46,7 @@ def counted(seed: int = 0) -> Draws:
 
 
 class Given:
-    """Returns what it is given, call by call, whatever the part."""
+    """Random numbers that are given in advance, call by call."""
 
     def __init__(self, *values: list):
         self._values: Iterator[np.ndarray] = iter([np.asarray(v) for v in values])
@@ -83,12 +83,12 @@ def test_draws_depend_on_seed_place_and_call_alone() -> None:
 
 
 def test_examples_by_hand() -> None:
-    """The paper's figure, spans, a suffix with a mode, prefixes, whole texts."""
+    """The figure of the paper, spans, a suffix with a mode, prefixes, and whole texts."""
     marked = "Thank you <0> me to your party <1> week ."
     for noise, expected in ((NOISE, marked), (~NOISE, "<0> for inviting <1> last <2>")):
         replaced = replace_spans(TOKENS, noise, vocab_size=VOCAB_SIZE)
         np.testing.assert_array_equal(replaced, ids(expected))
-    # 2 noise tokens in 1 span; then 3 tokens of 11 as suffix
+    # 2 noise tokens in 1 span, then a suffix of 3 of 11 tokens.
     inputs, targets = Denoising().example(TOKENS, Given([0], [0, 1, 2, 3, 4, 5, 6, 7]), FORM)
     expected = ids("Thank you for inviting me to your party last <0> </s>")
     np.testing.assert_array_equal(inputs, expected)
@@ -112,7 +112,7 @@ def test_examples_by_hand() -> None:
 
 
 def test_examples_of_a_seed_stay_the_same() -> None:
-    """The numbers of the counters are part of what makes a run repeatable."""
+    """Runs can only be repeated if the counters keep giving the same numbers."""
     draws = Draws(np.random.SeedSequence(17), 0, 3)
     inputs, targets = Denoising(0.4, 2.0).example(TOKENS, draws, FORM)
     np.testing.assert_array_equal(inputs, ids("Thank you for inviting me <0> party last <1> </s>"))
@@ -120,7 +120,7 @@ def test_examples_of_a_seed_stay_the_same() -> None:
 
 
 def test_masked_language_modeling_by_hand() -> None:
-    # Numbers below 3 are chosen: "for", "inviting", "last".
+    # Tokens with numbers below 3 are chosen: "for", "inviting" and "last".
     order = [9, 8, 0, 1, 3, 4, 5, 6, 2, 7, 10]
     uniform = [0, 0, 0.79, 0.85, 0, 0, 0, 0, 0.95, 0, 0]
     objective = MaskedLM(0.3)
@@ -133,7 +133,7 @@ def test_masked_language_modeling_by_hand() -> None:
 
 
 def test_random_tokens_are_no_special_ones() -> None:
-    """A model's padding, start and ends may be among the ids that a random token is drawn from."""
+    """A model's padding, start and ends may be among the ids that random tokens are drawn from."""
     special = SpecialIds(padding=5, end=1, start=8, also_end=(7, 20))
     form = FORM._replace(vocab_size=12, ids=special)
     draws = Draws(np.random.SeedSequence(0), 0, 0)
@@ -144,7 +144,7 @@ def test_random_tokens_are_no_special_ones() -> None:
 
 
 def restored(inputs: np.ndarray, targets: np.ndarray) -> list[int]:
-    """The text of inputs and targets with unique sentinels, without EOS."""
+    """Returns the text of inputs and targets with unique sentinels, without EOS."""
     spans: dict[int, list[int]] = {}
     for token in targets[:-1].tolist():
         if token > LAST_WORD:
@@ -156,7 +156,8 @@ def restored(inputs: np.ndarray, targets: np.ndarray) -> list[int]:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    inputs_length=st.integers(8, 2100) | st.sampled_from([172, 316, 1504]),  # float32 rounds up
+    # float32 rounds these lengths up.
+    inputs_length=st.integers(8, 2100) | st.sampled_from([172, 316, 1504]),
     density=st.sampled_from([0.1, 0.15, 0.25, 0.5]),
     mean=st.sampled_from([2.0, 3.0, 8.0, 64.0, None]),
     mode=st.sampled_from([(), (7, 8)]),
@@ -171,7 +172,7 @@ def test_span_corruption_fills_the_inputs_and_loses_nothing(
     assert objective.segment_length(form) == tokens
     text = np.random.default_rng(seed).integers(3, LAST_WORD, tokens).astype(np.int32)
     inputs, targets = objective.example(text, counted(seed), form)
-    # No padding, but where T5's table takes one token less at density one half.
+    # There is no padding, except that T5's table takes one token less if the density is one half.
     assert inputs_length - len(inputs) <= (density == 0.5)
     assert most_targets - len(targets) <= (density == 0.5)
     assert restored(inputs[len(mode) :], targets) == text.tolist()

@@ -1,4 +1,7 @@
-"""Best-fit packing and rows of similar length: nothing lost, nothing kept waiting, exact positions."""
+"""Best-fit packing and rows of similar length.
+
+No example is lost or waits for too long, and positions are exact.
+"""
 
 import itertools
 
@@ -14,7 +17,10 @@ SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, m
 
 
 class Source:
-    """Endless examples of given sizes, whose tokens are their number; the sizes are those of an epoch."""
+    """An endless source of examples with given sizes. The tokens of an example are its number.
+
+    An epoch has each of the sizes once.
+    """
 
     def __init__(self, sizes: list[tuple[int, int]]):
         self.sizes, self.taken, self.per_epoch = itertools.cycle(sizes), 0, len(sizes)
@@ -54,7 +60,7 @@ def test_rows_hold_every_example_once_and_none_waits(
         assert 1 <= len(row) <= min(segments, window)
         assert sum(len(e.inputs) for e in row) <= LENGTHS[0]
         assert sum(len(e.targets) for e in row) <= LENGTHS[1]
-    drawn_before = {}  # of every example: before which row it was drawn
+    drawn_before = {}  # for each example, the row before which it was drawn
     for place, row in enumerate(rows):
         known = sum(len(r) for r in rows[:place]) + window
         for number in range(len(drawn_before), known):
@@ -65,7 +71,8 @@ def test_rows_hold_every_example_once_and_none_waits(
 def test_the_longest_that_fits_follows_the_oldest() -> None:
     sizes = [(9, 1), (12, 1), (11, 9), (11, 2), (2, 1), (11, 3), (20, 1), (1, 1)]
     packing = packer(Source(sizes))
-    assert numbers(packing.next_row()) == [0, 3]  # of equal length the oldest; 2 has 9 targets
+    # The oldest example of the same length is taken. Example 2 has 9 targets.
+    assert numbers(packing.next_row()) == [0, 3]
     assert numbers(packing.next_row()) == [1, 4, 7]
 
 

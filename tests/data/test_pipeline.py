@@ -1,4 +1,4 @@
-"""Training streams over prepared tasks: what batches hold, in which order, and going on at any step."""
+"""Training streams over prepared tasks: what batches contain, in which order, and continuing."""
 
 import collections
 import dataclasses
@@ -27,20 +27,20 @@ SPANS = OBJECTIVES["span_3_15_u_u"]
 SPANNED = {"mixture": "small_both", "inputs_length": 48, "targets_length": 48}
 BUCKETED = {"shards": 4, "batch_size": 12, "targets_length": 8, "buckets": ((12, 8), (18, 8))}
 WORDS = tuple(map(str, range(39, -1, -1)))
-"""The targets of `small_few`, of which many share their first byte."""
+"""The targets of `small_few`. Many of them have the same first byte."""
 CLASSES = {"mixture": "small_few", "targets_length": 1, "batch_size": 8, "classes": WORDS}
 
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The prepared tasks; they are not to be changed."""
+    """The prepared tasks. Tests must not change them."""
     folder = tmp_path_factory.mktemp("data")
     small.write(folder)
     return folder
 
 
 def test_rows_hold_what_t5_trains_on(data_dir: pathlib.Path) -> None:
-    """Tokens, the targets shifted right, and weights; packed rows also have segments."""
+    """There are tokens, shifted targets and weights, and packed rows also have segments."""
     batch = next(small.stream(data_dir))
     assert {name: (value.shape, str(value.dtype)) for name, value in batch.items()} == {
         "encoder_input_tokens": ((16, 32), "int32"),
@@ -89,7 +89,7 @@ def test_an_epoch_of_a_shard_gives_each_of_its_examples_once(
         assert own == first == second
         return
     assert own != first != second != third
-    assert max(first[:256]) < 1024 < max(second[:256])  # only the first epoch reads by chunks
+    assert max(first[:256]) < 1024 < max(second[:256])  # only the first epoch reads chunk by chunk
     other = small.stream(data_dir, here=[2], seed=1, **changes)
     assert small.inputs(other, 2) != drawn[:20]
 
@@ -111,7 +111,7 @@ def test_tasks_are_drawn_by_their_rates(data_dir: pathlib.Path) -> None:
 def test_hosts_read_disjoint_shards_that_cover_everything(
     data_dir: pathlib.Path, changes: dict
 ) -> None:
-    """With buckets, in the shape of the whole batch."""
+    """With buckets, the parts of the hosts have the shape of the whole batch."""
     whole, shards = small.stream(data_dir, **changes), changes.get("shards", 8)
     hosts = [[0], [*range(1, shards - 1)], [shards - 1]]
     parts = [small.stream(data_dir, here=part, saved=part, **changes) for part in hosts]
@@ -159,7 +159,10 @@ def test_every_step_can_be_restored_from_the_files_of_other_hosts(
 def test_large_tasks_keep_few_chunks(
     data_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch
 ) -> None:
-    """Every epoch yields every example once, the first in the same order as of a task in memory."""
+    """Every epoch yields every example once.
+
+    The first one has the same order as for a task in memory.
+    """
     changes = {"mixture": "small_many", "batch_size": 50, "shards": 2}
     whole = small.inputs(small.stream(data_dir, **changes), 50)
     monkeypatch.setattr(prepared_files, "RESIDENT", 1000)
@@ -218,7 +221,7 @@ def test_a_position_belongs_to_its_stream(data_dir: pathlib.Path, tmp_path: path
 def test_a_position_of_another_version_is_valid(
     data_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    """One that lacks numbers of examples and a later field, or holds what equals a default."""
+    """Such a position has no numbers of examples, lacks a later field, or holds a default value."""
     stream = small.stream(data_dir)
     stream.save(tmp_path)
     path = tmp_path / "stream.json"
@@ -278,7 +281,7 @@ def test_batches_of_texts_have_targets_only(data_dir: pathlib.Path, changes: dic
 
 
 def test_spans_restore_the_text(data_dir: pathlib.Path) -> None:
-    """Whole documents one after another, in segments, without the EOS of the task between them."""
+    """Documents follow each other completely, in segments, without the EOS that the task adds."""
     changes = {"inputs_length": 32, "shards": 1, "mixture": "small_notes", "objective": SPANS}
     found = ""
     for example in small.examples_of(next(small.stream(data_dir, small.TEXT_CONFIG, **changes))):
@@ -295,7 +298,7 @@ def test_spans_restore_the_text(data_dir: pathlib.Path) -> None:
 
 
 def test_objectives_of_tasks_and_of_the_command_line(data_dir: pathlib.Path) -> None:
-    """A task's own objective comes first, masked targets have no weight, names are known."""
+    """A task's own objective has priority, masked targets have no weight, and names are known."""
     found = small.stream(data_dir, **{**SPANNED, "objective": SPANS}).fingerprint()
     assert found["objective of small_own"] == repr(FullLM(documents=3))
     assert found["objective of small_letters"] == repr(SPANS)
@@ -322,7 +325,7 @@ def test_a_target_is_the_number_of_its_class(data_dir: pathlib.Path) -> None:
         classes = batch["decoder_target_tokens"]
         assert classes.shape == (8, 1) and classes.dtype == np.int32
         assert [WORDS[c] for c in classes[:, 0]] == [text.split()[1] for text in texts]
-        assert (batch["decoder_loss_weights"] == 1).all()  # also of class 0
+        assert (batch["decoder_loss_weights"] == 1).all()  # also for class 0
         assert (batch["decoder_input_tokens"] == 0).all()
         seen.update(classes[:, 0].tolist())
     assert seen == set(range(40))
@@ -361,7 +364,7 @@ def test_a_thread_makes_batches_ahead_of_position(
         for step in range(8):
             batches.save(tmp_path / str(step))
             assert small.digests(batches, 1) == [expected[step]]
-        batches._thread.submit(int).result()  # what was begun is finished
+        batches._thread.submit(int).result()  # what has begun is finished
         assert len(made) == 8 + DEPTH
         small.digests(batches, DEPTH)
         with pytest.raises(ValueError, match="record 3 is damaged"):

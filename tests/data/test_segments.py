@@ -1,4 +1,4 @@
-"""Documents to examples: what an epoch holds, shards, and going on at any step."""
+"""From documents to examples: what an epoch contains, shards, and how streams continue."""
 
 import numpy as np
 import pytest
@@ -16,11 +16,11 @@ from synthesizer_jax.data.segments import SegmentStream
 
 FORM = ExampleFormat(32, 32, 400)
 LONG = 50
-"""Tokens of a long document in these tests."""
+"""The number of tokens of a long document in these tests."""
 
 
 class Numbered:
-    """Document d has ``lengths[d]`` tokens: ``1000 · d + 10``, ``… + 11``, …"""
+    """Documents of given lengths. Document d has the tokens ``1000 · d + 10``, ``… + 11``, …"""
 
     name, is_resident = "the numbers", True
 
@@ -46,7 +46,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(
     objective="span_3_15_u_u", *, documents=DOCUMENTS, shard=(0, 1), seed=0, form=FORM, shuffle=True
 ):
-    """A stream of an objective, or of one of that name."""
+    """Returns the stream of an objective or of the objective with a name."""
     chosen = OBJECTIVES[objective] if isinstance(objective, str) else objective
     start = np.random.SeedSequence(seed, spawn_key=(shard[0], 1))
     return SegmentStream(documents, chosen, form, shard=shard, seed=start, shuffle=shuffle)
@@ -57,7 +57,7 @@ def take(source: SegmentStream, count: int) -> list[list[list[int]]]:
 
 
 def group_of(source: SegmentStream) -> list[Example]:
-    """The examples of the next group of documents."""
+    """Returns the examples of the next group of documents."""
     examples = [next(source)]
     start = source.position()[:-1]
     while True:
@@ -70,7 +70,7 @@ def group_of(source: SegmentStream) -> list[Example]:
 
 
 def epoch_of(source: SegmentStream, num_tokens: int) -> list[int]:
-    """The tokens of the next examples, as many as an epoch has."""
+    """Returns the tokens of the next examples, until there are as many as in an epoch."""
     examples: list[Example] = []
     while len(tokens_of(examples)) < num_tokens:
         examples.append(next(source))
@@ -78,7 +78,7 @@ def epoch_of(source: SegmentStream, num_tokens: int) -> list[int]:
 
 
 def tokens_of(examples: list[Example]) -> list[int]:
-    """The tokens of full language modeling, without EOS."""
+    """Returns the tokens of full language modeling, without EOS."""
     return [t for _, targets in examples for t in targets.tolist() if t != 1]
 
 
@@ -137,9 +137,9 @@ def test_segments_are_of_the_objectives_of_a_mixture_by_their_rates() -> None:
 
 
 def test_the_order_of_documents_has_numbers_of_its_own() -> None:
-    """The counters of noise never coincide with those of `ExampleStream`."""
+    """The counters of the noise are never those of `ExampleStream`."""
     seed = np.random.SeedSequence(0)
-    order = Draws(seed, 0).uniform(4)  # what the order of epoch 0, chunk 0 is drawn from
+    order = Draws(seed, 0).uniform(4)  # the order of epoch 0 and chunk 0
     for place in ((0, 0), (0, 0, 0), (0, 0, 0, 0)):
         assert (Draws(seed, *place).uniform(4) != order).all()
 

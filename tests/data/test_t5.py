@@ -1,4 +1,4 @@
-"""Every part against T5's own functions, id for id, with the numbers that TensorFlow draws for them."""
+"""Compares all parts with T5's own functions, id for id, with TensorFlow's random numbers."""
 
 import functools
 from collections.abc import Callable
@@ -31,7 +31,7 @@ SEEDS = [(0, 0), (1, 7), (2**31 - 1, 3)]
 
 
 class T5Draws:
-    """The numbers that T5's functions draw: one seed per call, two per part of an example."""
+    """The random numbers of T5's functions: one seed per call, which is split into two per part."""
 
     def __init__(self, seeds: list[tf.Tensor]):
         self._seeds, self._next = seeds, iter(seeds)
@@ -57,7 +57,7 @@ def text(length: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("density", "mean"), [(0.15, 3.0), (0.15, 64.0), (0.5, 3.0), (0.3, 1.5)])
 def test_masks_are_t5s(density: float, mean: float) -> None:
-    """At every length, as the numbers of noise tokens and spans are rounded."""
+    """This is compared for every length, because numbers of noise tokens and spans are rounded."""
     function = functools.partial(t5.random_spans_noise_mask, mean_noise_span_length=mean)
     theirs = tf.function(function, reduce_retracing=True)
     for length in range(1, 700, 1 if (density, mean) == (0.15, 3.0) else 19):
@@ -84,7 +84,7 @@ DENOISING: dict[str, tuple] = {
     )
     for mean in (2, 3, 5, 10)
 } | {"prefix_lm": (t5.random_prefix_noise_mask, t5.drop_nonnoise_tokens, t5.drop_noise_tokens)}
-"""T5's noise mask, inputs and targets functions by the names of its ``objectives/*.gin``."""
+"""T5's functions for noise masks, inputs and targets, by the names of its ``objectives/*.gin``."""
 
 
 @pytest.mark.parametrize("name", DENOISING)
@@ -113,7 +113,7 @@ class Documents(list):
 
 
 class Recorder(SegmentObjective):
-    """The segments of an objective as examples."""
+    """Yields the segments of an objective as examples."""
 
     segment_length = None
 
@@ -131,7 +131,7 @@ class Recorder(SegmentObjective):
     ids=["span_corruption", "prefix_lm", "full_lm"],
 )
 def test_segments_are_t5s(objective: SegmentObjective, theirs: Callable, monkeypatch) -> None:
-    """Whole pipelines on documents of one chunk: the same segments in the same order."""
+    """Whole pipelines give the same segments in the same order, for documents of one chunk."""
     monkeypatch.setattr(t5, "denoise", lambda dataset, *args, **kwargs: dataset)
     documents = Documents(map(text, (0, 5, 300, 63, 0, 1, 64, 65, 128, 700, 2) * 30))
     dataset = tf.data.Dataset.from_generator(

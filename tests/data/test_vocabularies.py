@@ -1,4 +1,4 @@
-"""Vocabularies that need neither SeqIO nor TensorFlow, against SeqIO's own."""
+"""Vocabularies that need neither SeqIO nor TensorFlow, compared with SeqIO's vocabularies."""
 
 import pathlib
 
@@ -16,7 +16,7 @@ from synthesizer_jax.tasks.synthetic import VOCAB_SIZE
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The synthetic mixture's own SentencePiece model."""
+    """The SentencePiece model of the synthetic mixture."""
     path = tmp_path_factory.mktemp("vocabulary") / "vocabulary.model"
     train_sentencepiece(synthetic.training_texts(), path, vocab_size=VOCAB_SIZE, model_type="bpe")
     return path
@@ -44,7 +44,7 @@ def test_texts_and_ids_are_seqios(model):
             assert ids == theirs.encode(text)
             assert ours.decode(ids) == theirs.decode(ids)
             assert ours.decode([*ids, 1, *ids]) == theirs.decode([*ids, 1, *ids])
-        for _ in range(50):  # ids beyond the vocabulary, EOS and padding among them
+        for _ in range(50):  # among the ids are EOS, padding, and ids beyond the vocabulary
             ids = rng.integers(0, ours.vocab_size + 30, 12).astype(np.int32)
             assert ours.decode(ids) == theirs.decode(ids.tolist())
         assert seqio_vocabulary(ours) == theirs
@@ -66,7 +66,8 @@ def test_long_texts_are_trained_on_too(tmp_path):
 
 def test_ids_that_a_model_does_not_have_are_one_sentence(tmp_path):
     path = tmp_path / "vocabulary.model"
-    with path.open("wb") as file:  # SentencePiece's defaults: unknown 0, BOS 1, EOS 2, no padding
+    # SentencePiece's defaults are: unknown 0, BOS 1, EOS 2, and no padding.
+    with path.open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(["a b c d"] * 9), model_writer=file, vocab_size=9, minloglevel=2
         )

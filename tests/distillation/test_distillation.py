@@ -66,7 +66,7 @@ def make_trainer(taught, variables, replacements, **options):
 
 
 def distill_steps(trainer, steps):
-    """The initial averages, the parameters after some steps, and the metrics of every step."""
+    """Returns the initial averages, the parameters after training, and the metrics of all steps."""
     state, stream = trainer.init(trainer.inherited_variables()), CopyStream()
     averages = jax.tree.map(np.asarray, state.ema)
     history = []
@@ -80,7 +80,7 @@ def distill_steps(trainer, steps):
     ("name", "together"), [*((name, False) for name in RECIPES), ("ALR", True)]
 )
 def test_only_replacements_change_and_the_loss_decreases(teacher, name, together):
-    """What is not replaced is inherited from the teacher, the output projection of ALR's heads too."""
+    """All other parameters are inherited, and the output projection of ALR's heads is, too."""
     trainer = make_trainer(*teacher, RECIPES[name], together=together)
     initial, params, history = distill_steps(trainer, 30)
     replaced = {(pair.stack, pair.layer, pair.mixer) for pair in trainer.tap_pairs}
@@ -113,7 +113,7 @@ def test_the_error_excludes_padding():
 
 
 def test_teacher_activations_are_those_of_its_own_pass(teacher):
-    """Sowing does not change the results; the tap of the heads precedes the output projection."""
+    """Sowing does not change the results. The heads are tapped before the output projection."""
     _, variables = teacher
     model = unroll(MODEL)
     batch = {k: jnp.asarray(v) for k, v in next(CopyStream()).items()}
@@ -133,7 +133,7 @@ def test_teacher_activations_are_those_of_its_own_pass(teacher):
 
 
 def test_segments_of_a_packed_row_are_independent(teacher):
-    """Two examples in a packed row have the same activations as separately."""
+    """Two examples in a packed row have the same activations as in rows of their own."""
     taught, variables = teacher
     packed = replace(taught, data=replace(taught.data, pack=True, max_segments=2))
     trainer = make_trainer(packed, variables, (Replacement(Random(max_length=8)),))
@@ -150,7 +150,7 @@ def test_segments_of_a_packed_row_are_independent(teacher):
 
 
 def test_constants_are_inherited():
-    """A Fixed Random table that is not replaced is that of the teacher."""
+    """A Fixed Random table that is not replaced is the teacher's table."""
     fixed = Random(max_length=8, trainable=False)
     model = unroll(t5(Size(8, 1, 16, 2, 4), encoder=fixed, vocab_size=VOCAB, relative_bias=False))
     taught = replace(experiment(seed=1), model=model)
@@ -183,7 +183,10 @@ def taught_run(tmp_path_factory):
 
 @pytest.fixture
 def begun(taught_run, tmp_path):
-    """A copy of that run, and a student's directory that began with its step 2 and has a checkpoint."""
+    """A copy of that run, and the directory of a student that started from its step 2.
+
+    The student already has a checkpoint.
+    """
     run = shutil.copytree(taught_run, tmp_path / "run")
     teacher, _ = read_teacher(run / "checkpoints" / "2", tmp_path / "student", finished=False)
     (tmp_path / "student" / "checkpoints" / "1").mkdir(parents=True)
@@ -201,7 +204,7 @@ def test_a_distillation_continues_with_the_teacher_it_began_with(begun, tmp_path
         ValueError, match="begun with step 2 of its teacher, and --teacher names step 4; give"
     ):
         read_teacher(run / "checkpoints" / "4", directory, finished=False)
-    (directory / "teacher.json").unlink()  # as earlier versions left it
+    (directory / "teacher.json").unlink()  # as after a run with an earlier version
     assert read_teacher(run, directory, finished=False)[0].step == 4
 
 
@@ -225,7 +228,7 @@ def test_a_teacher_that_is_gone_is_refused_until_the_distillation_is_finished(be
 
 
 def test_what_can_be_fitted_and_why_the_rest_cannot(teacher):
-    """A teacher's soft cap, sinks and window are no obstacle."""
+    """A soft cap, sinks and a window of the teacher do not prevent fitting."""
     taught, variables = teacher
     limited = student_model(
         MODEL, (Replacement(Attention(2, 4, sinks=True, soft_cap=5.0, window=3)),)

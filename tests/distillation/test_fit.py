@@ -1,4 +1,4 @@
-"""Static alignments fitted to attention: the best there are, from sums alone."""
+"""Static alignments that are fitted to attention are optimal, and need only sums of weights."""
 
 import functools
 
@@ -26,7 +26,10 @@ MODEL = t5(Size(D, 2, 16, HEADS, 4), vocab_size=VOCAB)
 
 
 def make_rows(*, causal, examples=40, seed=0):
-    """Weights of examples of different lengths, and how many keys each query sees, 0 for padding."""
+    """Returns attention weights for examples of different lengths, and the number of keys by query.
+
+    Queries that are padding see 0 keys.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, N + 1, examples)
     weights = np.zeros((examples, HEADS, N, N))
@@ -40,7 +43,7 @@ def make_rows(*, causal, examples=40, seed=0):
 
 
 def summed(weights, seen):
-    """The statistics of rows, summed one by one."""
+    """Returns the statistics of rows, summed row by row."""
     rows = np.zeros((N, N + 1), np.float32)
     for b, q in zip(*np.nonzero(seen), strict=True):
         rows[q, seen[b, q]] += 1
@@ -50,7 +53,7 @@ def summed(weights, seen):
 
 
 def mean_divergence(logits, weights, seen):
-    """The mean of the rows' divergences, one by one."""
+    """Returns the mean of the rows' divergences, computed row by row."""
     total = np.zeros(HEADS)
     for b, q in zip(*np.nonzero(seen), strict=True):
         n = seen[b, q]
@@ -76,7 +79,8 @@ def test_a_random_table_is_the_best_table(causal):
     kl = divergence(logits, statistics)
     logits = np.asarray(logits)
     np.testing.assert_allclose(kl, mean_divergence(logits, weights, seen), rtol=1e-3)
-    for seed in range(5):  # no step from there is better by more than the prior costs
+    # No random step from there improves the result by more than what the prior costs.
+    for seed in range(5):
         step = 0.1 * np.random.default_rng(seed).normal(size=logits.shape)
         assert (mean_divergence(logits + step, weights, seen) > np.asarray(kl) - 2e-3).all()
 
@@ -97,7 +101,10 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_is_found_again(name):
-    """Rows of the same length whose logits are a form, or a table of rank two, and a bias that stays."""
+    """Rows have the same length.
+
+    Their logits are a form or a table of rank two, and a fixed bias.
+    """
     alignment, params = FORMS[name]
     rng = np.random.default_rng(0)
     logits = np.einsum("hqr,hkr->hqk", *rng.normal(size=(2, HEADS, N, 2)))
@@ -125,7 +132,10 @@ LAYERS = {
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_table_is_found_again_in_a_layer_with(name, causal):
-    """Rows of different lengths, whose weights are made in float64 from a table, a bias and sinks."""
+    """Rows have different lengths.
+
+    Their weights are computed in float64 from a table, bias and sinks.
+    """
     fields, rng = LAYERS[name], np.random.default_rng(0)
     cap, window = fields.get("soft_cap"), fields.get("window", N)
     table, bias = rng.normal(size=(2, HEADS, N, N))
@@ -185,7 +195,7 @@ def test_statistics_are_those_of_the_weights():
         if (stack, layer) == (
             "encoder",
             0,
-        ):  # the student sees less, so that its weights have to be larger
+        ):  # the student sees less, so its weights have to be larger
             weights = weights * np.tri(8, k=1) * np.tri(8, k=1).T
             weights = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30)
         expected = weights.sum(0)

@@ -1,4 +1,4 @@
-"""Every mixture with the dot product starts as the model without it, and its other parts learn."""
+"""A mixture with the dot product starts as the model without it, and its other parts learn."""
 
 import functools
 
@@ -41,7 +41,7 @@ def variables():
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_starts_as_the_teacher_and_all_its_parts_learn(variables, name):
-    """In the encoder, and the next one of the table in the decoder; scanned layers compute the same."""
+    """The decoder gets the next mixture of the table. Scanned layers compute the same."""
     names = list(MIXTURES)
     kinds = MIXTURES[name], MIXTURES[names[names.index(name) - 1]]
     pairs = zip(kinds, STACKS, strict=True)
@@ -62,7 +62,8 @@ def test_a_mixture_starts_as_the_teacher_and_all_its_parts_learn(variables, name
     (_, found), _ = loss(params)
     expected = jax.jit(TEACHER.apply)(variables, INPUTS, TARGETS)
     np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.abs(expected).max()))
-    for _ in range(2):  # where two factors make a zero, the second moves after the first
+    # If the product of two factors is zero, the second factor moves only after the first one.
+    for _ in range(2):
         before, (_, gradients) = params, loss(params)
         params = jax.tree.map(lambda x, g: x - 0.1 * g, params, gradients)
     for place, mixer in STACKS.items():

@@ -1,4 +1,7 @@
-"""Runs that nobody trained, and small data sets for them: labeled, unlabeled, in groups, free text."""
+"""Runs with untrained models, and small data sets for them.
+
+The data sets are labeled, unlabeled, in groups, and free text.
+"""
 
 import dataclasses
 import pathlib
@@ -33,7 +36,11 @@ RATES = {
 
 
 def write_data(data_dir: pathlib.Path) -> None:
-    """RTE, STS-B, MultiRC with hidden test labels; ReCoRD without, and Multi30k with a labeled test."""
+    """Writes five data sets.
+
+    RTE, STS-B and MultiRC have hidden test labels. ReCoRD has none, and Multi30k has a labeled test
+    split.
+    """
     text, number = tfds.features.Text(), np.int32
     strings = tfds.features.Sequence(text)
     pair = {"sentence1": text, "sentence2": text, "idx": number}
@@ -80,7 +87,7 @@ def write_data(data_dir: pathlib.Path) -> None:
 
 
 def experiment(**changes) -> Experiment:
-    """A tiny T5 over bytes on `MIXTURE`."""
+    """Returns the experiment of a tiny T5 over bytes on `MIXTURE`."""
     return Experiment(
         model=t5(Size(16, 1, 32, 2, 8), encoder=alignment("v", head_dim=8), vocab_size=384),
         data=DataConfig(MIXTURE, inputs_length=32, targets_length=8, batch_size=8, shards=1),
@@ -92,7 +99,10 @@ def experiment(**changes) -> Experiment:
 
 
 def classifier(**changes) -> Experiment:
-    """The encoder of that T5 as a classifier of RTE, whose classes are in another order than its words."""
+    """Returns an experiment with the encoder of that T5 as a classifier of RTE.
+
+    Its classes have another order than the label words of the task.
+    """
     whole = experiment(**changes)
     classes = ("not_entailment", "entailment")
     stack = whole.model.encoder
@@ -104,7 +114,10 @@ def classifier(**changes) -> Experiment:
 
 
 def write_run(directory: pathlib.Path, experiment: Experiment, *, steps=(2, 4), value=None) -> None:
-    """A run's directory; every step holds other fresh parameters, or all of that value."""
+    """Writes the directory of a run.
+
+    The parameters of each step are initialized with another seed, or all have the same value.
+    """
     save_experiment(experiment, directory)
     checkpoints = Checkpoints(directory / "checkpoints", keep_latest=len(steps))
     for step in steps:

@@ -1,4 +1,7 @@
-"""What an evaluation reads, measures and writes: groups, hidden labels, losses, classes, files."""
+"""What an evaluation reads, measures and writes.
+
+Among the tests are groups, hidden labels, losses, classes and files.
+"""
 
 import dataclasses
 import json
@@ -52,7 +55,7 @@ def load(data_dir):
         ("multi30k_en_de", 1, 1),  # rows without idx
         ("multi30k_en_de", 70, 7),
         ("glue_rte_v002", 2, 2),
-        ("super_glue_multirc_v102", 1, 3),  # three answers to a question
+        ("super_glue_multirc_v102", 1, 3),  # three answers to one question
         ("super_glue_multirc_v102", 4, 6),
         ("super_glue_record_v102", 2, 3),  # the second query has two answers
     ],
@@ -116,7 +119,7 @@ def test_a_record_tells_an_example(load):
 
 
 def test_answers_after_a_sentinel_in_bytes_are_those_of_seqio():
-    """Bytes have no text for the sentinel, so that SeqIO strips every answer."""
+    """Bytes have no text for the sentinel, so SeqIO strips every answer."""
     row = {"targets_pretokenized": "True", "inputs_pretokenized": "boolq", "label": 1}
     task = task_registry.find_task("super_glue_boolq_v102_1_sentinel")
     examples = EvaluationSet(task, "validation", [row])
@@ -133,7 +136,10 @@ def evaluator_of(experiment, data_dir, **options):
 
 @pytest.fixture(scope="module")
 def measured(data_dir):
-    """Results over two batches of two for the loss."""
+    """An evaluator, its variables and its results.
+
+    The loss is measured on two batches of two examples.
+    """
     recipe = runs.experiment()
     recipe = replace(recipe, evaluation=replace(recipe.evaluation, batch_size=2, loss_batches=2))
     evaluator = evaluator_of(recipe, data_dir)
@@ -172,7 +178,10 @@ def test_no_batches_for_the_loss_take_none(measured, data_dir):
 
 
 def test_scores_are_the_log_probabilities_of_the_answers(measured):
-    """Of beams without the length penalty; tests/evaluation/test_prediction.py has the greedy ones."""
+    """The beams have no length penalty.
+
+    For greedy scores, see tests/evaluation/test_prediction.py.
+    """
     evaluator, variables, _ = measured
     options = {"inputs_length": 32, "decoding": Decoding(max_length=8, beams=4), "batch_size": 4}
     predictor = Predictor(evaluator.model, variables, BYTES, **options)
@@ -200,7 +209,7 @@ def test_an_evaluation_decodes_as_it_says(measured, data_dir):
 
 
 def strict(text):
-    """JSON without the NaN that Python's reader would take."""
+    """Returns JSON, and refuses the NaN that Python's reader would accept."""
 
     def refuse(word):
         raise AssertionError(word)
@@ -209,7 +218,7 @@ def strict(text):
 
 
 def test_results_and_predictions_are_files_of_json(measured, load, tmp_path):
-    """Phases are told; numbers that are not finite become null."""
+    """The phases are reported, and numbers that are not finite become null."""
     evaluator, variables, _ = measured
     said, done = [], []
 
@@ -251,7 +260,7 @@ def test_results_and_predictions_are_files_of_json(measured, load, tmp_path):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Of a classifier that nobody trained."""
+    """A run of an untrained classifier."""
     directory = tmp_path_factory.mktemp("classifier")
     runs.write_run(directory, runs.classifier(), steps=(4,))
     return directory
@@ -289,7 +298,7 @@ def test_a_classifier_has_metrics_and_a_loss_per_class(run, data_dir):
         (MeshShape(data=16, fsdp=2), 8, (4, 2, 1)),
         (MeshShape(data=2, dcn_data=4, tensor=2), 8, (4, 1, 2)),
         (MeshShape(data=1, fsdp=-1, dcn_fsdp=2), 8, (1, 8, 1)),
-        (MeshShape(fsdp=32), 3, (3, 1, 1)),  # the widths do not divide by three
+        (MeshShape(fsdp=32), 3, (3, 1, 1)),  # the widths are not multiples of three
         (MeshShape(fsdp=4), 1, (1, 1, 1)),
     ],
 )

@@ -1,4 +1,4 @@
-"""Metrics by hand where T5 has none, and averages."""
+"""Metrics that T5 does not have, computed by hand, and averages."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from synthesizer_jax.tasks.postprocessors import parse_number
 def test_what_t5_leaves_undefined_or_has_not():
     """T5's own metrics are compared in `tests/tasks/test_t5_oracle.py`."""
     for metric, targets, predictions, expected in (
-        (metrics.f1_with_invalid, [1, 1, 0], [1, -1, -1], 50),  # an invalid answer is the wrong one
+        (metrics.f1_with_invalid, [1, 1, 0], [1, -1, -1], 50),  # an invalid answer is wrong
         (metrics.gender_parity, [0] * 4, [1, 1, 0, 1], 50),
         (metrics.matthews, [1, 1], [1, 1], 0),
         (metrics.pearson, [1, 2], [3, 3], 0),
@@ -39,7 +39,10 @@ def test_every_reference_counts():
 
 
 def test_metrics_of_generated_texts_by_hand():
-    """ROUGE: all words, 4 of 5 pairs, a common subsequence of 4 of 6; sentences in another order."""
+    """ROUGE for sentences in another order.
+
+    All words are found, 4 of 5 pairs, and a common subsequence of 4 of 6 words.
+    """
     targets, predictions = ["a b c d . e f ."], ["e f . a b c d ."]
     found = metrics.rouge(targets, predictions, kinds=("rouge1", "rouge2", "rougeL", "rougeLsum"))
     expected = {"rouge1": 100, "rouge2": 100 * 4 / 5, "rougeL": 100 * 4 / 6, "rougeLsum": 100}
@@ -62,7 +65,7 @@ def results(groups, value):
 def test_averages_count_groups_and_only_when_complete():
     glue = results(BENCHMARKS["GLUE"], 50)
     assert averages(glue) == {"GLUE": pytest.approx(51)}
-    glue["glue_mnli_matched_v002"] = {"accuracy": 91}  # its group's mean is then 71
+    glue["glue_mnli_matched_v002"] = {"accuracy": 91}  # the mean of its group becomes 71
     assert averages(glue)["GLUE"] == pytest.approx((7 * 51 + 71) / 8)
     del glue["glue_qqp_v002"]
     assert averages(glue) == {}
@@ -74,7 +77,8 @@ def test_best_steps_per_task_per_group_and_for_all():
     first, second = results(BENCHMARKS["SuperGLUE"], 50), results(BENCHMARKS["SuperGLUE"], 40)
     second["super_glue_copa_v102"] = {"accuracy": 99}
     by_step = {100: first, 200: second, 300: {"super_glue_copa_v102": {"accuracy": 100}}}
-    # The other groups are best at 100, COPA at 200; 300 lacks the other groups.
+    # At 100, the other groups are best, and COPA is best at 200. The other groups are missing at
+    # 300.
     assert benchmarks.best_average(by_step, "SuperGLUE") == pytest.approx((7 * 51 + 99) / 8)
     assert benchmarks.best_single_step(by_step, "SuperGLUE") == (100, pytest.approx(51))
     assert benchmarks.best_average({}, "GLUE") is benchmarks.best_single_step({}, "GLUE") is None

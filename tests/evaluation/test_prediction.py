@@ -1,4 +1,4 @@
-"""Predictions come back in order, whatever the batching and the mesh; texts and classes are scored."""
+"""Predictions keep their order for every batching and mesh; texts and classes have scores."""
 
 import math
 import zlib
@@ -43,7 +43,7 @@ RTE = ("entailment", "not_entailment")
 
 
 class Letters:
-    """Letters as ids from 2 on."""
+    """A vocabulary of letters, whose ids start at 2."""
 
     eos_id, around_inputs = 1, ([], [1])
 
@@ -108,7 +108,7 @@ def test_ranking_takes_the_most_probable_word(predictor):
 
 
 def test_a_mesh_gives_the_answers_of_one_device(predictor):
-    """Parameters are divided, and the inputs do not fill the mesh."""
+    """The parameters are divided, and there are fewer inputs than the mesh could take."""
     one = predictor("rank")
     mesh = make_mesh(MeshShape(fsdp=4, tensor=2))
     layout = layout_over(one.model, one.model.example(4, 4), mesh)
@@ -130,7 +130,7 @@ def test_a_mesh_gives_the_answers_of_one_device(predictor):
 
 
 def test_twelve_programs_serve_glue_and_super_glue(predictor, monkeypatch):
-    """Eight for answers, four for the loss."""
+    """There are eight programs for answers and four for the loss."""
     answering, losses = set(), set()
 
     def choices(_, tokens, *, choices, model):
@@ -150,7 +150,7 @@ def test_twelve_programs_serve_glue_and_super_glue(predictor, monkeypatch):
     monkeypatch.setattr(prediction, "decode_sequences", decoded)
     monkeypatch.setattr(prediction, "score_targets", scored)
     p = predictor("rank", decoding=Decoding(max_length=32), inputs_length=512, batch_size=8)
-    # Pieces as long as SentencePiece's.
+    # These pieces are as long as those of SentencePiece.
     p.vocabulary.encode = lambda s: [zlib.crc32(s.encode()) >> 1] * -(-len(s) // 3)
     rng = np.random.default_rng(0)
     for task in (*GLUE, *SUPER_GLUE):
@@ -182,7 +182,7 @@ def test_batches_are_sorted_padded_and_whole():
 
 @pytest.fixture(scope="module")
 def writer():
-    """A language model of texts alone."""
+    """A language model for texts without inputs."""
     block = Block(Attention(2, 4), FeedForward(16))
     stack = Stack((Run(block, 1),), bias=RelativeBias(bidirectional=False))
     model = LanguageModel(vocab_size=BYTES.vocab_size, d_model=8, decoder=stack)
@@ -193,7 +193,10 @@ def writer():
 
 @pytest.fixture(scope="module")
 def log_probabilities(writer):
-    """Those of the next token after each of a row, in full passes of one length."""
+    """Returns a function that gives the log-probabilities of the token after each token of a row.
+
+    It makes full passes, which all have the same length.
+    """
     full_pass = jax.jit(writer.model.apply)
 
     def log_probabilities(row):
@@ -228,7 +231,7 @@ def test_every_token_of_a_text_counts_once(writer, log_probabilities):
 
 
 def test_a_model_without_inputs_continues_texts(writer, log_probabilities):
-    """Greedily, by the most probable token after each text in a full pass."""
+    """Each next token is the most probable one after the text in a full pass."""
     texts = encoded(writer, ("", "a", "a few words", "ab"))
     assert [len(text) for text in texts] == [0, 1, 11, 2]
     found = writer.generate_texts(texts)
@@ -262,7 +265,7 @@ def test_beams_and_samples_continue_texts(writer, log_probabilities, options):
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_a_masked_language_model_is_measured_where_tokens_are_masked(padding):
-    """Whatever id pads its targets, of which most are padding."""
+    """This holds for any id of padding. Most of the targets are padding."""
     ids = SpecialIds(padding=padding)
     model = Encoder(
         vocab_size=16, d_model=8, encoder=t5(Size(8, 1, 16, 2, 4)).encoder, masked_lm=True, ids=ids
@@ -300,7 +303,7 @@ def test_measures_of_texts_do_not_enter_the_score():
 
 @pytest.fixture(scope="module")
 def classifier():
-    """Its classes are in another order than the task's words."""
+    """A classifier whose classes have another order than the label words of the task."""
     recipe = runs.classifier()
     variables = recipe.model.init(jax.random.key(4), jnp.ones((1, 4), int))
     options = {"classes": recipe.data.classes, "batch_size": 2, "inputs_length": 32, "ranks": True}
@@ -319,7 +322,7 @@ def test_label_words_are_ranked_by_their_classes(classifier):
     assert answers.texts == [RTE[i] for i in found.argmax(axis=1)]
     assert len(set(answers.texts)) == 2, "the random model prefers one class"
     np.testing.assert_array_equal(answers.scores, found.max(axis=1))
-    every = classifier.predict(inputs)  # SeqIO's tasks name no label words
+    every = classifier.predict(inputs)  # SeqIO's tasks have no label words
     assert (every.texts, every.words) == (answers.texts, RTE[::-1])
     assert classifier.rank([], RTE).shape == (0, 2)
     ids = [np.array([*BYTES.encode(RTE[i % 2]), 1]) for i in range(5)]

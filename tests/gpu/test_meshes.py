@@ -1,4 +1,4 @@
-"""Attention over meshes that do not fit it, for GPUs; run by `make test-gpu`."""
+"""Attention on GPUs over meshes that do not divide its sizes. `make test-gpu` runs these tests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Training steps and attention compiled for GPUs by XLA, without a GPU; run by `make test-gpu`."""
+"""Training steps and attention compiled for GPUs without having one. `make test-gpu` runs them."""
 
 import dataclasses
 import functools
@@ -34,13 +34,13 @@ every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 
 
 def shapes(text):
-    """All shapes in a program, without axes of one, sorted."""
+    """Returns all shapes in a program, each sorted and without axes of size one."""
     found = re.findall(r"\[([\d,]+)\]", text)
     return {tuple(sorted(int(n) for n in sizes.split(",") if n != "1")) for sizes in found}
 
 
 def kernels(text):
-    """The number of calls of Pallas kernels."""
+    """Returns the number of calls of Pallas kernels."""
     return text.count('"__gpu$xla.gpu.triton"')
 
 
@@ -57,7 +57,7 @@ def model(variant, dtype):
 
 @functools.cache
 def compiled(variant, dtype, gpu):
-    """One compilation serves all tests of a step."""
+    """Returns the compiled step, which all tests of this step share."""
     data = DataConfig("none", INPUTS, TARGETS, ROWS)
     training = Training(steps=1, optimizer=Adafactor())
     step = Experiment(model=model(variant, dtype), data=data, training=training)
@@ -65,9 +65,12 @@ def compiled(variant, dtype, gpu):
 
 
 KERNELS = {"v": 7, "rv": 7, "r": 3, "hc_sa": 3, "talking_heads": 3}
-"""Those of cross-attention are three: forward, and backward for queries and for keys and values. A bias
-that examples share is a fourth, in the encoder. `Random` has more, which run where its static route loses
-digits. The decoder's own dot products are too small."""
+"""The number of kernels of a step by variant.
+
+Cross-attention has three kernels: forward, and backward for queries and for keys and values. A bias
+that examples share, as in the encoder, needs a fourth. `Random` has more kernels, which run if its
+static route would lose digits. The dot products of the decoder are too small for kernels.
+"""
 
 
 @pytest.mark.parametrize("variant", KERNELS)
@@ -82,7 +85,7 @@ def test_a_step_has_its_kernels_and_no_array_of_all_logits(variant, dtype, gpu):
 
 
 def sublayer(form, dtype, gpu, rows=16):
-    """The compiled gradients of one call of `attend`."""
+    """Returns the compiled gradients of a call of `attend`."""
     mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology(f"{gpu}:1")), ("data",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
@@ -122,9 +125,10 @@ def sublayer(form, dtype, gpu, rows=16):
 @every_dtype
 @every_gpu
 def test_a_sublayer_has_no_loop_and_few_temporaries(form, count, most, dtype, gpu):
-    """The loop over examples that kernels replace needs 6 to 9 times the bytes of the values.
+    """Without kernels, there would be a loop over examples.
 
-    So do the products of the static route.
+    This loop needs 6 to 9 times the bytes of the values, and so do the products of the static
+    route.
     """
     program = sublayer(form, dtype, gpu)
     text = program.as_text()

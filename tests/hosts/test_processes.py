@@ -1,4 +1,4 @@
-"""Finding one's group of processes, and what is said when some are missing."""
+"""How processes find their group, and what they say if some are missing."""
 
 import os
 import signal
@@ -15,7 +15,10 @@ from tests.environment import python
 
 @pytest.fixture
 def join(monkeypatch):
-    """Joins a group by environment variables; returns the arguments that JAX gets."""
+    """Returns a function that joins a group by environment variables.
+
+    It returns the arguments that JAX gets.
+    """
     for name in (processes.ADDRESS, processes.PROCESSES, processes.PROCESS, "JAX_COORDINATOR_PORT"):
         monkeypatch.delenv(name, raising=False)
     asked = []

@@ -10,7 +10,7 @@ import numpy as np
 EOS = 1
 
 Model: TypeAlias = Callable[[list[tuple[int, ...]]], Sequence[np.ndarray]]
-"""Returns the log-probabilities of the tokens after each of several prefixes."""
+"""A function that returns the log-probabilities of the next tokens for several prefixes."""
 
 
 def t5x_beams(
@@ -22,11 +22,12 @@ def t5x_beams(
     ends: Callable[[tuple[int, ...]], bool] = lambda tokens: tokens[-1] == EOS,
     num_ends: int = 1,
 ) -> list[tuple[tuple[int, ...], float]]:
-    """The best sequences of one example and their scores, as T5X describes its beam search.
+    """Returns the best sequences of an example and their scores, as T5X describes its beam search.
 
-    Those of the 2n best continuations that end compete with the ended ones by penalized score; the n best
-    that do not end live on. If `num_ends` tokens end sequences, these are the (1 + `num_ends`) · n best, as
-    in transformers. Ended ones come first, then live ones.
+    In each step, there are 2n best continuations. Those of them that end compete with the sequences
+    that ended before, by their penalized scores. The n best that do not end live on. If `num_ends`
+    tokens end sequences, there are (1 + `num_ends`) · n continuations, as in transformers. The
+    result has the ended sequences first, and then the live ones.
     """
     live, ended, penalty = [(0.0, ())], [], 1.0
     for at in range(length):

@@ -1,4 +1,4 @@
-"""A model of a table, and what it predicts in NumPy."""
+"""A model whose logits are a table, and its predictions in NumPy."""
 
 import functools
 
@@ -10,7 +10,7 @@ from synthesizer_jax.models import DecodingCache, LayerCache
 
 
 class Table:
-    """A decoding step whose logits are looked up by position and a code of all tokens so far."""
+    """A decoding step whose logits are looked up by position and a code of all earlier tokens."""
 
     CODES, ids = 7, T5_IDS
 
@@ -31,7 +31,10 @@ class Table:
 
 
 def look_up(table):
-    """What a table ``[positions, codes, vocab]`` holds for continuations of prefixes."""
+    """Returns a function that looks up continuations of prefixes in a table.
+
+    The table is ``[positions, codes, vocab]``.
+    """
 
     def code(tokens):
         return functools.reduce(lambda code, token: (code * 3 + token) % Table.CODES, tokens, 0)
@@ -40,12 +43,12 @@ def look_up(table):
 
 
 def table_log_p(logits):
-    """The continuations' log-probabilities that a table of logits gives."""
+    """Returns the log-probabilities of continuations, by a table of logits."""
     return look_up(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
 
 
 def constrain(scores, tokens, penalty, n):
-    """transformers' RepetitionPenaltyLogitsProcessor and NoRepeatNGramLogitsProcessor."""
+    """Applies RepetitionPenaltyLogitsProcessor and NoRepeatNGramLogitsProcessor of transformers."""
     for token in set(tokens):
         scores[token] = scores[token] * penalty if scores[token] < 0 else scores[token] / penalty
     for i in range(len(tokens) - n + 1):

@@ -1,4 +1,4 @@
-"""Greedy decoding and beam search against full passes, exhaustive search and T5X's own in Python."""
+"""Greedy decoding and beam search, compared with full passes, exhaustive search, and T5X."""
 
 import functools
 
@@ -29,7 +29,7 @@ def trained():
     model = t5(Size(8, 2, 12, 2, 4), encoder=kind, vocab_size=VOCAB, scan=True)
     source = jnp.asarray(np.random.default_rng(0).integers(2, VOCAB, (4, 6))).at[1, 4:].set(0)
     variables = jax.jit(model.init)(jax.random.key(7), source, source[:, :LENGTH])
-    # Sharpen the output so that sequences differ clearly and some end early.
+    # Sharper outputs make the sequences differ clearly, and some of them end early.
     variables["params"]["logits_kernel"] *= 3.0
     return model, variables, source
 
@@ -77,7 +77,10 @@ def search(logits, beams, alpha, shortest=1):
 )
 @settings(deadline=None, max_examples=60)
 def test_beam_search_is_that_of_t5x(beams, length, alpha, shortest, end, seed):
-    """All beams in order; ended ones come before those that are cut, however improbable the end is."""
+    """All beams are compared in order. Sequences that end come before those that are cut.
+
+    This is so even if their end is very improbable.
+    """
     logits = np.random.default_rng(seed).normal(size=(2, length, Table.CODES, 9))
     logits[..., 1] += end
     found = search(np.float32(logits), beams, alpha, shortest)
@@ -91,7 +94,7 @@ def test_beam_search_is_that_of_t5x(beams, length, alpha, shortest, end, seed):
 
 
 def exhaustive(log_p, length, ends, alpha):
-    """The best of all sequences that end, with its score."""
+    """Returns the best sequence of all that end, and its score."""
     best, prefixes = (-np.inf, ()), [((), 0.0)]
     for n in range(1, length + 1):
         found = log_p([tokens for tokens, _ in prefixes])
@@ -109,14 +112,15 @@ def exhaustive(log_p, length, ends, alpha):
 
 
 def test_a_search_goes_on_after_several_ends():
-    """If all 2n best continuations end, each with one of two EOS ids, the n best others still live on."""
+    """If all 2n best continuations end with one of two EOS ids, the n best others still live on."""
     beams, alpha, ids = 2, 5.0, SpecialIds(also_end=(2,))
     logits = np.random.default_rng(0).normal(size=(64, 4, Table.CODES, 5))
     logits[..., 1:3] += 1
     logits[0] = np.log(
         [
             [[0.01, 0.25, 0.25, 0.40, 0.09]],
-            [[0.01, 0.45, 0.45, 0.06, 0.03]],  # the best four continuations of both words end
+            # The best four continuations of both words end.
+            [[0.01, 0.45, 0.45, 0.06, 0.03]],
             [[0.01, 0.03, 0.03, 0.90, 0.03]],
             [[0.01, 0.94, 0.01, 0.02, 0.02]],
         ]
@@ -140,7 +144,7 @@ def test_a_search_goes_on_after_several_ends():
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_repetition_is_constrained_as_in_transformers(n):
-    """Greedy decoding changes logits, beam search log-probabilities; the prompt counts."""
+    """Greedy decoding changes logits and beam search log-probabilities. The prompt counts, too."""
     logits = np.random.default_rng(n).normal(scale=2, size=(6, 8, Table.CODES, 12))
     logits[..., 1] -= 3
     prompts = np.array(
@@ -186,7 +190,7 @@ def test_best_tokens_are_those_of_a_stable_sort(n, vocab):
     best = jax.jit(top_tokens, static_argnums=2)
     for seed in range(30):
         rng = np.random.default_rng(seed)
-        # Few different values: most are equal to another, and sums are exact.
+        # There are few different values, so most of them occur more than once, and sums are exact.
         logits = rng.integers(0, (2, 5, 1000)[seed % 3], (3, n, vocab)).astype(np.float32)
         own = rng.integers(0, 3, (3, n)).astype(np.float32)
         count = min(2 * n, n * vocab)

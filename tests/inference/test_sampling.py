@@ -1,4 +1,4 @@
-"""Sampling against exact distributions, and what holds for every way of decoding."""
+"""Sampling compared with exact distributions, and properties of all ways of decoding."""
 
 import collections
 import dataclasses
@@ -25,10 +25,10 @@ VOCAB, LENGTH, BATCH = 11, 6, 8
 
 
 def kept_tokens(logits, top_k, top_p, min_p=0.0):
-    """The tokens to draw from, most probable first, and the probabilities of ever more of them.
+    """Returns the tokens to draw from, the most probable first, and cumulative probabilities.
 
-    From the definitions: the k most probable tokens, of which the smallest number with probability p, of
-    which those with a share of the largest probability.
+    This follows the definitions: first the k most probable tokens, then the smallest number of
+    these with probability p, and then those with a share of the largest probability.
     """
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[:top_k]
     mass = np.exp(logits[order] - logits.max())
@@ -47,7 +47,7 @@ def kept_tokens(logits, top_k, top_p, min_p=0.0):
 )
 @settings(deadline=None, max_examples=60)
 def test_the_tokens_to_draw_from_are_those_of_the_definitions(vocab, top_k, top_p, values, seed):
-    # Few different values: most are equal to another.
+    # There are few different values, so most of them occur more than once.
     logits = np.random.default_rng(seed).integers(0, values, vocab) * (8.0 / values)
     order, sums = kept_tokens(logits, top_k, top_p)
     assume(top_p is None or np.abs(sums - top_p).min() > 1e-5 or top_p == 1)
@@ -84,7 +84,10 @@ def table_of(seed, vocab=5, length=2, batch=1, end=0.0):
     ],
 )
 def test_samples_have_the_exact_distribution(temperature, top_k, top_p, min_p):
-    """Of all sequences of two tokens, within five standard deviations; and their log-probabilities."""
+    """The frequencies of all sequences of two tokens are within five standard deviations.
+
+    Their log-probabilities are compared, too.
+    """
     logits, samples = table_of(1), 20_000
     log_p = table_log_p(np.float64(logits[0]))
     expected, scores = {}, {}
@@ -160,14 +163,14 @@ def run(trained, method, *, rows=slice(None), source=None, **changes):
 
 
 def lengths_of(tokens):
-    """The number of tokens with EOS, where a sequence has one."""
+    """Returns the number of tokens, including EOS if a sequence has one."""
     ends = np.asarray(tokens) == 1
     return np.where(ends.any(-1), ends.argmax(-1) + 1, tokens.shape[-1])
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_scores_are_those_of_the_targets(trained, method):
-    """Also where EOS is forbidden, and where a maximum length cuts."""
+    """This also holds if EOS is forbidden, and if a maximum length cuts sequences."""
     model, variables, source = trained
     checked = 0
     for changes in ({}, {"min_length": 4}):
@@ -175,7 +178,8 @@ def test_scores_are_those_of_the_targets(trained, method):
         for i in range(found.tokens.shape[1]):
             tokens = found.tokens[:, i]
             exact = score_targets(variables, source, targets=tokens, model=model)
-            whole = np.asarray((tokens != 0).sum(-1)) == lengths_of(tokens)  # else token 0 is in it
+            # Otherwise, token 0 is in the sequence.
+            whole = np.asarray((tokens != 0).sum(-1)) == lengths_of(tokens)
             checked += whole.sum()
             np.testing.assert_allclose(
                 found.log_probabilities[whole, i], exact[whole], rtol=1e-4, atol=1e-5
@@ -185,7 +189,7 @@ def test_scores_are_those_of_the_targets(trained, method):
 
 @pytest.mark.parametrize("method", ["greedy", "beams"])
 def test_lengths_have_a_minimum_and_a_maximum_relative_to_the_input(trained, method):
-    """The maximum counts real tokens, wherever the padding is, and is that of each example."""
+    """The maximum counts the real tokens of each example, wherever the padding is."""
     source = np.asarray(trained[2])
     assert lengths_of(run(trained, method).tokens).min() < 4
     assert lengths_of(run(trained, method, min_length=4).tokens).min() >= 4
@@ -196,7 +200,8 @@ def test_lengths_have_a_minimum_and_a_maximum_relative_to_the_input(trained, met
         found = run(trained, method, **options)
         for tokens, limit in zip(np.asarray(found.tokens), longest, strict=True):
             assert not tokens[:, limit:].any()
-        for limit in (3, 5):  # those of an example are those of a batch of that maximum
+        # The answers of an example are those of a batch with this maximum.
+        for limit in (3, 5):
             rows = np.flatnonzero(longest == limit)
             alone = run(trained, method, max_length=limit, min_length=2)
             np.testing.assert_array_equal(found.tokens[rows, :, :limit], alone.tokens[rows])
@@ -225,7 +230,7 @@ def test_a_language_models_prompt_counts_as_repeated_wherever_its_padding_is(met
     np.testing.assert_array_equal(run(jnp.asarray(prompts[:1, :3])).tokens, run(prompts).tokens[:1])
     decoding = dataclasses.replace(METHODS[method], no_repeat_ngram_size=1)
     run = functools.partial(decode_sequences, variables, model=model, decoding=decoding)
-    # All tokens are in the input; its own end does not count.
+    # All tokens are in the input, except that its own EOS does not count.
     spent = run(jnp.array([[*range(2, 2 * VOCAB), 1]])).tokens
     assert (np.asarray(spent)[0, 0, :2] == (1, 0)).all()
 

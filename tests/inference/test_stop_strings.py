@@ -1,4 +1,4 @@
-"""Strings that end texts, against a search for them in what is decoded."""
+"""Strings that end texts, compared with a search for them in the decoded text."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def pieces(tmp_path_factory):
 
 
 def first_end(vocabulary, ids, strings):
-    """The number of tokens of the shortest beginning whose text holds one of the strings, or None."""
+    """Returns the number of tokens after which the text contains one of the strings, or None."""
     texts = (vocabulary.decode(ids[: n + 1]) for n in range(len(ids)))
     return next((n for n, text in enumerate(texts, 1) if any(s in text for s in strings)), None)
 
@@ -51,7 +51,10 @@ def first_end(vocabulary, ids, strings):
     "strings", [("he",), (" the", "s a"), ("ä", "n an", "na"), ("aab", "ab", "the")]
 )
 def test_a_table_finds_strings_where_texts_hold_them(pieces, kind, strings):
-    """Across tokens, within one, at the beginning without its space, and in characters of several bytes."""
+    """Strings may be spread over tokens, lie within one, begin a text, or have long characters.
+
+    A long character has several bytes.
+    """
     vocabulary = pieces if kind == "pieces" else Bytes(3)
     size, rng = vocabulary.vocab_size + 5, np.random.default_rng(1)
     table = stop_table(vocabulary, strings, size)
@@ -72,7 +75,7 @@ def test_a_table_finds_strings_where_texts_hold_them(pieces, kind, strings):
 
 
 def test_decoding_ends_with_them():
-    """Greedy decoding and all beams, whose scores are those of the tokens until there."""
+    """Greedy decoding and all beams end. Their scores are those of the tokens up to the string."""
     words = {2: b"a", 3: b"b", 4: b"ab", 5: b"ba", 6: b"c", 7: b"", 8: b"abba"}
     strings = (b"bb", b"caa")
 
@@ -109,7 +112,7 @@ def test_decoding_ends_with_them():
 
 
 def test_a_search_goes_on_after_many_of_them():
-    """If more continuations than a search keeps complete a stop string, the best others still live on."""
+    """If more continuations than a search keeps complete a stop string, the best others live on."""
     words = {i: b"." for i in range(2, 12)} | {12: b"a", 13: b"b"}
 
     class Words(Bytes):

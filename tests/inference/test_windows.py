@@ -1,4 +1,4 @@
-"""Attention with a window decodes the same from a cache that holds no more than the window."""
+"""Attention with a window decodes the same from a cache that only holds the window."""
 
 import functools
 
@@ -45,7 +45,7 @@ def language_model(**options):
     [(encoder_decoder, 1, 0), (language_model, 3, LENGTH + INPUTS.shape[1])],
 )
 def test_texts_are_those_of_the_whole_cache(make, beams, room, monkeypatch):
-    """Also of inputs that are longer than the window and of different lengths, greedily and with beams."""
+    """Inputs may be longer than the window and differ in length, for greedy decoding and beams."""
     model = make()
     decoding = Decoding(max_length=LENGTH, min_length=7, beams=beams, samples=beams)
     variables = jax.tree.map(
@@ -76,7 +76,7 @@ def test_texts_are_those_of_the_whole_cache(make, beams, room, monkeypatch):
     ids=["window", "window of NNX", "Gaussian", "convolution"],
 )
 def test_padding_of_a_prompt_has_no_effect_in_a_window(layer, is_nnx):
-    """Neither at the end nor in front, whichever part of a mask says what is real."""
+    """Padding may be at the end or in front, and any part of a mask may say what is real."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 6)), jnp.float32)
     causal = sj.Mask(causal=True)
     variables = jax.jit(functools.partial(layer.init, mask=causal))(jax.random.key(0), x)
@@ -119,7 +119,7 @@ def test_padding_of_a_prompt_has_no_effect_in_a_window(layer, is_nnx):
 
 
 def test_a_prefix_is_seen_beyond_a_window():
-    """In steps as in training, where two rows of targets follow each prefix."""
+    """This holds for decoding steps and for training, with two rows of targets for each prefix."""
     model = language_model(prefix=True)
     targets = np.random.default_rng(1).integers(2, VOCAB, (2 * len(INPUTS), 4))
     inputs = np.repeat(INPUTS, 2, axis=0)

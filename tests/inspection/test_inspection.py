@@ -1,4 +1,4 @@
-"""Measures of attention weights against NumPy, and what static forms miss of a model's heads."""
+"""Measures of attention weights compared with NumPy, and what static forms do not capture."""
 
 import json
 import re
@@ -33,7 +33,7 @@ from tests.training.tiny import VOCAB, CopyStream, experiment
 
 MODEL = t5(Size(9, 1, 16, 3, 4), vocab_size=VOCAB)
 MIXED = student_model(MODEL, (Replacement(Random(8), layers=(0,)),))
-"""Its encoder layer has tables."""
+"""A model whose encoder layer has tables."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def variables(batches):
 
 
 def test_measures_equal_numpy():
-    """Causal weights of three texts of six, four and two tokens, with padding."""
+    """The weights are causal, for three texts of six, four and two tokens with padding."""
     rng, lengths = np.random.default_rng(0), np.array([6, 4, 2])
     logits = rng.standard_normal((3, 2, 6, 6)).astype(np.float32)
     logits[:, 1] = logits[:, 1, :, :1] * logits[:, 1, :1, :]  # of rank 1
@@ -64,7 +64,7 @@ def test_measures_equal_numpy():
     sums = attention_sums(jnp.asarray(weights), jnp.asarray(logits), rows)
     assert sums["histogram"].dtype == jnp.int32
     other = attention_sums(jnp.asarray(weights), jnp.asarray(logits[:, :1]), rows)
-    assert np.isnan(other["rank"]).all()  # of talking heads
+    assert np.isnan(other["rank"]).all()  # talking heads have no rank
     found = measure(jax.tree.map(np.asarray, sums), None)
     queries = [(b, i) for b, i in zip(*np.nonzero(real), strict=True)]
     for head in range(2):
@@ -133,12 +133,13 @@ def test_only_layers_that_tables_can_replace_head_by_head_are_fitted(alignment):
     static = [p for p, mixer in mixers_of(changed).items() if not p.cross and can_be_static(mixer)]
     assert [(p.stack, p.layer) for p in static] == [("decoder", 0)]
     assert can_be_static(Attention(2, 4))
-    for options in ({"sinks": True}, {"soft_cap": 5.0}, {"window": 3}):  # no softmax of all logits
+    # These layers have no softmax of all logits.
+    for options in ({"sinks": True}, {"soft_cap": 5.0}, {"window": 3}):
         assert not can_be_static(Attention(2, 4, **options))
 
 
 def test_forms_of_a_prefix_language_model_read_later_keys():
-    """A head that looks at the next key, of queries that see all."""
+    """A head looks at the next key, for queries that see all keys."""
     logits = jnp.where(jnp.eye(8, k=1) > 0, 3.0, 0.0)[None]
     mass = jax.nn.softmax(logits)
     queries = jnp.zeros((8, 9)).at[:, 8].set(1.0)
@@ -151,14 +152,17 @@ def test_forms_of_a_prefix_language_model_read_later_keys():
 
 
 def rows_of(task, lengths):
-    """An evaluation set with inputs of these lengths."""
+    """Returns an evaluation set whose inputs have these lengths."""
     texts = {"inputs_pretokenized": "i", "targets_pretokenized": "True", "targets": [1]}
     rows = [{**texts, "inputs": np.full(n, 3, np.int32)} for n in lengths]
     return EvaluationSet(task_registry.find_task(task), "validation", rows)
 
 
 def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
-    """What is not known or not defined is left out; examples are counted when they have been read."""
+    """Values that are unknown or undefined are left out.
+
+    Examples count when they have been read.
+    """
     recipe = experiment(
         t5(Size(8, 1, 16, 2, 4), encoder=alignment("rv", head_dim=4), vocab_size=VOCAB)
     )
@@ -180,7 +184,7 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
         tmp_path / "checkpoints" / str(step), examples=8, batch_size=4
     )
     (tmp_path / METRICS_FILE).touch()
-    assert inspect(0)["start"] == "not known"  # a converted model's
+    assert inspect(0)["start"] == "not known"  # for a converted model
     found = inspect(2)
     assert found["start"] == "those saved at step 0" and found["examples"] == 7
     assert found["mixtures"]["encoder 1"]["steps"] == [0, 2]
@@ -196,7 +200,7 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
     assert set(cross["near"] + cross["profile"][0] + window["spread"]) == {None}
     said = {name: sentence(layer) for name, layer in found["layers"].items()}
     assert "local" not in said["decoder 1 cross"] and "off the diagonal" in said["decoder 1 cross"]
-    # One token says nothing of where a head looks; of long sequences near_of_equal is small.
+    # With one token, a head has no place to look at. In long sequences, near_of_equal is small.
     layer = found["layers"]["decoder 1"]
     assert not {"local", "sharp"} & set(re.findall(r"\w+", said["decoder 1"]))
     long = {**layer, "end": {**layer["end"], "near_of_equal": 0.5, "keys": 9.0}}

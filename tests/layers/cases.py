@@ -1,4 +1,4 @@
-"""Every alignment and mixer in the forms that the contract runs through."""
+"""All alignments and mixers, in the forms that the contract tests."""
 
 import synthesizer_jax as sj
 from synthesizer_jax.primitives.initializers import Normal

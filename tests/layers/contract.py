@@ -1,7 +1,7 @@
-"""What every alignment and every mixer must keep, as functions of a case.
+"""What all alignments and all mixers must fulfill, as functions of a case.
 
-A new variant needs one entry in `tests.layers.cases` (and a formula in `oracles`) to get all of it. The
-checks compare what three compiled programs for each case return.
+A new variant needs one entry in `tests.layers.cases` (and a formula in `oracles`) to be tested by
+all of them. The checks compare the results of three compiled programs for each case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ LENGTHS = (LENGTH, 6)
 
 
 def packed_row(*texts: range) -> tuple[list[int], list[int]]:
-    """Tokens of the flattened batch in a row longer than any table, and their segments."""
+    """Returns the tokens of a packed row and their segments.
+
+    Tokens are indices of the flattened batch. The row is longer than any table.
+    """
     index = [i for text in texts for i in text]
     segments = [number for number, text in enumerate(texts, 1) for _ in text]
     padding = [0] * (ROOM + 1 - len(index))
@@ -42,8 +45,8 @@ PACKED = {
     "causal": (packed_row(range(5), range(11, 17)), packed_row(range(11, 14), range(9))),
 }
 PACKED_QUERIES = packed_row(range(11, 13), range(11, 17)), packed_row(range(8))
-# Prompts of five and three tokens, padded at the end and then in front: tokens of the flattened
-# batch.
+# Prompts of five and three tokens as indices of the flattened batch. They are padded at the end in
+# the first two rows, and in front in the others.
 PROMPTS = np.array([[0, 1, 2, 3, 4], [11, 12, 13, 0, 0], [0, 1, 2, 3, 4], [0, 0, 11, 12, 13]])
 REAL = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], bool)
 NEXT = np.array([[5, 6], [14, 15], [5, 6], [14, 15]])
@@ -51,7 +54,10 @@ NEXT = np.array([[5, 6], [14, 15], [5, 6], [14, 15]])
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer, its formula, and whether it takes packed rows, where its attributes do not tell."""
+    """A layer, its formula, and whether it accepts packed rows.
+
+    The latter is given because the attributes of the layer do not tell it.
+    """
 
     layer: Mixer
     oracle: Callable[..., np.ndarray]
@@ -65,25 +71,25 @@ class Case:
 
     @classmethod
     def of(cls, alignment: Any, packs: bool = True, **fields: Any) -> Case:
-        """The case of an alignment in an `Attention`."""
+        """Returns the case of an alignment in an `Attention`."""
         layer = Attention(HEADS, WIDTH, alignment=alignment, **fields)
         return cls(layer, oracles.attention, packs)
 
 
 class Subject:
-    """A case with parameters in general position, tokens, and what compiled programs make of them."""
+    """A case with parameters in general position, tokens, and the results of compiled programs."""
 
     def __init__(self, case: Case):
         self.case, self.layer, self.mode = case, case.layer, case.modes[-1]
         self.decodes = "causal" in case.modes
-        self.crosses = isinstance(case.layer, AttentionBase)  # with the same parameters
+        self.crosses = isinstance(case.layer, AttentionBase)  # it has the same parameters
         self.packs = case.packs and case.layer.supports_packing
         self.x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, D))
         options = {"dtype": np.float64, "mask": mask(self.mode)}
         self.variables = general(self.layer.init, jnp.asarray(self.x, jnp.float32), **options)
 
     def run(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function compiled, in float64, without promotions of ranks."""
+        """Compiles a function that computes in float64 and does not promote ranks."""
         compiled = jax.jit(function, compiler_options=FAST_COMPILE)
 
         def call(*arguments: Any) -> Any:
@@ -101,7 +107,7 @@ class Subject:
         return self.program(self.variables, self.x)
 
     def _forward(self, variables: Any, x: jax.Array) -> dict[str, jax.Array]:
-        """What the layer makes of tokens in all the ways of calling it."""
+        """Returns the outputs of the layer for tokens, in all ways of calling it."""
         apply = functools.partial(self.layer.apply, variables)
         extend = functools.partial(apply_method, self.layer.extend, variables)
         out = {mode: apply(x, mask=mask(mode)) for mode in self.case.modes}
@@ -121,7 +127,7 @@ class Subject:
             first, out["padding of a prompt"] = first[:, :3], first[:, 3]
             cache = dataclasses.replace(
                 cache, length=np.int32(3)
-            )  # all examples have read equally many
+            )  # all examples have read the same number of tokens
             step = lambda cache, new: extend(new[:, None], cache)[::-1]
             _, rest = jax.lax.scan(step, cache, x[:, 3:].swapaxes(0, 1))
             out["steps"] = jnp.concatenate([first, rest[:, :, 0].swapaxes(0, 1)], axis=1)
@@ -133,7 +139,7 @@ class Subject:
                 jnp.asarray(segments), jnp.asarray(own), segments=2, segment_length=LENGTH
             )
             out["packed cross"] = apply(flat(x)[queries], flat(x)[index], mask=packed)
-        if self.crosses:  # seven queries to the tokens themselves
+        if self.crosses:  # seven queries attend to the tokens themselves
             seen = Mask(key_lengths=jnp.asarray(LENGTHS))
             out["cross"] = apply(x[:, :7], x, mask=seen)
             cache = apply_method(self.layer.init_cache, variables, x, x, max_length=7, mask=seen)
@@ -150,7 +156,7 @@ class Subject:
 
     @functools.cached_property
     def gradients(self) -> tuple[Any, Any]:
-        """The loss with its gradients in the parameters and the tokens, and finite differences of both."""
+        """Returns the loss with its gradients of parameters and tokens, and finite differences."""
         rest = {k: v for k, v in self.variables.items() if k != "params"}
         loss = lambda params, x: self.loss({"params": params, **rest}, x)
         leaves, tree = jax.tree.flatten((self.variables.get("params", {}), self.x))
@@ -170,7 +176,7 @@ class Subject:
 
     @functools.cached_property
     def others(self) -> dict[str, Any]:
-        """What only the distinct structures are asked for: ragged prompts and bfloat16."""
+        """Returns what only distinct structures are tested for: ragged prompts and bfloat16."""
         return self.run(self._others)(self.variables, self.x)
 
     def _others(self, variables: Any, x: jax.Array) -> dict[str, Any]:
@@ -192,7 +198,7 @@ def mask(mode: str, lengths: tuple[int, ...] = LENGTHS) -> Mask:
 
 
 def general(init: Any, *arguments: Any, dtype: Any = np.float32, **options: Any) -> Any:
-    """Variables in general position: no zeros and ones that would hide a mistake."""
+    """Returns variables in general position, without zeros and ones that could hide a mistake."""
     rng, init = np.random.default_rng(1), functools.partial(init, jax.random.key(0), **options)
     shapes = jax.eval_shape(init, *arguments)
     return jax.tree.map(lambda p: (0.4 * rng.normal(size=p.shape)).astype(dtype), shapes)
@@ -203,26 +209,26 @@ def directions_of(leaves: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def flat(x: Any) -> Any:
-    """``[batch · length, d]``."""
+    """Returns the array as ``[batch · length, d]``."""
     return x.reshape(-1, x.shape[-1])
 
 
 def seen_pairs(mode: str) -> np.ndarray:
-    """``[b, q, k]``."""
+    """Returns which keys queries see, ``[b, q, k]``."""
     real = np.arange(LENGTH) < np.array(LENGTHS)[:, None]
     seen = real[:, :, None] & real[:, None, :]
     return seen & np.tri(LENGTH, dtype=bool) if mode == "causal" else seen
 
 
 def close(found: Any, expected: Any, bound: float, length: int = LENGTH) -> None:
-    """Compares real rows among the first `length`."""
+    """Compares the real rows among the first `length` positions."""
     for one, other, n in zip(found, expected, LENGTHS, strict=True):
         one, other = (np.asarray(y, np.float64)[: min(n, length)] for y in (one, other))
         np.testing.assert_allclose(one, other, rtol=0, atol=bound * np.abs(other).max())
 
 
 def equals_the_oracle(s: Subject) -> None:
-    """Padding included, which sees nothing."""
+    """This includes padding, which sees nothing."""
     params, constants = (s.variables.get(name, {}) for name in ("params", "constants"))
     for mode in s.case.modes:
         assert s.forward[mode].dtype == np.float64
@@ -233,7 +239,7 @@ def equals_the_oracle(s: Subject) -> None:
 
 
 def gradients_are_finite_differences(s: Subject) -> None:
-    """Along a random direction of the tokens and of each parameter."""
+    """They are compared along a random direction of the tokens and of each parameter."""
     (_, gradients), slopes = s.gradients
     for gradient, slope, along in zip(gradients, slopes, directions_of(gradients), strict=True):
         assert np.any(gradient != 0)
@@ -241,7 +247,7 @@ def gradients_are_finite_differences(s: Subject) -> None:
 
 
 def nothing_leaks(s: Subject) -> None:
-    """Masked and later tokens, and other examples, change no bit."""
+    """Masked tokens, later tokens and other examples do not change a single bit."""
 
     def run(rows: int, start: int, change: Callable[[np.ndarray], Any]) -> dict[str, np.ndarray]:
         changed = s.x.copy()
@@ -261,7 +267,7 @@ def nothing_leaks(s: Subject) -> None:
 
 
 def steps_are_the_full_pass(s: Subject) -> None:
-    """After a prompt whose padding holds NaN, and has the outputs of padding in a full pass."""
+    """This is so after a prompt whose padding has NaN. Padding has the outputs of a full pass."""
     if s.decodes:
         close(s.forward["steps"], s.forward["causal"], 1e-9)
         padding = s.forward["causal"][1, LENGTHS[1]]
@@ -271,31 +277,31 @@ def steps_are_the_full_pass(s: Subject) -> None:
 
 
 def cross_attention_is_self_attention_to_the_same_tokens(s: Subject) -> None:
-    """In one pass, and in steps."""
+    """This is so in one pass and in steps."""
     if s.crosses:
         close(s.forward["cross"], s.forward["full"][:, :7], 1e-9, length=7)
         close(s.forward["cross steps"], s.forward["full"][:, :7], 1e-9, length=7)
 
 
 def packed_is_separate(s: Subject) -> None:
-    """And longer padding changes nothing."""
+    """Longer padding changes nothing, either."""
     if not s.packs:
         return close(s.forward["longer"], s.forward[s.mode], 1e-9)
     for mode in s.case.modes:
         index, segments = np.swapaxes(PACKED[mode], 0, 1)
         found, expected = s.forward[f"packed {mode}"], flat(s.forward[mode])[index]
         np.testing.assert_allclose(found[segments > 0], expected[segments > 0], rtol=0, atol=1e-9)
-    if s.crosses:  # segments of queries and keys begin at different places
+    if s.crosses:  # segments of queries and of keys begin at different positions
         index, own = np.swapaxes(PACKED_QUERIES, 0, 1)
         found, expected = s.forward["packed cross"], flat(s.forward["full"])[index]
         np.testing.assert_allclose(found[own > 0], expected[own > 0], rtol=0, atol=1e-9)
 
 
 def sharded_is_single(s: Subject) -> None:
-    """Two ways over the examples and two over the heads, on automatic and on explicit axes."""
+    """Two devices divide the examples and two the heads, with automatic and with explicit axes."""
 
     def by_heads(path: Any, p: Any) -> P:
-        """As a layer's users place output projections and tables."""
+        """Places output projections and tables as users of a layer would."""
         names = [key.key for key in path]
         divided = names[-2:] == ["out", "kernel"] or names[-1] == "table"
         return P("model") if divided and p.shape[0] == HEADS else P()
@@ -313,7 +319,7 @@ def sharded_is_single(s: Subject) -> None:
 
 
 def ragged_prompts_decode_as_each_alone(s: Subject) -> None:
-    """Padded on either side, whatever padding holds; nobody says where the steps stand."""
+    """Padding is on either side and has any content. The positions of steps are not given."""
     if s.decodes:
         whole, steps = flat(s.forward["causal"]), s.others["next"][:, :, 0].swapaxes(0, 1)
         prompts = s.others["prompts"]
@@ -329,7 +335,7 @@ def bfloat16_is_near(s: Subject) -> None:
 
 
 def eager_is_compiled_and_nothing_infinite(s: Subject) -> None:
-    """Nor anything that is not a number, in any operation; one example has no tokens."""
+    """No operation gives NaN or infinity, either. One example has no tokens."""
     variables, x = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), (s.variables, s.x))
     empty = mask(s.mode, (LENGTH, 0))
     with jax.debug_nans(True), jax.debug_infs(True):
@@ -339,7 +345,7 @@ def eager_is_compiled_and_nothing_infinite(s: Subject) -> None:
 
 
 def ranks_and_dtypes_are_not_promoted(s: Subject) -> None:
-    """In gradients and decoding steps, as JAX's strictest settings demand."""
+    """This holds for gradients and decoding steps, with JAX's strictest settings."""
     variables = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), s.variables)
 
     def all_ways(x: jax.Array) -> Any:
@@ -355,10 +361,10 @@ CONTRACT = (
     *(equals_the_oracle, gradients_are_finite_differences, nothing_leaks, steps_are_the_full_pass),
     *(cross_attention_is_self_attention_to_the_same_tokens, packed_is_separate),
 )
-"""The checks of every case."""
+"""The checks of all cases."""
 
 FURTHER = (
     *(sharded_is_single, ragged_prompts_decode_as_each_alone, bfloat16_is_near),
     ranks_and_dtypes_are_not_promoted,
 )
-"""Those of distinct structures: what they check does not depend on an alignment's options."""
+"""The checks of distinct structures. Their results do not depend on options of an alignment."""

@@ -1,7 +1,7 @@
-"""The papers' formulas in NumPy float64, written for reading, not for speed.
+"""The papers' formulas in NumPy with float64, written to be read and not to be fast.
 
-Every oracle takes a layer, its parameters, tokens ``x [b, n, d]`` and ``seen [b, q, k]``, and
-gives the sub-layer's output ``[b, n, d]``.
+Each oracle takes a layer, its parameters, tokens ``x [b, n, d]`` and ``seen [b, q, k]``, and
+returns the output of the sub-layer ``[b, n, d]``.
 """
 
 import math
@@ -22,7 +22,7 @@ def attention(layer, p, constants, x, seen):
     align = p.get("align", {}) | ({"key": p["value"]} if layer.shared_key_value else {})
     seen = within_window(layer, seen)
     own = layer.alignment, align, constants.get("align", {}), x
-    if layer.sinks:  # and a soft cap
+    if layer.sinks:  # such layers here also have a soft cap
         logits = layer.soft_cap * np.tanh(logits_of(*own, layer.num_heads) / layer.soft_cap)
         logits = np.broadcast_to(logits, (len(x), layer.num_heads, *seen.shape[1:]))
         sinks = np.broadcast_to(p["sinks"][:, None, None], (*logits.shape[:-1], 1))
@@ -42,13 +42,13 @@ def attention(layer, p, constants, x, seen):
 
 
 def within_window(layer, seen):
-    """``seen [b, q, k]`` without the keys that are `window` positions away, or more."""
+    """Returns ``seen [b, q, k]`` without keys that are `window` positions away or more."""
     position = np.arange(seen.shape[-1])
     return seen & (abs(position - position[:, None]) < (layer.window or np.inf))
 
 
 def weights_of(alignment, p, constants, x, seen, heads):
-    """Attention weights ``[b, h, q, k]``."""
+    """Returns attention weights ``[b, h, q, k]``."""
     if isinstance(alignment, sj.Gaussian):
         return gaussian(alignment, x, seen, heads)
     if isinstance(alignment, sj.PerHead):
@@ -61,7 +61,7 @@ def weights_of(alignment, p, constants, x, seen, heads):
 
 
 def gaussian(alignment, x, seen, heads):
-    """You et al. 2020: the density itself, what is not seen just does not count."""
+    """You et al. 2020: the weights are the density itself. Keys that are not seen do not count."""
     b, n, _ = x.shape
     out = np.zeros((b, heads, n, n))
     for h, i, j in np.ndindex(heads, n, n):
@@ -81,7 +81,7 @@ def gaussian(alignment, x, seen, heads):
 
 
 def logits_of(alignment, p, constants, x, heads):
-    """Logits ``[b, h, q, k]``, one head and one pair of positions at a time."""
+    """Returns logits ``[b, h, q, k]``, computed for one head and one pair of positions at once."""
     if isinstance(alignment, sj.Mixture):
         return mixture(alignment, p, constants, x, heads)
     b, n, _ = x.shape
@@ -111,7 +111,10 @@ def mixture(alignment, p, constants, x, heads):
 
 
 def rotary_turns(alignment, width):
-    """Radians per position of every pair of features, and the factor of queries and of keys."""
+    """Returns the radians per position for every pair of features, and a factor.
+
+    The factor multiplies both queries and keys.
+    """
     base, scaling = alignment.rotary_base, alignment.rotary_scaling
     turns, magnitude = base ** (-np.arange(0, width, 2) / width), 1.0
     if isinstance(scaling, sj.LinearScaling):
@@ -140,7 +143,7 @@ def one_logit(alignment, p, constants, x, h, i, j, heads):
                     y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) * p[name]["scale"]
                     for y, name in ((q, "query_norm"), (k, "key_norm"))
                 )
-            if alignment.rotary_base is not None:  # pairs of features as complex numbers
+            if alignment.rotary_base is not None:  # pairs of features are complex numbers
                 w = int(width * alignment.rotary_share)
                 q, k = ((y[:, : w // 2] + 1j * y[:, w // 2 : w], y[:, w:]) for y in (q, k))
                 turn, magnitude = rotary_turns(alignment, w)
@@ -180,7 +183,7 @@ def project(p, x, h):
 
 
 def bucket(distance, alignment):
-    """Raffel et al. 2020, transcribed for one distance."""
+    """Raffel et al. 2020, transcribed for a single distance."""
     result, n, buckets = 0, -distance, alignment.num_buckets
     if alignment.bidirectional:
         buckets //= 2
@@ -205,7 +208,7 @@ def talking_heads(layer, p, constants, x, seen):
 
 
 def talk(layer, p, x, heads, what, to):
-    """Exchanges heads ``[b, h, q, k]`` by a matrix that every pair of positions has for itself."""
+    """Exchanges heads ``[b, h, q, k]``, with a matrix of its own for every pair of positions."""
     matrix = np.zeros((*x.shape[:2], x.shape[1], heads.shape[1], to))
     matrix += p[f"{what}_projection"] if getattr(layer, f"project_{what}") else np.eye(to)
     for source, axis in (("x2", 2), ("m2", 1)):
@@ -262,7 +265,10 @@ def layer_norm(x, scale, bias):
 
 
 def sentence_network(p, flat, net):
-    """Bozic et al. 2023, the released code's network on one flattened, padded sentence."""
+    """Bozic et al.
+
+    2023: the network of the released code, for one flattened and padded sentence.
+    """
     x = layer_norm(flat, p["scale_0"][net].reshape(-1), p["shift_0"][net].reshape(-1))
     hidden = p["kernel_0"].shape[-1]
     x = x @ p["kernel_0"][net].reshape(-1, hidden) + p["bias_0"][net]
@@ -279,7 +285,7 @@ def sentence_feed_forward(layer, p, constants, x, seen):
     run = lambda row, net: sentence_network(p["network"], row.reshape(-1), net)
     heads = []
     for net in range(layer.num_heads if layer.separate_heads else 1):
-        if layer.causal:  # position i reads the first i + 1
+        if layer.causal:  # position i reads the first i + 1 positions
             until = np.tri(n, layer.max_length)[:, :, None]
             heads.append([[run(row * read, net)[0] for read in until] for row in tokens])
         else:

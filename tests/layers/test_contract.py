@@ -1,4 +1,4 @@
-"""Every alignment and mixer keeps the contract."""
+"""All alignments and mixers fulfill the contract."""
 
 import json
 
@@ -15,7 +15,7 @@ DISTINCT = {  # structures that shard, decode and round differently
     *("Linformer", "Mixture of everything", "PerHead of mixtures", "Random", "ALR of a decoder"),
     *("TalkingHeads", "TokenFeedForward"),
 }
-EAGER = {  # which is slow: these have every operation of the others
+EAGER = {  # this check is slow, and these cases have all operations of the others
     *(
         "DotProduct, grouped",
         "DynamicConvolution",

@@ -1,4 +1,7 @@
-"""What the papers and their released code say beyond the contract's formulas; and what layers refuse."""
+"""What the papers and their code say beyond the formulas of the contract.
+
+What layers refuse is tested, too.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +29,7 @@ def test_relative_buckets_are_t5s(bidirectional):
 
 
 def test_alibi_slopes_are_the_released_codes():
-    """Press et al. 2022; of 12 heads, the slopes of 8 and then every second one of 16."""
+    """Press et al. 2022: 12 heads have the slopes of 8 heads and every second slope of 16 heads."""
     exponents = [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5]
     np.testing.assert_allclose(alibi_slopes(12), [2**-e for e in exponents])
 
@@ -44,7 +47,7 @@ def test_caches_hold_what_they_need():
 
 
 def test_heads_of_two_kinds_share_keys_that_are_values():
-    """The layer's own keys, which some queries share, are divided like the queries."""
+    """Keys of the layer that several queries share are divided in the same way as the queries."""
     two = sj.PerHead((sj.DotProduct(), sj.DotProduct()), heads=(1, 3))
     layers = [
         sj.Attention(4, 3, alignment=alignment, num_kv_heads=2, shared_key_value=True)
@@ -60,7 +63,7 @@ def test_heads_of_two_kinds_share_keys_that_are_values():
     np.testing.assert_allclose(*outputs, atol=1e-6)
 
 
-SIZES = {  # Bozic et al. 2023: hidden widths of the released code, parameters from them
+SIZES = {  # Bozic et al. 2023: hidden widths of the released code, and the resulting parameters
     "encoder": {25: 339_275, 50: 659_350, 800: 10_261_600, 3200: 40_988_800, 12800: 163_897_600},
     "decoder": {25: 176_203, 50: 339_478, 800: 5_237_728, 3200: 20_912_128, 12800: 83_609_728},
     "cross": {50: 992_150, 100: 1_952_300, 1600: 30_756_800, 6400: 122_931_200, 25600: 491_628_800},
@@ -70,7 +73,7 @@ SIZES = {  # Bozic et al. 2023: hidden widths of the released code, parameters f
 
 @pytest.mark.parametrize("where", SIZES)
 def test_attention_replacements_have_the_released_sizes(where):
-    """d = 128, 8 heads of 16, 50 tokens; without the output projection, which stays."""
+    """The sizes are d = 128, 8 heads of 16, and 50 tokens. The output projection stays."""
     mask, x = sj.Mask(causal=where == "decoder"), jax.ShapeDtypeStruct((1, 50, 128), jnp.float32)
     for hidden, size in SIZES[where].items():
         layer = sj.SentenceFeedForward(
@@ -83,7 +86,10 @@ def test_attention_replacements_have_the_released_sizes(where):
 
 
 def test_attention_replacement_in_cross_attention():
-    """Position i reads the encoder and the first i + 1 decoder states; steps agree with the pass."""
+    """Position i reads the encoder and the first i + 1 decoder states.
+
+    Steps equal the full pass.
+    """
     layer, rng = sj.SentenceFeedForward(9, 6, 2, 3), np.random.default_rng(0)
     x, kv = (np.float32(rng.normal(size=(2, n, 4))) for n in (5, 7))
     mask = sj.Mask(key_lengths=jnp.array([7, 3]))
@@ -112,7 +118,7 @@ def test_attention_replacement_in_cross_attention():
 
 
 def test_sentences_of_tokens_that_hardly_differ():
-    """The variance of large, equal numbers, which rounding may make negative."""
+    """Rounding may make the variance of large, equal numbers negative."""
     x = 1000 + 0.01 * np.random.default_rng(0).normal(size=(2, 12, 8)).astype(np.float32)
     y, _ = sj.SentenceFeedForward(12, 8).init_with_output(KEY, x)
     assert np.all(np.isfinite(y))

@@ -1,4 +1,4 @@
-"""What is particular to models: names, layouts, dropout, dtypes, memory, rows of text, halting, errors."""
+"""Properties of models: names, layouts, dropout, dtypes, memory, rows of text, halting, errors."""
 
 import functools
 import re
@@ -35,7 +35,7 @@ def batch():
 
 
 def test_scan_equals_loop_and_layouts_convert_back(batch):
-    """Two kinds of layers, a frozen table, and rematerialization."""
+    """The model has two kinds of layers, a frozen table, and rematerialization."""
     frozen = sj.Mixture((sj.DotProduct(), sj.Random(ROOM, trainable=False), sj.Random(ROOM)))
     runs = tuple(
         sj.Run(sj.Block(sj.Attention(2, 8, alignment=kind), sj.FeedForward(24)), n)
@@ -154,7 +154,7 @@ def test_a_gated_layer_keeps_three_hidden_arrays_for_its_gradient():
     params = layer.init(jax.random.key(0), x)
     _, back = jax.vjp(layer.apply, params, x)
     kept = [a for a in jax.tree.leaves(back) if a.shape[:1] in ((2,), (6,)) and a.shape[-1] == 24]
-    assert len(kept) == 3  # both products of the inputs, and what `wo` reads
+    assert len(kept) == 3  # both products of the inputs, and the input of `wo`
 
 
 def test_layers_that_keep_their_products_make_none_twice():
@@ -168,7 +168,10 @@ def test_layers_that_keep_their_products_make_none_twice():
 
 
 def kernel_runs(program: str, function: str = "main") -> int:
-    """How many kernels a StableHLO function runs, with those of the functions that it calls."""
+    """Returns how many kernels a StableHLO function runs.
+
+    This includes the functions that it calls.
+    """
     body = re.search(rf"func\.func \w+ @{function}\((.*?)\n  \}}", program, re.DOTALL)[1]
     called = re.findall(r"call @(\w+)\(", body)
     return sum(1 if f == "tpu_custom_call" else kernel_runs(program, f) for f in called)
@@ -182,7 +185,7 @@ def test_tpus_run_kernels_in_all_three_attentions(remat):
     step = jax.jit(jax.grad(lambda p: model.apply(p, x, x).sum()))
     program = step.trace(params).lower(lowering_platforms=("tpu",)).as_text()
     again = 2 if remat == "full" else 1
-    # Forward, and one kernel for the gradients of a table of pairs this small.
+    # There is a forward kernel, and one kernel for the gradients of such a small table of pairs.
     assert kernel_runs(program) == 3 * (again + 1)
     assert "stablehlo.while" not in program
 
@@ -195,7 +198,7 @@ def language_model(kind=None, **options):
 
 @pytest.mark.parametrize("prefix", [False, True])
 def test_language_model_rows_are_inputs_then_targets(prefix, batch):
-    """Only a prefix lets inputs see later inputs; padding and no inputs are the same."""
+    """Inputs see later inputs only with a prefix. Inputs of padding are the same as no inputs."""
     source, target = batch
     model = language_model(prefix=prefix)
     variables = general(model.init, *batch)
@@ -227,7 +230,7 @@ def test_language_model_rows_are_inputs_then_targets(prefix, batch):
 
 
 def test_packed_targets_equal_separate_rows():
-    """Rows without inputs hold several texts, which do not see one another."""
+    """Rows without inputs contain several texts, which do not see each other."""
     model = language_model(sj.Mixture((sj.Random(max_length=14), sj.DotProduct())))
     nothing, lengths = jnp.zeros((1, 0), jnp.int32), (5, 3, 4)
     texts = [np.random.default_rng(n).integers(2, VOCAB, (1, n)) for n in lengths]
@@ -263,13 +266,15 @@ def test_encoders_pool_real_tokens_and_read_their_types(batch):
     close(right.pooled[1], np.asarray(right.hidden)[1, :7].mean(0))
     close(moved.outputs, right.outputs)
     assert narrow.pooled.dtype == jnp.bfloat16 and narrow.outputs.dtype == jnp.float32
-    assert np.any(narrow.outputs != narrow.outputs.astype(jnp.bfloat16))  # a head in float32
+    # A head in float32 gives such outputs.
+    assert np.any(narrow.outputs != narrow.outputs.astype(jnp.bfloat16))
 
 
 def act(states, probabilities, threshold):
-    """Adaptive computation time of one position (Graves 2016): its output, and n + remainder.
+    """Adaptive computation time of one position (Graves 2016).
 
-    The average of the states starts from zeros, as in Tensor2Tensor and Mesh-TensorFlow.
+    Returns its output, and n + remainder. The average of the states starts from zeros, as in
+    Tensor2Tensor and Mesh-TensorFlow.
     """
     total, average, steps, remainder = 0.0, 0.0, 0, 0.0
     for p, state in zip(probabilities, states, strict=True):
@@ -285,15 +290,16 @@ def act(states, probabilities, threshold):
 
 
 def test_universal_transformer_halts_position_by_position():
-    """Against adaptive computation time written for one position, states from the loop itself.
+    """Compares adaptive computation time with a function for one position.
 
-    Its cost is a mean over rows of means over real positions, or those that it is told to count.
+    The states come from the loop itself. The cost is a mean over rows of means over real positions,
+    or over the positions that are to count.
     """
     block, places = sj.Block(sj.Attention(2, 8), sj.FeedForward(16)), jnp.arange(5)[None]
     stack = sj.UniversalStack((sj.Run(block, 4),), halting_threshold=0.6, norm=None)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, D)), jnp.float32)
     params, lengths = general(stack.init, x)["params"], np.array([2, 5])
-    params["halting"]["bias"] = -np.ones(1, np.float32)  # not all at the same step
+    params["halting"]["bias"] = -np.ones(1, np.float32)  # they do not all halt in the same step
 
     @jax.jit
     def run(params):

@@ -1,4 +1,4 @@
-"""Rows that share a memory, ragged prompts of a stack, and positions past a table."""
+"""Rows that share a memory, ragged prompts of a stack, and positions beyond a table."""
 
 import functools
 
@@ -42,7 +42,7 @@ def source():
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("cross", CROSS)
 def test_candidates_that_share_a_memory(cross, rows, source):
-    """As if the memory had been repeated; and the same for a prompt and steps with caches."""
+    """The outputs are those of a repeated memory, also for a prompt and steps with caches."""
     model = encoder_decoder(CROSS[cross])
     tokens = jnp.asarray(np.random.default_rng(1).integers(1, VOCAB, (3 * rows, 5)))
     variables = general(model.init, source, tokens[:2])
@@ -58,7 +58,7 @@ def test_candidates_that_share_a_memory(cross, rows, source):
         cache = apply_method(model.init_cache, variables, source[:rows], max_length=5)
         cache = cache.map_rows(lambda x: jnp.repeat(x, 3, axis=0))
         _, cache = apply_method(model.extend, variables, tokens[order, :3], cache)
-        cache = cache.map_rows(lambda x: x[jnp.argsort(order)])  # as beams change places
+        cache = cache.map_rows(lambda x: x[jnp.argsort(order)])  # beams change places in this way
         last, _ = apply_method(model.extend, variables, tokens[:, 3:], cache)
         return found, last, expected
 
@@ -71,7 +71,7 @@ def test_candidates_that_share_a_memory(cross, rows, source):
 
 
 def test_a_mask_says_which_inputs_are_real(source):
-    """``Mask()`` takes padding for tokens like others; a mask of what is real changes nothing."""
+    """``Mask()`` treats padding like other tokens. A mask of the real tokens changes nothing."""
     model = encoder_decoder(sj.Attention(2, 4), bias=sj.RelativeBias())
     targets = jnp.array([[0, 3, 2], [0, 2, 0]])
     variables = general(model.init, source, targets)
@@ -82,7 +82,7 @@ def test_a_mask_says_which_inputs_are_real(source):
     everything = sj.Mask()
     real = sj.Mask(key_valid=source[:, ::-1] != 0)
 
-    def another_id(params):  # 1 in the place of 0
+    def another_id(params):  # 1 in place of 0
         embedding = params["params"]["embedding"]
         return {"params": params["params"] | {"embedding": embedding.at[1].set(embedding[0])}}
 
@@ -115,13 +115,13 @@ def test_a_mask_says_which_inputs_are_real(source):
 
 
 def test_an_array_is_a_tokenizers_attention_mask(source):
-    """In every method of a model it hides keys, and padding sees the real tokens."""
+    """In all methods of a model it hides keys, and padding sees the real tokens."""
     model = encoder_decoder(sj.Attention(2, 4), bias=sj.RelativeBias())
     targets = jnp.array([[0, 3, 2], [0, 2, 0]])
     variables = general(model.init, source, targets)
     reader = sj.Encoder(vocab_size=VOCAB, d_model=D, encoder=model.encoder, outputs=2)
     own = general(reader.init, source)
-    source = jnp.roll(source, 1, axis=1)  # so that padding is on both sides
+    source = jnp.roll(source, 1, axis=1)  # now padding is on both sides
     real, pairs = np.asarray(source) != 0, np.tril(np.ones((6, 6), bool))
 
     @jax.jit
@@ -170,7 +170,7 @@ def test_an_array_is_a_tokenizers_attention_mask(source):
 
 
 def test_stacks_read_arrays_as_layers_do():
-    """With two axes as ``[q, k]``; no position is hidden from what modules add to the training loss."""
+    """An array with two axes is ``[q, k]``. All positions count for losses that modules add."""
     stack = sj.UniversalStack(
         (sj.Run(sj.Block(sj.Attention(2, 4), None), 2),), halting_threshold=0.5
     )
@@ -188,7 +188,7 @@ def test_stacks_read_arrays_as_layers_do():
 
 @pytest.mark.parametrize("kind", [sj.Stack, sj.UniversalStack])
 def test_ragged_prompts_of_a_stack(kind):
-    """Embeddings, padded on either side with NaN, then steps that nobody tells where they stand."""
+    """The embeddings are padded with NaN on either side. Then steps follow without positions."""
     own = sj.Attention(2, 4, alignment=sj.Random(max_length=12))
     block = sj.Block(own, sj.FeedForward(12))
     stack = kind((sj.Run(block, 2),), bias=sj.RelativeBias(), positions=LearnedPositions(12))
@@ -216,7 +216,7 @@ def test_ragged_prompts_of_a_stack(kind):
 
 
 def test_positions_past_a_table_are_refused(source):
-    """Where the length is known before anything runs; where it is not, the output is NaN."""
+    """If the length is known in advance, there is an error. Otherwise the output is NaN."""
     table = LearnedPositions(6)
     values = {"params": {"embedding": jnp.ones((6, D))}}
     with pytest.raises(ValueError, match="max_length=6 but was given 7 positions"):

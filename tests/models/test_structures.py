@@ -1,4 +1,7 @@
-"""Every structure of the zoo, tiny, in one compiled program each; and numbers of published parameters."""
+"""All structures of the zoo in tiny sizes, and the parameter counts of published models.
+
+Each structure is a single compiled program.
+"""
 
 import dataclasses
 import functools
@@ -43,7 +46,7 @@ PACKED = (
 
 
 def tiny(value):
-    """The same structure with small numbers."""
+    """Returns the same structure with small sizes."""
     if isinstance(value, tuple):
         return tuple(map(tiny, value))
     if not dataclasses.is_dataclass(value):
@@ -59,7 +62,10 @@ def close(found, expected, bound=2e-4):
 
 
 def texts():
-    """Two examples padded at the end, the same padded in front and between, and targets."""
+    """Returns two examples padded at the end, the same examples with other padding, and targets.
+
+    The other padding is in front and between tokens.
+    """
     rng = np.random.default_rng(0)
     source, target = (rng.integers(2, VOCAB, (2, n)) for n in (LENGTH, STEPS))
     source[1, 4:] = 0
@@ -69,8 +75,9 @@ def texts():
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_structure(name):
-    """Padding may stand anywhere, steps are the full pass, packed rows are separate ones, all gradients are
-    there.
+    """Padding may be anywhere, steps equal the full pass, and packed rows equal separate ones.
+
+    All parameters have gradients.
     """
     model = tiny(ZOO[name]())
     source, target = texts()
@@ -126,8 +133,8 @@ def test_named_models_round_trip_as_json():
 
 @functools.cache
 def parameters(name):
-    """The number of parameters, from shapes."""
-    model = _scan_runs(ZOO[name]())  # traced in a moment
+    """Returns the number of parameters, computed from shapes."""
+    model = _scan_runs(ZOO[name]())  # scanned layers are traced quickly
     return num_elements(abstract_variables(model, *model.example(48, 32))[0]["params"])
 
 
@@ -142,7 +149,7 @@ MILLIONS = {
     "mesh_random_plus_alpha_base": 292,
     "lightweight_convolution_base": 224,
     "dynamic_convolution_base": 256,
-    # Bhojanapalli et al. 2020, tables 1 to 3; pooler and head over the tokens included.
+    # Bhojanapalli et al. 2020, tables 1 to 3. They include the pooler and the head over the tokens.
     "bert_large": 336,
     **dict(
         zip(
@@ -162,5 +169,5 @@ def test_published_numbers_of_parameters(name):
 def test_numbers_of_parameters_of_published_checkpoints():
     assert parameters("t5_1_1_base") == 247_577_856
     assert parameters("t5_base") == parameters("mesh_vanilla_base") == 222_903_552
-    biases, vectors = 2 * 32 * 8, 512 * 768  # one for each stack; one table for both
+    biases, vectors = 2 * 32 * 8, 512 * 768  # one for each stack, and one table for both
     assert parameters("mesh_learned_dense_base") - parameters("mesh_dense_base") == vectors - biases

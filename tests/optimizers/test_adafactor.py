@@ -1,4 +1,7 @@
-"""Adafactor against NumPy after T5X, which is the paper's; stacks against single parameters."""
+"""Adafactor compared with NumPy code after T5X, which follows the paper.
+
+Stacks are compared with single parameters.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,7 @@ from synthesizer_jax.primitives.parameters import abstract_variables, is_axes
 from tests.layers import cases as layers
 from tests.layers import contract
 
-MIN = 4  # so that small arrays are factored
+MIN = 4  # small arrays are factored, too
 
 
 def run_updates(tree, axes, gradients, *, min_size=MIN):
@@ -42,7 +45,7 @@ def make_problem(shape, axes):
         ((4, 5, 6), ("heads", "key_length", "synth_hidden")),
         ((4, 5, 2), ("heads", "query_length", "rank")),
         ((2, 3, 5, 6), ("layers", "heads", "query_length", "key_length")),
-        ((2, 3, 50, 8), ("layers", "heads", "query_length", "rank")),  # which T5X would factor
+        ((2, 3, 50, 8), ("layers", "heads", "query_length", "rank")),  # T5X would factor it
     ],
 )
 def test_a_stack_is_updated_like_single_parameters(shape, axes):
@@ -55,8 +58,8 @@ def test_a_stack_is_updated_like_single_parameters(shape, axes):
         np.testing.assert_allclose(stacked["x"][i], single["x"], rtol=1e-6, atol=1e-7)
 
 
-# T5X's `standard_logical_factor_rules` for the axes of T5; the last line is of those that it does
-# not have.
+# T5X's `standard_logical_factor_rules` for the axes of T5. The last line has axes that are not in
+# T5X.
 T5X_RULES = {
     **dict.fromkeys(("vocab", "mlp", "heads", "kv"), "column"),
     **{"embed": "row", "layers": "batch", "norm": "none"},
@@ -65,11 +68,10 @@ T5X_RULES = {
 
 
 def t5x_updates(x, axes, gradients, *, min_size, rate=0.1):
-    """The updates of T5X (Shazeer and Stern 2018, algorithms 4 and 5, with relative step sizes).
+    """Returns the updates of T5X (Shazeer and Stern 2018, algorithms 4 and 5, relative step sizes).
 
-    Rules determine how stacks are factored, and sizes whether single matrices are.
-
-    T5X stores the heads and kv dimensions of a kernel as one dimension.
+    Rules determine how stacks are factored, and sizes determine whether single matrices are. T5X
+    stores the heads and kv dimensions of a kernel as one dimension.
     """
     x = np.array(x, np.float64)
     rules = [T5X_RULES[a] for a in axes]
@@ -124,12 +126,12 @@ def test_equals_t5x(shape, axes, min_size):
 
 
 UNFACTORED = {None, "taps", "talk_to"}
-"""Axes of sentences' feed-forward networks and of dynamic kernels, whose moments are full."""
+"""Axes of sentence networks and of dynamic kernels, whose moments are not factored."""
 
 
 @pytest.mark.parametrize("name", layers.CASES)
 def test_kernels_of_all_layers_are_factored_and_biases_are_not(name):
-    """A new logical axis has to be grouped like those it stands for, as ``kv_heads`` like ``heads``."""
+    """A new logical axis must be grouped like similar ones, such as ``kv_heads`` like ``heads``."""
     case = layers.CASES[name]
     x = jax.ShapeDtypeStruct((2, contract.LENGTH, contract.D), jnp.float32)
     shapes, axes = abstract_variables(case.layer, x, mask=contract.mask(case.modes[-1]))
@@ -193,7 +195,7 @@ def test_schedules():
     np.testing.assert_allclose(jax.jit(cosine)(jnp.asarray(7)), 0.55, rtol=1e-5)
     linear = Linear(1.0, total_steps=6, warmup_steps=2).build()
     np.testing.assert_allclose([linear(s) for s in (1, 2, 4, 6, 9)], [1, 1, 0.5, 0, 0], atol=1e-6)
-    steps = np.arange(1, 9)  # the paper's, from 1
+    steps = np.arange(1, 9)  # the paper counts from 1
     noam = 2.0 * 64**-0.5 * np.minimum(steps**-0.5, steps * 4**-1.5)
     found = [Noam(64, warmup_steps=4, factor=2.0).build()(s - 1) for s in steps]
     np.testing.assert_allclose(found, noam, rtol=1e-6)

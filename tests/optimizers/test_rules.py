@@ -1,4 +1,7 @@
-"""Optimizers by name and rules by path, against NumPy and optax; layers; what is refused."""
+"""Optimizers by name and rules by path, compared with NumPy and optax.
+
+Rules for layers and errors are tested, too.
+"""
 
 import dataclasses
 import json
@@ -24,7 +27,7 @@ from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import CopyStream, experiment
 
 RATE, STEPS = 0.1, 4
-MODEL = nn.Dense(1)  # has no stacks: paths are the parameters' own
+MODEL = nn.Dense(1)  # it has no stacks, so the paths are those of the parameters
 AXES = dict.fromkeys("abcd", ("embed", "mlp"))
 RULES = (
     OptimizerRule("a", learning_rate=0.5),
@@ -41,7 +44,7 @@ def problem():
 
 
 class Sgd:
-    """The update of plain gradient descent; also of an optimizer of one's own."""
+    """The update of plain gradient descent, which a user's own optimizer makes, too."""
 
     def __call__(self, g, p, t):
         return -RATE * g
@@ -58,7 +61,7 @@ class Adam:
 
 
 class FullAdafactor:
-    """Algorithm 5 of Shazeer and Stern 2018: the tables here are too small to be factored."""
+    """Algorithm 5 of Shazeer and Stern 2018. The tables here are too small to be factored."""
 
     def __init__(self):
         self.v = 0.0
@@ -92,7 +95,7 @@ OPTIMIZERS = {
 
 
 def train(optimizer, params, gradients):
-    """Parameters after the updates, and the optimizer's state."""
+    """Returns the parameters after the updates, and the state of the optimizer."""
 
     @jax.jit
     def update(params, state, g):
@@ -106,7 +109,7 @@ def train(optimizer, params, gradients):
 
 
 def keys_of(tree):
-    """All keys of nested dictionaries in a pytree."""
+    """Returns all keys of nested dictionaries in a pytree."""
     paths = (path for path, _ in jax.tree.leaves_with_path(tree))
     return {
         entry.key for path in paths for entry in path if isinstance(entry, jax.tree_util.DictKey)
@@ -122,7 +125,8 @@ def test_every_optimizer_equals_numpy_under_rules(name):
     expected = {n: p.astype(np.float64) for n, p in params.items()}
     updates = {n: oracle() for n in params}
     for t, g in enumerate(gradients, 1):
-        norm = np.sqrt(sum((x**2).sum() for n, x in g.items() if n != "c"))  # c has no part in it
+        # c does not count, because it is frozen.
+        norm = np.sqrt(sum((x**2).sum() for n, x in g.items() if n != "c"))
         scale = 1.0 if clip is None else min(1.0, clip / norm)
         for n, factor in FACTORS.items():
             expected[n] += factor * updates[n](g[n].astype(np.float64) * scale, expected[n], t)
@@ -138,7 +142,7 @@ def test_a_state_with_random_keys_is_plain_arrays_from_which_it_goes_on():
     recipe = optax_optimizer("noisy_sgd", 0.1, key=7)
     optimizer = build_optimizer(recipe, (), model=MODEL, params=params, axes=AXES)
     begun, state = train(optimizer, params, gradients[:2])
-    plain = jax.tree.map(np.asarray, state)  # as a checkpoint holds it
+    plain = jax.tree.map(np.asarray, state)  # a checkpoint contains such arrays
     update = jax.jit(optimizer.update)
     for g in gradients[2:]:
         begun, plain = update(g, plain, begun)
@@ -189,7 +193,7 @@ def test_a_schedule_that_is_no_function_is_named():
 
 
 def tiny(*, scan=False, **changes):
-    """A trainer of two looped or scanned layers, without dropout."""
+    """Returns a trainer of a model with two looped or scanned layers, without dropout."""
     model = t5(
         Size(8, 2, 16, 2, 4),
         encoder=alignment("rv", head_dim=4, max_length=8),
@@ -209,7 +213,7 @@ LAYER_RULES = (
 
 @pytest.fixture(scope="module")
 def looped_and_scanned():
-    """Trainers, and the looped parameters before and after three steps in both layouts."""
+    """Trainers with both layouts, and the looped parameters before and after three steps."""
     results = []
     for scan in (False, True):
         optimizer = AdamW(learning_rate=Constant(0.01))
@@ -300,7 +304,7 @@ def test_a_schedule_by_name_equals_optax_also_from_a_saved_recipe(name):
 
 
 def test_state_of_another_shape_than_its_parameter_is_on_every_device():
-    """As the factors of optax's own Adafactor."""
+    """The factors of optax's own Adafactor are such a state."""
     axes, params = {"a": ("embed", "mlp")}, {"a": jnp.ones((128, 256))}
     state = optax_optimizer("adafactor").build(axes).init(params)
     found = state_axes(state, axes, params)
@@ -332,7 +336,7 @@ def test_a_number_is_a_constant_schedule(kind):
         (lambda: optax_optimizer("lyon"), r"optax has no 'lyon', did you mean 'lion'\?"),
         (lambda: optax_optimizer("sgd", beta=1.0), "optax.sgd: got an unexpected keyword argument"),
         (lambda: optax_optimizer("chain"), "optax has no 'chain'"),
-        (lambda: optax_optimizer("lbfgs"), "optax has no 'lbfgs'"),  # it takes more than gradients
+        (lambda: optax_optimizer("lbfgs"), "optax has no 'lbfgs'"),  # it needs more than gradients
         (lambda: optax_schedule("cosine_decay"), "did you mean 'cosine_decay_schedule'"),
         (lambda: optax_schedule("constant_schedule"), "missing a required argument: 'value'"),
     ],

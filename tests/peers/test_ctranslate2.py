@@ -1,4 +1,4 @@
-"""CTranslate2 decodes what `export` writes: the snippet of docs/serving.md."""
+"""CTranslate2 decodes with what `export` writes. This is the snippet of docs/serving.md."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every kind of folder that is taken, and the tokenizer of T5Gemma: `make test-peers`."""
+"""All kinds of folders that we read, and the tokenizer of T5Gemma. `make test-peers` runs these."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def test_every_kind_computes_what_transformers_computes(tmp_path, monkeypatch):
-    """The rows of the table in docs/finetune.md."""
+    """The models are the rows of the table in docs/finetune.md."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     for row in importlib.import_module("pretrained").rows(tmp_path):
         assert row["in"] <= 1e-5 and row["out"] <= 1e-5 and "no" not in row.values(), row
@@ -25,7 +25,10 @@ def test_every_kind_computes_what_transformers_computes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("older", [False, True])
 def test_codet5s_tokenizer_gives_the_same_ids(tmp_path, monkeypatch, older):
-    """From its ``tokenizer.json``, and from ``vocab.json`` and ``merges.txt``; exported, it is the same."""
+    """It is read from ``tokenizer.json``, or from ``vocab.json`` and ``merges.txt``.
+
+    After it is exported, it still gives the same ids.
+    """
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     importlib.import_module("pretrained").write_byte_level(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -43,14 +46,14 @@ def test_codet5s_tokenizer_gives_the_same_ids(tmp_path, monkeypatch, older):
     for text in ODD:
         ids = vocabulary.encode(text)
         assert written.decode(ids) == vocabulary.decode(ids)
-        if "<s>" not in text and "<mask>" not in text:  # which they find in a text
+        if "<s>" not in text and "<mask>" not in text:  # they find these in a text
             for theirs in (tokenizer, written):
                 assert theirs(text).input_ids == [*first, *ids, *last], text
 
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_gemmas_tokenizer_gives_the_same_ids(tmp_path, saved):
-    """From its SentencePiece model, and from the ``tokenizer.json`` that transformers makes of it."""
+    """It is read from its SentencePiece model, or from the ``tokenizer.json`` of transformers."""
     folder = make_folder(tmp_path / "a", CONFIGS["balanced"], {})
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     if saved:

@@ -1,4 +1,7 @@
-"""Adapters in PEFT's T5 and in ours compute the same, read and written: `make test-peers`."""
+"""Adapters compute the same in PEFT's T5 and in ours, read and written.
+
+`make test-peers` runs these tests.
+"""
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ peft = pytest.importorskip("peft")
 
 @pytest.fixture(params=["T5 1.0", "T5 1.1, FLAN-T5", "umT5"])
 def base(tmp_path, monkeypatch, request):
-    """The folder of a model with a tokenizer, named by a relative path, as PEFT names it."""
+    """The folder of a model with a tokenizer. Its relative path is the name that PEFT uses."""
     monkeypatch.chdir(tmp_path)
     make_model(TINY | FAMILIES[request.param]).save_pretrained("base")
     transformers.ByT5Tokenizer(extra_ids=125).save_pretrained("base")
@@ -53,7 +56,7 @@ def test_what_peft_saves_is_read(base, targets, options):
     for name, p in adapted.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(p, 0.0, 0.1)
-        elif "modules_to_save" in name:  # copies of one parameter have the same values
+        elif "modules_to_save" in name:  # copies of a parameter have the same values
             rng = np.random.default_rng(p.numel())
             p.data += torch.tensor(0.1 * rng.standard_normal(p.shape), dtype=p.dtype)
     adapted.save_pretrained("adapters")
@@ -63,7 +66,7 @@ def test_what_peft_saves_is_read(base, targets, options):
 
 
 def test_every_option_is_known():
-    """PEFT's own defaults are read, and an option that PEFT adds is looked at here."""
+    """PEFT's defaults are read. If PEFT adds an option, this test fails."""
     written = peft.LoraConfig().to_dict()
     assert sorted(written.keys() - OPTIONS.keys() - IGNORED) == []
     for name, allowed in OPTIONS.items():

@@ -1,4 +1,4 @@
-"""Models of transformers and their conversions compute the same: `make test-peers`."""
+"""Models of transformers and their conversions compute the same. `make test-peers` runs this."""
 
 import itertools
 import json
@@ -28,22 +28,25 @@ from tests.pretrained.test_round_trip import OUTPUT, make_configs, projection
 CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", "t5gemma": "T5Gemma"}
 LENGTH = 12
 TOLERANCE = 1e-5
-"""Largest accepted deviation, as a share of the largest logit."""
+"""The largest accepted deviation, relative to the largest logit."""
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 
 def check_logits(folder: pathlib.Path, model: TokenModel, variables: Variables) -> None:
-    """Compares logits, or an encoder's states, with those of a folder's model."""
+    """Compares logits, or the states of an encoder, with those of the model in a folder."""
     compare_logits(load_reference(folder, model), model, variables)
 
 
 def compare_logits(reference, model: TokenModel, variables: Variables) -> None:
-    """Compares logits, or an encoder's states, of two random examples with those of transformers."""
+    """Compares logits, or the states of an encoder, with those of transformers.
+
+    The inputs are two random examples.
+    """
     assert deviation(reference, model, variables) <= TOLERANCE
 
 
 def deviation(reference, model: TokenModel, variables: Variables) -> float:
-    """The largest, as a share of the largest logit or state."""
+    """Returns the largest deviation, relative to the largest logit or state."""
     rng, ids = np.random.default_rng(0), model.ids
     inputs = rng.integers(3, model.vocab_size, (2, 12))
     inputs[1, 7:] = ids.padding
@@ -65,7 +68,7 @@ def load_reference(folder: pathlib.Path, model: TokenModel):
     cls = getattr(transformers, f"{CLASSES[family]}{kind}")
     options = (
         {"attn_implementation": "eager"} if family == "t5gemma" else {}
-    )  # version 4's other has no cap
+    )  # the other class of version 4 has no cap
     reference = cls.from_pretrained(str(folder), local_files_only=True, **options).float().eval()
     if family == "umt5" and not model.tied:
         # Version 5 scales the outputs as if the embedding were the output projection.
@@ -82,7 +85,7 @@ def _reference_outputs(reference, inputs, targets, real) -> np.ndarray:
 
 
 def make_model(config, seed=0):
-    """A model of transformers with random weights."""
+    """Returns a model of transformers with random weights."""
     torch.manual_seed(seed)
     name = CLASSES[config["model_type"]]
     fields = {k: v for k, v in config.items() if k not in ("model_type", "architectures")}
@@ -96,7 +99,7 @@ def make_model(config, seed=0):
 
 
 def read(folder):
-    """The model and variables of a folder without a tokenizer."""
+    """Returns the model and the variables of a folder without a tokenizer."""
     with open_pretrained(folder) as pretrained:
         return pretrained.model, {"params": read_params(pretrained)}
 
@@ -113,7 +116,7 @@ def test_what_transformers_saves_is_read(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["t5", "mt5", "umt5"])
 def test_outputs_are_projected_as_the_round_trip_says(tmp_path, family):
-    """Of every configuration of the installed version, see tests/pretrained/test_round_trip.py."""
+    """For all configurations of the installed version; see tests/pretrained/test_round_trip.py."""
     version = int(transformers.__version__.split(".")[0])
     compared = 0
     for i, (written_by, config, tensors) in enumerate(make_configs(family)):
@@ -121,7 +124,7 @@ def test_outputs_are_projected_as_the_round_trip_says(tmp_path, family):
         if written_by != version or expected is None:
             continue
         if family == "umt5" and version == 5 and OUTPUT in tensors:
-            continue  # it is scaled, which no umT5 was trained with
+            continue  # its outputs are scaled, and no umT5 was trained so
         folder = make_folder(tmp_path / str(i), config, tensors)
         cls = getattr(transformers, f"{CLASSES[family]}ForConditionalGeneration")
         ids = torch.as_tensor([[5, 7, 9]])
@@ -148,7 +151,7 @@ def test_torch_files_are_read(tmp_path, family):
 
 
 class Executed:
-    """Its pickle creates a file."""
+    """An object whose pickle creates a file."""
 
     def __init__(self, path):
         self.path = path
@@ -207,7 +210,7 @@ def test_an_encoder_alone_has_the_same_states(tmp_path):
 @pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "umT5"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_text_encoders_have_the_same_states(tmp_path, family, masked):
-    """At padded positions, too, of a whole folder and of one as pipelines of diffusers have it."""
+    """Padded positions are compared, too, in a whole folder and in one of a diffusers pipeline."""
     config = TINY | FAMILIES[family]
     make_model(config).save_pretrained(tmp_path / "whole", max_shard_size="20KB")
     cls = getattr(transformers, f"{CLASSES[config['model_type']]}EncoderModel")
@@ -235,7 +238,7 @@ def test_text_encoders_have_the_same_states(tmp_path, family, masked):
 
 
 def next_log_p(reference, inputs):
-    """The log-probabilities of continuations of one example, by transformers."""
+    """Returns a function for the log-probabilities of continuations, computed by transformers."""
 
     def log_p(prefixes):
         rows = torch.as_tensor([(0, *prefix) for prefix in prefixes])
@@ -251,7 +254,7 @@ def next_log_p(reference, inputs):
 
 @pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "mT5", "umT5", "efficient"])
 def test_decoded_ids_are_the_same(tmp_path, family):
-    """Greedily by its own `generate`, and with beams by T5's rule on its logits."""
+    """Greedy decoding is compared with `generate`, and beam search with T5's rule on its logits."""
     reference = make_model(TINY | FAMILIES[family] | {"vocab_size": 12})
     with torch.no_grad():
         reference.lm_head.weight[1] *= 3.0  # sequences end
@@ -265,7 +268,7 @@ def test_decoded_ids_are_the_same(tmp_path, family):
                 torch.as_tensor(inputs),
                 attention_mask=torch.as_tensor(inputs != 0),
                 max_new_tokens=LENGTH,
-                use_cache=False,  # its cache fails where the stacks differ in depth
+                use_cache=False,  # its cache fails if the stacks have different depths
                 do_sample=False,
                 repetition_penalty=penalty,
                 no_repeat_ngram_size=ngram,
@@ -305,7 +308,10 @@ ODD = [
     *("a ▁ b", "▁▁", "▁▁x"),
 ]
 NOT_FAST = ["</s>", "a </s> b", "<pad>", "<unk> x", "a\u0300\u0301", "①\u0301", "x\x85y"]
-"""What the library ``tokenizers`` does not read as SentencePiece; docs/finetune.md names it."""
+"""Texts that the library ``tokenizers`` reads differently from SentencePiece.
+
+They are described in docs/finetune.md.
+"""
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trained", "T5"])
@@ -334,7 +340,7 @@ def test_an_exported_tokenizer_gives_the_same_ids(tmp_path, request, kind, fast)
 
 @pytest.mark.parametrize("family", [*FAMILIES, "unscaled"])
 def test_after_training_predictions_are_equal(tmp_path, family):
-    """From a folder that this version of transformers writes to one that it reads."""
+    """The folder is written by this version of transformers, exported, and read by it."""
     config = TINY | FAMILIES.get(family, UNTIED)
     reference = make_model(config)
     if family != "unscaled" and not config["tie_word_embeddings"]:
@@ -347,7 +353,7 @@ def test_after_training_predictions_are_equal(tmp_path, family):
     trained = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, "f"), variables)
     (tmp_path / "back").mkdir()
     write_folder(tmp_path / "back", model, trained, vocabulary)
-    # Version 5's AutoTokenizer takes no class for a umT5.
+    # AutoTokenizer of version 5 has no class for umT5.
     automatic = transformers.AutoTokenizer if family != "umT5" else transformers.ByT5Tokenizer
     tokenizer = automatic.from_pretrained(tmp_path / "back")
     exported = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "back").eval()

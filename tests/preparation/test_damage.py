@@ -1,4 +1,4 @@
-"""Damaged files of data: each ends in one sentence with its place and a remedy."""
+"""Damaged data files: each gives one sentence with the place and a remedy."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ TASK = "damaged_rows"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A data directory with an imported and prepared task, and its vocabulary."""
+    """A data directory with an imported and prepared task and its vocabulary."""
     folder = tmp_path_factory.mktemp("whole")
     lines = [json.dumps({"text": f"is {i} even", "label": str(i % 2)}) for i in range(30)]
     (folder / "a.jsonl").write_text("\n".join(lines))
@@ -36,7 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def read(folder: pathlib.Path, *, prepares: bool = False) -> PreparedTasks:
-    """Reads everything, the data set only if it is to be prepared."""
+    """Reads everything. The data set is only read if it is to be prepared."""
     task_registry.add_imported(folder)
     prepared = PreparedTasks(folder, SentencePiece(str(folder / "v.model")).build())
     if prepares:
@@ -100,14 +100,15 @@ def test_damage_is_one_sentence_with_its_path_and_remedy(whole, tmp_path, monkey
         path.unlink() if edit is None else path.write_bytes(edit(data))
         with pytest.raises(ValueError, match=remedy) as error:
             read(folder, prepares=STORED in name and "task.json" not in name)
-        said = str(error.value)  # TFDS does not tell which of its files it could not read
+        # TFDS does not say which of its files it could not read.
+        said = str(error.value)
         assert str(folder if remedy == IMPORT else path) in said
         assert "\n" not in said and "{{" not in said
         path.write_bytes(data)
 
 
 def test_files_of_another_version_are_not_prepared(whole, tmp_path):
-    """Those of an earlier one without digests of rows are read."""
+    """Files of an earlier version without digests of rows are read."""
     folder = pathlib.Path(shutil.copytree(whole, tmp_path / "data"))
     (info,) = folder.glob(f"{PREPARED}/info.json")
     record = json.loads(info.read_text())

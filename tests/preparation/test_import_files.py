@@ -68,7 +68,7 @@ def write(folder, files):
 
 
 def rows(*sources, **options):
-    """The rows of every split that arguments name."""
+    """Returns the rows of all splits that the arguments name."""
     found = find_splits([str(s) for s in sources], **options)
     return {split: [row for _, row in part.rows()] for split, part in found.items()}
 
@@ -119,7 +119,10 @@ def test_arguments_name_files_folders_and_columns(tmp_path):
 
 
 def test_a_line_ends_at_a_newline_alone(tmp_path):
-    """Other separators are characters of the text, and a newline loses the CR before it."""
+    """Other separators are characters of the text.
+
+    A CR before a newline does not belong to the line.
+    """
     odd = "a\rb\u2028c\x85d\x0be\x1c"
     write(tmp_path, {
         "a.en": f"{odd}\r\ntwo\n", "a.de": "eins\nzwei\rdrei", "a.tsv": f"x\ty\n{odd}\t1\n",
@@ -135,7 +138,7 @@ def test_a_line_ends_at_a_newline_alone(tmp_path):
 
 @pytest.mark.parametrize("header", ["text,label", "label,text", ' Text,"LABEL"'])
 def test_columns_that_the_file_names_too_are_refused(tmp_path, header):
-    """Otherwise the header would be a row; values that are no header are one."""
+    """Otherwise, the header would become a row. Values that are not names of columns are a row."""
     _, _, lines = CSV.partition(b"\n")
     write(tmp_path, {"a.csv": header.encode() + b"\n" + lines, "b.csv": lines + b"label,text\n"})
     source, names = f"train={tmp_path}/a.csv", ["text", "label"]
@@ -464,7 +467,7 @@ def test_an_empty_target_belongs_to_a_split_that_is_only_predicted(tmp_path):
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet", "aligned"])
 def test_a_target_that_shows_nothing_is_an_empty_one(tmp_path, kind):
-    """Blanks of all kinds in files of all kinds, and within a sentence."""
+    """The blanks are of all kinds, in files of all kinds. Within a sentence, they do not matter."""
     blank = "\u00a0 \u200b\ufeff\u2028\u3000\u00ad"
     row = {"text": "a film", "label": blank}
     files = {
@@ -490,7 +493,7 @@ def test_a_target_that_shows_nothing_is_an_empty_one(tmp_path, kind):
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_rows_whose_target_is_hidden_are_not_trained_on(tmp_path, split):
-    """Of a whole import without targets, and of the test split of a task with labels."""
+    """This holds for an import without any targets, and for the test split of a labeled task."""
     data = CSV + b"a film,\r\n"
     hidden = data.replace(b"1", b"").replace(b"0", b"")
     write(tmp_path, {"a.csv": data if split == "test" else hidden})
@@ -513,7 +516,7 @@ def test_rows_whose_target_is_hidden_are_not_trained_on(tmp_path, split):
 
 
 def test_labels_that_the_vocabulary_cannot_tell_apart_are_refused(tmp_path):
-    """Before anything is prepared or trained on; other targets are counted."""
+    """This is checked before anything is prepared or trained on. Other targets are only counted."""
     vocabulary = tmp_path / "v.model"
     train_sentencepiece(["a small fine film review: dull"] * 9, vocabulary, vocab_size=20)
     known = SentencePiece(str(vocabulary)).build()
@@ -539,7 +542,10 @@ def test_labels_that_the_vocabulary_cannot_tell_apart_are_refused(tmp_path):
 
 
 def test_a_task_of_a_script_is_prepared_from_python(tmp_path, monkeypatch, capsys):
-    """A run of it ends with what prepares it; so does one whose data is imported anew."""
+    """A run with the task ends with the code that prepares it.
+
+    So does a run on newly imported data.
+    """
     write(tmp_path, {"a.jsonl": JSON_LINES})
     splits = find_splits([f"train={tmp_path}/a.jsonl,validation={tmp_path}/a.jsonl"])
     import_files(describe(), splits, tmp_path)

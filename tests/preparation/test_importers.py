@@ -1,4 +1,4 @@
-"""Benchmarks and corpora in the layouts in which they are published: rows, sizes, errors."""
+"""Benchmarks and corpora in the layouts of their publishers: rows, sizes and errors."""
 
 import functools
 import gzip
@@ -30,7 +30,11 @@ from synthesizer_jax.tasks.definitions import DEFINITIONS
 
 
 def place(root: pathlib.Path, files: dict) -> pathlib.Path:
-    """Writes files: texts, bytes, and others as JSON; of a list of JSON values a line each."""
+    """Writes files.
+
+    Texts and bytes are written as they are, and other values as JSON. A list of JSON values gets
+    one line for each value.
+    """
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +53,7 @@ def stored(data_dir: pathlib.Path, name: str, split: str) -> list[dict]:
 
 
 def texts(rows: list[dict], *names: str) -> list[tuple]:
-    """The values of some features of all rows, sorted, bytes as texts."""
+    """Returns the values of some features for all rows, sorted, with bytes as texts."""
     found = ([row[name] for name in names] for row in rows)
     return sorted(tuple(v.decode() if isinstance(v, bytes) else v for v in row) for row in found)
 
@@ -109,7 +113,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-    """Both archives in small, and the reports of their imports."""
+    """Small versions of both archives, and the reports of their imports."""
     target = tmp_path_factory.mktemp("data")
     reports = {
         name: import_archive(name, place(tmp_path_factory.mktemp(name), files), target)
@@ -144,11 +148,14 @@ HUB = {
     **dict.fromkeys(("mnli", "mnli_matched", "ax"), ("entailment", "neutral", "contradiction")),
     "wnli": ("not_entailment", "entailment"),
 }
-"""GLUE's classes in the order of the numbers in the Parquet files of the Hugging Face hub."""
+"""The classes of GLUE in the order of the numbers in the hub's Parquet files."""
 
 
 def glue(config, stem):
-    """The rows of a file of GLUE: texts by feature and column, and the labels of both layouts."""
+    """Yields the rows of a file of GLUE.
+
+    They are texts by feature and column, and the labels in both layouts.
+    """
     settings = tfds.builder_cls("glue").builder_configs[config]
     columns = dict(settings.text_features)
     if config == "mrpc":
@@ -166,7 +173,7 @@ def glue(config, stem):
 
 
 def rows_of(benchmark, source):
-    """The rows of all files as TFDS stores them."""
+    """Returns the rows of all files, as TFDS stores them."""
     found = {}
     for report in archive_reports(benchmark, source):
         if report.files:
@@ -192,7 +199,7 @@ def test_glue_of_the_archive_in_either_case_and_of_parquet_files_is_the_same(tmp
         config = dataset.partition("/")[2]
         for split, layout in splits.items():
             if config == "mnli_mismatched":
-                continue  # in the folders of mnli
+                continue  # they are in the folders of mnli
             folder, stem = pathlib.Path(layout.patterns[0]).with_suffix("").parts
             rows, hub = zip(*glue(config, stem), strict=True)
             table = [list(rows[0]), *(map(str, row.values()) for row in rows)]
@@ -214,7 +221,8 @@ def test_glue_of_the_archive_in_either_case_and_of_parquet_files_is_the_same(tmp
 def test_super_glue_of_parquet_files_is_the_same(tmp_path):
     published = rows_of("super_glue", place(tmp_path / "from", FILES["super_glue"]))
     for (dataset, split), rows in published.items():
-        if "record" in dataset:  # the hub's sets have no order, and there are more columns
+        # The hub's data sets have no order, and they have more columns.
+        if "record" in dataset:
             rows = [row | {"entities": row["entities"][::-1], "entity_spans": []} for row in rows]
         path = tmp_path / "hub" / dataset.partition("/")[2] / split / "0000.parquet"
         write_parquet(path, rows)
@@ -306,7 +314,7 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_tasks_data_set_is_made_of_files_that_a_user_names(tmp_path, name):
-    """Aligned, with columns, with more fields than are read, with other names of labels."""
+    """Files are aligned, have columns, have more fields than are read, or have other labels."""
     files, contents, options, expected = NAMED[name]
     at, labels = f"{place(tmp_path / 'from', contents)}/", options.pop("labels", {})
     splits = find_splits([f"train={at}{files.format(at)}"], **options)

@@ -1,4 +1,4 @@
-"""What is prepared against what SeqIO reads, what becomes of interruptions and changes, and damage."""
+"""Prepared data compared with what SeqIO reads, and what interruptions, changes and damage do."""
 
 import os
 import pathlib
@@ -33,7 +33,7 @@ SIDES = ("inputs", "targets")
 
 
 def questions(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Rows of lines ``NUMBER TEXT``, with features of every kind."""
+    """Makes rows from lines ``NUMBER TEXT``, with features of all kinds."""
 
     def question(line: tf.Tensor) -> dict[str, tf.Tensor]:
         words = tf.strings.split(line)
@@ -56,20 +56,20 @@ def texts(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def halve(dataset: tf.data.Dataset, sequence_length: dict[str, int]) -> tf.data.Dataset:
-    """Leaves half of the inputs that a row has room for."""
+    """Keeps half of the inputs for which a row has room."""
     room = sequence_length["inputs"] // 2
     return dataset.map(lambda row: row | {"inputs": row["inputs"][:room]})
 
 
 @seqio.map_over_dataset(num_seeds=1)
 def noise(row: dict, seed: tf.Tensor) -> dict:
-    """A random id at the end of the targets."""
+    """Adds a random id at the end of the targets."""
     number = tf.random.stateless_uniform([1], seed, 3, 200, tf.int32)
     return row | {"targets": tf.concat([row["targets"], number], 0)}
 
 
 def without_texts(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """As preprocessors that tokenize themselves."""
+    """Drops the texts, like preprocessors that tokenize themselves."""
     return dataset.map(lambda row: {k: v for k, v in row.items() if "pretokenized" not in k})
 
 
@@ -87,7 +87,7 @@ NAMES = [*STEPS, f"{BOOLQ}_1_sentinel"]
 
 
 def register(folder: pathlib.Path) -> None:
-    """Adds tasks over three files of lines to SeqIO's registry, and BoolQ with and without a sentinel."""
+    """Adds tasks to SeqIO's registry: files of lines, and BoolQ with and without a sentinel."""
     files = {split: str(folder / f"{split}-*.txt") for split in LINES}
     feature = seqio.Feature(seqio.PassThroughVocabulary(99), add_eos=True)
     for name, (first, rest) in STEPS.items():
@@ -115,7 +115,7 @@ def register(folder: pathlib.Path) -> None:
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """Files of lines and BoolQ as a TFDS data set; nothing is prepared."""
+    """Files of lines, and BoolQ as a TFDS data set. Nothing is prepared."""
     folder = tmp_path_factory.mktemp("data")
     for split, count in LINES.items():
         for part in range(3):
@@ -138,7 +138,10 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]
 
 @pytest.fixture
 def own_dir(data_dir: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A copy of the data sets in which something may be prepared; lines are where they were."""
+    """A copy of the data sets, in which tests may prepare data.
+
+    The files of lines are not copied.
+    """
     ignored = shutil.ignore_patterns("prepared")
     return pathlib.Path(shutil.copytree(data_dir, tmp_path / "data", ignore=ignored))
 
@@ -152,7 +155,7 @@ def prepared_in(folder: pathlib.Path, name: str, **options: object) -> PreparedT
 def seqio_rows(
     folder: pathlib.Path, name: str, split="train", *, lengths=LENGTHS, seed=0
 ) -> list[dict]:
-    """The rows of SeqIO's own pipeline."""
+    """Returns the rows of SeqIO's own pipeline."""
     task = seqio_tasks.find_registered(name.replace(BOOLQ, THEIRS)).to_seqio(BYTES, folder)
     dataset = task.get_dataset(lengths, split, shuffle=False, seed=seed, try_in_mem_cache=False)
     return list(dataset.as_numpy_iterator())
@@ -252,7 +255,10 @@ def test_only_the_named_tasks_are_prepared(own_dir: pathlib.Path) -> None:
 def test_a_killed_preparation_of_shards_goes_on_where_it_was(
     data_dir: pathlib.Path, own_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """File by file; SeqIO interleaves the files of one shard. What is there is read until then."""
+    """It continues file by file, while SeqIO interleaves the files of a shard.
+
+    Older files are used.
+    """
     name, options, written = "prepared_trimmed", {"evaluation_splits": ()}, []
     whole = read(prepared_in(data_dir, name, **options).open(name, "train", LENGTHS))
     monkeypatch.setattr(preparing, "ONE_SHARD", 20)

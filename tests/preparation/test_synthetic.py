@@ -1,4 +1,4 @@
-"""The generated mixture: the same everywhere, balanced, disjoint, in T5's formats, whole on disk."""
+"""The generated mixture: the same everywhere, balanced, disjoint, in T5's formats, and complete."""
 
 import collections
 import hashlib
@@ -20,7 +20,7 @@ def rows():
 
 
 def test_other_rows_need_another_version(rows):
-    """What is written is recognised by `VERSION`; a change of the rows raises it."""
+    """`VERSION` identifies the rows that are written. A change of the rows must raise it."""
     text = "".join(json.dumps(rows[c, "validation"], sort_keys=True) for c in sorted(DEFINITIONS))
     found = hashlib.sha256(text.encode()).hexdigest()[:16]
     assert (VERSION, found) == ("1.0.0", "0143ca47d95c4f38")
@@ -41,7 +41,7 @@ def test_splits_are_disjoint_and_labels_balanced(rows):
 
 
 def test_what_is_written_is_what_tasks_read(synthetic_data, tmp_path, monkeypatch):
-    small = {split: size // 10 for split, size in SIZES.items()}  # as `synthetic_data` has them
+    small = {split: size // 10 for split, size in SIZES.items()}  # as in `synthetic_data`
     monkeypatch.setattr(synthetic, "SIZES", small)
     own = vocabulary(synthetic_data).build()
     assert own.vocab_size == VOCAB_SIZE
@@ -54,9 +54,9 @@ def test_what_is_written_is_what_tasks_read(synthetic_data, tmp_path, monkeypatc
         ]
         written = list(synthetic.examples(config, "validation"))
         assert shown == [as_text(task, row) for row in written] and len(shown) == 60
-        assert max(len(x) for x in examples.inputs) <= 32  # nothing is cut in the quickstart
+        assert max(len(x) for x in examples.inputs) <= 32  # the quickstart cuts nothing
         right = next(iter(examples.score(examples.target_words).values()))
-        # WSC's held-out rows ask for the referent whether it is the right one or not.
+        # The held-out rows of WSC ask for the referent, whether it is the right one or not.
         assert right == pytest.approx(50 if config == "wsc" else 100, abs=1)
     data_dir = shutil.copytree(synthetic_data, tmp_path / "data")
     times = {p: p.stat().st_mtime_ns for p in data_dir.rglob("*") if p.is_file()}

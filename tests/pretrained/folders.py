@@ -1,7 +1,7 @@
-"""Folders as transformers saves them, made here from random numbers, and what a T5 computes with them.
+"""Folders as transformers saves them, with random numbers, and what a T5 computes with them.
 
-The names of the tensors and the computation are written down from transformers' T5, independently of
-the package, in NumPy and float64.
+The names of the tensors and the computation are written down from transformers' T5, independently
+of the package, in NumPy with float64.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Random tensors under transformers' names."""
+    """Returns random tensors with transformers' names."""
     rng, tensors = np.random.default_rng(seed), {}
     d, inner, ff = config["d_model"], config["num_heads"] * config["d_kv"], config["d_ff"]
 
@@ -88,7 +88,7 @@ def make_folder(
     dtype: Any = np.float32,
     variant=None,
 ):
-    """Writes ``config.json``, safetensors and ByT5's tokenizer; returns the folder.
+    """Writes ``config.json``, safetensors and ByT5's tokenizer, and returns the folder.
 
     The names of a variant are those of transformers' ``save_pretrained(folder, variant=variant)``.
     """
@@ -114,14 +114,15 @@ def make_folder(
 
 
 def rounded(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors after a round trip through bfloat16."""
+    """Returns the tensors after a round trip through bfloat16."""
     return {n: x.astype(ml_dtypes.bfloat16).astype(np.float32) for n, x in tensors.items()}
 
 
 def logits(config: dict, tensors: dict, inputs: np.ndarray, targets, *, real=None) -> np.ndarray:
-    """What ``T5ForConditionalGeneration`` computes for ``[k]`` inputs and ``[q]`` decoder inputs.
+    """Returns what ``T5ForConditionalGeneration`` computes for inputs ``[k]`` and targets ``[q]``.
 
-    Without targets the encoder's states, where all tokens see the first `real` ones; None: all.
+    Without targets, it returns the states of the encoder, in which all tokens see the first `real`
+    tokens. None means all tokens.
     """
     w = {name: x.astype(np.float64) for name, x in tensors.items()}
     heads, width = config["num_heads"], config["d_kv"]
@@ -190,14 +191,14 @@ TARGETS = np.array([[0, 15, 220, 3, 18, 2]])
 def deviation(
     model: Any, variables: Any, config: dict[str, Any], tensors: dict[str, np.ndarray]
 ) -> float:
-    """That of a model's logits from those of the tensors, as a share of the largest."""
+    """Returns the deviation of a model's logits, relative to the largest logit of the tensors."""
     found = jax.jit(model.apply)(variables, INPUTS, TARGETS)[0]
     expected = logits(config, tensors, INPUTS[0], TARGETS[0])
     return np.abs(found - expected).max() / np.abs(expected).max()
 
 
 def buckets(n: int, config: dict[str, Any], causal: bool) -> np.ndarray:
-    """T5's bucket of every pair ``[q, k]``, one by one (Raffel et al. 2020, section 2.1)."""
+    """Returns T5's bucket of every pair ``[q, k]`` (Raffel et al. 2020, section 2.1)."""
     found = np.zeros((n, n), int)
     for q in range(n):
         for k in range(n):

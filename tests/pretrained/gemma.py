@@ -1,4 +1,4 @@
-"""T5Gemma's configuration, tokenizer and block, written down from its public definition, in NumPy."""
+"""T5Gemma's configuration, tokenizer and block in NumPy, written from its public definition."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MADLAD = {
     "decoder_start_token_id": 0,
     "vocab_size": VOCAB_SIZE,
 }
-"""Ids of MADLAD-400, a T5 1.1."""
+"""The ids of MADLAD-400, which is a T5 1.1."""
 CODET5 = {
     "pad_token_id": 0,
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
     "vocab_size": VOCAB_SIZE,
 }
-"""Ids of CodeT5, a T5 1.0."""
+"""The ids of CodeT5, which is a T5 1.0."""
 
 _SMALL: dict[str, Any] = {
     "pad_token_id": 0,
@@ -44,7 +44,7 @@ _SCALED = _SMALL | {
     "rope_parameters": _SMALL["rope_parameters"] | {"rope_type": "linear", "factor": 4.0}
 }
 _LARGE = {name: value for name, value in _SMALL.items() if name != "rope_parameters"}
-_LARGE["rope_scaling"] = {"rope_type": "linear", "factor": 3.0}  # as version 4 has it
+_LARGE["rope_scaling"] = {"rope_type": "linear", "factor": 3.0}  # as in version 4 of transformers
 _LARGE |= {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
     "balanced": {"encoder": _SMALL, "decoder": _SMALL, "vocab_size": VOCAB_SIZE},
@@ -54,7 +54,10 @@ CONFIGS["unbalanced"]["tie_word_embeddings"] = False
 
 
 def write_tokenizer(folder: pathlib.Path, *, gemma: bool = True) -> None:
-    """Writes a small tokenizer with Gemma's ids, or with MADLAD's: unknown 0, padding 1, EOS 2."""
+    """Writes a small tokenizer with the ids of Gemma or of MADLAD.
+
+    MADLAD has the ids unknown 0, padding 1 and EOS 2.
+    """
     options: dict[str, Any] = {"normalization_rule_name": "identity", "byte_fallback": True}
     fields, file = (
         {"tokenizer_class": "T5Tokenizer", "pad_token": "<s>", "extra_ids": 0},
@@ -83,7 +86,7 @@ def write_tokenizer(folder: pathlib.Path, *, gemma: bool = True) -> None:
 
 
 def make_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Random tensors under the names of ``T5GemmaForConditionalGeneration``."""
+    """Returns random tensors with the names of ``T5GemmaForConditionalGeneration``."""
     rng, tensors = np.random.default_rng(0), {}
 
     def add(name: str, *shape: int) -> None:
@@ -120,7 +123,7 @@ def make_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def make_folder(folder: pathlib.Path, config: dict, tensors: dict[str, np.ndarray]) -> pathlib.Path:
-    """Writes ``config.json``, safetensors and a tokenizer."""
+    """Writes ``config.json``, safetensors and a tokenizer, and returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "t5gemma", **config}))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -129,7 +132,7 @@ def make_folder(folder: pathlib.Path, config: dict, tensors: dict[str, np.ndarra
 
 
 def logits(config: dict, tensors: dict, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """What ``T5GemmaForConditionalGeneration`` computes for ``[k]`` inputs and ``[q]`` decoder inputs."""
+    """Returns what ``T5GemmaForConditionalGeneration`` computes for ``[k]`` and ``[q]`` tokens."""
     w = {name.removesuffix(".weight"): x.astype(np.float64) for name, x in tensors.items()}
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub by name; tests/peers asks the library itself for them."""
+"""Models of the Hugging Face hub by name. tests/peers tests them with the library itself."""
 
 import fnmatch
 import json
@@ -36,12 +36,15 @@ def snapshot_download(name, *, revision, allow_patterns):
             shutil.copy(path, to / name)
     return str(to)
 """.replace("COMMIT", COMMIT)
-"""What is used of the library, with a folder in the place of the hub."""
+"""A replacement of the library, which has a folder in place of the hub."""
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Folders of models on the hub are ``hub/NAME/REVISION``; the working directory is empty."""
+    """A folder in which ``hub/NAME/REVISION`` are models of the hub.
+
+    The working directory is empty.
+    """
     place = tmp_path / "library"
     place.mkdir()
     (place / "huggingface_hub.py").write_text(HUB)
@@ -80,7 +83,10 @@ def test_adapters_name_their_base_and_its_revision(hub):
 
 
 def test_a_name_has_the_ids_of_the_folder(hub):
-    """Also as the base of adapters; ``generation_config.json`` names ids that ``config.json`` does not."""
+    """So do adapters with this base.
+
+    ``generation_config.json`` has ids that ``config.json`` lacks.
+    """
     config, tensors = TINY | UNTIED, make_tensors(TINY | UNTIED)
     folder = make_folder(hub / "hub" / NAME / "main", config, tensors)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 107]}))
@@ -110,12 +116,13 @@ def test_every_file_that_is_read_is_downloaded(hub, monkeypatch):
         "tokenizer.json",
         "adapter_config.json",
     } <= found
-    of_others = {"experiment.json", "checkpoint", "manifest.ocdbt", "_METADATA"}  # runs and T5X
+    # These are names of files of runs and of T5X.
+    of_others = {"experiment.json", "checkpoint", "manifest.ocdbt", "_METADATA"}
     assert {name for name in asked - found if not name.startswith("pytorch_model")} <= of_others
 
 
 def test_the_first_t5s_have_no_owner(hub):
-    """Adapters that were made in those years name their base so."""
+    """Adapters that were made then name their base in this way."""
     tensors = make_tensors(TINY)
     folder = make_folder(hub / "hub" / "google-t5" / "t5-base" / "main", TINY, tensors)
     same(load("t5-base"), load(folder))
@@ -134,7 +141,7 @@ def test_a_path_that_exists_wins(hub):
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
 def test_a_folder_and_a_variant_of_a_repository(hub, variant):
-    """Of a pipeline only the text encoder and its tokenizer are downloaded, of these one variant."""
+    """Of a pipeline, only one variant of the text encoder and its tokenizer are downloaded."""
     pipeline = hub / "hub" / "owner" / "pipeline" / "main"
     encoder = make_folder(pipeline / "text_encoder_2", TINY, make_tensors(TINY, seed=1), shards=2)
     make_folder(pipeline / "text_encoder_2", TINY, make_tensors(TINY), shards=2, variant="fp16")

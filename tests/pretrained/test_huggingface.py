@@ -1,4 +1,4 @@
-"""Folders of transformers come in, whole or not at all."""
+"""Folders of transformers are read completely or not at all."""
 
 import contextlib
 import json
@@ -72,7 +72,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 @pytest.mark.parametrize(
     ("file", "fields", "message"),
     [
-        # What the model is comes before its ids and sizes.
+        # The kind of the model is checked before its ids and sizes.
         (
             CONFIG,
             {"model_type": "llama", "d_model": None},
@@ -120,7 +120,7 @@ def test_what_is_given_or_whole_comes_before_a_tokenizer_and_an_index(tmp_path):
     folder = make_folder(tmp_path / "source", TINY, make_tensors(TINY))
     (folder / "model.safetensors.index.json").write_text(
         '{"weight_map": {}}'
-    )  # transformers reads none
+    )  # transformers does not read it
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="or name one with --vocabulary"):
@@ -215,7 +215,7 @@ def test_an_encoder_alone_is_not_converted(tmp_path):
 
 
 def test_constants_and_shared_layers_are_not_converted(tmp_path):
-    """A table that is not trained would be left out, and a Universal Transformer has no layers."""
+    """A table that is not trained would be lost, and a Universal Transformer has no layers."""
     recipe = experiment()
     fixed = alignment("fix", head_dim=4, max_length=8)
     model = student_model(recipe.model, (Replacement(fixed, place="decoder"),))

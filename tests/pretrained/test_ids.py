@@ -1,4 +1,4 @@
-"""Models with other ids of padding, end and start than T5's: MADLAD's are 1, 2 and 0."""
+"""Models with other ids of padding, end and start than T5. MADLAD has 1, 2 and 0."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from tests.pretrained.gemma import MADLAD, write_tokenizer
 
 CONFIG = TINY | UNTIED | MADLAD
 INPUTS = np.array([9, 0, 50, 7, 2])
-"""With 0, which is text that is not known."""
+"""Token ids with 0, which stands for unknown text."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_padding_and_start_are_those_of_the_model(madlad):
 
 
 def test_text_also_ends_at_other_ids(madlad, tmp_path):
-    """As an instruction-tuned T5Gemma's, whose turns have an end of their own."""
+    """An instruction-tuned T5Gemma has another id at the end of its turns."""
     folder, _, (model, variables, vocabulary) = madlad
     tokens = decode(variables, INPUTS[None], model=model, max_length=6).tokens[0].tolist()
     turn = tokens[2]

@@ -1,4 +1,7 @@
-"""Adapters in folders of PEFT: what is added to which tensor; tests/peers holds it against PEFT."""
+"""Adapters in folders of PEFT, and the tensors that they change.
+
+tests/peers compares them with PEFT.
+"""
 
 import dataclasses
 import json
@@ -41,7 +44,7 @@ def base(tmp_path):
 
 
 def adapters(tensors):
-    """PEFT's A and B of `MATRICES`."""
+    """Returns PEFT's A and B for `MATRICES`."""
     rng, found = np.random.default_rng(1), {}
     for name in MATRICES:
         outputs, inputs = tensors[f"{name}.weight"].shape
@@ -65,7 +68,7 @@ def write(folder, base, tensors, **config):
 
 
 def adapt(source, directory, lora, init_rules=()):
-    """Saves a run of adapters of a run, all of whose parameters have moved."""
+    """Saves a run that adapts another run. All of its parameters have moved."""
     recipe = load_experiment(source).starting_from(str(source))
     training = replace(recipe.training, adapters=lora, optimizer=AdamW())
     recipe = find_base(replace(recipe, training=training, init_rules=init_rules))
@@ -75,9 +78,9 @@ def adapt(source, directory, lora, init_rules=()):
 
 
 def parameters(tensors, seed=2):
-    """Tensors that are trained whole, under PEFT's names and under those of the base.
+    """Returns tensors that are trained whole, with PEFT's names and with the names of the base.
 
-    ``lm_head`` also has an update, which PEFT adds to the tensor that it saves then.
+    ``lm_head`` also has an update. PEFT then adds it to the tensor that it saves.
     """
     names = {
         "encoder.final_layer_norm.weight": ["encoder.final_layer_norm.weight"],
@@ -94,7 +97,7 @@ def parameters(tensors, seed=2):
 
 @pytest.mark.parametrize(("rslora", "scale"), [(False, ALPHA / RANK), (True, ALPHA / RANK**0.5)])
 def test_updates_are_added_to_the_base(tmp_path, base, rslora, scale):
-    """Also to tensors that are trained whole, which take the place of the base's."""
+    """They are also added to tensors that are trained whole, which replace those of the base."""
     tensors = make_tensors(TINY | UNTIED)
     updates = adapters(tensors)
     saved, changed = parameters(tensors) if rslora else ({}, {})

@@ -1,4 +1,4 @@
-"""Large checkpoints are planned and laid over meshes by their headers alone."""
+"""Large checkpoints are planned and divided over meshes with only their headers."""
 
 import json
 import struct
@@ -20,12 +20,12 @@ from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.plan import make_plan
 
 XXL = Architecture(32128, 4096, 64, 64, 10240, 2, 2, ("gelu", "linear"), tied=False, scaled=False)
-"""T5 1.1 XXL, but for 22 of its layers."""
+"""T5 1.1 XXL with two layers in each stack."""
 
 
 @pytest.fixture(scope="module")
 def xxl(tmp_path_factory):
-    """A folder whose file has a true header, and a hole of the tensors' size in their place."""
+    """A folder with a file that has a correct header, but a hole in place of the tensors."""
     folder = tmp_path_factory.mktemp("xxl")
     (folder / "config.json").write_text(json.dumps(write_config(XXL, "float32")))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')

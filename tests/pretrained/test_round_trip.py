@@ -1,7 +1,8 @@
-"""What comes in from a folder of transformers goes out again, after training too.
+"""A folder of transformers can be read and exported without a change, and after training.
 
-Two fields of ``config.json``, the version of transformers and a tensor decide what the decoder's outputs
-are multiplied by. `projection` says how; tests/peers holds it against transformers.
+Two fields of ``config.json``, the version of transformers and a tensor decide what the outputs of
+the decoder are multiplied by. `projection` gives the rule, and tests/peers compares it with
+transformers.
 """
 
 import itertools
@@ -29,7 +30,7 @@ SMALL |= {"relative_attention_max_distance": 128}
 
 
 def make_configs(family):
-    """Configurations of a family with their tensors: of versions 4 and 5, 1.0 and 1.1, every flag."""
+    """Yields configurations of a family with tensors: versions 4 and 5, 1.0 and 1.1, all flags."""
     flags = (None, True, False)
     ways = itertools.product(
         WRITTEN_BY, flags, flags if family == "t5" else (None,), ("", "copy", "own")
@@ -47,9 +48,10 @@ def make_configs(family):
 
 
 def projection(version, config, tensors):
-    """What transformers multiplies the outputs by, ``[vocab, d_model]``; None: by none of the tensors.
+    """Returns what transformers multiplies the outputs by, ``[vocab, d_model]``.
 
-    A umT5 that has a projection of its own is taken as it was trained, though version 5 scales it too.
+    None means none of the tensors. A umT5 with a projection of its own is read as it was trained,
+    although version 5 of transformers also scales it.
     """
     embedding, own = tensors["shared.weight"], tensors.get(OUTPUT)
     tied = config.get("tie_word_embeddings", DEFAULTS[config["model_type"]]["tie_word_embeddings"])
@@ -57,14 +59,14 @@ def projection(version, config, tensors):
     if version == 4 and not tied:
         return own
     if version == 4 and differs:
-        return None  # it is dropped
+        return None  # this tensor is dropped
     by_family = {"mt5": False, "umt5": not differs, "t5": config.get("scale_decoder_outputs", tied)}
     scaled = True if version == 4 else by_family[config["model_type"]]
     return (own if differs else embedding) * (config["d_model"] ** -0.5 if scaled else 1.0)
 
 
 def applied(model, params):
-    """What a model here multiplies the outputs by."""
+    """Returns what our model multiplies the outputs by."""
     kernel, scale = apply_method(model.output_kernel, {"params": params})
     return np.asarray(kernel).T * scale
 
@@ -91,7 +93,8 @@ def test_what_comes_in_goes_out(tmp_path, family):
         written = json.loads((folder / "config.json").read_text())
         back = load_file(folder / "model.safetensors")
         expected = applied(model, trained)
-        for version in WRITTEN_BY if family != "umt5" else (4,):  # 5 scales a umT5 always
+        # Version 5 always scales the outputs of a umT5.
+        for version in WRITTEN_BY if family != "umt5" else (4,):
             np.testing.assert_allclose(projection(version, written, back), expected, rtol=1e-6)
         assert all(np.array_equal(back[n], -2 * x) for n, x in tensors.items() if n != OUTPUT)
         with open_pretrained(folder) as again:

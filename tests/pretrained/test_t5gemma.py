@@ -1,4 +1,4 @@
-"""T5Gemma in, decoded and out, against a NumPy oracle of its public definition."""
+"""T5Gemma is read, decoded and exported, and compared with NumPy code of its public definition."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tests.pretrained.gemma import CONFIGS, logits, make_folder, make_tensors
 
 INPUTS = np.array([2, 9, 50, 7, 88, 31, 6, 12, 40])
 TARGETS = np.array([2, 30, 8, 77, 5, 60, 11])
-"""Each longer than the windows of the layers."""
+"""Inputs and targets are longer than the windows of the layers."""
 
 
 class Case(NamedTuple):
@@ -32,7 +32,10 @@ class Case(NamedTuple):
 
 
 both = pytest.mark.parametrize("case", CONFIGS, indirect=True)
-"""Without it a test is of the model whose stacks differ, which has everything of the other."""
+"""A mark for tests of both models.
+
+Tests without it use the model whose stacks differ, which has everything that the other one has.
+"""
 
 
 @pytest.fixture(scope="module", params=["unbalanced"])
@@ -43,7 +46,10 @@ def case(request, tmp_path_factory):
 
 
 def deviation(model, variables, case):
-    """The largest of two rows, one padded on the left, as a share of the largest logit."""
+    """Returns the largest deviation in two rows, relative to the largest logit.
+
+    One of the rows is padded on the left.
+    """
     inputs = np.zeros((2, 12), np.int32)
     inputs[0, :9], inputs[1, 3:] = INPUTS, INPUTS
     targets = jnp.asarray(np.stack([TARGETS] * 2))

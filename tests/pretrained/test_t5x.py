@@ -1,4 +1,4 @@
-"""T5X's msgpack files come in, made ones and a real one."""
+"""T5X's msgpack files are read: generated files and a real one."""
 
 import gzip
 import re
@@ -45,7 +45,7 @@ PARTS = {"q": "query", "k": "key", "v": "value", "o": "out"}
 
 
 def t5x_path(name):
-    """T5X's path of a tensor of transformers."""
+    """Returns T5X's path of a tensor of transformers."""
     for pattern, new in NAMES:
         if found := re.match(pattern, name):
             path, rest = found.expand(new), name[found.end() :].strip(".")
@@ -55,7 +55,7 @@ def t5x_path(name):
 
 
 def as_t5x(tensors):
-    """T5X's tree with the parameters of a transformers' T5, whose matrices are transposed."""
+    """Returns T5X's tree of the parameters of a T5 of transformers, with transposed matrices."""
     tree = {}
     for name, x in tensors.items():
         *keys, last = t5x_path(name.removesuffix(".weight")).split("/")
@@ -67,7 +67,7 @@ def as_t5x(tensors):
 
 
 def read(path):
-    """The model, variables and vocabulary of a checkpoint."""
+    """Returns the model, the variables and the vocabulary of a checkpoint."""
     with open_pretrained(path) as pretrained:
         variables = {"params": read_params(pretrained)}
     return pretrained.model, variables, pretrained.vocabulary
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_t5x_comes_in_and_goes_out_whole(real_data, tmp_path):
 
 
 def made(family="T5 1.1, FLAN-T5"):
-    """A configuration, transformers' tensors, and T5X's tree of parameters."""
+    """Returns a configuration, the tensors of transformers, and T5X's tree of parameters."""
     config = TINY | FAMILIES[family] | PUBLISHED
     tensors = make_tensors(config)
     return config, tensors, as_t5x(tensors)["optimizer"]["target"]
@@ -114,7 +114,7 @@ def test_a_made_checkpoint_has_its_logits(tmp_path, family):
 
 
 def scan(stack, name, *, own_bias=None):
-    """Stacks the layers of a stack's tree on axis 1, as T5X's scalable T5 has them."""
+    """Stacks the layers in the tree of a stack on axis 1, as T5X's scalable T5 does."""
     layers = [stack[f"layers_{i}"] for i in range(len([k for k in stack if "layers_" in k]))]
     stacked = jax.tree.map(lambda *x: np.stack(x, axis=1), *layers)
     rest = {k: v for k, v in stack.items() if not k.startswith("layers_")}
@@ -125,7 +125,7 @@ def scan(stack, name, *, own_bias=None):
 
 
 def split_heads(config, layers):
-    """Gives attention kernels an axis of heads; they have scanned layers on axis 1."""
+    """Adds an axis of heads to attention kernels, whose layers are scanned on axis 1."""
     heads, width, d = config["num_heads"], config["d_kv"], config["d_model"]
 
     def split(path, x):
@@ -181,7 +181,7 @@ def test_an_output_that_t5x_does_not_have_goes_out_as_one_that_it_has(tmp_path, 
 
 
 def test_what_the_file_cannot_say_is_not_exported(tmp_path):
-    """It would be read as a T5 with GELU, or with another relative bias."""
+    """It would be read as a T5 with GELU or with another relative bias."""
     cases = (
         (FAMILIES["UL2"] | PUBLISHED, r"do not say activations \('silu', 'linear'\)"),
         ({}, "do not say max_distance 16"),
@@ -197,7 +197,7 @@ def test_what_the_file_cannot_say_is_not_exported(tmp_path):
 
 
 def write_zarr(directory, name, x):
-    """Writes an array as TensorStore does, with bfloat16 as 16-bit integers in T5X's version 2."""
+    """Writes an array as TensorStore does. Version 2 of T5X stores bfloat16 as 16-bit integers."""
     place = {"driver": "file", "path": f"{directory}/target.{name.replace('/', '.')}/"}
     spec = {"driver": "zarr", "kvstore": place}
     kind = np.uint16 if x.dtype == ml_dtypes.bfloat16 else x.dtype
@@ -225,7 +225,7 @@ def test_arrays_of_tensorstore_are_read_and_paths_not_followed(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}], ids=repr)
 def test_a_directory_of_orbax_is_read(tmp_path, options):
-    """By its arrays alone: what its metadata say does not matter, nor a name as those of runs have."""
+    """Only its arrays matter. Its metadata do not, nor does a directory name like that of a run."""
     config, tensors, target = made()
     directory = tmp_path / "checkpoints" / "1000000"
     tree = {"target": target, "state": {"step": np.asarray(7)}}

@@ -1,4 +1,4 @@
-"""T5 as a text encoder: rows of fixed length, folders of diffusers, the encoder's tensors alone."""
+"""T5 as a text encoder: rows of fixed length, folders of diffusers, and only encoder tensors."""
 
 import json
 
@@ -22,7 +22,10 @@ TEXTS = ["a cat", "a longer prompt of a dog"]
 @pytest.mark.parametrize("family", ["T5 1.1, FLAN-T5", "umT5"])
 @pytest.mark.parametrize("attend_to_padding", [True, False])
 def test_padded_texts_have_the_states_of_transformers(tmp_path, family, attend_to_padding):
-    """Without an attention mask and with one, at padded positions too; cut, as they ever were."""
+    """Padded positions are compared, too, with and without an attention mask.
+
+    Long texts are cut.
+    """
     config = TINY | FAMILIES[family]
     loaded = load(make_folder(tmp_path, config, tensors := make_tensors(config)))
     options = {"pad_to": 16, "attend_to_padding": attend_to_padding}
@@ -45,7 +48,7 @@ def test_padded_texts_have_the_states_of_transformers(tmp_path, family, attend_t
 
 @pytest.mark.parametrize("kind", ["bool", "int64", "one token of padding"])
 def test_an_attention_mask_gives_the_states_of_transformers(tmp_path, kind):
-    """A tokenizer's as it is, or one in which T5 sees the first token of padding too."""
+    """The mask is that of a tokenizer, or one in which T5 also sees the first token of padding."""
     config = TINY | UNTIED
     loaded = load(make_folder(tmp_path, config, tensors := make_tensors(config)), encoder_only=True)
     rng = np.random.default_rng(0)
@@ -64,7 +67,10 @@ def test_an_attention_mask_gives_the_states_of_transformers(tmp_path, kind):
 
 @pytest.mark.parametrize("family", ["T5 1.0", "umT5"])
 def test_only_the_encoders_tensors_are_read(tmp_path, family, monkeypatch):
-    """Of a whole folder, over a mesh and in bfloat16; files of other tensors may be absent."""
+    """The folder has both stacks.
+
+    Encoders are read over a mesh and in bfloat16, and files may be absent.
+    """
     config = TINY | FAMILIES[family]
     tensors = make_tensors(config)
     folder = make_folder(tmp_path, config, tensors, shards=len(tensors))
@@ -139,7 +145,10 @@ def test_a_variant_is_another_set_of_files(tmp_path, shards):
 
 @pytest.mark.parametrize("encoder_only", [False, True])
 def test_single_files_are_named(tmp_path, encoder_only):
-    """The files of other programs hold no configuration and no tokenizer; a folder with them is read."""
+    """Files of other programs have no configuration and no tokenizer.
+
+    A folder that has them is read.
+    """
     tensors = {n: x for n, x in make_tensors(TINY).items() if not n.startswith("decoder")}
     folder = make_folder(tmp_path / "folder", TINY, tensors)
     single = tmp_path / "t5xxl_fp16.safetensors"
@@ -203,7 +212,7 @@ def test_texts_and_lengths_that_cannot_be_are_one_sentence(tmp_path):
     ],
 )
 def test_meshes_of_other_programs_give_the_same_states(tmp_path, axes, kinds):
-    """They may lack axes that are sharded over here, and have others."""
+    """They may lack the axes that we shard over, and have other axes."""
     config = TINY | UNTIED | {"num_heads": 4}
     folder = make_folder(tmp_path, config, make_tensors(config))
     mesh = jax.make_mesh((2,) * len(axes), axes, kinds, devices=jax.devices()[: 2 ** len(axes)])
@@ -254,7 +263,7 @@ def test_a_pipelines_tokenizer_is_beside_its_text_encoder(tmp_path, number, kind
 
 
 def test_the_pages_snippets_run_in_order(tmp_path, monkeypatch):
-    """On a mesh of eight Linen, `encode` and NNX give the states of transformers, rounded to bfloat16."""
+    """On a mesh of eight devices, Linen, `encode` and NNX give transformers' states in bfloat16."""
     config = TINY | UNTIED | {"d_model": 32, "architectures": ["T5EncoderModel"]}
     tensors = {n: x for n, x in make_tensors(config).items() if not n.startswith("decoder")}
     make_folder(tmp_path / "FLUX.1-dev" / "text_encoder_2", config, tensors, shards=2)

@@ -1,4 +1,4 @@
-"""Who may write to a run."""
+"""Which processes may write to a run."""
 
 import errno
 import os
@@ -62,6 +62,6 @@ def test_links_in_a_run_are_not_written_through(tmp_path: pathlib.Path, name: st
     with pytest.raises(OSError, match="is a link"):
         evaluation_folder(run, 4)
     assert list(tmp_path.iterdir()) == [run]
-    (tmp_path / "mine").symlink_to(run)  # a link to the run itself is the user's
+    (tmp_path / "mine").symlink_to(run)  # a link to the run itself is allowed
     (run / name).unlink()
     assert evaluation_folder(tmp_path / "mine", 4) == tmp_path / "mine" / "evaluation" / "4"

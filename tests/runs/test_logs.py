@@ -1,4 +1,4 @@
-"""Logs of runs, on disks and where nothing can be appended to a file."""
+"""Logs of runs, on disks and on storage that cannot append to a file."""
 
 import pytest
 

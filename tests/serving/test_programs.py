@@ -1,4 +1,4 @@
-"""Exported programs against the functions that they are exported from."""
+"""Exported programs compared with the functions that they are exported from."""
 
 import json
 import runpy
@@ -43,7 +43,7 @@ from tests.training import tiny
 VOCAB, LIMITS = 384, Limits(inputs_length=12, targets_length=5)
 SIZE = Size(8, 1, 16, 2, 4)
 SHAPES = ((3, 7, 4), (2, 12, 5))
-"""Batch, inputs' and targets' length; the last are the limits."""
+"""Batch size, length of the inputs and length of the targets. The last ones are the limits."""
 
 
 def encoder_decoder(kind, size=SIZE, **options):
@@ -61,7 +61,7 @@ def encoder(kind="d", vocab_size=VOCAB):
 
 
 def convolutions():
-    """Its weights depend on the tokens, and so have the batch's size, which is a symbol."""
+    """Returns an encoder whose weights depend on the tokens, and so on the batch size, a symbol."""
     stack = t5(SIZE, encoder=DynamicConvolution(width=3), relative_bias=False).encoder
     return sj.Encoder(vocab_size=VOCAB, d_model=8, encoder=stack)
 
@@ -74,7 +74,7 @@ def variables_of(model):
 
 
 def exported(directory, model, vocabulary=None, limits=LIMITS):
-    """A model's variables, and its directory."""
+    """Exports a model, and returns its variables and its directory."""
     variables = variables_of(model)
     directory.mkdir()
     looped = unroll_variables(model, variables)
@@ -84,7 +84,7 @@ def exported(directory, model, vocabulary=None, limits=LIMITS):
 
 
 def random_tokens(batch, length):
-    """Padded in every second row, on alternating sides."""
+    """Returns random tokens. Every second row is padded, on alternating sides."""
     tokens = np.random.default_rng(batch * length).integers(2, 300, (batch, length))
     tokens[1::4, : length // 3] = 0
     tokens[3::4, -(length // 3) :] = 0
@@ -96,7 +96,7 @@ def close(found, expected):
 
 
 def agrees(loaded, model, variables, shapes=SHAPES[:1], beams=1):
-    """Compares all programs with the library at some shapes."""
+    """Compares all programs with the library for some shapes."""
     run = lambda name, *arguments: loaded.programs[name](loaded.parameters, *arguments)
     for batch, n, t in shapes:
         inputs, targets = random_tokens(batch, n), random_tokens(batch, t)
@@ -124,7 +124,7 @@ def test_a_synthesizer_runs_at_every_batch_and_length_on_every_platform(synthesi
     assert list(loaded.programs) == ["encode", "generate", "score"]
     assert loaded.info["lengths"] == "symbolic" and loaded.info["platforms"] == list(PLATFORMS)
     agrees(loaded, model, variables, SHAPES)
-    with pytest.raises(ValueError, match="shapes"):  # above the limit
+    with pytest.raises(ValueError, match="shapes"):  # it is above the limit
         loaded.programs["encode"](loaded.parameters, random_tokens(2, 13))
 
 
@@ -138,7 +138,7 @@ def test_a_synthesizer_runs_at_every_batch_and_length_on_every_platform(synthesi
     ids=["encoder", "dynamic convolutions", "language model"],
 )
 def test_a_model_has_the_programs_of_its_kind(tmp_path, model, programs, beams):
-    """Also with constants, scanned layers and beams."""
+    """This includes constants, scanned layers and beams."""
     limits = Limits(LIMITS.inputs_length, LIMITS.targets_length, beams)
     variables, directory = exported(tmp_path / "model", model, limits=limits)
     loaded = Model(directory)
@@ -234,7 +234,7 @@ def test_texts_are_those_of_the_vocabulary(tmp_path):
 
 
 def test_a_model_of_texts_alone_continues_them(tmp_path):
-    """With the texts of `generate`; the program `score` gives the scores of what `generate` writes."""
+    """The texts are those of `generate`. The program `score` gives the scores of these texts."""
     model = replace(zoo_model("rv", Size(16, 1, 32, 2, 8), max_length=24), vocab_size=VOCAB)
     recipe = tiny.experiment(model, data={"inputs_length": 0, "targets_length": 24})
     tiny.save(tmp_path / "run", recipe)
@@ -258,7 +258,7 @@ def test_a_model_of_texts_alone_continues_them(tmp_path):
 
 
 class ReadsLengths(sj.Alignment):
-    """Needs to know lengths when it is traced."""
+    """An alignment that needs to know the lengths when it is traced."""
 
     @nn.compact
     def __call__(self, queries, keys, context):

@@ -1,7 +1,7 @@
-"""Attention with gradients lowered for TPUs and GPUs, over meshes that do not fit it.
+"""Attention with gradients, lowered for TPUs and GPUs over meshes that do not divide its sizes.
 
-`EVERY` has all combinations, which `make test-tpu` and `make test-gpu` lower. `PAIRWISE` is a selection for
-the test suite, in which any two values of different settings occur together.
+`EVERY` has all combinations, which `make test-tpu` and `make test-gpu` lower. `PAIRWISE` is a
+selection for the test suite, in which any two values of different settings occur together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RULES = {
 
 
 CHIPS = {"tpu": None, "cuda": AbstractDevice("NVIDIA H100", None, "gpu")}
-"""The devices of the meshes; from jax 0.12 on, Pallas asks for the kind of GPU."""
+"""The devices of the meshes. From jax 0.12 on, Pallas asks for the kind of GPU."""
 
 
 class Case(NamedTuple):
@@ -44,7 +44,8 @@ class Case(NamedTuple):
     Attributes:
       layer: one of `LAYERS`.
       kind: the type of the mesh axes.
-      is_set: whether `jax.set_mesh` sets the mesh, which the shardings of the arguments have in any case.
+      is_set: whether `jax.set_mesh` sets the mesh, which the shardings of the arguments have in any
+        case.
       rules: logical axis rules, one of `RULES`.
       extra: whether the mesh has a third axis, which no rule names.
       batch: the number of examples; two devices divide 4, but not 3.
@@ -67,7 +68,7 @@ class Case(NamedTuple):
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nothing tells a layer that there is a mesh."""
+        """Whether a layer cannot know that there is a mesh."""
         return self.kind == AxisType.Auto and not self.is_set
 
     def lower(self, platform: str) -> str:
@@ -87,7 +88,7 @@ class Case(NamedTuple):
             )
 
         def loss(variables, x):
-            # Of several lengths, so that the static route has a kernel on GPUs too.
+            # The lengths differ, so that the static route has a kernel on GPUs, too.
             mask = sj.Mask(key_lengths=jnp.arange(self.batch) + 2)
             return jnp.sum(layer.apply(variables, x, mask=mask) ** 2)
 
@@ -101,7 +102,7 @@ class Case(NamedTuple):
 
 
 def check_lowers(case: Case, platform: str) -> None:
-    """Asserts that a case runs the platform's kernels, or is refused in a sentence."""
+    """Checks that a case runs the kernels of the platform, or is refused with a sentence."""
     if case.is_unknown and platform == "tpu":
         with pytest.raises(
             ValueError, match=r"no mesh is set.*Call the function under jax.set_mesh\(mesh\)"
@@ -126,7 +127,7 @@ EVERY = [Case(*values) for values in itertools.product(*SETTINGS.values())]
 
 
 def _select_pairwise() -> list[Case]:
-    """Returns cases, each of which has the most pairs of values that no case before it has."""
+    """Returns cases, each of which has the most pairs of values that no earlier case has."""
 
     def pairs(case: Case) -> set[tuple]:
         return set(itertools.combinations(enumerate(case), 2))

@@ -1,4 +1,4 @@
-"""Layers under a mesh with explicit, automatic and manual axes."""
+"""Layers on a mesh with explicit, automatic and manual axes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AXES = {
     "vocab": "model",
 }
 RULES = tuple(AXES.items())
-"""A user's logical axis rules."""
+"""The logical axis rules of a user."""
 
 
 def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
@@ -84,7 +84,7 @@ def test_functions_with_a_partition_need_no_communication_on_automatic_axes() ->
 
 
 def moved_shapes(hlo: str) -> list[tuple[int, ...]]:
-    """The output shapes of collectives other than reductions."""
+    """Returns the output shapes of all collectives except reductions."""
     kinds = "all-gather|all-to-all|collective-permute"
     results = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", hlo)
     sizes = [size for result in results for size in re.findall(r"\w+\[([\d,]*)\]", result)]
@@ -112,7 +112,7 @@ class Layer(nn.Module):
 
 class Model(nn.Module):
     alignment: sj.Alignment
-    routes: list[str]  # which has no hash
+    routes: list[str]  # a list, which has no hash
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -131,7 +131,7 @@ ALIGNMENTS = {
 
 
 def lower_step(name: str, mesh: jax.sharding.Mesh, **options) -> jax.stages.Lowered:
-    """A step of a user's model, with FSDP and tensor parallelism."""
+    """Returns a lowered training step of a user's model, with FSDP and tensor parallelism."""
     x, model = jax.ShapeDtypeStruct((B, LONG, D), jnp.float32), Model(*ALIGNMENTS[name])
     shapes, axes = abstract_variables(model, x)
     specs = jax.tree.map(lambda names: P(*map(AXES.get, names)), axes, is_leaf=is_axes)
@@ -156,9 +156,12 @@ def test_a_users_model_gathers_kernels_only(name: str) -> None:
 
 
 def check_hlo(hlo: str, *, num_batch_shards: int) -> None:
-    """Asserts that only kernels are gathered, and that no array has all examples or one entry per logit."""
+    """Checks that only kernels are gathered, and that arrays are divided.
+
+    No array may have all examples, or an entry for every logit.
+    """
     shapes = moved_shapes(hlo)
-    assert shapes  # kernels, which are sharded over ``shard``
+    assert shapes  # the kernels, which are sharded over ``shard``
     assert all(np.prod(shape) <= 4 * D * D for shape in shapes)  # never [b, n, d] or a table
     assert f"f32[{B},{LONG}," not in hlo
     for b in (B, B // num_batch_shards):
@@ -168,7 +171,7 @@ def check_hlo(hlo: str, *, num_batch_shards: int) -> None:
 
 
 def test_models_under_explicit_axes() -> None:
-    """A training step of a T5."""
+    """A training step of a T5 has the same result."""
     model = t5(
         Size(D, 1, 8, H, E), encoder=sj.Random(N), vocab_size=10, dropout_rate=0.1, scan=True
     )

@@ -1,4 +1,4 @@
-"""Attention is lowered for TPUs and GPUs whatever the mesh; see `tests.sharding.meshes`."""
+"""Attention is lowered for TPUs and GPUs over any mesh; see `tests.sharding.meshes`."""
 
 import re
 
@@ -45,7 +45,7 @@ def test_work_that_devices_repeat_is_told_once(case: Case, message: str | None, 
 
 
 def test_a_function_on_every_device_sees_whole_arrays_along_automatic_axes() -> None:
-    """Also inside of a `jax.shard_map` over one of them, which divides the arrays."""
+    """This also holds inside a `jax.shard_map` over one of the axes, which divides the arrays."""
     mesh = jax.make_mesh(
         (2, 2), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )

@@ -1,4 +1,4 @@
-"""Meshes, rules from logical axes to mesh axes, and the rows that every process loads."""
+"""Meshes, rules from logical axes to mesh axes, and the rows that each process loads."""
 
 from typing import NamedTuple
 
@@ -109,9 +109,9 @@ class Spread:
             *(16, 8, [(0, 0, 4), (0, 4, 8), (1, 8, 12), (1, 12, 16)]),
             *([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ),
-        # Devices that share rows load them both and save them once.
+        # Devices that share rows load both of them and save them once.
         (16, 4, [(0, 0, 16), (1, 0, 16)], [[0, 1, 2, 3]] * 2, [[0, 1, 2, 3], []]),
-        # More processes than shards, and devices in any order.
+        # There are more processes than shards, and the devices are in any order.
         (
             8,
             2,

@@ -1,4 +1,4 @@
-"""Preparing and reading of evaluation sets in one call."""
+"""Prepares and reads evaluation sets in one call."""
 
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
@@ -10,13 +10,13 @@ BYTES = Bytes().build()
 
 
 def quiet(_: str) -> None:
-    """Shows nothing."""
+    """Prints nothing."""
 
 
 def load(
     name, split, data_dir, *, lengths=LENGTHS, vocabulary=BYTES, max_examples=None
 ) -> EvaluationSet:
-    """The examples of a task and split, prepared first."""
+    """Returns the examples of a task and split, which are prepared first."""
     prepared = PreparedTasks(data_dir, vocabulary)
     options = {"training_splits": (), "evaluation_splits": (split,), "lengths": lengths}
     prepare(name, prepared, log=quiet, **options)

@@ -1,4 +1,4 @@
-"""From imported files to mixtures, streams and scored evaluation sets."""
+"""From imported files to mixtures, streams and evaluation sets with scores."""
 
 import json
 
@@ -20,7 +20,7 @@ SUPER_GLUE, BOOLQ = "super_glue_v102_proportional", "super_glue_boolq_v102"
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
-    """BoolQ with 40 + 20 rows, imported and prepared."""
+    """A data directory with 40 + 20 rows of BoolQ, imported and prepared."""
     source, target = (tmp_path_factory.mktemp(n) for n in ("original", "prepared"))
     (source / "BoolQ").mkdir()
     for name, rows in (("train", 40), ("val", 20)):
@@ -52,7 +52,7 @@ def test_only_what_is_there_takes_part(data_dir, caplog):
             assert question.startswith(f"boolq passage: {number} is a number. question: is")
             assert answer == str(number % 2 == 0)
             texts.add(question)
-    assert len(texts) == 40  # two epochs saw every row
+    assert len(texts) == 40  # two epochs have seen all rows
 
 
 def test_missing_data_is_one_sentence_with_the_remedy(data_dir):

@@ -1,4 +1,4 @@
-"""Tasks and mixtures that a package of the user's own has added to SeqIO's registries."""
+"""Tasks and mixtures that a user's package has added to SeqIO's registries."""
 
 import dataclasses
 import functools
@@ -82,7 +82,7 @@ class MeanLength(seqio.metrics.Metric):
 
 @pytest.fixture(scope="module")
 def registered():
-    """Two tasks, a task whose data is missing, and a mixture of a mixture, for a vocabulary of SeqIO's."""
+    """Two tasks, a task without data, and a mixture of a mixture, with a vocabulary of SeqIO."""
     feature = seqio.Feature(seqio.PassThroughVocabulary(99), add_eos=True)
     steps = [double, seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
     steps.append(seqio.preprocessors.append_eos_after_trim)
@@ -118,7 +118,7 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, m
     vocabulary = Bytes().build()
     names = task_registry.member_names("outside_all")
     assert names == ["outside_double", "outside_missing", "outside_plain"]
-    # Of the part's rate, 4, the task without data takes nothing.
+    # The part has the rate 4, of which the task without data gets nothing.
     rates = {"outside_double": 12.0, "outside_plain": 4.0}
     assert task_registry.mixture_rates("outside_all", tmp_path) == rates
     for name in rates:
@@ -139,7 +139,8 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, m
     request = SplitRequest("outside_double", "train", rows=False)
     assert is_current(request, prepared, lengths=None)
     source = seqio.TaskRegistry.get("outside_double").source
-    monkeypatch.setattr(source, "num_input_examples", lambda split: 13)  # what a function declares
+    # The number that the function declares changes.
+    monkeypatch.setattr(source, "num_input_examples", lambda split: 13)
     assert not is_current(request, prepared, lengths=None)
 
 
@@ -159,7 +160,8 @@ def test_what_is_not_there_is_one_sentence(tmp_path):
     )
     with pytest.raises(ValueError, match=negative):
         prepare("outside_negative", data, log=quiet)
-    data.save_rates("outside_negative", {"outside_plain": -1.0})  # by an earlier version
+    # An earlier version would have saved this.
+    data.save_rates("outside_negative", {"outside_plain": -1.0})
     with pytest.raises(ValueError, match=negative):
         data.rates("outside_negative")
     with pytest.raises(
@@ -235,7 +237,7 @@ def test_errors_of_users_functions_name_task_and_function(tmp_path, functions, m
 
 
 def test_tokens_for_metrics_are_padded_with_what_is_no_text():
-    """SeqIO's padding is 0; where that is the id of unknown text, EOS ends what metrics decode."""
+    """SeqIO's padding is 0. If this is the id of unknown text, EOS ends what metrics decode."""
 
     class UnknownFirst(Bytes):
         def is_text(self, id):

@@ -1,4 +1,4 @@
-"""Data sets of TFDS on disk: the newest version is read, and only classes of TFDS may be named."""
+"""TFDS data sets on disk: the newest version is read, and only classes of TFDS may be named."""
 
 import json
 

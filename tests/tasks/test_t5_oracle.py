@@ -1,7 +1,7 @@
-"""Tasks, metrics and mixtures against T5's own code (t5 0.9.4), where it is installed.
+"""Tasks, metrics and mixtures compared with T5's own code (t5 0.9.4), if it is installed.
 
-T5's preprocessors and ours are given the same rows: made ones in the schema of TFDS, and real ones where
-a machine has the files. Known differences are said where they are tested.
+T5's preprocessors and ours get the same rows: generated rows in the schema of TFDS, and real ones
+if the machine has the files. Known differences are explained where they are tested.
 """
 
 import importlib
@@ -29,7 +29,7 @@ from synthesizer_jax.tasks.preprocessors import takes_batches
 from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary
 
 T5_NAMES = json.loads(pathlib.Path(__file__).with_name("t5_names.json").read_text())
-"""The tasks and mixtures that T5 0.9.4 registers in SeqIO, and which are not in this package."""
+"""The tasks and mixtures that T5 0.9.4 registers in SeqIO, but that this package does not have."""
 TEXTS = (
     "Ann's dog isn't here . It barks, though!",
     "Straße – “quoted” text; it costs 3 €.",
@@ -83,7 +83,7 @@ SPECIAL = {
 
 
 def made(dataset: str, data_dir: pathlib.Path) -> tf.data.Dataset:
-    """Rows in the schema of a data set of TFDS, without its data."""
+    """Returns generated rows in the schema of a TFDS data set, without its data."""
     features = tfds.builder(dataset, data_dir=data_dir).info.features
     rows = SPECIAL.get(dataset) or [
         {name: _value(feature, i + j) for j, (name, feature) in enumerate(features.items())}
@@ -107,7 +107,10 @@ WHOLE = (
     *("glue_mrpc_v002", "wmt16_enro_v003"),
     *("super_glue_boolq_v102_1_sentinel", "super_glue_record_v102_1_sentinel"),
 )
-"""Tasks whose tokens are compared, not only texts: of each kind of steps after tokenization, one."""
+"""Tasks whose tokens are compared, not only their texts.
+
+There is one for each kind of steps after tokenization.
+"""
 
 LENGTHS = {"inputs": 48, "targets": 12}
 SIDES = ("inputs", "targets")
@@ -131,7 +134,7 @@ def vocabulary(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def t5(vocabulary):
-    """T5's tasks and mixtures by name, and its modules; SeqIO's registries stay as they were."""
+    """T5's tasks and mixtures by name, and its modules. SeqIO's registries do not change."""
     reason = "t5 is not installed; `make install` installs it"
     pytest.importorskip("t5", reason=reason, exc_type=ImportError)
     utils = importlib.import_module("t5.data.utils")
@@ -153,7 +156,7 @@ def t5(vocabulary):
 
 
 def rows_of_t5(task, dataset, vocabulary, *, whole):
-    """The rows that T5 makes of raw ones, up to texts or with tokens."""
+    """Returns the rows that T5 makes from raw rows, as texts or with tokens."""
     steps = task.preprocessors
     if not whole:
         for step in itertools.takewhile(lambda s: s is not seqio.preprocessors.tokenize, steps):
@@ -169,7 +172,7 @@ def rows_of_t5(task, dataset, vocabulary, *, whole):
 
 
 def our_rows(task, dataset, vocabulary):
-    """The rows that `preparation` makes of them, truncated as training does."""
+    """Returns the rows that `preparation` makes from raw rows, truncated as in training."""
     if takes_batches(task.preprocess):
         batches = task.preprocess(dataset.batch(5))
     else:
@@ -183,15 +186,16 @@ def our_rows(task, dataset, vocabulary):
 
 
 def plain(value):
-    """A postprocessed value without the group to which it belongs, which has another form in T5."""
+    """Returns a postprocessed value without its group, which has another form in T5."""
     if isinstance(value, dict) and "context" not in value:
         return plain(value.get("value", value.get("answers")))
     return value.item() if isinstance(value, np.generic) else value
 
 
 def check(t5, name, dataset, vocabulary):
-    """Compares rows, and what answers and targets become."""
-    if name.endswith("_train"):  # T5 would take a hidden label for true; training rows have none
+    """Compares rows, and the postprocessed answers and targets."""
+    # T5 would read a hidden label as true. Training rows have none.
+    if name.endswith("_train"):
         dataset = dataset.filter(lambda row: row["label"] >= 0)
     task, t5_task = task_registry.find_task(name), t5.tasks[name]
     theirs = rows_of_t5(t5_task, dataset, vocabulary, whole=name in WHOLE)
@@ -200,7 +204,8 @@ def check(t5, name, dataset, vocabulary):
     for row, expected in zip(ours, theirs, strict=True):
         for feature in expected.keys() & {*SIDES, *(f"{side}_pretokenized" for side in SIDES)}:
             np.testing.assert_array_equal(row[feature], expected[feature], feature)
-    if name.endswith("_train"):  # T5 leaves answers of tasks without metrics as they are
+    # T5 does not postprocess answers of tasks without metrics.
+    if name.endswith("_train"):
         return
     words = [to_text(row["targets_pretokenized"]) for row in ours]
     for word, row, t5_row in zip(words, ours, theirs, strict=True):
@@ -215,7 +220,7 @@ def check(t5, name, dataset, vocabulary):
 
 
 def check_metrics(t5_task, task, theirs, ours):
-    """Compares the metrics of answers of which a third is right, and some are no labels."""
+    """Compares the metrics for answers, of which a third is right, and some are no labels."""
     labeled = [i for i, row in enumerate(ours) if is_labeled(row)]
     words = [to_text(ours[i]["targets_pretokenized"]) for i in labeled]
     shifted = words[1:] + words[:1]
@@ -258,7 +263,7 @@ def test_made_rows_become_what_t5_makes_of_them(t5, dataset, vocabulary, tmp_pat
 
 
 def test_real_rows_become_what_t5_makes_of_them(t5, vocabulary, real_data, tmp_path):
-    """All of WSC, with its special sentences, of WNLI and MRPC, and some of MultiRC."""
+    """These are all rows of WSC, WNLI and MRPC, and some rows of MultiRC."""
     for folder in ("glue/WNLI", "glue/MRPC", "super_glue/WSC", "super_glue/MultiRC"):
         shutil.copytree(real_data / folder, tmp_path / folder)
     for benchmark, splits in (("glue", 6), ("super_glue", 6)):
@@ -301,7 +306,7 @@ def test_other_metrics_are_t5s(t5):
     assert metrics.bleu(TARGETS, PREDICTIONS) == pytest.approx(expected)
     expected = t5.metrics.bleu(TARGETS, PREDICTIONS, tokenizer="13a")["bleu"]
     assert metrics.bleu_13a(TARGETS, PREDICTIONS) == {"bleu_13a": pytest.approx(expected)}
-    task = "glue_stsb_v002"  # a number that is not finite differs from T5
+    task = "glue_stsb_v002"  # T5 differs for numbers that are not finite
     assert math.isnan(t5.tasks[task].postprocess_fn("nan", example={}, is_target=False))
     assert task_registry.find_task(task).postprocess("nan", example={}) == -1
 
@@ -311,7 +316,7 @@ def test_other_metrics_are_t5s(t5):
 
 
 def counted(count):
-    """What SeqIO's functions of rates read of a task."""
+    """Returns the part of a task that SeqIO's functions of rates read."""
     return types.SimpleNamespace(name="x", cache_dir=None, num_input_examples=lambda split: count)
 
 

@@ -1,4 +1,4 @@
-"""What T5's own code does not show: coreference, sentinels, names; see also `test_t5_oracle`."""
+"""What T5's code does not show: coreference, sentinels and names; see also `test_t5_oracle`."""
 
 import pathlib
 
@@ -13,13 +13,13 @@ from tests.environment import python
 
 
 def rows_of(name, **row):
-    """All rows that a task makes of one."""
+    """Returns all rows that a task makes from one row."""
     dataset = tf.data.Dataset.from_tensors({key: tf.constant(value) for key, value in row.items()})
     return list(task_registry.find_task(name).preprocess(dataset).as_numpy_iterator())
 
 
 def finished(name, **row):
-    """All (inputs, targets) that a task makes of one row."""
+    """Returns all pairs of inputs and targets that a task makes from one row."""
     return [(to_text(r["inputs"]), to_text(r["targets"])) for r in rows_of(name, **row)]
 
 
@@ -111,7 +111,7 @@ def test_sentinel_forms():
     task = task_registry.find_task("super_glue_boolq_v102_1_sentinel")
     for answer in ("<extra_id_0> True", "<extra_id_0>True ", "True"):
         assert task.postprocess(answer) == 1
-    for answer in (" True", "True <extra_id_0>"):  # SeqIO strips only what it takes a sentinel from
+    for answer in (" True", "True <extra_id_0>"):  # SeqIO only strips after a sentinel
         assert task.postprocess(answer) == -1
 
 

@@ -1,4 +1,4 @@
-"""The training step compiled for real TPU topologies by libtpu; run by `make test-tpu`."""
+"""The training step compiled by libtpu for real TPU topologies. `make test-tpu` runs this."""
 
 import functools
 import re
@@ -32,7 +32,7 @@ VARIANTS = ("v", "r", "rv", "gaussian")
 
 
 def recipe(variant, name):
-    """A step of base size, scanned, some rows a device."""
+    """Returns the experiment of a step in the base size, with scanned layers."""
     shape, mesh = T5_1_1["base"], PLACES[name]
     rows = ROWS * chips.parse_topology(name).devices // mesh.tensor
     common = {"dropout_rate": 0.1, "dtype": "bfloat16", "scan": True, "remat": "dots"}
@@ -50,7 +50,7 @@ def recipe(variant, name):
 
 @functools.cache
 def compiled(variant, name):
-    """One compilation serves all tests of a step."""
+    """Returns the compiled step, which all tests of this step share."""
     return plan.compile_step(recipe(variant, name), chips.parse_topology(name))
 
 
@@ -68,9 +68,10 @@ def test_a_mesh_that_splits_a_dimension_is_made_with_a_warning(caplog):
 
 @every
 def test_no_buffer_holds_all_logits(variant, name):
-    """No ``[batch, heads, q, k]``, whatever the order of its axes.
+    """No array is ``[batch, heads, q, k]``, in any order of the axes.
 
-    The decoder's own 114 × 114 are no more than its queries, keys and values: `FEW_LOGITS`.
+    The decoder's own 114 × 114 logits are not larger than its queries, keys and values:
+    `FEW_LOGITS`.
     """
     heads = T5_1_1["base"].heads // PLACES[name].tensor
     lengths = (INPUTS, TARGETS)
@@ -85,8 +86,11 @@ def test_no_buffer_holds_all_logits(variant, name):
 
 
 KERNELS = {"v": 4, "rv": 4, "r": 6, "gaussian": 2}
-"""Forward and backward: the dot products of the encoder and across, and Random in both stacks. The
-decoder's own dot products are too small."""
+"""The number of kernels of a step by variant, for forward and backward pass.
+
+They are for the dot products of the encoder and of cross-attention, and for Random in both stacks.
+The decoder's own dot products are too small.
+"""
 
 
 @every
@@ -103,8 +107,8 @@ def test_kernels_compile_for_other_generations(variant, name):
     data = DataConfig("none", INPUTS, TARGETS, ROWS * place.devices)
     small = replace(recipe(variant, "v5e:2x4"), model=model, data=data, mesh=MeshShape())
     text = plan.compile_step(small, place).as_text()
-    # The vector memory of v4 holds no 512 × 512 tables of two heads: the encoder's are matrix
-    # products.
+    # The vector memory of v4 is too small for tables of 512 × 512 for two heads, so those of the
+    # encoder become matrix products.
     without = 2 if variant == "r" and name.startswith("v4") else 0
     assert text.count('"tpu_custom_call"') == KERNELS[variant] - without
 
@@ -112,7 +116,10 @@ def test_kernels_compile_for_other_generations(variant, name):
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("rows", [2, 3])
 def test_static_kernels_fit_every_generation(name, rows):
-    """The longest rows, heads of 128, and a length that no register divides; v4 has half the memory."""
+    """The rows are the longest, heads have 128, and registers do not divide a length.
+
+    v4 has half the memory.
+    """
     mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology(name))[:1], ("data",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     longest, other = (512, 500) if name.startswith("v4") else (720, 700)
@@ -138,7 +145,7 @@ def test_static_kernels_fit_every_generation(name, rows):
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("n", [500, 1024])
 def test_kernels_with_a_pattern_and_capped_logits(name, n):
-    """In one block of queries, and in several, whose keys have a kernel of their own."""
+    """There is one block of queries, or several, whose keys have a kernel of their own."""
     mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology(name))[:1], ("data",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     x = jax.ShapeDtypeStruct((2, n, 2, 64), jnp.bfloat16)
@@ -158,7 +165,7 @@ def test_kernels_with_a_pattern_and_capped_logits(name, n):
     ("q", "k", "dtype"), [(16384, 16, "bfloat16"), (9, 1, "bfloat16"), (256, 256, "float16")]
 )
 def test_few_keys_and_half_precision(q, k, dtype):
-    """A tile of few keys fills registers, and one key is no matrix; float16 has no kernels."""
+    """A tile of few keys fills registers, one key is not a matrix, and float16 has no kernels."""
     mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology("v5e:2x2"))[:1], ("data",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shape = lambda n: jax.ShapeDtypeStruct((2, n, 2, 64), dtype)
@@ -181,5 +188,5 @@ def test_memory_is_within_the_plan(variant, name):
     batch = 4 * ROWS * (INPUTS + 3 * TARGETS)
     given = needs.parameters + needs.optimizer + batch
     assert memory.argument_size_in_bytes == pytest.approx(given, rel=0.01)
-    # The plan leaves out that `tensor` divides most of what is kept for the backward pass.
+    # The plan ignores that `tensor` divides most arrays that are kept for the backward pass.
     assert 0.5 * needs.total <= memory.peak_memory_in_bytes <= needs.total

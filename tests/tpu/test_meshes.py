@@ -1,4 +1,4 @@
-"""Attention over meshes that do not fit it, for TPUs; run by `make test-tpu`."""
+"""Attention on TPUs over meshes that do not divide its sizes. `make test-tpu` runs these tests."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def test_every_mesh_lowers(layer: str) -> None:
 
 
 def test_a_replicated_kernel_compiles() -> None:
-    """With an axis that divides the examples and one that divides nothing."""
+    """One axis of the mesh divides the examples, and the other one divides nothing."""
     devices = plan.devices_of(chips.parse_topology("v5e:2x2"))
     mesh = jax.make_mesh((2, 2), ("data", "expert"), (AxisType.Explicit,) * 2, devices=devices)
     layer = sj.Attention(2, 64, sj.DotProduct())

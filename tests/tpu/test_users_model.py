@@ -1,4 +1,4 @@
-"""A user's model with logical axis names of its own, compiled for a TPU slice; run by `make test-tpu`."""
+"""A user's model with its own logical axis names, compiled for TPUs. `make test-tpu` runs this."""
 
 import numpy as np
 import pytest

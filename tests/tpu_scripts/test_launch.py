@@ -1,4 +1,4 @@
-"""The launcher: dry runs against golden files, and what it does on a host with a stand-in program."""
+"""The launcher: dry runs compared with files, and what it does on a host with a fake program."""
 
 import os
 import pathlib
@@ -31,7 +31,7 @@ GOLDEN = {
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess:
     script = [sys.executable, str(launch.CHECKOUT / "tpu_scripts" / "launch.py")]
-    # Without the program on the path fields are not checked.
+    # Without the program on the path, fields are not checked.
     environment = {**os.environ, "PATH": "/usr/bin:/bin"}
     return subprocess.run([*script, *arguments], capture_output=True, text=True, env=environment)
 
@@ -45,7 +45,7 @@ def dry_run(name: str) -> str:
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_dry_run_prints_the_commands(name):
-    """`python -m tests.tpu_scripts.test_launch` renews the golden files."""
+    """`python -m tests.tpu_scripts.test_launch` writes the expected files again."""
     assert dry_run(name) == (HERE / f"{name}.txt").read_text()
 
 
@@ -192,7 +192,10 @@ if __name__ == "__main__":
 
 
 def test_the_commands_that_are_shown_can_run_where_they_run():
-    """Of the launcher, the files for clusters and the page, with extras and numbers of devices."""
+    """They are those of the launcher, of the files for clusters, and of the page.
+
+    They have extras and numbers of devices.
+    """
     page = (launch.CHECKOUT / "docs" / "pods.md").read_text().replace("\\\n", " ")
     extras, shown = launch.make_parser().get_default("extras"), []
     for line in re.findall(r"launch\.py .* -- .*", f"{launch.__doc__}\n{page}"):

@@ -1,4 +1,4 @@
-"""Adapters: what they change, that they alone are trained and saved, and how a run finds its base."""
+"""Adapters: what they change, how they are trained and saved, and how a run finds its base."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ def scanned(model):
 
 
 def test_a_kernel_is_split_where_its_layer_sums():
-    """In all alignments, mixers and models."""
+    """This holds for all alignments, mixers and models."""
     cases = {**ALIGNMENT_CASES, **MIXER_CASES}
     tokens = jax.ShapeDtypeStruct((2, LENGTH, D), np.float32)
     modules = [
@@ -93,7 +93,7 @@ def test_a_kernel_is_split_where_its_layer_sums():
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """The directory of a run that nobody trained, and its experiment."""
+    """The directory of a run with untrained parameters, and its experiment."""
     directory = tmp_path_factory.mktemp("source")
     model = t5(
         Size(8, 2, 16, 2, 4), encoder=alignment("rv", head_dim=4, max_length=8), vocab_size=VOCAB
@@ -104,14 +104,14 @@ def source(tmp_path_factory):
 
 
 def adapting(recipe, directory, lora=EVERYTHING, **changes):
-    """An experiment that trains adapters of a run."""
+    """Returns an experiment that trains adapters of a run."""
     training = {k: changes.pop(k) for k in tuple(changes) if hasattr(recipe.training, k)}
     training = replace(recipe.training, adapters=lora, **training)
     return find_base(replace(recipe, training=training, init_from=str(directory), **changes))
 
 
 def merged(params, adapters, scale):
-    """The same in NumPy and float64, of looped layers."""
+    """Merges adapters into parameters in NumPy and float64, for looped layers."""
     kernels, flat = (
         traverse_util.flatten_dict(jax.tree.map(np.float64, x)) for x in (params, adapters)
     )
@@ -146,7 +146,7 @@ def test_the_adapters_alone_are_trained(source, tmp_path, scan, mesh):
     looped = lambda params: unroll_variables(model, {"params": params})["params"]
     expected = merged(looped(before["params"]), looped(jax.device_get(state.params)), 2.0)
     close(looped(found["params"]), expected, atol=1e-6)
-    # The next step's loss is that of the plain model with these parameters.
+    # The loss of the next step is that of the plain model with these parameters.
     batch = next(stream)
     plain = jax.jit(lambda v, batch: loss_sums(model, v, batch, z_loss=0.0, label_smoothing=0.0))
     sums = plain(jax.device_get(found), batch)
@@ -155,7 +155,7 @@ def test_the_adapters_alone_are_trained(source, tmp_path, scan, mesh):
 
 
 def test_what_is_drawn_is_trained_whole_and_saved(source, tmp_path):
-    """A classifier, new rows of the embedding and a table that is not trained, in scanned layers."""
+    """They are a classifier, new rows of the embedding and a fixed table, in scanned layers."""
     directory, recipe = source
     dot_product = recipe.model.encoder.runs[0].block.self_mixer.alignment.parts[1]
     kind = Mixture((Random(TOKENS, trainable=False), dot_product))
@@ -188,7 +188,7 @@ def test_what_is_drawn_is_trained_whole_and_saved(source, tmp_path):
     with jax.default_prng_impl("rbg"):
         _, found = restore_run(tmp_path / "run")
     jax.tree.map(np.testing.assert_array_equal, found, trainer.averaged_variables(state))
-    # Earlier versions saved the low-rank updates alone.
+    # Earlier versions only saved the low-rank updates.
     updates = {"encoder": state.params["encoder"]}
     save(tmp_path / "old", recipe, dataclasses.replace(state, params=updates, ema={}))
     with pytest.raises(
@@ -211,7 +211,7 @@ def test_a_run_goes_on_and_is_used_with_its_base(source, tmp_path):
     save_run(recipe, parts)
     check_same_run(recipe, parts)
     jax.tree.map(np.testing.assert_array_equal, train(parts, recipe).params, end.params)
-    # A run that starts from it starts from the merged parameters; adapters of adapters are added
+    # A run that starts from it starts from the merged parameters. Adapters of adapters are added
     # up.
     _, found = restore_run(whole)
     assert initializer_of(recipe, report=print) is None
@@ -261,7 +261,7 @@ def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
 
 
 def test_a_run_that_continues_keeps_the_base_it_began_with(tmp_path):
-    """Also if the base has been trained further; if that step is gone, it is refused."""
+    """It does so even if the base has been trained further. If its step is gone, it is refused."""
     base, directory = tmp_path / "base", tmp_path / "run"
     recipe = experiment(encoder(), seed=3)
     state = Trainer(recipe, jax.devices()[:1]).init()

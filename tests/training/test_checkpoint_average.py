@@ -1,4 +1,4 @@
-"""The mean of the last checkpoints against NumPy, as a run that other commands take."""
+"""The mean of the last checkpoints, compared with NumPy, is a run that other commands accept."""
 
 import resource
 import shutil
@@ -41,7 +41,7 @@ def test_it_is_the_mean_and_loads_like_a_run(source, tmp_path):
 
 
 def test_training_does_not_go_on_in_its_directory(source, tmp_path):
-    """As in that of a converted model: both hold parameters alone."""
+    """It only has parameters, like the directory of a converted model."""
     call("average", source, tmp_path / "mean")
     before = {path.name for path in (tmp_path / "mean").iterdir()}
     recipe = load_experiment(tmp_path / "mean")

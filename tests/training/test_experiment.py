@@ -56,7 +56,7 @@ def test_json_round_trip(tmp_path):
         (['training.optimizer={"type": "Adafactor"}'], lambda e: e.training.optimizer == Adafactor()),
         (["model=t5_1_1_tiny"], lambda e: e.model == ZOO["t5_1_1_tiny"]().copy(dtype="auto")),
         (["data.buckets=((4, 2),(6, 4))"], lambda e: e.data.buckets == ((4, 2), (6, 4))),
-        # Together, and in any order.
+        # Settings may be given together and in any order.
         (["data.buckets=((16, 4),)", "data.inputs_length=32"], lambda e: bool(e.data.buckets)),
         (["data.shards=3", "data.batch_size=3"], lambda e: e.data.shards == e.data.batch_size == 3),
         (["vocabulary=Bytes"], lambda e: e.vocabulary == Bytes()),
@@ -144,7 +144,7 @@ def test_a_classifier_is_given_other_classes_and_a_published_body():
 
 
 def test_a_masked_model_is_given_no_other_objective():
-    """An objective of the task itself comes before `data.objective`."""
+    """A task's own objective has priority over `data.objective`."""
     masked = replace(MASKED.data, objective=OBJECTIVES["masked_lm"])
     check_masked_tasks(MASKED.model, replace(masked, mixture="lm1b_v100_full_lm"))
     check_masked_tasks(CLASSIFIER.model, replace(MASKED.data, mixture="glue_rte_v002"))
@@ -168,7 +168,7 @@ def test_wrong_values_from_python_are_refused_when_the_experiment_is_made(field,
 
 @pytest.mark.parametrize("name", ["quickstart", "papers.translation:multi30k:hc_sa"])
 def test_every_plain_setting_can_be_typed_as_it_is_shown_and_every_number_has_a_range(name):
-    recipe, free = load_recipe(name), {"data.buckets", "mesh.extra"}  # with rules of their own
+    recipe, free = load_recipe(name), {"data.buckets", "mesh.extra"}  # they have rules of their own
     rows = [row for row in settings(recipe) if row.leaf]
     shown = {row.path: row for row in rows}
     assert {"training.steps", "model.encoder.runs.0.repeats", "data.pack"} <= shown.keys()
@@ -193,7 +193,7 @@ def test_auto_is_the_dtype_of_the_platform_and_is_kept_when_a_run_continues(tmp_
     assert trainer.experiment == on_cpu
     save(tmp_path / "converted", given, trainer.init())  # an experiment that was never trained
     save(tmp_path / "trained", on_cpu, trainer.init())
-    save_experiment(on_cpu, tmp_path / "refused")  # a start that came to nothing
+    save_experiment(on_cpu, tmp_path / "refused")  # a start that saved nothing
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert find_dtype(given, tmp_path / "refused").model.dtype == "bfloat16"
     assert find_dtype(given, tmp_path / "trained") == on_cpu
@@ -258,7 +258,7 @@ def test_a_directory_continues_only_its_own_run(tmp_path):
     recipe = experiment()
     check_same_run(recipe, tmp_path)
     save_experiment(recipe, tmp_path)
-    check_same_run(experiment(seed=7), tmp_path)  # nothing was saved: the directory is free
+    check_same_run(experiment(seed=7), tmp_path)  # nothing was saved, so the directory is free
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     check_same_run(experiment(steps=99, save_every=1, keep_best=3), tmp_path)
     check_same_run(experiment(writers=("wandb",), profile=(1, 2)), tmp_path)

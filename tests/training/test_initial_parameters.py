@@ -1,4 +1,4 @@
-"""A run starts from another run's parameters: which, resized how, and what is said about it."""
+"""A run starts from the parameters of another run: which ones, how resized, what is reported."""
 
 import dataclasses
 import functools
@@ -116,7 +116,7 @@ def test_a_rule_that_decides_nothing_is_an_error(name):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """The directory of a run, its experiment and its state, as if an optimizer had worked."""
+    """The directory of a run, its experiment, and its state, as if an optimizer had changed it."""
     directory = tmp_path_factory.mktemp("source")
     recipe = experiment(seed=3, layers=2)
     state = Trainer(recipe).init()
@@ -175,7 +175,7 @@ def test_the_optimizer_goes_on_where_it_was_told_to(source):
     fresh, found, _ = started(going_on, directory)
     jax.tree.map(np.testing.assert_array_equal, found.opt_state, saved.opt_state)
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, fresh)
-    fresh, found, _ = started(recipe, directory)  # without being told so, it starts anew
+    fresh, found, _ = started(recipe, directory)  # without being told so, it starts afresh
     jax.tree.map(np.testing.assert_array_equal, found.opt_state, fresh.opt_state)
     training = replace(recipe.training, optimizer=Adafactor())
     with pytest.raises(ValueError, match=r"belongs to another model or optimizer: opt_state/"):

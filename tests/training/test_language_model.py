@@ -1,4 +1,4 @@
-"""Models of texts through whole runs: training, evaluation by their loss, files."""
+"""Whole runs of language models: training, evaluation by their loss, and files."""
 
 import json
 
@@ -45,7 +45,10 @@ def data_dir(tmp_path_factory):
 
 
 def trained(wanted, data_dir, directory):
-    """The result of the last evaluation, which is that of another process, and the evaluator."""
+    """Trains, and returns the result of the last evaluation and the evaluator.
+
+    The evaluation has the same result in a new evaluator.
+    """
     state = run(wanted, directory, data_dir=data_dir, visible=False)
     losses = list(logged(directory).values())
     assert len(losses) == 6 and np.isfinite(losses).all() and losses[-1] < losses[0]
@@ -57,7 +60,7 @@ def trained(wanted, data_dir, directory):
 
 
 def test_texts_are_evaluated_by_their_loss(data_dir, tmp_path):
-    """Results, log, files of predictions, and the score by which checkpoints are kept."""
+    """This includes results, the log, files of predictions, and the score of checkpoints."""
     directory = tmp_path / "run"
     wanted = recipe("language model", every=2, pack=True, evaluation={"loss_batches": 1})
     _, results, evaluator = trained(wanted, data_dir, directory)
@@ -95,7 +98,7 @@ def test_a_masked_language_model_is_evaluated_where_tokens_are_masked(data_dir, 
 
 
 def test_an_objective_pre_trains_and_is_evaluated(data_dir, tmp_path):
-    """By the loss of what it makes of the held-out texts."""
+    """It is evaluated by the loss of the examples that it makes from the held-out texts."""
     _, results, evaluator = trained(recipe("spans", objective="span_3_15_u_u"), data_dir, tmp_path)
     assert "bits_per_byte" not in results[0].text_metrics
     inputs = sum(1 < i < 259 for row in evaluator.sets[0].inputs for i in row)
@@ -104,7 +107,7 @@ def test_an_objective_pre_trains_and_is_evaluated(data_dir, tmp_path):
 
 
 def test_flops_of_a_row_of_targets():
-    """As many as with the same number of tokens on two sides."""
+    """There are as many as for the same number of tokens on two sides."""
     model = MODELS["language model"]
     one = step_flops(model, batch_size=8, inputs=0, targets=32)
     assert one == step_flops(model, batch_size=4, inputs=0, targets=32) * 2 > 0

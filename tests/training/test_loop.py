@@ -1,4 +1,4 @@
-"""The loop: a run that is killed continues as if nothing had happened; averages, patience, buckets."""
+"""The loop: killed runs continue as if nothing had happened; averages, patience and buckets."""
 
 import contextlib
 import itertools
@@ -38,7 +38,7 @@ KILLS = [
 
 
 def test_killed_and_started_again_and_again(tmp_path):
-    """Every loss and every score is bit-identical, none lost, none repeated."""
+    """All losses and scores are bit-identical. None is lost and none is repeated."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     plays = [(str(killed), at, how) for how, at, _ in KILLS] + [(str(whole), -1, "never")]
     done = python("-m", "tests.training.tiny", json.dumps(plays), cwd=ROOT, env=without_devices())
@@ -54,7 +54,7 @@ def test_training_learns_and_a_finished_run_does_nothing_more(tmp_path):
     recipe = experiment(steps=60, save_every=60)
     with contextlib.ExitStack() as stack:
         guard = lambda: stack.enter_context(jax.transfer_guard("disallow"))
-        state = run(tmp_path, recipe, ready=guard)  # the loop moves no array that it does not name
+        state = run(tmp_path, recipe, ready=guard)  # the loop moves no array without naming it
     found = logged(tmp_path)
     assert np.mean([found[s] for s in range(50, 60)]) < found[1] - 0.5
     assert all(0 < share < 1 for share in logged(tmp_path, "product_utilization").values())
@@ -85,7 +85,7 @@ def test_an_average_equals_numpy_and_goes_on(tmp_path):
     saved = lambda step: restore_variables(tmp_path / "checkpoints", step=step)[1]["params"]
     average = jax.device_get(saved(1))
     for step in range(2, 7):
-        decay = min(0.6, step / (step + 9))  # step − 1 updates came before
+        decay = min(0.6, step / (step + 9))  # step − 1 updates were before
         checkpoint = tmp_path / "checkpoints" / str(step)
         params = read_arrays(checkpoint, {"params": state.params}, ("params",))["params"]
         average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, params)
@@ -136,8 +136,8 @@ def test_a_run_stops_and_goes_on_with_more_patience(tmp_path, capsys):
     ("scores", "margin", "count"),
     [
         ({}, 0.0, 0),
-        # The best is 50 until 51.2 exceeds it by more than 1; 50.9 is the maximum before, and no
-        # best.
+        # 50 is the best score until 51.2 is larger by more than 1. Before, 50.9 is the maximum, but
+        # not the best score.
         ({1: 50.0, 2: 50.9}, 1.0, 1),
         ({1: 50.0, 2: 50.9, 3: 51.2}, 1.0, 0),
         (SCORES, 0.0, 1),
@@ -160,7 +160,7 @@ MODEL = t5(
 
 
 class Shorter(CopyStream):
-    """Every second batch has five places, all that it needs."""
+    """Every second batch needs only five positions."""
 
     def batch(self, rng):
         length = 8 if self.taken % 2 else 5
@@ -171,7 +171,10 @@ class Shorter(CopyStream):
 
 
 def test_a_bucket_is_compiled_once_and_changes_nothing(tmp_path, monkeypatch):
-    """The speed is logged without compilation, by a clock that this alone moves on by 1000 seconds."""
+    """The speed is logged without the time of compilation.
+
+    Compiling moves the clock by 1,000 seconds, and nothing else does.
+    """
     recipe = experiment(MODEL, data={"buckets": ((5, 5),)}, steps=4, rules=RULES)
     frozen = replace(recipe, training=replace(recipe.training, optimizer=STILL))
     _, found = stepped(frozen, Shorter(), steps=4)
@@ -195,7 +198,7 @@ def test_a_bucket_is_compiled_once_and_changes_nothing(tmp_path, monkeypatch):
 
 
 def test_some_steps_are_profiled(tmp_path, monkeypatch):
-    """The trace has no part of the saving before its first step and after its last."""
+    """The trace includes no part of saving before its first step and after its last one."""
     order, trace, save = [], jax.profiler.trace, Checkpoints.save
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Losses against NumPy in float64, values and gradients."""
+"""Losses and their gradients compared with NumPy in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ Z, V = 0.01, 11
 
 
 def oracle(logits, targets, weights, z, smoothing):
-    """Loss, z-loss and their gradient, token by token."""
+    """Returns loss, z-loss and their gradient, computed token by token."""
     loss = z_loss = 0.0
     gradient = np.zeros_like(logits)
     for i in np.ndindex(targets.shape):
@@ -60,7 +60,7 @@ def test_of_equal_logits_the_first_is_predicted():
 
 
 def chunked(logits, targets, *, chunk=4, **options):
-    """The same losses in chunks, from hidden states that are the logits."""
+    """Computes the same losses in chunks, from hidden states that are the logits."""
     kernel = jnp.eye(V)
     return chunked_cross_entropy(
         logits, kernel, targets=jnp.asarray(targets), chunk=chunk, **options
@@ -130,7 +130,10 @@ def test_logits_of_a_chunk_are_made_once():
 
 @BOTH
 def test_targets_of_weight_zero_are_ignored(losses):
-    """Such as -100, or logits that are not a number; other wrong targets make everything NaN."""
+    """Such targets may be -100, or have logits that are NaN.
+
+    Other wrong targets make everything NaN.
+    """
     logits, targets, weights = made()
     weights[0, 0] = weights[2, 1] = 0.0
     strange = targets.copy()
@@ -167,7 +170,7 @@ def test_targets_may_have_8_bits():
 
 @BOTH
 def test_second_derivatives(losses):
-    """Beside differences of the gradient."""
+    """They are compared with differences of the gradient."""
     logits, targets, weights = made((2, 3))
     weights[0, 0] = 0.0
     direction = np.random.default_rng(1).normal(size=logits.shape)
@@ -179,7 +182,7 @@ def test_second_derivatives(losses):
     x, gradient = jnp.float32(logits), jax.jit(jax.grad(total))
     over_reverse = jax.jvp(gradient, (x,), (direction,))[1]
     twice_reverse = jax.grad(lambda x: (gradient(x) * direction).sum())(x)
-    unseen = gradient(x.at[0, 0].set(jnp.nan))  # logits of weight 0 are not a number
+    unseen = gradient(x.at[0, 0].set(jnp.nan))  # logits with weight 0 are NaN
     np.testing.assert_array_equal(unseen, gradient(x))
     difference = (gradient(x + 1e-2 * direction) - gradient(x - 1e-2 * direction)) / 2e-2
     for product in (over_reverse, twice_reverse):
@@ -201,7 +204,7 @@ def test_denominators():
 
 
 def test_a_factor_of_the_total_is_not_rounded_to_bfloat16():
-    """Such as one over the number of tokens."""
+    """An example is one over the number of tokens."""
     logits, targets, weights = made()
     x, factor = jnp.asarray(logits, jnp.bfloat16), jnp.float32(1 / 37)
     total = lambda x, factor: factor * chunked(x, targets, weights=weights).total
@@ -211,7 +214,7 @@ def test_a_factor_of_the_total_is_not_rounded_to_bfloat16():
 
 @BOTH
 def test_under_shard_map(losses):
-    """With its default `check_vma`, logits divided over devices and a kernel shared by them."""
+    """Logits are divided over devices, which share a kernel, with the default `check_vma`."""
     logits, targets, weights = made((8, 5))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = P("data")

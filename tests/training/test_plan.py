@@ -1,4 +1,4 @@
-"""A plan says what really lies on a device."""
+"""A plan gives the bytes that are really on a device."""
 
 import dataclasses
 import math
@@ -104,7 +104,8 @@ def test_what_is_made_of_tables_is_whole_on_every_device(dtype):
 
 def test_a_layer_is_gathered_whole():
     shape = Size(16, 3, 64, 2, 8)
-    layer = 2 * 4 * 16 * 16 + 3 * 16 * 64  # a decoder's two attentions, and the feed-forward layer
+    # These are two attentions of the decoder, and the feed-forward layer.
+    layer = 2 * 4 * 16 * 16 + 3 * 16 * 64
     recipe = experiment(t5(shape, vocab_size=VOCAB, scan=True), mesh=MeshShape(data=2, fsdp=4))
     assert layer > VOCAB * 16
     found = [
@@ -175,7 +176,7 @@ def test_names_of_topologies():
         with pytest.raises(ValueError, match=message):
             chips.parse_topology(name, slices)
     with pytest.raises(SystemExit, match=r"unknown chip in 'h100-8'; choose from v2, .* tpu7x$"):
-        chips.main("h100-8")  # scripts make TPUs alone
+        chips.main("h100-8")  # scripts only make TPUs
 
 
 def test_gpus_pad_no_arrays_and_have_a_rate_for_each_dtype():

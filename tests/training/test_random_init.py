@@ -1,4 +1,4 @@
-"""Random initial parameters are those of one program, and equal layers need no more programs."""
+"""Initial parameters are those of a single program, and equal layers need no more programs."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from synthesizer_jax.training.random_init import init_arrays
 
 
 def state(layers: int, *, scan: bool = False):
-    """An initializer of parameters, ones as large, draws that inner functions scale, and a count."""
+    """Returns an initializer of parameters, ones, an average, scaled draws, and a count."""
     kind = alignment("rv", head_dim=4, max_length=8)
     model = t5(Size(8, layers, 16, 2, 4), encoder=kind, vocab_size=16, scan=scan)
     tokens = jnp.zeros((1, 8), jnp.int32)

@@ -1,4 +1,4 @@
-"""Every packaged recipe is built; every structure among them takes a step with small numbers."""
+"""All packaged recipes are built, and all of their structures take a step with small sizes."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.trainer import Trainer
 
 SYSTEMS = [s for s in papers.SELF_ATTENTIONS if s != "linformer"]
-VALUES = {  # of arguments of recipes: by name, also of one module or recipe
+VALUES = {  # values of recipe arguments by name, which may be those of one module or recipe
     "SYSTEM": SYSTEMS,
     "papers.translation:SYSTEM": [*SYSTEMS, "hc_all", "sh_x"],
     "papers.pretraining:SYSTEM": [*SYSTEMS, "hc_all"],
@@ -51,7 +51,7 @@ RECIPES = [row["recipe"] for row in list_recipes() if ":default" not in row["rec
 
 
 def calls_of(recipe: str) -> list[str]:
-    """The names of a recipe with all of its arguments."""
+    """Returns the names of a recipe with all of its arguments."""
     module, function, *arguments = recipe.split(":")
     places = (f"{module}:{function}:", f"{module}:", "")
     values = [next(VALUES[p + n] for p in places if p + n in VALUES) for n in arguments]
@@ -65,7 +65,7 @@ SMALL |= dict.fromkeys(("inputs_length", "max_length", "targets_length"), LENGTH
 
 
 def shrunk(value: Any) -> Any:
-    """A recipe, or a part of one, with the numbers of `SMALL`."""
+    """Returns a recipe, or a part of one, with the sizes of `SMALL`."""
     if isinstance(value, tuple):
         return tuple(map(shrunk, value))
     if not dataclasses.is_dataclass(value):
@@ -109,12 +109,18 @@ STEPPED = {
     "papers.translation:without_feed_forward:v:encoder",
     "quickstart:random_vanilla",
 }
-"""One of each way to be trained; `tests/models` has the structures, and `tests/layers` their parts."""
+"""Recipes for each way of training.
+
+`tests/models` has the structures, and `tests/layers` their parts.
+"""
 
 
 @functools.cache
 def lay_out(recipe: str) -> None:
-    """Of a shrunk experiment as JSON; sizes of one model become the same experiment."""
+    """Lays out a shrunk experiment, given as JSON.
+
+    All sizes of a model give the same experiment.
+    """
     Trainer(from_json(json.loads(recipe)), jax.devices()[:1])
 
 

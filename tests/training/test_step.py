@@ -1,4 +1,4 @@
-"""A step: its loss against NumPy, and the same update on meshes, in micro-batches and with rules."""
+"""A step: its loss compared with NumPy, and the same update on meshes and in micro-batches."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ TINY = Size(8, 1, 16, 2, 4)
 
 
 def initialized(model, batch):
-    """Variables with no zero among the parameters, so that biases count."""
+    """Returns variables without zeros, so that biases have an effect."""
     variables = jax.jit(model.init)(jax.random.key(0), batch["encoder_input_tokens"])
     leaves, tree = jax.tree.flatten(variables)
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -105,7 +105,7 @@ def test_dropout_acts_where_there_is_a_key():
 
 
 def universal(cost):
-    """An encoder-decoder of Universal Transformers with adaptive halting."""
+    """Returns an encoder-decoder of Universal Transformers with adaptive halting."""
     plain = t5(TINY, vocab_size=VOCAB, relative_bias=False)
     shared = {
         name: UniversalStack(
@@ -117,7 +117,7 @@ def universal(cost):
 
 
 def test_a_ponder_cost_is_part_of_the_loss():
-    """Averaged over the batch, once a stack, on top of what the tokens cost."""
+    """It is averaged over the batch and added to the loss of the tokens, once for each stack."""
     batch = {k: jnp.asarray(v) for k, v in next(CopyStream()).items()}
     inputs = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
     variables = jax.jit(universal(0.0).init)(jax.random.key(0), *inputs)
@@ -129,7 +129,7 @@ def test_a_ponder_cost_is_part_of_the_loss():
 
 
 class Uneven(CopyStream):
-    """Inputs of other lengths than their targets."""
+    """A stream whose inputs and targets have different lengths."""
 
     def batch(self, rng):
         batch = super().batch(rng)
@@ -157,7 +157,7 @@ def test_micro_batches_make_the_same_update(model, stream, normalizer):
 
 
 def test_eight_micro_batches_need_less_than_a_third_of_the_temporaries():
-    parts = step._split_micro_batches(jnp.arange(12), 3)  # every part has rows of every device
+    parts = step._split_micro_batches(jnp.arange(12), 3)  # every part has rows of all devices
     assert parts.tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
     temporaries = []
     for parts in (1, 8):
@@ -186,7 +186,7 @@ ON_MESHES = {
 
 @pytest.mark.parametrize("name", ON_MESHES)
 def test_meshes_have_the_same_losses(name, monkeypatch):
-    """Also where the loss is computed in chunks, on every device's own rows."""
+    """The losses are also computed in chunks, on the rows of each device."""
     model, stream, options, meshes = ON_MESHES[name]
     monkeypatch.setattr(step, "DENSE_LOGITS", 0)
     recipe = experiment(model, **options)

@@ -1,4 +1,4 @@
-"""Runs small enough for tests: experiments, streams without TensorFlow, and a main program."""
+"""Runs that are small enough for tests: experiments, streams without TensorFlow, a main program."""
 
 import json
 import os
@@ -27,7 +27,10 @@ CLASSES = ("low", "middle", "high")
 
 
 def experiment(model=None, *, layers=1, data=None, evaluation=None, **changes) -> Experiment:
-    """Copies eight tokens; an encoder classifies rows of `ClassStream` or predicts `MaskedStream`."""
+    """Returns an experiment that copies eight tokens.
+
+    An encoder classifies rows of `ClassStream`, or predicts those of `MaskedStream`.
+    """
     training = {
         "steps": 12,
         "optimizer": AdamW(learning_rate=Constant(0.01, warmup_steps=4)),
@@ -51,7 +54,7 @@ def experiment(model=None, *, layers=1, data=None, evaluation=None, **changes) -
 
 
 def encoder(*, dropout_rate: float = 0.0, **head) -> Encoder:
-    """One layer of width 8, with a classifier over `CLASSES` unless another head is given."""
+    """Returns a layer of width 8, with a classifier over `CLASSES` unless another head is given."""
     kind = alignment("rv", head_dim=4, max_length=LENGTH)
     stack = t5(Size(8, 1, 16, 2, 4), encoder=kind, dropout_rate=dropout_rate).encoder
     head = head or {"outputs": len(CLASSES)}
@@ -59,7 +62,7 @@ def encoder(*, dropout_rate: float = 0.0, **head) -> Encoder:
 
 
 class CopyStream:
-    """Random tokens to copy; batch n depends on n alone."""
+    """Random tokens to copy. Batch n depends only on n."""
 
     def __init__(self, bad_batch=None):
         self.taken, self.bad_batch = 0, bad_batch
@@ -90,7 +93,7 @@ class CopyStream:
 
 
 class ClassStream(CopyStream):
-    """Random tokens, whose first one tells the class."""
+    """Random tokens, of which the first one determines the class."""
 
     def batch(self, rng):
         tokens = rng.integers(5, VOCAB, (ROWS, LENGTH)).astype(np.int32)
@@ -106,7 +109,7 @@ class ClassStream(CopyStream):
 
 
 class MaskedStream(CopyStream):
-    """Rows of one repeated token, in which some places are masked by token 2."""
+    """Rows that repeat one token, with some positions masked by token 2."""
 
     def batch(self, rng):
         targets = np.repeat(rng.integers(3, VOCAB, (ROWS, 1)), LENGTH, axis=1).astype(np.int32)
@@ -142,7 +145,7 @@ def run(directory, recipe, stream=None, **options):
 
 
 def save(directory, recipe, state=None):
-    """A run's directory with one checkpoint, of a state or of fresh parameters."""
+    """Makes the directory of a run with one checkpoint, of a state or of initial parameters."""
     save_run(recipe, directory)
     checkpoints = Checkpoints(directory / "checkpoints")
     checkpoints.save(Trainer(recipe).init() if state is None else state, None)
@@ -150,12 +153,12 @@ def save(directory, recipe, state=None):
 
 
 def close(found, expected, **tolerance):
-    """Checks that trees are the same within a tolerance."""
+    """Checks that trees are equal within a tolerance."""
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), found, expected)
 
 
 def logged(directory, name="loss", kind="train"):
-    """The values of the log by step; none is logged twice."""
+    """Returns the logged values by step, and checks that no step was logged twice."""
     records = [r for r in read_metrics(directory / METRICS_FILE) if r["kind"] == kind]
     found = {r["step"]: r.get(name) for r in records}
     assert len(found) == len(records), "a step was logged twice"
@@ -163,7 +166,7 @@ def logged(directory, name="loss", kind="train"):
 
 
 def stepped(recipe, stream, steps=1, devices=1):
-    """The state after some steps, and the metrics of every step."""
+    """Returns the state after some steps, and the metrics of every step."""
     trainer, found = Trainer(recipe, jax.devices()[:devices]), []
     state = trainer.init()
     for _ in range(steps):
@@ -173,10 +176,11 @@ def stepped(recipe, stream, steps=1, devices=1):
 
 
 def play(directory: str, kill_at: int, how: str) -> None:
-    """Trains; signals itself before batch `kill_at`, or in an evaluation from that step on.
+    """Trains, and sends signals to itself.
 
-    `how` is ``never``, or the signal (``kill``, ``term``, ``int``), followed by ``-in-evaluation`` or
-    ``-in-compilation`` if it comes there; ``int-int`` are two of them.
+    The signal comes before batch `kill_at`, or in an evaluation from that step on. `how` is
+    ``never``, or the signal (``kill``, ``term``, ``int``), followed by ``-in-evaluation`` or
+    ``-in-compilation`` if it comes there. ``int-int`` are two signals.
     """
 
     def signal_here(names):
