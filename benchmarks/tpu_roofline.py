@@ -23,7 +23,7 @@ import report
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from synthesizer_jax import Attention, DotProduct, FactorizedRandom, Mask, Random
-from synthesizer_jax.attention.fused_tpu_geometry import block_size
+from synthesizer_jax.attention.fused_tpu_geometry import choose_tile_rows
 from synthesizer_jax.costs import chips
 from synthesizer_jax.costs.summary import flops
 from synthesizer_jax.training.plan import devices_of
@@ -112,7 +112,7 @@ def measure_sublayer(args: argparse.Namespace, name: str, chip: str, length: int
     # the logits and the gradients of the weights.
     counted = 3 * flops(jax.make_jaxpr(apply)(params, x, lengths).jaxpr)
     if implementation == "fused":
-        recomputations = 1 if block_size(length, length) == length else 3
+        recomputations = 1 if choose_tile_rows(length, length) == length else 3
         counted += recomputations * 2 * args.batch * args.heads * args.head_dim * length**2
     return {
         "chip": chip,

@@ -137,8 +137,8 @@ def test_dropout_equals_flax(broadcast):
     close(layer(x), flax_layer(x))
 
 
-def test_dropout_in_blocks_has_the_same_rate():
-    """If there are more queries than in a block, every query draws its own mask."""
+def test_dropout_in_tiles_has_the_same_rate():
+    """If there are more queries than in a tile, every query draws its own mask."""
     rate, length = 0.3, 200
     zeros, ones = jnp.zeros((1, length, 1, 4)), jnp.ones((1, length, 1, 1))
     drop = functools.partial(attention_fn, dropout_rng=jax.random.key(0), dropout_rate=rate)

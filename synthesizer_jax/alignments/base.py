@@ -74,8 +74,8 @@ class Alignment(nn.Module):
     """Decides who attends to whom: it maps tokens and positions to terms of the attention logits.
 
     An alignment sees neither masks nor values. It never returns an array of
-    ``[batch, heads, query, key]``, so that the routes of `attend` can compute the logits block by
-    block.
+    ``[batch, heads, query, key]``, so that the routes of `attend` can compute the logits tile by
+    tile.
 
     Attributes:
       makes_logits: whether the terms are logits. If it is False, the terms are attention weights,

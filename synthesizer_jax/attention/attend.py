@@ -70,7 +70,7 @@ The reference route is missing because it takes every call.
 PLAIN = {
     "reference": "matrix products",
     "static": "matrix products",
-    "fused": "a loop over blocks of logits",
+    "fused": "a loop over tiles of logits",
     "banded": "sums of shifted values",
 }
 """What `explain` says about the code of a route if no kernel runs it."""
@@ -383,7 +383,7 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
             f"{obstacles[chosen]} Use implementation='auto'."
         )
 
-    # The fused route can look positions up inside packed rows, block by block, but unpacked
+    # The fused route can look positions up inside packed rows, tile by tile, but unpacked
     # examples need no lookups. The static route runs only on unpacked examples.
     unpack = lengths is not None and (positional or chosen == "static")
     return _RouteChoice(chosen, unpack and implementation != "reference", obstacles)

@@ -3,7 +3,7 @@
 `with_gradient` is `jax.custom_vjp` for passes that JAX neither differentiates nor looks into. JAX
 looks into the passes of a plain `jax.custom_vjp`, with two bad effects. Partial evaluation hoists
 the masks of a loop out of the loop, and keeps them for all examples. A `jax.checkpoint` policy may
-save the logits of every block.
+save the logits of every tile.
 
 `platform_dependent` is `jax.lax.platform_dependent` for such passes. It traces an implementation
 only when a program is lowered for its platform, so the kernels of other platforms cost a program

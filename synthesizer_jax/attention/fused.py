@@ -1,7 +1,7 @@
 """The fused route: attention without an array ``[batch, heads, q, k]``, forward or backward.
 
-Only the logits of one block exist at a time. A block is one head of one example in the loop below,
-and a tile of its logits in a kernel. With logits S, the forward pass computes for each block::
+Only one tile of the logits exists at a time. A tile holds the logits of one head and example in the
+loop below, and a part of them in a kernel. With logits S, the forward pass computes for each tile::
 
   c = max_k S        E = exp(S - c)        l = Σ_k E        O = (E V) / l
 
@@ -90,7 +90,7 @@ class Options(NamedTuple):
 def attend_fused(call: Call) -> jax.Array:
     """Returns the attention output ``softmax(Σ terms) · values``, ``[b, q, h, e]``.
 
-    The logits are computed in blocks; see the module's docstring.
+    The logits are computed in tiles; see the module's docstring.
     """
     inputs = fused_inputs(call)
     options = fused_options(call, inputs)
@@ -365,7 +365,7 @@ def _map_with_axis(
 def loop_forward(
     q_length: int, inputs: FusedInputs, *, soft_cap: float | None = None, parallel: bool = False
 ) -> tuple[jax.Array, SoftmaxStats]:
-    """Computes the output and the statistics of its rows, in blocks of one head and example.
+    """Computes the output and the statistics of its rows, in tiles of one head and example.
 
     Args:
       q_length: the number of queries.
@@ -393,24 +393,20 @@ def loop_forward(
         bias = _sum_biases(biases, q_length=_num_bias_rows(inputs, q_length))
 
         def example(i: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
-            """Returns the output ``[q, e]`` and the statistics ``[q, 1]`` of one block."""
-            block_products, block_values, block_positions = _select(
-                (products, values, positions), i
-            )
+            """Returns the output ``[q, e]`` and the statistics ``[q, 1]`` of one tile."""
+            tile_products, tile_values, tile_positions = _select((products, values, positions), i)
             queries, keys = _select(real, i)
-            block_products, block_values = clear_padding(
-                block_products, block_values, queries, keys
-            )
-            block_mask = _select_mask(mask, allowed, i)
+            tile_products, tile_values = clear_padding(tile_products, tile_values, queries, keys)
+            tile_mask = _select_mask(mask, allowed, i)
             # S = Σ terms, and -inf where the mask forbids a key
             logits = _logits(
                 bias,
-                block_products,
+                tile_products,
                 lengths=(q_length, k_length),
-                positions=block_positions,
+                positions=tile_positions,
                 soft_cap=soft_cap,
             )
-            logits = _mask_logits(logits, block_mask)  # [q, k]
+            logits = _mask_logits(logits, tile_mask)  # [q, k]
             # c = max_k S; 0 in rows without keys, because -inf - (-inf) would be NaN
             row_max = jnp.max(logits, axis=-1, keepdims=True)
             row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
@@ -422,7 +418,7 @@ def loop_forward(
             is_nonzero = is_nonzero if queries is None else is_nonzero & queries[:, None]
             inverse_row_sum = jnp.where(is_nonzero, 1 / jnp.where(is_nonzero, row_sum, 1), 0)
             # O = (E V) / l
-            out = jnp.matmul(weights, block_values, preferred_element_type=dtype) * inverse_row_sum
+            out = jnp.matmul(weights, tile_values, preferred_element_type=dtype) * inverse_row_sum
             stats = SoftmaxStats(row_max.astype(dtype), inverse_row_sum.astype(dtype))
             return out.astype(values.dtype), stats
 
@@ -444,7 +440,7 @@ def loop_backward(
     soft_cap: float | None = None,
     parallel: bool = False,
 ) -> FusedInputs:
-    """Returns the cotangents of the inputs, in blocks of one head and example.
+    """Returns the cotangents of the inputs, in tiles of one head and example.
 
     The weights ``P = exp(S - c) / l`` are recomputed from the statistics. With the output
     ``O = P V``::
@@ -489,22 +485,22 @@ def loop_backward(
                 positions=_select(positions, i),
                 soft_cap=soft_cap,
             )
-            block_values, (row_max, inverse_row_sum), block_delta, block_dout = _select(rest, i)
-            block_products, block_values = clear_padding(
-                _select(products, i), block_values, *_select(real, i)
+            tile_values, (row_max, inverse_row_sum), tile_delta, tile_dout = _select(rest, i)
+            tile_products, tile_values = clear_padding(
+                _select(products, i), tile_values, *_select(real, i)
             )
-            logits, logits_vjp = jax.vjp(make_logits, bias, block_products)
+            logits, logits_vjp = jax.vjp(make_logits, bias, tile_products)
             # P = exp(S - c) / l, [q, k]. It is zero in the rows of padding queries, where 1 / l is
             # zero.
             logits = _mask_logits(logits, _select_mask(mask, allowed, i))
             weights = jnp.exp(logits - row_max) * inverse_row_sum
             # dP = dO Vᵀ,  dS = P ∘ (dP - δ)
-            dlogits = weights * (_matmul_nt(block_dout, block_values) - block_delta)
+            dlogits = weights * (_matmul_nt(tile_dout, tile_values) - tile_delta)
 
             # Back through the soft cap, to the bias [q, k] and to the factors of this example.
             dbias, dproducts = logits_vjp(dlogits.astype(logits.dtype))
             # dV = Pᵀ dO, [k, e]
-            dvalues = _matmul_tn(weights.astype(dout.dtype), block_dout).astype(values.dtype)
+            dvalues = _matmul_tn(weights.astype(dout.dtype), tile_dout).astype(values.dtype)
             shared, unshared = _split_by_flag(jax.tree.leaves(dproducts), is_shared)
             add = lambda total, d: total + d.astype(total.dtype)
             return jax.tree.map(add, sums, (dbias, shared)), (unshared, dvalues)
@@ -598,7 +594,7 @@ def _logits(
     Args:
       bias: the sum of the head's biases, ``[q, k]``, or by positions in a segment. None if there
         are none.
-      products: the factors of this block, ``[q, r]`` and ``[k, r]``.
+      products: the factors of this tile, ``[q, r]`` and ``[k, r]``.
       lengths: the numbers of queries and keys.
       positions: the positions of queries ``[q]`` and keys ``[k]`` in their segments. None if rows
         are not packed.

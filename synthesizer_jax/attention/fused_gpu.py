@@ -1,16 +1,16 @@
 """The fused route on NVIDIA's GPUs: Pallas kernels, which Triton compiles.
 
 The kernels compute ``O = softmax(S) V`` and its gradients without an array of all logits S. The
-logits of one head and example are cut into tiles: a block of queries times a block of keys. A
-program holds one tile at a time, in registers. There are four kernels:
+logits of one head and example are cut into tiles, each of which belongs to a tile of queries and a
+tile of keys. A program holds one tile at a time, in registers. There are four kernels:
 
 =======  ===============================  ==============  ==================================
 kernel   a program writes                 it loops over   where
 =======  ===============================  ==============  ==================================
-forward  a block of queries' outputs      key blocks      `fused_gpu`
-queries  a block of queries' cotangents   key blocks      `fused_gpu_backward`
-keys     cotangents of a block of keys    query blocks    `fused_gpu_backward`
-         and values
+forward  a tile of queries' outputs       tiles of keys   `fused_gpu`
+queries  a tile of queries' cotangents    tiles of keys   `fused_gpu_backward`
+keys     cotangents of a tile of keys     tiles of        `fused_gpu_backward`
+         and values                       queries
 bias     a tile of the bias' cotangent    examples, and   `fused_gpu_backward`
                                           a diagonal
 =======  ===============================  ==============  ==================================
@@ -20,10 +20,9 @@ end, so it keeps the largest so far and rescales its sums when that grows (Dao 2
 FlashAttention-2, section 3.1). The backward kernels recompute a tile's weights from the row's
 maximum and sum, which the forward kernel returns.
 
-The geometry of tiles and blocks is in `fused_gpu_geometry`, and the logits of a tile in
-`fused_gpu_logits`. In the comments, S are the logits, P the weights, Q, K and V the rows of
-queries, keys and values, and O the outputs; bq and bk are the numbers of queries and keys in a
-block.
+The geometry of tiles is in `fused_gpu_geometry`, and the logits of a tile in `fused_gpu_logits`. In
+the comments, S are the logits, P the weights, Q, K and V the rows of queries, keys and values, and
+O the outputs; bq and bk are the numbers of queries and keys in a tile.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def forward(
 
 
 class _OnlineSoftmax(NamedTuple):
-    """The sums of a block of queries over the keys that its program has seen so far.
+    """The sums of a tile of queries over the keys that its program has seen so far.
 
     Attributes:
       weighted_sum: ``Σ exp(S - row_max) V``, ``[bq, e]`` float32.
@@ -154,15 +153,15 @@ def _forward_kernel(
     row_max: Ref,
     inverse_row_sum: Ref,
 ) -> None:
-    """Computes the output of one block of queries, of one head and example."""
+    """Computes the output of one tile of queries, of one head and example."""
     i = pl.program_id(0)
     example = pl.program_id(2)
     program = Program(tiling, refs, example)
-    block = tiling.query_block(i)
-    queries = program.load_queries(block)  # [bq, r] for every term
+    query_tile = tiling.query_tile(i)
+    queries = program.load_queries(query_tile)  # [bq, r] for every term
 
     def add_keys(j: Scalar, sums: _OnlineSoftmax) -> _OnlineSoftmax:
-        """Adds block j of keys to the sums."""
+        """Adds tile j of keys to the sums."""
         tile = tiling.tile(i, j)
         keys, values = program.load_keys(tile.keys)  # [bk, r] for every term, [bk, e]
         logits, allowed = logits_tile(program, tile, queries, keys)
@@ -181,9 +180,9 @@ def _forward_kernel(
         row_sum = sums.row_sum * rescale + jnp.sum(weights, axis=1)  # [bq]
         return _OnlineSoftmax(weighted_sum, new_max, row_sum)
 
-    zeros = jnp.zeros(block.size, jnp.float32)
+    zeros = jnp.zeros(query_tile.size, jnp.float32)
     no_keys = _OnlineSoftmax(
-        weighted_sum=jnp.zeros((block.size, refs.values.shape[-1]), jnp.float32),
+        weighted_sum=jnp.zeros((query_tile.size, refs.values.shape[-1]), jnp.float32),
         row_max=zeros - jnp.inf,
         row_sum=zeros,
     )
@@ -193,12 +192,12 @@ def _forward_kernel(
     # Rows without keys, and padding queries, get zeros in place of 0 / 0.
     has_keys = sums.row_sum > 0.0
     if refs.query_ends is not None:
-        has_keys &= block.is_before(refs.query_ends, example)
+        has_keys &= query_tile.is_before(refs.query_ends, example)
     inverse = jnp.where(has_keys, 1.0 / jnp.where(has_keys, sums.row_sum, 1.0), 0.0)  # [bq]
 
-    store_rows(out, example, block, sums.weighted_sum * inverse[:, None])
-    store_vector(row_max, example, block, jnp.where(has_keys, sums.row_max, 0.0))
-    store_vector(inverse_row_sum, example, block, inverse)
+    store_rows(out, example, query_tile, sums.weighted_sum * inverse[:, None])
+    store_vector(row_max, example, query_tile, jnp.where(has_keys, sums.row_max, 0.0))
+    store_vector(inverse_row_sum, example, query_tile, inverse)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))

@@ -32,7 +32,7 @@ from synthesizer_jax.attention.fused_gpu_geometry import (
     Operands,
     Program,
     Ref,
-    RowBlock,
+    RowTile,
     Scalar,
     Tile,
     TileRows,
@@ -119,16 +119,16 @@ def call_by_queries(
 def _queries_kernel(
     tiling: Tiling, refs: Operands, residual_refs: Residuals, dqueries: tuple[Ref, ...]
 ) -> None:
-    """Computes the cotangents of one block of queries; the tiles have queries as rows."""
+    """Computes the cotangents of one tile of queries. The rows of the logits' tiles are queries."""
     i = pl.program_id(0)
     example = pl.program_id(2)
     program = Program(tiling, refs, example)
-    block = tiling.query_block(i)
-    queries = program.load_queries(block)  # [bq, r] for every term
-    residuals = _load_residuals(residual_refs, example, block)
+    query_tile = tiling.query_tile(i)
+    queries = program.load_queries(query_tile)  # [bq, r] for every term
+    residuals = _load_residuals(residual_refs, example, query_tile)
 
     def add_keys(j: Scalar, totals: list[jax.Array]) -> list[jax.Array]:
-        """Adds what the queries get from block j of keys."""
+        """Adds what the queries get from tile j of keys."""
         tile = tiling.tile(i, j)
         keys, values = program.load_keys(tile.keys)
         rows = TileRows(queries, keys, values)
@@ -143,7 +143,7 @@ def _queries_kernel(
     first, last = program.visible_keys(i)
     totals = lax.fori_loop(first, last, add_keys, zeros)
     for result, total in zip(dqueries, totals, strict=True):
-        store_rows(result, example, block, total)
+        store_rows(result, example, query_tile, total)
 
 
 def call_by_keys(
@@ -172,21 +172,21 @@ def _keys_kernel(
     dkeys: tuple[Ref, ...],
     dvalues: Ref,
 ) -> None:
-    """Computes the cotangents of one block of keys and values.
+    """Computes the cotangents of one tile of keys and values.
 
-    The tiles are transposed: their rows are keys. The products with dSᵀ and Pᵀ then need no
-    transposition.
+    The tiles of the logits are transposed: their rows are keys. The products with dSᵀ and Pᵀ then
+    need no transposition.
     """
     j = pl.program_id(0)
     example = pl.program_id(2)
     program = Program(tiling, refs, example)
-    block = tiling.key_block(j)
-    keys, values = program.load_keys(block)  # [bk, r] for every term, [bk, e]
+    key_tile = tiling.key_tile(j)
+    keys, values = program.load_keys(key_tile)  # [bk, r] for every term, [bk, e]
 
     def add_queries(
         i: Scalar, totals: tuple[list[jax.Array], jax.Array]
     ) -> tuple[list[jax.Array], jax.Array]:
-        """Adds what the keys and values get from block i of queries."""
+        """Adds what the keys and values get from tile i of queries."""
         key_totals, value_total = totals
         tile = tiling.tile(i, j, transposed=True)
         queries = program.load_queries(tile.queries)
@@ -208,12 +208,12 @@ def _keys_kernel(
     )
     first, last = tiling.seeing_queries(j)
     if refs.key_ends is not None:
-        # A block of padding has nothing to add: the loop ends before it begins.
-        last *= jnp.clip(refs.key_ends[example] - j * block.size, 0, 1)
+        # A tile of padding has nothing to add: the loop ends before it begins.
+        last *= jnp.clip(refs.key_ends[example] - j * key_tile.size, 0, 1)
     key_totals, value_total = lax.fori_loop(first, last, add_queries, zeros)
 
     for result, total in zip((*dkeys, dvalues), (*key_totals, value_total), strict=True):
-        store_rows(result, example, block, total)
+        store_rows(result, example, key_tile, total)
 
 
 def call_by_bias(
@@ -267,7 +267,7 @@ class _BiasWork:
     """Which tiles the programs of the bias' kernel add up.
 
     Attributes:
-      counts: numbers of blocks of queries and of keys.
+      counts: numbers of tiles of queries and of keys.
       by_diagonal: whether a program adds up all tiles on a diagonal of tiles. That needs a bias
         that is only relative. Otherwise it adds up one tile, of several examples.
     """
@@ -284,7 +284,7 @@ class _BiasWork:
     def first_tile(self, number: Scalar) -> tuple[Scalar, Scalar, Scalar]:
         """Returns where a sum begins, as i and j, and how many tiles it has per example.
 
-        Diagonal 0 is the last block of queries with the first block of keys. The tiles of a
+        Diagonal 0 is the last tile of queries with the first tile of keys. The tiles of a
         diagonal follow its first one to the right and below.
         """
         q_count, k_count = self.counts
@@ -341,7 +341,7 @@ def _sum_diagonals(sums: jax.Array, rows: int, q_length: int, k_length: int) -> 
 
     Args:
       sums: ``[n, h, s, s]``, the sum of the square tiles on each diagonal of tiles.
-      rows: number of queries in whole blocks.
+      rows: number of queries in whole tiles.
       q_length: number of queries.
       k_length: number of keys.
     """
@@ -369,13 +369,13 @@ def _largest_divisor(number: int, limit: int) -> int:
     return max(n for n in range(1, max(limit, 1) + 1) if number % n == 0)
 
 
-def _load_residuals(refs: Residuals, example: Scalar, block: RowBlock) -> Residuals:
-    """Returns the residuals of a block of queries: ``[bq, e]``, and three vectors ``[bq]``."""
+def _load_residuals(refs: Residuals, example: Scalar, tile: RowTile) -> Residuals:
+    """Returns the residuals of a tile of queries: ``[bq, e]``, and three vectors ``[bq]``."""
     loaded = Residuals(
-        dout=load_rows(refs.dout, example, block),
-        row_max=load_vector(refs.row_max, example, block),
-        inverse_row_sum=load_vector(refs.inverse_row_sum, example, block),
-        delta=load_vector(refs.delta, example, block),
+        dout=load_rows(refs.dout, example, tile),
+        row_max=load_vector(refs.row_max, example, tile),
+        inverse_row_sum=load_vector(refs.inverse_row_sum, example, tile),
+        delta=load_vector(refs.delta, example, tile),
     )
     # Rows that are padding or beyond the length get ∞ as their maximum. Their weights are then
     # exp(-∞) = 0, whatever their bias is. If the maximum were 0, a large bias would overflow to ∞,
@@ -397,7 +397,7 @@ def _backward_tile(
       program: the program that computes the tile.
       tile: where the tile is, and which of its axes is that of queries.
       rows: the queries, keys and values of the tile.
-      residuals: those of the block of queries, from `_load_residuals`.
+      residuals: those of the tile's queries, from `_load_residuals`.
       bias: the tile of `bias_tile`, if it is known already.
     """
 

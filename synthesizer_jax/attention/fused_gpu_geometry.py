@@ -1,24 +1,24 @@
-"""How the GPU kernels of the fused route are cut into blocks, and how they read and write them.
+"""How the GPU kernels of the fused route are cut into tiles, and how they read and write them.
 
-The logits of one head and example are a matrix ``[q, k]``. It is cut into *tiles*: a tile is a
-block of queries times a block of keys::
+A *tile* is the piece of an array that a program holds in registers. The logits of one head and
+example are a matrix ``[q, k]``. Each of its tiles belongs to a tile of queries and a tile of keys::
 
-                 keys of block j
+                 keys of tile j
               ┌───────┬───────┬───────┐
-              │       │       │       │      tile (i, j)
-      queries ├───────┼───────┼───────┤      = query block i × key block j
-      of      │       │ (i,j) │       │      logits [block of queries, block of keys]
-      block i ├───────┼───────┼───────┤
+              │       │       │       │      tile (i, j) of the logits
+      queries ├───────┼───────┼───────┤      = tile i of queries × tile j of keys
+      of      │       │ (i,j) │       │      [queries of a tile, keys of a tile]
+      tile i  ├───────┼───────┼───────┤
               │       │       │       │
               └───────┴───────┴───────┘
 
 A *program* is what one thread block of the GPU runs: it works on one head, and goes over a row, a
-column or a diagonal of tiles. Its arrays stay in global memory. A `pl.BlockSpec` selects the head
-only, and programs load blocks of rows as they need them. That differs from TPUs, where Pallas
-copies blocks before a program starts.
+column or a diagonal of tiles of the logits. Its arrays stay in global memory. A `pl.BlockSpec`
+selects the head only, and programs load tiles of rows as they need them. That differs from TPUs,
+where Pallas copies tiles before a program starts.
 
-Triton's blocks have sizes that are powers of two, so the last block may reach beyond its array.
-Loads there are masked and give zeros; stores there are masked and write nothing.
+The sizes of Triton's tiles are powers of two, so the last tile may reach beyond its array. Loads
+there are masked and give zeros; stores there are masked and write nothing.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ Scalar: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockSizes:
+class TileSizes:
     """How large the tiles of a kernel are, and how Triton runs its programs.
 
     Attributes:
-      queries: number of queries in a block, a power of two.
-      keys: number of keys in a block, a power of two.
+      queries: number of queries in a tile, a power of two.
+      keys: number of keys in a tile, a power of two.
       warps: number of warps that run a program together.
-      stages: number of iterations of the loop over blocks whose loads are in flight at once.
+      stages: number of iterations of the loop over tiles whose loads are in flight at once.
     """
 
     queries: int
@@ -64,8 +64,8 @@ class BlockSizes:
     warps: int
     stages: int
 
-    def fit(self, q_length: int, k_length: int) -> BlockSizes:
-        """Returns smaller blocks if there are fewer queries or keys than a block holds."""
+    def fit(self, q_length: int, k_length: int) -> TileSizes:
+        """Returns smaller tiles if there are fewer queries or keys than a tile holds."""
         q_size = max(MIN_PRODUCT_SIZE, pl.next_power_of_2(q_length))
         k_size = max(MIN_PRODUCT_SIZE, pl.next_power_of_2(k_length))
         return dataclasses.replace(
@@ -75,11 +75,11 @@ class BlockSizes:
         )
 
 
-def choose_block_sizes(kernel: str, row_bytes: int, *, has_bias: bool) -> BlockSizes:
-    """Returns the block sizes of a kernel.
+def choose_tile_sizes(kernel: str, row_bytes: int, *, has_bias: bool) -> TileSizes:
+    """Returns the sizes of a kernel's tiles.
 
     For rows of up to 128 bytes, these were the fastest of about eight choices on an H200. Wider
-    rows need smaller blocks or more warps, because a program keeps its queries and sums in
+    rows need smaller tiles or more warps, because a program keeps its queries and sums in
     registers.
 
     Args:
@@ -88,17 +88,17 @@ def choose_block_sizes(kernel: str, row_bytes: int, *, has_bias: bool) -> BlockS
       has_bias: whether the logits have a bias, whose tile takes registers too.
     """
     if row_bytes <= 128:
-        forward = BlockSizes(64, 32, 4, 3) if has_bias else BlockSizes(128, 64, 4, 3)
+        forward = TileSizes(64, 32, 4, 3) if has_bias else TileSizes(128, 64, 4, 3)
         sizes = {
             "forward": forward,
-            "queries": BlockSizes(64, 32, 4, 3),
-            "keys": BlockSizes(64, 64, 4, 3),
-            "bias": BlockSizes(64, 64, 4, 2),
+            "queries": TileSizes(64, 32, 4, 3),
+            "keys": TileSizes(64, 64, 4, 3),
+            "bias": TileSizes(64, 64, 4, 2),
         }
         return sizes[kernel]
     if row_bytes <= 256:
-        return BlockSizes(128, 64, 8, 2) if kernel == "forward" else BlockSizes(64, 64, 4, 2)
-    return BlockSizes(64, 32, 4, 2) if kernel == "forward" else BlockSizes(32, 32, 4, 1)
+        return TileSizes(128, 64, 8, 2) if kernel == "forward" else TileSizes(64, 64, 4, 2)
+    return TileSizes(64, 32, 4, 2) if kernel == "forward" else TileSizes(32, 32, 4, 1)
 
 
 class Operands(NamedTuple):
@@ -224,13 +224,13 @@ def fill_width(x: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowBlock:
-    """One block of rows of an array: of its queries, or of its keys.
+class RowTile:
+    """A tile of an array whose rows are queries or keys.
 
     Attributes:
-      index: number of the block.
-      size: number of rows in a block.
-      length: number of rows in the array. The last block may have rows beyond it.
+      index: number of the tile.
+      size: number of rows in a tile.
+      length: number of rows in the array. The last tile may have rows beyond it.
     """
 
     index: Scalar
@@ -252,13 +252,13 @@ class Tile(NamedTuple):
     """Where a tile of logits is.
 
     Attributes:
-      queries: its block of queries.
-      keys: its block of keys.
+      queries: the tile of its queries.
+      keys: the tile of its keys.
       transposed: whether the rows of the tile are keys. Otherwise they are queries.
     """
 
-    queries: RowBlock
-    keys: RowBlock
+    queries: RowTile
+    keys: RowTile
     transposed: bool = False
 
     @property
@@ -300,32 +300,32 @@ class Tiling:
     Attributes:
       mask: the mask. Kernels read its band here, and its arrays in `Operands`.
       lengths: the numbers of queries and keys.
-      sizes: the sizes of the blocks.
+      sizes: the sizes of the tiles.
       soft_cap: as in `attend`.
     """
 
     mask: Mask
     lengths: tuple[int, int]
-    sizes: BlockSizes
+    sizes: TileSizes
     soft_cap: float | None
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Numbers of blocks of queries and of keys."""
+        """Numbers of tiles of queries and of keys."""
         q_length, k_length = self.lengths
         return pl.cdiv(q_length, self.sizes.queries), pl.cdiv(k_length, self.sizes.keys)
 
-    def query_block(self, i: Scalar) -> RowBlock:
-        """Returns the block of queries with number i."""
-        return RowBlock(i, self.sizes.queries, self.lengths[0])
+    def query_tile(self, i: Scalar) -> RowTile:
+        """Returns the tile of queries with number i."""
+        return RowTile(i, self.sizes.queries, self.lengths[0])
 
-    def key_block(self, j: Scalar) -> RowBlock:
-        """Returns the block of keys with number j."""
-        return RowBlock(j, self.sizes.keys, self.lengths[1])
+    def key_tile(self, j: Scalar) -> RowTile:
+        """Returns the tile of keys with number j."""
+        return RowTile(j, self.sizes.keys, self.lengths[1])
 
     def tile(self, i: Scalar, j: Scalar, *, transposed: bool = False) -> Tile:
-        """Returns the tile of query block i and key block j."""
-        return Tile(self.query_block(i), self.key_block(j), transposed)
+        """Returns the tile of logits of tile i of queries and tile j of keys."""
+        return Tile(self.query_tile(i), self.key_tile(j), transposed)
 
     @property
     def _band(self) -> tuple[int | None, int | None]:
@@ -336,16 +336,16 @@ class Tiling:
         return (None, None) if self.mask.prefix_lengths is not None else self.mask.band
 
     def visible_keys(self, i: Scalar, end: Scalar | None) -> tuple[Scalar, Scalar]:
-        """Returns the range of blocks of keys that the queries of block i may see.
+        """Returns the range of tiles of keys that the queries of tile i may see.
 
-        A causal mask saves half of the tiles by this, and a window saves most.
+        A causal mask saves half of the logits' tiles by this, and a window saves most.
 
         Args:
-          i: number of the block of queries.
+          i: number of the tile of queries.
           end: where the padding of the keys begins, or None if there is none.
 
         Returns:
-          The number of the first block, and one more than the number of the last block.
+          The number of the first tile, and one more than the number of the last tile.
         """
         before, after = self._band
         size = self.sizes.keys
@@ -359,7 +359,7 @@ class Tiling:
         return _floor_divide(first, size), _floor_divide(last + size - 1, size)
 
     def seeing_queries(self, j: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the range of blocks of queries that may see the keys of block j."""
+        """Returns the range of tiles of queries that may see the keys of tile j."""
         before, after = self._band
         size = self.sizes.queries
         key = j * self.sizes.keys - self.mask.query_offset
@@ -372,9 +372,9 @@ class Tiling:
         return _floor_divide(first, size), _floor_divide(last + size - 1, size)
 
     def spec(self, x: Ref, letters: str) -> pl.BlockSpec | None:
-        """Returns the block of an array that a program sees: one head of it, and all the rest.
+        """Returns what a program sees of an array, which is one head with all its rows.
 
-        Axes q and k count whole blocks, so that the slice of the last block is inside.
+        Axes q and k are as long as whole tiles, so that the slice of the last tile is inside.
         """
         if x is None:
             return None
@@ -385,7 +385,7 @@ class Tiling:
         is_head = [letter == "h" and n > 1 for letter, n in zip(letters, x.shape, strict=True)]
 
         def index(_: Scalar, head: Scalar, __: Scalar) -> tuple[Scalar, ...]:
-            """Returns the number of the block along every axis, for one program of the grid."""
+            """Returns the index of a program's piece along every axis of the array."""
             return tuple(head if along_heads else 0 for along_heads in is_head)
 
         return pl.BlockSpec(shape, index)
@@ -438,11 +438,11 @@ def _floor_divide(x: Scalar, y: int) -> Scalar:
 def make_tiling(
     kernel: str, operands: Operands, mask: Mask, q_length: int, soft_cap: float | None
 ) -> Tiling:
-    """Returns the tiling of a kernel, named as in `choose_block_sizes`."""
+    """Returns the tiling of a kernel, named as in `choose_tile_sizes`."""
     row_bytes = sum(x.shape[-1] * x.dtype.itemsize for x in operands.keys)
     row_bytes = max(row_bytes, operands.values.shape[-1] * operands.values.dtype.itemsize)
     lengths = (q_length, operands.values.shape[1])
-    sizes = choose_block_sizes(kernel, row_bytes, has_bias=operands.has_bias)
+    sizes = choose_tile_sizes(kernel, row_bytes, has_bias=operands.has_bias)
     return Tiling(mask, lengths, sizes.fit(*lengths), soft_cap)
 
 
@@ -450,9 +450,9 @@ class TileRows(NamedTuple):
     """The rows of a tile's queries and keys, after they were loaded.
 
     Attributes:
-      queries: those of every term, ``[block of queries, r]``.
-      keys: those of every term, ``[block of keys, r]``.
-      values: ``[block of keys, e]``.
+      queries: those of every term, ``[queries of the tile, r]``.
+      keys: those of every term, ``[keys of the tile, r]``.
+      values: ``[keys of the tile, e]``.
     """
 
     queries: list[jax.Array]
@@ -473,19 +473,19 @@ class Program(NamedTuple):
     refs: Operands
     example: Scalar
 
-    def load_queries(self, block: RowBlock) -> list[jax.Array]:
+    def load_queries(self, tile: RowTile) -> list[jax.Array]:
         """Returns the queries of every term, ``[size, r]`` each, and zeros for padding."""
         ends = self.refs.query_ends
-        return [load_rows(ref, self.example, block, ends) for ref in self.refs.queries]
+        return [load_rows(ref, self.example, tile, ends) for ref in self.refs.queries]
 
-    def load_keys(self, block: RowBlock) -> tuple[list[jax.Array], jax.Array]:
+    def load_keys(self, tile: RowTile) -> tuple[list[jax.Array], jax.Array]:
         """Returns the keys of every term, ``[size, r]``, and the values, with zeros for padding."""
         ends = self.refs.key_ends
-        keys = [load_rows(ref, self.example, block, ends) for ref in self.refs.keys]
-        return keys, load_rows(self.refs.values, self.example, block, ends)
+        keys = [load_rows(ref, self.example, tile, ends) for ref in self.refs.keys]
+        return keys, load_rows(self.refs.values, self.example, tile, ends)
 
     def visible_keys(self, i: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns `Tiling.visible_keys` of query block i in this example."""
+        """Returns `Tiling.visible_keys` of tile i of queries in this example."""
         ends = self.refs.key_ends
         return self.tiling.visible_keys(i, None if ends is None else ends[self.example])
 
@@ -495,31 +495,31 @@ def load(ref: Ref, exists: jax.Array | None) -> jax.Array:
     return ref[...] if exists is None else plgpu.load(ref, mask=exists, other=0)
 
 
-def load_rows(ref: Ref, example: Scalar, block: RowBlock, ends: Ref = None) -> jax.Array:
-    """Returns a block of ``[b or 1, n, r]``, ``[size, r]``; zeros from `ends` or the length on."""
-    rows, exists = block.slice()
+def load_rows(ref: Ref, example: Scalar, tile: RowTile, ends: Ref = None) -> jax.Array:
+    """Returns a tile of ``[b or 1, n, r]``, ``[size, r]``; zeros from `ends` or the length on."""
+    rows, exists = tile.slice()
     if ends is not None:
-        exists = block.is_before(ends, example)
+        exists = tile.is_before(ends, example)
     # Examples share an array whose first axis has the size 1.
     ref = ref.at[jnp.minimum(example, ref.shape[0] - 1), rows, :]
     return load(ref, None if exists is None else exists[:, None])
 
 
-def load_vector(ref: Ref, example: Scalar, block: RowBlock) -> jax.Array:
-    """Returns a block of ``[b, n]``, ``[size]``; zeros from the length on."""
-    rows, exists = block.slice()
+def load_vector(ref: Ref, example: Scalar, tile: RowTile) -> jax.Array:
+    """Returns a tile of ``[b, n]``, ``[size]``; zeros from the length on."""
+    rows, exists = tile.slice()
     ref = ref.at[example, rows]
     return load(ref, exists)
 
 
-def store_rows(ref: Ref, example: Scalar, block: RowBlock, x: jax.Array) -> None:
-    """Writes a block ``[size, r]`` of ``[b, n, r]``, except rows beyond the length."""
-    rows, exists = block.slice()
+def store_rows(ref: Ref, example: Scalar, tile: RowTile, x: jax.Array) -> None:
+    """Writes a tile ``[size, r]`` of ``[b, n, r]``, except rows beyond the length."""
+    rows, exists = tile.slice()
     mask = None if exists is None else exists[:, None]
     plgpu.store(ref.at[example, rows, :], x.astype(ref.dtype), mask=mask)
 
 
-def store_vector(ref: Ref, example: Scalar, block: RowBlock, x: jax.Array) -> None:
-    """Writes a block ``[size]`` of ``[b, n]``, except numbers beyond the length."""
-    rows, exists = block.slice()
+def store_vector(ref: Ref, example: Scalar, tile: RowTile, x: jax.Array) -> None:
+    """Writes a tile ``[size]`` of ``[b, n]``, except numbers beyond the length."""
+    rows, exists = tile.slice()
     plgpu.store(ref.at[example, rows], x, mask=exists)

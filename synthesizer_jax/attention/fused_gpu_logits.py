@@ -22,7 +22,7 @@ from synthesizer_jax.attention.fused_gpu_geometry import (
     Operands,
     Program,
     Ref,
-    RowBlock,
+    RowTile,
     Tile,
     load,
     load_vector,
@@ -42,8 +42,8 @@ def logits_tile(
     Args:
       program: the program that computes the tile.
       tile: where the tile is.
-      queries: the queries of every term, ``[block of queries, r]``.
-      keys: the keys of every term, ``[block of keys, r]``.
+      queries: the queries of every term, ``[queries of the tile, r]``.
+      keys: the keys of every term, ``[keys of the tile, r]``.
       bias: the tile of `bias_tile`, if it is known already.
     """
     # S = Σ Q Kᵀ over the terms; or its transpose, K Qᵀ.
@@ -80,22 +80,22 @@ def bias_tile(refs: Operands, tile: Tile) -> jax.Array | None:
 def _allowed_tile(program: Program, tile: Tile, shape: tuple[int, ...]) -> jax.Array | None:
     """Returns which logits of a tile the mask allows, bool of the tile's shape, or None for all.
 
-    A rule compares positions ``[rows, columns]``, or vectors of the block that broadcast to them.
+    A rule compares positions ``[rows, columns]``, or vectors that broadcast to them.
     Padding queries are not masked here: the forward kernel sets their ``1 / Σ exp`` to zero.
     """
     tiling, refs, example = program
     query, key, exists = tile.positions()
 
-    def load_along(ref: Ref, block: RowBlock, axis: int) -> jax.Array:
+    def load_along(ref: Ref, row_tile: RowTile, axis: int) -> jax.Array:
         """Returns one number per row or column of the tile, ``[rows, 1]`` or ``[1, columns]``."""
-        return put_on_axis(load_vector(ref, example, block), axis)
+        return put_on_axis(load_vector(ref, example, row_tile), axis)
 
     # Causal masks and windows, except that all queries see the prefix.
     rules = tiling.mask.band_rules(query + tiling.mask.query_offset, key)
     if rules and refs.prefix_lengths is not None:
         rules = [functools.reduce(operator.and_, rules) | (key < refs.prefix_lengths[example])]
 
-    # Padding, or at least what the last block has beyond the length.
+    # Padding, or at least what the last tile has beyond the length.
     if refs.real_keys is not None:
         rules.append(load_along(refs.real_keys, tile.keys, tile.key_axis) != 0)
     elif refs.key_ends is not None:

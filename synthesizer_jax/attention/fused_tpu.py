@@ -1,20 +1,20 @@
 """The fused route on TPUs: Pallas kernels.
 
 The kernels compute ``O = softmax(S) V`` and its gradients without an array of all logits S. A
-program holds a tile of them in vector memory: a block of queries of one head and example, and all
-keys. Three things follow from that layout:
+program holds a tile of them in vector memory: some queries of one head and example, and all keys.
+Three things follow from that layout:
 
 * The softmax of a row is complete in one program. There is no loop over keys, no running maximum.
 * Examples go by innermost. What they share stays in vector memory: the tile of the bias is computed
   once, and cotangents of shared arrays are summed in place, example by example.
 * dQ, a sum over keys, is complete in one program, too. dK and dV are sums over queries. If one tile
   holds all queries, the same kernel computes them; otherwise a second kernel does, whose tiles are
-  transposed: a block of keys, and all queries.
+  transposed: some keys, and all queries.
 
 The geometry of tiles is in `fused_tpu_geometry`, the logits of a tile in `fused_tpu_logits`, and
 what the kernels share with those of the static route in `tpu`. In the comments, S are the logits, P
 the weights, Q, K and V the rows of queries, keys and values, and O the outputs. Shapes are those of
-a tile that is not transposed: ``[q, k]`` stands for a block of queries and all keys.
+a tile that is not transposed: ``[q, k]`` stands for the queries of the tile and all keys.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _forward_kernel(
     inverse_row_sum: Ref,
     scratch: Scratch,
 ) -> None:
-    """Computes the output of one block of queries, of one head and example."""
+    """Computes the output of one tile of queries, of one head and example."""
     fill_bias_tile(scratch.bias_tile, refs.bias, tiling)
     logits, allowed = logits_tile(refs, scratch.bias_tile, tiling)  # [q, k]
     if allowed is not None:
@@ -319,8 +319,8 @@ def _backward_kernel(
     Args:
       tiling: how the logits are cut.
       is_shared: a tree like `results`: whether all examples share a result.
-      refs: references to the blocks of the operands.
-      residuals: references to the blocks of the residuals.
+      refs: references to the tiles of the operands.
+      residuals: references to the tiles of the residuals.
       results: references to what is written; None for what the kernel leaves out.
       scratch: references to the scratch memory.
     """
@@ -384,7 +384,7 @@ def _write_products(
 def _write_result(ref: Ref, value: jax.Array, *, is_shared: bool) -> None:
     """Writes a result of one example, or adds it to those of the examples before.
 
-    The block of a result that all examples share stays in vector memory while they go by.
+    The tile of a result that all examples share stays in vector memory while they go by.
     """
     value = value.astype(ref.dtype)
     if not is_shared:
@@ -407,24 +407,24 @@ def _add_diagonals(total: Ref, dlogits_sum: Ref, dlogits: jax.Array, tiling: Til
     it is done once, with the last example.
 
     Args:
-      total: the cotangent, ``[1, w]``. Its block stays while the tiles of a head go by.
+      total: the cotangent, ``[1, w]``. Its tile stays while the tiles of a head go by.
       dlogits_sum: scratch memory, ``[tile_rows, columns]``.
       dlogits: the cotangents of the logits of this example, likewise.
       tiling: how the logits are cut.
     """
-    block = pl.program_id(1)
+    index = pl.program_id(1)
     example = pl.program_id(2)
     _write_result(dlogits_sum, dlogits, is_shared=True)
 
     @pl.when(example == tiling.batch - 1)
     def _() -> None:
-        first = block * tiling.tile_rows
+        first = index * tiling.tile_rows
         sums = sum_diagonals(dlogits_sum, first, rows=tiling.rows, count=total.shape[-1])
 
-        @pl.when(block == 0)
+        @pl.when(index == 0)
         def _() -> None:
             total[...] = sums
 
-        @pl.when(block > 0)
+        @pl.when(index > 0)
         def _() -> None:
             total[...] += sums

@@ -1,19 +1,19 @@
 """How the TPU kernels of the fused route are cut into tiles, and what they read.
 
 The logits of one head and example are a matrix ``[q, k]``. A program holds a *tile* of it in vector
-memory: a block of rows and all columns. ::
+memory: some of the rows and all columns. ::
 
               all keys
             ┌──────────────────────┐
             │                      │
-    block i ├──────────────────────┤
-    of      │  a tile              │   [rows of a block, k]
+    tile i  ├──────────────────────┤
+    of      │  a tile              │   [queries of a tile, k]
     queries ├──────────────────────┤
             │                      │
             └──────────────────────┘
 
 All keys of a row are there at once, so the softmax needs no second pass and no rescaling. The grid
-is ``(heads, blocks of rows, examples)``. Examples are innermost: a tile of the bias, which they
+is ``(heads, tiles of rows, examples)``. Examples are innermost: a tile of the bias, which they
 share, is read once for all of them.
 
 The tiles of one backward kernel are *transposed*: their rows are keys, and they hold all queries.
@@ -42,7 +42,7 @@ About six arrays of this size live at once, and a core of TPU v4 has 16 MiB of v
 """
 
 
-def block_size(rows: int, columns: int) -> int:
+def choose_tile_rows(rows: int, columns: int) -> int:
     """Returns how many rows of a matrix of logits a tile has.
 
     That is all of them if they fit, and otherwise a multiple of `LANES`: a tile may be not much
@@ -55,7 +55,7 @@ def block_size(rows: int, columns: int) -> int:
 
 
 class Scratch(NamedTuple):
-    """Vector memory that programs of one head and block of rows share, from example to example.
+    """Vector memory that programs of one head and tile of rows share, from example to example.
 
     Attributes:
       bias_tile: the bias, ``[tile_rows, columns]`` float32, or None if there is none.
@@ -101,7 +101,7 @@ class Tiling:
     @property
     def tile_rows(self) -> int:
         """Number of rows in a tile."""
-        return block_size(self.rows, self.columns)
+        return choose_tile_rows(self.rows, self.columns)
 
     @property
     def tile_shape(self) -> tuple[int, int]:
@@ -137,7 +137,7 @@ class Tiling:
         row_axis = "k" if self.transposed else "q"
         num_logits = self.batch * self.heads * self.rows * self.columns
         return KernelPlan(
-            block_sizes={"b": None, "h": None, row_axis: self.tile_rows},
+            tile_sizes={"b": None, "h": None, row_axis: self.tile_rows},
             grid=(self.heads, pl.cdiv(self.rows, self.tile_rows), self.batch),
             grid_letters=("h", row_axis, "b"),
             flops=2 * multiply_adds * num_logits,
@@ -148,9 +148,9 @@ class Tiling:
 
 class Operands(NamedTuple):
     """What logits are made of, heads first. In a kernel, these are references to a program's
-    blocks.
+    tiles.
 
-    Blocks have no axes b and h, so a kernel sees matrices.
+    Tiles have no axes b and h, so a kernel sees matrices.
 
     Attributes:
       products: terms whose arrays are ``[b or 1, h, n, r]``.
@@ -206,7 +206,7 @@ def make_operands(inputs: FusedInputs, bias: Bias) -> Operands:
 
 
 def _as_row(x: jax.Array | None) -> jax.Array | None:
-    """Returns ``[b, n]`` as ``[b, 1, n]`` int32: a block of one example is then a matrix."""
+    """Returns ``[b, n]`` as ``[b, 1, n]`` int32: a tile of one example is then a matrix."""
     return None if x is None else x.astype(jnp.int32)[:, None]
 
 
@@ -219,7 +219,7 @@ def product_axes(products: Products) -> Products:
 def heads_first(x: jax.Array) -> jax.Array:
     """Transposes ``[b, n, h, r]`` to ``[b, h, n, r]``, and back.
 
-    The last two axes of a block fill registers. They must be rows and width, not heads and width.
+    The last two axes of a tile fill registers. They must be rows and width, not heads and width.
     """
     return x.swapaxes(1, 2)
 

@@ -27,13 +27,13 @@ def fill_bias_tile(tile: Ref, bias: Bias, tiling: Tiling) -> None:
     """
     if tile is None:
         return
-    block = pl.program_id(1)
+    index = pl.program_id(1)
     example = pl.program_id(2)
 
     @pl.when(example == 0)
     def _() -> None:
         if bias.diagonals is not None:
-            roll_diagonals(tile, bias.diagonals[...], block * tile.shape[0], rows=tiling.rows)
+            roll_diagonals(tile, bias.diagonals[...], index * tile.shape[0], rows=tiling.rows)
         if bias.table is not None:
             table = bias.table[...].astype(jnp.float32)
             table = table.T if tiling.transposed else table
@@ -44,11 +44,11 @@ def logits_tile(refs: Operands, bias: Ref, tiling: Tiling) -> tuple[jax.Array, j
     """Returns the logits of a program's tile, float32, and which the mask allows (None for all).
 
     Args:
-      refs: references to the blocks of the operands.
+      refs: references to the tiles of the operands.
       bias: the tile that `fill_bias_tile` filled, or None if there is no bias.
       tiling: how the logits are cut.
     """
-    block = pl.program_id(1)
+    index = pl.program_id(1)
 
     def product(queries: jax.Array, keys: jax.Array, *, exact: bool = False) -> jax.Array:
         """Returns ``Q Kᵀ``, or its transpose ``K Qᵀ``, in the shape of the tile."""
@@ -63,7 +63,7 @@ def logits_tile(refs: Operands, bias: Ref, tiling: Tiling) -> tuple[jax.Array, j
         first: int | jax.Array = 0
         count = tiling.columns
         if tiling.transposed:
-            first, count = block * tiling.tile_rows, tiling.tile_rows
+            first, count = index * tiling.tile_rows, tiling.tile_rows
         a = product(term.a[...], a_one_hot(term, first, count), exact=True)
         b = product(term.b[...], b_one_hot(term, first, count), exact=True)
         summands.append(a * b)
@@ -72,16 +72,16 @@ def logits_tile(refs: Operands, bias: Ref, tiling: Tiling) -> tuple[jax.Array, j
     else:
         logits = jnp.zeros(tiling.tile_shape, jnp.float32)
     logits = cap_logits(logits, tiling.soft_cap)
-    return logits, _allowed_tile(refs, tiling, block)
+    return logits, _allowed_tile(refs, tiling, index)
 
 
-def _allowed_tile(refs: Operands, tiling: Tiling, block: jax.Array) -> jax.Array | None:
+def _allowed_tile(refs: Operands, tiling: Tiling, index: jax.Array) -> jax.Array | None:
     """Returns which logits of a tile the mask allows, bool of the tile's shape, or None for all.
 
     Padding queries are not masked here: the forward kernel's caller sets their ``1 / Σ exp`` to
     zero.
     """
-    row = lax.broadcasted_iota(jnp.int32, tiling.tile_shape, 0) + block * tiling.tile_rows
+    row = lax.broadcasted_iota(jnp.int32, tiling.tile_shape, 0) + index * tiling.tile_rows
     column = lax.broadcasted_iota(jnp.int32, tiling.tile_shape, 1)
     query, key = (column, row) if tiling.transposed else (row, column)
 
@@ -92,8 +92,8 @@ def _allowed_tile(refs: Operands, tiling: Tiling, block: jax.Array) -> jax.Array
         real_keys = refs.real_keys[...]  # [1, k]
         rules.append((real_keys.T if tiling.transposed else real_keys) != 0)
 
-    # In packed rows, a query sees its own segment. The blocks are [1, n]; one of them becomes [n,
-    # 1].
+    # In packed rows, a query sees its own segment. The arrays are [1, n]; one of them becomes
+    # [n, 1].
     if refs.query_segments is not None:
         query_segments = refs.query_segments[...]
         key_segments = refs.key_segments[...]

@@ -3,7 +3,7 @@
 Terms that consist of parameters are looked up by the position in the example, not in the row. There
 are two ways to do that. If rows hold few segments, examples become rows of their own, and the
 ordinary routes run on these; see `attend_unpacked`. If they hold many, the fused route looks up the
-positions block by block; see `FusedInputs.positions`.
+positions tile by tile; see `FusedInputs.positions`.
 """
 
 from __future__ import annotations

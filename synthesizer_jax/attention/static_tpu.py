@@ -228,7 +228,7 @@ def _backward_kernel(
 ) -> None:
     """Adds a program's examples to the cotangent of the bias, and computes that of the values.
 
-    `dvalues` is ``[c, k, heads · e]``. `dbias` has the shapes of a program's block of the bias, and
+    `dvalues` is ``[c, k, heads · e]``. `dbias` has the shapes of a program's tile of the bias, and
     is written with the last group of examples.
     """
     _fill_scratch(tiling, refs, scratch)
@@ -348,6 +348,6 @@ def _shared_weights(tiling: Tiling, refs: Operands, head: int, tile: Ref) -> jax
 
 
 def _examples_in_columns(tiling: Tiling, x: Ref, head: int) -> jax.Array:
-    """Returns one head of a block ``[c, n, heads · e]``, examples side by side, ``[n, c · e]``."""
+    """Returns one head of a tile ``[c, n, heads · e]``, examples side by side, ``[n, c · e]``."""
     lanes = tiling.lanes_of(head)
     return jnp.concatenate([x[example, :, lanes] for example in range(tiling.examples)], axis=1)

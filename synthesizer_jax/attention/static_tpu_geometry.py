@@ -9,7 +9,7 @@ matrix product::
 
 One example alone has e columns, often 64, and would leave half of a register empty.
 
-In memory, the heads lie side by side too: values are ``[b, k, h · e]``. A block of the last axis
+In memory, the heads lie side by side too: values are ``[b, k, h · e]``. A tile of the last axis
 must be whole registers of 128 lanes, so a program takes as many heads as fill them. The grid is
 ``(groups of heads, groups of examples)``. Examples are innermost: the first program of a group of
 heads computes the weights, and the others find them in scratch memory.
@@ -68,7 +68,7 @@ class Tiling:
         return heads // self.heads, batch // self.examples
 
     def lanes_of(self, head: int) -> slice:
-        """Returns where a program's head number `head` lies in a block ``[c, n, heads · e]``."""
+        """Returns where a program's head number `head` lies in a tile ``[c, n, heads · e]``."""
         return slice(head * self.width, (head + 1) * self.width)
 
     def columns_of(self, example: int) -> slice:
@@ -78,7 +78,7 @@ class Tiling:
     def plan(self, num_products: int, scratch: Scratch, memory: int) -> KernelPlan:
         """Returns the plan of a kernel.
 
-        Its blocks are those of a program's examples ``b``, or of their group ``g``, and of its
+        Its tiles are those of a program's examples ``b``, or of their group ``g``, and of its
         heads ``h``, or of their lanes ``l``.
 
         Args:
@@ -90,7 +90,7 @@ class Tiling:
         batch, heads, q_length, k_length = self.shape
         num_logits = heads * q_length * k_length
         return KernelPlan(
-            block_sizes={
+            tile_sizes={
                 "b": self.examples,
                 "g": None,
                 "h": self.heads,
@@ -156,7 +156,7 @@ def examples_per_program(values: jax.Array, q_length: int) -> int:
     """
     _, k_length, heads, width = values.shape
     lanes = max(heads_per_program(heads, width) * width, LANES)
-    # An example has values, an output, and the cotangents of both. Each block is there twice:
+    # An example has values, an output, and the cotangents of both. Each tile is there twice:
     # Pallas copies the next one while a program works on the first.
     example_bytes = 8 * values.dtype.itemsize * max(q_length, k_length) * lanes
     memory = program_memory(values, q_length)
@@ -167,7 +167,7 @@ def examples_per_program(values: jax.Array, q_length: int) -> int:
 
 
 class Operands(NamedTuple):
-    """What both kernels read. In a kernel, these are references to the blocks of a program.
+    """What both kernels read. In a kernel, these are references to the tiles of a program.
 
     Attributes:
       bias: the logits of every head.

@@ -341,16 +341,16 @@ def relative(logits: jax.Array, *, first: int) -> Relative:
 def cut_diagonals(
     term: Relative, q_length: int, k_length: int, *, query_offset: int | jax.Array = 0
 ) -> Relative:
-    """Returns the term with only the columns that a block of logits needs.
+    """Returns the term with only the columns that a tile of logits needs.
 
-    Query i of the block is at position ``i + query_offset``, so the distances are
-    ``1 - q - query_offset`` to ``k - 1 - query_offset``. The result is relative to the block: its
-    first column is ``key - query = 1 - q``, where both are counted from 0 in the block.
+    Query i of the tile is at position ``i + query_offset``, so the distances are
+    ``1 - q - query_offset`` to ``k - 1 - query_offset``. The result is relative to the tile: its
+    first column is ``key - query = 1 - q``, where both are counted from 0 in the tile.
 
     Args:
       term: the term.
-      q_length: the number of queries of the block.
-      k_length: the number of keys of the block.
+      q_length: the number of queries of the tile.
+      k_length: the number of keys of the tile.
       query_offset: the position of the first query. It may be traced.
 
     Returns:
@@ -385,11 +385,11 @@ def cut_diagonals(
 
 
 def expand_diagonals(columns: jax.Array, q_length: int) -> jax.Array:
-    """Expands one number per distance, ``[..., q + k - 1]``, to a block of logits ``[..., q, k]``.
+    """Expands one number per distance, ``[..., q + k - 1]``, to a tile of logits ``[..., q, k]``.
 
-    ``block[i, j] = columns[q - 1 + j - i]``. It is done with a pad and a reshape, which need no
+    ``tile[i, j] = columns[q - 1 + j - i]``. It is done with a pad and a reshape, which need no
     gather: in rows that are one longer than the columns, each row starts one column later than the
-    row before. The transpose of this function sums a block along its diagonals.
+    row before. The transpose of this function sums a tile along its diagonals.
     """
     *lead, n = columns.shape
     if is_symbolic_dim(n):  # the reshape would need to know that its size is not negative

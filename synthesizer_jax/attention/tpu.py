@@ -1,13 +1,13 @@
 """What the TPU kernels of the fused and the static route share.
 
-On a TPU core, programs of a kernel run one after another. Pallas copies the blocks of a program's
+On a TPU core, programs of a kernel run one after another. Pallas copies the tiles of a program's
 inputs from the chip's memory (HBM) to the core's vector memory (VMEM) while the program before
-runs, and copies results back. If two programs in succession have the same block, it stays where it
+runs, and copies results back. If two programs in succession have the same tile, it stays where it
 is. So the order of the grid's axes decides what is copied: the kernels here let examples go by
 fastest, and keep what the examples share.
 
-Arrays in vector memory lie in registers of 8 rows (sublanes) and 128 columns (lanes). Blocks that
-do not fill registers waste memory, and blocks that begin inside a register are not allowed.
+Arrays in vector memory lie in registers of 8 rows (sublanes) and 128 columns (lanes). Tiles that
+do not fill registers waste memory, and tiles that begin inside a register are not allowed.
 
 A relative bias has one number per diagonal of the logits. `roll_diagonals` expands it to a tile
 inside a kernel, by rotations of registers, and `sum_diagonals` is the reverse for gradients.
@@ -39,7 +39,7 @@ Cores after TPU v4 have at least as much. A core of TPU v4 has 16 MiB.
 LANES = 128
 """Columns of a register.
 
-The last axis of a block has the length of the array's axis, or a multiple of this.
+The last axis of a tile has the length of the array's axis, or a multiple of this.
 """
 
 SUBLANES = 8
@@ -49,11 +49,11 @@ LOW = float(jnp.finfo(jnp.float32).min)
 """What takes the place of a forbidden logit. It is finite, so that differences are numbers."""
 
 Ref: TypeAlias = Any
-"""An array outside of kernels, and a Pallas reference to a block in vector memory inside them."""
+"""An array outside of kernels, and a Pallas reference to a tile in vector memory inside them."""
 
 
 class Bias(NamedTuple):
-    """What heads add to the logits of every example. In a kernel, these are references to blocks.
+    """What heads add to the logits of every example. In a kernel, these are references to tiles.
 
     Attributes:
       table: ``[h, q, k]``, or None if there is no table.
@@ -173,8 +173,8 @@ class KernelPlan:
     """How the work of a kernel is cut into programs, and what it costs.
 
     Attributes:
-      block_sizes: rows of a block along the axes that are cut, by their letters. None cuts an axis
-        into single rows, and the block has no such axis. Other axes are not cut.
+      tile_sizes: rows of a tile along the axes that are cut, by their letters. None cuts an axis
+        into single rows, and the tile has no such axis. Other axes are not cut.
       grid: numbers of programs. The first axis is that of heads, and the last one runs fastest.
       grid_letters: for every axis of the grid, the letters of the array axes along which its
         programs lie.
@@ -184,7 +184,7 @@ class KernelPlan:
       memory: bytes of vector memory that a program may take, its scratch memory included.
     """
 
-    block_sizes: dict[str, int | None]
+    tile_sizes: dict[str, int | None]
     grid: tuple[int, ...]
     grid_letters: tuple[str, ...]
     flops: int
@@ -193,7 +193,7 @@ class KernelPlan:
     memory: int = VMEM
 
     def spec(self, x: Ref, letters: str) -> pl.BlockSpec | None:
-        """Returns how an array is cut into the blocks of programs, or None if there is no array.
+        """Returns how an array is cut into the tiles of programs, or None if there is no array.
 
         Args:
           x: the array, or its shape and dtype.
@@ -202,15 +202,15 @@ class KernelPlan:
         if x is None:
             return None
         axes = list(zip(letters, x.shape, strict=True))
-        shape = tuple(self.block_sizes.get(letter, n) for letter, n in axes)
+        shape = tuple(self.tile_sizes.get(letter, n) for letter, n in axes)
 
         def index(*program: jax.Array) -> tuple[Ref, ...]:
-            """Returns the number of a program's block along every axis of the array."""
+            """Returns the number of a program's tile along every axis of the array."""
             program_along = {}
             for names, number in zip(self.grid_letters, program, strict=True):
                 for letter in names:
                     program_along[letter] = number
-            # An axis of size 1 is shared by all programs, and one that is not cut has one block.
+            # An axis of size 1 is shared by all programs, and one that is not cut has one tile.
             return tuple(
                 0 if n in (1, size) else program_along.get(letter, 0)
                 for (letter, n), size in zip(axes, shape, strict=True)
@@ -230,7 +230,7 @@ def call_kernel(
     """Runs a kernel and returns its results.
 
     Args:
-      kernel: a function of references to the blocks of inputs, outputs and scratch memory.
+      kernel: a function of references to the tiles of inputs, outputs and scratch memory.
       inputs: a tuple of trees of arrays.
       outputs: a tuple of trees of arrays or of `jax.ShapeDtypeStruct`, whose shapes the results
         have.

@@ -27,7 +27,7 @@ from synthesizer_jax.primitives.mesh import partition as current_partition
 if TYPE_CHECKING:
     from flax import nnx
 
-QUERY_BLOCK = 128
+QUERY_TILE = 128
 """The number of queries that are computed at once when Flax's own function computes the attention.
 """
 
@@ -214,7 +214,7 @@ def _attend(
             logits = materialize(terms, q_length=query.shape[1], k_length=key.shape[1])
     if use_flax:
         compute: AttentionFn = functools.partial(_flax_attention, **flax_options)
-        kernel = f"einsums, {QUERY_BLOCK} queries at a time"
+        kernel = f"einsums, {QUERY_TILE} queries at a time"
         log_external_call("flax", kernel, compute, query, key, value, logits, pairs, dropout_rng)
         out = compute(query, key, value, logits, pairs, dropout_rng)
     else:
@@ -251,9 +251,9 @@ def _flax_attention(
     rng: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
-    """Computes attention with Flax's own function, in blocks of at most `QUERY_BLOCK` queries.
+    """Computes attention with Flax's own function, in tiles of at most `QUERY_TILE` queries.
 
-    The backward pass computes each block again, so that it does not keep the weights of all
+    The backward pass computes each tile again, so that it does not keep the weights of all
     queries.
 
     Args:
@@ -270,7 +270,7 @@ def _flax_attention(
         nn.dot_product_attention, deterministic=rng is None, **options
     )
     length = query.shape[1]
-    if length <= QUERY_BLOCK:
+    if length <= QUERY_TILE:
         return attention(query, key, value, bias, pairs, dropout_rng=rng)
     # `jax.lax.map` maps the first axis, so the axis of queries is moved to the front. Arrays that
     # all queries share are not mapped.
@@ -287,10 +287,10 @@ def _flax_attention(
         one_pairs = pairs if one_pairs is None else one_pairs[:, :, None]
         return attention(one_query[:, None], key, value, one_bias, one_pairs, dropout_rng=one_rng)
 
-    # With `batch_size`, `jax.lax.map` runs `jax.vmap` over blocks of queries, one block after
+    # With `batch_size`, `jax.lax.map` runs `jax.vmap` over tiles of queries, one tile after
     # another.
     rngs = None if rng is None else jax.random.split(rng, length)
-    out = jax.lax.map(attend_one, (*by_query, rngs), batch_size=QUERY_BLOCK)
+    out = jax.lax.map(attend_one, (*by_query, rngs), batch_size=QUERY_TILE)
     return jnp.moveaxis(out[:, :, 0], 0, 1)  # [q, b, h, width] → [b, q, h, width]
 
 

@@ -142,7 +142,7 @@ def export_programs(
     An `EncoderDecoder` has all three programs, an `Encoder` has only ``encode``, and a
     `LanguageModel` has ``score`` and ``generate``. The batch size b is free, and n and t are any
     lengths up to the limits. Attention runs on the reference route, because the other routes choose
-    blocks and kernels by lengths, which are not known here. A layer therefore holds the logits of
+    tiles and kernels by lengths, which are not known here. A layer therefore holds the logits of
     all pairs of tokens in memory.
 
     Args:

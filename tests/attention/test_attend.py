@@ -111,7 +111,7 @@ def test_what_does_not_divide_by_the_mesh() -> None:
 @pytest.mark.parametrize("length", [None, 5])
 @pytest.mark.parametrize("name", ["packed causal", "packed cross causal", "packed cross window"])
 def test_packed_without_counts(name: str, length: int | None) -> None:
-    """Positions are looked up block by block if rows may have any number of segments."""
+    """Positions are looked up tile by tile if rows may have any number of segments."""
     terms, values, g = cases.problem(EVERY_TERM)
     mask = dataclasses.replace(cases.packed_masks()[name], segments=None, segment_length=length)
     cases.check(terms, values, mask, g, "auto", 2e-5)

@@ -63,7 +63,7 @@ def test_terms_are_explained_for_another_platform():
     (gpu,) = sj.explain(packed, (*terms, bias), values, platform="gpu")
     assert gpu.unpacked and gpu.kernel == "Pallas kernels"
     (tpu,) = sj.explain(functools.partial(sj.attend, mask=PREFIX), terms, values, platform="tpu")
-    assert tpu.kernel == "a loop over blocks of logits"
+    assert tpu.kernel == "a loop over tiles of logits"
     assert "prefix_lengths" in tpu.obstacles["kernels"]
 
 

@@ -143,7 +143,7 @@ def test_long_rows_take_the_fused_route() -> None:
 
 @pytest.mark.parametrize("kind", ["array", "relative", "each example's keys"])
 def test_nothing_is_as_large_as_the_logits(kind: str) -> None:
-    """A compiled training step has one block of logits, and the gradient of a shared bias once."""
+    """A compiled training step has one tile of logits, and the gradient of a shared bias once."""
     n, length = 4, 512
     bias, largest = {
         "array": (normal("bias", 1, n, length, length), n * length**2),

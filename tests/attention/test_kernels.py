@@ -74,10 +74,10 @@ def check_fused(platform, names, mask, q, k, bound=2e-5, **options):
     oracle.close(*both_ways(platform, names, mask, q, k, **options), bound)
 
 
-def use_block_sizes(monkeypatch, queries, keys):
-    """Gives the blocks of all GPU kernels these sizes."""
-    sizes = fused_gpu_geometry.BlockSizes(queries, keys, warps=4, stages=2)
-    monkeypatch.setattr(fused_gpu_geometry, "choose_block_sizes", lambda *_, **__: sizes)
+def use_tile_sizes(monkeypatch, queries, keys):
+    """Gives the tiles of all GPU kernels these sizes."""
+    sizes = fused_gpu_geometry.TileSizes(queries, keys, warps=4, stages=2)
+    monkeypatch.setattr(fused_gpu_geometry, "choose_tile_sizes", lambda *_, **__: sizes)
 
 
 BOTH = ("padding", "holes", "window and offset", "packed causal", "packed cross")
@@ -110,10 +110,10 @@ def test_patterns_and_capped_logits(platform, heads):
 
 @every
 @pytest.mark.parametrize("names", [EVERY_TERM, ("dot_product", "relative")], ids=len)
-def test_blocks_of_queries_and_keys(platform, names, monkeypatch):
+def test_tiles_of_queries_and_keys(platform, names, monkeypatch):
     """There are more rows than fit into a tile, and their number is not a multiple of its size."""
     monkeypatch.setattr(fused_tpu_geometry, "MAX_TILE", 128 * 16)
-    use_block_sizes(monkeypatch, 32, 64)
+    use_tile_sizes(monkeypatch, 32, 64)
     lengths = jnp.array([140, 129, 0])
     mask = Mask(causal=True, key_lengths=lengths, query_lengths=lengths)
     if names == EVERY_TERM:
@@ -127,8 +127,8 @@ def test_blocks_of_queries_and_keys(platform, names, monkeypatch):
 @every
 @pytest.mark.parametrize("name", ["relative", "static"])
 def test_rows_without_queries_do_not_overflow(platform, name, monkeypatch):
-    """Padding and the end of the last block have such a bias that exp is infinite in float32."""
-    use_block_sizes(monkeypatch, 16, 16)
+    """Padding and the end of the last tile have such a bias that exp is infinite in float32."""
+    use_tile_sizes(monkeypatch, 16, 16)
     check_fused(platform, (name,), Mask(query_lengths=jnp.array([20, 5, 0])), 20, 20, bias=100.0)
 
 
@@ -262,7 +262,7 @@ def test_what_the_kernels_do_not_take():
     half = values.astype(jnp.float16)
     assert all("float16" in obstacle for obstacle in obstacles(Mask(), half))
     # A row with few keys still fills registers.
-    assert fused_tpu_geometry.block_size(16384, 16) * 128 <= fused_tpu_geometry.MAX_TILE
+    assert fused_tpu_geometry.choose_tile_rows(16384, 16) * 128 <= fused_tpu_geometry.MAX_TILE
     for shape, word in (((1, 10**6, 2, 64), "keys"), ((1, 8, 12, 80), "width")):
         large = jax.ShapeDtypeStruct(shape, jnp.float32)
         assert word in obstacles(Mask(), large, 8)[1]

@@ -145,7 +145,7 @@ def test_static_kernels_fit_every_generation(name, rows):
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("n", [500, 1024])
 def test_kernels_with_a_pattern_and_capped_logits(name, n):
-    """There is one block of queries, or several, whose keys have a kernel of their own."""
+    """There is one tile of queries, or several, whose keys have a kernel of their own."""
     mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology(name))[:1], ("data",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     x = jax.ShapeDtypeStruct((2, n, 2, 64), jnp.bfloat16)
