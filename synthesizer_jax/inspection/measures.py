@@ -46,8 +46,8 @@ Measures: TypeAlias = dict[str, Any]
 """Arrays by name; see `attention_sums` and `measure`."""
 
 
-class Rows(NamedTuple):
-    """Which queries are real and what they see. All arrays are ``[batch, q]``.
+class QueryView(NamedTuple):
+    """Which queries of a batch are real and what they see. All arrays are ``[batch, q]``.
 
     Attributes:
       real: whether the query is real and not padding.
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
     diagonal: jax.Array
 
 
-def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> Measures:
+def attention_sums(weights: jax.Array, logits: jax.Array | None, view: QueryView) -> Measures:
     """Returns sums over the real queries of a batch, which can be added to other batches' sums.
 
     Args:
@@ -69,7 +69,7 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> 
       logits: the attention logits of the same shape. Their rank is measured for the first row.
         `None` means that there are no logits. Logits with another number of heads, which talking
         heads may have, are not measured.
-      rows: which queries are real and what they see.
+      view: which queries are real and what they see.
 
     Returns:
       A dictionary of sums. All are by head, except ``ranked``:
@@ -83,7 +83,7 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> 
         It is NaN if it was not measured.
       - ``ranked``: 1, the number of rows in ``rank``.
     """
-    real, seen, diagonal = rows
+    real, seen, diagonal = view
     heads, keys = weights.shape[1], weights.shape[3]
     weights = jnp.broadcast_to(weights, (len(real), *weights.shape[1:])).astype(jnp.float32)
     # ``[b, 1, q, k]``, the pairs of a real query and a key that it sees.
@@ -106,8 +106,8 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> 
     if logits is not None and logits.shape[1] == heads:
         # Set padding to zero, which adds nothing to the rank.
         size = real[0].sum(), jnp.max(seen[0], initial=0, where=real[0])
-        block = (jnp.arange(len(real[0])) < size[0])[:, None] & (jnp.arange(keys) < size[1])
-        number = jnp.linalg.matrix_rank(jnp.where(block, logits[0], 0.0).astype(jnp.float32))
+        counted = (jnp.arange(len(real[0])) < size[0])[:, None] & (jnp.arange(keys) < size[1])
+        number = jnp.linalg.matrix_rank(jnp.where(counted, logits[0], 0.0).astype(jnp.float32))
         rank = number / jnp.maximum(jnp.minimum(*size), 1)
     return {
         "statistics": Statistics(p.sum(0), -entropy.sum((0, 2)), queries),

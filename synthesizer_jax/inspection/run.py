@@ -23,7 +23,7 @@ from synthesizer_jax.data.examples import SIDES, DrawnExample
 from synthesizer_jax.distillation.distill import DISTILLATION_FILE
 from synthesizer_jax.distillation.replacement import blocks_of
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, evenly_spaced
-from synthesizer_jax.inspection.measures import Measures, Rows, attention_sums, measure
+from synthesizer_jax.inspection.measures import Measures, QueryView, attention_sums, measure
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
 from synthesizer_jax.mixers import Linformer, Mixer
 from synthesizer_jax.mixers.taps import LOGITS
@@ -280,23 +280,25 @@ def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dic
         _, sown = model.apply(variables, batch["encoder_input_tokens"], mutable=collections)
     else:
         _, sown = teacher_forced(model, variables, batch, collection=collections)  # type: ignore[arg-type]
-    all_rows, totals = _rows(model, batch), {}
+    views, totals = _query_views(model, batch), {}
     logits = {place: arrays for place, _, arrays in _entries(model, sown.get(LOGITS, {}))}
     for place, mixer, arrays in _entries(model, sown.get("intermediates", {})):
         if "attention_weights" in arrays:
             arrays = {**arrays, **logits[place]}
             # Layers with shared parameters sow one value for each layer.
             arrays = {name: x[place.layer if len(x) > 1 else 0] for name, x in arrays.items()}
-            weights, rows = arrays["attention_weights"], all_rows[place[:2]]
+            weights, view = arrays["attention_weights"], views[place[:2]]
             # In a Linformer, all keys are seen. They are mixtures of tokens and have no positions.
             if isinstance(mixer, Linformer):
-                seen = jnp.full_like(rows.seen, weights.shape[-1])
-                rows = Rows(rows.real, seen, rows.diagonal * jnp.nan)
-            totals[place] = attention_sums(weights, arrays.get("attention_logits"), rows)
+                seen = jnp.full_like(view.seen, weights.shape[-1])
+                view = QueryView(view.real, seen, view.diagonal * jnp.nan)
+            totals[place] = attention_sums(weights, arrays.get("attention_logits"), view)
     return totals
 
 
-def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, bool], Rows]:
+def _query_views(
+    model: TokenModel, batch: Mapping[str, jax.Array]
+) -> dict[tuple[str, bool], QueryView]:
     """Returns what the queries of unpacked rows see.
 
     The keys of the dictionary are the stack and whether it is cross-attention.
@@ -305,8 +307,10 @@ def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, 
     inputs = (batch["encoder_input_tokens"] != model.ids.padding).sum(1, keepdims=True)
     targets = (batch["decoder_loss_weights"] > 0).sum(1, keepdims=True)
 
-    def rows(length: int, real: jax.Array, seen: jax.Array, ratio: jax.Array | float = 1) -> Rows:
-        """Returns the `Rows` for queries of one stack.
+    def view_of(
+        length: int, real: jax.Array, seen: jax.Array, ratio: jax.Array | float = 1
+    ) -> QueryView:
+        """Returns the `QueryView` for queries of one stack.
 
         Args:
           length: the number of queries in a row, including padding.
@@ -317,17 +321,17 @@ def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, 
         """
         q = jnp.arange(length)[None]
         parts = q < real, jnp.where(seen < 0, q + 1, jnp.maximum(seen, 0)), q * ratio
-        return Rows(*(jnp.broadcast_to(x, (len(real), length)) for x in parts))
+        return QueryView(*(jnp.broadcast_to(x, (len(real), length)) for x in parts))
 
     causal = jnp.full_like(inputs, -1)
     if isinstance(model, LanguageModel):
-        whole = rows(n + m, inputs + targets, causal)
+        whole = view_of(n + m, inputs + targets, causal)
         seen = jnp.maximum(whole.seen, inputs) if model.prefix else whole.seen
         return {("decoder", False): whole._replace(seen=seen)}
-    by_kind = {("encoder", False): rows(n, inputs, inputs)}
+    by_kind = {("encoder", False): view_of(n, inputs, inputs)}
     if isinstance(model, EncoderDecoder):
-        by_kind["decoder", False] = rows(m, targets, causal)
-        by_kind["decoder", True] = rows(m, targets, inputs, inputs / jnp.maximum(targets, 1))
+        by_kind["decoder", False] = view_of(m, targets, causal)
+        by_kind["decoder", True] = view_of(m, targets, inputs, inputs / jnp.maximum(targets, 1))
     return by_kind
 
 

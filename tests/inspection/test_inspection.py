@@ -18,7 +18,7 @@ from synthesizer_jax.distillation.fit import Statistics
 from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.inspection import run
-from synthesizer_jax.inspection.measures import EDGES, Rows, attention_sums, measure
+from synthesizer_jax.inspection.measures import EDGES, QueryView, attention_sums, measure
 from synthesizer_jax.inspection.page import sentence, write_inspection
 from synthesizer_jax.inspection.run import Place, inspect_run, mixers_of, sums_of
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
@@ -60,10 +60,10 @@ def test_measures_equal_numpy():
     weights = np.exp(logits) * (position < seen[..., None])[:, None]
     weights /= weights.sum(-1, keepdims=True)
     real = position < lengths[:, None]
-    rows = Rows(jnp.asarray(real), jnp.asarray(seen), jnp.asarray(position * np.ones((3, 1))))
-    sums = attention_sums(jnp.asarray(weights), jnp.asarray(logits), rows)
+    view = QueryView(jnp.asarray(real), jnp.asarray(seen), jnp.asarray(position * np.ones((3, 1))))
+    sums = attention_sums(jnp.asarray(weights), jnp.asarray(logits), view)
     assert sums["histogram"].dtype == jnp.int32
-    other = attention_sums(jnp.asarray(weights), jnp.asarray(logits[:, :1]), rows)
+    other = attention_sums(jnp.asarray(weights), jnp.asarray(logits[:, :1]), view)
     assert np.isnan(other["rank"]).all()  # talking heads have no rank
     found = measure(jax.tree.map(np.asarray, sums), None)
     queries = [(b, i) for b, i in zip(*np.nonzero(real), strict=True)]
