@@ -98,7 +98,7 @@ class VirtualShard:
         # A uniform random number in [0, 1) lies between two boundaries, which select the task.
         cumulative_rates = np.cumsum(rates, dtype=np.float64)
         self._boundaries = cumulative_rates[:-1] / cumulative_rates[-1]
-        self._num_draws, self._block = 0, -1
+        self._num_draws, self._chunk = 0, -1
         self.rows: Packer | LengthSorter
         if config.buckets:
             rows = config.batch_size // config.shards
@@ -136,13 +136,13 @@ class VirtualShard:
         """Draws the next `count` examples."""
         drawn = []
         for _ in range(count):
-            block, offset = divmod(self._num_draws, CHUNK)
-            # The tasks of a block of examples are chosen at once, which is faster than one by one.
-            if block != self._block:
-                bits = random_bits(self._seed, block, count=CHUNK)
+            chunk, offset = divmod(self._num_draws, CHUNK)
+            # The tasks of a chunk of examples are chosen at once, which is faster than one by one.
+            if chunk != self._chunk:
+                bits = random_bits(self._seed, chunk, count=CHUNK)
                 # The upper 53 bits of each number give a float64 in [0, 1).
                 uniform = (bits >> np.uint64(11)) * 2.0**-53
-                self._block = block
+                self._chunk = chunk
                 self._choices = np.searchsorted(self._boundaries, uniform, side="right").tolist()
             self._num_draws += 1
             member = self._choices[offset]

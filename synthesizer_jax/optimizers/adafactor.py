@@ -56,11 +56,14 @@ Moments: TypeAlias = dict[str, jax.Array]
 class FactoredDims:
     """The roles of a parameter's dimensions.
 
+    A parameter may be a stack of *slices*, such as the layers of a scanned stack. Every slice is
+    updated like a parameter of its own.
+
     Attributes:
-      batch: the dimensions along which blocks are stacked.
-      rows: the dimensions that form the rows of a block's matrix. It is empty if the parameter is
+      batch: the dimensions along which slices are stacked.
+      rows: the dimensions that form the rows of a slice's matrix. It is empty if the parameter is
         not factored.
-      columns: the dimensions that form the columns of a block's matrix. It is empty if the
+      columns: the dimensions that form the columns of a slice's matrix. It is empty if the
         parameter is not factored.
     """
 
@@ -72,7 +75,7 @@ class FactoredDims:
 def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) -> FactoredDims:
     """Returns the roles of a parameter's dimensions.
 
-    As in T5X, every layer of a scanned stack is a block. Stacks of T5's own matrices are factored
+    As in T5X, every layer of a scanned stack is a slice. Stacks of T5's own matrices are factored
     regardless of their size. The matrices of unrolled layers are factored only if they are large
     enough. If rows and columns are at least `min_size`, as in all published models, both layouts
     have the same updates. Smaller unrolled models keep full second moments.
@@ -86,7 +89,7 @@ def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) ->
     batch = tuple(
         i for i, axis in enumerate(axes) if axis in BATCH or (axis == "heads" and is_table)
     )
-    # Each group holds the dimensions that form one dimension of the block's matrix.
+    # Each group holds the dimensions that form one dimension of a slice's matrix.
     groups: list[list[int]] = []
     for i in range(len(axes)):
         after_heads = i > 0 and i - 1 not in batch and axes[i - 1] in ("heads", "kv_heads")
@@ -131,13 +134,13 @@ class Adafactor:
     3. ``U = G / √V``, divided by ``max(1, RMS(U) / clip)``.
     4. The update is ``−learning_rate · max(ε₂, RMS(X)) · U``.
 
-    Each RMS is computed over a block.
+    Each RMS is computed over a slice of the parameter; see `FactoredDims`.
 
     Attributes:
       learning_rate: the schedule of the learning rate. The default is that of T5's pre-training.
       decay_rate: exponent of the second moment's decay.
-      clip: maximum RMS of a block's update. None means no clipping.
-      parameter_scale: whether to multiply the update by the RMS of the parameter's block.
+      clip: maximum RMS of a slice's update. None means no clipping.
+      parameter_scale: whether to multiply the update by the RMS of the parameter's slice.
       min_size: minimum number of rows and of columns for factoring; see `factored_dims`.
       clip_norm: maximum global norm of the gradient. None, as in T5, means no clipping.
     """

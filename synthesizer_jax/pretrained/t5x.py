@@ -195,7 +195,7 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
                 spec = {
                     "driver": _DRIVERS[match["about"]],
                     "kvstore": {**store, "path": f"{store.get('path', '')}{match['name']}/"},
-                    # Without this, TensorStore would silently replace a lost block by zeros.
+                    # Without this, TensorStore would silently replace a lost chunk by zeros.
                     "fill_missing_data_reads": False,
                 }
                 with reading(directory / match["name"]):
@@ -206,11 +206,11 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
                     if not isinstance(dtype, str):
                         raise ValueError(f"its dtype is {format_value(dtype)}, which is no number")
                     array: Any = tensorstore.open(spec, open=True, read=True).result()
-                    blocks = array.chunk_layout.write_chunk.shape
-                    if any(b > max(n, 1) for b, n in zip(blocks, array.shape, strict=True)):
-                        # TensorStore allocates whole blocks. A false, huge block size would end the
+                    chunks = array.chunk_layout.write_chunk.shape
+                    if any(c > max(n, 1) for c, n in zip(chunks, array.shape, strict=True)):
+                        # TensorStore allocates whole chunks. A false, huge chunk size would end the
                         # process for lack of memory.
-                        raise ValueError(f"it has the shape {array.shape} in blocks of {blocks}")
+                        raise ValueError(f"it has the shape {array.shape} in chunks of {chunks}")
                 name = match["path"].replace(".", "/")
                 arrays[name] = _in_store(array, directory / match["name"])
     return arrays

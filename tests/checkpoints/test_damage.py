@@ -207,7 +207,7 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
         "tensorstore/checkpoint_1/target.token_embedder.embedding/0.0",
         *(None, r"token_embedder\.embedding cannot be read: "),  # they are not read as zeros
     ),
-    (ZARRAY, lambda data: data.replace(b"384", b"1099511627776", 1), "in blocks of"),
+    (ZARRAY, lambda data: data.replace(b"384", b"1099511627776", 1), "in chunks of"),
     (ZARRAY, lambda data: data.replace(b'"<f4"', b'[["a", "<f4", []]]'), "its dtype is"),
     (ZARRAY, lambda data: data + b"\0", "Extra data"),
 ]
