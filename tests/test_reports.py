@@ -100,7 +100,9 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
 
 def test_what_has_logged_nothing_is_one_sentence(tmp_path):
     output, young = tmp_path / "page.html", logged(tmp_path / "young")
-    with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json; give the directory"):
+    with pytest.raises(
+        FileNotFoundError, match=r"contains no experiment\.json\. Give the directory"
+    ):
         report(tmp_path, output=output)
     assert not output.exists()
     assert (

@@ -131,7 +131,7 @@ def _read_source(path: pathlib.Path) -> Source:
       ValueError: there is no such file.
     """
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise ValueError(f"There is no file {path}.")
     return Source(path.name, path.read_bytes())
 
 
@@ -142,7 +142,7 @@ def import_package(name: str) -> ModuleType:
       ValueError: the name is not valid, or there is no such package.
     """
     if not _is_module_name(name):
-        raise ValueError(f"{name!r} is neither the name of a package nor a file that ends in .py")
+        raise ValueError(f"{name!r} is neither the name of a package nor the path of a .py file.")
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -150,7 +150,7 @@ def import_package(name: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
-            f"there is no package {error.name!r}; install it, or put its folder on PYTHONPATH"
+            f"There is no package {error.name!r}. Install it, or add its folder to PYTHONPATH."
         ) from None
     _imported.add(name)
     return module
@@ -233,7 +233,7 @@ def recorded_code(directory: pathlib.Path) -> Code:
         # of the run directory, so only plain names are accepted.
         plain = [pathlib.PurePath(name).name == name != "" for name in files]
         if not all(plain) or not all(map(_is_module_name, packages)):
-            raise ValueError("names of packages and files are expected")
+            raise ValueError("it must contain only names of packages and names of files")
         return Code(tuple(packages), tuple(_read_source(folder / name) for name in files))
 
 
@@ -253,7 +253,8 @@ def require_code(directory: pathlib.Path) -> None:
         str(directory / CODE_DIRECTORY / name) for name, _ in code.sources if name not in files
     ]
     if missing:
+        options = " ".join(f"--import {name}" for name in missing)
         raise ValueError(
-            f"{directory} needs code of its own: {' and '.join(missing)}; read it, then add "
-            f"{' '.join(f'--import {name}' for name in missing)}"
+            f"{directory} needs code that was not imported: {' and '.join(missing)}. Read this "
+            f"code. If you trust it, add the options {options}"
         )

@@ -117,7 +117,7 @@ def _truncate_metrics(path: pathlib.Path, step: int) -> set[tuple[str, int]]:
         return set()
     lines = _read_records(path)
     if damaged := [n for n, (_, record) in enumerate(lines, 1) if record is None]:
-        _log.warning("%s: line %d is damaged; such lines are removed", path, damaged[0])
+        _log.warning("Line %d of %s is damaged. Damaged lines are removed.", damaged[0], path)
     kept = [line for line, record in lines if record is not None and record["step"] <= step]
     write_atomic(path, b"".join(kept))
     return {(r["kind"], r["step"]) for _, r in lines if r is not None and r["step"] > step}
@@ -132,7 +132,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, JSON]]:
     records = []
     for number, (_, record) in enumerate(_read_records(path), 1):
         if record is None:
-            raise ValueError(f"{path}, line {number} is damaged; remove it to read the others")
+            raise ValueError(f"Line {number} of {path} is damaged. Remove it to read the others.")
         records.append(record)
     return records
 

@@ -134,19 +134,22 @@ def summary_lines(
       prompt: the example prompt for ``synthesizer-jax generate``. It is empty if the model does not
         write text.
     """
-    lines = [f"{directory} has finished its {steps:,} steps"]
+    finished = f"{directory} has finished its {steps:,} steps."
     scores = read_scores(directory / METRICS_FILE)
     finite = {step: score for step, score in scores.items() if math.isfinite(score)}
     if finite:
         best = max(finite, key=lambda step: (finite[step], step))
         last = max(finite)
-        lines[0] += f": score {finite[last]:.2f} at step {last:,}"
-        lines[0] += "" if best == last else f", the best {finite[best]:.2f} at step {best:,}"
+        finished += f" The score at step {last:,} is {finite[last]:.2f}."
+        if best != last:
+            finished += f" The best score is {finite[best]:.2f}, at step {best:,}."
     kept = ", ".join(f"{step:,}" for step in saved)
-    lines.append(f"{directory} holds checkpoints of the steps {kept}, {METRICS_FILE}, evaluation/")
+    contents = (
+        f"{directory} contains {METRICS_FILE}, evaluation/ and checkpoints of these steps: {kept}."
+    )
     data = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
     run = shlex.quote(str(directory))
-    lines.append(f"next: synthesizer-jax eval --workdir {run}{data}")
+    lines = [finished, contents, f"next: synthesizer-jax eval --workdir {run}{data}"]
     if prompt:
         lines.append(f'      synthesizer-jax generate --workdir {run} "{prompt}"')
     return "\n".join(lines)

@@ -40,7 +40,7 @@ def load_model(directory: pathlib.Path) -> SavedModel:
         model, vocabulary = (from_json(record[name], name) for name in SavedModel._fields)
         for value, kind in ((model, TokenModel), (vocabulary, Vocabulary)):
             if not isinstance(value, kind):
-                raise ValueError(f"it holds {format_value(value)}, expected a {kind.__name__}")
+                raise ValueError(f"it contains {format_value(value)} instead of a {kind.__name__}")
     absolute_vocabulary = with_absolute_path(vocabulary, directory)
     assert absolute_vocabulary is not None
     return SavedModel(resolve_dtype(model), absolute_vocabulary)
@@ -62,8 +62,8 @@ def read_experiment(directory: pathlib.Path, *, as_data: bool = False) -> Any:
     path = directory / EXPERIMENT_FILE
     if not path.is_file():
         raise FileNotFoundError(
-            f"{directory} holds no {EXPERIMENT_FILE}; give the directory of a training run of this "
-            "package"
+            f"{directory} contains no {EXPERIMENT_FILE}. Give the directory of a training run of "
+            "this package."
         )
     if not as_data:
         code.require_code(directory)
@@ -87,9 +87,9 @@ def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
     directory = run_of(source)
     if not is_run(source):
         raise ValueError(
-            f"{source} is no run: {directory} holds no {EXPERIMENT_FILE}; give the directory of a "
-            "training run of this package, or RUN/checkpoints/STEP; 'synthesizer-jax convert' "
-            "makes one of another library's checkpoint"
+            f"{source} is not a run, because {directory} contains no {EXPERIMENT_FILE}. Give the "
+            "directory of a training run of this package, or RUN/checkpoints/STEP. The command "
+            "'synthesizer-jax convert' makes a run from a checkpoint of another library."
         )
     return directory, find_step(source)
 
@@ -141,8 +141,8 @@ def open_vocabulary(
     built = config.build()
     if built.vocab_size > model.vocab_size:
         raise ValueError(
-            f"the vocabulary has {built.vocab_size} ids but model.vocab_size={model.vocab_size}; "
-            "set model.vocab_size to at least that"
+            f"The vocabulary has {built.vocab_size} ids, but model.vocab_size is only "
+            f"{model.vocab_size}. Set model.vocab_size to {built.vocab_size} or more."
         )
     built.check_ids(model.ids)
     return built

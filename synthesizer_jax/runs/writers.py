@@ -64,12 +64,16 @@ def find_writers(names: Iterable[str]) -> dict[str, OpenWriter]:
     for name in names:
         if name not in entries:
             raise ValueError(
-                f"training.writers: there is no {name!r}{did_you_mean(name, entries)}; installed "
-                f"packages have {', '.join(sorted(entries))}"
+                f"training.writers contains {name!r}, but there is no such writer"
+                f"{did_you_mean(name, entries) or '.'} The installed packages have the writers "
+                f"{', '.join(sorted(entries))}."
             )
         # The writers in this module are named after their libraries.
         if entries[name].module == __name__ and not is_installed(name):
-            raise ValueError(f"training.writers: {name} is not installed: pip install {name}")
+            raise ValueError(
+                f"training.writers contains {name!r}, but the library {name} is not installed. Run "
+                f"'pip install {name}'."
+            )
         openers[name] = entries[name].load()
     return openers
 

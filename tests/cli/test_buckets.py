@@ -75,7 +75,7 @@ def test_a_run_that_is_killed_and_what_a_user_gets_wrong(store, tmp_path) -> Non
 
     assert [code for code, _ in right] == [0] * 5, right
     said = "".join(text for _, text in right)
-    assert "gs://bucket/run has finished its 8 steps: score " in said
+    assert "gs://bucket/run has finished its 8 steps. The score at step 8 is " in said
     assert "predictions: gs://bucket/run/evaluation/8/part/TASK.jsonl" in said
     assert page.exists()
     assert "bucket/run/evaluation/8/part/results.json" in store.names()

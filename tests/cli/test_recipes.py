@@ -89,7 +89,7 @@ def test_a_module_of_ones_own_package_is_a_recipe(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("synthesizer_jax.runs.code._imported", set())
     assert load_recipe("own_recipes.small").data.mixture == "copy"
-    with pytest.raises(ValueError, match=r"there is no package 'own_recipes\.large'"):
+    with pytest.raises(ValueError, match=r"There is no package 'own_recipes\.large'"):
         load_recipe("own_recipes.large")
 
 

@@ -131,7 +131,7 @@ def copied(finished, tmp_path) -> pathlib.Path:
     ("wrong", "message"),
     [
         ("data.split=nope", "nope"),
-        ("model.vocab_size=20", r"set model\.vocab_size to at least"),
+        ("model.vocab_size=20", r"model\.vocab_size is only 20\. Set"),
         ("mesh.tensor=3", "3"),
     ],
 )

@@ -38,7 +38,7 @@ SESSION = [
     ("train quickstrat --workdir runs/x", 2, "did you mean 'quickstart'"),
     ("train papers.replacement:alr --workdir runs/x", 2, "returns a Distillation, expected Exper"),
     (f"{TRAIN} --set evaluation.method=sample", 2, "error: evaluation.method"),
-    (f"{TRAIN} --set init_from=a.jsonl", 2, "holds no experiment.json; give the directory"),
+    (f"{TRAIN} --set init_from=a.jsonl", 2, "contains no experiment.json. Give the directory"),
     (TRAIN, 2, "own_files"),  # it is not imported yet
     (
         "train finetune --workdir runs/x --data-dir d",
@@ -72,7 +72,11 @@ SESSION = [
     ("data vocabulary multi30k_en_de --output v --data-dir DATA", 2, "a split 'train' in DATA"),
     ("data prepare own_files --data-dir DATA --workers 0", 2, "--workers is 0; allowed: 1 to"),
     # Training: a run that prepares its data, is continued, and is refused.
-    (f"{TRAIN} --set training.steps=2", 0, "runs/mine has finished its 2 steps: score "),
+    (
+        f"{TRAIN} --set training.steps=2",
+        0,
+        "runs/mine has finished its 2 steps. The score at step 2 is ",
+    ),
     (f"{TRAIN} --set training.steps=4", 0, "model.dtype=auto is float32"),
     (f"{TRAIN} --set training.steps=4", 0, "next: synthesizer-jax eval --workdir runs/mine"),
     (

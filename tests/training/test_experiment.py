@@ -231,7 +231,7 @@ def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path):
         ),
         (
             {"init_from": "t5x/checkpoint_0"},
-            r"checkpoint_0 is no run: .* holds no experiment\.json",
+            r"checkpoint_0 is not a run, because .* contains no experiment\.json",
         ),
     ],
 )
