@@ -217,21 +217,24 @@ def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CH
         slices of similar size.
     """
     if slices < 1:
-        raise ValueError(f"{slices} slices; give 1 or more")
+        raise ValueError(f"The number of slices is {slices}, but it must be at least 1.")
     name, sign, size = re.fullmatch(r"([^:-]*)([:-]?)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     chip = next((c for c in chips.values() if name in (c.name, c.type)), None)
     if chip is None:
-        raise ValueError(f"unknown chip in {text!r}; choose from {', '.join(chips)}")
+        raise ValueError(
+            f"The chip in {text!r} is not known. The known chips are {', '.join(chips)}."
+        )
     if chip.is_gpu and slices > 1:
         raise ValueError(
-            f"{slices} slices; GPUs are one, so give the number of all, as in {name}:16"
+            f"The number of slices is {slices}, but GPUs form only one slice. Give the number of "
+            f"all GPUs instead, for example {name}:16."
         )
     pattern = r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*" if sign == ":" else r"[1-9][0-9]{0,8}"
     if not sign or not re.fullmatch(pattern, size):
         first = Topology(chip, chip.shapes[2])
         raise ValueError(
-            f"{text!r} names no slice; give chips as in {first.name}, or a type such as "
-            f"{first.type}"
+            f"{text!r} is not the name of a slice. Give its chips, for example {first.name}, or its "
+            f"type, for example {first.type}."
         )
     if sign == ":":
         shape: tuple[int, ...] | None = tuple(map(int, size.split("x")))
@@ -244,8 +247,10 @@ def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CH
         usual = _usual_shapes(chip)
         fewer, more = [n for n in usual if n <= asked], [n for n in usual if n > asked]
         others = [Topology(chip, usual[n]) for n in fewer[-1:] + more[:1]]
-        near = " and ".join(f"{other.name} ({other.type})" for other in others)
-        raise ValueError(f"{chip.name} has no slice {text!r}; near it are {near}")
+        near = " or ".join(f"{other.name} ({other.type})" for other in others)
+        raise ValueError(
+            f"There is no slice {text!r} of {chip.name}. Use a slice of similar size: {near}."
+        )
     return Topology(chip, shape, slices)
 
 

@@ -165,17 +165,19 @@ def test_names_of_topologies():
     two = plan.make_plan(experiment(), chips.parse_topology("v5e:2x2", slices=2))
     assert (two.topology.chips, two.mesh["data"]) == (8, 8)
     for name, slices, message in (
-        ("v9:4x4", 1, "unknown chip in 'v9:4x4'; choose from v2, v3, v4, v5e"),
-        ("v5p:4x4", 1, r"v5p has no slice 'v5p:4x4'; near it are v5p:2x2x4 \(v5p"),
-        ("v5e:4x4", 0, "0 slices"),
-        ("b300:8", 1, "choose from v2, .* tpu7x, a100, h100, h200, b200$"),
-        ("h100:3", 1, r"h100 has no slice 'h100:3'; near it are h100:2 \(h100-2\) and h100:4"),
-        ("h100:12", 1, "near it are h100:8 .* and h100:16"),
-        ("h100:8", 2, "2 slices; GPUs are one, so give the number of all, as in h100:16"),
+        ("v9:4x4", 1, r"chip in 'v9:4x4' is not known\. The known chips are v2, v3, v4, v5e"),
+        ("v5p:4x4", 1, r"no slice 'v5p:4x4' of v5p\. .* similar size: v5p:2x2x4 \(v5p"),
+        ("v5e:4x4", 0, "of slices is 0, but it must be at least 1"),
+        ("b300:8", 1, r"chips are v2, .* tpu7x, a100, h100, h200, b200\.$"),
+        ("h100:3", 1, r"no slice 'h100:3' of h100\. .* size: h100:2 \(h100-2\) or h100:4"),
+        ("h100:12", 1, "similar size: h100:8 .* or h100:16"),
+        ("h100:8", 2, "of slices is 2, but GPUs form only one slice. .*, for example h100:16"),
     ):
         with pytest.raises(ValueError, match=message):
             chips.parse_topology(name, slices)
-    with pytest.raises(SystemExit, match=r"unknown chip in 'h100-8'; choose from v2, .* tpu7x$"):
+    with pytest.raises(
+        SystemExit, match=r"chip in 'h100-8' is not known\. The known chips are v2, .* tpu7x\.$"
+    ):
         chips.main("h100-8")  # scripts only make TPUs
 
 
