@@ -41,7 +41,7 @@ class Model:
             # Files are mapped instead of read, because the parameters may be large.
             data = np.memmap(directory / file, np.uint8, "r")
             if hashlib.sha256(data.data).hexdigest() != checksum:
-                raise ValueError(f"{directory / file} is damaged; copy it again")
+                raise ValueError(f"{directory / file} is damaged. Copy it again.")
             if file.endswith(".stablehlo"):
                 program = jax.export.deserialize(bytearray(data)).call
                 self.programs[file.removesuffix(".stablehlo")] = jax.jit(program)
@@ -91,15 +91,15 @@ class Model:
             limit.
         """
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-            raise ValueError('the texts are no list of strings; give one, such as ["a text"]')
+            raise ValueError('The texts must be a list of strings, such as ["a text"].')
         limit = limit or self.info["limits"]["inputs_length"]
         first, last = self.info["around_inputs"]
         rows = [[*first, *self._ids(text)] for text in texts]
         longest = max(map(len, rows), default=0)
         if self.info["continues"] and longest > limit:
             raise ValueError(
-                f"a text to continue has {longest} tokens, and the programs read at most {limit}; "
-                "shorten it, or export the model with a larger --inputs-length"
+                f"A text to continue has {longest} tokens, but the programs read at most {limit}. "
+                "Shorten the text, or export the model with a larger --inputs-length."
             )
         rows = [[*row[: limit - len(last)], *last] for row in rows]
         if self.info["lengths"] == "fixed":
@@ -127,10 +127,10 @@ class Model:
 
 
 if __name__ == "__main__":
-    texts = sys.argv[1:] or sys.exit('give one or more texts: python load.py "a text"')
+    texts = sys.argv[1:] or sys.exit('Give one or more texts: python load.py "a text"')
     model = Model(pathlib.Path(__file__).parent)
     if "generate" not in model.programs:
-        sys.exit("this model encodes only: import Model")
+        sys.exit("This model only encodes. Import the class Model from this file to use it.")
     try:
         print(*model.generate(texts), sep="\n")
     except ValueError as error:

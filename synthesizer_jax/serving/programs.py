@@ -88,12 +88,17 @@ def write_directory(
     parameters = traverse_util.flatten_dict(variables, sep="/")
     for name, x in parameters.items():
         if x.dtype != np.float32:
-            raise ValueError(f"{name} is {x.dtype}; only models of float32 parameters are exported")
+            raise ValueError(
+                f"The parameter {name} is {x.dtype}, but only models whose parameters are float32 "
+                "can be exported."
+            )
     of_bytes = isinstance(vocabulary, SentencePiece) and vocabulary.byte_level
     if of_bytes or not isinstance(vocabulary, Bytes | SentencePiece):
-        kind = "BPE of bytes" if of_bytes else type(vocabulary).__name__
-        remedy = "use bytes or a SentencePiece model, or leave out --to"
-        raise ValueError(f"a {kind} cannot be exported; {remedy}")
+        kind = "byte-level BPE" if of_bytes else type(vocabulary).__name__
+        raise ValueError(
+            f"A vocabulary of the kind {kind} cannot be exported. Use bytes or a SentencePiece "
+            "model, or leave out --to."
+        )
     if isinstance(vocabulary, SentencePiece):
         (directory / VOCABULARY).write_bytes(vocabulary.contents())
     programs, lengths = export_programs(model, parameters, limits, continues=continues)
@@ -164,8 +169,8 @@ def export_programs(
     """
     if not isinstance(model, TextToText | Encoder):
         raise ValueError(
-            f"a {type(model).__name__} has no programs to export; give an EncoderDecoder, a "
-            "LanguageModel or an Encoder"
+            f"A {type(model).__name__} has no programs to export. Use an EncoderDecoder, a "
+            "LanguageModel or an Encoder."
         )
     on: PyTree = {"model": _on_reference_route(unroll(model))}
     of_targets = on | {"continues": continues}
@@ -204,8 +209,9 @@ def export_programs(
             return export_all(symbolic=False), "fixed"
     except ValueError as error:
         raise ValueError(
-            f"programs for inputs of {longest['n']} and targets of {longest['t']} tokens cannot be "
-            f"exported, choose fewer with --inputs-length and --max-length: {error}"
+            f"Programs for inputs of {longest['n']} tokens and targets of {longest['t']} tokens "
+            "cannot be exported. Choose smaller numbers with --inputs-length and --max-length. The "
+            f"reason is: {error}"
         ) from None
 
 

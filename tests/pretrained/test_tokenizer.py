@@ -113,7 +113,7 @@ def test_a_bpe_of_bytes_is_read(byte_level, tmp_path):
     accent = vocabulary.encode("é")[0]
     assert vocabulary.token_bytes(accent + 1, first=False)[accent] == "é".encode()
     with pytest.raises(
-        ValueError, match=r"a BPE of bytes cannot be exported; .* or leave out --to"
+        ValueError, match=r"of the kind byte-level BPE cannot be exported\. .* or leave out --to"
     ):
         write_directory(tmp_path, None, {}, vocabulary, limits=None)
     half = vocabulary.encode("²")[:1]

@@ -200,7 +200,7 @@ def test_the_pages_server_answers(synthesizer, monkeypatch):
 
         status, found = post(json.dumps(texts))
         assert status == 200 and post("[]") == (200, [])
-        refused = {"error": 'the texts are no list of strings; give one, such as ["a text"]'}
+        refused = {"error": 'The texts must be a list of strings, such as ["a text"].'}
         assert [post(body) for body in ('"x"', "[1]", '{"a": "b"}')] == [(400, refused)] * 3
         for body, reason in ((r'["\ud800"]', "surrogates"), ("a text", "Expecting value")):
             status, answer = post(body)
@@ -252,7 +252,7 @@ def test_a_model_of_texts_alone_continues_them(tmp_path):
     tokens, scores = loaded.programs["generate"](loaded.parameters, inputs)
     close(loaded.programs["score"](loaded.parameters, inputs, tokens), scores)
     with pytest.raises(
-        ValueError, match=r"has 13 tokens, and the programs read at most 12; .* larger --inp"
+        ValueError, match=r"has 13 tokens, but the programs read at most 12\. .* larger --inp"
     ):
         loaded.generate(["a" * 13])
 
@@ -282,8 +282,8 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
     half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes)
     for variables, vocabulary, limits, message in (
         (shapes, Bytes(), Limits(18, 5), r"inputs of 18 .* --inputs-length .* max_length=17"),
-        (shapes, model, LIMITS, "a EncoderDecoder cannot be exported; use bytes or"),
-        (half, Bytes(), LIMITS, r"is bfloat16; only models of float32 parameters"),
+        (shapes, model, LIMITS, r"of the kind EncoderDecoder cannot be exported\. Use bytes or"),
+        (half, Bytes(), LIMITS, r"is bfloat16, but only models whose parameters are float32"),
     ):
         with pytest.raises(ValueError, match=message):
             write_directory(tmp_path, model, variables, vocabulary, limits=limits)
@@ -291,17 +291,17 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
         Limits(0, 5)
     with pytest.raises(TypeError, match="EncoderDecoder models read inputs and continue no text"):
         export_programs(model, traverse_util.flatten_dict(shapes, sep="/"), LIMITS, continues=True)
-    with pytest.raises(ValueError, match="a Dense has no programs"):
+    with pytest.raises(ValueError, match="A Dense has no programs"):
         export_programs(nn.Dense(3), {}, LIMITS)
     _, directory = exported(tmp_path / "encoder", encoder())
-    for texts, sentence in (([], "give one or more"), (["a"], "this model encodes only: ")):
+    for texts, sentence in (([], "Give one or more"), (["a"], "This model only encodes")):
         monkeypatch.setattr(sys, "argv", ["load.py", *texts])
         with pytest.raises(SystemExit, match=sentence):
             runpy.run_path(str(directory / LOADER.name), run_name="__main__")
     for file in ("parameters.safetensors", "encode.stablehlo"):
         content = (directory / file).read_bytes()
         (directory / file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        with pytest.raises(ValueError, match=rf"{file} is damaged; copy it again"):
+        with pytest.raises(ValueError, match=rf"{file} is damaged\. Copy it again"):
             Model(directory)
         (directory / file).write_bytes(content)
 
