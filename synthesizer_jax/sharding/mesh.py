@@ -77,7 +77,9 @@ class MeshShape:
             of slices, or an additional axis is not registered.
         """
         if devices % slices:
-            raise ValueError(f"{devices} devices cannot form {slices} slices of equal size")
+            raise ValueError(
+                f"{devices} devices cannot be divided into {slices} slices of equal size."
+            )
         check_mesh_axes(self.axis_names)
         within = {"data": self.data, "fsdp": self.fsdp}
         within |= {"tensor": self.tensor, "sequence": self.sequence, **dict(self.extra)}
@@ -90,16 +92,20 @@ class MeshShape:
 
 def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
     """Returns the sizes, in which −1 is replaced so that their product is `total`."""
-    description = "mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())
+    description = ", ".join(f"{name}={size}" for name, size in sizes.items())
     inferred = list(sizes.values())
     if inferred.count(-1) > 1 or any(size == 0 or size < -1 for size in inferred):
-        raise ValueError(f"{description}: sizes must be positive, and at most one is -1")
+        raise ValueError(
+            f"The mesh has the sizes {description}, but sizes must be positive, and only one of them "
+            "may be -1."
+        )
     if -1 in inferred:
         known = math.prod(size for size in inferred if size != -1)
         inferred[inferred.index(-1)] = total // known if total % known == 0 else 0
     if math.prod(inferred) != total:
         raise ValueError(
-            f"{description} does not fit {total} {unit}: the sizes must multiply to {total}"
+            f"The mesh has the sizes {description}, but their product must be {total}, the number "
+            f"of {unit}."
         )
     return tuple(inferred)
 
@@ -129,7 +135,11 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
     try:
         arranged = make(devices)
     except NotImplementedError:
-        _log.warning("mesh %s splits dimensions of the slice", within)
+        _log.warning(
+            "The mesh %s splits dimensions of the slice, so some collectives can use only a part of "
+            "the links between chips.",
+            within,
+        )
         arranged = make(devices, allow_split_physical_axes=True)
     # Since JAX 0.10, mesh axes are Explicit by default, but Linen's sharding constraints need Auto.
     return Mesh(arranged, shape.axis_names, axis_types=(AxisType.Auto,) * len(shape.axis_names))

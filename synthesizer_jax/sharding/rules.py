@@ -67,7 +67,9 @@ def register_mesh_axis(name: str, *logical_axes: str) -> None:
       ValueError: the name is already in use for other logical axes, or a logical axis is unknown.
     """
     if name in MESH_AXES or EXTRA_MESH_AXES.get(name, logical_axes) != logical_axes:
-        raise ValueError(f"register_mesh_axis: the mesh axis {name!r} exists; use another name")
+        raise ValueError(
+            f"register_mesh_axis: There is already a mesh axis {name!r}. Use another name."
+        )
     for axis in logical_axes:
         if axis not in LOGICAL_AXES:
             raise ValueError(
@@ -130,7 +132,10 @@ def partition_spec(
         mesh_axis = _mesh_axis(axis, mesh) if axis is not None else None
         shards = mesh.shape[mesh_axis] if mesh_axis is not None else 1
         if shards > 1 and mesh_axis in entries:
-            raise ValueError(f"{name}: axes {axes} use the mesh axis {mesh_axis!r} twice")
+            raise ValueError(
+                f"{name}: The logical axes {axes} would shard two dimensions over the mesh axis "
+                f"{mesh_axis!r}."
+            )
         if size % shards:
             by = f"the mesh's {mesh_axis}={shards}"
             raise ValueError(

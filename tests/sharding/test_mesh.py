@@ -33,7 +33,7 @@ def test_sizes_that_are_not_divisible_are_errors():
     assert partition_spec(("embed", "mlp"), (8, 6), mesh) == P("fsdp", "tensor")
     with pytest.raises(ValueError, match=r"wi: embed=10 .*fsdp=4; the nearest .* 8 and 12"):
         partition_spec(("embed", "mlp"), (10, 6), mesh, name="wi")
-    with pytest.raises(ValueError, match="'tensor' twice"):
+    with pytest.raises(ValueError, match="two dimensions over the mesh axis 'tensor'"):
         partition_spec(("heads", "vocab"), (8, 8), mesh)
     with pytest.raises(ValueError, match=r"batch_size=30 .* 1 × 4 × 3 = 12; .* 24 and 36"):
         check_batch(30, mesh, micro_batches=3)
@@ -76,10 +76,15 @@ def test_sizes_within_and_between_slices():
     assert both.sizes(24, 3) == ((1, 8, 1, 1), (1, 3, 1, 1))
     assert MeshShape().sizes(8) == ((8, 1, 1, 1), (1, 1, 1, 1))
     for shape, devices, slices, message in (
-        (MeshShape(dcn_data=4), 16, 2, r"dcn_data=4, .* does not fit 2 slices: .* multiply to 2"),
-        (MeshShape(data=3), 16, 2, r"mesh data=3, .* does not fit 8 devices of a slice"),
-        (MeshShape(data=-1, fsdp=-1), 8, 1, "at most one is -1"),
-        (MeshShape(), 10, 4, "10 devices cannot form 4 slices"),
+        (MeshShape(dcn_data=4), 16, 2, r"dcn_data=4, .* product must be 2, the number of slices"),
+        (
+            MeshShape(data=3),
+            16,
+            2,
+            r"sizes data=3, .* product must be 8, the number of devices of a slice",
+        ),
+        (MeshShape(data=-1, fsdp=-1), 8, 1, "only one of them may be -1"),
+        (MeshShape(), 10, 4, "10 devices cannot be divided into 4 slices"),
     ):
         with pytest.raises(ValueError, match=message):
             shape.sizes(devices, slices)
