@@ -78,7 +78,9 @@ def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRul
         factors[keys] = rates[0] if same else rates.reshape(len(rates), *[1] * (x.ndim - 1))
     check_patterns_decide("training.rules", [rule.pattern for rule in rules], all_paths)
     if not any(rate.any() for rate in factors.values()):
-        raise ValueError("training.rules freeze every parameter; leave some to be trained")
+        raise ValueError(
+            "training.rules freeze every parameter. Change the rules so that some are trained."
+        )
     return traverse_util.unflatten_dict(factors)
 
 

@@ -37,8 +37,8 @@ def build_schedule(rate: LearningRate) -> optax.Schedule:
     schedule = (Constant(rate) if isinstance(rate, int | float) else rate).build()
     if not callable(schedule):
         raise ValueError(
-            f"{type(rate).__name__}.build returns {schedule!r}; it must return a function of the "
-            "step"
+            f"{type(rate).__name__}.build returns {schedule!r}, but it must return a function of "
+            "the step."
         )
     return schedule
 

@@ -187,7 +187,7 @@ def test_a_schedule_that_is_no_function_is_named():
             return 0.5
 
     with pytest.raises(
-        ValueError, match=r"Half.build returns 0\.5; it must return a function of the step"
+        ValueError, match=r"Half\.build returns 0\.5, but it must return a function of the step"
     ):
         AdamW(Half()).build({})
 
