@@ -64,8 +64,9 @@ class Contents(NamedTuple):
         """
         both = self.arrays.keys() & read.keys()
         wrong = sorted(name for name in both if self.arrays[name] != read[name])
-        problem = f"{len(wrong)} of {len(read)} arrays are not what was saved, such as {wrong[:1]}"
-        return problem if wrong else None
+        if not wrong:
+            return None
+        return f"{len(wrong)} of {len(read)} arrays differ from what was saved, such as {wrong[0]}"
 
     def restore_position(self, stream: BatchStream) -> None:
         """Moves a stream to the saved position."""
@@ -91,9 +92,9 @@ def read_contents(checkpoint: pathlib.Path) -> Contents | None:
         fields = json.loads(path.read_bytes())
         contents = Contents(fields["step"], fields["arrays"], fields["position"])
         if contents.to_json() != fields:
-            raise ValueError("it is not what was saved")
+            raise ValueError("its contents differ from what was saved")
     if contents.step != int(checkpoint.name):
-        raise ValueError(f"{checkpoint} holds step {contents.step}")
+        raise ValueError(f"{checkpoint} contains the contents of step {contents.step}.")
     return contents
 
 

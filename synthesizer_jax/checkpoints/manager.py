@@ -191,10 +191,10 @@ class Checkpoints:
         def read(checkpoint: pathlib.Path) -> dict[str, PyTree]:
             """Reads and checks the state of one checkpoint."""
             if stream is not None and read_contents(checkpoint) is None:
-                raise ValueError(f"{checkpoint} holds no position in the data")
+                raise ValueError(f"{checkpoint} contains no position in the data.")
             tree: dict[str, PyTree] = read_arrays(checkpoint, entries, names)
             if int(tree["step"]) != int(checkpoint.name):
-                raise ValueError(f"{checkpoint} holds step {int(tree['step'])}")
+                raise ValueError(f"{checkpoint} contains the state of step {int(tree['step'])}.")
             return tree
 
         step, tree, damaged = read_newest(self._directory, read)
@@ -215,8 +215,8 @@ class Checkpoints:
         for step, problem in damaged.items():
             names = (f"{step}.unreadable{f'-{n}' * (n > 1)}" for n in itertools.count(1))
             aside = next(p for p in map(self._directory.joinpath, names) if not p.exists())
-            message = "checkpoint %d cannot be read and is set aside as %s (%s)"
-            _log.warning(message, step, aside, problem)
+            message = "Checkpoint %d cannot be read (%s). It is renamed to %s."
+            _log.warning(message, step, problem, aside)
             (self._directory / str(step)).rename(aside)
 
     def wait(self) -> None:
@@ -269,13 +269,16 @@ def restore_variables(
     number, variables, damaged = read_newest(directory, read, step=step, divided=layout is not None)
     saved = finished_steps(directory)
     if number is None:
+        if step is None or not saved:
+            raise FileNotFoundError(
+                f"{directory} contains no checkpoint yet. Train the model first."
+            )
         raise FileNotFoundError(
-            f"{directory} has no checkpoint yet; train first"
-            if step is None or not saved
-            else f"{directory} has no checkpoint {step}; choose one of the steps {str(saved)[1:-1]}"
+            f"{directory} contains no checkpoint of step {step}. Choose one of the steps "
+            f"{str(saved)[1:-1]}."
         )
     for newer in sorted(set(damaged) & set(saved)):
-        message = "%s cannot be read (%s); step %d is used"
+        message = "The checkpoint %s cannot be read (%s). Step %d is used instead."
         _log.warning(message, directory / str(newer), damaged[newer], number)
     if AVERAGE in variables:
         variables["params"] = variables.pop(AVERAGE)
@@ -317,11 +320,11 @@ def read_newest(
                 return None, {}, problems
             worst = max(problems)
             others = ", ".join(str(s) for s in saved if s not in problems)
-            remedy = (
-                f"choose one of the steps {others}" if others else "put a good copy in its place"
-            )
+            remedy = "Put a good copy in its place."
+            if others:
+                remedy = f"Choose one of the steps {others}."
             raise ValueError(
-                f"the checkpoint {directory / str(worst)} cannot be read ({problems[worst]}); "
+                f"The checkpoint {directory / str(worst)} cannot be read ({problems[worst]}). "
                 f"{remedy}"
             )
         checkpoint, entries, parts = directory / str(newest), dict[str, PyTree](), dict[str, int]()
@@ -334,7 +337,7 @@ def read_newest(
         except Exception as error:  # damaged files raise errors of any type
             if not _is_damage(error):
                 raise
-            problem = one_line_error(error)
+            problem = one_line_error(error).removesuffix(".")
         # A checkpoint counts as damaged for all processes if one of them found a problem.
         gathered = processes.all_gather("read", (problem, parts))
         problem = next((problem for problem, _ in gathered if problem is not None), None)

@@ -52,7 +52,7 @@ def place_variables(
             return mesh, layout_over(model, tokens, mesh)
         except ValueError as error:
             problem = error
-    raise ValueError(f"the model fits no mesh of {len(devices)} devices: {problem}")
+    raise ValueError(f"The model fits no mesh of {len(devices)} devices: {problem}")
 
 
 def layout_over(
@@ -142,9 +142,13 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
     expected = _shapes(entries)
     if different := sorted(name for name, _ in saved.items() ^ expected.items()):
         name = different[0]
+        there, here = (
+            f"has the shape {shapes[name]}" if name in shapes else "is absent"
+            for shapes in (saved, expected)
+        )
         raise OtherModelError(
-            f"{checkpoint} belongs to another model or optimizer: {name} is "
-            f"{saved.get(name, 'absent')} there and {expected.get(name, 'absent')} in this run"
+            f"{checkpoint} belongs to another model or optimizer. For example, {name} {there} in "
+            f"the checkpoint and {here} in this run."
         )
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), entries

@@ -152,8 +152,12 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
             *('{"packages": [], "files": [3]}', '{"packages": [".a"], "files": []}'),
         )
     ),
-    (CONTENTS, with_fields(position={"position.json": "7"}), "it is not what was saved"),
-    (CONTENTS, with_fields(arrays={}), "it is not what was saved"),
+    (
+        CONTENTS,
+        with_fields(position={"position.json": "7"}),
+        "its contents differ from what was saved",
+    ),
+    (CONTENTS, with_fields(arrays={}), "its contents differ from what was saved"),
     (CONTENTS, lambda data: b"\0" + data[1:], "contents.json cannot be read"),
     (CONTENTS, '{"step": 2}', "contents.json cannot be read"),
     (CONTENTS, None, "No such file"),

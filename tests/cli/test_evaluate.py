@@ -170,21 +170,25 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplo
         shown = call(place, RTE, workdir=run)
     assert "step 2" in shown
     (warning,) = [r.getMessage() for r in caplog.records if "cannot be read" in r.message]
-    assert str(run / "checkpoints" / "4") in warning and "step 2 is used" in warning
-    problem = r"checkpoints/4 cannot be read .*; choose one of the steps 2$"
+    assert str(run / "checkpoints" / "4") in warning and "Step 2 is used" in warning
+    problem = r"checkpoints/4 cannot be read .*\. Choose one of the steps 2\.$"
     with pytest.raises(ValueError, match=problem):
         call(place, f"--step 4 {RTE}", workdir=run)
     shown = call(place, f"--all {RTE}", workdir=run)
     assert "step 4 is skipped" in shown and "glue_rte_v002" in shown
     damage(run / "checkpoints" / "2")
-    with pytest.raises(ValueError, match=r"checkpoints/4 cannot be read .*put a good copy"):
+    with pytest.raises(ValueError, match=r"checkpoints/4 cannot be read .*Put a good copy"):
         call(place, RTE, workdir=run)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint that can be read \(tried 2, 4\)"):
         call(place, f"--all {RTE}", workdir=run)
-    with pytest.raises(FileNotFoundError, match="no checkpoint 3; choose one of the steps 2, 4"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no checkpoint of step 3\. Choose one of the steps 2, 4"
+    ):
         call(place, f"--step 3 {RTE}", workdir=run)
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(FileNotFoundError, match=r"checkpoints has no checkpoint yet; train first"):
+    with pytest.raises(
+        FileNotFoundError, match=r"checkpoints contains no checkpoint yet\. Train the model first"
+    ):
         call(place, RTE, workdir=run)
 
 

@@ -181,7 +181,10 @@ def test_another_vocabulary_or_a_changed_one_is_noticed(
             "--set training.adapters.targets=q,v",
             "training.adapters: 'q,v' matches no kernel",
         ),
-        ("inspect {run}/checkpoints/99", "has no checkpoint 99; choose one of the steps 4"),
+        (
+            "inspect {run}/checkpoints/99",
+            "contains no checkpoint of step 99. Choose one of the steps 4",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_data_is_prepared(

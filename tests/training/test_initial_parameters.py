@@ -178,7 +178,9 @@ def test_the_optimizer_goes_on_where_it_was_told_to(source):
     fresh, found, _ = started(recipe, directory)  # without being told so, it starts afresh
     jax.tree.map(np.testing.assert_array_equal, found.opt_state, fresh.opt_state)
     training = replace(recipe.training, optimizer=Adafactor())
-    with pytest.raises(ValueError, match=r"belongs to another model or optimizer: opt_state/"):
+    with pytest.raises(
+        ValueError, match=r"belongs to another model or optimizer\. For example, opt_state/"
+    ):
         started(replace(recipe, training=training, init_optimizer=True), directory)
 
 
