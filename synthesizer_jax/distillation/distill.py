@@ -134,8 +134,8 @@ def distill(
     taught = with_vocabulary_path(read_recorded(teacher_run), teacher_run)
     if not isinstance(taught.model, EncoderDecoder):
         raise ValueError(
-            f"{teacher} contains a {type(taught.model).__name__}; only EncoderDecoder models can "
-            "be distilled"
+            f"{teacher} contains a {type(taught.model).__name__}, but only EncoderDecoder models "
+            "can be distilled."
         )
     # Check everything that a user can get wrong before calling `run`, which prepares data.
     directory = storage_path(str(directory))
@@ -176,15 +176,15 @@ def distill(
                 }
                 write_atomic(directory / FIT_FILE, json.dumps(by_layer, indent=1) + "\n")
             say(
-                f"fitted {len(heads)} layers to {recipe.fit_batches} batches: the teacher's "
-                f"attention diverges by {heads.mean():.3f} nats per query (worst head "
-                f"{heads.max():.3f})"
+                f"Fitted {len(heads)} layers to {recipe.fit_batches} batches. The divergence from the "
+                f"teacher's attention is {heads.mean():.3f} nats per query on average, and "
+                f"{heads.max():.3f} for the worst head."
             )
         if others:
             reasons = "; ".join(
                 f"{', '.join(names)} ({reason})" for reason, names in others.items()
             )
-            say(f"not fitted, but trained from their initializers: {reasons}")
+            say(f"These mixers are not fitted, but trained from their initializers: {reasons}.")
         return trainer.init(variables)
 
     run(experiment, directory, trainer=trainer, initial=initialize, **options)
@@ -256,10 +256,14 @@ class DistillationTrainer(Trainer):
         """
         if recipe.training.micro_batches != 1:
             raise ValueError(
-                "distillation does not support micro-batches; set training.micro_batches=1"
+                f"training.micro_batches is {recipe.training.micro_batches}, but a distillation does "
+                "not support micro-batches. Set training.micro_batches=1."
             )
         if recipe.training.adapters is not None:
-            raise ValueError("distillation trains whole replacements; leave training.adapters out")
+            raise ValueError(
+                "training.adapters is set, but a distillation trains whole replacements. Leave "
+                "training.adapters out."
+            )
         # The experiment of a run has a dtype. One that comes from a recipe may still have "auto".
         taught = taught.resolved(None if devices is None else devices[0].platform)
         assert isinstance(taught.model, EncoderDecoder)
@@ -289,8 +293,9 @@ class DistillationTrainer(Trainer):
         """
         if self._variables is None:
             raise ValueError(
-                "the distillation is not finished, because its newest checkpoint cannot be read, "
-                "and the teacher's checkpoint with which it began is gone; put one of them back"
+                "The newest checkpoint of the distillation cannot be read, so it is not finished and "
+                "needs its teacher. But the teacher's checkpoint with which it began is gone. Put one "
+                "of the two checkpoints back."
             )
         return self._variables
 
@@ -330,13 +335,13 @@ class DistillationTrainer(Trainer):
             )
             teacher, student = old.self_mixer, new.self_mixer
             if pair.mixer != STACKS[pair.stack]:
-                reason = "cross-attention"
+                reason = "only self-attention can be fitted"
             elif not isinstance(student, Attention):
                 reason = f"{type(student).__name__} has no alignment"
             elif not isinstance(teacher, Attention):
-                reason = f"the teacher's {type(teacher).__name__} is no Attention"
+                reason = f"the teacher's {type(teacher).__name__} is not an Attention"
             elif teacher.num_heads != student.num_heads:
-                reason = f"{student.num_heads} heads in place of {teacher.num_heads}"
+                reason = f"{student.num_heads} heads replace {teacher.num_heads}"
             elif not is_static(student.alignment):
                 reason = (
                     f"{type(student.alignment).__name__} is not made of trained logits of positions"
@@ -452,7 +457,8 @@ def _to_compare(
         if x is not None and y is not None and x.shape == y.shape:
             return x, y
     raise ValueError(
-        f"{pair.stack}/{pair.layer}: teacher and student have no activations of the same shape"
+        f"The teacher and the student have no activations of the same shape to compare in "
+        f"{pair.stack}/{pair.layer}."
     )
 
 

@@ -71,7 +71,10 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
     for replacement in replacements:
         check_types(Replacement, fields_of(replacement), "Replacement")
         if replacement.scope != "mixer" and replacement.place != "encoder":
-            raise ValueError(f"Replacement: scope={replacement.scope!r} is for encoders only")
+            raise ValueError(
+                f"Replacement: The scope {replacement.scope!r} is only possible in the encoder, but "
+                f"the place is {replacement.place!r}. Use scope='mixer'."
+            )
         name = PLACES[replacement.place][0]
         check_layers_differ(model, name)
         stack, blocks = stacks_of(model)[name], blocks_of(model, name)
@@ -98,8 +101,8 @@ def check_layers_differ(model: TokenModel, stack: str) -> None:
     layers = stacks_of(model)[stack]
     if isinstance(layers, UniversalStack):
         raise ValueError(
-            f"the {stack} is a {type(layers).__name__}, whose layers share their parameters and "
-            "cannot be replaced; choose a model with layers of their own"
+            f"The {stack} is a {type(layers).__name__}, whose layers share their parameters and "
+            "cannot be replaced. Choose a model whose layers have parameters of their own."
         )
 
 
@@ -113,7 +116,7 @@ def self_attention(model: TokenModel, layer: Layer) -> Attention:
     mixer = blocks_of(model, stack)[index].self_mixer
     if not isinstance(mixer, Attention):
         raise ValueError(
-            f"the {stack}'s self-attention is a {type(mixer).__name__}, which has no alignment"
+            f"The {stack}'s self-attention is a {type(mixer).__name__}, which has no alignment."
         )
     return mixer
 
@@ -124,7 +127,8 @@ def _layer_indices(replacement: Replacement, num_layers: int) -> tuple[int, ...]
         return tuple(range(num_layers))
     if any(not 0 <= i < num_layers for i in replacement.layers):
         raise ValueError(
-            f"Replacement: layers={replacement.layers}, but there are layers 0 to {num_layers - 1}"
+            f"Replacement: layers is {replacement.layers}, but the model only has the layers 0 to "
+            f"{num_layers - 1}."
         )
     return replacement.layers
 
@@ -136,8 +140,9 @@ def _replace_mixer(block: Block, replacement: Replacement) -> Block:
     if isinstance(new, Alignment):
         if not isinstance(old, Attention):
             raise ValueError(
-                f"Replacement: {type(new).__name__} is an alignment, but the "
-                f"{replacement.place} has a {type(old).__name__} instead of attention; use a mixer"
+                f"Replacement: {type(new).__name__} is an alignment, but the mixer in the place "
+                f"{replacement.place!r} is a {type(old).__name__} instead of an Attention. Use a "
+                "mixer as the replacement."
             )
         new = replace(old, alignment=new)
     changes: dict[str, object] = {field: new}

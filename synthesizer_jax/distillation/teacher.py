@@ -64,21 +64,21 @@ def read_teacher(
     if finished_steps(directory / "checkpoints"):
         recorded = _recorded(directory)
     if recorded is not None:
-        began = f"{directory} was begun with step {recorded.step} of its teacher"
+        began = f"The distillation in {directory} began with step {recorded.step} of its teacher"
         if step not in (None, recorded.step):
             raise ValueError(
-                f"{began}, and --teacher names step {step}; give --teacher {run} to continue, or "
-                "use a new --workdir"
+                f"{began}, but --teacher names step {step}. Use --teacher {run} to continue, or use "
+                "a new --workdir."
             )
         checkpoint = run / "checkpoints" / str(recorded.step)
         is_there = recorded.step in finished_steps(run / "checkpoints")
         if not is_there or checksum_of(checkpoint) != recorded.checksum:
             if finished:
                 return recorded, None
-            problem = "holds other parameters now" if is_there else "is no longer kept"
+            problem = "contains other parameters now" if is_there else "no longer exists"
             raise ValueError(
-                f"{began}, and {checkpoint} {problem}; put the old checkpoint there, or start anew "
-                "in another --workdir"
+                f"{began}, but {checkpoint} {problem}. Put the old checkpoint there, or start again "
+                "in another --workdir."
             )
         step = recorded.step
     step, variables = restore_run(run, step=step)

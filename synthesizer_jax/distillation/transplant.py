@@ -82,8 +82,8 @@ def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -
             if not isinstance(mixture, Mixture) or alignment not in mixture.parts:
                 raise ValueError(
                     f"{type(mixture).__name__} does not contain the model's own "
-                    f"{type(alignment).__name__}, so it cannot start as the model; fit and distill "
-                    "it with 'synthesizer-jax distill synthesize'"
+                    f"{type(alignment).__name__}, so the new model cannot compute the same as the "
+                    "old one at first. Fit and distill it with 'synthesizer-jax distill synthesize'."
                 )
             layer = params[stack][f"layers_{i}"]
             align = mixture.start_as(
@@ -115,12 +115,13 @@ def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTr
     needed, free = 8 * num_elements(jax.eval_shape(init)), free_memory()
     if free is not None and needed > free:
         raise ValueError(
-            f"a layer's {type(alignment).__name__} needs {needed / 2**30:,.1f} GiB of memory, but "
-            f"{free / 2**30:,.1f} GiB are free; choose a smaller max_length"
+            f"The {type(alignment).__name__} of one layer needs {needed / 2**30:,.1f} GiB of memory, "
+            f"but only {free / 2**30:,.1f} GiB are free. Choose a smaller max_length."
         )
     variables = init()
     if "constants" in variables:
         raise ValueError(
-            f"{type(alignment).__name__} has tables that are not trained; choose another alignment"
+            f"{type(alignment).__name__} has tables that are not trained, which is not supported "
+            "here. Choose another alignment."
         )
     return variables.get("params", {})

@@ -102,7 +102,11 @@ SESSION = [
     # Other runs that start from it.
     ("average runs/mine runs/mean", 0, "holds the mean of the steps 2, 4"),
     ("convert runs/mine runs/mixture --encoder rw", 2, "--encoder is 'rw', did you mean 'r'?"),
-    ("convert runs/mine runs/mixture --encoder r", 2, "cannot start as the model; fit and distill"),
+    (
+        "convert runs/mine runs/mixture --encoder r",
+        2,
+        "same as the old one at first. Fit and distill",
+    ),
     ("convert runs/mine runs/mixture --max-length 3", 2, "belongs to --encoder and --decoder"),
     ("convert runs/mine runs/mixture --extra-ids 3", 2, "--extra-ids belongs to --vocabulary"),
     ("convert runs/mine runs/mixture --encoder rv --max-length 1000000000", 2, "--max-length is"),
@@ -114,7 +118,7 @@ SESSION = [
     (GENERATE.format(f"random/{FINE_TUNED}"), 0, ""),
     (
         DISTILL.replace("runs/mine", "runs/mine/checkpoints/2"),
-        *(2, "was begun with step 4 of its teacher, and --teacher names step 2"),
+        *(2, "began with step 4 of its teacher, but --teacher names step 2"),
     ),
     ("distill quickstart --teacher runs/mine --workdir runs/x", 2, "expected Distillation"),
     (
