@@ -48,10 +48,10 @@ def average_checkpoints(
     experiment = with_vocabulary_path(load_experiment(source), source)
     saved, needed = finished_steps(source / "checkpoints"), last or 2
     if len(saved) < needed:
+        found = f"only the steps {str(saved)[1:-1]}" if saved else "none"
         raise ValueError(
-            f"{source} holds {len(saved)} of the {needed} checkpoints that a mean needs "
-            f"({str(saved)[1:-1]}); give a smaller --last, or train with "
-            f"training.keep_latest={needed}"
+            f"The mean needs {needed} checkpoints, but {source} contains {found}. Use a smaller "
+            f"--last, or train with training.keep_latest={needed}."
         )
     steps = saved if last is None else saved[-last:]
     with new_directory(directory) as staging:

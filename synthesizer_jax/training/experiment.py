@@ -174,25 +174,25 @@ class Experiment:
         _check_head(self)
         if isinstance(self.model, EncoderDecoder) and not self.data.inputs_length:
             raise ValueError(
-                "data.inputs_length is 0, and the encoder of an EncoderDecoder reads inputs; set "
-                "it to a positive number, or train a LanguageModel"
+                "data.inputs_length is 0, but the encoder of an EncoderDecoder needs inputs. Set it "
+                "to a positive number, or train a LanguageModel."
             )
         if self.training.adapters and getattr(self.training.optimizer, "parameter_scale", False):
             raise ValueError(
-                "training.adapters begin at zero, and Adafactor's steps are as small as the "
-                "parameters; set training.optimizer.parameter_scale=false, or "
-                "training.optimizer=AdamW"
+                "training.adapters begin at zero, but Adafactor makes its steps proportional to the "
+                "size of the parameters, so the adapters would hardly change. Set "
+                "training.optimizer.parameter_scale=false, or training.optimizer=AdamW."
             )
         profile, steps = self.training.profile, self.training.steps
         if profile is not None and not profile[0] < profile[1] <= steps:
             raise ValueError(
-                f"training.profile is {profile}; it must be two numbers of steps in order, up to "
-                f"training.steps, {steps}"
+                f"training.profile is {profile}, but it must be two numbers of steps, of which the "
+                f"first is smaller and the second is at most training.steps ({steps})."
             )
         if self.evaluation.patience is not None and not self.evaluation.every:
             raise ValueError(
-                "evaluation.patience counts evaluations, and evaluation.every is 0; set "
-                "evaluation.every"
+                "evaluation.patience is set, but evaluation.every is 0, so there are no evaluations "
+                "to count. Set evaluation.every."
             )
 
     def starting_from(self, source: str | None) -> Experiment:
@@ -248,33 +248,34 @@ def _check_head(experiment: Experiment) -> None:
     if not isinstance(model, Encoder):
         if data.classes:
             raise ValueError(
-                f"data.classes is for an Encoder with model.outputs; {type(model).__name__} models "
-                "learn label words as text, set data.classes=[]"
+                "data.classes is only for an Encoder with model.outputs, but the model is of the "
+                f"type {type(model).__name__}, which learns label words as text. Set data.classes=[]."
             )
         return
     if (model.outputs is None) != model.masked_lm:
         raise ValueError(
-            f"an Encoder is trained with one head, and has model.outputs={model.outputs} and "
-            f"model.masked_lm={model.masked_lm}; set one of them, and the other to none or false"
+            "An Encoder is trained with exactly one head, but model.outputs is "
+            f"{model.outputs} and model.masked_lm is {model.masked_lm}. Set one of them, and set the "
+            "other to none or false."
         )
     if (model.outputs or 0) != len(data.classes):
         raise ValueError(
-            f"model.outputs is {model.outputs} and data.classes has {len(data.classes)} label "
-            "words; give as many label words as the model has outputs"
+            f"model.outputs is {model.outputs}, but data.classes has {len(data.classes)} label "
+            "words. Give as many label words as the model has outputs."
         )
     if model.masked_lm and any(inputs != targets for inputs, targets in data.shapes):
         raise ValueError(
-            f"data.targets_length is {data.targets_length}, and model.masked_lm predicts tokens in "
-            f"the places of the inputs; set it to data.inputs_length={data.inputs_length}, also in "
-            "data.buckets"
+            f"data.targets_length is {data.targets_length}, but a model with model.masked_lm predicts "
+            "tokens at the positions of the inputs. Set it to data.inputs_length "
+            f"({data.inputs_length}), and do the same in data.buckets."
         )
     if data.pack:
         raise ValueError(
-            "data.pack is true, and an Encoder reads one text a row; set data.pack=false, and "
-            "data.buckets for texts of different lengths"
+            "data.pack is true, but an Encoder reads one text per row. Set data.pack=false. If texts "
+            "have different lengths, use data.buckets."
         )
     if experiment.evaluation.method != RANK:
         raise ValueError(
-            f"evaluation.method is {experiment.evaluation.method!r}, and an Encoder decodes "
-            f"nothing; set evaluation.method={RANK}, which takes the most probable class"
+            f"evaluation.method is {experiment.evaluation.method!r}, but an Encoder does not decode. "
+            f"Set evaluation.method={RANK}, which takes the most probable class."
         )

@@ -86,8 +86,8 @@ def train(
     saved = [event["step"] for event in read_events(directory) if event["event"] == "saved"]
     if saved and not checkpoints.steps:
         raise FileNotFoundError(
-            f"{directory / 'checkpoints'} holds no checkpoint, but the run has saved step "
-            f"{max(saved)}; mount or restore that directory, or start in a new --workdir"
+            f"{directory / 'checkpoints'} contains no checkpoint, but the run has saved step "
+            f"{max(saved)}. Mount or restore this directory, or start in a new --workdir."
         )
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
@@ -161,7 +161,7 @@ def train(
             if evaluation.patience is not None and step in scores:
                 stopped = has_stopped(evaluation, scores, step)
                 if processes.all_gather("stopped", stopped)[0]:
-                    text = f"stopped: no better score in {evaluation.patience} evaluations"
+                    text = f"stopped after {evaluation.patience} evaluations without a better score"
                     log.say(step, text, event="stopped")
                     break
             if signal := log.agreed_signal if jax.process_count() > 1 else stop.received:
@@ -173,7 +173,7 @@ def train(
             if training.profile is not None and step == training.profile[0]:
                 jax.block_until_ready(state)
                 trace.enter_context(jax.profiler.trace(str(directory / "profile")))
-                log.say(step, f"profiling to step {training.profile[1]}")
+                log.say(step, f"profiling until step {training.profile[1]}")
 
             # Fetch. The step is compiled for each shape of batches when it first occurs.
             batch = trainer.shard_batch(next(stream))

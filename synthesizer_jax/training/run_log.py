@@ -187,7 +187,8 @@ class RunLog:
                 call(writer)
             except Exception as error:
                 del self._writers[name]
-                text = f"{name} gets no more metrics in this run: {one_line_error(error)}"
+                reason = one_line_error(error)
+                text = f"{name} gets no more metrics in this run, because it failed: {reason}"
                 self.say(self._step, text, event="writer_failed")
 
     def report_saved(self) -> None:
@@ -201,11 +202,11 @@ class RunLog:
             if not math.isfinite(values[name]):
                 self._checkpoints.wait()
                 newest = max(self._checkpoints.steps, default=None)
-                saved = (
-                    "no checkpoint was saved yet" if newest is None else f"step {newest} is saved"
-                )
+                saved = "No checkpoint was saved yet."
+                if newest is not None:
+                    saved = f"The newest checkpoint is of step {newest}."
                 raise NonFiniteLossError(
-                    f"the {name.replace('_', ' ')} of step {step} is {values[name]}; stopped, "
-                    f"{saved}: lower the learning rate, warm up longer or clip gradients, and "
-                    "start again"
+                    f"Training has stopped, because the {name.replace('_', ' ')} of step {step} is "
+                    f"{values[name]}. {saved} Lower the learning rate, warm up longer or clip "
+                    "gradients, and start again."
                 )

@@ -136,7 +136,8 @@ def test_a_service_that_fails_costs_no_training(visible, tmp_path, monkeypatch, 
     away, mine = NOTED
     assert [entry[0] for entry in away] == [1]
     assert mine[-1] == "close, failed=True" and mine.count("flush") == 2
-    printed, line = capsys.readouterr(), "away gets no more metrics in this run: Connection"
+    printed = capsys.readouterr()
+    line = "away gets no more metrics in this run, because it failed: Connection"
     assert line in (printed.out if visible else printed.err)
     events = {event["event"]: event["text"] for event in read_events(tmp_path)}
     assert line in events["writer_failed"]

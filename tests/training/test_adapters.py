@@ -255,7 +255,7 @@ def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
     ):
         initializer_of(adapting(recipe, directory, init_optimizer=True), report=print)
     with pytest.raises(
-        ValueError, match=r"begin at zero.*set training\.optimizer\.parameter_scale=false"
+        ValueError, match=r"begin at zero.*Set training\.optimizer\.parameter_scale=false"
     ):
         adapting(recipe, directory, optimizer=Adafactor())
 

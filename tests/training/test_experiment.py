@@ -115,18 +115,30 @@ WRONG = [
     (PLAIN, "training.lora.rank=4", "Training has no field 'lora'; write training.adapters=LoRA"),
     (PLAIN, "fp16=true", "Experiment has no field 'fp16'; write model.dtype=bfloat16"),
     (PLAIN, "evaluation.method=x", "evaluation.method is 'x'; allowed: 'greedy', 'beam', 'rank'"),
-    (PLAIN, "evaluation.patience=2", r"evaluation\.every is 0; set evaluation\.every"),
-    (PLAIN, "data.inputs_length=0", "data.inputs_length is 0, and the encoder of an EncoderDecod"),
+    (PLAIN, "evaluation.patience=2", r"evaluation\.every is 0, .*\. Set evaluation\.every"),
+    (PLAIN, "data.inputs_length=0", "data.inputs_length is 0, but the encoder of an EncoderDecod"),
     (PLAIN, "init_from=''", "init_from is ''; allowed: not empty"),
     (PLAIN, "mesh.tensor=0", "mesh.tensor is 0; allowed: -1 or 1 to"),
     (PLAIN, "model.dtype=float17", "allowed: 'auto', 'float32', 'bfloat16'"),
     (PLAIN, "model.encoder.runs.0.repeats=257", r"runs.0.repeats is 257; allowed: 1 to 256"),
-    (CLASSIFIER, "model.outputs=4", "model.outputs is 4 and data.classes has 3 label words"),
-    (CLASSIFIER, "model.outputs=none", "model.outputs=None and model.masked_lm=False; set one"),
-    (CLASSIFIER, "evaluation.method=greedy", "an Encoder decodes nothing; set evaluation.meth"),
-    (CLASSIFIER, "model=t5_tiny", "EncoderDecoder models learn label words as text, set data.c"),
-    (MASKED, "data.pack=true", "an Encoder reads one text a row; set data.pack=false"),
-    (MASKED, "data.targets_length=4", "set it to data.inputs_length=8, also in data.buckets"),
+    (CLASSIFIER, "model.outputs=4", "model.outputs is 4, but data.classes has 3 label words"),
+    (
+        CLASSIFIER,
+        "model.outputs=none",
+        "model.outputs is None and model.masked_lm is False. Set one",
+    ),
+    (CLASSIFIER, "evaluation.method=greedy", "an Encoder does not decode. Set evaluation.meth"),
+    (
+        CLASSIFIER,
+        "model=t5_tiny",
+        "type EncoderDecoder, which learns label words as text. Set data.c",
+    ),
+    (MASKED, "data.pack=true", "an Encoder reads one text per row. Set data.pack=false"),
+    (
+        MASKED,
+        "data.targets_length=4",
+        r"Set it to data\.inputs_length \(8\), and do the same in data\.buckets",
+    ),
 ]
 
 
