@@ -50,10 +50,10 @@ class Pretrained(NamedTuple):
 
 
 REMEDY = (
-    "other libraries have T5s only, so keep this model's own checkpoint, or export it with --to "
-    "stablehlo, which takes every model"
+    "Other libraries only have T5s. Keep this model's own checkpoint, or export it with --to "
+    "stablehlo, which supports every model."
 )
-"""The end of messages about a model that other libraries lack. It says what to do instead."""
+"""The last sentences of errors about models that other libraries lack."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Architecture:
           ValueError: if the model is not a T5. The message names a part that differs.
         """
         if not isinstance(model, EncoderDecoder | Encoder):
-            raise ValueError(f"a {type(model).__name__} is not a T5; {REMEDY}")
+            raise ValueError(f"A {type(model).__name__} is not a T5. {REMEDY}")
         block, mixer, feed_forward = first_block(model.encoder, "encoder")
         alignment, bias = mixer.alignment, model.encoder.bias
         if bias is None and isinstance(alignment, Mixture):
@@ -256,4 +256,4 @@ def _settings(data: Any, path: str = "") -> Iterator[tuple[str, object]]:
 
 def other_part(path: str, value: object) -> str:
     """Returns the error message for a part that no published T5 has."""
-    return f"{path} is {value!r}, which no published T5 has; {REMEDY}"
+    return f"{path} is {value!r}, which no published T5 has. {REMEDY}"

@@ -106,16 +106,17 @@ def _experiment(
     vocabulary = vocabulary or pretrained.vocabulary
     if vocabulary is None:
         raise FileNotFoundError(
-            f"{source} has no vocabulary that is known here; name one with --vocabulary, such as "
-            "T5's spiece.model, or 'bytes' for a ByT5"
+            f"{source} has no vocabulary that is known here. Give one with --vocabulary, such as "
+            "T5's spiece.model, or 'bytes' for a ByT5."
         )
     _check_is_trained(model, source)
     vocabulary.build().check_ids(model.ids)
     size = vocabulary.vocab_size
     if size > model.vocab_size:
         raise ValueError(
-            f"the vocabulary has {size} ids, but the embedding of {source} has {model.vocab_size} "
-            "rows; name the model's own with --vocabulary, without sentinels by --extra-ids 0"
+            f"The vocabulary has {size} ids, but the embedding of {source} has only "
+            f"{model.vocab_size} rows. Give the model's own vocabulary with --vocabulary. If the model "
+            "has no sentinels, add --extra-ids 0."
         )
     if is_run(source):
         saved = read_recorded(find_checkpoint(source)[0])
@@ -128,8 +129,8 @@ def _check_is_trained(model: TokenModel, source: pathlib.Path) -> None:
     """Raises a `ValueError` if a model of another library is only an encoder."""
     if isinstance(model, Encoder):
         raise ValueError(
-            f"{source} holds an encoder alone, which is not trained here; use it with "
-            "synthesizer_jax.load and synthesizer_jax.encode"
+            f"{source} contains only an encoder, which cannot be trained here. Use it with "
+            "synthesizer_jax.load and synthesizer_jax.encode."
         )
 
 

@@ -85,8 +85,8 @@ def load(
     """
     if not isinstance(mesh, Mesh | None):
         raise TypeError(
-            f"mesh is {mesh!r}, but it must be a jax.sharding.Mesh; give one of "
-            "sharding.make_mesh, such as make_mesh(MeshShape(fsdp=8)), or one of jax.make_mesh"
+            f"mesh is {mesh!r}, but it must be a jax.sharding.Mesh. Make one with "
+            "sharding.make_mesh, for example make_mesh(MeshShape(fsdp=8)), or with jax.make_mesh."
         )
     dtype_name = None if dtype is None else _check_dtype(dtype)
     source = storage_path(str(path)).expanduser()
@@ -105,8 +105,8 @@ def load(
     ) as pretrained:
         if pretrained.vocabulary is None:
             raise FileNotFoundError(
-                f"{source} has no vocabulary that is known here; put the model's spiece.model "
-                "there, or name one with 'synthesizer-jax convert --vocabulary'"
+                f"{source} has no vocabulary that is known here. Put the model's spiece.model "
+                "there, or convert the model with 'synthesizer-jax convert --vocabulary'."
             )
         vocabulary, model = pretrained.vocabulary.build(), pretrained.model
         vocabulary.check_ids(model.ids)
@@ -205,8 +205,8 @@ def encode(
     width = encoder_width(loaded.model)
     if attend_to_padding and pad_to is None:
         raise ValueError(
-            "attend_to_padding=True without pad_to, which says how much padding there is; give it "
-            "too, such as pad_to=512"
+            "attend_to_padding is True, but pad_to is not given, so the number of padding tokens is "
+            "unknown. Add pad_to, for example pad_to=512."
         )
     name = "inputs_length" if pad_to is None else "pad_to"
     length = inputs_length if pad_to is None else pad_to
@@ -255,8 +255,8 @@ def _check_length(name: str, length: int, vocabulary: Vocabulary) -> None:
     least = max(len(first) + len(last), 1)
     if length < least:
         raise ValueError(
-            f"{name} is {length}, but it must be at least {least}, because the tokens before and "
-            "after a text count too"
+            f"{name} is {length}, but it must be at least {least}, because the special tokens before "
+            "and after a text count too."
         )
 
 
@@ -265,7 +265,7 @@ def _predictor(
 ) -> Predictor:
     """Returns a predictor for the texts. It uses the mesh over which the variables are sharded."""
     if isinstance(texts, str):
-        raise TypeError("texts is one string, which is a sequence of letters; pass [text]")
+        raise TypeError("texts is a single string instead of a sequence of strings. Pass [text].")
     model, variables, vocabulary = loaded
     if inputs_length:
         _check_length("inputs_length", inputs_length, vocabulary)

@@ -68,8 +68,8 @@ def open_pretrained(
     is_of_t5x = source.is_file() or is_checkpoint(source)
     if variant is not None and (is_adapter(source) or is_run(source) or is_of_t5x):
         raise ValueError(
-            f"variant={variant!r} is for folders of models of transformers, and {source} is none; "
-            "leave it out"
+            f"variant={variant!r} is only for folders of transformers with a model, and {source} is "
+            "not such a folder. Leave it out."
         )
     if is_adapter(source):
         with open_pretrained(
@@ -80,8 +80,8 @@ def open_pretrained(
         return
     if encoder_only and (is_run(source) or is_of_t5x):
         raise ValueError(
-            f"encoder_only=True is for folders of transformers, and {source} is none; leave it "
-            "out: encode runs the encoder alone"
+            f"encoder_only=True is only for folders of transformers, and {source} is not such a "
+            "folder. Leave it out, because the function encode runs only the encoder anyway."
         )
     if is_run(source):
         yield _open_run(source)._replace(origin=origin)
@@ -96,7 +96,8 @@ def open_pretrained(
         ids, rows = pretrained.model.ids, pretrained.model.vocab_size
         if not all(0 <= i < rows for i in (ids.padding, ids.start, *ids.ends)):
             raise ValueError(
-                f"{source} has {rows} ids, and not all of {ids}; correct its config.json"
+                f"{source} has the special ids {ids}, but its embedding has only rows for the ids 0 "
+                f"to {rows - 1}. Correct its config.json."
             )
         found = vocabulary or read_vocabulary(source, pathlib.Path(scratch), ids=ids, rows=rows)
         yield pretrained._replace(vocabulary=found, origin=origin)
@@ -113,11 +114,11 @@ def _check_file(path: pathlib.Path) -> None:
         head = file.read(16)
     if head.startswith(b"GGUF"):
         raise ValueError(
-            f"{path} is a file of GGUF, which is not read; give the folder of the model from which "
-            "it was made, as transformers saves it"
+            f"{path} is a GGUF file, which cannot be read. Give the folder of the model from which it "
+            "was made, as transformers saves it."
         )
     if head.lstrip().startswith(b"{"):
-        raise ValueError(f"{path} is a file of JSON; give its folder, {path.parent}")
+        raise ValueError(f"{path} is a JSON file. Give its folder, which is {path.parent}.")
     name = None
     # A safetensors file begins with the length of its header in 8 bytes. The header is JSON.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**32:
@@ -127,11 +128,11 @@ def _check_file(path: pathlib.Path) -> None:
     if name is None:
         return
     if (path.parent / CONFIG).is_file():
-        raise ValueError(f"{path} holds only tensors; give its folder, {path.parent}")
+        raise ValueError(f"{path} contains only tensors. Give its folder, which is {path.parent}.")
     raise ValueError(
-        f"{path} holds only tensors; put it, with the name {name}, into a folder that has the "
-        f"{CONFIG} and the tokenizer of the model, such as those of google/t5-v1_1-xxl, and give "
-        "the folder"
+        f"{path} contains only tensors. Put it, with the name {name}, into a folder that has the "
+        f"{CONFIG} and the tokenizer of the model, such as those of google/t5-v1_1-xxl. Then give "
+        "this folder."
     )
 
 
@@ -148,13 +149,14 @@ def _open_run(source: pathlib.Path) -> Pretrained:
     model = load_model(find_checkpoint(source)[0]).model
     if not isinstance(model, EncoderDecoder):
         raise ValueError(
-            f"{source} holds a {type(model).__name__}; only EncoderDecoder models can be converted"
+            f"{source} contains a {type(model).__name__}, but only EncoderDecoder models can be "
+            "converted."
         )
     (_, vocabulary), variables = open_run(source)
     if variables.get("constants"):
         raise ValueError(
-            f"{source} has tables that are not trained, such as a Fixed Random's; only models of "
-            "trained parameters alone are converted"
+            f"{source} has tables that are not trained, such as those of a Fixed Random. Only models "
+            "in which all parameters are trained can be converted."
         )
     params = jax.tree.map(Unread.of, variables["params"])
     return Pretrained(unroll(model), params, vocabulary)

@@ -129,14 +129,14 @@ def write_checkpoint(
       ValueError: if T5X does not support the model. The message names what T5X lacks.
     """
     if isinstance(model, Encoder):
-        raise ValueError("T5X has no encoder alone; export an EncoderDecoder")
+        raise ValueError("T5X has no models with only an encoder. Export an EncoderDecoder.")
     model, params = with_output_of_t5(model, variables["params"])
     fields = dataclasses.asdict(Architecture.of(model))
     for name, assumed in _ASSUMED.items():
         if fields[name] not in assumed:
             raise ValueError(
-                f"T5X's files do not say {name} {fields[name]}, so they would be read as another "
-                "model; export to huggingface"
+                f"The model has {name} {fields[name]}, but T5X's files do not record this field, so "
+                "they would be read as another model. Use --to huggingface instead."
             )
     arrays = dict(named_tensors(params, correspondences(model, t5x_name)))
     arrays = _scanned(arrays) if scanned else arrays
@@ -158,7 +158,7 @@ def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
         target = tree.get("target") if isinstance(tree, dict) else None
         if not isinstance(target, dict):
             raise ValueError(
-                "it has no parameters under optimizer/target, as checkpoints of T5X do"
+                "it has no parameters under optimizer/target, where checkpoints of T5X have them"
             )
         leaves = traverse_util.flatten_dict(target).items()
         arrays = {"/".join(map(str, k)): x for k, x in leaves if isinstance(x, np.ndarray)}
@@ -204,13 +204,18 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
                     about = json.loads(files.read(match[0]).result().value)
                     dtype = about.get("dtype", about.get("data_type"))
                     if not isinstance(dtype, str):
-                        raise ValueError(f"its dtype is {format_value(dtype)}, which is no number")
+                        raise ValueError(
+                            f"its dtype is {format_value(dtype)}, which is not a dtype of numbers"
+                        )
                     array: Any = tensorstore.open(spec, open=True, read=True).result()
                     chunks = array.chunk_layout.write_chunk.shape
                     if any(c > max(n, 1) for c, n in zip(chunks, array.shape, strict=True)):
                         # TensorStore allocates whole chunks. A false, huge chunk size would end the
                         # process for lack of memory.
-                        raise ValueError(f"it has the shape {array.shape} in chunks of {chunks}")
+                        raise ValueError(
+                            f"its chunks have the shape {chunks}, but the array has only the shape "
+                            f"{array.shape}"
+                        )
                 name = match["path"].replace(".", "/")
                 arrays[name] = _in_store(array, directory / match["name"])
     return arrays
@@ -270,7 +275,10 @@ def _looped(tensors: Tensors, path: pathlib.Path) -> dict[str, Tensor]:
             continue
         count = x.shape[1] if len(x.shape) > 1 else 0
         if not 0 < count <= MOST_LAYERS:
-            raise ValueError(f"{path} has {count} layers in {name}; copy or download it again")
+            raise ValueError(
+                f"{name} in {path} has {count} layers, but it must have 1 to {MOST_LAYERS}. Copy or "
+                "download the checkpoint again."
+            )
         for i in range(count):
             looped["/".join([stack, f"layers_{i}", *rest[1:]])] = _layer(x, i)
     # Some checkpoints have another name for the relative bias.
@@ -318,8 +326,7 @@ def _architecture(tensors: Tensors, path: pathlib.Path) -> Architecture:
         """Returns the shape of a matrix, or raises a `ValueError`."""
         if name not in tensors or len(tensors[name].shape) != 2 or 0 in tensors[name].shape:
             raise ValueError(
-                f"{path} has no array {name} of 2 axes; it is not a checkpoint of T5X's "
-                "encoder-decoder"
+                f"{path} has no matrix {name}, so it is not a checkpoint of T5X's encoder-decoder."
             )
         rows, columns = tensors[name].shape
         return rows, columns

@@ -28,7 +28,7 @@ from synthesizer_jax.primitives.parameters import abstract_variables
 
 
 @contextlib.contextmanager
-def reading(path: pathlib.Path, remedy: str = "copy or download it again") -> Iterator[None]:
+def reading(path: pathlib.Path, remedy: str = "Copy or download it again.") -> Iterator[None]:
     """Context manager like `describing`, for files of tensors.
 
     The readers of such files also raise errors of their own types, which become a `ValueError`
@@ -171,14 +171,15 @@ def match_tensors(
         if tensor is None:
             problems.append(f"{name} is missing")
         elif tensor.shape != shape:
-            problems.append(f"{name} is {tensor.shape}, not {shape}")
+            problems.append(f"{name} has the shape {tensor.shape} instead of {shape}")
         elif tensor.dtype not in FLOATS:
-            problems.append(f"{name} is {tensor.dtype}, not a floating-point number")
+            problems.append(f"{name} is {tensor.dtype}, which is not a floating-point dtype")
     superfluous = tensors.keys() - {c.name for c in parameters} - set(ignored)
     problems += [f"{name} is not part of the model" for name in sorted(superfluous)]
     if problems:
         raise ValueError(
-            f"{source}: the tensors do not fit: {'; '.join(problems)}; nothing was read"
+            f"The tensors in {source} do not fit the model, so nothing was read: "
+            f"{'; '.join(problems)}."
         )
     unread = {
         c.path: Unread(c.shape, functools.partial(_read, tensors[c.name], c)) for c in parameters

@@ -42,7 +42,7 @@ WRONG = {
         "s3://bucket/run", 8
     ): "s3:/bucket/run is not a path on a disk or in Google Cloud Storage",
     train("gs://bucket", 8): "gs://bucket is not a path on a disk or in Google Cloud Storage",
-    "eval --workdir gs://bucket/nothing": "gs://bucket/nothing holds no experiment.json",
+    "eval --workdir gs://bucket/nothing": "gs://bucket/nothing contains no experiment.json",
     "doctor --workdir gs://nobucket/new": "gs://nobucket/new",
 }
 

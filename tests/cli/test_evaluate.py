@@ -257,7 +257,7 @@ def test_inputs_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "sys", SimpleNamespace(stdin=terminal))
     with pytest.raises(ValueError, match=message):
         commands.call(nowhere)
-    with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json"):
+    with pytest.raises(FileNotFoundError, match=r"contains no experiment\.json"):
         commands.call(f"{nowhere} text")
     piped = SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO(b"a\rb\xe2\x80\xa8c\r\n\nd"))
     monkeypatch.setattr(generate, "sys", SimpleNamespace(stdin=piped))

@@ -155,7 +155,9 @@ def test_a_package_is_recorded_by_its_name(place, monkeypatch, tmp_path):
     (tmp_path / "own_package.py").write_text((place / "mine.py").read_text())
     monkeypatch.syspath_prepend(tmp_path)
     code.record_code(tmp_path, code.Code(("own_package",)))
-    with pytest.raises(ValueError, match=r"not imported: own_package\. .* add the options --import own_package"):
+    with pytest.raises(
+        ValueError, match=r"not imported: own_package\. .* add the options --import own_package"
+    ):
         code.require_code(tmp_path)
     assert code.load_user_code(["own_package"]) == code.recorded_code(tmp_path)
     assert code.imported_names() == ["own_package"] and "Slope" in registry.REGISTRY

@@ -175,7 +175,10 @@ def test_another_vocabulary_or_a_changed_one_is_noticed(
             "distill papers.replacement:alr --teacher {run} --workdir {run}",
             "run holds another run: ",
         ),
-        ("distill papers.replacement:alr --teacher {run}/.. --workdir new", "holds no experiment"),
+        (
+            "distill papers.replacement:alr --teacher {run}/.. --workdir new",
+            "contains no experiment",
+        ),
         (
             f"train {RECIPE} --workdir new --set init_from={{run}} --set training.adapters=LoRA "
             "--set training.adapters.targets=q,v",

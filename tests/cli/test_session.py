@@ -83,7 +83,7 @@ SESSION = [
         f"train runs/mine --workdir runs/again {SMALL} --set training.steps=1",
         *(0, "initialized 0 parameters in 0 arrays"),
     ),
-    ("train DATA --workdir runs/x", 2, "holds no experiment.json"),
+    ("train DATA --workdir runs/x", 2, "contains no experiment.json"),
     ("train runs/mien --workdir runs/x", 2, "'runs/mien' (nor a run in a directory"),
     # What can be done with a run.
     (f"{EVAL} --all", 0, "best steps"),

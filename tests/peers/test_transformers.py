@@ -166,7 +166,7 @@ def test_code_in_a_torch_file_is_not_executed(tmp_path):
     state = {name: torch.as_tensor(x) for name, x in tensors.items()}
     torch.save(state | {"x": Executed(tmp_path / "executed")}, folder / "pytorch_model.bin")
     with pytest.raises(
-        ValueError, match=r"loading other objects could run code.*as model\.safetensors$"
+        ValueError, match=r"loading them could run code.*as model\.safetensors with"
     ) as error:
         read(folder)
     assert str(error.value).isprintable()

@@ -126,7 +126,9 @@ def test_the_first_t5s_have_no_owner(hub):
     tensors = make_tensors(TINY)
     folder = make_folder(hub / "hub" / "google-t5" / "t5-base" / "main", TINY, tensors)
     same(load("t5-base"), load(folder))
-    with pytest.raises(FileNotFoundError, match=r"no t5-huge; give a folder or a checkpoint file$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no t5-huge\. Give a folder or a checkpoint file\.$"
+    ):
         load("t5-huge")
 
 
@@ -135,7 +137,7 @@ def test_a_path_that_exists_wins(hub):
     make_folder(hub / "hub" / NAME / "main", TINY | UNTIED, make_tensors(TINY | UNTIED))
     folder = make_folder(hub.parent / "work" / NAME, TINY, tensors)
     same(load(NAME), load(folder))
-    with pytest.raises(ValueError, match="the revision v2 is for a model of the hub"):
+    with pytest.raises(ValueError, match="The revision v2 is only for a model of the hub"):
         load(NAME, revision="v2")
 
 
@@ -155,10 +157,12 @@ def test_a_folder_and_a_variant_of_a_repository(hub, variant):
     assert {name.partition("/")[0] for name in copied} == {"text_encoder_2", "tokenizer_2"}
     assert {"fp16" in name for name in copied if "model" in name} == {variant is not None}
     message = r'hf download owner/pipeline --include "a/\*" --local-dir pipeline'
-    with pytest.raises(FileNotFoundError, match=rf"has no safetensors in a at {COMMIT}.*{message}"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"has no safetensors in a at the commit {COMMIT}.*{message}"
+    ):
         load("owner/pipeline/a")
     with pytest.raises(
-        FileNotFoundError, match=r"no a in .*; it has text_encoder_2, tokenizer_2, tran"
+        FileNotFoundError, match=r"no a in .*\. Its folders are text_encoder_2, tokenizer_2, tran"
     ):
         load(pipeline, subfolder="a")
     convert_checkpoint(pathlib.Path("owner/pipeline/text_encoder_2"), hub / "run")
@@ -167,17 +171,17 @@ def test_a_folder_and_a_variant_of_a_repository(hub, variant):
 
 
 def test_what_is_not_there_is_one_sentence(hub, monkeypatch):
-    command = "'hf download google/flan-t5-small --local-dir flan-t5-small' downloads a model"
+    command = "run 'hf download google/flan-t5-small --local-dir flan-t5-small'"
     with pytest.raises(
-        FileNotFoundError, match=f"{command}.*gave none now.*Cannot find it anywhere"
+        FileNotFoundError, match=f"{command}.*gave no such model now.*Cannot find it anywhere"
     ):
         load(NAME)
     (hub / "hub" / NAME / "main").mkdir(parents=True)
     (hub / "hub" / NAME / "main" / "config.json").write_text(json.dumps(TINY))
-    with pytest.raises(FileNotFoundError, match=f"no safetensors at {COMMIT}"):
+    with pytest.raises(FileNotFoundError, match=f"no safetensors at the commit {COMMIT}"):
         load(NAME)
     with pytest.raises(
-        FileNotFoundError, match=r"no runs/a/b/c; give a folder or a checkpoint file$"
+        FileNotFoundError, match=r"no runs/a/b/c\. Give a folder or a checkpoint file\.$"
     ):
         load("runs/a/b/c")
     monkeypatch.setattr("synthesizer_jax.pretrained.huggingface.hub.is_installed", lambda _: False)

@@ -59,8 +59,8 @@ def test_all_tensors_that_do_not_fit_are_listed_at_once(tmp_path):
         load(make_folder(tmp_path, TINY, tensors))
     for part in (
         "encoder.final_layer_norm.weight is missing",
-        "decoder.block.1.layer.0.SelfAttention.q.weight is (3, 4), not (18, 20)",
-        "encoder.block.0.layer.0.layer_norm.weight is I32, not a floating-point number",
+        "decoder.block.1.layer.0.SelfAttention.q.weight has the shape (3, 4) instead of (18, 20)",
+        "encoder.block.0.layer.0.layer_norm.weight is I32, which is not a floating-point dtype",
         "adapter.weight is not part of the model",
     ):
         assert part in str(error.value)
@@ -76,31 +76,51 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
         (
             CONFIG,
             {"model_type": "llama", "d_model": None},
-            "is 'llama', a language model.*give the",
+            "is 'llama', which is a language model.*Give the",
         ),
-        (CONFIG, {"model_type": "t5gemma2", "d_model": None}, "is 't5gemma2', T5Gemma 2.*give the"),
+        (
+            CONFIG,
+            {"model_type": "t5gemma2", "d_model": None},
+            "is 't5gemma2', which is T5Gemma 2.*Give the",
+        ),
         (
             CONFIG,
             {"model_type": "x", "d_model": None},
-            "model_type is 'x', another.*give the folder of a",
+            "model_type in .* is 'x', which is another.*Give the folder of a",
         ),
         (
             CONFIG,
             {"architectures": ["T5ForSequenceClassification"]},
-            "a T5ForSeq.* is not read; give the",
+            "a T5ForSeq.* is not supported.*Give the",
         ),
         (CONFIG, {"d_model": None}, "d_model is None, expected int"),
         (CONFIG, {"num_layers": 1000}, "num_layers is 1000; allowed: 1 to 256"),
         (CONFIG, {"feed_forward_proj": "x" * 10**6}, "feed_forward_proj is 'x{56}…; allowed"),
         (CONFIG, {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected bool"),
-        (CONFIG, {"eos_token_id": True}, "eos_token_id is True, but models here have one id"),
+        (
+            CONFIG,
+            {"eos_token_id": True},
+            "eos_token_id is True, but models of this package have only one such id",
+        ),
         (CONFIG, {"eos_token_id": 2}, "has EOS 1 but model.ids.end=2"),
-        (CONFIG, {"pad_token_id": 384}, r"has 384 ids, and not all of SpecialIds\(padding=384"),
-        (CONFIG, {"forced_bos_token_id": 250}, "forced_bos_token_id is 250, .* force no token"),
+        (
+            CONFIG,
+            {"pad_token_id": 384},
+            r"special ids SpecialIds\(padding=384.* only rows for the ids 0 to 383",
+        ),
+        (
+            CONFIG,
+            {"forced_bos_token_id": 250},
+            "forced_bos_token_id is 250, .* cannot force a token",
+        ),
         (CONFIG, {"num_layers": 3}, "encoder.block.2.layer.0.SelfAttention.q.weight is missing"),
-        (CONFIG, {"vocab_size": 400}, r"shared.weight is \(384, 20\), not \(400, 20\)"),
+        (
+            CONFIG,
+            {"vocab_size": 400},
+            r"shared.weight has the shape \(384, 20\) instead of \(400, 20\)",
+        ),
         (CONFIG, {"model_type": "umt5"}, "encoder.block.1.*relative_attention_bias"),
-        (GENERATION, {"pad_token_id": 2}, "pad_token_id is 2, but config.json has 0"),
+        (GENERATION, {"pad_token_id": 2}, "pad_token_id is 2, but it is 0 in config\.json"),
         (
             GENERATION,
             {"pad_token_id": [0, 2]},
@@ -123,7 +143,7 @@ def test_what_is_given_or_whole_comes_before_a_tokenizer_and_an_index(tmp_path):
     )  # transformers does not read it
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="or name one with --vocabulary"):
+    with pytest.raises(ValueError, match="or give one with --vocabulary"):
         convert_checkpoint(folder, tmp_path / "run")
     convert_checkpoint(folder, tmp_path / "run", vocabulary=Bytes(125))
 
@@ -137,12 +157,12 @@ def test_three_lines_generate_and_encode(tmp_path):
     assert [generated.score < 0 for generated in texts] == [True, True]
     assert generate(loaded, ["what?"], decoding=decoding) == [texts[0].text]
     assert encode(loaded, ["what?", "why not?"]).shape == (2, 20)
-    with pytest.raises(TypeError, match=r"one string, .*; pass \[text\]"):
+    with pytest.raises(TypeError, match=r"single string instead .*\. Pass \[text\]"):
         encode(loaded, "what?")
 
 
 def test_a_model_that_other_libraries_lack_is_refused_with_what_takes_it():
-    with pytest.raises(ValueError, match=r"a LanguageModel is not a T5; .* --to stablehlo"):
+    with pytest.raises(ValueError, match=r"A LanguageModel is not a T5\. .* --to stablehlo"):
         Architecture.of(ZOO["lm_base"]())
 
 
@@ -164,7 +184,7 @@ def test_a_folder_or_a_run_becomes_a_synthesizer_that_computes_the_same(tmp_path
     with pytest.raises(ValueError, match="Random does not contain"):
         convert_checkpoint(folder, tmp_path / "random", encoder="r")
     for_others = (
-        "which no published T5 has; .* export it with --to stablehlo, which takes every model"
+        r"which no published T5 has\. .* export it with --to stablehlo, which supports every model"
     )
     with pytest.raises(ValueError, match=rf"alignment.* {for_others}"):
         export_run(directory, tmp_path / "exported")
@@ -210,7 +230,7 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
 def test_an_encoder_alone_is_not_converted(tmp_path):
     tensors = {n: x for n, x in make_tensors(TINY).items() if not n.startswith("decoder")}
     folder = make_folder(tmp_path, TINY | {"architectures": ["T5EncoderModel"]}, tensors)
-    with pytest.raises(ValueError, match="holds an encoder alone"):
+    with pytest.raises(ValueError, match="contains only an encoder"):
         convert_checkpoint(folder, tmp_path / "run")
 
 

@@ -201,7 +201,7 @@ def test_a_folder_without_a_base_or_tensors_says_what_to_do(tmp_path, base):
     updates = adapters(make_tensors(TINY | UNTIED))
     write(tmp_path / "outer" / "named", base, updates)
     with pytest.raises(
-        FileNotFoundError, match=r"outer holds no config\.json; give .*outer/named, which"
+        FileNotFoundError, match=r"outer contains no config\.json\. Give .*outer/named, which"
     ):
         load(tmp_path / "outer")
     write(tmp_path / "own", tmp_path / "own", updates)

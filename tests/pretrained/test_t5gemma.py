@@ -135,7 +135,7 @@ def test_positions_that_are_scaled_otherwise_are_refused(tmp_path):
             ),
             (
                 {"full_attention": {"rope_type": "default"}},
-                f"decoder.{field} is not one set of settings",
+                f"decoder.{field} must be one set of settings",
             ),
         ):
             decoder = config["decoder"] | {field: rope}
@@ -153,7 +153,7 @@ def test_a_tied_projection_with_other_values_is_refused(tmp_path):
     load(folder)
     make_folder(folder, config, tensors | {name: embedding * 1.01})
     with pytest.raises(
-        ValueError, match=rf"{name} is not equal to model\.decoder.*correct tie_word_emb"
+        ValueError, match=rf"{name} is not equal to model\.decoder.*Correct tie_word_emb"
     ):
         load(folder)
     load(folder, encoder_only=True)

@@ -183,9 +183,12 @@ def test_an_output_that_t5x_does_not_have_goes_out_as_one_that_it_has(tmp_path, 
 def test_what_the_file_cannot_say_is_not_exported(tmp_path):
     """It would be read as a T5 with GELU or with another relative bias."""
     cases = (
-        (FAMILIES["UL2"] | PUBLISHED, r"do not say activations \('silu', 'linear'\)"),
-        ({}, "do not say max_distance 16"),
-        ({"layer_norm_epsilon": 1e-5} | PUBLISHED, "do not say epsilon 1e-05"),
+        (
+            FAMILIES["UL2"] | PUBLISHED,
+            r"activations \('silu', 'linear'\), but T5X's files do not record",
+        ),
+        ({}, "max_distance 16, but T5X's files do not record"),
+        ({"layer_norm_epsilon": 1e-5} | PUBLISHED, "epsilon 1e-05, but T5X's files do not record"),
     )
     for i, (changes, message) in enumerate(cases):
         config = TINY | changes
@@ -240,5 +243,5 @@ def test_a_vocabulary_is_needed_and_has_to_fit(tmp_path):
     (tmp_path / "checkpoint_1").write_bytes(data)
     with pytest.raises(FileNotFoundError, match="--vocabulary"):
         convert_checkpoint(tmp_path / "checkpoint_1", tmp_path / "run")
-    with pytest.raises(ValueError, match=r"359 ids, but the embedding of .* has 128 rows"):
+    with pytest.raises(ValueError, match=r"359 ids, but the embedding of .* has only 128 rows"):
         convert_checkpoint(tmp_path / "checkpoint_1", tmp_path / "run", vocabulary=Bytes())

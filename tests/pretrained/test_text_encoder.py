@@ -42,7 +42,7 @@ def test_padded_texts_have_the_states_of_transformers(tmp_path, family, attend_t
         if not attend_to_padding:
             (cut,) = encode(loaded, [text], inputs_length=16, pool=False)
             np.testing.assert_allclose(cut, states[:real], atol=1e-5)
-    with pytest.raises(ValueError, match="give it too"):
+    with pytest.raises(ValueError, match="Add pad_to, for example pad_to=512"):
         encode(loaded, TEXTS, attend_to_padding=True)
 
 
@@ -124,20 +124,21 @@ def test_a_variant_is_another_set_of_files(tmp_path, shards):
     half = {name: x.astype(np.float16) for name, x in tensors.items()}
     folder = make_folder(tmp_path, TINY, half, shards=shards, dtype=np.float16, variant="fp16")
     with pytest.raises(
-        FileNotFoundError, match=r"no model\.safetensors or .*; give variant='fp16'$"
+        FileNotFoundError, match=r"no model\.safetensors or .*\. You can give variant='fp16'\.$"
     ):
         load(folder)
     with pytest.raises(
-        FileNotFoundError, match=r"no model\.bf16\.safetensors or .*; give variant='fp16'$"
+        FileNotFoundError,
+        match=r"no model\.bf16\.safetensors or .*\. You can give variant='fp16'\.$",
     ):
         load(folder, variant="bf16")
     make_folder(folder, TINY, make_tensors(TINY, seed=1))
     embedding = load(folder, variant="fp16").variables["params"]["embedding"]
     np.testing.assert_array_equal(embedding, half["shared.weight"])
-    with pytest.raises(FileNotFoundError, match=r"leave the variant out or give variant='fp16'$"):
+    with pytest.raises(FileNotFoundError, match=r"leave the variant out or give variant='fp16'\.$"):
         load(folder, variant="bf16")
     with pytest.raises(
-        ValueError, match=r"variant='fp16' is for folders of models of transformers, and"
+        ValueError, match=r"variant='fp16' is only for folders of transformers with a model, and"
     ):
         (folder / "file").write_bytes(b"")
         load(folder / "file", variant="fp16")
@@ -158,15 +159,18 @@ def test_single_files_are_named(tmp_path, encoder_only):
     for path, message in (
         (
             single,
-            r"put it, with the name model\.safetensors, into a folder that has the config\.json",
+            r"Put it, with the name model\.safetensors, into a folder that has the config\.json",
         ),
-        (tmp_path / "t5.bin", r"put it, with the name pytorch_model\.bin, into a folder"),
+        (tmp_path / "t5.bin", r"Put it, with the name pytorch_model\.bin, into a folder"),
         (
             tmp_path / "t5.gguf",
-            r"is a file of GGUF, which is not read; give the folder of the model",
+            r"is a GGUF file, which cannot be read\. Give the folder of the model",
         ),
-        (folder / "model.safetensors", rf"holds only tensors; give its folder, {folder}$"),
-        (folder / "config.json", rf"is a file of JSON; give its folder, {folder}$"),
+        (
+            folder / "model.safetensors",
+            rf"contains only tensors\. Give its folder, which is {folder}\.$",
+        ),
+        (folder / "config.json", rf"is a JSON file\. Give its folder, which is {folder}\.$"),
     ):
         with pytest.raises(ValueError, match=message):
             load(path, encoder_only=encoder_only)
@@ -244,7 +248,7 @@ def test_two_embeddings_are_refused(tmp_path, encoder_only):
 )
 def test_a_mesh_is_one_of_devices(tmp_path, mesh):
     with pytest.raises(
-        TypeError, match=r"must be a jax\.sharding\.Mesh; give one of sharding\.make_mesh"
+        TypeError, match=r"must be a jax\.sharding\.Mesh\. Make one with sharding\.make_mesh"
     ):
         load(tmp_path, mesh=mesh)
 

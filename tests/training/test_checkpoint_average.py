@@ -73,7 +73,8 @@ def test_a_full_disk_is_named_and_leaves_nothing(source, tmp_path, command):
 
 def test_what_is_wrong_is_one_sentence_and_writes_nothing(source, tmp_path):
     with pytest.raises(
-        ValueError, match=r"holds 3 of the 5 checkpoints .* \(2, 4, 6\); .*keep_latest=5"
+        ValueError,
+        match=r"mean needs 5 checkpoints, but .* only the steps 2, 4, 6\. .*keep_latest=5",
     ):
         call("average", source, tmp_path / "mean", "--last", 5)
     damaged = shutil.copytree(source, tmp_path / "damaged")

@@ -94,10 +94,10 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     Raises:
       ValueError: if the file does not contain a JSON object.
     """
-    with describing(path, "copy or download it again"):
+    with describing(path, "Copy or download it again."):
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("it contains no JSON object")
         return data
 
 
@@ -127,7 +127,7 @@ def read_config(
     """
     path = folder / CONFIG
     data = read_json(path)
-    with describing(path, f"give the folder of a {TAKEN}"):
+    with describing(path, f"Give the folder of a {TAKEN}."):
         architecture = _architecture(data, output, encoder_only)
     return dataclasses.replace(architecture, ids=read_ids(folder, data))
 
@@ -142,19 +142,18 @@ def read_model_type(folder: pathlib.Path) -> str:
     path = folder / CONFIG
     if not path.is_file():
         named = sorted(str(path.parent) for path in folder.glob(f"*/{ADAPTER_CONFIG}"))
-        remedy = (
-            f"give {named[0]}, which holds adapters"
-            if named
-            else "give a folder that transformers has saved"
-        )
-        raise FileNotFoundError(f"{folder} holds no {CONFIG}; {remedy}")
+        remedy = "Give a folder that transformers has saved."
+        if named:
+            remedy = f"Give {named[0]}, which contains adapters."
+        raise FileNotFoundError(f"{folder} contains no {CONFIG}. {remedy}")
     found = read_json(path).get("model_type", "t5")
     if found not in (*CLASSES, T5GEMMA):
         what = next(
             (kind for kind, names in _OTHERS.items() if found in names), "another architecture"
         )
         raise ValueError(
-            f"{path}: model_type is {format_value(found)}, {what}; give the folder of a {TAKEN}"
+            f"The model_type in {path} is {format_value(found)}, which is {what}. Give the folder of "
+            f"a {TAKEN}."
         )
     return str(found)
 
@@ -216,7 +215,7 @@ def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool)
     classes = config.architectures if isinstance(config.architectures, list) else []
     for name in map(str, classes):
         if name.endswith(("Classification", "Answering")):
-            raise ValueError(f"a {name} is not read")
+            raise ValueError(f"a {name} is not supported")
     # A class such as UMT5EncoderModel means that the folder holds only an encoder.
     encoder_only = encoder_only or [str(c)[-12:] for c in classes] == ["EncoderModel"]
     return Architecture(
@@ -250,11 +249,12 @@ def read_ids(
     if generation.is_file():
         files[generation] = read_json(generation)
     for file, values in files.items():
-        with describing(file, "change it, or take another model"):
+        with describing(file, "Change it, or use another model."):
             for name, value in values.items():
                 if name in FORCED and value is not None:
                     raise ValueError(
-                        f"{name} is {format_value(value)}, but models here force no token"
+                        f"{name} is {format_value(value)}, but models of this package cannot force a "
+                        "token"
                     )
                 if name not in IDS or value is None:
                     continue
@@ -262,13 +262,16 @@ def read_ids(
                 one = len(ids) == 1 or (ids and name == "eos_token_id")
                 if not one or any(type(i) is not int for i in ids):
                     raise ValueError(
-                        f"{name} is {format_value(value)}, but models here have one id"
+                        f"{name} is {format_value(value)}, but models of this package have only one "
+                        "such id"
                     )
                 # `generation_config.json` is read last and overrides `config.json`, as in
                 # transformers' generate().
                 also_end = tuple(ids[1:]) if name == "eos_token_id" else also_end
                 if found.setdefault(IDS[name], ids[0]) != ids[0]:
-                    raise ValueError(f"{name} is {ids[0]}, but {CONFIG} has {found[IDS[name]]}")
+                    raise ValueError(
+                        f"{name} is {ids[0]}, but it is {found[IDS[name]]} in {CONFIG}"
+                    )
     return dataclasses.replace(unsaid, **found, also_end=also_end)
 
 
@@ -292,7 +295,8 @@ def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:
     activations = {value: name for name, value in ACTIVATIONS.items()}
     if a.activations not in activations:
         raise ValueError(
-            f"activations is {a.activations}; transformers has {', '.join(map(str, activations))}"
+            f"The activations of the model are {a.activations}, but transformers only has "
+            f"{', '.join(map(str, activations))}."
         )
     family = "umt5" if a.bias_per_layer else "t5"
     kind = "ForConditionalGeneration" if a.num_decoder_layers else "EncoderModel"

@@ -98,7 +98,7 @@ def write_folder(
         transformers lacks.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"the dtype is {dtype!r}; use {' or '.join(DTYPES)}")
+        raise ValueError(f"The dtype is {dtype!r}, but it must be {' or '.join(DTYPES)}.")
     params = variables["params"]
     if not is_t5gemma(model):
         model, params = with_output_of_t5(model, params)
@@ -111,7 +111,7 @@ def write_folder(
     try:
         save_file(arrays, path, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OSError(f"{path} cannot be written ({error}); nothing was exported") from None
+        raise OSError(f"{path} cannot be written ({error}). Nothing was exported.") from None
     # The library safetensors creates files that only their owner can read.
     path.chmod(0o644)
     if vocabulary is not None:
@@ -164,8 +164,8 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
         (folder / file).write_bytes(processor.serialized_model_proto())
     else:
         raise ValueError(
-            f"a {type(vocabulary).__name__} is no tokenizer of transformers; use Bytes or "
-            "SentencePiece"
+            f"A {type(vocabulary).__name__} cannot be written as a tokenizer of transformers. Use "
+            "Bytes or SentencePiece."
         )
     _write_json(folder / TOKENIZER_CONFIG, fields)
 

@@ -66,8 +66,8 @@ def open_folder(
     for name in EMBEDDINGS:
         if compare and name in tensors and not _are_equal(tensors, name, shared):
             raise ValueError(
-                f"{name} is not equal to {shared}, but a T5 has one embedding; copy or download "
-                f"{folder} again"
+                f"{name} is not equal to {shared}, but a T5 has only one embedding. Copy or download "
+                f"{folder} again."
             )
     has_output = OUTPUT in tensors and not (compare and _are_equal(tensors, OUTPUT, shared))
     # Read the configuration again, because it is now known whether the folder has an output
@@ -131,7 +131,7 @@ def _unequal_projection(folder: pathlib.Path, output: str, embedding: str) -> Va
     """Returns the error for a tied output projection that differs from the embedding."""
     return ValueError(
         f"{folder / CONFIG} says that the model has no output projection of its own, but {output} "
-        f"is not equal to {embedding}; correct tie_word_embeddings"
+        f"is not equal to {embedding}. Correct tie_word_embeddings."
     )
 
 

@@ -106,14 +106,14 @@ def locate(
     if source.exists():
         if revision is not None:
             raise ValueError(
-                f"the revision {revision} is for a model of the hub, and {source} is here; leave "
-                "it out"
+                f"The revision {revision} is only for a model of the hub, but {source} is a path on "
+                "this machine. Leave the revision out."
             )
         folder = source / (subfolder or "")
         if not folder.exists():
-            raise FileNotFoundError(f"there is no {subfolder} in {source}{_folders(source)}")
+            raise FileNotFoundError(f"There is no {subfolder} in {source}.{_folders(source)}")
         return Found(folder, str(absolute(folder)))
-    problem = f"there is no {source}; give a folder or a checkpoint file"
+    problem = f"There is no {source}. Give a folder or a checkpoint file."
     name = _NAME.fullmatch(
         f"{OWNERS[str(source)]}/{source}" if str(source) in OWNERS else str(source)
     )
@@ -124,13 +124,15 @@ def locate(
     # The folder of the model and the folder of its tokenizer, which are often the same.
     needed = dict.fromkeys((inside, tokenizer_folder(inside)))
     included = "".join(f' "{folder}/*"' for folder in needed if str(folder) != ".")
-    command = (
-        f"'hf download {model}{' --include' + included if included else ''} --local-dir "
-        f"{model.partition('/')[2]}' downloads a model of the Hugging Face hub"
+    download = (
+        f"To download a model of the Hugging Face Hub, run 'hf download {model}"
+        f"{' --include' + included if included else ''} --local-dir {model.partition('/')[2]}'."
     )
     if not is_installed("huggingface_hub"):
-        by_name = "its name is enough after pip install 'synthesizer-jax[hub]'"
-        raise FileNotFoundError(f"{problem}; {command}, and {by_name}")
+        raise FileNotFoundError(
+            f"{problem} {download} After pip install 'synthesizer-jax[hub]', the name of the model is "
+            "enough."
+        )
     import huggingface_hub
 
     patterns = [str(folder / file) for folder in needed for file in _files(variant)]
@@ -142,7 +144,7 @@ def locate(
         if type(error).__module__.partition(".")[0] not in _LIBRARIES:
             raise
         raise FileNotFoundError(
-            f"{problem}; {command}, which gave none now ({one_line_error(error)})"
+            f"{problem} {download} The hub gave no such model now ({one_line_error(error)})."
         ) from error
     # The cache has a folder for each commit, which is called by its hash.
     commit = pathlib.Path(found)
@@ -151,8 +153,9 @@ def locate(
         kind = "no safetensors" if variant is None else f"no safetensors of the variant {variant}"
         where = "" if str(inside) == "." else f" in {inside}"
         raise FileNotFoundError(
-            f"{model} has {kind}{where} at {commit.name}, and other files are not downloaded by "
-            f"name; give another revision, variant or subfolder, or a folder: {command}"
+            f"{model} has {kind}{where} at the commit {commit.name}, and other kinds of weights are "
+            "not downloaded by name. Give another revision, variant or subfolder, or a folder. "
+            f"{download}"
         )
     return Found(folder, origin if str(inside) == "." else f"{origin}/{inside}")
 
@@ -168,11 +171,11 @@ def _files(variant: str | None) -> list[str]:
 
 
 def _folders(source: pathlib.Path) -> str:
-    """Returns the end of a sentence that lists the folders in a source.
+    """Returns a sentence that lists the folders in a source, after a space.
 
     It is empty if there are none.
     """
     if not source.is_dir():
         return ""
     names = sorted(path.name for path in source.iterdir() if path.is_dir())[:10]
-    return f"; it has {', '.join(names)}" if names else ""
+    return f" Its folders are {', '.join(names)}." if names else ""

@@ -180,7 +180,7 @@ def _rope(data: dict[str, Any], path: str) -> dict[str, Any]:
         return {}
     rope = data[names[0]]
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(f"{path}.{names[0]} is not one set of settings for all layers")
+        raise ValueError(f"{path}.{names[0]} must be one set of settings for all layers")
     return {"rope_type": rope.get("type", _UNSCALED), **rope}
 
 
@@ -209,12 +209,12 @@ class T5Gemma:
         """Returns the configuration that a folder's ``config.json`` describes."""
         path = folder / CONFIG
         data = read_json(path)
-        with describing(path, f"give the folder of a {TAKEN}"):
+        with describing(path, f"Give the folder of a {TAKEN}."):
             parts = {name: data.get(name) or {} for name in ("encoder", "decoder")}
             encoder, decoder = (_Stack.read(part, name) for name, part in parts.items())
             for name in map(str, data.get("architectures") or ()):
                 if name.endswith("Classification"):
-                    raise ValueError(f"a {name} is not read")
+                    raise ValueError(f"a {name} is not supported")
                 encoder_only = encoder_only or name.endswith("EncoderModel")
             rates = {name: data.get(name, 0.0) for name in ("dropout_rate", "attention_dropout")}
             tied = data.get("tie_word_embeddings", True)

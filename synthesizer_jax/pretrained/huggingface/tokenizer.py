@@ -56,12 +56,12 @@ ANY_CLASS = ("PreTrainedTokenizer", "TokenizersBackend")
 The files of the folder show which tokenizer it is.
 """
 
-_REMEDY = "put the model's spiece.model beside it, or name one with --vocabulary"
+_REMEDY = "Put the model's spiece.model beside it, or give one with --vocabulary."
 """What to do about a tokenizer that cannot be read."""
 
 _DO_WITHOUT = (
-    "if your texts do without this token, run 'synthesizer-jax convert' with --vocabulary and the "
-    "path of a SentencePiece file"
+    "If your texts do not need this token, run 'synthesizer-jax convert' with --vocabulary and the "
+    "path of a SentencePiece file."
 )
 """What to do about tokens that were added to a tokenizer.
 
@@ -69,7 +69,7 @@ To put a SentencePiece file without these tokens into the folder is no remedy, b
 hide them.
 """
 
-_OTHER_MODEL = "give a model whose tokenizer does so"
+_OTHER_MODEL = "Give a model whose tokenizer does so."
 """What to do about a tokenizer that puts other tokens around a text."""
 
 
@@ -134,9 +134,10 @@ def _check_class(path: pathlib.Path, fields: Mapping[str, Any]) -> None:
     name = fields.get("tokenizer_class")
     if name is not None and str(name).removesuffix("Fast") not in (*CLASSES, *ANY_CLASS):
         raise ValueError(
-            f"{path}: tokenizer_class is {format_value(name)}, and the classes that are read are "
-            f"{', '.join(CLASSES)}; run 'synthesizer-jax convert' with --vocabulary and the path "
-            "of a SentencePiece file if the model was trained with T5's or Gemma's"
+            f"The tokenizer_class in {path} is {format_value(name)}, but only the classes "
+            f"{', '.join(CLASSES)} can be read. If the model was trained with the SentencePiece file "
+            "of T5 or Gemma, run 'synthesizer-jax convert' with --vocabulary and the path of this "
+            "file."
         )
 
 
@@ -153,8 +154,8 @@ def _check_bos(path: pathlib.Path, fields: Mapping[str, Any], bos: bool) -> None
     for field, expected in (("add_bos_token", bos), ("add_eos_token", not bos)):
         if fields.get(field) not in (None, expected):
             raise ValueError(
-                f"{path}: {field} is {format_value(fields[field])}, but models here read texts "
-                f"with {'BOS and no EOS' if bos else 'EOS and no BOS'}; {_OTHER_MODEL}"
+                f"{field} in {path} is {format_value(fields[field])}, but a model of this package "
+                f"reads texts with {'BOS and no EOS' if bos else 'EOS and no BOS'}. {_OTHER_MODEL}"
             )
 
 
@@ -169,8 +170,8 @@ def _check_template(path: pathlib.Path, data: Mapping[str, Any], *, bos: bool) -
             return
         found = [next(iter(step)) for step in processor["single"]]
         if found != (["SpecialToken", "Sequence"] if bos else ["Sequence", "SpecialToken"]):
-            where = "BOS, and nothing else, before" if bos else "EOS, and nothing else, behind"
-            raise ValueError(f"its post_processor does not put {where} a text")
+            where = "BOS before" if bos else "EOS after"
+            raise ValueError(f"its post_processor must put only {where} a text")
 
 
 def _refuse_added(folder: pathlib.Path, fields: Mapping[str, Any], size: int) -> None:
@@ -263,7 +264,7 @@ def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
         model = _to_sentencepiece(data, messages, ids)
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         if (processor.pad_id(), processor.eos_id()) != (ids.padding, ids.end):
-            raise ValueError("its ids of padding and EOS are not the model's")
+            raise ValueError("its ids of padding and EOS differ from those of the model")
     if BPE_OF_BYTES.encode() not in model:
         # Byte-level BPEs are not checked, because they have RoBERTa's post-processor and no
         # template.
@@ -317,7 +318,7 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
         pieces = [(str(piece), float(score)) for piece, score in model["vocab"]]
         unknown = operator.index(model["unk_id"])
     else:
-        raise ValueError("it is no tokenizer such as those of T5, Gemma and CodeT5")
+        raise ValueError("it is not a tokenizer like those of T5, Gemma or CodeT5")
     tokens = data.get("added_tokens") or ()
     added = _added_tokens(data)
     # Whether a sentinel includes the space before it. In a piece, ``▁`` stands for this space.
@@ -384,7 +385,7 @@ def _scored(model: dict[str, Any]) -> list[tuple[str, float]]:
         ranks.setdefault(first + second, rank)
     pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
     if sorted(model["vocab"].values()) != list(range(len(pieces))):
-        raise ValueError("its ids do not count its pieces")
+        raise ValueError("the ids of its pieces are not consecutive numbers from 0")
     unmerged = lambda piece: 0.0 if len(piece) == 1 else -math.inf
     return [
         (piece, -float(ranks[piece]) if piece in ranks else unmerged(piece)) for piece in pieces
@@ -412,7 +413,7 @@ def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     if kind not in _STEPS or any(
         component.get(name, x) not in (x, " ") for name, x in others.items()
     ):
-        raise ValueError(f"its step {kind} is not read, or not with these settings")
+        raise ValueError(f"its step {kind}, or a setting of this step, is not supported")
     yield component
 
 
@@ -427,7 +428,7 @@ def _refuse_others(added: Mapping[int, str], size: int) -> None:
     """Raises a `ValueError` for tokens that were added to `size` pieces and are not sentinels."""
     for i, name in added.items():
         if i >= size and not name.startswith("<extra_id_"):
-            raise ValueError(f"it adds {name!r} to the pieces, which is not read")
+            raise ValueError(f"it adds the token {name!r} to its pieces, which is not supported")
 
 
 def _with_added(
@@ -439,7 +440,7 @@ def _with_added(
     """
     count = max(len(pieces), max(added, default=-1) + 1)
     if count > len(pieces) + MOST_ADDED:
-        raise ValueError(f"{count} ids")
+        raise ValueError(f"it has {count} ids, but only {len(pieces)} pieces")
     return pieces + [(added.get(i, f"<unused_{i}>"), 0.0) for i in range(len(pieces), count)]
 
 

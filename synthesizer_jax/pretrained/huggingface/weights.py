@@ -63,20 +63,20 @@ def open_weights(
     present = _find_files(folder, variant)
     if present is None:
         either = " or ".join(with_variant(file, variant) for file in _READERS)
-        raise FileNotFoundError(f"{folder} holds no {either}; {_advice(folder, variant)}")
+        raise FileNotFoundError(f"{folder} contains no {either}. {_advice(folder, variant)}")
     file, path, index = present
     shards = {path}
     if not path.is_file():
-        with describing(index, "copy or download it again"):
+        with describing(index, "Copy or download it again."):
             names = {f for name, f in read_json(index)["weight_map"].items() if wanted(name)}
             # An untrusted index could name any path. Only files of the folder are opened.
             if outside := [n for n in names if pathlib.PurePath(n).name != n or "\\" in n]:
-                raise ValueError(f"{outside[0]!r} is not a file of the folder")
+                raise ValueError(f"it names {outside[0]!r}, which is not a file of the folder")
             shards = {folder / name for name in names}
     tensors: dict[str, Tensor] = {}
     for shard in sorted(shards):
         if not shard.is_file():
-            raise FileNotFoundError(f"{shard} is missing; copy or download it again")
+            raise FileNotFoundError(f"{shard} is missing. Copy or download it again.")
         with reading(shard, _REMEDIES[file]):
             tensors |= _READERS[file](shard)
     return {name: tensor for name, tensor in tensors.items() if wanted(name)}
@@ -100,12 +100,14 @@ def _find_files(
 
 
 def _advice(folder: pathlib.Path, variant: str | None) -> str:
-    """Returns what the user can do if a folder has no weights of a variant."""
+    """Returns a sentence: what the user can do if a folder has no weights of a variant."""
     found = {match[1] for path in folder.iterdir() if (match := _VARIANT.fullmatch(path.name))}
     choices = [f"give variant={name!r}" for name in sorted(found)]
     if variant is not None and _find_files(folder, None) is not None:
         choices.insert(0, "leave the variant out")
-    return " or ".join(choices) or "save the model with save_pretrained"
+    if not choices:
+        return "Save the model with save_pretrained."
+    return f"You can {' or '.join(choices)}."
 
 
 _VARIANT = re.compile(r"(?:model|pytorch_model)\.(\w+)(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
@@ -136,7 +138,9 @@ def open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
 def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
     """Opens a PyTorch file, with the loader of torch that creates only tensors."""
     if not is_installed("torch"):
-        raise ValueError(f"it needs PyTorch; install torch, or give a folder with {SAFETENSORS}")
+        raise ValueError(
+            f"PyTorch is not installed. Install torch, or give a folder with {SAFETENSORS}."
+        )
     import torch
 
     # Files that were saved before version 1.6 are not zip archives, and they cannot be mapped.
@@ -145,13 +149,13 @@ def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
         loaded: Any = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            "it does not hold only tensors, and loading other objects could run code, so nothing "
-            "was loaded"
+            "it contains other objects than tensors, and loading them could run code, so nothing was "
+            "loaded"
         ) from error
     entries = loaded.items() if isinstance(loaded, dict) else [("it", loaded)]
     for name, x in entries:
         if not isinstance(x, torch.Tensor):
-            raise ValueError(f"{name!r} is a {type(x).__name__} where a tensor is expected")
+            raise ValueError(f"{name!r} is a {type(x).__name__} instead of a tensor")
 
     def tensor(x: Any) -> Tensor:
         """Returns a torch tensor as a `Tensor`. It is read as float32."""
@@ -168,7 +172,7 @@ _READERS: dict[str, Callable[[pathlib.Path], dict[str, Tensor]]] = {
 """Maps names of files to the functions that open them, in the order in which they are tried."""
 
 _REMEDIES = {
-    SAFETENSORS: "copy or download it again",
-    TORCH: f"copy or download it again, or save the model with save_pretrained, as {SAFETENSORS}",
+    SAFETENSORS: "Copy or download it again.",
+    TORCH: f"Copy or download it again, or save the model as {SAFETENSORS} with save_pretrained.",
 }
 """What to do if a file cannot be read."""
