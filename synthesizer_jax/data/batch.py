@@ -88,10 +88,10 @@ class Packer:
         for _ in range(1, self._max_segments):
             # The numbers of tokens that are still free in the row.
             inputs, targets = inputs - len(row[-1].inputs), targets - len(row[-1].targets)
-            place = self._find(inputs, targets)
-            if place is None:
+            index = self._find(inputs, targets)
+            if index is None:
                 break
-            row.append(self._remove(place))
+            row.append(self._remove(index))
         return row
 
     def _append(self, examples: Sequence[DrawnExample]) -> None:
@@ -117,19 +117,19 @@ class Packer:
         longest = inputs if self._lengths[0] else targets
         # Candidates are sorted by only one of the two lengths, so the other one must be checked in
         # turn.
-        for place in range(bisect.bisect_left(self._by_length, (longest, 1)) - 1, -1, -1):
-            example = self._pending[-self._by_length[place][1]]
+        for index in range(bisect.bisect_left(self._by_length, (longest, 1)) - 1, -1, -1):
+            example = self._pending[-self._by_length[index][1]]
             if len(example.inputs) <= inputs and len(example.targets) <= targets:
-                return place
+                return index
         return None
 
     def _key(self, example: DrawnExample, number: int) -> tuple[int, int]:
         """Returns the sort key of an example: its length, and the negative of its number."""
         return len(example.inputs if self._lengths[0] else example.targets), -number
 
-    def _remove(self, place: int) -> DrawnExample:
+    def _remove(self, index: int) -> DrawnExample:
         """Removes a candidate by its index in `_by_length`, and returns it."""
-        example = self._pending.pop(-self._by_length.pop(place)[1])
+        example = self._pending.pop(-self._by_length.pop(index)[1])
         epoch = example.member, example.epoch
         self._waiting[epoch] -= 1
         # That was the epoch's last pending example. The examples of the next epoch become

@@ -29,17 +29,17 @@ They are T5's ids of padding, EOS and unknown text.
 
 
 class Draws:
-    """Random numbers that depend only on a seed, a place in its stream, and the number of the call.
+    """Random numbers that depend only on a seed, on counters, and on the number of the call.
 
     They are the same in every version of NumPy (see `random_bits`).
 
     Args:
       seed: the seed.
-      place: integers that identify what the numbers are for, such as an epoch and a group.
+      counters: integers that identify what the numbers are for, such as an epoch and a group.
     """
 
-    def __init__(self, seed: np.random.SeedSequence, *place: int):
-        self._seed, self._place, self._num_calls = seed, place, 0
+    def __init__(self, seed: np.random.SeedSequence, *counters: int):
+        self._seed, self._counters, self._num_calls = seed, counters, 0
 
     def uniform(self, count: int) -> np.ndarray:
         """Returns random multiples of 2⁻²⁴ in [0, 1), float32 ``[count]``."""
@@ -58,12 +58,12 @@ class Draws:
 
     def fork(self, part: int) -> Draws:
         """Returns random numbers for a part, which are independent of all calls of this object."""
-        return Draws(self._seed, *self._place, part)
+        return Draws(self._seed, *self._counters, part)
 
     def _bits(self, count: int) -> np.ndarray:
         """Returns random 64-bit integers ``[count]`` that are different in every call."""
         self._num_calls += 1
-        return random_bits(self._seed, *self._place, self._num_calls - 1, count=count)
+        return random_bits(self._seed, *self._counters, self._num_calls - 1, count=count)
 
 
 class ExampleFormat(NamedTuple):

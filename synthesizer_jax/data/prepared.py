@@ -251,23 +251,23 @@ class RaggedTokens(NamedTuple):
         The last `keep_last` tokens of a sequence always remain, and tokens before them are dropped.
         This keeps EOS at the end.
         """
-        before, after = self._places()
+        before, after = self._offsets()
         keep_last = min(keep_last, limit)
         return self._select((before < limit - keep_last) | (after < keep_last))
 
     def without_eos(self, eos: int) -> RaggedTokens:
         """Returns the sequences without the EOS at their ends."""
-        _, after = self._places()
+        _, after = self._offsets()
         return self._select((after > 0) | (self.ids != eos))
 
-    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+    def _offsets(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns, for every token, how many tokens of its sequence are before it and after it.
 
         Both arrays are int64 ``[tokens]``.
         """
         starts, stops = (np.repeat(x, np.diff(self.ends)) for x in (self.ends[:-1], self.ends[1:]))
-        places = np.arange(len(self.ids))
-        return places - starts, stops - 1 - places
+        indices = np.arange(len(self.ids))
+        return indices - starts, stops - 1 - indices
 
     def _select(self, kept: np.ndarray) -> RaggedTokens:
         """Returns the sequences with only some of their tokens.
@@ -400,10 +400,10 @@ class PreparedExamples:
         # The index of the first example of every record.
         self._starts = [0]
         # The file of every record, and the number of the record in it.
-        self._places: list[tuple[str, int]] = []
+        self._locations: list[tuple[str, int]] = []
         for name, count in info.files.items():
             for number in range(-(-count // CHUNK)):
-                self._places.append((name, number))
+                self._locations.append((name, number))
                 self._starts.append(self._starts[-1] + min(CHUNK, count - number * CHUNK))
         self._files: dict[str, ArrayRecordDataSource] = {}
         self._chunks: dict[int, Chunk] = {}
@@ -449,7 +449,7 @@ class PreparedExamples:
 
     def _read(self, number: int) -> Chunk:
         """Reads a record, and keeps it in memory."""
-        name, record_number = self._places[number]
+        name, record_number = self._locations[number]
         with describing(self._directory / name, remedy=self._remedy):
             record = self._records(name)[record_number]
             if number == 0 and zlib.crc32(record) != self.info.checksum:

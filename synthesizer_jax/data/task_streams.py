@@ -95,12 +95,12 @@ def _order_of_chunks(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.argsort(bits, kind="stable")
 
 
-def random_bits(seed: np.random.SeedSequence, *place: int, count: int) -> np.ndarray:
-    """Returns `count` random 64-bit integers that depend only on the seed and on `place`.
+def random_bits(seed: np.random.SeedSequence, *counters: int, count: int) -> np.ndarray:
+    """Returns `count` random 64-bit integers that depend only on the seed and the counters.
 
     The numbers are the same in every version of NumPy.
     """
-    key = (*seed.spawn_key, *place)
+    key = (*seed.spawn_key, *counters)
     child = np.random.SeedSequence(seed.entropy, spawn_key=key)
     # The raw output of a bit generator never changes. The methods of `Generator` may change.
     return np.random.Philox(child).random_raw(count)

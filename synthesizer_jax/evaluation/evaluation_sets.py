@@ -211,7 +211,7 @@ def load_evaluation_set(
         if ours:
             # TFDS stores rows in a random order. In the order of the original file, the rows of a
             # group follow one another.
-            rows.sort(key=lambda row: tuple(_places(row).values()))
+            rows.sort(key=lambda row: tuple(_indices(row).values()))
         if max_examples is not None:
             groups = metric_groups(task, rows)
             # The last group is completed, because metrics need whole groups.
@@ -244,13 +244,13 @@ def original_index(row: Example, index: int) -> int | dict[str, int]:
     It is an integer, or a dictionary of integers, for example of a paragraph, a question and an
     answer.
     """
-    places = _places(row)
-    if "idx" in places:
-        return places["idx"]
-    return {name.removeprefix("idx/"): place for name, place in places.items()} or index
+    indices = _indices(row)
+    if "idx" in indices:
+        return indices["idx"]
+    return {name.removeprefix("idx/"): number for name, number in indices.items()} or index
 
 
-def _places(row: Example) -> dict[str, int]:
+def _indices(row: Example) -> dict[str, int]:
     """Returns the indices of a row in the original file, by their names."""
     parts = ("paragraph", "passage", "question", "query", "answer")
     names = [name for name in ("idx", *(f"idx/{part}" for part in parts)) if name in row]
@@ -264,7 +264,7 @@ def metric_groups(task: Task, rows: Sequence[Example]) -> list[tuple[int, ...]]:
     """
     groups, in_pairs = [], gender_parity in task.metrics
     for i, row in enumerate(rows):
-        key = tuple(_places(row).values()) or (i,)
+        key = tuple(_indices(row).values()) or (i,)
         # A pair of AX-g, or else a question of MultiRC or a query of ReCoRD: its first two indices.
         groups.append(tuple(x // 2 for x in key) if in_pairs else key[:2])
     return groups

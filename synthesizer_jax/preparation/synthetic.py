@@ -113,7 +113,7 @@ def as_text(task: Task, row: grammar.Row) -> tuple[str, str]:
 def is_written(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) -> bool:
     """Returns whether the data sets of tasks exist in a directory."""
     data_sets = [data_dir / task.dataset for task in DEFINITIONS.values() if task.name in names]
-    return all((place / VERSION / "dataset_info.json").is_file() for place in data_sets)
+    return all((path / VERSION / "dataset_info.json").is_file() for path in data_sets)
 
 
 def write(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) -> None:

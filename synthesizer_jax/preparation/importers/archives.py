@@ -2,7 +2,7 @@
 
 This module knows which files hold a split, how they are read, and how many rows they have. Rows may
 have more fields than the data set has features. The numbers of rows are those of TFDS, which drops
-some rows. The readers here may raise any exception. `reading.Cursor` adds the place in the file to
+some rows. The readers here may raise any exception. `reading.Cursor` adds the location in the file to
 it.
 """
 
@@ -161,7 +161,7 @@ def published_rows(dataset: str) -> dict[str, int]:
 
 
 def read_split(dataset: str, paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row | None]]:
-    """Yields the place and the values of each row of an archive's split.
+    """Yields the location and the values of each row of an archive's split.
 
     The values are `None` if the row is left out.
     """

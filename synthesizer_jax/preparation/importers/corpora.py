@@ -84,8 +84,8 @@ class SplitReport:
         """Converts and counts rows.
 
         Args:
-          rows: pairs of a place and a row. The row is `None` if it is left out.
-          cursor: remembers the place for errors.
+          rows: pairs of a location and a row. The row is `None` if it is left out.
+          cursor: remembers the location for errors.
           convert: a function that converts a row.
 
         Yields:
@@ -221,7 +221,7 @@ def import_archive(
 
     Raises:
       ValueError: if no file was found, or a row is invalid. The message contains the file, the
-        place and the reason.
+        location and the reason.
     """
     source = source / name if (source / name).is_dir() else source
     if not source.is_dir():

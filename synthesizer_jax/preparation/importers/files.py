@@ -45,7 +45,7 @@ class SplitFiles:
     columns: tuple[str, ...] = ()
 
     def rows(self) -> Rows:
-        """Yields the place and the values of each row.
+        """Yields the location and the values of each row.
 
         Raises:
           ReadError: if a row cannot be read.
@@ -57,7 +57,7 @@ class SplitFiles:
             yield from read_rows(path, self.columns)
 
     def whole_rows(self) -> Iterator[tuple[str, Row | None]]:
-        """Yields the place and the values of each row.
+        """Yields the location and the values of each row.
 
         The values are `None` if a line of aligned files is blank.
         """

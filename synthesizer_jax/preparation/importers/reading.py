@@ -34,7 +34,7 @@ T = TypeVar("T")
 Row: TypeAlias = dict[str, JSON]
 """One row of a file, that is, its fields by name."""
 Rows: TypeAlias = Iterator[tuple[str, Row]]
-"""Pairs of the place of a row, such as ``train.csv, line 3``, and the row."""
+"""Pairs of the location of a row, such as ``train.csv, line 3``, and the row."""
 
 COMPRESSIONS, TABLES = (".gz", ".zst"), (".csv", ".tsv")
 FIELD_LIMIT = 2**24  # the largest number of characters in a CSV field
@@ -47,21 +47,21 @@ _ERRORS = (
 
 
 class ReadError(ValueError):
-    """A file cannot be imported. The message contains the file, the place and the reason."""
+    """A file cannot be imported. The message contains the file, the location and the reason."""
 
 
 class Cursor:
-    """Remembers the place of the row that was read last, for errors of reading and writing it.
+    """Remembers the location of the row that was read last, for errors of reading and writing it.
 
     Args:
-      where: the place that errors name before the first row is read.
+      where: the location that errors name before the first row is read.
     """
 
     def __init__(self, where: str = ""):
         self.where = where
 
     def follow(self, rows: Iterable[tuple[str, T]]) -> Iterator[T]:
-        """Yields the rows, and remembers the place of each."""
+        """Yields the rows, and remembers the location of each."""
         for where, row in rows:
             self.where = where
             yield row
@@ -69,7 +69,7 @@ class Cursor:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Context manager that turns errors into a `ReadError` whose message contains the place."""
+        """Context manager that turns errors into a `ReadError` whose message contains the location."""
         try:
             yield
         except ReadError:
@@ -148,7 +148,7 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
 
 
 def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> Rows:
-    """Yields the place and the values of each row of a file. The suffix determines how it is read.
+    """Yields the location and the values of each row of a file. The suffix determines how it is read.
 
     JSON lines are objects. CSV is quoted as in RFC 4180, and CRLF in a field becomes LF. TSV is not
     quoted. The lines of a text file are the field ``text``. Blank lines are skipped.

@@ -354,10 +354,10 @@ def torch_name_in_encoder(path: tuple[str, ...]) -> tuple[str, Layout]:
     if part == "final_norm":
         return f"{stack}.norm.weight", SAME
     layer = f"{stack}.layers.{part.removeprefix('layers_')}"
-    place, _, sublayer = rest[0].removesuffix("_layer_norm").partition("_")
+    position, _, sublayer = rest[0].removesuffix("_layer_norm").partition("_")
     if rest[-1] == "scale":
         name = _SUBLAYERS.get(sublayer, "feedforward")
-        return f"{layer}.{place}_{name}_layernorm.weight", SAME
+        return f"{layer}.{position}_{name}_layernorm.weight", SAME
     leaf = rest[-2]
     name = f"{layer}.{_SUBLAYERS.get(rest[0], 'mlp')}.{_LEAVES[leaf]}.weight"
     return name, HEADS_OF_OUTPUTS if leaf == "out" else TRANSPOSED
