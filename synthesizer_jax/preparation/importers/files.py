@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from synthesizer_jax.preparation.importers.reading import (
     ROWS_WITH_FIELDS,
     TABLES,
+    LocatedRows,
     ReadError,
     Row,
-    Rows,
     file_kind,
     is_blank,
     read_lines,
@@ -44,7 +44,7 @@ class SplitFiles:
     aligned: bool = False
     columns: tuple[str, ...] = ()
 
-    def rows(self) -> Rows:
+    def rows(self) -> LocatedRows:
         """Yields the location and the values of each row.
 
         Raises:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 Row: TypeAlias = dict[str, JSON]
 """One row of a file, that is, its fields by name."""
-Rows: TypeAlias = Iterator[tuple[str, Row]]
+LocatedRows: TypeAlias = Iterator[tuple[str, Row]]
 """Pairs of the location of a row, such as ``train.csv, line 3``, and the row."""
 
 COMPRESSIONS, TABLES = (".gz", ".zst"), (".csv", ".tsv")
@@ -147,11 +147,12 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
         raise ReadError(f"{path}, after line {number}: {error}; nothing was imported") from error
 
 
-def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> Rows:
-    """Yields the location and the values of each row of a file. The suffix determines how it is read.
+def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> LocatedRows:
+    """Yields the location and the values of each row of a file.
 
-    JSON lines are objects. CSV is quoted as in RFC 4180, and CRLF in a field becomes LF. TSV is not
-    quoted. The lines of a text file are the field ``text``. Blank lines are skipped.
+    The suffix determines how the file is read. JSON lines are objects. CSV is quoted as in RFC
+    4180, and CRLF in a field becomes LF. TSV is not quoted. The lines of a text file are the field
+    ``text``. Blank lines are skipped.
 
     Args:
       path: the file.
@@ -165,7 +166,7 @@ def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> Rows:
         yield f"{path}, {where}", row
 
 
-def _json_rows(path: pathlib.Path) -> Rows:
+def _json_rows(path: pathlib.Path) -> LocatedRows:
     """Yields the rows of a file of JSON lines."""
     for number, line in read_lines(path):
         if line.strip():
@@ -200,7 +201,7 @@ def _json_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     return names
 
 
-def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
+def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> LocatedRows:
     """Yields the rows of a CSV or TSV file."""
     cursor = Cursor(str(path))
     with cursor.named():
@@ -325,14 +326,14 @@ def _check_names(names: Sequence[str]) -> None:
         )
 
 
-def _text_rows(path: pathlib.Path) -> Rows:
+def _text_rows(path: pathlib.Path) -> LocatedRows:
     """Yields the lines of a text file that are not blank."""
     for number, line in read_lines(path):
         if not is_blank(line):
             yield f"line {number}", {"text": line}
 
 
-def _parquet_rows(path: pathlib.Path) -> Rows:
+def _parquet_rows(path: pathlib.Path) -> LocatedRows:
     """Yields the rows of a Parquet file."""
     number = 0
     try:
@@ -370,7 +371,7 @@ def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
         ) from error
 
 
-_READERS: Mapping[str, Callable[..., Rows]] = {
+_READERS: Mapping[str, Callable[..., LocatedRows]] = {
     **dict.fromkeys((".jsonl", ".json"), _json_rows),
     **dict.fromkeys(TABLES, _table_rows),
     # WikiText's files end in .tokens and .raw.
