@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from synthesizer_jax.attention.fused_arrays import FusedInputs
-from synthesizer_jax.attention.kernel_arrays import LabeledArrays
+from synthesizer_jax.attention.kernel_arrays import LabeledArrays, run_kernel
 from synthesizer_jax.attention.masks import Mask
 
 MIN_PRODUCT_SIZE = 16
@@ -412,22 +412,18 @@ class Tiling:
         """
         batch, _, heads, _ = inputs.arrays[0].values.shape
         num_logits = batch * heads * math.prod(self.lengths)
-        cost = pl.CostEstimate(
-            flops=2 * multiply_adds * num_logits,
-            transcendentals=num_logits,
-            bytes_accessed=inputs.num_bytes() + outputs.num_bytes(),
-        )
         params = plgpu.CompilerParams(num_warps=self.sizes.warps, num_stages=self.sizes.stages)
-        return pl.pallas_call(
+        return run_kernel(
             kernel,
-            out_shape=outputs.shapes_that_vary_like(inputs),
+            inputs,
+            outputs,
+            spec=self.spec,
             grid=grid,
-            in_specs=inputs.specs(self.spec),
-            out_specs=outputs.specs(self.spec),
-            cost_estimate=cost,
+            flops=2 * multiply_adds * num_logits,
+            exponentials=num_logits,
             compiler_params=params,
             interpret=interpret,
-        )(*inputs.arrays)
+        )
 
 
 def _floor_divide(x: Scalar, y: int) -> Scalar:

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from synthesizer_jax.attention.fused_arrays import Biases, FusedInputs
-from synthesizer_jax.attention.kernel_arrays import LabeledArrays
+from synthesizer_jax.attention.kernel_arrays import LabeledArrays, run_kernel
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.typing import PyTree
 
@@ -237,25 +237,21 @@ def call_kernel(
       plan: how the work is cut into programs.
       interpret: whether to run the kernel in Python, without a TPU.
     """
-    cost = pl.CostEstimate(
-        flops=plan.flops,
-        transcendentals=plan.exponentials,
-        bytes_accessed=inputs.num_bytes() + outputs.num_bytes(),
-    )
     # Only heads may be divided between the cores of a chip: along the other axes, programs add to
     # what the program before has left in vector memory.
     params = pltpu.CompilerParams(
         dimension_semantics=["arbitrary" if axis else "parallel" for axis in range(len(plan.grid))],
         vmem_limit_bytes=plan.memory,
     )
-    return pl.pallas_call(
+    return run_kernel(
         kernel,
-        out_shape=outputs.shapes_that_vary_like(inputs),
+        inputs,
+        outputs,
+        spec=plan.spec,
         grid=plan.grid,
-        in_specs=inputs.specs(plan.spec),
-        out_specs=outputs.specs(plan.spec),
-        scratch_shapes=plan.scratch,
-        cost_estimate=cost,
+        flops=plan.flops,
+        exponentials=plan.exponentials,
         compiler_params=params,
+        scratch=plan.scratch,
         interpret=interpret,
-    )(*inputs.arrays)
+    )
