@@ -335,18 +335,20 @@ def show_task(
     import numpy as np
 
     from synthesizer_jax.data.examples import SIDES
-    from synthesizer_jax.preparation import inspection
+    from synthesizer_jax.preparation import task_contents
 
     directory = _open_directory(data_dir, imports)
     built = _vocabulary(vocabulary).build()
-    read = inspection.read_rows(task, split, built, data_dir=directory, count=max(rows, examples))
+    read = task_contents.read_rows(
+        task, split, built, data_dir=directory, count=max(rows, examples)
+    )
     measured = list(read)
     for row, side in ((row, side) for row in measured[:rows] for side in SIDES if side in row):
         ids = [int(i) for i in row[side]]
         shown, more = ids[:SHOWN_TOKENS], "…" if len(ids) > SHOWN_TOKENS else ""
         pieces = "·".join(built.decode([i]) for i in shown if i != built.eos_id)
         typer.echo(
-            f"{side}: {inspection.text_of(row, side, built)}\n"
+            f"{side}: {task_contents.text_of(row, side, built)}\n"
             f"  {len(ids):,} tokens: {pieces}{more}\n  ids: {' '.join(map(str, shown))}{more}"
         )
     unit = "bytes" if isinstance(built, Bytes) else "tokens"
@@ -370,13 +372,13 @@ def check_tasks(mixture: str, *, data_dir: DataDir = None, imports: Imports = No
     Args:
       mixture: the mixture or task whose data sets are checked.
     """
-    from synthesizer_jax.preparation import inspection
+    from synthesizer_jax.preparation import task_contents
 
     directory = _open_directory(data_dir, imports)
     checks = [
         check
         for name in _members(mixture, directory)
-        for check in inspection.check_splits(name, directory)
+        for check in task_contents.check_splits(name, directory)
     ]
     rows = []
     for check in checks:
@@ -412,7 +414,7 @@ def train_vocabulary(
     """
     from synthesizer_jax.data.examples import SIDES
     from synthesizer_jax.data.vocabularies import train_sentencepiece
-    from synthesizer_jax.preparation.inspection import read_rows, text_of
+    from synthesizer_jax.preparation.task_contents import read_rows, text_of
 
     directory, codec = _open_directory(data_dir, imports), Bytes().build()
     members = _members(mixture, directory, "train")

@@ -12,8 +12,8 @@ from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
 from synthesizer_jax.preparation.file_tasks import FileTask, Template, import_files
 from synthesizer_jax.preparation.importers.files import find_splits
-from synthesizer_jax.preparation.inspection import read_rows
 from synthesizer_jax.preparation.prepare import prepare
+from synthesizer_jax.preparation.task_contents import read_rows
 from synthesizer_jax.tasks import task_registry
 from tests.tasks.loading import LENGTHS, quiet
 

@@ -13,7 +13,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.preparation import inspection
+from synthesizer_jax.preparation import task_contents
 from synthesizer_jax.preparation.importers.archives import ARCHIVES, read_split
 from synthesizer_jax.preparation.importers.corpora import (
     archive_reports,
@@ -322,7 +322,7 @@ def test_a_tasks_data_set_is_made_of_files_that_a_user_names(tmp_path, name):
     (report,) = import_dataset(task.dataset, splits, tmp_path, labels=labels)
     assert report.rows == task.stored_splits(tmp_path)["train"]
     assert report.dropped == (name == "wmt14_ende_v003")
-    rows = list(inspection.read_rows(name, "train", Bytes().build(), data_dir=tmp_path))
+    rows = list(task_contents.read_rows(name, "train", Bytes().build(), data_dir=tmp_path))
     sides = ("inputs_pretokenized", "targets_pretokenized")
     assert [tuple(row.get(side, b"").decode() for side in sides) for row in rows] == expected
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.preparation import inspection
+from synthesizer_jax.preparation import task_contents
 from synthesizer_jax.preparation.file_tasks import FileTask, Template, import_files
 from synthesizer_jax.preparation.importers.files import find_splits
 from synthesizer_jax.tasks import task_registry
@@ -22,14 +22,14 @@ def test_rows_are_read_whole_and_splits_compared(tmp_path, monkeypatch):
     task, data_dir = FileTask("mine", Template("say {x}"), Template("{y}")), tmp_path / "data"
     splits = find_splits([f"train={tmp_path}/a.csv,test={tmp_path}/b.csv"])
     import_files(task, splits, data_dir)
-    rows = list(inspection.read_rows("mine", "train", BYTES, data_dir=data_dir))
+    rows = list(task_contents.read_rows("mine", "train", BYTES, data_dir=data_dir))
     texts = sorted(row["inputs_pretokenized"].decode() for row in rows)
     assert texts == ["say one", "say one", "say three", "say two"]
-    (first,) = inspection.read_rows("mine", "train", BYTES, data_dir=data_dir, count=1)
+    (first,) = task_contents.read_rows("mine", "train", BYTES, data_dir=data_dir, count=1)
     np.testing.assert_array_equal(first["inputs"], rows[0]["inputs"])
     with pytest.raises(FileNotFoundError, match=r"'dev' in .* which has train, test; choose"):
-        next(inspection.read_rows("mine", "dev", BYTES, data_dir=data_dir))
-    train, test = inspection.check_splits("mine", data_dir)
+        next(task_contents.read_rows("mine", "dev", BYTES, data_dir=data_dir))
+    train, test = task_contents.check_splits("mine", data_dir)
     assert (train.rows, train.repeated, train.shared, train.is_complete) == (4, 1, {}, None)
     assert (test.rows, test.repeated, test.shared) == (2, 0, {"train": 1})
     published = [dataclasses.replace(train, published=rows).is_complete for rows in (4, 5)]
