@@ -138,7 +138,8 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
       Exception: Orbax cannot read the files. The type of the error depends on the damage.
     """
     metadata = _metadata(checkpoint)
-    saved = _shapes({name: metadata.get(name, {}) for name in names})
+    complete = {name: metadata.get(name, {}) for name in names}
+    saved = _shapes(complete)
     expected = _shapes(entries)
     if different := sorted(name for name, _ in saved.items() ^ expected.items()):
         name = different[0]
@@ -153,13 +154,21 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), entries
     )
+    # Two optimizers with the same arrays can differ in parts of their state that hold no array,
+    # which Orbax would not accept. So complete entries are read in the structure that was saved.
+    by_path = {_path_name(path): x for path, x in jax.tree.leaves_with_path(abstract)}
+    in_saved_structure = abstract | jax.tree.map_with_path(
+        lambda path, _: by_path[_path_name(path)], complete
+    )
     arguments = ocp.args.PyTreeRestore(
-        item=abstract,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        item=in_saved_structure,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(in_saved_structure),
         partial_restore=True,
     )
     # The handler is called directly, because a checkpointer would synchronize the processes.
-    return ocp.PyTreeCheckpointHandler().restore(absolute(checkpoint / "state"), args=arguments)
+    restored = ocp.PyTreeCheckpointHandler().restore(absolute(checkpoint / "state"), args=arguments)
+    arrays = {_path_name(path): x for path, x in jax.tree.leaves_with_path(restored)}
+    return jax.tree.map_with_path(lambda path, _: arrays[_path_name(path)], entries)
 
 
 def count_parameters(checkpoint: pathlib.Path) -> int:
@@ -177,7 +186,9 @@ def _metadata(checkpoint: pathlib.Path) -> PyTree:
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of all arrays in a tree by their paths."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(x.shape)
-        for path, x in jax.tree.leaves_with_path(tree)
-    }
+    return {_path_name(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def _path_name(path: jax.tree_util.KeyPath) -> str:
+    """Returns the path of a leaf as a name, such as ``opt_state/1/0/count``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -9,7 +9,7 @@ import pytest
 
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.models import alignment, stacks_of, unroll_variables
-from synthesizer_jax.optimizers import Adafactor, Constant, optax_optimizer
+from synthesizer_jax.optimizers import Adafactor, AdamW, Constant, optax_optimizer
 from synthesizer_jax.optimizers.base import count_updates
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.experiment import InitRule
@@ -182,6 +182,18 @@ def test_the_optimizer_goes_on_where_it_was_told_to(source):
         ValueError, match=r"belongs to another model or optimizer\. For example, opt_state/"
     ):
         started(replace(recipe, training=training, init_optimizer=True), directory)
+
+
+@pytest.mark.parametrize("decays", [(0.0, 0.1), (0.1, 0.0)])
+def test_the_optimizer_goes_on_with_another_weight_decay(tmp_path, decays):
+    # The moments are the same. Only a part of the state that has no arrays exists with one of them.
+    before, after = (experiment(optimizer=AdamW(weight_decay=decay)) for decay in decays)
+    state = Trainer(before).init()
+    state = dataclasses.replace(state, opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
+    save(tmp_path, before, state)
+    _, found, _ = started(replace(after, init_optimizer=True), tmp_path)
+    for old, new in zip(*map(jax.tree.leaves, (state.opt_state, found.opt_state)), strict=True):
+        np.testing.assert_array_equal(old, new)
 
 
 OPTIMIZERS = {
