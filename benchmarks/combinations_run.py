@@ -54,8 +54,8 @@ from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 register_mesh_axis("expert", "mlp")
 
 SIZE = Size(d_model=16, layers=2, d_ff=32, heads=4, head_dim=4)
-POSITIONS = 64
-"""The number of positions of tables, for inputs and targets together."""
+POSITIONS = 72
+"""The number of positions of tables: inputs, targets, and the padding that `repadded` adds."""
 
 VOCAB_SIZE = 384
 INPUTS, TARGETS = 32, 16
