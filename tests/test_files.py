@@ -49,7 +49,7 @@ def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
         (staging / "a").write_text("a")
         assert staging.parent == tmp_path and not (tmp_path / "big").exists()
     assert (tmp_path / "link" / "a").read_text() == "a" and (tmp_path / "link").is_symlink()
-    with pytest.raises(FileExistsError, match="give a new directory"), new_directory(tmp_path):
+    with pytest.raises(FileExistsError, match="Choose a new directory"), new_directory(tmp_path):
         pytest.fail("a full directory was taken")
     with pytest.raises(RuntimeError, match="fails"), new_directory(tmp_path / "b" / "c") as staging:
         (staging / "a").write_text("a")
@@ -60,7 +60,7 @@ def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
 def test_two_that_make_one_directory_are_told_apart(tmp_path):
     """The first one gets it. The second one ends with a sentence about a directory that exists."""
     path = tmp_path / "new"
-    message = r"new exists, .*; give a new directory"
+    message = r"new already exists, .*\. Choose a new directory"
     with pytest.raises(FileExistsError, match=message), new_directory(path) as second:
         (second / "a").write_text("second")
         with new_directory(path) as first:
@@ -73,9 +73,9 @@ def test_a_full_disk_is_named_by_what_the_user_knows(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(OSError, match=r"File too large; the file is not written: '.*/file'"):
+        with pytest.raises(OSError, match=r"File too large; The file was not written: '.*/file'"):
             write_atomic(tmp_path / "file", b"x" * 2000)
-        message = r"File too large; nothing was written: '.*/folder'"
+        message = r"File too large; Nothing was written: '.*/folder'"
         with pytest.raises(OSError, match=message), new_directory(tmp_path / "folder") as staging:
             write_atomic(staging / "file", b"x" * 2000)
     finally:
@@ -111,7 +111,7 @@ def test_a_full_disk_is_named_by_what_the_user_knows(tmp_path):
 def test_errors_of_writing_are_one_sentence_and_others_stay(error, said):
     with (
         pytest.raises((OSError, ValueError), match=said),
-        name_write_errors(pathlib.Path("there"), "all is kept"),
+        name_write_errors(pathlib.Path("there"), "All is kept"),
     ):
         raise error
 

@@ -107,7 +107,7 @@ def test_fields_are_arguments_and_read_only_attributes():
         snnx.Attention(num_head=2, in_features=D, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="Attention needs in_features"):
         snnx.to_nnx(sj.Attention(2, 4), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"Attention\.alignment is <class .*Random'>, expected"):
+    with pytest.raises(ValueError, match=r"Attention\.alignment is <class .*Random'>, but"):
         snnx.Attention(2, 4, alignment=sj.Random, in_features=D, rngs=nnx.Rngs(0))
 
 

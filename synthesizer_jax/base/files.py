@@ -17,6 +17,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, cast
 
+from synthesizer_jax.base.messages import sentence
+
 BUCKET = "gs://"
 """The beginning of the address of a file in a bucket."""
 
@@ -40,15 +42,15 @@ def storage_path(address: str) -> pathlib.Path:
     address = re.sub("^gs:/+", BUCKET, address)
     if not re.match(f"{BUCKET}[a-z0-9][a-z0-9._-]+/+[^/]", address):
         raise ValueError(
-            f"{address} is not a path on a disk or in Google Cloud Storage; use DIRECTORY or "
-            "gs://BUCKET/DIRECTORY"
+            f"{address} is neither a path on a disk nor a path in Google Cloud Storage. Use "
+            "DIRECTORY or gs://BUCKET/DIRECTORY."
         )
     # `etils.epath` needs TensorFlow or gcsfs, and Orbax needs google.cloud.storage.
     can_read = is_installed("tensorflow") or is_installed("gcsfs")
     if not (can_read and is_installed("google.cloud.storage")):
         raise ModuleNotFoundError(
-            f"reading {address} needs libraries that are not installed: pip install "
-            "'synthesizer_jax[gcs]'"
+            f"Reading {address} needs libraries that are not installed. Install them with pip "
+            "install 'synthesizer_jax[gcs]'."
         )
     # By default, TensorFlow caches the metadata of files for some seconds. It would not see changes
     # by other processes in this time.
@@ -92,14 +94,14 @@ def absolute(path: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def describing(path: pathlib.Path, remedy: str = "restore it, or delete it") -> Iterator[None]:
+def describing(path: pathlib.Path, remedy: str = "Restore it, or delete it.") -> Iterator[None]:
     """Context manager for reading a file, which raises errors of its contents as a `ValueError`.
 
     Missing files and permissions are not errors of the contents. They are raised unchanged.
 
     Args:
       path: the path of the file, which the message contains.
-      remedy: what the user can do, which ends the message.
+      remedy: what the user can do, which becomes the last sentence of the message.
 
     Raises:
       ValueError: if the contents of the file cannot be read.
@@ -110,7 +112,9 @@ def describing(path: pathlib.Path, remedy: str = "restore it, or delete it") -> 
         raise
     except (ValueError, TypeError, LookupError, AttributeError, OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0][:250] or type(error).__name__
-        raise ValueError(f"{path} cannot be read: {reason}; {remedy}") from error
+        raise ValueError(
+            f"{path} cannot be read: {reason.removesuffix('.')}. {sentence(remedy)}"
+        ) from error
 
 
 def decode_lines(file: BinaryIO, path: pathlib.Path | None) -> Iterator[str]:
@@ -136,9 +140,11 @@ def decode_lines(file: BinaryIO, path: pathlib.Path | None) -> Iterator[str]:
             try:
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:
-                where, byte = f"{path or 'stdin'}, line {number}", content[error.start]
+                byte = content[error.start]
                 remedy = _decoding_remedy(path, seen_utf8=seen_utf8)
-                raise ValueError(f"{where}: the byte 0x{byte:02x} is not UTF-8; {remedy}") from None
+                raise ValueError(
+                    f"{path or 'stdin'}, line {number}: the byte 0x{byte:02x} is not UTF-8. {remedy}"
+                ) from None
             seen_utf8 = seen_utf8 or not text.isascii()
             yield text
 
@@ -157,11 +163,11 @@ def _decoding_remedy(path: pathlib.Path | None, *, seen_utf8: bool) -> str:
     unpack = {".gz": "gzip -dc", ".zst": "zstd -dc"}.get("" if path is None else path.suffix, "cat")
     if seen_utf8:
         return (
-            "earlier lines are UTF-8, so correct this one, or leave such bytes out: "
-            f"{unpack} {name} | iconv -c -f utf-8 -t utf-8 > NEW"
+            "Earlier lines are UTF-8, so correct this line, or remove all bytes that are not UTF-8 "
+            f"with: {unpack} {name} | iconv -c -f utf-8 -t utf-8 > NEW"
         )
     return (
-        "if the file is Latin-1, as Excel writes it, convert it: "
+        "If the file is in Latin-1, as Excel writes it, convert it with: "
         f"{unpack} {name} | iconv -f cp1252 -t utf-8 > NEW"
     )
 
@@ -183,7 +189,7 @@ def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with name_write_errors(path, "the file is not written"):
+        with name_write_errors(path, "The file was not written"):
             with temporary.open("xb") as file:
                 yield file
             # The temporary file is in the same directory, so the file system replaces the old file
@@ -207,12 +213,13 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     """
     if in_bucket(directory):
         raise ValueError(
-            f"{directory} is in a bucket; write to a disk, and copy it with 'gcloud storage cp'"
+            f"{directory} is in a bucket, where directories cannot be renamed. Write to a disk, "
+            "and copy the directory with 'gcloud storage cp'."
         )
     directory = directory.resolve()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise FileExistsError(f"{directory} exists; give a new directory")
-    with name_write_errors(directory, "nothing was written"):
+        raise FileExistsError(f"{directory} already exists. Choose a new directory.")
+    with name_write_errors(directory, "Nothing was written"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             # Removing a mounted directory fails. It is better to fail now than after everything is
@@ -225,8 +232,10 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
             except OSError as error:
                 if not directory.exists():
                     raise
-                reason = f"{directory} exists, as another process has made it; give a new directory"
-                raise FileExistsError(reason) from error
+                raise FileExistsError(
+                    f"{directory} already exists, because another process has created it. Choose a "
+                    "new directory."
+                ) from error
 
 
 @contextlib.contextmanager
@@ -317,7 +326,8 @@ def name_write_errors(path: pathlib.Path, outcome: str) -> Iterator[None]:
 
     Args:
       path: the file or directory that the user knows.
-      outcome: what has been written, such as ``what was finished is kept``.
+      outcome: what has been written, such as ``What was finished is kept``. Python appends the
+        path.
     """
     try:
         yield
@@ -325,7 +335,8 @@ def name_write_errors(path: pathlib.Path, outcome: str) -> Iterator[None]:
         number = _write_error(error)
         if number is None:
             raise
-        raise OSError(number, f"{os.strerror(number)}; {outcome}", str(path)) from error
+        reason = f"{os.strerror(number)}. {outcome[:1].upper()}{outcome[1:]}"
+        raise OSError(number, reason, str(path)) from error
 
 
 def _write_error(error: Exception) -> int | None:
@@ -348,4 +359,7 @@ def refuse_links(directory: pathlib.Path) -> None:
         return
     for path in directory.iterdir():
         if path.is_symlink():
-            raise OSError(f"{path} is a link; put what it points to in its place, or remove it")
+            raise OSError(
+                f"{path} is a symbolic link. Replace it with the file or directory that it points "
+                "to, or remove it."
+            )

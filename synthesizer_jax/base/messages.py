@@ -22,7 +22,8 @@ def silent_phase(_: str, __: int) -> Callable[[int], None]:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ``, did you mean 'x'?`` for the most similar known word.
 
-    If no known word is similar, the result is an empty string.
+    If no known word is similar, the result is an empty string. At the end of a sentence, write
+    ``did_you_mean(word, known) or "."``.
     """
     matches = difflib.get_close_matches(word[:60], list(known), n=1, cutoff=0.5)
     return f", did you mean {matches[0]!r}?" if matches else ""
@@ -37,10 +38,26 @@ def escape_controls(text: str) -> str:
 
 
 def not_divisible(name: str, size: int, *, by: str, divisor: int) -> str:
-    """Returns ``{name}={size} is not divisible by {by}``, and the nearest multiples."""
-    below, above = size // divisor * divisor, (size // divisor + 1) * divisor
-    multiples = f"nearest multiples are {below} and" if below else "smallest multiple is"
-    return f"{name}={size} is not divisible by {by}; the {multiples} {above}"
+    """Returns two sentences: a size is not divisible by a number, and what the nearest multiples are.
+
+    Args:
+      name: the name of the size.
+      size: the size.
+      by: a description of the divisor, such as ``data.shards=8``.
+      divisor: the number by which the size is not divisible.
+    """
+    below = size // divisor * divisor
+    above = below + divisor
+    if below:
+        multiples = f"The nearest multiples are {below} and {above}."
+    else:
+        multiples = f"The smallest multiple is {above}."
+    return f"{name}={size} is not divisible by {by}. {multiples}"
+
+
+def sentence(text: str) -> str:
+    """Returns a text with a capital letter at its beginning and a period at its end."""
+    return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
 
 
 def one_line_error(error: BaseException) -> str:

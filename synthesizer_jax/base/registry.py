@@ -52,8 +52,8 @@ def register(cls: Class) -> Class:
     registered = REGISTRY.setdefault(cls.__name__, cls)
     if registered.__module__ != cls.__module__:
         raise ValueError(
-            f"cannot register {cls.__module__}.{cls.__name__}: {registered.__module__} has "
-            "registered that name; rename one of them"
+            f"{cls.__module__}.{cls.__name__} cannot be registered, because {registered.__module__} "
+            "has already registered a class of the same name. Rename one of the two classes."
         )
     REGISTRY[cls.__name__] = cls
     return cls
@@ -95,9 +95,9 @@ def to_json(value: object) -> JSON:
     if is_config(value):
         name = type(value).__name__
         if REGISTRY.get(name) is not type(value):
-            raise ValueError(f"{name} is not registered: decorate the class with @register")
+            raise ValueError(f"{name} is not registered. Decorate the class with @register.")
         return {"type": name, **{k: to_json(v) for k, v in fields_of(value).items()}}
-    raise ValueError(f"{value!r} cannot be saved as JSON")
+    raise ValueError(f"{value!r} cannot be saved as JSON.")
 
 
 def plain_json(value: Any, *, digits: int = 17) -> JSON:
@@ -151,24 +151,24 @@ def from_json(data: JSON, path: str = "") -> Any:
     cls = REGISTRY.get(type_name) if isinstance(type_name, str) else None
     if cls is None:
         raise ValueError(
-            f"{where}unknown type {format_value(type_name)} in the saved "
-            f"configuration{did_you_mean(str(type_name), REGISTRY)}; for a class of your own, add "
-            "--import PACKAGE or --import FILE.py to import what registers it"
+            f"{where}the saved configuration contains the unknown type {format_value(type_name)}"
+            f"{did_you_mean(str(type_name), REGISTRY) or '.'} If it is a class of your own, add "
+            "--import PACKAGE or --import FILE.py, so that the class is registered."
         )
     names = field_names(cls)
     for name in sorted(values.keys() - set(names)):
         if values.pop(name) is not None:
             raise ValueError(
-                f"{where}{cls.__name__} has no field "
-                f"{format_value(name)}{did_you_mean(name, names)}; the configuration was saved by "
-                "another version"
+                f"{where}{cls.__name__} has no field {format_value(name)}"
+                f"{did_you_mean(name, names) or '.'} The configuration was saved by another "
+                "version."
             )
     check_types(cls, values, path)
     try:
         return cls(**values)
     except TypeError as error:
         # The value of a field without a default is missing.
-        raise ValueError(f"{where}{error}") from None
+        raise ValueError(f"{where}{cls.__name__} cannot be created: {error}.") from None
 
 
 def child_path(path: str, name: str | int) -> str:
@@ -214,11 +214,12 @@ def check_types(cls: Any, values: Mapping[str, object], path: str = "") -> None:
         if matches_type(value, annotation):
             continue
         plain = field_types(cls)[name]
-        expected = f", expected {format_type(plain)}"
-        # The type is right, so the value is outside of its limits.
         if matches_type(value, plain):
-            expected = f"; allowed: {format_limits(annotation)}"
-        raise ValueError(f"{child_path(path, name)} is {format_value(value)}{expected}")
+            # The type is right, so the value is outside of its limits.
+            expected = f"it must be {format_limits(annotation)}"
+        else:
+            expected = f"{format_type(plain)} is expected"
+        raise ValueError(f"{child_path(path, name)} is {format_value(value)}, but {expected}.")
 
 
 def format_limits(annotation: Annotation) -> str:
@@ -229,7 +230,9 @@ def format_limits(annotation: Annotation) -> str:
     parts = typing.get_args(annotation)
     limits = [str(part) for part in parts if isinstance(part, Limit)]
     nested = " or ".join(filter(None, map(format_limits, parts)))
-    return " of ".join([*limits, nested] if nested else limits)
+    if nested and typing.get_origin(annotation) is tuple:
+        nested = f"a tuple of values that are {nested}"
+    return " and ".join([*limits, nested] if nested else limits)
 
 
 def matches_type(value: object, annotation: Annotation) -> bool:

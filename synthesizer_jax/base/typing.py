@@ -25,7 +25,7 @@ class Limit(Container[Any]):
     """A limit of the values of an annotated type.
 
     A subclass defines ``__contains__``, which says whether a value is allowed, and ``__str__``. Its
-    string completes a message that begins with "allowed: ".
+    string completes a message that begins with "it must be ".
     """
 
 
@@ -53,8 +53,10 @@ class Range(Limit):
         if self.high == math.inf:
             return f"above {self.low}" if self.above else f"{self.low} or more"
         if self.above:
-            return f"above {self.low}, at most {self.high:,}"
-        return f"{self.low} to {'below ' if self.below else ''}{self.high:,}"
+            return f"above {self.low} and at most {self.high:,}"
+        if self.below:
+            return f"at least {self.low} and below {self.high:,}"
+        return f"{self.low} to {self.high:,}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Choices(Limit):
         return value in self.values
 
     def __str__(self) -> str:
-        return ", ".join(map(repr, self.values))
+        return f"one of {', '.join(map(repr, self.values))}"
 
 
 class NotEmpty(Limit):

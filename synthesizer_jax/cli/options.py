@@ -105,7 +105,7 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
             limits = format_limits(hints[name])
             if limits and not matches_type(value, hints[name]):
                 option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option} is {value!r}; allowed: {limits}")
+                raise ValueError(f"{option} is {value!r}, but it must be {limits}.")
         function(**values)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -90,8 +90,9 @@ class DataConfig:
         if self.batch_size % self.shards:
             by, size = f"data.shards={self.shards}", self.batch_size
             raise ValueError(
-                f"{not_divisible('data.batch_size', size, by=by, divisor=self.shards)}; or set "
-                "data.shards too, and to save memory alone training.micro_batches"
+                f"{not_divisible('data.batch_size', size, by=by, divisor=self.shards)} You can "
+                "also change data.shards. If you only want to save memory, set "
+                "training.micro_batches instead."
             )
 
     @property

@@ -27,7 +27,8 @@ class Preempted(Exception):  # noqa: N818 - an event, not an error
     def __init__(self, number: int):
         self.signal = signal.Signals(number)
         super().__init__(
-            f"stopped by {self.signal.name}; everything is saved, start the same command again"
+            f"The process was stopped by {self.signal.name}. Everything is saved. Start the same "
+            "command again to continue."
         )
 
     @property

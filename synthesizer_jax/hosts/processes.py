@@ -56,8 +56,8 @@ def start_group() -> None:
     if join_group() and is_process_zero() and process_count() > 1:
         kinds = {device.device_kind for device in jax.devices()}
         print_line(
-            f"{process_count()} processes with {jax.local_device_count()} devices each: "
-            f"{jax.device_count()} × {', '.join(sorted(kinds))}"
+            f"The group has {process_count()} processes with {jax.local_device_count()} devices "
+            f"each: {jax.device_count()} × {', '.join(sorted(kinds))}."
         )
 
 
@@ -97,13 +97,13 @@ def join_group(timeout: float = 300.0) -> bool:
     joining.join(min(PATIENCE, timeout))
     if joining.is_alive():
         print_line(
-            "waiting for the other processes of the group; is the program running on every host?"
+            "Waiting for the other processes of the group. Is the program running on every host?"
         )
         joining.join(timeout - PATIENCE)
     if joining.is_alive():
         raise RuntimeError(
-            f"not all processes of the group have connected within {timeout:.0f} s; start the same "
-            "command on every host, and open the coordinator's port in the firewall"
+            f"Not all processes of the group have connected within {timeout:.0f} s. Start the same "
+            "command on every host, and open the coordinator's port in the firewall."
         )
     for error in errors:
         # JAX raises these errors if there is no group, or if it is in use already.
@@ -127,9 +127,10 @@ def _group_from_environment() -> dict[str, Any]:
     numbers = count.isdigit() and index.isdigit() and int(index) < int(count)
     if not (re.fullmatch(r".+:\d+", address) and numbers):
         raise ValueError(
-            f"{ADDRESS}={address}, {PROCESSES}={count} and {PROCESS}={index} name no place in a "
-            f"group; set host:port, such as 10.0.0.2:{OPEN_PORT}, the number of processes, and one "
-            "below it"
+            f"{ADDRESS}={address}, {PROCESSES}={count} and {PROCESS}={index} do not describe a "
+            f"process of a group. Set {ADDRESS} to host:port, such as 10.0.0.2:{OPEN_PORT}, "
+            f"{PROCESSES} to the number of processes, and {PROCESS} to the index of this process, "
+            "which counts from 0."
         )
     return {
         "coordinator_address": address,

@@ -92,7 +92,8 @@ class Decoding:
         check_types(Decoding, fields_of(self))
         if self.min_length > self.max_length:
             raise ValueError(
-                f"min_length is {self.min_length}; allowed: at most max_length, {self.max_length}"
+                f"min_length is {self.min_length}, but it must be at most max_length, which is "
+                f"{self.max_length}."
             )
         if self.beams > 1 and self.temperature > 0:
             raise ValueError(

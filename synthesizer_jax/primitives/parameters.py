@@ -85,7 +85,9 @@ def check_path_pattern(field: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{field}: pattern {pattern!r} is wrong: {error}") from None
+        raise ValueError(
+            f"{field}: {pattern!r} is not a valid regular expression: {error}."
+        ) from None
 
 
 def check_patterns_decide(field: str, patterns: Iterable[str], paths: Collection[str]) -> None:
@@ -106,14 +108,15 @@ def check_patterns_decide(field: str, patterns: Iterable[str], paths: Collection
     for pattern in patterns:
         matched = {path for path in paths if re.fullmatch(pattern, path)}
         if not matched:
-            example = did_you_mean(pattern, paths) or f", such as {min(paths)!r}"
+            hint = did_you_mean(pattern, paths) or f". One of the paths is {min(paths)!r}."
             raise ValueError(
-                f"{field}: {pattern!r} matches no parameter{example}; a pattern matches whole paths"
+                f"{field}: {pattern!r} matches no parameter{hint} A pattern must match a whole "
+                "path."
             )
         if matched.isdisjoint(undecided):
             raise ValueError(
-                f"{field}: earlier rules decide for all that {pattern!r} matches; put it before "
-                "them, or leave it out"
+                f"{field}: {pattern!r} has no effect, because earlier patterns match all of its "
+                "parameters. Put it before them, or leave it out."
             )
         undecided -= matched
 
@@ -158,7 +161,10 @@ def with_axes(init: Callable[..., jax.Array], *axes: str | None) -> Initializer:
     """
     unknown = set(axes) - {*LOGICAL_AXES, None}
     if unknown:
-        raise ValueError(f"unknown logical axis {unknown.pop()!r}; allowed: {LOGICAL_AXES}")
+        raise ValueError(
+            f"There is no logical axis {unknown.pop()!r}. The logical axes are "
+            f"{', '.join(LOGICAL_AXES)}."
+        )
     if not _RETURNS_BOXES.get():
         return init
     return lambda *args, **kwargs: NamedAxes(init(*args, **kwargs), axes)

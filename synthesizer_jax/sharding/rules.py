@@ -139,8 +139,8 @@ def partition_spec(
         if size % shards:
             by = f"the mesh's {mesh_axis}={shards}"
             raise ValueError(
-                f"{name}: {not_divisible(axis or '', size, by=by, divisor=shards)}, and "
-                f"{mesh_axis}={math.gcd(size, shards)} divides it"
+                f"{name}: {not_divisible(axis or '', size, by=by, divisor=shards)} You can also "
+                f"set {mesh_axis}={math.gcd(size, shards)}, which divides {size}."
             )
         entries.append(mesh_axis if shards > 1 else None)
     return PartitionSpec(*entries)

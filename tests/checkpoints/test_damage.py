@@ -138,7 +138,7 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
     (
         EXPERIMENT,
         saved(lambda d: d["model"]["encoder"].update(runs=[])),
-        r"runs is \(\); allowed: not empty",
+        r"runs is \(\), but it must be not empty",
     ),
     (
         EXPERIMENT,

@@ -40,8 +40,10 @@ WRONG = {
     train("gs://nobucket/run", 8): "gs://nobucket/run",
     train(
         "s3://bucket/run", 8
-    ): "s3:/bucket/run is not a path on a disk or in Google Cloud Storage",
-    train("gs://bucket", 8): "gs://bucket is not a path on a disk or in Google Cloud Storage",
+    ): "s3:/bucket/run is neither a path on a disk nor a path in Google Cloud Storage",
+    train(
+        "gs://bucket", 8
+    ): "gs://bucket is neither a path on a disk nor a path in Google Cloud Storage",
     "eval --workdir gs://bucket/nothing": "gs://bucket/nothing contains no experiment.json",
     "doctor --workdir gs://nobucket/new": "gs://nobucket/new",
 }

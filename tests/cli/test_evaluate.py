@@ -230,7 +230,7 @@ def test_samples_are_repeated_by_their_seed_and_stay_alone(place):
     assert len(found.splitlines()) == 4
     assert say(place, f"{options} --seed 3 --batch-size 1", *TEXTS) == found
     assert say(place, f"{options} --seed 4", *TEXTS) != found
-    with pytest.raises(ValueError, match=r"top_p is 1\.5; allowed: above 0, at most 1"):
+    with pytest.raises(ValueError, match=r"top_p is 1\.5, but it must be above 0 and at most 1"):
         say(place, "--top-p 1.5 --temperature 1", "text")
 
 
@@ -248,7 +248,7 @@ def test_inputs_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"--output .*there is no directory .*absent"):
         commands.call(f"{nowhere} --output {tmp_path}/absent/x text")
     (tmp_path / "latin").write_bytes("Größe".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin, line 1: the byte 0xf6 is not UTF-8; .*iconv"):
+    with pytest.raises(ValueError, match=r"latin, line 1: the byte 0xf6 is not UTF-8. .*iconv"):
         commands.call(f"{nowhere} --input {tmp_path}/latin")
     message = "there is no input; give texts as arguments, --input FILE, or lines to stdin"
     with pytest.raises(ValueError, match=message):

@@ -65,7 +65,7 @@ def test_a_recipe_needs_no_annotation(tmp_path, function, source):
         ("raise SystemExit(0)\n", r"mine\.py, line 2: SystemExit: 0"),
         (
             "def default():\n    return experiment(steps=-3)\n",
-            r"mine\.py, line 3: ValueError: training\.steps is -3; allowed: 1 to",
+            r"mine\.py, line 3: ValueError: training\.steps is -3, but it must be 1 to",
         ),
         ("def default(size):\n    return 3\n", r"mine\.py: missing a required argument: 'size'$"),
         ("def default():\n    return 3\n", r"mine\.py returns 3, expected Experiment"),

@@ -45,7 +45,7 @@ def test_a_full_disk_is_named(tmp_path, synthetic_data) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
-        with pytest.raises(OSError, match=r"File too large; what was finished is kept: '.*/run'"):
+        with pytest.raises(OSError, match=r"File too large\. What was finished is kept: '.*/run'"):
             call(train(tmp_path / "run", synthetic_data, "training.steps=2"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -81,7 +81,8 @@ def test_interrupted_without_a_terminal_and_on_one(tmp_path, synthetic_data) -> 
     assert process.returncode in (130, -signal.SIGINT)  # negative: in an evaluation, after a save
     if process.returncode == 130:
         assert errors.endswith(
-            "stopped by SIGINT; everything is saved, start the same command again\n"
+            "The process was stopped by SIGINT. Everything is saved. Start the same command again to "
+            "continue.\n"
         )
     log = "".join(said) + rest
     assert re.search(r"step +0/100000  compiling: [\d,]+ parameters on 1 × cpu\n", log)

@@ -31,9 +31,9 @@ SESSION = [
     # Lists, and mistakes that are found before anything is computed.
     ("recipes quickstart", 0, "training.steps=1200 int: 1 to"),
     ("recipes papers.replacement:alr", 0, "replace.0.scope=mixer 'mixer' or 'sublayer' or 'layer'"),
-    ("recipes papers.replacement:alr:encoder:huge", 2, "alr.size is 'huge', expected 'xs' or"),
+    ("recipes papers.replacement:alr:encoder:huge", 2, "alr.size is 'huge', but 'xs' or"),
     ("recipes papers.language_modeling:heads:16", 0, "self_mixer.head_dim=16"),
-    ("recipes papers.language_modeling:heads:x", 2, "heads.head_dim is 'x', expected int"),
+    ("recipes papers.language_modeling:heads:x", 2, "heads.head_dim is 'x', but int is expected"),
     ("recipes papers.translation:multi30k:x", 2, "there is no system 'x'; there are v, d, r"),
     ("train quickstrat --workdir runs/x", 2, "did you mean 'quickstart'"),
     ("train papers.replacement:alr --workdir runs/x", 2, "returns a Distillation, expected Exper"),
@@ -70,7 +70,11 @@ SESSION = [
     ("data check own_files --data-dir DATA", 0, "train 3"),  # rows 1, 3 and 5 are in both
     ("data vocabulary own_files --output v --data-dir DATA --size 32", 0, "32 pieces from 80"),
     ("data vocabulary multi30k_en_de --output v --data-dir DATA", 2, "a split 'train' in DATA"),
-    ("data prepare own_files --data-dir DATA --workers 0", 2, "--workers is 0; allowed: 1 to"),
+    (
+        "data prepare own_files --data-dir DATA --workers 0",
+        2,
+        "--workers is 0, but it must be 1 to",
+    ),
     # Training: a run that prepares its data, is continued, and is refused.
     (
         f"{TRAIN} --set training.steps=2",

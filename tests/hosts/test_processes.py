@@ -52,7 +52,9 @@ def test_the_variables_name_a_place(join):
 @pytest.mark.parametrize("place", [("", "2", "0"), ("host:1", "2", "2"), (":1", "2", "0")])
 def test_half_named_places_are_refused(join, place):
     names = (processes.ADDRESS, processes.PROCESSES, processes.PROCESS)
-    with pytest.raises(ValueError, match="name no place in a group; set host:port, such as"):
+    with pytest.raises(
+        ValueError, match="do not describe a process of a group. Set .* to host:port, such as"
+    ):
         join(**dict(zip(names, place, strict=True)))
 
 
@@ -84,13 +86,13 @@ def test_a_process_that_waits_for_others_says_so_and_heeds_signals(timeout, code
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        while "waiting for the other processes of the group" not in process.stderr.readline():
+        while "Waiting for the other processes of the group" not in process.stderr.readline():
             assert process.poll() is None
         if code < 0:
             process.terminate()
         _, errors = process.communicate()
         assert process.returncode == code
-    assert ("not all processes of the group have connected within 0 s" in errors) == (code == 2)
+    assert ("Not all processes of the group have connected within 0 s" in errors) == (code == 2)
 
 
 ABANDONS = """

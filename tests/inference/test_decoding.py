@@ -215,11 +215,11 @@ def test_what_does_not_decode():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_length": 0}, "max_length is 0; allowed: 1 to 1,048,576"),
-        ({"min_length": 9}, "min_length is 9; allowed: at most max_length, 8"),
-        ({"beams": 1.5}, "beams is 1.5, expected int"),
-        ({"temperature": float("nan")}, "temperature is nan, expected float"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0; allowed: above 0, at most 1"),
+        ({"max_length": 0}, "max_length is 0, but it must be 1 to 1,048,576"),
+        ({"min_length": 9}, "min_length is 9, but it must be at most max_length, which is 8"),
+        ({"beams": 1.5}, "beams is 1.5, but int is expected"),
+        ({"temperature": float("nan")}, "temperature is nan, but float is expected"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0, but it must be above 0 and at most 1"),
         (
             {"beams": 2, "temperature": 1.0},
             "temperature is 1.0 with beams 2; beam search does not sample: give temperature 0",

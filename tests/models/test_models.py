@@ -126,9 +126,18 @@ def test_errors_are_one_sentence(batch):
     blocks = [sj.Block(sj.Attention(h, 8), sj.FeedForward(4)) for h in (2, 3)]
     swish = sj.Run(sj.Block(sj.Attention(2, 8), sj.FeedForward(4, activations=("swish",))), 1)
     for wrong, message in (
-        (model.copy(dtype="float16"), "dtype is 'float16'; allowed: 'auto', 'float32', 'bfloat16'"),
-        (model.copy(encoder=stack.copy(remat="some")), "Stack.remat is 'some'; allowed: 'full'"),
-        (model.copy(encoder=sj.Stack((swish,))), "feed_forward.activations is .*allowed: .*'relu'"),
+        (
+            model.copy(dtype="float16"),
+            "dtype is 'float16', but it must be one of 'auto', 'float32', 'bfloat16'",
+        ),
+        (
+            model.copy(encoder=stack.copy(remat="some")),
+            "Stack.remat is 'some', but it must be one of 'full'",
+        ),
+        (
+            model.copy(encoder=sj.Stack((swish,))),
+            "feed_forward.activations is .* but it must be .*'relu'",
+        ),
         (
             model.copy(encoder=sj.Stack((sj.Run(sj.Block(sj.FeedForward(4), None), 1),))),
             "expected Mixer",
@@ -144,7 +153,7 @@ def test_errors_are_one_sentence(batch):
             init(wrong)
     with pytest.raises(ValueError, match="unknown variant 'x'"):
         alignment("x", head_dim=8)
-    with pytest.raises(ValueError, match="pooling is 'max'; allowed: 'mean', 'first'"):
+    with pytest.raises(ValueError, match="pooling is 'max', but it must be one of 'mean', 'first'"):
         reader = sj.Encoder(vocab_size=VOCAB, d_model=D, encoder=stack, pooling="max")
         jax.eval_shape(reader.init, jax.random.key(0), batch[0])
 

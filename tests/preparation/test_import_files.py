@@ -306,22 +306,22 @@ BROKEN = {
     "Latin-1": (
         "a.csv",
         "x,y\nschön,1\n".encode("latin-1"),
-        r"a.csv, line 2: the byte 0xf6 is not UTF-8; if .* Latin-1.*: cat .*a.csv \| iconv -f cp1252",
+        r"a.csv, line 2: the byte 0xf6 is not UTF-8\. If .* Latin-1.*: cat .*a.csv \| iconv -f cp1252",
     ),
     "Latin-1 in TSV": (
         "a.tsv",
         b"x\ty\nsch\xf6n\t1\n",
-        "a.tsv, line 2: the byte 0xf6 is not UTF-8; .*iconv",
+        "a.tsv, line 2: the byte 0xf6 is not UTF-8. .*iconv",
     ),
     "Latin-1 in JSON": (
         "a.jsonl",
         b'{"x": "sch\xf6n"}\n',
-        "a.jsonl, line 1: the byte 0xf6 is not UTF-8; .*iconv",
+        "a.jsonl, line 1: the byte 0xf6 is not UTF-8. .*iconv",
     ),
     "Latin-1 in a header": (
         "a.csv",
         b"sch\xf6n\n",
-        "a.csv, line 1: the byte 0xf6 is not UTF-8; .*iconv",
+        "a.csv, line 1: the byte 0xf6 is not UTF-8. .*iconv",
     ),
     "Latin-1, compressed": (
         "a.txt.gz",

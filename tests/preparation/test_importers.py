@@ -250,7 +250,7 @@ BROKEN = {
     ),
     "CoLA/dev.tsv": (
         b"x\t1\t\tsch\xf6n\n",
-        r"CoLA/dev.tsv, line 1: the byte 0xf6 is not UTF-8; .*iconv",
+        r"CoLA/dev.tsv, line 1: the byte 0xf6 is not UTF-8. .*iconv",
     ),
     "CB/test.jsonl": (
         b'{"premise": "sch\xf6n"}\n',

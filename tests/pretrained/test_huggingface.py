@@ -93,10 +93,14 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
             {"architectures": ["T5ForSequenceClassification"]},
             "a T5ForSeq.* is not supported.*Give the",
         ),
-        (CONFIG, {"d_model": None}, "d_model is None, expected int"),
-        (CONFIG, {"num_layers": 1000}, "num_layers is 1000; allowed: 1 to 256"),
+        (CONFIG, {"d_model": None}, "d_model is None, but int is expected"),
+        (CONFIG, {"num_layers": 1000}, "num_layers is 1000, but it must be 1 to 256"),
         (CONFIG, {"feed_forward_proj": "x" * 10**6}, "feed_forward_proj is 'x{56}…; allowed"),
-        (CONFIG, {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected bool"),
+        (
+            CONFIG,
+            {"tie_word_embeddings": "yes"},
+            "tie_word_embeddings is 'yes', but bool is expected",
+        ),
         (
             CONFIG,
             {"eos_token_id": True},

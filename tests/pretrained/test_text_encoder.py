@@ -113,7 +113,7 @@ def test_dtypes_are_names_or_numpys(tmp_path):
     for dtype, found in ((jnp.float16, "'float16'"), ("bf16", "'bf16'"), (16, "16")):
         with pytest.raises(
             ValueError,
-            match=f"dtype is {found}; allowed: 'auto', 'float32'|dtype is {found}, expected",
+            match=f"dtype is {found}, but it must be one of 'auto', 'float32'|dtype is {found}, but str",
         ):
             load(folder, dtype=dtype)
 

@@ -56,7 +56,7 @@ def test_links_in_a_run_are_not_written_through(tmp_path: pathlib.Path, name: st
     run, outside = tmp_path / "run", tmp_path / "outside"
     run.mkdir()
     (run / name).symlink_to(outside)
-    said = rf"run/{name} is a link; put what it points to in its place"
+    said = rf"run/{name} is a symbolic link. Replace it with the file"
     with pytest.raises(OSError, match=said), lock.lock_directory(run):
         pass
     with pytest.raises(OSError, match="is a link"):

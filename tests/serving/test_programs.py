@@ -287,7 +287,7 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             write_directory(tmp_path, model, variables, vocabulary, limits=limits)
-    with pytest.raises(ValueError, match="inputs_length is 0; allowed: 1 to"):
+    with pytest.raises(ValueError, match="inputs_length is 0, but it must be 1 to"):
         Limits(0, 5)
     with pytest.raises(TypeError, match="EncoderDecoder models read inputs and continue no text"):
         export_programs(model, traverse_util.flatten_dict(shapes, sep="/"), LIMITS, continues=True)

@@ -64,7 +64,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(source, tmp_path, command):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(OSError, match=r"File too large; nothing was written: '.*/new'"):
+        with pytest.raises(OSError, match=r"File too large\. Nothing was written: '.*/new'"):
             call(command, source, tmp_path / "new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -81,6 +81,6 @@ def test_what_is_wrong_is_one_sentence_and_writes_nothing(source, tmp_path):
     damage(damaged / "checkpoints" / "2")
     with pytest.raises(ValueError, match=r"checkpoints/2 cannot be read"):
         average_checkpoints(damaged, tmp_path / "mean")
-    with pytest.raises(FileExistsError, match="exists; give a new directory"):
+    with pytest.raises(FileExistsError, match="already exists. Choose a new directory"):
         call("average", source, damaged, "--last", 2)
     assert [p.name for p in tmp_path.iterdir()] == ["damaged"]

@@ -92,11 +92,11 @@ WRONG = [
     (PLAIN, 'training.optimizer={"type": "Sgd"}', "unknown type 'Sgd'"),
     (PLAIN, "model=t5_1_1_tin", "there is no model 't5_1_1_tin', did you mean 't5_1_1_tiny'"),
     (PLAIN, 'model={"type": "Bytes"}', "model=Bytes: expected TextToText or Encoder"),
-    (PLAIN, "training.steps=0", "training.steps is 0; allowed: 1 to 2,147,483,647"),
+    (PLAIN, "training.steps=0", "training.steps is 0, but it must be 1 to 2,147,483,647"),
     (PLAIN, "training.seed=10000000000000000000000", "training.seed is 1000000"),
     (PLAIN, "training.z_loss=Infinity", "training.z_loss=Infinity: expected float"),
-    (PLAIN, "training.ema=1", r"training\.ema is 1\.0; allowed: 0 to below 1"),
-    (PLAIN, "training.loss_normalizer=foo", "is 'foo'; allowed: above 0 or 'tokens_w"),
+    (PLAIN, "training.ema=1", r"training\.ema is 1\.0, but it must be at least 0 and below 1"),
+    (PLAIN, "training.loss_normalizer=foo", "is 'foo', but it must be above 0 or one of 'tok"),
     (
         PLAIN,
         'training.optimizer={"type": "Constant"}',
@@ -114,13 +114,17 @@ WRONG = [
     ),
     (PLAIN, "training.lora.rank=4", "Training has no field 'lora'; write training.adapters=LoRA"),
     (PLAIN, "fp16=true", "Experiment has no field 'fp16'; write model.dtype=bfloat16"),
-    (PLAIN, "evaluation.method=x", "evaluation.method is 'x'; allowed: 'greedy', 'beam', 'rank'"),
+    (
+        PLAIN,
+        "evaluation.method=x",
+        "evaluation.method is 'x', but it must be one of 'greedy', 'beam', 'rank'",
+    ),
     (PLAIN, "evaluation.patience=2", r"evaluation\.every is 0, .*\. Set evaluation\.every"),
     (PLAIN, "data.inputs_length=0", "data.inputs_length is 0, but the encoder of an EncoderDecod"),
-    (PLAIN, "init_from=''", "init_from is ''; allowed: not empty"),
-    (PLAIN, "mesh.tensor=0", "mesh.tensor is 0; allowed: -1 or 1 to"),
+    (PLAIN, "init_from=''", "init_from is '', but it must be not empty"),
+    (PLAIN, "mesh.tensor=0", "mesh.tensor is 0, but it must be -1 or 1 to"),
     (PLAIN, "model.dtype=float17", "allowed: 'auto', 'float32', 'bfloat16'"),
-    (PLAIN, "model.encoder.runs.0.repeats=257", r"runs.0.repeats is 257; allowed: 1 to 256"),
+    (PLAIN, "model.encoder.runs.0.repeats=257", r"runs.0.repeats is 257, but it must be 1 to 256"),
     (CLASSIFIER, "model.outputs=4", "model.outputs is 4, but data.classes has 3 label words"),
     (
         CLASSIFIER,
@@ -165,11 +169,15 @@ def test_a_masked_model_is_given_no_other_objective():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("steps", True, "training.steps is True, expected int"),
-        ("z_loss", float("nan"), "training.z_loss is nan, expected float"),
-        ("z_loss", 10**30, "training.z_loss is 10{30}, expected float"),
-        ("optimizer", AdamW, "training.optimizer is <class .*, expected Optimizer"),
-        ("optimizer", AdamW(b1=1.0), r"training.optimizer.b1 is 1.0; allowed: 0 to below 1"),
+        ("steps", True, "training.steps is True, but int is expected"),
+        ("z_loss", float("nan"), "training.z_loss is nan, but float is expected"),
+        ("z_loss", 10**30, "training.z_loss is 10{30}, but float is expected"),
+        ("optimizer", AdamW, "training.optimizer is <class .*, but Optimizer is expected"),
+        (
+            "optimizer",
+            AdamW(b1=1.0),
+            r"training.optimizer.b1 is 1.0, but it must be at least 0 and below 1",
+        ),
     ],
 )
 def test_wrong_values_from_python_are_refused_when_the_experiment_is_made(field, value, message):
@@ -239,7 +247,7 @@ def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path):
         ({"init_optimizer": True}, "set init_from, or leave them out"),
         (
             {"optimizer": AdamW(Unregistered(0.1))},
-            "Unregistered is not registered: decorate the class",
+            "Unregistered is not registered. Decorate the class",
         ),
         (
             {"init_from": "t5x/checkpoint_0"},

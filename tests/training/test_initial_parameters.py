@@ -98,11 +98,11 @@ UNUSED = {
     ),
     "no such part": (
         InitRule("nothing", "fresh"),
-        r"'nothing' matches no parameter, such as 'embedding'",
+        r"'nothing' matches no parameter\. One of the paths is 'embedding'",
     ),
     "shadowed": (
         InitRule(".*/table", "fresh"),
-        r"earlier rules decide for all that '\.\*/table' matches",
+        r"'\.\*/table' has no effect, because earlier patterns",
     ),
 }
 
