@@ -73,9 +73,9 @@ def test_a_full_disk_is_named_by_what_the_user_knows(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(OSError, match=r"File too large; The file was not written: '.*/file'"):
+        with pytest.raises(OSError, match=r"File too large\. The file was not written: '.*/file'"):
             write_atomic(tmp_path / "file", b"x" * 2000)
-        message = r"File too large; Nothing was written: '.*/folder'"
+        message = r"File too large\. Nothing was written: '.*/folder'"
         with pytest.raises(OSError, match=message), new_directory(tmp_path / "folder") as staging:
             write_atomic(staging / "file", b"x" * 2000)
     finally:
@@ -86,22 +86,22 @@ def test_a_full_disk_is_named_by_what_the_user_knows(tmp_path):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (OSError(errno.ENOSPC, "full"), "No space left on device; all is kept: 'there'"),
+        (OSError(errno.ENOSPC, "full"), "No space left on device. All is kept: 'there'"),
         (
             OSError(errno.ENOSPC, "full", "temporary"),
-            "No space left on device; all is kept: 'there'",
+            "No space left on device. All is kept: 'there'",
         ),
         (
             ValueError("dump: Disk quota exceeded [os_error_code='122']"),
-            "quota exceeded; all is kept: 'there'",
+            "quota exceeded. All is kept: 'there'",
         ),
         (
             SafetensorError("No space left on device (os error 28)"),
-            "No space left on device; all is kept: 'there'",
+            "No space left on device. All is kept: 'there'",
         ),
         (
             RuntimeError("write() failed: No space left on device; at 0"),
-            "device; all is kept: 'there'",
+            "device. All is kept: 'there'",
         ),
         (OSError(errno.ECONNREFUSED, "refused"), "refused$"),
         (ValueError("another"), "another$"),

@@ -317,12 +317,12 @@ def test_grouped_queries_and_causal_masks_equal_flax():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"alignment": sj.DotProduct(head_dim=5)}, "set only scale and rotary_. on DotProduct"),
-        ({"alignment": sj.Random}, "is not an Alignment; pass an object"),
-        ({"alignment": sj.Random(8), "normalize_qk": True}, "normalize_qk exclude each other"),
+        ({"alignment": sj.DotProduct(head_dim=5)}, "Set only scale, .* of DotProduct"),
+        ({"alignment": sj.Random}, "must be an Alignment object"),
+        ({"alignment": sj.Random(8), "normalize_qk": True}, "normalize_qk cannot be used together"),
         (
             {"alignment": sj.Random(8), "attention_fn": nn.dot_product_attention},
-            "attention_fn exclude each other",
+            "attention_fn cannot be used together",
         ),
         ({"alignment": sj.Random(8), "qkv_features": 9}, "divisible"),
     ],
@@ -344,7 +344,7 @@ def test_errors_equal_flax(library, alignment):
         ((x, y, x), quiet, "equal lengths|lengths must match"),
         ((x, tokens(1, 3, K, D)), quiet, "batch dim"),
         ((x,), {}, "deterministic"),
-        ((x,), {**quiet, "mask": jnp.ones((B, 3, Q, Q))}, "does not broadcast to"),
+        ((x,), {**quiet, "mask": jnp.ones((B, 3, Q, Q))}, "must broadcast to"),
     ):
         with pytest.raises(ValueError, match=message):
             run(*arguments, **options)
@@ -413,13 +413,13 @@ def test_long_inputs_need_no_array_of_all_weights(options):
 @pytest.mark.parametrize(
     ("shapes", "options", "message"),
     [
-        (((2, 6, 2, 4), (2, 5, 4), (2, 5, 4)), {}, "same rank"),
-        (((2, 6, 2, 4), (3, 5, 2, 4), (3, 5, 2, 4)), {}, "batch dims must match"),
-        (((2, 6, 2, 4), (2, 5, 2, 3), (2, 5, 2, 4)), {}, "depths must match"),
+        (((2, 6, 2, 4), (2, 5, 4), (2, 5, 4)), {}, "with equally many axes"),
+        (((2, 6, 2, 4), (3, 5, 2, 4), (3, 5, 2, 4)), {}, "Their batch dims must match"),
+        (((2, 6, 2, 4), (2, 5, 2, 3), (2, 5, 2, 4)), {}, "query and key depths must match"),
         (((2, 6, 2, 4), (2, 5, 2, 4), (2, 6, 2, 4)), {}, "lengths must match"),
-        (((2, 6, 4, 4), (2, 5, 3, 4), (2, 5, 3, 4)), {}, "must be a multiple"),
-        (((2, 3, 4, H, 2),) * 3, {"dropout_rate": 0.1}, "dropout needs dropout_rng"),
-        (((2, 3, 4, H, 2),) * 3, {"mask": sj.Mask(key_lengths=jnp.ones(2, int))}, "a mask array"),
+        (((2, 6, 4, 4), (2, 5, 3, 4), (2, 5, 3, 4)), {}, "heads of the key must divide"),
+        (((2, 3, 4, H, 2),) * 3, {"dropout_rate": 0.1}, "dropout needs a PRNG key"),
+        (((2, 3, 4, H, 2),) * 3, {"mask": sj.Mask(key_lengths=jnp.ones(2, int))}, "Pass an array"),
     ],
 )
 def test_errors_of_attention_fn(shapes, options, message):

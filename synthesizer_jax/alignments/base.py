@@ -63,7 +63,10 @@ class AttentionContext:
         """
         queries, keys = self.query_span, self.key_span
         if not isinstance(keys.start, int):
-            raise ValueError("the first key position must be known when the function is traced")
+            raise ValueError(
+                "The position of the first key must be known when the function is traced, but it "
+                "is traced too."
+            )
         last = keys.start + keys.length - 1
         if isinstance(queries.start, int):
             return keys.start - (queries.start + queries.length - 1), last - queries.start
@@ -103,8 +106,8 @@ class Alignment(nn.Module):
         name = next((name for name in self.linear_in if name in params), None)
         if name is None:
             raise ValueError(
-                f"{type(self).__name__}: no parameters of it scale its logits, so a mixture with "
-                "it cannot start as the model without it"
+                f"{type(self).__name__} has no parameter that scales its logits, so a mixture that "
+                "contains it cannot start as the model without it."
             )
         return {**params, name: jax.tree.map(lambda x: x * factor, params[name])}
 
@@ -269,7 +272,7 @@ def check_length(module: nn.Module, max_length: int, *spans: Span) -> None:
         if end > max_length:
             raise ValueError(
                 f"{type(module).__name__}{'/'.join(('', *module.path))} has "
-                f"max_length={max_length} but was given {end} positions; build it with "
-                f"max_length>={end} (and in a run that starts from a checkpoint, resize its tables "
-                "by init_rules), or cut the input"
+                f"max_length={max_length}, but it was given {end} positions. Set max_length to "
+                f"{end} or more, or shorten the input. If a run starts from a checkpoint, also "
+                "resize its tables with init_rules."
             )

@@ -87,8 +87,8 @@ class DotProduct(Alignment):
             queries, keys = turn(queries, at), turn(keys, keys_at)
         elif self.rotary_share < 1 or self.rotary_scaling is not None:
             raise ValueError(
-                "DotProduct: rotary_base is None, but rotary_share or rotary_scaling is set; set "
-                "it too, such as rotary_base=10_000"
+                "DotProduct: rotary_share or rotary_scaling is set, but rotary_base is None. Set "
+                "rotary_base too, for example to 10_000."
             )
         # The queries are scaled, not the logits: there are fewer of them.
         scale = width**-0.5 if self.scale is None else self.scale

@@ -152,7 +152,7 @@ def _cycle_offsets(module: nn.Module, offsets: tuple[float, ...], num_heads: int
     """
     if num_heads % len(offsets):
         raise ValueError(
-            f"{type(module).__name__}: {len(offsets)} offsets for {num_heads} heads; give as many "
-            "as heads, or a divisor of that number"
+            f"{type(module).__name__} has {len(offsets)} offsets, but their number must divide the "
+            f"number of heads, which is {num_heads}."
         )
     return np.resize(np.asarray(offsets, np.float64), num_heads)

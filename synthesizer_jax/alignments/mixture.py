@@ -81,7 +81,8 @@ class Mixture(Parts):
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         if self.weights == "sigmoid" and len(self.parts) != 2:
             raise ValueError(
-                f"Mixture: weights='sigmoid' gates two parts, not {len(self.parts)}; use 'softmax'"
+                f"Mixture: weights='sigmoid' needs two parts, but there are {len(self.parts)}. Use "
+                "weights='softmax'."
             )
         if self.share_query:
             queries = project(
@@ -119,7 +120,7 @@ class Mixture(Parts):
           ValueError: the mixture has no weights because it adds the parts.
         """
         if self.weights == "sum":
-            raise ValueError("Mixture: parts that are summed up have no weights α")
+            raise ValueError("A Mixture with weights='sum' adds its parts and has no weights α.")
         if self.weights == "softmax":
             return jax.nn.softmax(params["weights"])
         gate = jax.nn.sigmoid(params["gate"])
@@ -194,13 +195,14 @@ class PerHead(Parts):
         if self.heads is not None:
             if len(self.heads) != len(self.parts) or sum(self.heads) != num_heads:
                 raise ValueError(
-                    f"PerHead: heads={self.heads} for {len(self.parts)} parts and {num_heads} "
-                    "heads; give one number a part, adding up to the layer's num_heads"
+                    f"PerHead: heads is {self.heads}, but there are {len(self.parts)} parts and "
+                    f"{num_heads} heads. Give one number for each part. The sum of the numbers "
+                    "must be the layer's num_heads."
                 )
             return self.heads
         if num_heads % len(self.parts):
             raise ValueError(
-                f"PerHead: {num_heads} heads do not divide among {len(self.parts)} parts; say how "
-                "many each gets with heads=(…)"
+                f"PerHead: {num_heads} heads cannot be divided evenly among {len(self.parts)} "
+                "parts. Set heads=(…) to the number of heads of each part."
             )
         return (num_heads // len(self.parts),) * len(self.parts)

@@ -130,9 +130,9 @@ def rotate(
     """
     length, width = x.shape[1], int(x.shape[-1] * share)
     if width % 2 or not width:
-        of_share = "" if share == 1 else f" · rotary_share={share}"
         raise ValueError(
-            f"DotProduct: rotary positions need an even head_dim, not {x.shape[-1]}{of_share}"
+            f"DotProduct: head_dim is {x.shape[-1]} and rotary_share is {share}, so {width} "
+            "features would be rotated. Their number must be even and greater than 0."
         )
     dtype = logits_dtype(x)
     speed = base ** (-jnp.arange(0, width, 2, dtype=dtype) / width)  # [w / 2]

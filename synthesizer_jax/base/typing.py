@@ -73,7 +73,8 @@ class Choices(Limit):
         return value in self.values
 
     def __str__(self) -> str:
-        return f"one of {', '.join(map(repr, self.values))}"
+        values = ", ".join(map(repr, self.values))
+        return values if len(self.values) == 1 else f"one of {values}"
 
 
 class NotEmpty(Limit):

@@ -139,8 +139,8 @@ def check_continues(model: TextToText, continues: bool) -> None:
     """Raises a `TypeError` if a model is asked to continue texts but cannot."""
     if continues and not isinstance(model, LanguageModel):
         raise TypeError(
-            f"{type(model).__name__} models read inputs and continue no text; pass a "
-            "LanguageModel, or continues=False"
+            f"A model of type {type(model).__name__} cannot continue a text. Pass a LanguageModel, "
+            "or continues=False."
         )
 
 

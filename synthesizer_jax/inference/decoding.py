@@ -108,16 +108,16 @@ def decode_sequences(
     """
     if not isinstance(model, TextToText):
         raise TypeError(
-            f"decode: a {type(model).__name__} cannot decode; pass an EncoderDecoder or a "
-            "LanguageModel, or for an NNX module its config, with linen_variables(module) as "
-            "variables"
+            f"decode: an object of type {type(model).__name__} cannot decode. Pass an "
+            "EncoderDecoder or a LanguageModel. For an NNX module, pass its config as model and "
+            "linen_variables(module) as variables."
         )
     check_continues(model, continues)
     if decoding.stop_strings and stops is None:
         raise ValueError(
-            "decoding.stop_strings is text, and decode_sequences knows tokens alone; pass "
-            "stops=stop_table(vocabulary, decoding.stop_strings, model.vocab_size) of "
-            "synthesizer_jax.data.stop_strings"
+            "decode_sequences: decoding.stop_strings contains texts, but this function knows only "
+            "tokens. Pass stops=stop_table(vocabulary, decoding.stop_strings, model.vocab_size), "
+            "where stop_table is from synthesizer_jax.data.stop_strings."
         )
     sampling = None
     if decoding.temperature:

@@ -57,7 +57,9 @@ def encoder_width(model: TokenModel) -> int:
 
 def _no_encoder(model: TokenModel) -> TypeError:
     """Returns the error for a model without an encoder."""
-    return TypeError(f"{type(model).__name__} has no encoder; give an EncoderDecoder or an Encoder")
+    return TypeError(
+        f"{type(model).__name__} has no encoder. Pass an EncoderDecoder or an Encoder."
+    )
 
 
 @functools.partial(jax.jit, static_argnames="model")

@@ -97,19 +97,19 @@ class Decoding:
             )
         if self.beams > 1 and self.temperature > 0:
             raise ValueError(
-                f"temperature is {self.temperature} with beams {self.beams}; beam search does not "
-                "sample: give temperature 0, or beams 1"
+                f"temperature is {self.temperature} and beams is {self.beams}, but beam search "
+                "does not sample. Set temperature to 0, or beams to 1."
             )
         if "" in self.stop_strings:
-            raise ValueError("stop_strings holds '', which every text contains; leave it out")
+            raise ValueError("stop_strings contains '', which every text contains. Leave it out.")
         for name, value in (("top_k", self.top_k), ("top_p", self.top_p), ("min_p", self.min_p)):
             if value is not None and not self.temperature:
                 raise ValueError(
-                    f"{name} is {value} with temperature 0, which does not sample; give a "
-                    "temperature, such as 1"
+                    f"{name} is {value}, but temperature is 0, so nothing is sampled. Set a "
+                    "temperature, such as 1."
                 )
         if self.samples > self.beams and not self.temperature:
             raise ValueError(
-                f"samples is {self.samples} with beams {self.beams} and temperature 0; give a "
-                f"temperature, such as 1, or {self.samples} beams or more"
+                f"samples is {self.samples}, but beams is {self.beams} and temperature is 0. Set a "
+                f"temperature, such as 1, or use {self.samples} beams or more."
             )

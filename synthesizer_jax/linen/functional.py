@@ -110,7 +110,9 @@ def attention_fn(
     _check_shapes(query, key, value)
     has_dropout = dropout_rate > 0.0 and not deterministic
     if has_dropout and dropout_rng is None:
-        raise ValueError("attention_fn: dropout needs dropout_rng; pass it, or deterministic=True")
+        raise ValueError(
+            "attention_fn: dropout needs a PRNG key. Pass dropout_rng, or deterministic=True."
+        )
     products = {
         "precision": precision,
         "einsum_dot_general": einsum_dot_general,
@@ -320,8 +322,8 @@ def _broadcast_to_logits(
         n not in (1, m) for n, m in zip(shape, logits_shape, strict=True)
     ):
         raise ValueError(
-            f"{name} has shape {x.shape}, which does not broadcast to "
-            f"[batch..., heads, q, k]={logits_shape}"
+            f"attention_fn: {name} has shape {x.shape}, but it must broadcast to [batch..., heads, "
+            f"q, k], which is {logits_shape} here."
         )
     if math.prod(shape[:-3]) == 1:
         return x.reshape(1, *shape[-3:])
@@ -345,8 +347,9 @@ def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, .
     if isinstance(mask, Mask):
         if len(logits_shape) != 4 and jax.tree.leaves(mask):
             raise ValueError(
-                f"mask: a Mask with arrays has one batch dimension, but the inputs have "
-                f"{len(logits_shape) - 3}; pass a mask array [batch..., heads or 1, q, k]"
+                "attention_fn: mask is a Mask with arrays, which have one batch axis, but the "
+                f"inputs have {len(logits_shape) - 3} batch axes. Pass an array [batch..., heads "
+                "or 1, q, k] as mask."
             )
         return mask
     mask = as_bool(_broadcast_to_logits("mask", mask, logits_shape))
@@ -357,16 +360,16 @@ def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, .
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     """Raises a `ValueError`, in the words of Flax's assertions, if the shapes do not agree."""
     if not query.ndim == key.ndim == value.ndim >= 3:
-        problem = "all must be [batch..., length, heads, width], of the same rank"
+        problem = "All three must be [batch..., length, heads, width], with equally many axes."
     elif not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        problem = "their batch dims must match"
+        problem = "Their batch dims must match."
     elif query.shape[-1] != key.shape[-1]:
-        problem = "query and key depths must match"
+        problem = "The query and key depths must match."
     elif key.shape[-3:-1] != value.shape[-3:-1]:
-        problem = "key and value lengths must match, and so must their heads"
+        problem = "The key and value lengths must match, and so must their numbers of heads."
     elif query.shape[-2] % key.shape[-2]:
-        problem = "the number of heads of query must be a multiple of that of key"
+        problem = "The number of heads of the key must divide the number of heads of the query."
     else:
         return
     shapes = f"query {query.shape}, key {key.shape} and value {value.shape}"
-    raise ValueError(f"attention_fn: {shapes}; {problem}")
+    raise ValueError(f"attention_fn: the shapes are {shapes}. {problem}")

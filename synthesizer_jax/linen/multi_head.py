@@ -127,12 +127,14 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
             return apply_flax(inputs_q, inputs_k, inputs_v, **options)
         check_fields(self)
         if inputs_kv is not None:
-            raise ValueError("MultiHeadAttention: with an alignment pass inputs_k, not inputs_kv")
+            raise ValueError(
+                "MultiHeadAttention: inputs_kv cannot be used with an alignment. Pass inputs_k."
+            )
         features = self.qkv_features or inputs_q.shape[-1]
         if features % self.num_heads:
             raise ValueError(
-                f"MultiHeadAttention: qkv_features={features} is not divisible by "
-                f"num_heads={self.num_heads}"
+                f"MultiHeadAttention: qkv_features is {features}, but it must be divisible by "
+                f"num_heads, which is {self.num_heads}."
             )
         numerics: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         dense = functools.partial(
@@ -188,8 +190,8 @@ def check_fields(layer: AlignedLayer) -> None:
     alignment = layer.alignment
     if not isinstance(alignment, Alignment):
         raise ValueError(
-            f"MultiHeadAttention: alignment={alignment!r} is not an Alignment; pass an object such "
-            "as Random(max_length=512)"
+            f"MultiHeadAttention: alignment is {alignment!r}, but it must be an Alignment object, "
+            "such as Random(max_length=512)."
         )
     name = f"MultiHeadAttention: alignment={type(alignment).__name__}"
     is_dot_product = isinstance(alignment, DotProduct)
@@ -203,9 +205,9 @@ def check_fields(layer: AlignedLayer) -> None:
         and alignment.copy(**{field: getattr(plain, field) for field in own}) != plain
     ):
         raise ValueError(
-            f"{name}: the projections belong to the layer; set only scale and rotary_… on "
-            "DotProduct, and qkv_features, kernel_init, use_bias and normalize_qk on the layer, or "
-            "use Attention"
+            f"{name} uses the projections of the layer. Set only scale, rotary_base, rotary_share "
+            "and rotary_scaling of DotProduct, and set qkv_features, kernel_init, use_bias and "
+            "normalize_qk of the layer. Or use Attention."
         )
     for field, default in (
         ("attention_fn", attention_fn),
@@ -216,8 +218,8 @@ def check_fields(layer: AlignedLayer) -> None:
     ):
         if getattr(layer, field, default) != default:
             raise ValueError(
-                f"{name} and {field} exclude each other; remove one of them, or use Attention, "
-                "which has num_kv_heads and soft_cap"
+                f"{name} and {field} cannot be used together. Remove one of them, or use "
+                "Attention, which has num_kv_heads and soft_cap."
             )
 
 
@@ -264,17 +266,17 @@ def attend_with_alignment(
     inputs_q, inputs_k, inputs_v = inputs
     if inputs_k is None and inputs_v is not None:
         raise ValueError(
-            "MultiHeadAttention: inputs_k cannot be None if inputs_v is given; to use the same "
-            "inputs for both, pass inputs_k only"
+            "MultiHeadAttention: inputs_k cannot be None if inputs_v is given. To use the same "
+            "inputs for both, pass only inputs_k."
         )
     inputs_k = inputs_q if inputs_k is None else inputs_k
     inputs_v = inputs_k if inputs_v is None else inputs_v
     shapes = [x.shape[:-2] for x in (inputs_q, inputs_k, inputs_v)]
     if len(set(shapes)) > 1 or inputs_k.shape[-2] != inputs_v.shape[-2]:
         raise ValueError(
-            f"MultiHeadAttention: inputs_q {inputs_q.shape}, inputs_k {inputs_k.shape} and "
-            f"inputs_v {inputs_v.shape} must have equal batch dimensions, and keys and values "
-            "equal lengths"
+            f"MultiHeadAttention: the shapes are inputs_q {inputs_q.shape}, inputs_k "
+            f"{inputs_k.shape} and inputs_v {inputs_v.shape}. All three must have equal batch "
+            "dimensions, and inputs_k and inputs_v must have equal lengths."
         )
     values = project("value", inputs_v)
     batch, q_length = inputs_q.shape[:-2], inputs_q.shape[-2]
@@ -286,8 +288,8 @@ def attend_with_alignment(
         for x in (inputs_q, inputs_k, inputs_v):
             if x.shape[:-1] != expected:
                 raise ValueError(
-                    "MultiHeadAttention: autoregressive cache shape error, expected inputs of "
-                    f"shape {(*expected, x.shape[-1])}, got {x.shape}"
+                    "MultiHeadAttention: autoregressive cache shape error. The inputs must have "
+                    f"shape {(*expected, x.shape[-1])}, but they have shape {x.shape}."
                 )
 
     # Alignments compute in the dtype of the projections. Only a dot product needs projected inputs.

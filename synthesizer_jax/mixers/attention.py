@@ -114,8 +114,9 @@ class AttentionBase(Mixer):
         if cache is not None:
             if cache.window and inputs.bias:
                 raise ValueError(
-                    f"{type(self).__name__}: bias is for all positions, and the cache holds those "
-                    "of a window; leave it out, or make the cache with whole=True"
+                    f"{type(self).__name__}: bias covers all positions, but the cache holds only "
+                    "the positions of a window. Leave bias out, or create the cache with "
+                    "whole=True."
                 )
             terms, values, mask, cache, valid = _extend(
                 cache, terms, values, n=x.shape[1], mask=mask, position=position
@@ -164,8 +165,8 @@ class AttentionBase(Mixer):
             return mask
         if mask.window is not None:
             raise ValueError(
-                f"{type(self).__name__}: window={self.window} of the layer and "
-                f"window={mask.window} of the mask exclude each other; set one of them"
+                f"{type(self).__name__}: the layer has window={self.window} and the mask has "
+                f"window={mask.window}. Set only one of them."
             )
         return dataclasses.replace(mask, window=(self.window - 1, self.window - 1))
 
@@ -242,8 +243,8 @@ class Attention(AttentionBase):
         """Returns what the alignment has to know about the layer and about positions."""
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"Attention: num_kv_heads={self.num_kv_heads} must divide "
-                f"num_heads={self.num_heads}"
+                f"Attention: num_kv_heads is {self.num_kv_heads}, but it must divide num_heads, "
+                f"which is {self.num_heads}."
             )
         context = super().context(query_span, key_span, keys_start)
         return dataclasses.replace(context, num_kv_heads=self.num_kv_heads)
@@ -318,7 +319,8 @@ def _extend(
         return *extend(cache, terms, values, at=position, mask=mask), None
     if cache.cleared and mask.allowed is None and mask.keys(cache.capacity) is None:
         raise ValueError(
-            "extend: the cache was made with a mask of its keys; give the step the same mask"
+            "extend: the cache was created with a mask of its keys. Pass the same mask to this "
+            "step."
         )
     # The keys are the memory's and do not grow, so the step only counts its queries.
     mask = dataclasses.replace(mask, cleared_keys=cache.cleared)

@@ -125,23 +125,23 @@ class Mixer(nn.Module):
         name = type(self).__name__
         if unknown:
             raise TypeError(
-                f"{name} takes no {', '.join(unknown)}; give mask=Mask(causal=True) for causal "
-                "attention, and rngs with a key 'dropout' to `apply` for dropout"
+                f"{name} has no argument {', '.join(unknown)}. For causal attention, pass "
+                "mask=Mask(causal=True). For dropout, pass rngs with a key 'dropout' to `apply`."
             )
         for tokens in (x, kv):
             if tokens is not None and jnp.ndim(tokens) != 3:
                 shape = jnp.shape(tokens)
                 raise ValueError(
-                    f"{name}: tokens have shape {shape}, expected [batch, length, width]"
+                    f"{name}: tokens have shape {shape}, but they must be [batch, length, width]."
                 )
         mask = Mask.of(mask)
         self._check_support(mask, bias, cross=kv is not None)
         offset = mask.query_offset
         if kv is None and isinstance(offset, int) and offset != 0:
             raise ValueError(
-                f"{name}: Mask.query_offset={offset} in self-attention without a cache, where "
-                "queries and keys are the same tokens; leave it out, or give the cache of the "
-                "tokens before to extend"
+                f"{name}: Mask.query_offset is {offset}, but in self-attention without a cache the "
+                "queries and keys are the same tokens. Leave it out, or pass the cache of the "
+                "earlier tokens to extend."
             )
         # In self-attention queries and keys are the same tokens, so padded keys are padded queries.
         mask = mask.for_self_attention() if kv is None else mask
@@ -336,27 +336,32 @@ class Mixer(nn.Module):
         if not isinstance(bias, tuple) or bias:
             check_terms(bias, f"{name}: bias")
         if cross and not self.has_cross_attention:
-            raise ValueError(f"{name} mixes a sequence with itself; use Attention as cross_mixer")
+            raise ValueError(
+                f"{name} mixes only the tokens of one sequence. Use Attention as cross_mixer."
+            )
         if cross and mask.self_attention:
             raise ValueError(
-                f"{name}: the mask is that of self-attention, but kv is given; {CROSS_ATTENTION}"
+                f"{name}: the mask was made for self-attention, but kv is given. {CROSS_ATTENTION}"
             )
         if bias and self.bias_heads is None:
             raise ValueError(
-                f"{name} has no logits to add a position bias to; give the stack bias=None"
+                f"{name} has no logits to which a position bias can be added. Set bias=None in the "
+                "stack."
             )
         if mask.key_segments is not None and not self.supports_packing:
             raise ValueError(
-                f"{name} reads a row as one sequence; train with packing off (data.pack=false)"
+                f"{name} reads a row as one sequence, so rows must not be packed. Turn packing off "
+                "with data.pack=false."
             )
         is_partial = mask.has_band or mask.allowed is not None
         if not cross and is_partial and not self.supports_causal:
-            remedy = (
-                "set its field causal=True in decoders, or use it in encoders"
-                if hasattr(self, "causal")
-                else "it has no causal form: use it in encoders, and another mixer in decoders"
+            if hasattr(self, "causal"):
+                remedy = "Set its field causal=True in decoders, or use it in encoders only."
+            else:
+                remedy = "It has no causal form, so use another mixer in decoders."
+            raise ValueError(
+                f"{name} mixes all positions, and the mask hides some of them. {remedy}"
             )
-            raise ValueError(f"{name} mixes all positions, later ones too; {remedy}")
 
     @property
     def is_sowing_weights(self) -> bool:
@@ -451,15 +456,15 @@ def move_padding_last(
     """
     if mask.allowed is not None or mask.key_segments is not None:
         raise ValueError(
-            "Mask.key_valid of new tokens does not go with Mask.allowed or segments: the tokens "
-            "move; pad at the end and give key_lengths"
+            "Mask.key_valid of new tokens cannot be combined with Mask.allowed or segments, "
+            "because the padding is moved to the end. Put it there yourself, and set key_lengths."
         )
     n = x.shape[1]
     assert mask.key_valid is not None
     if mask.key_valid.shape[-1] != n:
         raise ValueError(
-            "Mask.key_valid tells which of the new tokens are real; it has "
-            f"{mask.key_valid.shape[-1]} entries for {n} tokens: leave it out where all are real"
+            "Mask.key_valid says which of the new tokens are real, but it has "
+            f"{mask.key_valid.shape[-1]} entries for {n} tokens. Leave it out if all are real."
         )
     real = jnp.broadcast_to(jnp.asarray(mask.keys(n), bool), x.shape[:2])  # [b, n]
     # The sort is stable, so the real tokens keep their order.

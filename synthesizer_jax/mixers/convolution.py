@@ -82,7 +82,8 @@ class ConvolutionBase(Mixer):
         groups = d_model if self.groups is None else self.groups
         if d_model % groups:
             raise ValueError(
-                f"{type(self).__name__}: groups={groups}; groups must divide d_model={d_model}"
+                f"{type(self).__name__}: groups is {groups}, but it must divide d_model, which is "
+                f"{d_model}."
             )
         u = self._dense(x, "input")
         if self.glu:

@@ -267,11 +267,13 @@ class SentenceFeedForward(Mixer):
         is_plain = mask.band == (None, 0) and mask.prefix_lengths is None and mask.allowed is None
         if not cross and self.causal and not is_plain:
             raise ValueError(
-                "SentenceFeedForward: causal=True is for decoders with a plain causal mask; in "
-                "encoders leave it out"
+                "SentenceFeedForward: causal=True needs a plain causal mask, as decoders have it. "
+                "In encoders, leave causal out."
             )
         if self.separate_heads and self.num_heads is None:
-            raise ValueError("SentenceFeedForward: separate_heads needs num_heads and head_dim")
+            raise ValueError(
+                "SentenceFeedForward: separate_heads=True needs num_heads and head_dim."
+            )
         num_keys = 0 if kv is None else kv.shape[1]
         check_length(self, self.max_length, Span(position, x.shape[1]), Span(0, num_keys))
         heads = self.num_heads or 1

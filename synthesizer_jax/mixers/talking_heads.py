@@ -157,9 +157,9 @@ class TalkingHeads(AttentionBase):
             dynamic = any(d.endswith(name[0]) for d in self.dynamic)
             if not getattr(self, f"project_{name}") and (source != to or dynamic):
                 raise ValueError(
-                    f"TalkingHeads: project_{name}=False needs as many heads before as after and "
-                    f"no dynamic projection there, but the numbers are {source} and {to} and "
-                    f"dynamic={self.dynamic}"
+                    f"TalkingHeads: project_{name}=False needs the same number of heads before and "
+                    f"after the projection, and no dynamic projection of {name}. But there are "
+                    f"{source} heads before and {to} heads after, and dynamic is {self.dynamic}."
                 )
 
 

@@ -199,8 +199,8 @@ class Block(nn.Module):
                 batch = old.empty_memory.shape[0]
                 if jnp.ndim(old.length if position is None else position) and batch < x.shape[0]:
                     raise ValueError(
-                        "Block: rows that share a memory while decoding stand at one position; "
-                        "give a scalar"
+                        "Block: rows that share a memory must be at the same position while "
+                        "decoding. Pass a scalar position."
                     )
             else:
                 # Every row of tokens has a cache of its own, and therefore needs a row of the mask.
@@ -253,7 +253,7 @@ class Block(nn.Module):
     def _cross_mixer(self, in_decoder: bool) -> Mixer:
         """Returns the bound cross mixer."""
         if not in_decoder:
-            raise ValueError("Block: a cross_mixer needs the encoder's output as memory")
+            raise ValueError("Block: a cross_mixer needs a memory, the output of the encoder.")
         assert self.cross_mixer is not None
         return self.cross_mixer.copy(name="encoder_decoder_attention", parent=self)
 
@@ -288,8 +288,8 @@ def _share_memory(
     count, rest = divmod(x.shape[0], batch)
     if rest:
         raise ValueError(
-            f"Block: {x.shape[0]} rows of tokens for {batch} rows of memory; give the same number "
-            "of rows for each row of memory"
+            f"Block: there are {x.shape[0]} rows of tokens for {batch} rows of memory. Pass the "
+            "same number of rows of tokens for each row of memory."
         )
     if count == 1:
         return attend(mixer, x)

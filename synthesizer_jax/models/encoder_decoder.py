@@ -114,8 +114,8 @@ class EncoderDecoder(TextToText, kw_only=True):
             decoder_mask, cross = Mask(causal=True), self._memory_mask(encoder_tokens, mask)
         elif mask is not None:
             raise ValueError(
-                "EncoderDecoder: mask is given with packed rows, whose segments say who sees whom; "
-                "leave one of mask and rows.segments out"
+                "EncoderDecoder: mask cannot be used with packed rows, because rows.segments "
+                "already says which tokens are visible. Leave one of the two out."
             )
         else:
             packed = functools.partial(Mask.packed, segments=rows.max_segments)

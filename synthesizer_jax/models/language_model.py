@@ -60,8 +60,9 @@ class LanguageModel(TextToText, kw_only=True):
             return self.decoder(x, mask=mask, counted=counted)
         if rows.segments is not None:
             raise ValueError(
-                "LanguageModel: inputs and targets share a row here; train with data.pack=false, "
-                "or on targets alone with data.inputs_length=0"
+                "LanguageModel: rows with inputs cannot be packed, because each row holds the "
+                "inputs and the targets of one example. Train with data.pack=false, or train on "
+                "targets only with data.inputs_length=0."
             )
         inputs = num_real_tokens(encoder_tokens, self.ids.padding)
         tokens, _ = move_token_padding_last(encoder_tokens, self.ids.padding)

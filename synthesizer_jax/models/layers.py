@@ -154,8 +154,8 @@ class LearnedPositions(PositionEmbedding):
         last = int(np.max(positions, initial=0))
         if last >= self.max_length:
             raise ValueError(
-                f"LearnedPositions has max_length={self.max_length} but was given {last + 1} "
-                f"positions; build it with max_length>={last + 1}"
+                f"LearnedPositions has max_length={self.max_length}, but it was given {last + 1} "
+                f"positions. Set max_length to {last + 1} or more."
             )
         return table[positions]
 

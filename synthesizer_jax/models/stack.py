@@ -163,9 +163,9 @@ class Stack(nn.Module):
             limit = getattr(positions, "max_length", None)
             if limit is not None and max_length > limit:
                 raise ValueError(
-                    f"{type(positions).__name__} has max_length={limit} but the caches have room "
-                    f"for {max_length} positions; build it with max_length>={max_length}, or "
-                    "decode fewer tokens"
+                    f"{type(positions).__name__} has max_length={limit}, but the caches have room "
+                    f"for {max_length} positions. Set max_length to {max_length} or more, or "
+                    "decode fewer tokens."
                 )
         blocks = self._blocks()
         whole = whole or self.bias is not None
@@ -257,7 +257,10 @@ class Stack(nn.Module):
     def _blocks(self) -> list[Block]:
         """Returns the bound blocks of all layers."""
         if self.scan:
-            raise ValueError("Stack: decoding runs unrolled; build the model with scan=False")
+            raise ValueError(
+                "Stack: scanned layers cannot decode. Build the model with scan=False, or convert "
+                "it with models.unroll."
+            )
         block = self._block_type()
         configs = [run.block for run in self.runs for _ in range(run.repeats)]
         named = lambda i, config: block(**fields_of(config), name=f"layers_{i}", parent=self)
@@ -305,8 +308,8 @@ class Stack(nn.Module):
         counts = {n for run in self.runs if (n := run.block.self_mixer.bias_heads) is not None}
         if len(counts) != 1:
             raise ValueError(
-                "Stack: a shared position bias needs attention, with the same number of heads in "
-                "every layer; set bias=None, or put RelativeBias into the layers' own Mixture"
+                "Stack: a shared position bias needs attention with the same number of heads in "
+                "every layer. Set bias=None, or put a RelativeBias into the Mixture of each layer."
             )
         (heads,) = counts
         context = AttentionContext(

@@ -70,9 +70,9 @@ class TokenModel(nn.Module, kw_only=True):
         check_types(type(self), fields_of(self), type(self).__name__)
         if self.dtype == AUTO:
             raise ValueError(
-                f"{type(self).__name__}: dtype is {AUTO!r}, which stands for the dtype of a "
-                "platform; give model=models.resolve_dtype(model), or set dtype='float32' or "
-                "dtype='bfloat16'"
+                f"{type(self).__name__}: dtype is {AUTO!r}, which must be replaced with the dtype "
+                "of a platform first. Use models.resolve_dtype(model), or set dtype='float32' or "
+                "dtype='bfloat16'."
             )
         shape = (self.vocab_size, self.d_model)
         self.embedding = self.param(
@@ -197,10 +197,10 @@ def token_mask(mask: MaskLike, *, batch: int, length: int) -> Mask | None:
         )
         if not fits:
             raise ValueError(
-                f"the mask of a model has shape {mask.shape}; it must be [batch or 1={batch}, "
-                f"keys={length}], a tokenizer's attention mask, or a pattern with four axes, "
-                "[batch or 1, heads or 1, q, keys]: mask[None, None] is one of [q, keys], mask[:, "
-                "None] one of [batch, q, keys]"
+                f"The mask of a model has shape {mask.shape}, but it must be [batch or 1, keys], "
+                f"which is [{batch} or 1, {length}] here, or have the four axes [batch or 1, heads "
+                "or 1, q, keys]. Pass mask[None, None] if your mask is [q, keys], or mask[:, None] "
+                "if it is [batch, q, keys]."
             )
         if mask.ndim == 2:
             mask = mask[:, None, None]

@@ -45,13 +45,18 @@ class UniversalStack(Stack):
     def _blocks(self) -> list[Block]:
         """Returns the one bound block, repeated for every step of the recurrence."""
         if len(self.runs) != 1:
-            raise ValueError("UniversalStack: give one Run, whose block all its repeats share")
+            raise ValueError(
+                "UniversalStack: runs must contain exactly one Run, whose block all steps share."
+            )
         block = self._block_type()(**fields_of(self.runs[0].block), name="shared", parent=self)
         return [block] * self.num_layers
 
     def _scan(self, *arguments: object) -> jax.Array:
         """Raises a `ValueError`, because the steps have no parameters of their own to stack."""
-        raise ValueError("UniversalStack: there is nothing to stack; leave scan=False")
+        raise ValueError(
+            "UniversalStack: all steps share their parameters, so they cannot be scanned. Set "
+            "scan=False."
+        )
 
     def _repeat(
         self,

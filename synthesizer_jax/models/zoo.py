@@ -102,7 +102,9 @@ def alignment(variant: str, *, head_dim: int, max_length: int = 512) -> Alignmen
       ValueError: there is no such variant.
     """
     if variant not in VARIANTS:
-        raise ValueError(f"unknown variant {variant!r}; allowed: {', '.join(VARIANTS)}")
+        raise ValueError(
+            f"There is no variant {variant!r}. The variants are {', '.join(VARIANTS)}."
+        )
     return VARIANTS[variant](dot_product(head_dim), max_length)
 
 

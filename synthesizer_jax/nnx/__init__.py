@@ -85,8 +85,8 @@ def to_nnx(layer: linen.Module, *, rngs: nnx.Rngs, **options: Any) -> Any:
         layer, Mixer | models.FeedForward | models.Block | models.Stack | models.TokenModel
     ):
         raise ValueError(
-            f"to_nnx: {type(layer).__name__} is neither a mixer, block, stack nor model; use "
-            "synthesizer_jax.nnx.MultiHeadAttention or flax.nnx.bridge.ToNNX"
+            f"to_nnx: {type(layer).__name__} is not a mixer, feed-forward layer, block, stack or "
+            "model. Use synthesizer_jax.nnx.MultiHeadAttention or flax.nnx.bridge.ToNNX."
         )
 
     # The classes of a Linen module, from the most to the least specific.
@@ -116,5 +116,7 @@ def axis_rules(
     """
     names = (*LOGICAL_AXES, *ACTIVATION_AXES)
     for name in axes.keys() - set(names):
-        raise ValueError(f"axis_rules: unknown axis {name!r}{did_you_mean(name, names)}")
+        raise ValueError(
+            f"axis_rules: there is no logical axis {name!r}{did_you_mean(name, names) or '.'}"
+        )
     return tuple((name, axes.get(name)) for name in names)

@@ -212,8 +212,8 @@ class LinenModule(nnx.Module):
         result, updates = result
         if sow_weights and not updates.get("intermediates"):
             raise ValueError(
-                f"{type(self).__name__}: sow_weights=True, but this module computes no attention "
-                "weights; set sow_weights=False"
+                f"{type(self).__name__}: sow_weights is True, but this module computes no "
+                "attention weights. Set sow_weights=False."
             )
         for collection, variable_type in sown_types.items():
             for path, values in flatten_dict(updates.get(collection, {})).items():
@@ -238,8 +238,8 @@ class LinenModule(nnx.Module):
         config = vars(self).get("config")
         if config is not None and name not in vars(self) and name in fields_of(config):
             raise AttributeError(
-                f"{type(self).__name__}: {name} is fixed at construction; build a new module with "
-                f"{name}={value!r}"
+                f"{type(self).__name__}: {name} cannot be changed after construction. Build a new "
+                f"module with {name}={value!r}."
             )
         super().__setattr__(name, value)
 
@@ -287,8 +287,8 @@ def draw_dropout_key(
     deterministic = module.deterministic if deterministic is None else deterministic
     if deterministic is None:
         raise ValueError(
-            f"{name}: deterministic is not set; pass deterministic=True or False to the call or to "
-            "the constructor, or call train() or eval()"
+            f"{name}: deterministic is not set. Pass deterministic=True or deterministic=False to "
+            "the call or to the constructor, or call train() or eval()."
         )
     if deterministic:
         return None
@@ -297,8 +297,8 @@ def draw_dropout_key(
         rngs = rngs.dropout if "dropout" in rngs or "default" in rngs else None
     if rngs is None:
         raise ValueError(
-            f"{name}: dropout needs a random stream; pass rngs with a stream 'dropout' or a "
-            "default stream to the constructor or to the call, or set deterministic=True"
+            f"{name}: dropout needs a random stream. Pass rngs with a stream 'dropout' or a "
+            "default stream to the constructor or to the call, or set deterministic=True."
         )
     return rngs if isinstance(rngs, jax.Array) else rngs()
 
@@ -330,7 +330,7 @@ def _example_arguments(
         return config.example(1, 1), {}
     if in_features is None:
         raise ValueError(
-            f"{type(config).__name__} needs in_features, the number of features of its inputs"
+            f"{type(config).__name__} needs in_features, the number of features of its inputs."
         )
     x = jax.ShapeDtypeStruct((1, 1, in_features), jnp.float32)
     if isinstance(config, FeedForward):

@@ -123,12 +123,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """Applies multi-head attention with an alignment. The arguments are those of `__call__`."""
         if decode is None:
             raise ValueError(
-                "MultiHeadAttention: decode is not set; pass it to the call or to the constructor"
+                "MultiHeadAttention: decode is not set. Pass it to the call or to the constructor."
             )
         if inputs[0].shape[-1] != self.in_features:
             raise ValueError(
-                f"MultiHeadAttention: in_features={self.in_features}, but inputs_q has "
-                f"{inputs[0].shape[-1]}"
+                f"MultiHeadAttention: in_features is {self.in_features}, but inputs_q has "
+                f"{inputs[0].shape[-1]} features."
             )
         has_dropout = self.dropout_rate > 0.0
         key = draw_dropout_key(self, deterministic, rngs) if has_dropout else None
@@ -187,7 +187,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         arrays = {n: x[...] for n, x in vars(self).items() if isinstance(x, nnx.Cache)}
         if not arrays:
             raise ValueError(
-                "MultiHeadAttention: the cache is not initialized; call init_cache first"
+                "MultiHeadAttention: the cache is not initialized. Call init_cache first."
             )
         return arrays
 

@@ -133,7 +133,7 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
     (
         EXPERIMENT,
         saved(lambda d: d["model"].update(encoder={"type": "os.x"})),
-        "encoder: unknown type",
+        "encoder: .* unknown type",
     ),
     (
         EXPERIMENT,

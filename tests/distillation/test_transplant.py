@@ -80,7 +80,7 @@ def test_a_mixture_starts_as_the_teacher_and_all_its_parts_learn(variables, name
         (sj.Mixture((sj.Random(N), sj.Dense(N))), "Mixture does not contain"),
         (
             sj.Mixture((DOT, sj.GaussianBias())),
-            "GaussianBias: no parameters of it scale its logits",
+            "GaussianBias has no parameter that scales its logits",
         ),
         (sj.Mixture((DOT, sj.Random(N, trainable=False))), "tables that are not trained"),
         (sj.Gaussian(), "Gaussian does not contain"),

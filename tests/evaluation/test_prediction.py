@@ -339,5 +339,5 @@ def test_what_has_no_answer_is_one_sentence(classifier, writer):
     with pytest.raises(TypeError, match="Encoder generates no text"):
         classifier.generate_texts(inputs)
     model = t5(Size(8, 1, 16, 2, 4), vocab_size=32)
-    with pytest.raises(TypeError, match="EncoderDecoder models read inputs and continue no text"):
+    with pytest.raises(TypeError, match="type EncoderDecoder cannot continue a text"):
         decode_sequences({}, NOTHING, model=model, decoding=writer.decoding, continues=True)

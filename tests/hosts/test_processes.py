@@ -53,7 +53,7 @@ def test_the_variables_name_a_place(join):
 def test_half_named_places_are_refused(join, place):
     names = (processes.ADDRESS, processes.PROCESSES, processes.PROCESS)
     with pytest.raises(
-        ValueError, match="do not describe a process of a group. Set .* to host:port, such as"
+        ValueError, match=r"do not describe a process of a group\. Set .* to host:port, such as"
     ):
         join(**dict(zip(names, place, strict=True)))
 

@@ -205,10 +205,12 @@ def test_what_does_not_decode():
     tokens = jnp.ones((1, 3), int)
     model = t5(Size(8, 1, 12, 2, 4), vocab_size=VOCAB)
     encoder = Encoder(vocab_size=VOCAB, d_model=8, encoder=model.encoder)
-    with pytest.raises(TypeError, match=r"an? Encoder cannot decode; pass an EncoderDecoder"):
+    with pytest.raises(TypeError, match=r"type Encoder cannot decode\. Pass an EncoderDecoder"):
         decode({}, tokens, model=encoder, max_length=3)
     module = snnx.EncoderDecoder(model, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="for an NNX module its config, with linen_variables"):
+    with pytest.raises(
+        TypeError, match="For an NNX module, pass its config as model and linen_variables"
+    ):
         decode({}, tokens, model=module, max_length=3)
 
 
@@ -222,13 +224,19 @@ def test_what_does_not_decode():
         ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0, but it must be above 0 and at most 1"),
         (
             {"beams": 2, "temperature": 1.0},
-            "temperature is 1.0 with beams 2; beam search does not sample: give temperature 0",
+            "temperature is 1.0 and beams is 2, but beam search does not sample. Set temperature to 0",
         ),
-        ({"top_k": 5}, "top_k is 5 with temperature 0, which does not sample; give a temperature"),
-        ({"samples": 2}, "samples is 2 with beams 1 and temperature 0; give .* or 2 beams or more"),
+        (
+            {"top_k": 5},
+            "top_k is 5, but temperature is 0, so nothing is sampled. Set a temperature",
+        ),
+        (
+            {"samples": 2},
+            "samples is 2, but beams is 1 and temperature is 0. Set .* or use 2 beams or more",
+        ),
     ],
 )
-def test_what_settings_may_not_be_is_one_sentence(options, message):
+def test_what_settings_may_not_be_is_told_in_one_line(options, message):
     with pytest.raises(ValueError, match=f"^{message}") as error:
         Decoding(**{"max_length": 8} | options)
     assert len(str(error.value).splitlines()) == 1

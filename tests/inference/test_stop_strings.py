@@ -152,8 +152,8 @@ def test_texts_are_cut_before_them():
     assert [x.text for x in found] == [text[:n] for text, n in zip(texts, cut, strict=True)]
     assert generate(loaded, ["x"], decoding=decoding) == [found[0].text] == [texts[0][:2]]
     with pytest.raises(
-        ValueError, match="decode_sequences knows tokens alone; pass stops=stop_table"
+        ValueError, match=r"this function knows only tokens\. Pass stops=stop_table"
     ):
         decode_sequences(loaded.variables, source, model=model, decoding=decoding)
-    with pytest.raises(ValueError, match="stop_strings holds '', which every text contains"):
+    with pytest.raises(ValueError, match="stop_strings contains '', which every text contains"):
         Decoding(max_length=4, stop_strings=("",))

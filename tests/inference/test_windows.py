@@ -146,7 +146,7 @@ def test_a_window_has_no_room_for_a_bias_of_all_positions():
     short = apply_method(layer.init_cache, variables, x, max_length=8, whole=False)
     assert short.capacity == 2
     assert apply_method(layer.init_cache, variables, x, max_length=8).capacity == 8
-    with pytest.raises(ValueError, match="make the cache with whole=True"):
+    with pytest.raises(ValueError, match="create the cache with whole=True"):
         apply_method(
             layer.extend, variables, x, short, bias=(sj.attention.static(jnp.ones((2, 5, 8))),)
         )

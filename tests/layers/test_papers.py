@@ -128,38 +128,50 @@ OWN = sj.Mask.padded(jnp.array([7]))
 CAUSAL, PACKED = sj.Mask(causal=True), sj.Mask(key_segments=jnp.ones((2, 7), int))
 BIAS, ATTENTION, DOT = (relative(jnp.ones((2, 13)), first=-6),), sj.Attention(2, 4), sj.DotProduct()
 REFUSED = [
-    (sj.Linformer(2, 4, max_length=7), {"mask": CAUSAL}, "use it in encoders"),
-    (sj.Linformer(2, 4, max_length=7), {"kv": X}, "use Attention as cross_mixer"),
+    (sj.Linformer(2, 4, max_length=7), {"mask": CAUSAL}, "use another mixer in decoders"),
+    (sj.Linformer(2, 4, max_length=7), {"kv": X}, "Use Attention as cross_mixer"),
     (sj.Linformer(2, 4, max_length=7), {"mask": PACKED}, "data.pack=false"),
-    (sj.Linformer(2, 4, max_length=6), {}, "max_length=6 but was given 7"),
-    (sj.SentenceFeedForward(7, 3), {"mask": CAUSAL}, "set its field causal=True in decoders"),
+    (sj.Linformer(2, 4, max_length=6), {}, "max_length=6, but it was given 7"),
+    (sj.SentenceFeedForward(7, 3), {"mask": CAUSAL}, "Set its field causal=True in decoders"),
     (sj.SentenceFeedForward(7, 3, causal=True), {}, "plain causal mask"),
-    (sj.SentenceFeedForward(6, 3), {}, "max_length=6 but was given 7"),
-    (sj.LightweightConvolution(groups=3), {}, "groups must divide d_model=10"),
-    (sj.TokenFeedForward(3, 2, 4), {"kv": X}, "use Attention as cross_mixer"),
+    (sj.SentenceFeedForward(6, 3), {}, "max_length=6, but it was given 7"),
+    (
+        sj.LightweightConvolution(groups=3),
+        {},
+        "groups is 3, but it must divide d_model, which is 10",
+    ),
+    (sj.TokenFeedForward(3, 2, 4), {"kv": X}, "Use Attention as cross_mixer"),
     (sj.TalkingHeads(2, 4, dynamic=("x3l",)), {}, "one of 'x2l', 'm2l', 'x2w', 'm2w'"),
     (sj.TalkingHeads(2, 4, softmax_heads=3, project_logits=False), {}, "2 and 3"),
-    (sj.Random(6), {}, r"Random/align has max_length=6 but was given 7 .*max_length>=7"),
+    (sj.Random(6), {}, r"Random/align has max_length=6, but it was given 7 .*max_length to 7"),
     (sj.Gaussian((-1, 0, 1)), {}, "3 offsets for 2 heads"),
     (sj.PerHead((DOT,), heads=(3,)), {}, "adding up"),
     (sj.Mixture(()), {}, r"alignment.parts is \(\), but it must be not empty"),
     (sj.Mixture((DOT,), weights="mean"), {}, "one of 'softmax', 'sigmoid', 'sum'"),
-    (sj.Mixture((DOT,), weights="sigmoid"), {}, "two parts, not 1"),
+    (sj.Mixture((DOT,), weights="sigmoid"), {}, "two parts, but there are 1"),
     (sj.Mixture((DOT, sj.Dense)), {}, "alignment.parts is .*, but tuple.* is expected"),
     (sj.Mixture((sj.Gaussian(), DOT)), {}, r"cannot be part of a mixture.*GaussianBias.*PerHead"),
-    (sj.Gaussian(), {"bias": BIAS}, "no logits to add a position bias to"),
-    (sj.Attention(2, 4, window=3), {"mask": sj.Mask(window=2)}, "exclude each other"),
-    (sj.Attention(4, 3, DOT, num_kv_heads=3), {}, "num_kv_heads=3 must divide num_heads=4"),
+    (sj.Gaussian(), {"bias": BIAS}, "no logits to which a position bias can be added"),
+    (
+        sj.Attention(2, 4, window=3),
+        {"mask": sj.Mask(window=2)},
+        "has window=3 and the mask has window=2",
+    ),
+    (
+        sj.Attention(4, 3, DOT, num_kv_heads=3),
+        {},
+        "num_kv_heads is 3, but it must divide num_heads",
+    ),
     (
         sj.Attention(4, 3, sj.Random(7), num_kv_heads=3),
         {},
-        "num_kv_heads=3 must divide num_heads=4",
+        "num_kv_heads is 3, but it must divide num_heads, which is 4",
     ),
     (ATTENTION.copy(alignment=sj.Random), {}, "alignment is .*Random.*, but Alignment is expected"),
-    (ATTENTION, {"mask": sj.Mask(query_offset=2)}, "query_offset=2 in self-attention"),
-    (ATTENTION, {"kv": X, "mask": OWN}, "that of self-attention, but kv is given; .*queries"),
-    (ATTENTION, {"kv": X[0]}, r"tokens have shape \(7, 10\), expected \[batch,"),
-    (ATTENTION, {"is_causal": True}, r"takes no is_causal; give mask=Mask\(causal=True\)"),
+    (ATTENTION, {"mask": sj.Mask(query_offset=2)}, "query_offset is 2, but in self-attention"),
+    (ATTENTION, {"kv": X, "mask": OWN}, "made for self-attention, but kv is given. .*queries"),
+    (ATTENTION, {"kv": X[0]}, r"tokens have shape \(7, 10\), but they must be \[batch,"),
+    (ATTENTION, {"is_causal": True}, r"no argument is_causal\. .* pass mask=Mask\(causal=True\)"),
     (
         ATTENTION,
         {"bias": BIAS[0]},
@@ -174,5 +186,5 @@ def test_what_does_not_fit_is_told_in_a_sentence(layer, arguments, message):
     with pytest.raises((ValueError, TypeError), match=message):
         jax.eval_shape(lambda: layer.init(KEY, X, **arguments))
     if isinstance(layer, sj.Linformer) and "mask" in arguments:
-        with pytest.raises(ValueError, match="use it in encoders"):
+        with pytest.raises(ValueError, match="use another mixer in decoders"):
             jax.eval_shape(lambda: apply_method(layer.init_cache, {}, X, max_length=7))

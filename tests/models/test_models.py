@@ -120,7 +120,7 @@ def test_bfloat16_computes_in_bfloat16_with_float32_parameters(batch):
     close(whole, exact, 0.1)
 
 
-def test_errors_are_one_sentence(batch):
+def test_errors_are_one_line(batch):
     model, init = model_of(), lambda m: jax.eval_shape(m.init, jax.random.key(0), *batch)
     stack = model.encoder
     blocks = [sj.Block(sj.Attention(h, 8), sj.FeedForward(4)) for h in (2, 3)]
@@ -140,18 +140,18 @@ def test_errors_are_one_sentence(batch):
         ),
         (
             model.copy(encoder=sj.Stack((sj.Run(sj.Block(sj.FeedForward(4), None), 1),))),
-            "expected Mixer",
+            "but Mixer is expected",
         ),
         (
             model.copy(encoder=stack.copy(runs=tuple(sj.Run(b, 1) for b in blocks))),
             "same number of heads",
         ),
         (model.copy(decoder=sj.UniversalStack((sj.Run(blocks[0], 2),), scan=True)), "scan=False"),
-        (model.copy(encoder=model.decoder), "needs the encoder's output as memory"),
+        (model.copy(encoder=model.decoder), "needs a memory, the output of the encoder"),
     ):
         with pytest.raises(ValueError, match=message):
             init(wrong)
-    with pytest.raises(ValueError, match="unknown variant 'x'"):
+    with pytest.raises(ValueError, match="There is no variant 'x'"):
         alignment("x", head_dim=8)
     with pytest.raises(ValueError, match="pooling is 'max', but it must be one of 'mean', 'first'"):
         reader = sj.Encoder(vocab_size=VOCAB, d_model=D, encoder=stack, pooling="max")

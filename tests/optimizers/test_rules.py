@@ -180,7 +180,7 @@ def test_what_is_wrong_is_one_sentence(name):
 
 
 def test_a_pattern_that_matches_nothing_is_told_a_path_that_is_there():
-    with pytest.raises(ValueError, match=r"did you mean 'encoder/layers_0/.*'\?; a pattern m"):
+    with pytest.raises(ValueError, match=r"did you mean 'encoder/layers_0/.*'\? A pattern m"):
         tiny(rules=(OptimizerRule("encoder/layer_0/.*/table", frozen=True),))
     with pytest.raises(ValueError, match=r"training\.rules: pattern '\(' is wrong: "):
         OptimizerRule("(")

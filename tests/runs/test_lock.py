@@ -59,7 +59,7 @@ def test_links_in_a_run_are_not_written_through(tmp_path: pathlib.Path, name: st
     said = rf"run/{name} is a symbolic link. Replace it with the file"
     with pytest.raises(OSError, match=said), lock.lock_directory(run):
         pass
-    with pytest.raises(OSError, match="is a link"):
+    with pytest.raises(OSError, match="is a symbolic link"):
         evaluation_folder(run, 4)
     assert list(tmp_path.iterdir()) == [run]
     (tmp_path / "mine").symlink_to(run)  # a link to the run itself is allowed

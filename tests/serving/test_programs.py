@@ -289,7 +289,7 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
             write_directory(tmp_path, model, variables, vocabulary, limits=limits)
     with pytest.raises(ValueError, match="inputs_length is 0, but it must be 1 to"):
         Limits(0, 5)
-    with pytest.raises(TypeError, match="EncoderDecoder models read inputs and continue no text"):
+    with pytest.raises(TypeError, match="type EncoderDecoder cannot continue a text"):
         export_programs(model, traverse_util.flatten_dict(shapes, sep="/"), LIMITS, continues=True)
     with pytest.raises(ValueError, match="A Dense has no programs"):
         export_programs(nn.Dense(3), {}, LIMITS)

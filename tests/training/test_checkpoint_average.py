@@ -81,6 +81,6 @@ def test_what_is_wrong_is_one_sentence_and_writes_nothing(source, tmp_path):
     damage(damaged / "checkpoints" / "2")
     with pytest.raises(ValueError, match=r"checkpoints/2 cannot be read"):
         average_checkpoints(damaged, tmp_path / "mean")
-    with pytest.raises(FileExistsError, match="already exists. Choose a new directory"):
+    with pytest.raises(FileExistsError, match=r"already exists\. Choose a new directory"):
         call("average", source, damaged, "--last", 2)
     assert [p.name for p in tmp_path.iterdir()] == ["damaged"]

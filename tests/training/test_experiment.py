@@ -96,7 +96,7 @@ WRONG = [
     (PLAIN, "training.seed=10000000000000000000000", "training.seed is 1000000"),
     (PLAIN, "training.z_loss=Infinity", "training.z_loss=Infinity: expected float"),
     (PLAIN, "training.ema=1", r"training\.ema is 1\.0, but it must be at least 0 and below 1"),
-    (PLAIN, "training.loss_normalizer=foo", "is 'foo', but it must be above 0 or one of 'tok"),
+    (PLAIN, "training.loss_normalizer=foo", "is 'foo', but it must be above 0 or 'tokens_w"),
     (
         PLAIN,
         'training.optimizer={"type": "Constant"}',
@@ -268,7 +268,7 @@ def test_saved_json_of_unknown_classes_is_one_sentence():
         from_json({"type": "Randon", "max_length": 3})
     with pytest.raises(ValueError, match="Random has no field 'max_len', did you mean"):
         from_json({"type": "Random", "max_len": 3})
-    with pytest.raises(ValueError, match="has registered that name"):
+    with pytest.raises(ValueError, match="has already registered a class of the same name"):
 
         @register
         class AdamW: ...
