@@ -45,9 +45,9 @@ def test_an_optimizer_and_a_mesh_axis_train_and_are_saved(monkeypatch):
             make_mesh(MeshShape(extra=wrong))
     register_mesh_axis("expert", "mlp")  # a module may be imported twice
     for names, message in (
-        (("tensor", "mlp"), "the mesh axis 'tensor' exists"),
+        (("tensor", "mlp"), "already a mesh axis 'tensor'"),
         (("chip", "head"), "unknown logical axis 'head', did you mean 'heads'"),
-        (("expert", "heads"), "the mesh axis 'expert' exists"),
+        (("expert", "heads"), "already a mesh axis 'expert'"),
     ):
         with pytest.raises(ValueError, match=message):
             register_mesh_axis(*names)

@@ -238,7 +238,7 @@ def test_a_position_of_another_version_is_valid(
 def test_settings_that_cannot_work_are_said_in_one_sentence(data_dir: pathlib.Path) -> None:
     for changes, message in (
         ({"batch_size": 13, "shards": 4}, r"batch_size=13 .* data.shards=4\. .* are 12 and 16"),
-        ({"batch_size": 3, "shards": 4}, r"batch_size=3 .* the smallest multiple is 4"),
+        ({"batch_size": 3, "shards": 4}, r"batch_size=3 .* The smallest multiple is 4"),
         ({"inputs_length": -1}, r"inputs_length is -1, but it must be 0 to"),
         ({"inputs_length": 0, "buckets": ((1, 4),)}, r"holds \(1, 4\); allowed: 0 to inputs_l"),
         ({**BUCKETED, "pack": True}, r"data\.buckets is for rows that are not packed; set data"),

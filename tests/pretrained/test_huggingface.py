@@ -95,7 +95,11 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
         ),
         (CONFIG, {"d_model": None}, "d_model is None, but int is expected"),
         (CONFIG, {"num_layers": 1000}, "num_layers is 1000, but it must be 1 to 256"),
-        (CONFIG, {"feed_forward_proj": "x" * 10**6}, "feed_forward_proj is 'x{56}…; allowed"),
+        (
+            CONFIG,
+            {"feed_forward_proj": "x" * 10**6},
+            "feed_forward_proj is 'x{56}…, but it must be one of",
+        ),
         (
             CONFIG,
             {"tie_word_embeddings": "yes"},

@@ -100,7 +100,7 @@ def test_only_the_encoders_tensors_are_read(tmp_path, family, monkeypatch):
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
     with pytest.raises(FileNotFoundError, match="is missing"):
         load(folder)
-    with pytest.raises(ValueError, match="dtype is 'float16'; allowed"):
+    with pytest.raises(ValueError, match="dtype is 'float16', but it must be one of"):
         load(folder, dtype="float16")
 
 

@@ -123,7 +123,7 @@ WRONG = [
     (PLAIN, "data.inputs_length=0", "data.inputs_length is 0, but the encoder of an EncoderDecod"),
     (PLAIN, "init_from=''", "init_from is '', but it must be not empty"),
     (PLAIN, "mesh.tensor=0", "mesh.tensor is 0, but it must be -1 or 1 to"),
-    (PLAIN, "model.dtype=float17", "allowed: 'auto', 'float32', 'bfloat16'"),
+    (PLAIN, "model.dtype=float17", "it must be one of 'auto', 'float32', 'bfloat16'"),
     (PLAIN, "model.encoder.runs.0.repeats=257", r"runs.0.repeats is 257, but it must be 1 to 256"),
     (CLASSIFIER, "model.outputs=4", "model.outputs is 4, but data.classes has 3 label words"),
     (
