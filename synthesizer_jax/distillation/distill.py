@@ -38,8 +38,7 @@ from synthesizer_jax.mixers import Attention
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.optimizers import OptimizerRule
-from synthesizer_jax.optimizers.rules import merge_entries
-from synthesizer_jax.primitives.parameters import Variables, abstract_variables
+from synthesizer_jax.primitives.parameters import Variables, abstract_variables, merge_entries
 from synthesizer_jax.runs import code
 from synthesizer_jax.runs.saved import find_checkpoint
 from synthesizer_jax.sharding import gather_to_host, replicate_to_devices, shardings

@@ -225,6 +225,24 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
     return {name: field for name, field in fields_of(model).items() if isinstance(field, Stack)}
 
 
+def looped_paths(model: nn.Module, keys: tuple[str, ...]) -> list[str]:
+    """Returns the paths that a parameter has if layers are looped.
+
+    A parameter of a scanned stack has one path for each layer that is stacked in it.
+
+    Args:
+      model: the model.
+      keys: the path of the parameter.
+    """
+    stack = stacks_of(model).get(keys[0])
+    if stack is None or not stack.scan or not keys[1].startswith("run_"):
+        return ["/".join(keys)]
+    index = int(keys[1].removeprefix("run_"))
+    first = sum(run.repeats for run in stack.runs[:index])
+    layers = range(first, first + stack.runs[index].repeats)
+    return ["/".join((keys[0], f"layers_{layer}", *keys[2:])) for layer in layers]
+
+
 def resolve_dtype(model: _Model, platform: str | None = None) -> _Model:
     """Returns the model with a specific dtype in place of ``"auto"``.
 

@@ -20,9 +20,13 @@ from flax import traverse_util
 
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import NotNegative, PyTree
-from synthesizer_jax.models import stacks_of
+from synthesizer_jax.models.token_model import looped_paths
 from synthesizer_jax.optimizers.base import Optimizer, count_updates, schedule_of
-from synthesizer_jax.primitives.parameters import check_path_pattern, check_patterns_decide
+from synthesizer_jax.primitives.parameters import (
+    check_path_pattern,
+    check_patterns_decide,
+    merge_entries,
+)
 
 
 @register
@@ -82,24 +86,6 @@ def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRul
             "training.rules freeze every parameter. Change the rules so that some are trained."
         )
     return traverse_util.unflatten_dict(factors)
-
-
-def looped_paths(model: nn.Module, keys: tuple[str, ...]) -> list[str]:
-    """Returns the paths that a parameter has if layers are looped.
-
-    A parameter of a scanned stack has one path for each layer that is stacked in it.
-
-    Args:
-      model: the model.
-      keys: the path of the parameter.
-    """
-    stack = stacks_of(model).get(keys[0])
-    if stack is None or not stack.scan or not keys[1].startswith("run_"):
-        return ["/".join(keys)]
-    index = int(keys[1].removeprefix("run_"))
-    first = sum(run.repeats for run in stack.runs[:index])
-    layers = range(first, first + stack.runs[index].repeats)
-    return ["/".join((keys[0], f"layers_{layer}", *keys[2:])) for layer in layers]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,12 +200,6 @@ def trained_entries(rates: PyTree, tree: PyTree) -> PyTree:
     """
     factors, flat = traverse_util.flatten_dict(rates), traverse_util.flatten_dict(tree)
     return traverse_util.unflatten_dict({k: x for k, x in flat.items() if factors[k].any()})
-
-
-def merge_entries(trained: PyTree, params: PyTree) -> PyTree:
-    """Returns `params` with the entries of `trained` in place of its own."""
-    flat = traverse_util.flatten_dict(params) | traverse_util.flatten_dict(trained)
-    return traverse_util.unflatten_dict(flat)
 
 
 def build_optimizer(

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 import flax.linen as nn
 import jax
-from flax import struct
+from flax import struct, traverse_util
 from flax.typing import Initializer
 
 from synthesizer_jax.base.messages import did_you_mean
@@ -73,6 +73,15 @@ def apply_method(
     """
     module: Any = method.__self__  # type: ignore[attr-defined]
     return module.apply(variables, *args, method=method, **kwargs)
+
+
+def merge_entries(entries: PyTree, tree: PyTree) -> PyTree:
+    """Returns the nested dictionary `tree` with the entries of `entries` in place of its own.
+
+    `entries` may have only some of the entries of `tree`, and others that `tree` does not have.
+    """
+    flat = traverse_util.flatten_dict(tree) | traverse_util.flatten_dict(entries)
+    return traverse_util.unflatten_dict(flat)
 
 
 def check_path_pattern(field: str, pattern: str) -> None:

@@ -32,12 +32,13 @@ from flax import traverse_util
 from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Count, Positive, PyTree
-from synthesizer_jax.optimizers.rules import looped_paths, merge_entries
+from synthesizer_jax.models.token_model import looped_paths
 from synthesizer_jax.primitives.initializers import TorchUniform
 from synthesizer_jax.primitives.parameters import (
     Axes,
     Variables,
     check_path_pattern,
+    merge_entries,
 )
 
 LORA_A, LORA_B = "lora_a", "lora_b"

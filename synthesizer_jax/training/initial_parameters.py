@@ -21,8 +21,7 @@ from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import read_newest, restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over, read_arrays, with_shardings
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
-from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.optimizers.rules import looped_paths
+from synthesizer_jax.models.token_model import TokenModel, looped_paths
 from synthesizer_jax.primitives.parameters import (
     Variables,
     abstract_variables,

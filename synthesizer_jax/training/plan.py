@@ -31,8 +31,13 @@ from synthesizer_jax.models import stacks_of
 from synthesizer_jax.models.stack import REMAT_POLICIES
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.optimizers.adafactor import TABLE
-from synthesizer_jax.optimizers.rules import merge_entries, resolve_rules, trained_entries
-from synthesizer_jax.primitives.parameters import Variables, abstract_variables, is_axes
+from synthesizer_jax.optimizers.rules import resolve_rules, trained_entries
+from synthesizer_jax.primitives.parameters import (
+    Variables,
+    abstract_variables,
+    is_axes,
+    merge_entries,
+)
 from synthesizer_jax.sharding import MeshShape, batch_shards, check_batch
 from synthesizer_jax.training.adapters import adapted_variables
 from synthesizer_jax.training.experiment import Experiment

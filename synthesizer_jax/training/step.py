@@ -13,9 +13,9 @@ import optax
 from synthesizer_jax.attention.terms import cap_logits
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.models import LOSSES, Encoder, Rows, TextToText
-from synthesizer_jax.optimizers.rules import RuledOptimizer, merge_entries
+from synthesizer_jax.optimizers.rules import RuledOptimizer
 from synthesizer_jax.primitives.mesh import map_over_batch, mesh_axes
-from synthesizer_jax.primitives.parameters import Variables, apply_method
+from synthesizer_jax.primitives.parameters import Variables, apply_method, merge_entries
 from synthesizer_jax.primitives.products import output_product
 from synthesizer_jax.training.adapters import adapted_variables
 from synthesizer_jax.training.experiment import Training

@@ -19,8 +19,8 @@ from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.optimizers.adafactor import state_axes
-from synthesizer_jax.optimizers.rules import RuledOptimizer, build_optimizer, merge_entries
-from synthesizer_jax.primitives.parameters import Variables
+from synthesizer_jax.optimizers.rules import RuledOptimizer, build_optimizer
+from synthesizer_jax.primitives.parameters import Variables, merge_entries
 from synthesizer_jax.sharding import batch_sharding, check_batch, make_mesh, replicated, use_mesh
 from synthesizer_jax.training.adapters import (
     adapted_variables,
