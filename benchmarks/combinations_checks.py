@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from synthesizer_jax.cli import main as program
-from synthesizer_jax.training.adapters import adapted_variables
 from synthesizer_jax.training.step import TrainState, loss_sums
 from synthesizer_jax.training.trainer import Trainer
 
@@ -62,9 +61,7 @@ def compare_rows(trainer: Trainer, state: TrainState, batch: Any) -> None:
     experiment = trainer.experiment
     model = experiment.model
     device = jax.local_devices()[0]
-    variables = adapted_variables(
-        to_host(state.variables), to_host(trainer.base), experiment.training.adapters
-    )
+    variables = trainer.trainable.merge(to_host(state.variables), to_host(trainer.base))
     batch = to_host(batch)
     is_packed = "encoder_segment_ids" in batch
     if is_packed:

@@ -21,6 +21,7 @@ from synthesizer_jax.training.run_directory import save_run
 from tests.conftest import ROOT, run_page
 from tests.environment import python
 from tests.evaluation import runs
+from tests.pretrained import folders, test_peft
 from tools.public_names import imported_names, names_without_entry, public_names
 from tools.tables import TABLES, renewed
 
@@ -96,9 +97,14 @@ import sys
 import synthesizer_jax as sj
 loaded = sj.load(sys.argv[1])
 sj.generate(loaded, ["a"], max_length=2)
-names = [name for name in sys.modules if name.startswith("synthesizer_jax")]
-print(*sorted({name.split(".")[1] for name in names if "." in name}))
+print(*sys.modules)
 """
+
+
+def rooms_of(modules):
+    """The packages directly in synthesizer_jax to which modules belong."""
+    names = [name.split(".") for name in modules]
+    return {name[1] for name in names if name[0] == "synthesizer_jax" and len(name) > 1}
 
 
 def test_a_loaded_run_brings_nothing_that_it_was_trained_with(tmp_path):
@@ -108,9 +114,39 @@ def test_a_loaded_run_brings_nothing_that_it_was_trained_with(tmp_path):
     state = {"step": np.int32(1), "params": params, "constants": {}, "opt_state": {}}
     save_streamed(tmp_path / "checkpoints", 1, jax.tree.map(Unread.of, state))
     save_run(experiment, tmp_path)
-    rooms = python("-c", LOADED, tmp_path).stdout.split()
+    modules = python("-c", LOADED, tmp_path).stdout.split()
     absent = {"cli", "distillation", "optimizers", "preparation", "reports", "tasks", "training"}
-    assert not absent & set(rooms)
+    assert not absent & rooms_of(modules)
+
+
+def test_a_folder_of_transformers_is_loaded_without_optimizers(tmp_path):
+    """Also one with adapters, whose configuration is that of a training run."""
+    config = folders.TINY | folders.UNTIED
+    tensors = folders.make_tensors(config)
+    base = folders.make_folder(tmp_path / "base", config, tensors)
+    adapters = test_peft.write(tmp_path / "adapters", base, test_peft.adapters(tensors))
+    modules = set(python("-c", LOADED, adapters).stdout.split())
+    absent = {"cli", "distillation", "optimizers", "preparation", "reports", "training"}
+    assert not absent & rooms_of(modules)
+    assert "optax" not in modules
+
+
+TRAINED = """
+import sys
+from synthesizer_jax.training import run
+from synthesizer_jax.training.trainer import Trainer
+from tests.training.tiny import CopyStream, experiment
+trainer = Trainer(experiment())
+state, _ = trainer.step(trainer.init(), trainer.shard_batch(next(CopyStream())))
+trainer.averaged_variables(state)
+print(*sys.modules)
+"""
+
+
+def test_a_run_without_adapters_does_not_import_them():
+    modules = python("-c", TRAINED).stdout.split()
+    assert "synthesizer_jax.models.trainable" in modules
+    assert "synthesizer_jax.models.adapters" not in modules
 
 
 FIRST_USES = """

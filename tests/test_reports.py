@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from synthesizer_jax.models import LoRA
 from synthesizer_jax.reports.figures import heat_maps, line_chart
 from synthesizer_jax.reports.logged import read_systems
 from synthesizer_jax.reports.page import write_report
 from synthesizer_jax.runs.metrics import METRICS_FILE
-from synthesizer_jax.training.adapters import LoRA
 from synthesizer_jax.training.run_directory import save_experiment
 from synthesizer_jax.training.trainer import Trainer
 from tests.cli import commands

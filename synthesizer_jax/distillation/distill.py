@@ -369,6 +369,11 @@ class DistillationTrainer(Trainer):
         """The arguments of a step besides state, batch and key: the teacher's variables."""
         return (self.variables,)
 
+    @property
+    def abstract_arguments(self) -> tuple[PyTree, ...]:
+        """The same as `arguments`, because the teacher's variables exist already."""
+        return self.arguments
+
     def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
         """Returns the training step.
 

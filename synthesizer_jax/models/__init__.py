@@ -15,6 +15,7 @@ from synthesizer_jax.models.layers import (
     PositionEmbedding,
     SinusoidalPositions,
 )
+from synthesizer_jax.models.lora import LoRA
 from synthesizer_jax.models.stack import Run, Stack, stack_layers, unstack_layers
 from synthesizer_jax.models.token_model import (
     DecodingCache,
@@ -46,6 +47,7 @@ __all__ = [
     "LayerCache",
     "LayerNorm",
     "LearnedPositions",
+    "LoRA",
     "Memory",
     "PositionEmbedding",
     "RMSNorm",

@@ -9,9 +9,9 @@ import jax
 
 from synthesizer_jax.base.files import new_directory
 from synthesizer_jax.base.registry import JSON, replace, to_json
-from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.evaluation.scoring import RESULTS_FILE, evaluation_folder
 from synthesizer_jax.models import unroll, unroll_variables
+from synthesizer_jax.models.adapters import Adapted
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.huggingface.config import read_json
 from synthesizer_jax.pretrained.huggingface.export import write_folder
@@ -21,7 +21,7 @@ from synthesizer_jax.pretrained.t5x import write_checkpoint
 from synthesizer_jax.runs.saved import find_checkpoint, open_vocabulary
 from synthesizer_jax.serving.programs import Limits, write_directory
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.initial_parameters import restore_run
+from synthesizer_jax.training.initial_parameters import restore_run, restore_trained
 from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.version import __version__
 
@@ -121,12 +121,13 @@ def _export_adapters(
     experiment: Experiment, source: pathlib.Path, directory: pathlib.Path, *, step: int | None
 ) -> None:
     """Writes the run's adapters as a folder of PEFT; see `write_adapters`."""
-    lora, model = experiment.training.adapters, experiment.model
-    if lora is None:
+    model = experiment.model
+    adapted = replace(experiment, model=unroll(model)).trainable
+    if not isinstance(adapted, Adapted):
         raise ValueError(f"{source} has no training.adapters; export it to {HUGGING_FACE}")
     with new_directory(directory) as staging:
-        _, adapters = restore_variables(source / "checkpoints", step=step)
-        write_adapters(staging, unroll(model), unroll_variables(model, adapters), lora)
+        _, trained = restore_trained(source, experiment.trainable, step=step)
+        write_adapters(staging, adapted, unroll_variables(model, trained))
 
 
 def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:

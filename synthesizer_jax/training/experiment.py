@@ -17,7 +17,6 @@ from synthesizer_jax.base.typing import (
     NotNegative,
     Number,
     Positive,
-    PyTree,
     Rate,
     Seed,
 )
@@ -25,14 +24,11 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.config import RANK, Evaluation
 from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText, resolve_dtype
+from synthesizer_jax.models.lora import LoRA
+from synthesizer_jax.models.trainable import Trainable
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
-from synthesizer_jax.primitives.parameters import (
-    Variables,
-    abstract_variables,
-    check_path_pattern,
-)
+from synthesizer_jax.primitives.parameters import check_path_pattern
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.training.adapters import LoRA, abstract_adapters
 
 
 @register
@@ -202,9 +198,12 @@ class Experiment:
         they belong to the old checkpoint. If `source` is `None`, the parameters are initialized
         randomly and there are no adapters.
         """
-        lora = self.training.adapters
-        lora = None if source is None or lora is None else replace(lora, base_checksum=None)
-        training = replace(self.training, adapters=lora)
+        adapters = self.training.adapters
+        if source is None:
+            adapters = None
+        elif adapters is not None:
+            adapters = replace(adapters, base_checksum=None)
+        training = replace(self.training, adapters=adapters)
         return replace(
             self, training=training, init_from=source, init_rules=(), init_optimizer=False
         )
@@ -229,17 +228,20 @@ class Experiment:
         """Shapes and dtypes of the arguments of the model's call, for one example."""
         return self.model.example(self.data.inputs_length, self.data.targets_length)
 
-    def trained_variables(self) -> tuple[Variables, PyTree]:
-        """Returns the shapes and logical axes of the variables that a run trains and saves.
+    @property
+    def trainable(self) -> Trainable[TextToText | Encoder]:
+        """What a run trains of the model: its adapters, or all variables without adapters.
 
-        Without adapters these are the variables of the model. With adapters they come from
-        `abstract_adapters`, which also lists the possible errors.
+        Raises:
+          ValueError: the adapters do not fit the model; see `adapters.Adapted`.
         """
-        shapes, axes = abstract_variables(self.model, *self.example)
         lora = self.training.adapters
         if lora is None:
-            return shapes, axes
-        return abstract_adapters(lora, self.model, shapes, axes, is_whole=self.draws)
+            return Trainable(self.model, self.example)
+        # Runs without adapters do not need this module.
+        from synthesizer_jax.models.adapters import Adapted
+
+        return Adapted(self.model, self.example, lora, is_whole=self.draws)
 
 
 def _check_head(experiment: Experiment) -> None:

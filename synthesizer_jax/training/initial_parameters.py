@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-import functools
 import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +16,11 @@ from jax.sharding import Mesh
 
 from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.checkpoints.manager import read_newest, restore_variables
-from synthesizer_jax.checkpoints.placement import layout_over, read_arrays, with_shardings
+from synthesizer_jax.checkpoints.manager import restore_variables
+from synthesizer_jax.checkpoints.placement import layout_over, with_shardings
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel, looped_paths
+from synthesizer_jax.models.trainable import Trainable
 from synthesizer_jax.primitives.parameters import (
     Variables,
     abstract_variables,
@@ -29,14 +28,9 @@ from synthesizer_jax.primitives.parameters import (
 )
 from synthesizer_jax.runs.saved import find_checkpoint, has_adapters
 from synthesizer_jax.sharding import shardings
-from synthesizer_jax.training.adapters import adapted_variables
 from synthesizer_jax.training.experiment import Experiment, InitRule, find_rule
 from synthesizer_jax.training.random_init import init_arrays
 from synthesizer_jax.training.run_directory import find_base, load_experiment
-from synthesizer_jax.training.step import TrainState
-
-if TYPE_CHECKING:
-    from synthesizer_jax.training.trainer import Trainer
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -65,38 +59,7 @@ class Origin(NamedTuple):
         return self.status == INITIALIZED or (self.status == RESIZED and self.rule.draws)
 
 
-def initializer_of(
-    experiment: Experiment, *, report: Callable[[str], object]
-) -> Callable[[Trainer], TrainState] | None:
-    """Returns a function that makes a trainer's first state from `Experiment.init_from`.
-
-    The function is `initialize_from_checkpoint`. Returns `None` if the run does not start from a
-    checkpoint, or if it has adapters, because the trainer itself reads the base of adapters.
-
-    Args:
-      experiment: the experiment of the new run.
-      report: called with a table of what was restored, resized, initialized, and not used.
-
-    Raises:
-      ValueError: `init_from` is not a run, or the experiment has settings for starting from a
-        checkpoint but no `init_from`.
-    """
-    _check_init_from(experiment)
-    if experiment.init_from is None:
-        return None
-    # A missing checkpoint is reported here, before the data is read.
-    find_checkpoint(storage_path(experiment.init_from))
-    if experiment.training.adapters is not None:
-        if experiment.init_optimizer:
-            raise ValueError(
-                "init_optimizer goes on with an optimizer of all parameters, and training.adapters "
-                "trains others; leave one of them out"
-            )
-        return None  # `Trainer.read_base` reads the checkpoint
-    return functools.partial(initialize_from_checkpoint, experiment=experiment, report=report)
-
-
-def _check_init_from(experiment: Experiment) -> None:
+def check_init_from(experiment: Experiment) -> None:
     """Raises a `ValueError` if an experiment has settings for `init_from`, but no `init_from`."""
     if experiment.init_from is None and experiment != experiment.starting_from(None):
         raise ValueError(
@@ -105,52 +68,28 @@ def _check_init_from(experiment: Experiment) -> None:
         )
 
 
-def initialize_from_checkpoint(
-    trainer: Trainer, *, experiment: Experiment, report: Callable[[str], object] = print
-) -> TrainState:
-    """Returns a trainer's first state, with parameters from the checkpoint in `init_from`.
-
-    The optimizer starts with a new state unless the experiment has `init_optimizer`.
-
-    Args:
-      trainer: makes the rest of the state, and draws the parameters that are not restored.
-      experiment: the experiment of the new run, with its `init_rules`.
-      report: called with a table of what was restored, resized, initialized, and not used.
-
-    Raises:
-      ValueError: `init_from` is not a run, an array does not fit, or `init_optimizer` is set and
-        the checkpoint has the state of another optimizer.
-    """
-    step, variables = _initial_variables(experiment, trainer.mesh, report=report)
-    state = trainer.init(variables)
-    if not experiment.init_optimizer:
-        return state
-    directory, _ = find_checkpoint(storage_path(str(experiment.init_from)))
-    read = functools.partial(
-        read_arrays, entries={"opt_state": state.opt_state}, names=("opt_state",)
-    )
-    _, entries, _ = read_newest(directory / "checkpoints", read, step=step)
-    return dataclasses.replace(state, opt_state=entries["opt_state"])
-
-
 def read_base(
     experiment: Experiment, mesh: Mesh | None, *, report: Callable[[str], object] = lambda _: None
 ) -> Variables:
     """Returns the variables of the base that an experiment's adapters modify.
 
     The result has all variables of the model as they are at the start of the run. It includes the
-    initial values of the parameters that the run trains whole.
+    initial values of the parameters that the run trains whole. It is empty if the experiment has no
+    adapters.
 
     Args:
-      experiment: an experiment with adapters.
+      experiment: the experiment.
       mesh: the mesh over which the variables are sharded. None places them on one device.
       report: called with a table of what was restored, resized, initialized, and not used.
 
     Raises:
       ValueError: the base does not exist, or is not the one with which the adapters were trained.
     """
-    _check_init_from(experiment)
-    return _initial_variables(find_base(experiment), mesh, report=report)[1]
+    if experiment.training.adapters is None:
+        return {}
+    check_init_from(experiment)
+    _, base = read_initial_variables(find_base(experiment), mesh, report=report)
+    return base
 
 
 def restore_run(
@@ -158,9 +97,9 @@ def restore_run(
 ) -> tuple[int, Variables]:
     """Returns the step and variables of a run's checkpoint, with adapters merged into their base.
 
-    It calls `restore_variables`. If the run has adapters, it also reads their base and adds the
-    updates to it. No random values are drawn: parameters that the run initialized are read from its
-    own checkpoint.
+    It calls `restore_variables`. If the run has adapters, it also reads their base and merges them.
+    No random values are drawn: parameters that the run initialized are read from its own
+    checkpoint.
 
     Args:
       directory: the directory of the run.
@@ -172,57 +111,98 @@ def restore_run(
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      ValueError: the checkpoint or the base cannot be read; see `read_base`. Or an earlier version
-        trained the adapters and did not save the parameters that it initialized.
+      ValueError: the checkpoint or the base cannot be read; see `read_base` and `restore_trained`.
     """
-    restore = functools.partial(restore_variables, directory / "checkpoints", step=step)
     if not has_adapters(directory):
-        return restore(layout=layout)
+        return restore_variables(directory / "checkpoints", step=step, layout=layout)
     experiment, mesh = load_experiment(directory), None
-    lora = experiment.training.adapters
-    assert lora is not None
-    shapes, axes = experiment.trained_variables()
     if layout is not None:
         mesh = jax.tree.leaves(layout)[0].sharding.mesh
-    step, adapters = restore(layout=None if mesh is None else with_shardings(shapes, axes, mesh))
-    saved = traverse_util.flatten_dict(adapters)
-    if missing := sorted(traverse_util.flatten_dict(shapes).keys() - saved.keys()):
+    trainable = experiment.trainable
+    step, trained = restore_trained(directory, trainable, step=step, mesh=mesh)
+    _, base = read_initial_variables(find_base(experiment), mesh, report=lambda _: None, draw=False)
+    return step, trainable.merge_arrays(trained, base)
+
+
+def restore_trained(
+    directory: pathlib.Path,
+    trainable: Trainable[Any],
+    *,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[int, Variables]:
+    """Returns the step and variables of a run's checkpoint as they are saved.
+
+    These are the variables that the run has trained. Adapters are not merged into their base.
+
+    Args:
+      directory: the directory of the run.
+      trainable: what the run trains; see `Experiment.trainable`.
+      step: the step to restore. None means the newest.
+      mesh: the mesh over which the variables are sharded. None places them on one device.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      ValueError: the checkpoint cannot be read, or an earlier version trained the adapters and did
+        not save the parameters that it initialized.
+    """
+    shapes, axes = trainable.abstract()
+    layout = None
+    if mesh is not None:
+        layout = with_shardings(shapes, axes, mesh)
+    step, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
+
+    saved = traverse_util.flatten_dict(variables)
+    missing = sorted(traverse_util.flatten_dict(shapes).keys() - saved.keys())
+    if missing:
         raise ValueError(
             f"{directory} does not hold {'/'.join(missing[0][1:])}, which its init_rules make "
             "afresh; its adapters were trained by an earlier version, which did not save it, so "
             "train them again"
         )
-    base = _initial_variables(find_base(experiment), mesh, report=lambda _: None, draw=False)[1]
-    return step, jax.jit(adapted_variables, static_argnums=2)(adapters, base, lora)
+    return step, variables
 
 
-def _initial_variables(
+def read_initial_variables(
     experiment: Experiment, mesh: Mesh | None, *, report: Callable[[str], object], draw: bool = True
 ) -> tuple[int, Variables]:
     """Returns the step of the checkpoint in `init_from`, and an experiment's initial variables.
 
-    Values that are not restored are drawn with the experiment's seed. If `draw` is false, the
-    result does not contain the variables for which `Experiment.draws` is true.
+    Values that are not restored are drawn with the experiment's seed.
+
+    Args:
+      experiment: the experiment of the new run.
+      mesh: the mesh over which the variables are sharded. None places them on one device.
+      report: called with a table of what was restored, resized, initialized, and not used.
+      draw: whether to draw values at random. If it is false, the result does not contain the
+        variables for which `Experiment.draws` is true.
+
+    Raises:
+      ValueError: `init_from` is not a run, or an array does not fit.
     """
     source = storage_path(str(experiment.init_from))
     directory, step = find_checkpoint(source)
     saved = load_experiment(directory)
-    layout = None if mesh is None else layout_over(saved.model, saved.example, mesh)
+    layout = None
+    if mesh is not None:
+        layout = layout_over(saved.model, saved.example, mesh)
     step, variables = restore_run(directory, step=step, layout=layout)
-    shapes, axes = abstract_variables(experiment.model, *experiment.example)
-
-    def flat(model: TokenModel, variables: Variables) -> dict[str, jax.Array]:
-        """Returns the arrays by ``COLLECTION/PATH``, in the form of looped layers."""
-        return traverse_util.flatten_dict(unroll_variables(model, variables), sep="/")
 
     # Shapes are compared layer by layer, so the two models may differ in whether layers are
     # scanned.
-    old, new = (
-        {name: x.shape for name, x in jax.eval_shape(lambda t, m=m: flat(m, t), tree).items()}
-        for m, tree in ((saved.model, variables), (experiment.model, shapes))
-    )
+    old = _looped_shapes(saved.model, variables)
+    shapes, _ = abstract_variables(experiment.model, *experiment.example)
+    new = _looped_shapes(experiment.model, shapes)
     origins = find_origins(old, new, experiment.init_rules)
     report(f"init_from {source}\n{_format_table(origins, old, new)}")
+    _check_problems(source, origins)
+    if saved.model == experiment.model and all(o.status == RESTORED for o in origins.values()):
+        return step, variables
+    return step, _assemble(experiment, saved.model, variables, origins, mesh=mesh, draw=draw)
+
+
+def _check_problems(source: pathlib.Path, origins: Mapping[str, Origin]) -> None:
+    """Raises a `ValueError` if arrays of a checkpoint do not fit the model of the new run."""
     problems = [f"{k.split('/', 1)[1]}: {o.problem}" for k, o in origins.items() if o.problem]
     if problems:
         raise ValueError(
@@ -232,28 +212,64 @@ def _initial_variables(
             "InitRule('PATH', 'fresh')"
         )
 
-    if saved.model == experiment.model and all(o.status == RESTORED for o in origins.values()):
-        return step, variables
+
+def _looped_arrays(model: TokenModel, variables: Variables) -> dict[str, jax.Array]:
+    """Returns the arrays of a model by ``COLLECTION/PATH``, in the form of looped layers."""
+    return traverse_util.flatten_dict(unroll_variables(model, variables), sep="/")
+
+
+def _looped_shapes(model: TokenModel, variables: Variables) -> Shapes:
+    """Returns the shapes of a model's arrays by ``COLLECTION/PATH``, like `_looped_arrays`."""
+    arrays = jax.eval_shape(lambda tree: _looped_arrays(model, tree), variables)
+    return {name: x.shape for name, x in arrays.items()}
+
+
+def _assemble(
+    experiment: Experiment,
+    old_model: TokenModel,
+    variables: Variables,
+    origins: Mapping[str, Origin],
+    *,
+    mesh: Mesh | None,
+    draw: bool,
+) -> Variables:
+    """Returns an experiment's initial variables, made from those of a checkpoint.
+
+    Args:
+      experiment: the experiment of the new run.
+      old_model: the model of the checkpoint.
+      variables: the variables of the checkpoint.
+      origins: where each parameter comes from; see `find_origins`.
+      mesh: see `read_initial_variables`.
+      draw: see `read_initial_variables`.
+    """
+    model = experiment.model
+    shapes, axes = abstract_variables(model, *experiment.example)
     drawn = {name for name, origin in origins.items() if origin.has_new_values}
     if not draw:
         drawn = set()
         origins = {
-            name: o for name, o in origins.items() if not experiment.draws(name.split("/", 1)[1])
-        }
-    abstract = jax.eval_shape(lambda tree: flat(experiment.model, tree), shapes)
-
-    def initialize(theirs: Variables, fresh: Variables) -> Variables:
-        """Returns the new variables. `fresh` has the arrays with random values."""
-        arrays, new = flat(saved.model, theirs), flat(experiment.model, fresh)
-        ours = {
-            name: new[name]
-            if origin.status == INITIALIZED
-            else resize(arrays[origin.source], new.get(name, abstract[name]), origin.rule.fill)
+            name: origin
             for name, origin in origins.items()
+            if not experiment.draws(name.split("/", 1)[1])
         }
-        initialized: Variables = traverse_util.unflatten_dict(ours, sep="/")
+    abstract = jax.eval_shape(lambda tree: _looped_arrays(model, tree), shapes)
+
+    def initialize(of_checkpoint: Variables, random: Variables) -> Variables:
+        """Returns the new variables. `random` has the arrays with random values."""
+        old = _looped_arrays(old_model, of_checkpoint)
+        fresh = _looped_arrays(model, random)
+        new = {}
+        for name, origin in origins.items():
+            if origin.status == INITIALIZED:
+                new[name] = fresh[name]
+            else:
+                like = fresh.get(name, abstract[name])
+                new[name] = resize(old[origin.source], like, origin.rule.fill)
+
+        initialized: Variables = traverse_util.unflatten_dict(new, sep="/")
         # Scanned stacks hold the arrays of all layers in one array [layers, ...].
-        for name, stack in stacks_of(experiment.model).items():
+        for name, stack in stacks_of(model).items():
             for collection in initialized.values():
                 if stack.scan and name in collection:
                     collection[name] = stack_layers(stack, collection[name])
@@ -264,7 +280,10 @@ def _initial_variables(
     result = jax.eval_shape(initialize, variables, fresh)
     place = None if sharding is None else _entries_of(sharding, result)
     # `fresh` is donated, so its buffers can be reused for the result instead of a third copy.
-    return step, jax.jit(initialize, out_shardings=place, donate_argnums=1)(variables, fresh)
+    assembled: Variables = jax.jit(initialize, out_shardings=place, donate_argnums=1)(
+        variables, fresh
+    )
+    return assembled
 
 
 def fresh_variables(
@@ -299,7 +318,7 @@ def fresh_variables(
     if not wanted:
         return {}
     place = None if sharding is None else _entries_of(sharding, wanted)
-    return init_arrays(make, jax.random.key(experiment.training.seed), place)
+    return init_arrays(make, jax.random.key(experiment.training.seed), shardings=place)
 
 
 def _entries_of(tree: PyTree, like: PyTree) -> PyTree:

@@ -25,11 +25,11 @@ from jax.sharding import AbstractMesh, AxisType
 
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.checkpoints.placement import with_shardings
 from synthesizer_jax.costs.chips import HOST, Chip, Topology, tiled_bytes
 from synthesizer_jax.costs.utilization import step_flops
 from synthesizer_jax.models import stacks_of
 from synthesizer_jax.models.stack import REMAT_POLICIES
-from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.optimizers.adafactor import TABLE
 from synthesizer_jax.optimizers.rules import resolve_rules, trained_entries
 from synthesizer_jax.primitives.parameters import (
@@ -39,10 +39,9 @@ from synthesizer_jax.primitives.parameters import (
     merge_entries,
 )
 from synthesizer_jax.sharding import MeshShape, batch_shards, check_batch
-from synthesizer_jax.training.adapters import adapted_variables
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.step import loss_sums
-from synthesizer_jax.training.trainer import Layout, Trainer, abstract_batch, make_layout
+from synthesizer_jax.training.trainer import Trainer, abstract_batch, make_layout
 
 REMATS: tuple[str | None, ...] = (None, "dots", "dots_with_no_batch_dims", "full")
 """Values of `Stack.remat`, sorted from the most memory to the most recomputation."""
@@ -167,12 +166,6 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     rows = data.batch_size // batch_shards(mesh) // training.micro_batches
     optimizer, layout = make_layout(experiment, mesh, rules=training.rules)
     state = layout.abstract
-    base: Variables = {}
-    if training.adapters is not None:
-        # The base has the layout of all variables of the model without adapters.
-        plain = replace(experiment, training=replace(training, adapters=None, rules=()))
-        _, layout = make_layout(plain, mesh, rules=())
-        base = layout.abstract.variables
     chip = topology.chip
     gradients = _shard_bytes(optimizer.trained(state.params), chip)
     # The default mesh makes the arguments equal for all meshes with the same number of rows per
@@ -183,10 +176,10 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
         mesh=dict(mesh.shape),
         rows=rows,
         needs=MemoryNeeds(
-            parameters=_shard_bytes((state.params, state.ema, state.constants, base), chip),
+            parameters=_shard_bytes((state.params, state.ema, state.constants, layout.base), chip),
             optimizer=_shard_bytes(state.opt_state, chip),
             gradients=gradients * (1 if training.micro_batches == 1 else 2),
-            gathered=_gathered_bytes(layout, experiment.model),
+            gathered=_gathered_bytes(experiment, mesh),
             copies=copies // (mesh.shape["fsdp"] * mesh.shape["tensor"]),
             activations=activations,
         ),
@@ -209,18 +202,22 @@ def _shard_bytes(tree: PyTree, chip: Chip) -> int:
     )
 
 
-def _gathered_bytes(layout: Layout, model: TokenModel) -> int:
+def _gathered_bytes(experiment: Experiment, mesh: AbstractMesh) -> int:
     """Returns `MemoryNeeds.gathered` in bytes.
 
     The tables of a layer and their gradients are counted in float32. The kernels of a layer and
     their gradients are counted in the dtype of the computation. Embeddings and output projections
     are counted in the dtype of the computation, and their gradients in float32.
     """
+    model = experiment.model
     size, layered = jnp.dtype(model.dtype).itemsize, stacks_of(model)
+    shapes, axes = abstract_variables(model, *experiment.example)
+    params = with_shardings(shapes["params"], axes["params"], mesh)
+
     gathered = collections.Counter[tuple[object, ...]]()
-    axes = jax.tree.leaves(layout.axes, is_leaf=is_axes)
-    leaves = jax.tree.leaves_with_path(layout.abstract.params)
-    for (path, x), names in zip(leaves, axes, strict=True):
+    leaves = jax.tree.leaves_with_path(params)
+    names_of_leaves = jax.tree.leaves(axes["params"], is_leaf=is_axes)
+    for (path, x), names in zip(leaves, names_of_leaves, strict=True):
         if "fsdp" not in x.sharding.spec:
             continue
         # The size after gathering over `fsdp`, which is still sharded over the other mesh axes.
@@ -257,14 +254,14 @@ def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
             math.prod(shape) == x.size and products(shape) <= products(x.shape) for x in kernels
         )
 
-    residuals, more = (_residuals(experiment, variables, n) for n in (rows, rows + 1))
+    residuals, more = (_residuals(experiment, n) for n in (rows, rows + 1))
     # An activation may have the shape of a kernel, but its shape changes with the number of rows.
     fixed = residuals & more
     copies = _num_bytes(collections.Counter({k: n for k, n in fixed.items() if is_copy(*k)}))
     return copies, _num_bytes(residuals) - copies
 
 
-def _residuals(experiment: Experiment, variables: Variables, rows: int) -> ArrayCounts:
+def _residuals(experiment: Experiment, rows: int) -> ArrayCounts:
     """Counts the arrays that the forward pass of `rows` rows keeps for the backward pass.
 
     They are found by tracing `jax.vjp` abstractly: the arrays in its backward function are
@@ -272,8 +269,8 @@ def _residuals(experiment: Experiment, variables: Variables, rows: int) -> Array
     """
     model, data, training = experiment.model, experiment.data, experiment.training
     batch = abstract_batch(dataclasses.replace(data, batch_size=rows, shards=1))
-    base = {name: variables[name] for name in ("params", "constants") if variables.get(name)}
-    used = base if training.adapters is None else experiment.trained_variables()[0]
+    trainable = experiment.trainable
+    (used, _), (base, _) = trainable.abstract(), trainable.abstract_base()
     trained = trained_entries(resolve_rules(model, used["params"], training.rules), used["params"])
 
     def forward(
@@ -290,7 +287,7 @@ def _residuals(experiment: Experiment, variables: Variables, rows: int) -> Array
             merged = {**variables, "params": merge_entries(trained, variables["params"])}
             sums = loss_sums(
                 model,
-                adapted_variables(merged, base, training.adapters),
+                trainable.merge(merged, base),
                 batch,
                 z_loss=training.z_loss,
                 label_smoothing=training.label_smoothing,

@@ -20,19 +20,24 @@ from synthesizer_jax.base.typing import PyTree
 _Tree = TypeVar("_Tree")
 
 
-def init_arrays(init: Callable[[jax.Array], _Tree], key: jax.Array, shardings: PyTree) -> _Tree:
-    """Returns ``jax.jit(init, out_shardings=shardings)(key)``, computed one array at a time.
+def init_arrays(
+    init: Callable[..., _Tree], key: jax.Array, *arguments: PyTree, shardings: PyTree
+) -> _Tree:
+    """Returns ``jax.jit(init, out_shardings=shardings)(key, *arguments)``, one array at a time.
 
     Args:
-      init: a traceable function from a random key to a pytree of arrays.
+      init: a traceable function from a random key, and possibly more arguments, to a pytree of
+        arrays.
       key: the random key.
+      *arguments: more arguments of `init`, which are pytrees of arrays.
       shardings: a pytree of shardings like the result. None places all arrays on one device.
     """
-    closed, shapes = jax.make_jaxpr(init, return_shape=True)(key)
+    closed, shapes = jax.make_jaxpr(init, return_shape=True)(key, *arguments)
     jaxpr = closed.jaxpr
     # `known` holds the values of variables that are computed already: the arguments, constants and
     # keys.
-    known = dict(zip([*jaxpr.invars, *jaxpr.constvars], [key, *closed.consts], strict=True))
+    values = [key, *jax.tree.leaves(arguments), *closed.consts]
+    known = dict(zip([*jaxpr.invars, *jaxpr.constvars], values, strict=True))
     producers: dict[jex_core.Var, jex_core.JaxprEqn] = {}
     for eqn in jaxpr.eqns:
         producers |= dict.fromkeys(eqn.outvars, eqn)

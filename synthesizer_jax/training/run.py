@@ -33,7 +33,7 @@ from synthesizer_jax.tasks import synthetic, task_registry
 from synthesizer_jax.tasks.splits import is_current, open_stream, requested_splits
 from synthesizer_jax.training import run_directory
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.initial_parameters import initializer_of
+from synthesizer_jax.training.first_state import initializer_of
 from synthesizer_jax.training.loop import train
 from synthesizer_jax.training.step import TrainState
 from synthesizer_jax.training.trainer import Trainer
@@ -87,7 +87,7 @@ def run(
     visible = visible and first
     report: Callable[[str], object] = print if visible else lambda _: None
     given, experiment = experiment, run_directory.find_dtype(experiment, directory)
-    initial = initial or initializer_of(experiment, report=report) or Trainer.init
+    initial = initial or initializer_of(experiment, report=report)
     if visible:
         print(escape_controls(f"{directory}: reading {experiment.data.mixture}"), flush=True)
         if given.model.dtype == AUTO:

@@ -158,13 +158,13 @@ def find_base(experiment: Experiment, directory: pathlib.Path | None = None) -> 
       ValueError: the checkpoint does not exist, or it is not the one with which the adapters were
         trained.
     """
-    lora = experiment.training.adapters
-    if lora is None or experiment.init_from is None:
+    adapters = experiment.training.adapters
+    if adapters is None or experiment.init_from is None:
         return experiment
     source = storage_path(experiment.init_from)
     base, step = find_checkpoint(source) if is_run(source) else (source, None)
     steps = finished_steps(base / "checkpoints")
-    checksum = lora.base_checksum
+    checksum = adapters.base_checksum
     if step is None and directory is not None and has_begun(directory):
         began = load_experiment(directory)
         if began.training.adapters is not None and began.init_from is not None:
@@ -188,7 +188,8 @@ def find_base(experiment: Experiment, directory: pathlib.Path | None = None) -> 
             f"{checkpoint} is not the base with which the adapters were trained (its checksum is "
             f"{found}, not {checksum}); put that one there, or name its place as init_from"
         )
-    training = replace(experiment.training, adapters=replace(lora, base_checksum=found))
+    adapters = replace(adapters, base_checksum=found)
+    training = replace(experiment.training, adapters=adapters)
     return replace(experiment, init_from=str(absolute(checkpoint)), training=training)
 
 

@@ -13,11 +13,11 @@ import optax
 from synthesizer_jax.attention.terms import cap_logits
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.models import LOSSES, Encoder, Rows, TextToText
+from synthesizer_jax.models.trainable import Trainable
 from synthesizer_jax.optimizers.rules import RuledOptimizer
 from synthesizer_jax.primitives.mesh import map_over_batch, mesh_axes
 from synthesizer_jax.primitives.parameters import Variables, apply_method, merge_entries
 from synthesizer_jax.primitives.products import output_product
-from synthesizer_jax.training.adapters import adapted_variables
 from synthesizer_jax.training.experiment import Training
 from synthesizer_jax.training.losses import (
     LossSums,
@@ -43,8 +43,7 @@ class TrainState:
 
     Attributes:
       step: number of finished steps, an int32 scalar.
-      params: trainable parameters, float32. In a run with adapters, these are the low-rank updates
-        and the parameters that are trained whole (`Experiment.trained_variables`).
+      params: the parameters that the run trains and saves, float32; see `Experiment.trainable`.
       constants: variables that are saved but never optimized, such as the tables of Fixed Random.
       opt_state: the state of the optimizer.
       ema: the exponential moving average of the parameters. It is empty if the run has none.
@@ -200,7 +199,7 @@ def teacher_forced(
 
 
 def make_train_step(
-    model: TextToText | Encoder,
+    trainable: Trainable[TextToText | Encoder],
     optimizer: RuledOptimizer,
     training: Training,
     *,
@@ -208,14 +207,14 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch, jax.Array, Variables], tuple[TrainState, Metrics]]:
     """Returns the function ``(state, batch, key, base) → (state, metrics)``, not yet jitted.
 
-    `base` has the variables that the state's adapters modify. It is empty if there are no adapters.
+    `base` has the variables that adapters modify. It is empty if `trainable` has no base.
 
     With `Training.micro_batches`, the batch is divided into parts whose gradients are added up. The
     loss is normalized over the whole batch, so the result is the same as without micro-batches,
     except for rounding and dropout.
 
     Args:
-      model: an unbound model.
+      trainable: the model and what is trained of it.
       optimizer: the optimizer, which also knows which parameters are trained.
       training: settings of the loss, its normalizer, micro-batches and the average of the
         parameters.
@@ -233,7 +232,7 @@ def make_train_step(
       - ``data_checksum``: a uint32 checksum of the batch. If two runs read the same batch in a
         step, they have the same checksum.
     """
-    parts = training.micro_batches
+    model, parts = trainable.model, training.micro_batches
 
     def step(
         state: TrainState, batch: Batch, key: jax.Array, base: Variables
@@ -254,7 +253,7 @@ def make_train_step(
             variables = {**state.variables, "params": merge_entries(trained, state.params)}
             sums = loss_sums(
                 model,
-                adapted_variables(variables, base, training.adapters),
+                trainable.merge(variables, base),
                 part,
                 z_loss=training.z_loss,
                 label_smoothing=training.label_smoothing,

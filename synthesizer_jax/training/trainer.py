@@ -9,24 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.checkpoints.placement import layout_over, with_shardings
+from synthesizer_jax.checkpoints.placement import with_shardings
 from synthesizer_jax.costs.utilization import step_flops, utilizations
 from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.optimizers.adafactor import state_axes
 from synthesizer_jax.optimizers.rules import RuledOptimizer, build_optimizer
-from synthesizer_jax.primitives.parameters import Variables, merge_entries
+from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.sharding import batch_sharding, check_batch, make_mesh, replicated, use_mesh
-from synthesizer_jax.training.adapters import (
-    adapted_variables,
-    init_adapters,
-    is_update,
-)
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import read_base
 from synthesizer_jax.training.random_init import init_arrays
@@ -39,12 +33,12 @@ class Layout:
 
     Attributes:
       abstract: a `TrainState` whose leaves are `jax.ShapeDtypeStruct` with shardings.
-      axes: the logical axes of the parameters in the state. In a run with adapters, these are the
-        low-rank updates and the parameters that are trained whole.
+      base: the variables that adapters modify, also as `jax.ShapeDtypeStruct` with shardings. It is
+        empty if the run has no adapters.
     """
 
     abstract: TrainState
-    axes: PyTree
+    base: Variables
 
     @property
     def shardings(self) -> TrainState:
@@ -65,12 +59,12 @@ def make_layout(
     Returns:
       The optimizer and the layout.
     """
-    model, ema = experiment.model, experiment.training.ema is not None
-    shapes, axes = experiment.trained_variables()
+    trainable = experiment.trainable
+    shapes, axes = trainable.abstract()
     optimizer = build_optimizer(
         experiment.training.optimizer,
         rules,
-        model=model,
+        model=experiment.model,
         params=shapes["params"],
         axes=axes["params"],
     )
@@ -82,9 +76,9 @@ def make_layout(
         params=params,
         constants=with_shardings(shapes.get("constants", {}), axes.get("constants", {}), mesh),
         opt_state=with_shardings(opt_state, opt_axes, mesh),
-        ema=params if ema else {},
+        ema={} if experiment.training.ema is None else params,
     )
-    return optimizer, Layout(abstract=abstract, axes=axes["params"])
+    return optimizer, Layout(abstract, base=with_shardings(*trainable.abstract_base(), mesh))
 
 
 class BatchShards:
@@ -159,11 +153,9 @@ class Trainer:
         check_batch(data.batch_size, self.mesh, micro_batches=training.micro_batches)
         self.model = experiment.model
         self.example = experiment.example
+        self.trainable = experiment.trainable
         self.optimizer, self.layout = make_layout(experiment, self.mesh, rules=self.rules)
-        self.base: Variables = {}
-        self._has_base = training.adapters is None
-        if not self._has_base:  # only shapes and shardings, until `read_base` reads the arrays
-            self.base = layout_over(self.model, self.example, self.mesh)
+        self._base: Variables | None = None
         # XLA's default schedule on CPUs favors parallelism and keeps weight gradients in memory for
         # a long time. The memory-optimized schedule needs far less memory and is not slower.
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
@@ -187,7 +179,7 @@ class Trainer:
         """Returns the function to compile; it takes a state, a batch, a key and `arguments`."""
         data = self.experiment.data
         return make_train_step(
-            self.model,
+            self.trainable,
             self.optimizer,
             self.experiment.training,
             max_segments=data.segments_per_row if data.pack else None,
@@ -206,11 +198,27 @@ class Trainer:
         """
         return (self.base,)
 
-    def read_base(self, report: Callable[[str], object] = lambda _: None) -> None:
-        """Reads the variables of the base that the adapters modify, unless they are already read.
+    @property
+    def abstract_arguments(self) -> tuple[PyTree, ...]:
+        """The shapes and shardings of `arguments`, or the arguments themselves.
 
-        It does nothing if the run has no adapters. A training run calls it before anything is
-        written. Other methods that need the base call it themselves.
+        The step is compiled for them, so the base need not be read for this.
+        """
+        return (self.layout.base,)
+
+    @property
+    def base(self) -> Variables:
+        """The variables that adapters modify, or an empty dictionary if the run has no adapters.
+
+        They are read once, by the first call of `read_base` or the first use of this property.
+        """
+        return self.read_base()
+
+    def read_base(self, report: Callable[[str], object] = lambda _: None) -> Variables:
+        """Reads the `base`, unless it is already read, and returns it.
+
+        A training run calls this method before anything is written, so that a missing base is
+        reported early.
 
         Args:
           report: called with the table of `initial_parameters.read_base`.
@@ -218,9 +226,9 @@ class Trainer:
         Raises:
           ValueError: see `initial_parameters.read_base`.
         """
-        if not self._has_base:
-            self.base = read_base(self.experiment, self.mesh, report=report)
-            self._has_base = True
+        if self._base is None:
+            self._base = read_base(self.experiment, self.mesh, report=report)
+        return self._base
 
     def averaged_variables(self, state: TrainState) -> Variables:
         """Returns the variables of the whole model for evaluation and later use.
@@ -228,12 +236,7 @@ class Trainer:
         They contain the moving average of the parameters if the run has one. Adapters are merged
         into their base.
         """
-        self.read_base()
-        merge = jax.jit(adapted_variables, static_argnums=2)
-        lora = self.experiment.training.adapters
-        return (
-            merge(state.averaged_variables, self.base, lora) if lora else state.averaged_variables
-        )
+        return self.trainable.merge_arrays(state.averaged_variables, self.base)
 
     def step_flops(self) -> float | None:
         """Returns the floating-point operations of a step, or None if they are unknown.
@@ -255,7 +258,7 @@ class Trainer:
         between steps, as with buckets.
         """
         flops = self.step_flops()
-        if flops is None or self.experiment.data.buckets or self.base:
+        if flops is None or self.experiment.data.buckets or self.trainable.has_base:
             return {}
         return utilizations(flops, self.mesh, self.experiment.model.dtype)
 
@@ -267,7 +270,8 @@ class Trainer:
 
         Args:
           variables: the variables of the state. Their buffers are donated and must not be used
-            afterwards. None draws random variables. In a run with adapters, it makes new adapters.
+            afterwards. None makes new ones with `Trainable.init`: random variables, or new adapters
+            if the run has adapters.
         """
 
         def make(variables: Mapping[str, PyTree]) -> TrainState:
@@ -280,41 +284,17 @@ class Trainer:
                 ema=variables["params"] if self.layout.abstract.ema else {},
             )
 
-        def make_fresh(key: jax.Array) -> TrainState:
-            """Returns the first state with random variables."""
-            return make(self.model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in self.example)))
-
-        if variables is None and self.experiment.training.adapters is None:
-            return init_arrays(make_fresh, self._key, self.layout.shardings)
-        variables = self._fresh_adapters() if variables is None else variables
-        return jax.jit(make, donate_argnums=0, out_shardings=self.layout.shardings)(variables)
-
-    def _fresh_adapters(self) -> Variables:
-        """Returns the first variables of a run with adapters.
-
-        These are new low-rank updates, and copies of the base's variables that the run trains
-        whole.
-        """
-        variables = traverse_util.flatten_dict(self.layout.abstract.variables)
-        updates = {keys: x.sharding for keys, x in variables.items() if is_update(keys)}
-        fresh = init_arrays(
-            lambda key: {
-                "params": init_adapters(key, self.layout.abstract.params, self.layout.axes)
-            },
-            self._key,
-            traverse_util.unflatten_dict(updates),
+        if variables is None:
+            variables = init_arrays(
+                self.trainable.init,
+                self._key,
+                self.base,
+                shardings=self.layout.shardings.variables,
+            )
+        state: TrainState = jax.jit(make, donate_argnums=0, out_shardings=self.layout.shardings)(
+            variables
         )
-
-        whole = variables.keys() - updates.keys()
-        if not whole:
-            return fresh
-        self.read_base()
-        base = traverse_util.flatten_dict(self.base)
-        # Steps donate the buffers of the state, and the base must keep its own.
-        copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
-        copies = copy({keys: base[keys] for keys in whole})
-        merged: Variables = merge_entries(traverse_util.unflatten_dict(copies), fresh)
-        return merged
+        return state
 
     @property
     def description(self) -> str:
@@ -371,7 +351,9 @@ class Trainer:
         """
         batch = abstract_batch(self.experiment.data, batch_sharding(self.mesh), lengths=lengths)
         with use_mesh(self.mesh):
-            return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
+            return self._jitted.trace(
+                self.layout.abstract, batch, self._key, *self.abstract_arguments
+            )
 
     def compile(
         self, batch: Batch | None = None, lowered: jax.stages.Lowered | None = None
@@ -401,7 +383,6 @@ class Trainer:
 
         The step is compiled when it is called for the first time with a batch of a new shape.
         """
-        self.read_base()
         return self.compile(batch)(state, batch, self._key, *self.arguments)
 
 

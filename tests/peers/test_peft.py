@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 
+from synthesizer_jax.models import LoRA
 from synthesizer_jax.pretrained import load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface.peft import IGNORED, OPTIONS
-from synthesizer_jax.training.adapters import LoRA
 from synthesizer_jax.training.experiment import InitRule
 from tests.peers.test_transformers import compare_logits, load_reference, make_model
 from tests.pretrained.folders import FAMILIES, TINY

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.models import LoRA
 from synthesizer_jax.optimizers import AdamW
 from synthesizer_jax.pretrained import load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
@@ -20,7 +21,6 @@ from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface.folder import open_folder
 from synthesizer_jax.pretrained.huggingface.peft import with_adapters
 from synthesizer_jax.pretrained.opening import open_pretrained
-from synthesizer_jax.training.adapters import LoRA
 from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.run_directory import find_base, load_experiment
 from synthesizer_jax.training.trainer import Trainer

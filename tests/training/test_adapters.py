@@ -23,13 +23,14 @@ from synthesizer_jax.models import (
     t5,
     unroll_variables,
 )
+from synthesizer_jax.models.adapters import Adapted
+from synthesizer_jax.models.lora import LoRA
 from synthesizer_jax.optimizers import Adafactor, OptimizerRule
-from synthesizer_jax.primitives.parameters import abstract_variables
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.training.adapters import LoRA, abstract_adapters
 from synthesizer_jax.training.checkpoint_average import average_checkpoints
 from synthesizer_jax.training.experiment import InitRule
-from synthesizer_jax.training.initial_parameters import initializer_of, read_base, restore_run
+from synthesizer_jax.training.first_state import initializer_of
+from synthesizer_jax.training.initial_parameters import read_base, restore_run
 from synthesizer_jax.training.run_directory import (
     check_same_run,
     find_base,
@@ -79,9 +80,9 @@ def test_a_kernel_is_split_where_its_layer_sums():
             jax.make_jaxpr(module.init)(jax.random.key(0), *arguments)
         if not summed:
             continue
-        shapes, axes = abstract_variables(module, *arguments)
-        adapters, names = (traverse_util.flatten_dict(x["params"])
-                           for x in abstract_adapters(EVERYTHING, module, shapes, axes))  # fmt: skip
+        shapes, axes = Adapted(module, arguments, EVERYTHING).abstract()
+        adapters = traverse_util.flatten_dict(shapes["params"])
+        names = traverse_util.flatten_dict(axes["params"])
         found = {
             keys[:-1]: len(x.shape) - 1 for keys, x in adapters.items() if keys[-1] == "lora_a"
         }
@@ -214,7 +215,7 @@ def test_a_run_goes_on_and_is_used_with_its_base(source, tmp_path):
     # A run that starts from it starts from the merged parameters. Adapters of adapters are added
     # up.
     _, found = restore_run(whole)
-    assert initializer_of(recipe, report=print) is None
+    assert initializer_of(recipe, report=print) is Trainer.init
     second = find_base(load_experiment(whole).starting_from(str(whole)))
     jax.tree.map(np.testing.assert_array_equal, read_base(second, None), found)
     save(last, second)

@@ -13,12 +13,12 @@ from synthesizer_jax.optimizers import Adafactor, AdamW, Constant, optax_optimiz
 from synthesizer_jax.optimizers.base import count_updates
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.experiment import InitRule
+from synthesizer_jax.training.first_state import initialize_from_checkpoint
 from synthesizer_jax.training.initial_parameters import (
     INITIALIZED,
     RESIZED,
     RESTORED,
     find_origins,
-    initialize_from_checkpoint,
     resize,
 )
 from synthesizer_jax.training.run_directory import save_run

@@ -35,7 +35,7 @@ def test_they_are_those_of_one_program_on_a_mesh(scan):
     shapes = jax.eval_shape(init, jax.random.key(3))
     place = lambda x: NamedSharding(mesh, P("x") if x.ndim and x.shape[0] % 2 == 0 else P())
     shardings = jax.tree.map(place, shapes)
-    found = init_arrays(init, jax.random.key(3), shardings)
+    found = init_arrays(init, jax.random.key(3), shardings=shardings)
     assert jax.tree.map(lambda x: x.sharding, found) == shardings
     jax.tree.map(np.testing.assert_array_equal, found, jax.jit(init)(jax.random.key(3)))
 
@@ -53,6 +53,6 @@ def test_layers_that_are_alike_are_compiled_once():
         init = state(layers)
         shardings = jax.tree.map(lambda _: device, jax.eval_shape(init, jax.random.key(0)))
         compiled.clear()
-        init_arrays(init, jax.random.key(0), shardings)
+        init_arrays(init, jax.random.key(0), shardings=shardings)
         numbers.append(len(compiled))
     assert 5 < numbers[1] == numbers[2] <= numbers[0], numbers

@@ -20,6 +20,7 @@ from synthesizer_jax.base.files import describing, storage_path
 from synthesizer_jax.base.registry import format_value
 from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.models import Encoder, EncoderDecoder
+from synthesizer_jax.models.adapters import LORA_A, LORA_B, Adapted
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface import t5gemma
@@ -36,7 +37,6 @@ from synthesizer_jax.pretrained.tensors import (
     reading,
 )
 from synthesizer_jax.primitives.parameters import Variables
-from synthesizer_jax.training.adapters import LORA_A, LORA_B, LoRA
 
 _PREFIX = "base_model.model."
 """The beginning of all names of tensors in a folder of PEFT."""
@@ -373,7 +373,7 @@ def _read_updated(
 
 
 def write_adapters(
-    folder: pathlib.Path, model: TokenModel, adapters: Variables, lora: LoRA
+    folder: pathlib.Path, adapted: Adapted[TokenModel], variables: Variables
 ) -> None:
     """Writes the adapters of a run to an empty directory, in the format of PEFT.
 
@@ -382,31 +382,35 @@ def write_adapters(
 
     Args:
       folder: the empty directory.
-      model: the model, with looped layers.
-      adapters: the variables that the run has trained.
-      lora: the configuration of the run's adapters.
+      adapted: the model, with looped layers, and its adapters.
+      variables: the variables that the run has trained.
 
     Raises:
       ValueError: if the model is not a T5, for example if it is a classifier. The message names
         what transformers lacks.
     """
+    model = adapted.model
     found = correspondences(model, kind_of(model).name_of)
-    variables = traverse_util.flatten_dict(adapters)
+    arrays = traverse_util.flatten_dict(variables)
     tensors, targets, saved = dict[str, np.ndarray](), set[str](), set[str]()
     for c in found:
         # The output projection includes the scale of the logits, as in `with_output_of_t5`.
-        scale = model.logits_scale or 1.0 if c.path == ("logits_kernel",) else 1.0
-        if ("params", *c.path) in variables:
-            array = c.layout.from_ours(np.asarray(variables["params", *c.path]) * np.float32(scale))
+        keys = ("params", *c.path)
+        scale = np.float32(1.0)
+        if c.path == ("logits_kernel",):
+            scale = np.float32(model.logits_scale or 1.0)
+        if keys in adapted.whole:
+            array = c.layout.from_ours(np.asarray(arrays[keys]) * scale)
             for module in _modules_of(c, model):
                 tensors[_PREFIX + module + _WEIGHT] = np.ascontiguousarray(array)
                 saved.add(module)
-        elif ("params", *c.path, LORA_A) in variables:
+        elif keys in adapted.updates:
             module = c.name.removesuffix(_WEIGHT)
-            a, b = (np.asarray(variables["params", *c.path, leaf]) for leaf in (LORA_A, LORA_B))
+            rank = adapted.updates[keys].rank
             # A becomes ``[rank, inputs]`` and B ``[outputs, rank]``.
-            matrices = a.reshape(-1, lora.rank).T, (b * np.float32(scale)).reshape(lora.rank, -1).T
-            for name, matrix in zip(_updates(module), matrices, strict=True):
+            a = np.asarray(arrays[*keys, LORA_A]).reshape(-1, rank).T
+            b = (np.asarray(arrays[*keys, LORA_B]) * scale).reshape(rank, -1).T
+            for name, matrix in zip(_updates(module), (a, b), strict=True):
                 tensors[_PREFIX + name] = np.ascontiguousarray(matrix)
             targets.add(module)
 
@@ -416,8 +420,8 @@ def write_adapters(
     if targets == {module for module in named if module.rpartition(".")[2] in leaves}:
         targets = leaves
     config = {
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "r": adapted.lora.rank,
+        "lora_alpha": adapted.lora.alpha,
         "target_modules": sorted(targets),
         "modules_to_save": sorted(saved) or None,
     }

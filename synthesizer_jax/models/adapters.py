@@ -1,0 +1,267 @@
+"""LoRA adapters: low-rank updates of a trained model's kernels (Hu et al. 2022).
+
+A kernel W of shape ``[inputs, outputs]`` becomes ``W + (alpha / rank) · A · B``, where A is
+``[inputs, rank]`` and B is ``[rank, outputs]``. Kernels with more than two dimensions keep them:
+for a query kernel ``[d_model, heads, head_dim]``, A is ``[d_model, rank]`` and B is
+``[rank, heads, head_dim]``. In scanned layers, A and B both have a leading axis of layers.
+
+A run with adapters trains and saves two kinds of variables:
+
+- The low-rank updates. Their paths are ``KERNEL_PATH/lora_a`` and ``KERNEL_PATH/lora_b``.
+- Whole variables for which `Experiment.init_rules` draw new random values, such as a new
+  classifier. No other checkpoint contains these values, so the run trains the complete arrays,
+  under their usual paths.
+
+All other variables of the model are those of the base, which is the checkpoint that the adapters
+modify. `Adapted` decides which variable is of which kind, and `LowRankUpdate` describes the update
+of one kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.models.lora import LoRA
+from synthesizer_jax.models.token_model import looped_paths
+from synthesizer_jax.models.trainable import Trainable
+from synthesizer_jax.primitives.initializers import TorchUniform
+from synthesizer_jax.primitives.parameters import Axes, Variables
+
+Model = TypeVar("Model", bound=nn.Module)
+
+Keys = tuple[str, ...]
+"""The collection of a variable and its path in the model, such as ``("params", "embedding")``."""
+
+LORA_A, LORA_B = "lora_a", "lora_b"
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRankUpdate:
+    """The low-rank update of one kernel, ``W + scale · A · B``.
+
+    Attributes:
+      kernel: the shape and dtype of the kernel W.
+      axes: the logical axes of the kernel. They determine which of its axes are inputs: all axes
+        except the last if the last one is ``embed``, and otherwise only the first. The axis of
+        scanned layers does not count.
+      rank: the rank of the update.
+      scale: the factor of the update.
+    """
+
+    kernel: jax.ShapeDtypeStruct
+    axes: Axes
+    rank: int
+    scale: float
+
+    leaves = (LORA_A, LORA_B)
+    """The names of the update's arrays, sorted. Each follows the path of the kernel."""
+
+    @property
+    def is_scanned(self) -> bool:
+        """Whether the first axis of the kernel is that of the layers of a scanned stack."""
+        return self.axes[0] == "layers"
+
+    def abstract(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
+        """Returns the shape and the logical axes of every array of the update, by its name."""
+        shape, axes = self.kernel.shape, self.axes
+        first_input = int(self.is_scanned)
+        first_output = len(shape) - 1 if axes[-1] == "embed" else first_input + 1
+
+        a_shape = (*shape[:first_output], self.rank)
+        a_axes = (*axes[:first_output], None)
+        b_shape = (*shape[:first_input], self.rank, *shape[first_output:])
+        b_axes = (*axes[:first_input], None, *axes[first_output:])
+        return {
+            LORA_A: (jax.ShapeDtypeStruct(a_shape, self.kernel.dtype), a_axes),
+            LORA_B: (jax.ShapeDtypeStruct(b_shape, self.kernel.dtype), b_axes),
+        }
+
+    def init(self, keys: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns the initial arrays by their names. As in PEFT, A is uniform in ±1/√inputs.
+
+        B is zero, so that the adapted model is equal to its base when training starts.
+
+        Args:
+          keys: a random key for every name in `leaves`.
+        """
+        abstract = self.abstract()
+        a, _ = abstract[LORA_A]
+        b, _ = abstract[LORA_B]
+        # A is [layers?, *inputs, rank]. Only the input axes count for the range of its values.
+        fan_in = math.prod(a.shape[int(self.is_scanned) : -1])
+        return {
+            LORA_A: TorchUniform(fan_in)(keys[LORA_A], a.shape, a.dtype),
+            LORA_B: jnp.zeros(b.shape, b.dtype),
+        }
+
+    def apply(self, kernel: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
+        """Returns the updated kernel.
+
+        Args:
+          kernel: the kernel of the base.
+          arrays: the arrays of the update by their names.
+        """
+        product = jax.vmap(_product) if self.is_scanned else _product
+        return kernel + self.scale * product(arrays[LORA_A], arrays[LORA_B])
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the product of A and B, ``[inputs, outputs]``.
+
+    It is computed in full precision, so that it is the same wherever it is computed.
+    """
+    return jnp.tensordot(a, b, 1, precision=jax.lax.Precision.HIGHEST)
+
+
+class Adapted(Trainable[Model]):
+    """A model whose adapters are trained instead of the model itself.
+
+    Args:
+      model: the unbound model to which the adapters are added.
+      example: the shapes and dtypes of the arguments of its `__call__`.
+      lora: selects the kernels that have low-rank updates.
+      is_whole: a function that takes the path of a variable, in the form of looped layers, and
+        returns whether the whole variable is trained. Such a kernel has no low-rank update.
+
+    Attributes:
+      lora: the configuration of the adapters.
+      updates: the low-rank updates by the keys of their kernels, sorted by the keys.
+      whole: the keys of the variables that are trained whole, sorted.
+
+    Raises:
+      ValueError: no kernel has an update, or a pattern matches only some layers of a scanned stack.
+    """
+
+    has_base = True
+
+    def __init__(
+        self,
+        model: Model,
+        example: tuple[jax.ShapeDtypeStruct, ...],
+        lora: LoRA,
+        *,
+        is_whole: Callable[[str], bool] = lambda path: False,
+    ):
+        super().__init__(model, example)
+        self.lora = lora
+        self.updates: dict[Keys, LowRankUpdate] = {}
+        self.whole: list[Keys] = []
+
+        def is_target(path: str) -> bool:
+            """Returns whether the kernel of a path has an update."""
+            return re.fullmatch(lora.targets, path) is not None
+
+        shapes, axes = map(traverse_util.flatten_dict, self.abstract_model())
+        paths: list[str] = []
+        for keys in sorted(shapes):
+            collection, *path = keys
+            looped = looped_paths(model, tuple(path))
+            if _matches_all("init_rules match", looped, is_whole):
+                self.whole.append(keys)
+            elif collection == "params" and path[-1].endswith("kernel"):
+                paths += looped
+                what = f"training.adapters: {lora.targets!r} matches"
+                if _matches_all(what, looped, is_target):
+                    scale = lora.alpha / lora.rank
+                    self.updates[keys] = LowRankUpdate(shapes[keys], axes[keys], lora.rank, scale)
+
+        if not self.updates:
+            example_of_path = did_you_mean(lora.targets, paths) or f", such as {min(paths)!r}"
+            raise ValueError(
+                f"training.adapters: {lora.targets!r} matches no kernel{example_of_path}; a "
+                "pattern matches whole paths"
+            )
+
+    def abstract(self) -> tuple[Variables, PyTree]:
+        """Returns the shapes and the logical axes of the updates and of the whole variables."""
+        shapes, axes = map(traverse_util.flatten_dict, self.abstract_model())
+        found = {keys: (shapes[keys], axes[keys]) for keys in self.whole}
+        for keys, update in self.updates.items():
+            for leaf, shape_and_axes in update.abstract().items():
+                found[*keys, leaf] = shape_and_axes
+
+        return (
+            traverse_util.unflatten_dict({keys: shape for keys, (shape, _) in found.items()}),
+            traverse_util.unflatten_dict({keys: names for keys, (_, names) in found.items()}),
+        )
+
+    def abstract_base(self) -> tuple[Variables, PyTree]:
+        """Returns the shapes and the logical axes of all variables of the model."""
+        return self.abstract_model()
+
+    def init(self, key: jax.Array, base: Variables) -> Variables:
+        """Returns new low-rank updates, and copies of the base's values of the whole variables.
+
+        They are copies because training steps donate the buffers of what is trained, and the base
+        must keep its own.
+
+        Args:
+          key: a random key.
+          base: the variables of the base, which include the initial values of the whole variables.
+        """
+        of_base = traverse_util.flatten_dict(base)
+        variables = {keys: jnp.copy(of_base[keys]) for keys in self.whole}
+
+        names = [(*keys, leaf) for keys, update in self.updates.items() for leaf in update.leaves]
+        random_keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+        for keys, update in self.updates.items():
+            arrays = update.init({leaf: random_keys[*keys, leaf] for leaf in update.leaves})
+            variables |= {(*keys, leaf): array for leaf, array in arrays.items()}
+        return traverse_util.unflatten_dict(variables)
+
+    def merge(self, variables: Variables, base: Variables) -> Variables:
+        """Returns the variables for the model's `apply`.
+
+        Low-rank updates are added to the kernels of the base. Variables that are trained whole
+        replace the base's, or are added if the base does not have them.
+        """
+        return _merge(variables, base, tuple(self.updates.items()))
+
+    def merge_arrays(self, variables: Variables, base: Variables) -> Variables:
+        """Returns the same as `merge`, computed by a compiled program.
+
+        The program is shared by all objects with equal updates.
+        """
+        merged: Variables = _compiled_merge(variables, base, tuple(self.updates.items()))
+        return merged
+
+
+def _merge(
+    variables: Variables, base: Variables, updates: tuple[tuple[Keys, LowRankUpdate], ...]
+) -> Variables:
+    """Returns the variables of the adapted model; see `Adapted.merge`."""
+    trained, merged = map(traverse_util.flatten_dict, (variables, base))
+    for keys, update in updates:
+        arrays = {leaf: trained.pop((*keys, leaf)) for leaf in update.leaves}
+        merged[keys] = update.apply(merged[keys], arrays)
+    # The arrays that are left are trained whole.
+    return traverse_util.unflatten_dict(merged | trained)
+
+
+_compiled_merge = jax.jit(_merge, static_argnums=2)
+
+
+def _matches_all(what: str, looped: list[str], is_match: Callable[[str], bool]) -> bool:
+    """Returns whether layers that are stacked in one array match: all of them or none of them.
+
+    Raises:
+      ValueError: some layers match and others do not. The message begins with `what`.
+    """
+    others = [path for path in looped if not is_match(path)]
+    if others and len(others) < len(looped):
+        raise ValueError(
+            f"{what} layers of a scanned stack, but not {others[0]!r}; match all of them, or build "
+            "the model with scan=False"
+        )
+    return not others

@@ -1,0 +1,82 @@
+"""What a run trains of a model: all of its variables, unless it has adapters."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.primitives.parameters import Variables, abstract_variables
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Trainable(Generic[Model]):
+    """A model, and the variables that a run of it trains and saves: here, all of its variables.
+
+    The subclass `adapters.Adapted` trains other variables instead, which modify a base. Training,
+    plans and checkpoints only use the methods of this class, so they are the same with and without
+    adapters::
+
+        shapes, axes = trainable.abstract()
+        variables = trainable.init(key, base)
+        y = model.apply(trainable.merge(variables, base), x)
+
+    Args:
+      model: the unbound model.
+      example: the shapes and dtypes of the arguments of its `__call__`.
+    """
+
+    has_base = False
+    """Whether the variables modify a base, which is a complete set of the model's variables.
+
+    Without a base, all arguments with the name `base` are empty dictionaries.
+    """
+
+    def __init__(self, model: Model, example: tuple[jax.ShapeDtypeStruct, ...]):
+        self.model = model
+        self.example = example
+
+    def abstract(self) -> tuple[Variables, PyTree]:
+        """Returns the shapes and the logical axes of the variables that are trained and saved.
+
+        Constants, which are saved but never optimized, are among them.
+        """
+        return self.abstract_model()
+
+    def abstract_base(self) -> tuple[Variables, PyTree]:
+        """Returns the shapes and the logical axes of the variables of the base."""
+        return {}, {}
+
+    def abstract_model(self) -> tuple[Variables, PyTree]:
+        """Returns the shapes and the logical axes of all variables of the model."""
+        return abstract_variables(self.model, *self.example)
+
+    def init(self, key: jax.Array, base: Variables) -> Variables:
+        """Returns the initial variables. The function can be traced.
+
+        Args:
+          key: a random key.
+          base: the variables of the base.
+        """
+        del base
+        example = (jnp.zeros(x.shape, x.dtype) for x in self.example)
+        variables: Variables = self.model.init(key, *example)
+        return variables
+
+    def merge(self, variables: Variables, base: Variables) -> Variables:
+        """Returns the variables for the model's `apply`. The function can be traced.
+
+        Args:
+          variables: the variables that are trained and saved.
+          base: the variables of the base.
+        """
+        del base
+        return variables
+
+    def merge_arrays(self, variables: Variables, base: Variables) -> Variables:
+        """Returns the same as `merge`, computed by a compiled program if there is work to do."""
+        return self.merge(variables, base)
