@@ -196,10 +196,11 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
 
 def _shard_bytes(tree: PyTree, chip: Chip) -> int:
     """Returns the size in bytes of one device's shards of abstract arrays with shardings."""
-    size = (lambda shape, itemsize: math.prod(shape) * itemsize) if chip.is_gpu else tiled_bytes
-    return sum(
-        size(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree)
-    )
+    total = 0
+    for x in jax.tree.leaves(tree):
+        shape, itemsize = x.sharding.shard_shape(x.shape), x.dtype.itemsize
+        total += math.prod(shape) * itemsize if chip.is_gpu else tiled_bytes(shape, itemsize)
+    return total
 
 
 def _gathered_bytes(experiment: Experiment, mesh: AbstractMesh) -> int:
@@ -210,7 +211,8 @@ def _gathered_bytes(experiment: Experiment, mesh: AbstractMesh) -> int:
     are counted in the dtype of the computation, and their gradients in float32.
     """
     model = experiment.model
-    size, layered = jnp.dtype(model.dtype).itemsize, stacks_of(model)
+    size = jnp.dtype(model.dtype).itemsize
+    stacks = stacks_of(model)
     shapes, axes = abstract_variables(model, *experiment.example)
     params = with_shardings(shapes["params"], axes["params"], mesh)
 
@@ -222,9 +224,11 @@ def _gathered_bytes(experiment: Experiment, mesh: AbstractMesh) -> int:
             continue
         # The size after gathering over `fsdp`, which is still sharded over the other mesh axes.
         whole = math.prod(x.sharding.shard_shape(x.shape)) * x.sharding.mesh.shape["fsdp"]
-        if path[0].key in layered:
+        if path[0].key in stacks:
             layers = x.shape[0] if names[0] == "layers" else 1
-            gathered[path[:2]] += 2 * (4 if TABLE & set(names) else size) * whole // layers
+            # The kernel or table, and its gradient.
+            itemsize = 4 if TABLE & set(names) else size
+            gathered[path[:2]] += 2 * itemsize * whole // layers
         else:
             gathered[path[:1]] += (size + 4) * whole
     return max(gathered.values(), default=0)
@@ -242,23 +246,37 @@ def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
     """
     model = experiment.model
     variables, axes = abstract_variables(model, *experiment.example)
-    names = jax.tree.leaves(axes["params"], is_leaf=is_axes)
-    params = zip(jax.tree.leaves_with_path(variables["params"]), names, strict=True)
     stacks = stacks_of(model)
-    kernels = [x for (path, x), n in params if path[0].key in stacks and not TABLE & set(n)]
+    leaves = jax.tree.leaves_with_path(variables["params"])
+    names_of_leaves = jax.tree.leaves(axes["params"], is_leaf=is_axes)
+    kernels = [
+        x
+        for (path, x), names in zip(leaves, names_of_leaves, strict=True)
+        if path[0].key in stacks and not TABLE & set(names)
+    ]
 
     def is_copy(shape: tuple[int, ...], dtype: np.dtype) -> bool:
         """Returns whether an array is a layer's kernel, possibly with adjacent axes merged."""
-        products = lambda shape: set(itertools.accumulate(shape, operator.mul))
         return dtype == jnp.dtype(model.dtype) and any(
-            math.prod(shape) == x.size and products(shape) <= products(x.shape) for x in kernels
+            math.prod(shape) == x.size and _prefix_sizes(shape) <= _prefix_sizes(x.shape)
+            for x in kernels
         )
 
-    residuals, more = (_residuals(experiment, n) for n in (rows, rows + 1))
+    residuals = _residuals(experiment, rows)
     # An activation may have the shape of a kernel, but its shape changes with the number of rows.
-    fixed = residuals & more
-    copies = _num_bytes(collections.Counter({k: n for k, n in fixed.items() if is_copy(*k)}))
+    fixed = residuals & _residuals(experiment, rows + 1)
+    copies = _num_bytes(
+        collections.Counter({array: n for array, n in fixed.items() if is_copy(*array)})
+    )
     return copies, _num_bytes(residuals) - copies
+
+
+def _prefix_sizes(shape: tuple[int, ...]) -> set[int]:
+    """Returns the products of the first one, two, … sizes of a shape.
+
+    Merging adjacent axes removes some of these products and keeps the others.
+    """
+    return set(itertools.accumulate(shape, operator.mul))
 
 
 def _residuals(experiment: Experiment, rows: int) -> ArrayCounts:
@@ -270,8 +288,10 @@ def _residuals(experiment: Experiment, rows: int) -> ArrayCounts:
     model, data, training = experiment.model, experiment.data, experiment.training
     batch = abstract_batch(dataclasses.replace(data, batch_size=rows, shards=1))
     trainable = experiment.trainable
-    (used, _), (base, _) = trainable.abstract(), trainable.abstract_base()
-    trained = trained_entries(resolve_rules(model, used["params"], training.rules), used["params"])
+    used, _ = trainable.abstract()
+    base, _ = trainable.abstract_base()
+    rates = resolve_rules(model, used["params"], training.rules)
+    trained = trained_entries(rates, used["params"])
 
     def forward(
         trained: PyTree,
@@ -327,7 +347,8 @@ def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment,
             changed = replace(with_remat(experiment, remat), mesh=mesh)
             try:
                 plan = make_plan(changed, topology)
-            except ValueError:  # the mesh cannot divide the batch or a parameter, with any remat
+            except ValueError:
+                # The mesh cannot divide the batch or a parameter. This does not depend on `remat`.
                 break
             if plan.fits:
                 variants.append((changed, plan))
@@ -380,7 +401,7 @@ def compile_step(experiment: Experiment, topology: Topology) -> jax.stages.Compi
         # A kernel that exhausts on-chip memory has the same status, but that is not a lack of HBM.
         if refused is None or "hbm" not in refused[1].lower():
             raise
-        raise TooLargeError(f"the compiler rejects the step: {refused[1]}") from error
+        raise TooLargeError(f"The compiler rejects the step: {refused[1]}") from error
 
 
 def devices_of(topology: Topology) -> list[jax.Device]:
@@ -390,28 +411,30 @@ def devices_of(topology: Topology) -> list[jax.Device]:
       ValueError: the compiler is not installed, or it does not support the topology.
     """
     chip = topology.chip
+    options: dict[str, int | str] = {}
     if chip.is_gpu:
+        platform, remedy = "cuda", "Run pip install 'synthesizer-jax[cuda]'."
         hosts = max(1, topology.chips // HOST)
-        options: dict[str, int | str] = {
-            "target_config": _gpu_config(chip),
-            "topology": f"1x{hosts}x{topology.chips // hosts}",
-        }
-        platform, remedy = "cuda", "pip install 'synthesizer-jax[cuda]'"
+        options["target_config"] = _gpu_config(chip)
+        options["topology"] = f"1x{hosts}x{topology.chips // hosts}"
     else:
+        platform = "tpu"
+        remedy = "Run pip install 'jax[tpu]', and choose a topology that exists."
+        if topology.slices > 1:
+            options["num_slices"] = topology.slices
+        if chip.config is not None:
+            options["chip_config_name"] = chip.config
         # Without a TPU there is no metadata server that libtpu could ask.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        options = {} if topology.slices == 1 else {"num_slices": topology.slices}
-        options |= {} if chip.config is None else {"chip_config_name": chip.config}
-        platform, remedy = "tpu", "pip install 'jax[tpu]', and choose a topology that exists"
     try:
         found = topologies.get_topology_desc(
             platform=platform, topology_name=topology.name, **options
         )
     except (RuntimeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{topology.name} cannot be compiled for ({' '.join(str(error).split())[:200]}); "
-            f"{remedy}"
+            f"Programs for {topology.name} cannot be compiled: {reason}. {remedy}"
         ) from error
     return list(found.devices)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,10 @@ class TrainState:
     @property
     def variables(self) -> Variables:
         """The variables for the model's `apply` during training."""
-        return {"params": self.params, **({"constants": self.constants} if self.constants else {})}
+        variables = {"params": self.params}
+        if self.constants:
+            variables["constants"] = self.constants
+        return variables
 
     @property
     def averaged_variables(self) -> Variables:
@@ -66,7 +70,7 @@ class TrainState:
 
         If the run has a moving average of the parameters, it takes the place of the parameters.
         """
-        return {**self.variables, **({"params": self.ema} if self.ema else {})}
+        return {**self.variables, "params": self.ema or self.params}
 
 
 def loss_sums(
@@ -102,18 +106,7 @@ def loss_sums(
         whole batch.
     """
     if isinstance(model, Encoder):
-        classifies = model.outputs is not None
-        encoded: PyTree = model.apply(
-            variables,
-            batch["encoder_input_tokens"],
-            rngs=None if dropout_key is None else {"dropout": dropout_key},
-            method=model.__call__ if classifies else model.token_features,
-            mutable=[LOSSES],
-        )
-        states, sown = encoded
-        states = states.outputs[:, None] if classifies else states  # class logits [b, 1, classes]
-        kernel = None if classifies else apply_method(model.token_projection, variables)
-        scale = 1.0
+        output, sown = _encoder_output(model, variables, batch, dropout_key)
     else:
         states, sown = teacher_forced(
             model,
@@ -124,40 +117,107 @@ def loss_sums(
             max_segments=max_segments,
         )
         kernel, scale = apply_method(model.output_kernel, variables)
-    targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
-    chunked = functools.partial(
-        chunked_cross_entropy,
-        scale=scale,
+        output = _Output(states, kernel, scale)
+    sums = _output_loss(
+        output,
+        targets=batch["decoder_target_tokens"],
+        weights=batch["decoder_loss_weights"],
         z_loss=z_loss,
         label_smoothing=label_smoothing,
         soft_cap=model.logits_soft_cap,
     )
-    # Without a kernel, `states` already are the logits [b, 1, classes]. Otherwise they are
-    # [b, q, d_model], or [b, k, d_model + 1] for masked tokens.
-    if kernel is None or targets.size * kernel.shape[1] <= DENSE_LOGITS:
-        logits = states
-        if kernel is not None:
-            logits = output_product(states * jnp.asarray(scale, states.dtype), kernel)
-            logits = cap_logits(logits, model.logits_soft_cap)
-        sums = cross_entropy(
-            logits, targets, weights=weights, z_loss=z_loss, label_smoothing=label_smoothing
-        )
-    elif mesh_axes("batch"):
-        # Each device computes the loss of its own rows, so that no chunk has rows of several
-        # devices and the kernel is gathered only once.
-        of_rows = lambda kernel, x, y, w: chunked(x, kernel, targets=y, weights=w)
-        parts = map_over_batch(
-            lambda *arrays: jax.tree.map(lambda x: jnp.asarray(x)[None], of_rows(*arrays)),
-            kernel.astype(states.dtype),
-            *(states, targets, weights),
-        )
-        sums = jax.tree.map(jnp.sum, parts)
-    else:
-        sums = chunked(states, kernel, targets=targets, weights=weights)
+
     # Modules in scanned layers sow one array [layers], other modules sow scalars.
     penalty = sum(map(jnp.sum, jax.tree.leaves(sown)), start=jnp.zeros(()))
     weight = sums.weight if penalty_weight is None else penalty_weight
     return dataclasses.replace(sums, penalty=penalty * weight)
+
+
+class _Output(NamedTuple):
+    """The arrays from which the logits of a batch are computed, ``scale · states · kernel``.
+
+    Attributes:
+      states: ``[b, q, d_model]``, or ``[b, k, d_model + 1]`` for masked tokens. Without a kernel,
+        these are the logits themselves, ``[b, 1, classes]``.
+      kernel: the output projection ``[d_model, vocab]``, or None.
+      scale: the factor of the states.
+    """
+
+    states: jax.Array
+    kernel: jax.Array | None
+    scale: float
+
+
+def _encoder_output(
+    model: Encoder, variables: Variables, batch: Batch, dropout_key: jax.Array | None
+) -> tuple[_Output, Variables]:
+    """Returns what an encoder's logits are computed from, and the losses that its modules sow.
+
+    See `loss_sums` for the arguments.
+    """
+    classifies = model.outputs is not None
+    encoded_and_sown: PyTree = model.apply(
+        variables,
+        batch["encoder_input_tokens"],
+        rngs=None if dropout_key is None else {"dropout": dropout_key},
+        method=model.__call__ if classifies else model.token_features,
+        mutable=[LOSSES],
+    )
+    encoded, sown = encoded_and_sown
+    if classifies:
+        return _Output(encoded.outputs[:, None], kernel=None, scale=1.0), sown
+    return _Output(encoded, apply_method(model.token_projection, variables), scale=1.0), sown
+
+
+def _output_loss(
+    output: _Output,
+    *,
+    targets: jax.Array,
+    weights: jax.Array,
+    z_loss: float,
+    label_smoothing: float,
+    soft_cap: float | None,
+) -> LossSums:
+    """Returns the loss of a batch, without the losses that modules add; see `cross_entropy`.
+
+    Large logits are computed in chunks; see `DENSE_LOGITS`.
+    """
+    states, kernel, scale = output
+    if kernel is None or targets.size * kernel.shape[1] <= DENSE_LOGITS:
+        logits = states
+        if kernel is not None:
+            logits = output_product(states * jnp.asarray(scale, states.dtype), kernel)
+            logits = cap_logits(logits, soft_cap)
+        return cross_entropy(
+            logits, targets, weights=weights, z_loss=z_loss, label_smoothing=label_smoothing
+        )
+
+    def chunked_loss(
+        kernel: jax.Array, states: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> LossSums:
+        """Returns the loss of some rows, computed in chunks of tokens."""
+        return chunked_cross_entropy(
+            states,
+            kernel,
+            targets=targets,
+            weights=weights,
+            scale=scale,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+            soft_cap=soft_cap,
+        )
+
+    if not mesh_axes("batch"):
+        return chunked_loss(kernel, states, targets, weights)
+
+    def loss_of_device(*arrays: jax.Array) -> LossSums:
+        """Returns the loss of a device's rows. Every sum has a new axis, over the devices."""
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], chunked_loss(*arrays))
+
+    # Each device computes the loss of its own rows, so that no chunk has rows of several devices
+    # and the kernel is gathered only once.
+    sums = map_over_batch(loss_of_device, kernel.astype(states.dtype), states, targets, weights)
+    return jax.tree.map(jnp.sum, sums)
 
 
 def teacher_forced(
@@ -240,8 +300,8 @@ def make_train_step(
         """Computes the gradients of a batch and updates the state."""
         key = jax.random.fold_in(key, state.step)
         weights = batch["decoder_loss_weights"]
+        num_targets = weights.sum()
         denominator = loss_denominator(weights, training.loss_normalizer)
-        trained, num_targets = optimizer.trained(state.params), weights.sum()
 
         def normalized_loss(
             trained: PyTree, part: Batch, key: jax.Array
@@ -263,25 +323,14 @@ def make_train_step(
             )
             return (sums.total + sums.penalty) / denominator, sums
 
-        gradients_of = functools.partial(jax.grad(normalized_loss, has_aux=True), trained)
-
-        def add_part(total: PyTree, indexed_part: tuple[jax.Array, Batch]) -> tuple[PyTree, None]:
-            """Adds the gradients and sums of a micro-batch to the total."""
-            index, part = indexed_part
-            gradients = gradients_of(part, jax.random.fold_in(key, index))
-            return jax.tree.map(jnp.add, total, gradients), None
-
+        gradients_of = functools.partial(
+            jax.grad(normalized_loss, has_aux=True), optimizer.trained(state.params)
+        )
         if parts == 1:
             gradients, sums = gradients_of(batch, key)
         else:
-            # The sums start as zeros with the shapes and dtypes of the gradients and sums of one
-            # part.
-            split = jax.tree.map(lambda x: _split_micro_batches(x, parts), batch)
-            first = jax.tree.map(lambda x: x[0], split)
-            zeros = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients_of, first, key)
-            )
-            gradients, sums = jax.lax.scan(add_part, zeros, (jnp.arange(parts), split))[0]
+            gradients, sums = _sum_over_parts(gradients_of, batch, key, parts)
+
         gradients = optimizer.mask_gradients(gradients)
         real_targets = jnp.maximum(sums.weight, 1.0)
         tokens = (batch["encoder_input_tokens"] != model.ids.padding).sum() + sums.weight
@@ -340,6 +389,34 @@ def _data_checksum(batch: Batch) -> jax.Array:
         total = total * 31 + (ids * (position * jnp.uint32(2654435761) * 2 + 1)).sum(
             dtype=jnp.uint32
         )
+    return total
+
+
+def _sum_over_parts(
+    function: Callable[[Batch, jax.Array], PyTree], batch: Batch, key: jax.Array, parts: int
+) -> PyTree:
+    """Returns the sum of a function's results over the micro-batches of a batch.
+
+    Args:
+      function: a function of a part of the batch and a random key.
+      batch: the batch.
+      key: a random key. Every part gets a key of its own.
+      parts: number of parts into which the batch is divided.
+    """
+    # The sums start as zeros with the shapes and dtypes of the results of one part.
+    split = jax.tree.map(lambda x: _split_micro_batches(x, parts), batch)
+    first = jax.tree.map(lambda x: x[0], split)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first, key)
+    )
+
+    def add_part(total: PyTree, indexed_part: tuple[jax.Array, Batch]) -> tuple[PyTree, None]:
+        """Adds the result of a part to the total."""
+        index, part = indexed_part
+        result = function(part, jax.random.fold_in(key, index))
+        return jax.tree.map(jnp.add, total, result), None
+
+    total, _ = jax.lax.scan(add_part, zeros, (jnp.arange(parts), split))
     return total
 
 
