@@ -171,7 +171,7 @@ class Adapted(Trainable[Model]):
                 self.whole.append(keys)
             elif collection == "params" and path[-1].endswith("kernel"):
                 paths += looped
-                what = f"training.adapters: {lora.targets!r} matches"
+                what = f"training.adapters: The pattern {lora.targets!r} matches"
                 if _matches_all(what, looped, is_target):
                     scale = lora.alpha / lora.rank
                     self.updates[keys] = LowRankUpdate(shapes[keys], axes[keys], lora.rank, scale)
@@ -261,7 +261,7 @@ def _matches_all(what: str, looped: list[str], is_match: Callable[[str], bool]) 
     others = [path for path in looped if not is_match(path)]
     if others and len(others) < len(looped):
         raise ValueError(
-            f"{what} layers of a scanned stack, but not {others[0]!r}; match all of them, or build "
-            "the model with scan=False"
+            f"{what} layers of a scanned stack, but not {others[0]!r}. Match all layers of the "
+            "stack, or build the model with scan=False."
         )
     return not others

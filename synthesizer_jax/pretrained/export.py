@@ -72,13 +72,14 @@ def export_run(
       ValueError: if the format does not exist, does not support the model, or has no such option.
     """
     if to not in FORMATS:
-        raise ValueError(f"--to is {to!r}; use {', '.join(FORMATS)}")
+        raise ValueError(f"--to is {to!r}, but it must be one of {', '.join(FORMATS)}.")
     if to != STABLEHLO and (inputs_length or max_length or beams > 1):
         raise ValueError(
-            f"--inputs-length, --max-length and --beams are for {STABLEHLO}; leave them out"
+            f"--inputs-length, --max-length and --beams are only for --to {STABLEHLO}. Leave them "
+            "out."
         )
     if to != HUGGING_FACE and dtype != "float32":
-        raise ValueError(f"--dtype is for {HUGGING_FACE}; leave it out")
+        raise ValueError(f"--dtype is only for --to {HUGGING_FACE}. Leave it out.")
     source, chosen = find_checkpoint(run)
     experiment = load_experiment(source)
     vocabulary = open_vocabulary(experiment.vocabulary, source, model=experiment.model)
@@ -124,7 +125,10 @@ def _export_adapters(
     model = experiment.model
     adapted = replace(experiment, model=unroll(model)).trainable
     if not isinstance(adapted, Adapted):
-        raise ValueError(f"{source} has no training.adapters; export it to {HUGGING_FACE}")
+        raise ValueError(
+            f"{source} has no training.adapters, so there is nothing to export for PEFT. Export "
+            f"the model with --to {HUGGING_FACE}."
+        )
     with new_directory(directory) as staging:
         _, trained = restore_trained(source, experiment.trainable, step=step)
         write_adapters(staging, adapted, unroll_variables(model, trained))

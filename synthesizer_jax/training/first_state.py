@@ -42,8 +42,8 @@ def initializer_of(
         return functools.partial(initialize_from_checkpoint, experiment=experiment, report=report)
     if experiment.init_optimizer:
         raise ValueError(
-            "init_optimizer goes on with an optimizer of all parameters, and training.adapters "
-            "trains others; leave one of them out"
+            "init_optimizer continues with the optimizer of all parameters, but training.adapters "
+            "trains other parameters. Remove one of these settings."
         )
     return Trainer.init
 

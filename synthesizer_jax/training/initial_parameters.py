@@ -44,8 +44,8 @@ class Origin(NamedTuple):
       status: ``restored``, ``resized`` or ``initialized``.
       source: the path of the array in the checkpoint. It is empty if a rule draws new values.
       rule: the rule that applies to the parameter.
-      problem: why the checkpoint's array cannot be used. It is `None` if the array fits, or if a
-        rule asks for new values.
+      problem: why the checkpoint's array cannot be used, as the end of a sentence that begins with
+        the path of the parameter. It is `None` if the array fits, or if a rule asks for new values.
     """
 
     status: str
@@ -63,8 +63,8 @@ def check_init_from(experiment: Experiment) -> None:
     """Raises a `ValueError` if an experiment has settings for `init_from`, but no `init_from`."""
     if experiment.init_from is None and experiment != experiment.starting_from(None):
         raise ValueError(
-            "init_rules, init_optimizer and training.adapters say what a run makes of a "
-            "checkpoint; set init_from, or leave them out"
+            "init_rules, init_optimizer and training.adapters need a checkpoint from which the run "
+            "starts, but init_from is not set. Set it, or remove these settings."
         )
 
 
@@ -156,9 +156,9 @@ def restore_trained(
     missing = sorted(traverse_util.flatten_dict(shapes).keys() - saved.keys())
     if missing:
         raise ValueError(
-            f"{directory} does not hold {'/'.join(missing[0][1:])}, which its init_rules make "
-            "afresh; its adapters were trained by an earlier version, which did not save it, so "
-            "train them again"
+            f"The checkpoint in {directory} does not contain {'/'.join(missing[0][1:])}, for which "
+            "the run's init_rules drew new values. The adapters were trained by an earlier "
+            "version, which did not save these values. Train the adapters again."
         )
     return step, variables
 
@@ -203,13 +203,18 @@ def read_initial_variables(
 
 def _check_problems(source: pathlib.Path, origins: Mapping[str, Origin]) -> None:
     """Raises a `ValueError` if arrays of a checkpoint do not fit the model of the new run."""
-    problems = [f"{k.split('/', 1)[1]}: {o.problem}" for k, o in origins.items() if o.problem]
+    problems = [
+        f"{name.split('/', 1)[1]} {origin.problem}"
+        for name, origin in origins.items()
+        if origin.problem is not None
+    ]
     if problems:
+        first = "; ".join(problems[:3])
+        more = "; …" if len(problems) > 3 else "."
         raise ValueError(
-            f"{source} is a checkpoint of another model: {len(problems)} arrays do not fit "
-            f"({'; '.join(problems[:3])}{'; …' if len(problems) > 3 else ''}); give init_rules for "
-            "them, such as InitRule('.*/table', 'resize', fill='distance') for other lengths, or "
-            "InitRule('PATH', 'fresh')"
+            f"{source} is a checkpoint of another model. Arrays that do not fit: {len(problems)}. "
+            f"They are: {first}{more} Add init_rules for them, such as InitRule('.*/table', "
+            "'resize', fill='distance') for other lengths, or InitRule('PATH', 'fresh')."
         )
 
 
@@ -360,18 +365,22 @@ def _origin(name: str, shape: tuple[int, ...], old: Shapes, rules: Sequence[Init
         source = f"{collection}/{path if rule.source is None else match.expand(rule.source)}"
     except (re.error, IndexError) as error:
         raise ValueError(
-            f"init_rules: source {rule.source!r} does not fit pattern {rule.pattern!r}: {error}"
+            f"init_rules: The source {rule.source!r} does not fit the pattern {rule.pattern!r}: "
+            f"{error}. Refer only to groups that the pattern has."
         ) from None
     if source not in old:
-        where = "" if source == name else f"{source.split('/', 1)[1]} is "
-        return Origin(INITIALIZED, source, rule, f"{where}absent there")
+        problem = "is not in the checkpoint"
+        if source != name:
+            problem = f"needs {source.split('/', 1)[1]}, which {problem}"
+        return Origin(INITIALIZED, source, rule, problem)
     if old[source] == shape:
         return Origin(RESTORED, source, rule)
     # `distance` needs an axis of queries and an axis of keys.
     lowest_rank = 2 if rule.fill == "distance" else 1
     if rule.action == "resize" and len(old[source]) == len(shape) >= lowest_rank:
         return Origin(RESIZED, source, rule)
-    return Origin(INITIALIZED, source, rule, f"{old[source]} there and {shape} here")
+    problem = f"has the shape {old[source]} in the checkpoint and {shape} in the new model"
+    return Origin(INITIALIZED, source, rule, problem)
 
 
 def resize(old: jax.Array, fresh: jax.Array | jax.ShapeDtypeStruct, fill: str) -> jax.Array:

@@ -86,12 +86,15 @@ def run(
     first = processes.is_process_zero()
     visible = visible and first
     report: Callable[[str], object] = print if visible else lambda _: None
-    given, experiment = experiment, run_directory.find_dtype(experiment, directory)
-    initial = initial or initializer_of(experiment, report=report)
+    is_auto = experiment.model.dtype == AUTO
+    experiment = run_directory.find_dtype(experiment, directory)
+    if initial is None:
+        initial = initializer_of(experiment, report=report)
     if visible:
         print(escape_controls(f"{directory}: reading {experiment.data.mixture}"), flush=True)
-        if given.model.dtype == AUTO:
+        if is_auto:
             print(f"model.dtype=auto is {experiment.model.dtype}", flush=True)
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(name_write_errors(directory, "what was finished is kept"))
         stop = stack.enter_context(StopSignal())
@@ -100,7 +103,8 @@ def run(
             experiment = run_directory.find_vocabulary(experiment, data_path)
             experiment = run_directory.find_base(experiment, directory)
             run_directory.check_same_run(experiment, directory)
-            trainer = Trainer(experiment) if trainer is None else trainer
+            if trainer is None:
+                trainer = Trainer(experiment)
             # Preparation may take hours, so everything else that can be wrong is checked before.
             if prepare is not None:
                 prepare(experiment, data_path)
@@ -139,10 +143,11 @@ def run(
         )
     if visible:
         # The word in the suggested command: a text that an encoder reads, or that is continued.
-        prompt = "INPUT" if experiment.data.inputs_length else "TEXT"
-        prompt = prompt if isinstance(experiment.model, TextToText) else ""
-        saved, steps = finished_steps(directory / "checkpoints"), int(state.step)
-        text = summary_lines(directory, steps, saved, data_dir=data_dir, prompt=prompt)
+        prompt = ""
+        if isinstance(experiment.model, TextToText):
+            prompt = "INPUT" if experiment.data.inputs_length else "TEXT"
+        saved = finished_steps(directory / "checkpoints")
+        text = summary_lines(directory, int(state.step), saved, data_dir=data_dir, prompt=prompt)
         print(text, flush=True)
     return state
 
@@ -164,9 +169,10 @@ def find_prepared(
     """
     if missing := missing_preparation(experiment, data_dir, trains=trains, only=only):
         raise FileNotFoundError(
-            f"{experiment.data.mixture} is not prepared in {data_dir} as the run reads it, or has "
-            f"changed; run '{shlex.join(['synthesizer-jax', *missing])}', or from Python "
-            "preparation.experiment.prepare_data(experiment, data_dir)"
+            f"The mixture {experiment.data.mixture} is not prepared in {data_dir} as the run reads "
+            "it, or it has changed since. Run "
+            f"'{shlex.join(['synthesizer-jax', *missing])}', or call "
+            "preparation.experiment.prepare_data(experiment, data_dir) in Python."
         )
     vocabulary = open_vocabulary(experiment.vocabulary, data_dir, model=experiment.model)
     return PreparedTasks(data_dir, vocabulary)

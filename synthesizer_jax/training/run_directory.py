@@ -62,7 +62,9 @@ def read_recorded(directory: pathlib.Path) -> Experiment:
     with describing(directory / EXPERIMENT_FILE, REMEDY):
         experiment = from_json(record)
         if not isinstance(experiment, Experiment):
-            raise ValueError(f"it holds {format_value(experiment)}, expected an Experiment")
+            raise ValueError(
+                f"it contains {format_value(experiment)}, but it must contain an Experiment"
+            )
         return experiment
 
 
@@ -117,8 +119,8 @@ def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experimen
         # Raises an error about the mixture itself if there is none of this name.
         task_registry.member_names(experiment.data.mixture)
         raise ValueError(
-            f"the mixture {experiment.data.mixture!r} has no vocabulary of its own; give one, such "
-            "as vocabulary=SentencePiece('spiece.model') or Bytes() in the recipe"
+            f"The mixture {experiment.data.mixture!r} has no vocabulary of its own. Give one in "
+            "the recipe, such as vocabulary=SentencePiece('spiece.model') or vocabulary=Bytes()."
         )
     path = storage_path(getattr(vocabulary, "path", "")).expanduser()
     return _with_path(replace(experiment, vocabulary=vocabulary), str(absolute(path)))
@@ -162,31 +164,35 @@ def find_base(experiment: Experiment, directory: pathlib.Path | None = None) -> 
     if adapters is None or experiment.init_from is None:
         return experiment
     source = storage_path(experiment.init_from)
-    base, step = find_checkpoint(source) if is_run(source) else (source, None)
+    base, step = source, None
+    if is_run(source):
+        base, step = find_checkpoint(source)
     steps = finished_steps(base / "checkpoints")
+
     checksum = adapters.base_checksum
     if step is None and directory is not None and has_begun(directory):
         began = load_experiment(directory)
         if began.training.adapters is not None and began.init_from is not None:
             step = find_step(storage_path(began.init_from))
             checksum = began.training.adapters.base_checksum
-    step = max(steps, default=None) if step is None else step
+    if step is None:
+        step = max(steps, default=None)
     if step not in steps:
-        missing = (
-            source
-            if step is None or run_of(source) != source
-            else source / "checkpoints" / str(step)
-        )
+        missing = source
+        if step is not None and run_of(source) == source:
+            missing = source / "checkpoints" / str(step)
         raise ValueError(
-            f"{missing}, the base of the adapters, is no checkpoint of a run; put it back, or name "
-            "its new place as init_from (of a trained run: in its experiment.json)"
+            f"The base of the adapters is {missing}, but this is not a checkpoint of a run. Put "
+            "the base back, or set init_from to its new path. In a run that is trained already, "
+            "change init_from in its experiment.json."
         )
     checkpoint = base / "checkpoints" / str(step)
     found = checksum_of(checkpoint)
     if checksum not in (None, found):
         raise ValueError(
-            f"{checkpoint} is not the base with which the adapters were trained (its checksum is "
-            f"{found}, not {checksum}); put that one there, or name its place as init_from"
+            f"{checkpoint} is not the base with which the adapters were trained, because its "
+            f"checksum is {found} instead of {checksum}. Put the right base there, or set "
+            "init_from to its path."
         )
     adapters = replace(adapters, base_checksum=found)
     training = replace(experiment.training, adapters=adapters)
@@ -218,9 +224,9 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
         contents = read_contents(directory / "checkpoints" / str(steps[-1]))
     if contents is not None and not contents.position:
         raise ValueError(
-            f"{directory} holds parameters alone, as convert and average write them, no run to "
-            f"continue; start from them in a new directory: synthesizer-jax train {directory} "
-            "--workdir NEW"
+            f"{directory} contains only parameters, as convert and average write them, so there is "
+            "no training to continue. Start from the parameters in a new directory: "
+            f"synthesizer-jax train {directory} --workdir NEW"
         )
     vocabulary = experiment.vocabulary
     if isinstance(vocabulary, SentencePiece):
@@ -228,15 +234,15 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
         # The vocabulary of a synthetic mixture may not exist before the data is prepared.
         if copy.is_file() and source.is_file() and not _has_same_contents(source, copy):
             raise ValueError(
-                f"{directory} holds another run: its {VOCABULARY_FILE} is not {vocabulary.path}; "
-                "use a new --workdir, or the old vocabulary to continue"
+                f"{directory} holds another run: its {VOCABULARY_FILE} is not {vocabulary.path}. "
+                "Use a new --workdir, or the old vocabulary to continue the run."
             )
     saved = _fixed_settings(load_experiment(directory))
     for path in sorted(saved.keys() | given.keys()):
         if saved.get(path) != given.get(path):
             raise ValueError(
-                f"{directory} holds another run: {path} was {saved.get(path)} and is "
-                f"{given.get(path)}; use a new --workdir, or the old setting to continue"
+                f"{directory} holds another run: {path} was {saved.get(path)} and is now "
+                f"{given.get(path)}. Use a new --workdir, or the old setting to continue the run."
             )
 
 

@@ -95,7 +95,8 @@ class BatchShards:
     """
 
     def __init__(self, batch_size: int, shards: int, sharding: jax.sharding.Sharding):
-        self._batch_size, self._sharding = batch_size, sharding
+        self._batch_size = batch_size
+        self._sharding = sharding
         self._shard_size = batch_size // shards
         self._shards_of_process = collections.defaultdict[int, set[int]](set)
         indices: Mapping[jax.Device, PyTree] = sharding.devices_indices_map((batch_size,))
@@ -146,27 +147,21 @@ class Trainer:
     """
 
     def __init__(self, experiment: Experiment, devices: list[jax.Device] | None = None):
-        data, training = experiment.data, experiment.training
         self.mesh = make_mesh(experiment.mesh, devices)
         experiment = experiment.resolved(self.mesh.devices.flat[0].platform)
         self.experiment = experiment
+        data, training = experiment.data, experiment.training
         check_batch(data.batch_size, self.mesh, micro_batches=training.micro_batches)
         self.model = experiment.model
         self.example = experiment.example
         self.trainable = experiment.trainable
         self.optimizer, self.layout = make_layout(experiment, self.mesh, rules=self.rules)
         self._base: Variables | None = None
-        # XLA's default schedule on CPUs favors parallelism and keeps weight gradients in memory for
-        # a long time. The memory-optimized schedule needs far less memory and is not slower.
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-        # This pass aborts the process if a bfloat16 array is summed over devices.
-        options["xla_disable_hlo_passes"] = "all-reduce-promotion"
         self._jitted = jax.jit(
             self.make_step(),
             donate_argnums=0,
             out_shardings=(self.layout.shardings, None),
-            compiler_options=options if on_cpu else None,
+            compiler_options=_compiler_options(self.mesh),
         )
         self._largest = jax.jit(
             lambda numbers, _: numbers.max(), out_shardings=replicated(self.mesh), keep_unused=True
@@ -384,6 +379,19 @@ class Trainer:
         The step is compiled when it is called for the first time with a batch of a new shape.
         """
         return self.compile(batch)(state, batch, self._key, *self.arguments)
+
+
+def _compiler_options(mesh: Mesh) -> dict[str, str] | None:
+    """Returns the compiler options of a step on the devices of a mesh. None means no options."""
+    if mesh.devices.flat[0].platform != "cpu":
+        return None
+    return {
+        # XLA's default schedule on CPUs favors parallelism and keeps weight gradients in memory for
+        # a long time. The memory-optimized schedule needs far less memory and is not slower.
+        "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+        # This pass aborts the process if a bfloat16 array is summed over devices.
+        "xla_disable_hlo_passes": "all-reduce-promotion",
+    }
 
 
 def _lengths(batch: Batch) -> tuple[int, int]:

@@ -121,10 +121,10 @@ T5X, TOKENIZER = "t5x/checkpoint_1", "tokenizer/tokenizer.json"
 DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = [
     # Each case has the file, its new content (None deletes it), and the expected sentence.
     (EXPERIMENT, lambda data: data[:900], r"cannot be read: .* line \d"),
-    (EXPERIMENT, "[]", r"it holds \(\), expected an Experiment"),
+    (EXPERIMENT, "[]", r"it contains \(\), but it must contain an Experiment"),
     (EXPERIMENT, '{"type": "Experiment"}', r"missing .*'model'"),
     (EXPERIMENT, "[" * 100_000, r"cannot be read: maximum recursion depth"),
-    (EXPERIMENT, '{"a":' * 500 + "1" + "}" * 500, r"recursion|expected an Experiment"),
+    (EXPERIMENT, '{"a":' * 500 + "1" + "}" * 500, r"recursion|must contain an Experiment"),
     (
         EXPERIMENT,
         saved(lambda d: d["data"].update({"x" * 10**6: 1})),

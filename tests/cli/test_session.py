@@ -117,7 +117,11 @@ SESSION = [
     ("convert runs/mine runs/mixture --encoder rv --max-length 1000000", 2, "GiB of memory"),
     ("convert runs/mine runs/mixture --encoder rv --max-length 32", 0, "parameters of runs/mine"),
     (GENERATE.format("mixture"), 0, ""),
-    ("export runs/mine exported --to onnx", 2, "--to is 'onnx'; use huggingface, peft"),
+    (
+        "export runs/mine exported --to onnx",
+        2,
+        "--to is 'onnx', but it must be one of huggingface, peft",
+    ),
     (DISTILL, 0, "fitted 1 layers to 2 batches"),
     (GENERATE.format(f"random/{FINE_TUNED}"), 0, ""),
     (

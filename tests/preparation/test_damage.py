@@ -115,9 +115,7 @@ def test_files_of_another_version_are_not_prepared(whole, tmp_path):
     info.write_text(json.dumps({k: v for k, v in record.items() if k != "rows_digests"}))
     prepared = read(folder)
     info.write_text(json.dumps(record | {"format": 2}))
-    with pytest.raises(
-        FileNotFoundError, match=r"is not prepared in .*; run 'synthesizer-jax data"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"is not prepared in .* Run 'synthesizer-jax data"):
         prepared.open(TASK, "validation", LENGTHS)
 
 

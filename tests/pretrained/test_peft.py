@@ -133,30 +133,40 @@ def test_what_does_not_fit_is_named(tmp_path, base):
             None,
             updates,
             {},
-            "base_model_name_or_path is None in .*; name the folder of the model there",
+            "base_model_name_or_path in .* is None, but it must be the folder of the model",
         ),
         (
             base,
             updates,
             {"use_dora": True},
-            "use_dora is True, which is not read.*; merge the adapters",
+            "use_dora is True, which is not supported.* Merge the adapters",
         ),
         (
             base,
             updates | {name: updates[name][:, 1:].copy()},
             {},
-            r"q\.weight is \(18, 20\), for which",
+            r"do not fit .*q\.weight, which has the shape \(18, 20\)",
         ),
-        (base, updates | {"other": updates[name]}, {}, "other is no update of a matrix there"),
-        (base, {}, {}, "it holds no LoRA"),
+        (
+            base,
+            updates | {"other": updates[name]},
+            {},
+            "other is neither an update of a matrix of the base nor",
+        ),
+        (base, {}, {}, "it contains no LoRA"),
         (
             base,
             updates | {name: updates[name].astype(int)},
             {},
-            r"q\.weight is \(18, 20\), for which",
+            r"do not fit .*q\.weight, which has the shape \(18, 20\)",
         ),
-        (base, {norm: np.ones(19, "f")}, {}, r"norm\.weight is \(19,\), and the base's is \(20,\)"),
-        (base, {norm: np.ones(20, int)}, {}, "norm.weight is I64, not a floating-point number"),
+        (
+            base,
+            {norm: np.ones(19, "f")},
+            {},
+            r"norm\.weight has the shape \(19,\), but .* base is \(20,\)",
+        ),
+        (base, {norm: np.ones(20, int)}, {}, "norm.weight is I64, which is not a floating-point"),
         (
             base,
             {embedding: table},
@@ -167,7 +177,7 @@ def test_what_does_not_fit_is_named(tmp_path, base):
             base,
             {shared: table},
             {"modules_to_save": ["shared"]},
-            "modules_to_save has shared, with which",
+            "modules_to_save contains shared, but transformers does not compute with it",
         ),
     ]
     for i, (folder, tensors, config, message) in enumerate(cases):
@@ -192,7 +202,7 @@ def test_what_does_not_fit_is_named(tmp_path, base):
 def test_an_option_that_is_not_implemented_is_refused_by_its_name(tmp_path, base, name, value):
     folder = write(tmp_path / "other", base, adapters(make_tensors(TINY | UNTIED)), **{name: value})
     with pytest.raises(
-        ValueError, match=rf"{name} is .*; merge the adapters into the model with PEFT"
+        ValueError, match=rf"{name} is .* Merge the adapters into the model with PEFT"
     ):
         with_adapters(folder, open_folder(base))
 
@@ -208,13 +218,13 @@ def test_a_folder_without_a_base_or_tensors_says_what_to_do(tmp_path, base):
     write(tmp_path / "circle", tmp_path / "own", updates)
     for name in ("own", "circle"):
         with pytest.raises(
-            ValueError, match=r"leads back to .*own, which holds adapters; name the folder"
+            ValueError, match=r"leads back to .*own, which contains adapters\. Write the folder"
         ):
             load(tmp_path / name)
     torch = write(tmp_path / "torch", base, updates)
     (torch / "adapter_model.safetensors").rename(torch / "adapter_model.bin")
     with pytest.raises(
-        FileNotFoundError, match=r"a pickle, and no .*save_pretrained\(FOLDER, safe_ser"
+        FileNotFoundError, match=r"is a pickle, and no .*save_pretrained\(FOLDER, safe_ser"
     ):
         load(torch)
 
@@ -285,6 +295,7 @@ def test_a_run_is_exported_and_read_again(tmp_path, base, targets, rules, module
     for place in (folder, tmp_path / "again"):
         close(load(place).variables, expected, atol=1e-6)
     with pytest.raises(
-        ValueError, match=r"run has no training\.adapters; export it to huggingface"
+        ValueError,
+        match=r"run has no training\.adapters, .* Export the model with --to huggingface",
     ):
         export_run(run, tmp_path / "none", to="peft")

@@ -193,7 +193,8 @@ def test_what_is_drawn_is_trained_whole_and_saved(source, tmp_path):
     updates = {"encoder": state.params["encoder"]}
     save(tmp_path / "old", recipe, dataclasses.replace(state, params=updates, ema={}))
     with pytest.raises(
-        ValueError, match="old does not hold embedding, which its init_rules make afresh"
+        ValueError,
+        match="old does not contain embedding, for which the run's init_rules drew new values",
     ):
         restore_run(tmp_path / "old")
 
@@ -236,7 +237,8 @@ def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
     saved = json.loads(path.read_text())
     path.write_text(json.dumps(saved | {"init_from": str(tmp_path / "gone")}))
     with pytest.raises(
-        ValueError, match="gone, the base of the adapters, is no checkpoint of a run; put"
+        ValueError,
+        match=r"base of the adapters is .*gone, but this is not a checkpoint of a run\. Put",
     ):
         restore_run(tmp_path / "run")
     save(tmp_path / "other", replace(recipe, training=replace(recipe.training, seed=4)))
@@ -248,11 +250,11 @@ def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
     unnamed = replace(recipe, training=replace(recipe.training, adapters=EVERYTHING))
     for use in (lambda: initializer_of(unnamed, report=print), Trainer(unnamed).read_base):
         with pytest.raises(
-            ValueError, match=r"adapters say what a run makes of a checkpoint; set init_"
+            ValueError, match=r"adapters need a checkpoint .*, but init_from is not set"
         ):
             use()
     with pytest.raises(
-        ValueError, match="init_optimizer goes on with an optimizer of all parameters"
+        ValueError, match="init_optimizer continues with the optimizer of all parameters"
     ):
         initializer_of(adapting(recipe, directory, init_optimizer=True), report=print)
     with pytest.raises(
@@ -277,7 +279,8 @@ def test_a_run_that_continues_keeps_the_base_it_began_with(tmp_path):
     assert find_base(given).init_from == str(base / "checkpoints" / "4"), "a run that begins"
     shutil.rmtree(base / "checkpoints" / "2")
     with pytest.raises(
-        ValueError, match="base/checkpoints/2, the base of the adapters, is no checkpoint"
+        ValueError,
+        match=r"base of the adapters is .*base/checkpoints/2, but this is not a checkpoint",
     ):
         find_base(given, directory)
 

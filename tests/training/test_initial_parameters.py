@@ -54,10 +54,10 @@ def test_the_first_rule_that_matches_decides():
     assert all(origin.problem is None for origin in found.values())
     problems = [origin.problem for origin in find_origins(OLD, NEW).values()]
     assert problems[:2] == [
-        "(16, 8) there and (20, 8) here",
-        "(2, 8, 8) there and (2, 12, 12) here",
+        "has the shape (16, 8) in the checkpoint and (20, 8) in the new model",
+        "has the shape (2, 8, 8) in the checkpoint and (2, 12, 12) in the new model",
     ]
-    assert problems[2:] == ["absent there"] * 2
+    assert problems[2:] == ["is not in the checkpoint"] * 2
 
 
 @pytest.mark.parametrize("fill", ["edge", "distance", "fresh"])
@@ -84,11 +84,11 @@ def test_resized_tables_are_cropped_or_extended(old, new, fill):
 def test_a_source_that_does_not_fit_its_pattern_is_an_error():
     with pytest.raises(ValueError, match="init_rules: pattern"):
         InitRule("(")
-    with pytest.raises(ValueError, match=r"source '\\\\2' does not fit pattern '\(\.\*\)'"):
+    with pytest.raises(ValueError, match=r"source '\\\\2' does not fit the pattern '\(\.\*\)'"):
         find_origins(OLD, NEW, [InitRule("(.*)", source=r"\2")])
     rule = InitRule("scale", "resize", fill="distance")  # a distance has two positions
     origin = find_origins({"params/scale": (3,)}, {"params/scale": (4,)}, [rule])["params/scale"]
-    assert origin.problem == "(3,) there and (4,) here"
+    assert origin.problem == "has the shape (3,) in the checkpoint and (4,) in the new model"
 
 
 UNUSED = {
@@ -156,7 +156,7 @@ def test_a_longer_model_is_resized_and_said_so(source):
     mixer = run.block.self_mixer.copy(alignment=longer)
     stack = recipe.model.encoder.copy(runs=(replace(run, block=run.block.copy(self_mixer=mixer)),))
     model = recipe.model.copy(encoder=stack, vocab_size=20)
-    with pytest.raises(ValueError, match=r"another model: 4 arrays do not fit"):
+    with pytest.raises(ValueError, match=r"another model\. Arrays that do not fit: 4\."):
         started(replace(recipe, model=model), directory)
     ruled = replace(recipe, model=model, init_rules=(RULES[0], RULES[-1]))
     fresh, (_, found, table) = Trainer(ruled).init(), started(ruled, directory)

@@ -204,7 +204,7 @@ def test_gpus_are_described_to_the_compiler(monkeypatch):
 
     monkeypatch.setattr(plan.topologies, "get_topology_desc", refuse)
     for name in ("a100:1", "h200:24"):
-        message = rf"{name} cannot be compiled for .*pip install 'synthesizer-jax\[cuda\]'$"
+        message = rf"for {name} cannot be compiled: .*pip install 'synthesizer-jax\[cuda\]'\.$"
         with pytest.raises(ValueError, match=message):
             plan.devices_of(chips.parse_topology(name))
     assert [x["topology"] for x in asked] == ["1x1x1", "1x3x8"]

@@ -145,8 +145,8 @@ def base_of(folder: pathlib.Path) -> pathlib.Path:
         seen.add(other.resolve())
         other = _named_base(other)
     raise ValueError(
-        f"base_model_name_or_path in {folder / ADAPTER_CONFIG} leads back to {other}, which holds "
-        "adapters; name the folder of the model there"
+        f"base_model_name_or_path in {folder / ADAPTER_CONFIG} leads back to {other}, which "
+        "contains adapters. Write the folder of the model there."
     )
 
 
@@ -157,8 +157,8 @@ def _named_base(folder: pathlib.Path) -> pathlib.Path:
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(name, str):
         raise ValueError(
-            f"base_model_name_or_path is {format_value(name)} in {path}; name the folder of the "
-            "model there, or its OWNER/NAME on the Hugging Face hub"
+            f"base_model_name_or_path in {path} is {format_value(name)}, but it must be the folder "
+            "of the model, or its OWNER/NAME on the Hugging Face Hub. Write one of these there."
         )
     base = storage_path(name).expanduser()
     try:
@@ -172,11 +172,11 @@ def _check_options(config: Mapping[str, Any]) -> None:
     for name, allowed in OPTIONS.items():
         value = config.get(name)
         if value not in allowed and (value is not None or name == "peft_type"):
-            raise ValueError(f"{name} is {format_value(value)}, which is not read")
+            raise ValueError(f"{name} is {format_value(value)}, which is not supported")
     for name in sorted(config.keys() - OPTIONS.keys() - IGNORED):
         if config[name] not in (None, False, [], {}):
             raise ValueError(
-                f"{name} is {format_value(config[name])}, and this option is not known here"
+                f"{name} is {format_value(config[name])}, but this option is not known"
             )
 
 
@@ -194,17 +194,19 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
     name_of = kind_of(base.model).name_of
     path = folder / ADAPTER_CONFIG
     config = read_json(path)
-    with describing(path, "merge the adapters into the model with PEFT, and give that folder"):
+    with describing(path, "Merge the adapters into the model with PEFT, and give that folder."):
         _check_options(config)
+        alpha = float(config["lora_alpha"])
         # The scale is alpha / rank, or alpha / √rank with rank-stabilized LoRA.
-        alpha, power = float(config["lora_alpha"]), 0.5 if config.get("use_rslora") else 1.0
+        power = 0.5 if config.get("use_rslora") else 1.0
         wrapped = [str(name) for name in config.get("modules_to_save") or ()]
     saved = _open_tensors(folder)
     tensors = _of_encoder(saved) if isinstance(base.model, Encoder) else dict(saved)
     problems = _share_embedding(tensors, base.model, wrapped)
 
     params: dict[tuple[str, ...], Unread] = traverse_util.flatten_dict(base.params)
-    updated, known = dict[tuple[str, ...], Unread](), set[str]()
+    updated: dict[tuple[str, ...], Unread] = {}
+    known: set[str] = set()
     for c in correspondences(base.model, name_of):
         modules = _modules_of(c, base.model)
         # The tensors that replace the parameter, if `modules_to_save` names it.
@@ -230,7 +232,8 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
         outputs, inputs = c.layout.shape(c.shape)
         if a is None or b is None or not _are_update(a, b, inputs, outputs):
             problems.append(
-                f"{c.name} is {(outputs, inputs)}, for which {' and '.join(updates)} do not fit"
+                f"{' and '.join(updates)} do not fit {c.name}, which has the shape "
+                f"{(outputs, inputs)}"
             )
             continue
         scale = alpha / a.shape[0] ** power
@@ -239,13 +242,12 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
         updated[c.path] = Unread(c.shape, functools.partial(_read_updated, matrix, c, a, b, scale))
 
     problems += [
-        f"{name} is no update of a matrix there, and no parameter"
+        f"{name} is neither an update of a matrix of the base nor one of its parameters"
         for name in sorted(tensors.keys() - known)
     ]
     if problems or not saved:
-        raise ValueError(
-            f"{folder} does not fit its base: {'; '.join(problems) or 'it holds no LoRA'}"
-        )
+        reason = "; ".join(problems) or "it contains no LoRA adapters"
+        raise ValueError(f"{folder} does not fit its base: {reason}.")
     return base._replace(params=traverse_util.unflatten_dict(params | updated))
 
 
@@ -254,8 +256,9 @@ def _open_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
     path = folder / ADAPTER_TENSORS
     if not path.is_file() and (folder / _TORCH_TENSORS).is_file():
         raise FileNotFoundError(
-            f"{folder} holds {_TORCH_TENSORS}, a pickle, and no {ADAPTER_TENSORS}; load it with "
-            "PEFT and save it again with save_pretrained(FOLDER, safe_serialization=True)"
+            f"{folder} contains {_TORCH_TENSORS}, which is a pickle, and no {ADAPTER_TENSORS}. "
+            "Load it with PEFT, and save it again with save_pretrained(FOLDER, "
+            "safe_serialization=True)."
         )
     with reading(path):
         return {
@@ -265,9 +268,13 @@ def _open_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
 
 def _of_encoder(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors that do not belong to a decoder, by their names in an encoder."""
-    names = {name: name.removeprefix(t5gemma.PREFIX) for name in tensors}
     others = ("decoder", OUTPUT.partition(".")[0])
-    return {of: tensors[name] for name, of in names.items() if of.partition(".")[0] not in others}
+    of_encoder = {}
+    for name, tensor in tensors.items():
+        short = name.removeprefix(t5gemma.PREFIX)
+        if short.partition(".")[0] not in others:
+            of_encoder[short] = tensor
+    return of_encoder
 
 
 def _modules_of(c: Correspondence, model: TokenModel) -> list[str]:
@@ -280,12 +287,17 @@ def _modules_of(c: Correspondence, model: TokenModel) -> list[str]:
     module = c.name.removesuffix(_WEIGHT)
     if c.path != ("embedding",):
         return [module]
-    is_gemma, whole = t5gemma.is_t5gemma(model), isinstance(model, EncoderDecoder)
-    modules = (
-        [module] if is_gemma else [m for m in _EMBEDDINGS_OF_STACKS if whole or "decoder" not in m]
-    )
-    output = t5gemma.OUTPUT if is_gemma else OUTPUT
-    return modules + [output.removesuffix(_WEIGHT)] * (whole and model.tied)
+
+    has_decoder = isinstance(model, EncoderDecoder)
+    if t5gemma.is_t5gemma(model):
+        modules, output = [module], t5gemma.OUTPUT
+    else:
+        modules, output = list(_EMBEDDINGS_OF_STACKS), OUTPUT
+        if not has_decoder:
+            modules = [name for name in modules if "decoder" not in name]
+    if has_decoder and model.tied:
+        modules.append(output.removesuffix(_WEIGHT))
+    return modules
 
 
 def _share_embedding(
@@ -310,8 +322,8 @@ def _share_embedding(
         return []
     if any(_SHARED.endswith(name) for name in wrapped):
         return [
-            f"modules_to_save has {_SHARED}, with which transformers computes nothing; train "
-            "embed_tokens instead"
+            f"modules_to_save contains {_SHARED}, but transformers does not compute with it (train "
+            "embed_tokens instead)"
         ]
     for c in correspondences(model, kind_of(model).name_of):
         if c.path == ("embedding",):
@@ -348,14 +360,14 @@ def _misfit(c: Correspondence, whole: Mapping[str, Tensor], modules: list[str]) 
     shape = c.layout.shape(c.shape)
     for name, tensor in whole.items():
         if tensor.shape != shape:
-            return f"{name} is {tensor.shape}, and the base's is {shape}"
+            return f"{name} has the shape {tensor.shape}, but that of the base is {shape}"
         if tensor.dtype not in FLOATS:
-            return f"{name} is {tensor.dtype}, not a floating-point number"
+            return f"{name} is {tensor.dtype}, which is not a floating-point dtype"
     missing = [module for module in modules if not any(name in whole for name in _whole(module))]
     first, *others = (tensor.read(None) for tensor in whole.values())
     if missing or not all(np.array_equal(first, other) for other in others):
         names = " and ".join(module + _WEIGHT for module in modules)
-        return f"{names} are one parameter of the model, so all of them must be saved, and be equal"
+        return f"{names} are one parameter of the model, so all of them must be saved and be equal"
     return None
 
 
@@ -392,7 +404,9 @@ def write_adapters(
     model = adapted.model
     found = correspondences(model, kind_of(model).name_of)
     arrays = traverse_util.flatten_dict(variables)
-    tensors, targets, saved = dict[str, np.ndarray](), set[str](), set[str]()
+    tensors: dict[str, np.ndarray] = {}
+    targets: set[str] = set()
+    saved: set[str] = set()
     for c in found:
         # The output projection includes the scale of the logits, as in `with_output_of_t5`.
         keys = ("params", *c.path)
