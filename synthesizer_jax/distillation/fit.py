@@ -38,7 +38,7 @@ from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import EncoderDecoder, TokenModel, stacks_of
 from synthesizer_jax.primitives.parameters import Variables, apply_method
 from synthesizer_jax.sharding import gather_to_host
-from synthesizer_jax.training.initial_parameters import resize
+from synthesizer_jax.training.origins import resize
 from synthesizer_jax.training.step import Batch, teacher_forced
 
 ITERATIONS = 200

@@ -99,7 +99,7 @@ class InitRule:
       source: the path in the checkpoint, in which ``\1`` stands for the pattern's first group. None
         means the same path as in the model.
       fill: how new entries of a resized array are filled: ``edge``, ``distance`` or ``fresh``; see
-        `initial_parameters.resize`.
+        `origins.resize`.
     """
 
     pattern: str
