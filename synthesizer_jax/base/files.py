@@ -164,11 +164,11 @@ def _decoding_remedy(path: pathlib.Path | None, *, seen_utf8: bool) -> str:
     if seen_utf8:
         return (
             "Earlier lines are UTF-8, so correct this line, or remove all bytes that are not UTF-8 "
-            f"with: {unpack} {name} | iconv -c -f utf-8 -t utf-8 > NEW"
+            f"({unpack} {name} | iconv -c -f utf-8 -t utf-8 > NEW)."
         )
     return (
-        "If the file is in Latin-1, as Excel writes it, convert it with: "
-        f"{unpack} {name} | iconv -f cp1252 -t utf-8 > NEW"
+        "If the file is in Latin-1, as Excel writes it, convert it "
+        f"({unpack} {name} | iconv -f cp1252 -t utf-8 > NEW)."
     )
 
 

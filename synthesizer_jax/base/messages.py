@@ -29,6 +29,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f", did you mean {matches[0]!r}?" if matches else ""
 
 
+def end_sentence(text: str) -> str:
+    """Returns a text that ends with a full stop, so that another sentence can follow it.
+
+    Messages of other libraries often lack the full stop.
+    """
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def escape_controls(text: str) -> str:
     """Returns a text in which control characters are written as escapes such as ``\\x1b``.
 
