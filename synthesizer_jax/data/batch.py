@@ -262,11 +262,13 @@ def assemble_batch(
     target_tokens, target_segments = _lay_out(
         [[e.targets for e in row] for row in rows], targets, pad
     )
+
     decoder_inputs = np.where(target_segments > 0, ids.start, pad).astype(np.int32)
     # A position continues an example if its predecessor is of the same segment. Other positions
     # begin an example, where the decoder reads the start id, or they are padding.
     continues = target_segments[:, 1:] == target_segments[:, :-1]
     decoder_inputs[:, 1:] = np.where(continues, target_tokens[:, :-1], decoder_inputs[:, 1:])
+
     # The number of a class can be equal to the id of padding, so only positions tell them apart.
     predicted = target_segments > 0 if config.classes else target_tokens != pad
     batch = {

@@ -64,34 +64,34 @@ class DataConfig:
         check_types(DataConfig, fields_of(self), "data")
         if self.buckets and self.pack:
             raise ValueError(
-                "data.buckets is for rows that are not packed; set data.pack=false or "
-                "data.buckets=()"
+                "data.buckets can only be used if rows are not packed. Set data.pack=false or "
+                "data.buckets=()."
             )
         shortest = min(self.inputs_length, 1)
         for inputs, targets in self.buckets:
             fits = shortest <= inputs <= self.inputs_length and 0 < targets <= self.targets_length
             if not fits:
                 raise ValueError(
-                    f"data.buckets holds ({inputs}, {targets}); allowed: {shortest} to "
-                    f"inputs_length={self.inputs_length} and 1 to "
-                    f"targets_length={self.targets_length}"
+                    f"data.buckets contains ({inputs}, {targets}), but the first number must be "
+                    f"{shortest} to data.inputs_length ({self.inputs_length}), and the second 1 to "
+                    f"data.targets_length ({self.targets_length})."
                 )
         if self.classes and (self.targets_length != 1 or self.pack):
             raise ValueError(
-                "data.classes gives every row one class, with "
-                f"data.targets_length={self.targets_length} and "
-                f"data.pack={str(self.pack).lower()}; set data.targets_length=1 and data.pack=false"
+                "With data.classes, every row has a single target, but data.targets_length is "
+                f"{self.targets_length} and data.pack is {str(self.pack).lower()}. Set "
+                "data.targets_length=1 and data.pack=false."
             )
         if self.classes and len(set(self.classes)) < max(2, len(self.classes)):
             raise ValueError(
-                f"data.classes is {', '.join(self.classes)}; give two or more label words, each "
-                "once"
+                f"data.classes is {', '.join(self.classes)}. Give two or more label words, each "
+                "only once."
             )
         if self.batch_size % self.shards:
-            by, size = f"data.shards={self.shards}", self.batch_size
+            by = f"data.shards={self.shards}"
+            problem = not_divisible("data.batch_size", self.batch_size, by=by, divisor=self.shards)
             raise ValueError(
-                f"{not_divisible('data.batch_size', size, by=by, divisor=self.shards)} You can "
-                "also change data.shards. If you only want to save memory, set "
+                f"{problem} You can also change data.shards. If you only want to save memory, set "
                 "training.micro_batches instead."
             )
 

@@ -194,9 +194,9 @@ class Denoising(SegmentObjective):
 
     def segment_length(self, form: ExampleFormat) -> int:
         """Returns the number of tokens of a segment (see `lengths`)."""
-        _check_length("inputs", form, len(self.mode) + 2, "a mode, a token and EOS")
+        _check_length("inputs", form, len(self.mode) + 2, "the mode, a token and EOS")
         tokens, targets = self.lengths(form.inputs_length)
-        _check_length("targets", form, targets, f"noise of inputs_length={form.inputs_length}")
+        _check_length("targets", form, targets, f"the noise of inputs_length={form.inputs_length}")
         return tokens
 
     def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
@@ -206,8 +206,9 @@ class Denoising(SegmentObjective):
         targets = replace_spans(tokens, ~noise, vocab_size=form.vocab_size)
         inputs = np.concatenate([np.asarray(self.mode, tokens.dtype), inputs])
         eos = form.ids.end
-        return _with_eos(inputs, form.inputs_length, eos), _with_eos(
-            targets, form.targets_length, eos
+        return (
+            _with_eos(inputs, form.inputs_length, eos),
+            _with_eos(targets, form.targets_length, eos),
         )
 
 
@@ -300,15 +301,15 @@ class FullLM(SegmentObjective):
         The segment fills the targets, together with EOS if segments end with EOS.
         """
         _check_length("targets", form, 2, "FullLM")
-        return form.targets_length - (not self.document_eos)
+        return form.targets_length if self.document_eos else form.targets_length - 1
 
     def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
         """Returns empty inputs, and the tokens as targets."""
         del draws
-        whole = tokens[: form.targets_length].astype(np.int32)
-        targets = (
-            whole if self.document_eos else _with_eos(tokens, form.targets_length, form.ids.end)
-        )
+        if self.document_eos:
+            targets = tokens[: form.targets_length].astype(np.int32)
+        else:
+            targets = _with_eos(tokens, form.targets_length, form.ids.end)
         return np.zeros(0, np.int32), targets
 
 
@@ -381,6 +382,8 @@ class MaskedLM(SegmentObjective):
         """
         count = max(1, round(len(tokens) * self.density))
         chosen = draws.fork(0).permutation(len(tokens)) < count
+
+        # The range [0, 1) is divided into parts for the mask token, a random token and no change.
         replacements = draws.fork(1)
         uniform = replacements.uniform(len(tokens))
         is_mask = chosen & (uniform < self.mask_share)
@@ -424,12 +427,12 @@ class ObjectiveMixture(Objective):
         super().__post_init__()
         if len({(o.documents, o.document_eos) for o in self.objectives}) > 1:
             raise ValueError(
-                "objectives differ in documents or document_eos; allowed: the same for all"
+                "The objectives of a mixture must have the same documents and document_eos."
             )
         if self.rates and (len(self.rates) != len(self.objectives) or not sum(self.rates)):
             raise ValueError(
-                f"rates is {self.rates}; allowed: none, or {len(self.objectives)} numbers, one of "
-                "them positive"
+                f"rates is {self.rates}, but it must be empty or contain "
+                f"{len(self.objectives)} numbers, at least one of which is positive."
             )
 
     @property
@@ -479,4 +482,6 @@ def _check_length(side: str, form: ExampleFormat, needed: int, reason: str) -> N
     """
     length = getattr(form, f"{side}_length")
     if length < needed:
-        raise ValueError(f"{side}_length is {length}; {reason} needs {needed} or more")
+        raise ValueError(
+            f"{side}_length is {length}, but it must be at least {needed} for {reason}."
+        )

@@ -98,7 +98,9 @@ class VirtualShard:
         # A uniform random number in [0, 1) lies between two boundaries, which select the task.
         cumulative_rates = np.cumsum(rates, dtype=np.float64)
         self._boundaries = cumulative_rates[:-1] / cumulative_rates[-1]
-        self._num_draws, self._chunk = 0, -1
+        self._num_draws = 0
+        # The number of the chunk whose tasks `_choices` holds.
+        self._chunk = -1
         self.rows: Packer | LengthSorter
         if config.buckets:
             rows = config.batch_size // config.shards
@@ -193,8 +195,8 @@ class Stream:
         self._classes = Classes(config.classes, vocabulary) if config.classes else None
         if config.objective is not None and not any(m.objective for m in members.values()):
             raise ValueError(
-                f"data.objective makes examples of texts without inputs, and {config.mixture!r} "
-                "has no task of that kind; leave it out, or name another mixture"
+                f"data.objective makes examples of texts without inputs, but {config.mixture!r} "
+                "has no such task. Leave it out, or choose another data.mixture."
             )
         self._read = list(range(config.shards) if shards is None else shards)
         # With buckets, the shape of a batch depends on the rows of all shards. Every process must
@@ -218,8 +220,8 @@ class Stream:
             every_row = itertools.chain.from_iterable(rows.values())
             lengths = smallest_bucket(every_row, self.config.shapes)
         # Only this process' rows are laid out.
-        of_batch = [row for index in self._read for row in rows[index]]
-        return assemble_batch(of_batch, self.config, lengths=lengths, ids=self._form.ids)
+        own_rows = [row for index in self._read for row in rows[index]]
+        return assemble_batch(own_rows, self.config, lengths=lengths, ids=self._form.ids)
 
     def position(self) -> Position:
         """Returns the position after the last batch. Pass it to `save`."""
@@ -258,17 +260,18 @@ class Stream:
         # versions did not save the numbers of examples, so a missing number is no difference.
         omitted = _DEFAULTS | {k: v for k, v in current.items() if k.startswith("examples of ")}
         for key in sorted(saved.keys() | current.keys()):
-            was, now = (x.get(key, omitted.get(key)) for x in (saved, current))
+            was = saved.get(key, omitted.get(key))
+            now = current.get(key, omitted.get(key))
             if was != now:
                 raise ValueError(
-                    f"the saved data position belongs to another stream: {key} was {was} and is "
-                    f"{now}; restore what it was, or start a new run with this one's parameters: "
-                    "'synthesizer-jax train RUN --workdir NEW'"
+                    f"The saved data position belongs to another stream: {key} was {was} and is "
+                    f"now {now}. Restore the old value, or start a new run from the parameters of "
+                    "this run with 'synthesizer-jax train RUN --workdir NEW'."
                 )
         for index, shard in self._shards.items():
             path = self._shard_file(directory, index)
             if not path.is_file():
-                raise ValueError(f"the saved data position lacks {path}; restore that file")
+                raise ValueError(f"The saved data position lacks {path}. Restore that file.")
             shard.restore(json.loads(path.read_text(encoding="utf-8")))
 
     def fingerprint(self) -> dict[str, object]:
@@ -304,11 +307,13 @@ class Stream:
 
     def _make_shard(self, index: int) -> VirtualShard:
         """Returns a virtual shard, which has its own stream of every task."""
-        config, members = self.config, self._members.values()
-        shard, streams = (index, config.shards), list[TaskStream]()
+        config = self.config
+        members = self._members.values()
+        shard = (index, config.shards)
+        streams: list[TaskStream] = []
+        # The tasks are numbered from 1, because the shard itself uses number 0 for its choice of
+        # tasks.
         for number, member in enumerate(members, 1):
-            # The tasks are numbered from 1, because the shard itself uses number 0 for its choice
-            # of tasks.
             seed = np.random.SeedSequence(config.seed, spawn_key=(index, number))
             examples, objective = member.examples, member.objective
             stream: TaskStream

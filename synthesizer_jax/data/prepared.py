@@ -58,7 +58,6 @@ RESIDENT = 2_000_000
 KEPT_CHUNKS = 64
 """The number of chunks that are held in memory for a task with more than `RESIDENT` examples."""
 
-
 _COUNT = np.dtype("<u4")
 _TOKENS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 """The dtype of tokens in a record, by the number of bytes per token."""
@@ -159,10 +158,12 @@ class PreparedTasks:
             info = PreparedInfo(**record)
             check_types(PreparedInfo, fields_of(info))
             if info.examples != sum(info.files.values()):
-                raise ValueError("its files do not hold its examples")
+                raise ValueError("The numbers of examples of its files do not add up.")
             for name, sides in (("keep_last", info.keep_last), ("tokens", info.tokens)):
                 if any(type(sides.get(side)) is not int for side in SIDES):
-                    raise ValueError(f"{name} is {sides}, not a number of inputs and of targets")
+                    raise ValueError(
+                        f"{name} is {sides}, but it must have numbers for inputs and targets."
+                    )
             return info
 
     def open(
@@ -183,19 +184,20 @@ class PreparedTasks:
         info = self.find(task, split)
         if info is None:
             raise FileNotFoundError(
-                f"{task}'s split {split!r} is not prepared in {self.root}; {self.remedy(task)}"
+                f"The split {split!r} of the task {task} is not prepared in {self.root}. "
+                f"{self.remedy(task)}"
             )
         return PreparedExamples(self, info, lengths, documents=documents)
 
-    def remedy(self, name: str, option: str = "") -> str:
-        """Returns what an error message tells a user to run in order to prepare a task or mixture.
+    def remedy(self, name: str, *options: str) -> str:
+        """Returns the last sentence of an error message, which says how to prepare data.
 
         Args:
           name: the name of the task or mixture.
-          option: an option to add to the command.
+          *options: options to add to the command.
         """
-        command = f"synthesizer-jax data prepare {name} --data-dir {self.data_dir} {option}".strip()
-        return f"run '{command}' with the run's vocabulary"
+        command = ["synthesizer-jax data prepare", name, f"--data-dir {self.data_dir}", *options]
+        return f"Run '{' '.join(command)}' with the run's vocabulary."
 
     def rates(self, mixture: str) -> dict[str, float] | None:
         """Returns the rate of each task of a mixture, or `None` if the mixture is not prepared.
@@ -222,9 +224,8 @@ def check_rates(mixture: str, rates: Mapping[str, float]) -> None:
     for task, rate in rates.items():
         if not 0 <= rate < math.inf:
             raise ValueError(
-                f"the mixture {mixture!r} gives the task {task!r} the rate {rate:g}, but tasks are "
-                "drawn in proportion to their rates; give it a rate of 0 or more, or leave the "
-                "task out"
+                f"The mixture {mixture!r} gives the task {task!r} the rate {rate:g}, but rates "
+                "must be finite and at least 0. Change the rate, or leave the task out."
             )
 
 
@@ -335,14 +336,16 @@ class Chunk:
         """
         count, width = np.frombuffer(record, _COUNT, 2).tolist()
         if not 1 <= count <= CHUNK or width not in _TOKENS:
-            raise ValueError(f"it says that it holds {count} examples of {width} bytes per token")
+            raise ValueError(f"Its header says {count} examples of {width} bytes per token.")
         lengths = np.frombuffer(record, _COUNT, 2 * count, offset=2 * _COUNT.itemsize)
         tokens = np.frombuffer(record[(2 + 2 * count) * _COUNT.itemsize :], _TOKENS[width])
         ends = [np.cumsum([0, *part], dtype=np.int64) for part in np.split(lengths, 2)]
         if ends[0][-1] + ends[1][-1] != len(tokens):
-            raise ValueError(f"it holds {len(tokens)} tokens, not {ends[0][-1] + ends[1][-1]}")
+            raise ValueError(f"It holds {len(tokens)} tokens, not {ends[0][-1] + ends[1][-1]}.")
         if len(tokens) and tokens.max() >= vocab_size:
-            raise ValueError(f"it holds the token {tokens.max()} of a vocabulary of {vocab_size}")
+            raise ValueError(
+                f"It holds the token {tokens.max()}, but the vocabulary has {vocab_size} ids."
+            )
         ids = np.split(tokens.astype(np.int32), [ends[0][-1]])
         return cls(*map(RaggedTokens, ids, ends))
 
@@ -380,22 +383,26 @@ class PreparedExamples:
         *,
         documents: bool = False,
     ):
-        self.info, self.is_resident = info, info.examples <= RESIDENT
+        self.info = info
+        self.is_resident = info.examples <= RESIDENT
         self.name = f"{info.task}'s split {info.split!r}"
         self._directory = prepared.directory(info.task, info.split)
-        self._lengths = lengths = None if documents else lengths
+        if documents:
+            lengths = None
+        self._lengths = lengths
         self._eos = prepared.vocabulary.eos_id
-        self._documents, self._remedy = documents, prepared.remedy(info.task, "--renew")
+        self._documents = documents
+        self._remedy = prepared.remedy(info.task, "--renew")
         if lengths is not None and info.has_inputs and not lengths["inputs"]:
             raise ValueError(
-                f"{info.task} has inputs, and inputs_length is 0; set data.inputs_length to a "
-                "positive number, or read a task that has targets only"
+                f"The task {info.task} has inputs, but data.inputs_length is 0. Set it to a "
+                "positive number, or read a task that has only targets."
             )
         if lengths is not None and info.lengths not in (None, dict(lengths)):
-            asked = " ".join(f"--{side}-length={length}" for side, length in lengths.items())
+            options = [f"--{side}-length={length}" for side, length in lengths.items()]
             raise ValueError(
-                f"{self.name} is prepared for the lengths {info.lengths}; {self._remedy}, and with "
-                f"{asked}"
+                f"{self.name} is prepared for the lengths {info.lengths}. "
+                f"{prepared.remedy(info.task, '--renew', *options)}"
             )
         # The index of the first example of every record.
         self._starts = [0]
@@ -417,7 +424,9 @@ class PreparedExamples:
             raise IndexError(index)
         number = bisect.bisect_right(self._starts, index) - 1
         chunk = self._chunks.get(number)
-        return (self._read(number) if chunk is None else chunk)[index - self._starts[number]]
+        if chunk is None:
+            chunk = self._read(number)
+        return chunk[index - self._starts[number]]
 
     def rows(self, count: int | None = None) -> Iterator[dict[str, Any]]:
         """Yields what evaluation needs of every row, in the form in which SeqIO gives it.
@@ -437,13 +446,13 @@ class PreparedExamples:
             with describing(path, remedy=self._remedy), path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
                 if self.info.rows_digests.get(name, digest) != digest:
-                    raise ValueError("its checksum is another")
+                    raise ValueError("Its checksum is wrong.")
                 file.seek(0)
                 unpacker = msgpack.Unpacker(file, max_buffer_size=2**31 - 1)
                 for number in range(num_rows):
                     row = next(unpacker, None)
                     if row is None:
-                        raise ValueError(f"it holds {number} rows instead of {size}")
+                        raise ValueError(f"It holds {number} rows instead of {size}.")
                     yield {k: np.asarray(v) if _is_numeric(v) else v for k, v in row.items()}
             left -= num_rows
 
@@ -453,12 +462,12 @@ class PreparedExamples:
         with describing(self._directory / name, remedy=self._remedy):
             record = self._records(name)[record_number]
             if number == 0 and zlib.crc32(record) != self.info.checksum:
-                raise ValueError("its checksum is another")
+                raise ValueError("Its checksum is wrong.")
             chunk = Chunk.from_bytes(record, vocab_size=self.info.vocab_size)
             expected = self._starts[number + 1] - self._starts[number]
             if len(chunk) != expected:
                 raise ValueError(
-                    f"record {record_number} holds {len(chunk)} examples instead of {expected}"
+                    f"The record {record_number} holds {len(chunk)} examples instead of {expected}."
                 )
         if self._documents:
             chunk = chunk.documents(self._eos)
@@ -476,7 +485,8 @@ class PreparedExamples:
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
         if name not in self._files:
-            path, records = _on_disk(self._directory / name), -(-self.info.files[name] // CHUNK)
+            path = _on_disk(self._directory / name)
+            records = -(-self.info.files[name] // CHUNK)
             # The numbers in brackets are the range of records to read.
             self._files[name] = ArrayRecordDataSource([f"{path}[0:{records}]"])
         return self._files[name]

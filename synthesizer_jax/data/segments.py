@@ -123,7 +123,9 @@ class SegmentStream:
 
         All documents are of the same epoch.
         """
-        draws, first = self._draws(_CHUNKS), self._objectives[0]
+        draws = self._draws(_CHUNKS)
+        # All objectives of a mixture have the same documents and document_eos.
+        first = self._objectives[0]
         group: list[np.ndarray] = []
         first_epoch = epoch = self._start[0]
         while len(group) < first.documents:
@@ -137,11 +139,12 @@ class SegmentStream:
             epoch = self._source.position()[0]
             if len(tokens):
                 tokens = random_chunk(tokens, draws, length=LONGEST_DOCUMENT)
-                end = [self._form.ids.end] * first.document_eos
-                group.append(np.append(tokens, end).astype(np.int32))
+                if first.document_eos:
+                    tokens = np.append(tokens, self._form.ids.end)
+                group.append(tokens.astype(np.int32))
             elif not group and epoch > first_epoch + 1:
                 # A whole epoch has passed without a token, so this loop would never end.
-                raise ValueError(f"there are no tokens in {self.name}; check how it is read")
+                raise ValueError(f"{self.name} contains no tokens. Check how it is read.")
         return group
 
 

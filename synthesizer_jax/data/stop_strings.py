@@ -26,6 +26,7 @@ def stop_table(vocabulary: Vocabulary, strings: Sequence[str], size: int) -> np.
       The next state by current state and token id, unsigned integers ``[states, size]``.
     """
     patterns = tuple(string.encode() for string in strings)
+
     # The states between the first and the last one are the proper prefixes, including the empty
     # one.
     prefixes = sorted({p[:i] for p in patterns for i in range(len(p))}, key=len)
@@ -41,6 +42,7 @@ def stop_table(vocabulary: Vocabulary, strings: Sequence[str], size: int) -> np.
                 # first.
                 suffixes = (text[i:] for i in range(len(text) + 1))
                 after_byte[state, byte] = next(states[x] for x in suffixes if x in states)
+
     # A token without bytes leaves every state as it is, so the table begins as the identity.
     table = np.repeat(np.arange(found + 1)[:, None], size, axis=1)
     # The first token of a text may spell other bytes than the same token later in the text.

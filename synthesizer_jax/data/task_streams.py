@@ -42,8 +42,9 @@ class ExampleStream:
         self.restore([0, 0, 0])
         if not self._order:
             raise ValueError(
-                f"{examples.name} has {len(examples)} examples, fewer than shards={shard[1]}; set "
-                f"data.shards to at most {max(1, len(examples))} or leave the task out"
+                f"{examples.name} has {len(examples)} examples, fewer than data.shards "
+                f"({shard[1]}). Set data.shards to at most {max(1, len(examples))}, or leave the "
+                "task out."
             )
 
     def __next__(self) -> Example:

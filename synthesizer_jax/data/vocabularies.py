@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from synthesizer_jax.base.files import absolute, open_atomic, storage_path
 from synthesizer_jax.base.ids import SpecialIds
+from synthesizer_jax.base.messages import end_sentence
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Number
 
@@ -57,9 +58,9 @@ def utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the text {text[:40]!r} has a lone surrogate, {text[error.start]!r} at {error.start}, "
-            "which is no character; replace it, for example by text.encode('utf-8', "
-            "'replace').decode()"
+            f"The text {text[:40]!r} has a lone surrogate, {text[error.start]!r} at index "
+            f"{error.start}, which is not a character. Replace it, for example with "
+            "text.encode('utf-8', 'replace').decode()."
         ) from error
 
 
@@ -115,13 +116,13 @@ class Vocabulary(abc.ABC):
         """
         if ids.end != self.eos_id:
             raise ValueError(
-                f"the vocabulary has EOS {self.eos_id} but model.ids.end={ids.end}; set "
-                "model.ids.end, or take the model's own vocabulary"
+                f"The vocabulary has the EOS id {self.eos_id}, but model.ids.end is {ids.end}. Set "
+                "model.ids.end, or use the model's own vocabulary."
             )
         if self.is_text(ids.padding):
             raise ValueError(
-                f"model.ids.padding={ids.padding} is text in the vocabulary; set it to the id of a "
-                "control symbol, or take the model's own vocabulary"
+                f"model.ids.padding is {ids.padding}, which stands for text in the vocabulary. Set "
+                "it to the id of a control symbol, or use the model's own vocabulary."
             )
 
     @property
@@ -216,17 +217,12 @@ class SentencePiece(Vocabulary):
         """
         path = self.file
         if not path.is_file():
-            raise FileNotFoundError(
-                f"there is no SentencePiece model {self.path}; {_REMEDY}, or train one with "
-                "'synthesizer-jax data vocabulary'"
-            )
+            raise FileNotFoundError(f"There is no SentencePiece model {self.path}. {_REMEDY}")
         processor = _load_processor(path, path.read_bytes(), self.extra_ids)
         if processor.eos_id() < 0:
-            raise ValueError(
-                f"{path} has no EOS; {_REMEDY}, or train one with 'synthesizer-jax data vocabulary'"
-            )
+            raise ValueError(f"{path} has no EOS. {_REMEDY}")
         if self.bos and processor.bos_id() < 0:
-            raise ValueError(f"{path} has no BOS; set vocabulary.bos=false")
+            raise ValueError(f"{path} has no BOS. Set vocabulary.bos=false.")
         return processor
 
     @property
@@ -287,19 +283,25 @@ class SentencePiece(Vocabulary):
           ValueError: see `utf8`.
         """
         utf8(text)
-        return self.byte_level.encode(text) if self.byte_level else self.processor.EncodeAsIds(text)
+        if self.byte_level:
+            return self.byte_level.encode(text)
+        return self.processor.EncodeAsIds(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the pieces before the first EOS. Unknown pieces become ``⁇``."""
         size, unknown = self.vocab_size, self.unk_id
         known = [unknown if i >= size else i for i in _until(ids, self.eos_id)]
-        return self.byte_level.decode(known) if self.byte_level else self.processor.DecodeIds(known)
+        if self.byte_level:
+            return self.byte_level.decode(known)
+        return self.processor.DecodeIds(known)
 
     def token_bytes(self, size: int, *, first: bool) -> list[bytes]:
         processor = self.processor
 
         def convert(i: int) -> bytes:
-            i = i if i < self.vocab_size else self.unk_id
+            """Returns the bytes of the piece with an id."""
+            if i >= self.vocab_size:
+                i = self.unk_id
             piece = processor.IdToPiece(i)
             if self.byte_level:
                 return self.byte_level.bytes_of(i)
@@ -317,7 +319,11 @@ class SentencePiece(Vocabulary):
         return self.processor.serialized_model_proto()
 
 
-_REMEDY = "name another file (--vocabulary, vocabulary.path)"
+_REMEDY = (
+    "Give another file as --vocabulary or vocabulary.path, or train one with 'synthesizer-jax data "
+    "vocabulary'."
+)
+"""The last sentence of errors about the file of a vocabulary."""
 
 
 def _until(ids: Iterable[int], eos: int) -> list[int]:
@@ -348,7 +354,9 @@ def _load_processor(path: pathlib.Path, data: bytes, extra_ids: int) -> Sentence
     try:
         model = messages.ModelProto.FromString(data)
         if extra_ids and any("<extra_id_0>" in x.piece for x in model.pieces):
-            raise ValueError(f"{path} has sentinels; set vocabulary.extra_ids=0, or --extra-ids 0")
+            raise ValueError(
+                f"{path} contains sentinels already. Set vocabulary.extra_ids=0, or --extra-ids 0."
+            )
         # The sentinels count down, so that `<extra_id_0>` has the last id.
         for i in reversed(range(extra_ids)):
             kind = model.SentencePiece.USER_DEFINED
@@ -356,7 +364,7 @@ def _load_processor(path: pathlib.Path, data: bytes, extra_ids: int) -> Sentence
         processor.LoadFromSerializedProto(model.SerializeToString())
     except (DecodeError, RuntimeError) as error:
         raise ValueError(
-            f"{path} is damaged or no SentencePiece model ({error}); restore it, or {_REMEDY}"
+            f"{path} is damaged, or it is not a SentencePiece model ({error}). {_REMEDY}"
         ) from error
     return processor
 
@@ -394,7 +402,9 @@ def train_sentencepiece(
                 max_sentence_length=2**30,  # in bytes, because longer texts would be left out
             )
         except RuntimeError as error:
-            raise ValueError(f"vocab_size={vocab_size} cannot be trained: {error}") from None
+            raise ValueError(
+                f"A vocabulary of {vocab_size} pieces cannot be trained: {end_sentence(str(error))}"
+            ) from None
 
 
 def index_by_tokens(
@@ -417,11 +427,11 @@ def index_by_tokens(
         ids = vocabulary.encode(word)[: None if length is None else length - 1]
         first = indices.setdefault((*ids, vocabulary.eos_id), index)
         if first != index:
-            cut = "" if length is None else f" in {length} tokens"
+            limit = "" if length is None else f" if targets are cut at {length} tokens"
             raise ValueError(
-                f"{owner} has {words[first]!r} and {word!r}, which are the same to the "
-                f"vocabulary{cut}; take other label words, longer targets, or a vocabulary that "
-                "knows them"
+                f"{owner} has the label words {words[first]!r} and {word!r}, which have the same "
+                f"tokens{limit}. Choose other label words, longer targets, or a vocabulary that "
+                "knows the words."
             )
     return indices
 
@@ -457,7 +467,7 @@ class Classes:
             text = self._vocabulary.decode(target.tolist())
             raise ValueError(
                 f"{owner} has the target {text!r}, which is none of data.classes "
-                f"({', '.join(self.words)}); add it, or choose a data.split whose labels are known"
+                f"({', '.join(self.words)}). Add it, or choose a data.split whose labels are known."
             )
         return index
 
@@ -470,7 +480,7 @@ class Classes:
         unknown = [word for word in words if word not in self.words]
         if unknown:
             raise ValueError(
-                f"the label word {unknown[0]!r} is none of data.classes ({', '.join(self.words)}); "
-                "evaluate other tasks with --task"
+                f"The label word {unknown[0]!r} is none of data.classes ({', '.join(self.words)}). "
+                "Evaluate other tasks with --task."
             )
         return [self.words.index(word) for word in words]

@@ -34,10 +34,7 @@ BENCHMARKS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("super_glue_wsc_v102_simple_eval",),
     ),
 }
-"""The groups of tasks of each benchmark.
-
-GLUE's average does not include WNLI and AX.
-"""
+"""The groups of tasks of each benchmark. GLUE's average does not include WNLI and AX."""
 
 _GLUE = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "QNLI", "RTE", "WNLI", "AX")
 _SUPER_GLUE = ("BoolQ", "CB", "COPA", "MultiRC", "ReCoRD", "RTE", "WiC", "AX-b", "AX-g")
@@ -92,7 +89,10 @@ def best_single_step(by_step: Mapping[int, Results], benchmark: str) -> tuple[in
     """
     means = {step: averages(results).get(benchmark) for step, results in sorted(by_step.items())}
     whole = {step: mean for step, mean in means.items() if mean is not None}
-    return (step := _best(whole), whole[step]) if whole else None
+    if not whole:
+        return None
+    step = _best(whole)
+    return step, whole[step]
 
 
 def best_by_task(by_step: Mapping[int, Results]) -> dict[str, int]:
@@ -161,8 +161,8 @@ def write_submission(
         path = directory / FILES[examples.task.dataset]
         if path in texts:
             raise ValueError(
-                f"{examples.task.name} has the same leaderboard file as another task, {path}; "
-                "predict them one by one, with --task"
+                f"The task {examples.task.name} has the same leaderboard file as another task, "
+                f"{path}. Predict the tasks one by one with --task."
             )
         values = [examples.predicted_value(i, text) for i, text in enumerate(predictions)]
         indices = [original_index(row, i) for i, row in enumerate(examples.examples)]

@@ -82,8 +82,8 @@ class EvaluationSet:
             answers = Answers(list(answers))
         if len(answers.texts) != len(self.examples):
             raise ValueError(
-                f"{self.task.name}: {len(answers.texts)} predictions for {len(self.examples)} "
-                "examples"
+                f"There are {len(answers.texts)} predictions for the {len(self.examples)} examples "
+                f"of the task {self.task.name}. Give one prediction for each example."
             )
         if not self.labeled:
             return {}
@@ -93,7 +93,8 @@ class EvaluationSet:
         for name, value in result.items():
             if not hasattr(value, "__float__"):
                 raise ValueError(
-                    f"{self.task.name}: the metric {name!r} is {value!r}, which is no number"
+                    f"The metric {name!r} of the task {self.task.name} is {value!r}, which is not "
+                    "a number."
                 )
         return result
 
@@ -107,10 +108,11 @@ class EvaluationSet:
         Vocabularies of bytes do not decode them. SeqIO strips the sentinel of all answers of such
         tasks.
         """
-        if self.vocabulary and self.task.sentinel:
-            hidden = not self.vocabulary.decode([self.vocabulary.vocab_size - 1])
-            return SENTINEL + answer if hidden else answer
-        return answer
+        if self.vocabulary is None or not self.task.sentinel:
+            return answer
+        # The first sentinel has the last id of the vocabulary.
+        is_hidden = not self.vocabulary.decode([self.vocabulary.vocab_size - 1])
+        return SENTINEL + answer if is_hidden else answer
 
     def record(self, index: int, prediction: str | None) -> dict[str, JSON]:
         """Returns a JSON record of an example and its prediction.
@@ -186,41 +188,56 @@ def load_evaluation_set(
       ValueError: the files of the split are damaged, or it has inputs but the length of inputs is
         0.
     """
-    task, ours = task_registry.find_task(name), name in task_registry.TASKS
-    made_by = objective if task.is_text and objective and objective.makes_inputs else None
-    examples = prepared.open(
-        name, split, None if task.is_text else lengths, documents=made_by is not None
-    )
+    task = task_registry.find_task(name)
+    is_made = task.is_text and objective is not None and objective.makes_inputs
+    examples = prepared.open(name, split, None if task.is_text else lengths, documents=is_made)
     if not examples.info.has_rows:
         raise FileNotFoundError(
-            f"{examples.name} is prepared for training alone; "
+            f"{examples.name} is prepared only for training. "
             f"{prepared.remedy(name, f'--evaluation-split {split}')}"
         )
-    if made_by is not None:
+    if is_made:
+        assert objective is not None
         form = ExampleFormat(
             lengths["inputs"], lengths["targets"], prepared.vocabulary.vocab_size, ids
         )
-        made = _made_rows(examples, made_by, form, prepared.vocabulary)
+        made = _made_rows(examples, objective, form, prepared.vocabulary)
         rows = list(itertools.islice(made, max_examples))
     else:
-        read = examples.rows(None if ours and not task.is_text else max_examples)
-        rows = [
-            {**row, "inputs": inputs, "targets": targets}
-            for row, (inputs, targets) in zip(read, iter(examples), strict=False)
-        ]
-        if ours:
-            # TFDS stores rows in a random order. In the order of the original file, the rows of a
-            # group follow one another.
-            rows.sort(key=lambda row: tuple(_indices(row).values()))
-        if max_examples is not None:
-            groups = metric_groups(task, rows)
-            # The last group is completed, because metrics need whole groups.
-            end = max_examples
-            while 0 < end < len(rows) and groups[end] == groups[max_examples - 1]:
-                end += 1
-            rows = rows[:end]
+        rows = _stored_rows(task, examples, max_examples)
     measured = task_registry.find_task(measured_task(name, split))
     return EvaluationSet(measured, split, rows, prepared.vocabulary)
+
+
+def _stored_rows(task: Task, examples: PreparedExamples, max_examples: int | None) -> list[Example]:
+    """Returns the rows of a prepared split with their token ids.
+
+    Args:
+      task: the task.
+      examples: the prepared split.
+      max_examples: see `load_evaluation_set`.
+    """
+    # TFDS stores rows in a random order. The rows of this package's tasks are therefore sorted
+    # below, for which all of them must be read. Texts have no indices to sort them by.
+    is_sorted = task.name in task_registry.TASKS
+    reads_all = is_sorted and not task.is_text
+    stored = examples.rows(None if reads_all else max_examples)
+    rows = [
+        {**row, "inputs": inputs, "targets": targets}
+        for row, (inputs, targets) in zip(stored, iter(examples), strict=False)
+    ]
+    if is_sorted:
+        # In the order of the original file, the rows of a group follow one another.
+        rows.sort(key=lambda row: tuple(_indices(row).values()))
+    if max_examples is None:
+        return rows
+
+    # The last group is completed, because metrics need whole groups.
+    groups = metric_groups(task, rows)
+    end = max_examples
+    while 0 < end < len(rows) and groups[end] == groups[max_examples - 1]:
+        end += 1
+    return rows[:end]
 
 
 def _made_rows(
@@ -254,7 +271,8 @@ def _indices(row: Example) -> dict[str, int]:
     """Returns the indices of a row in the original file, by their names."""
     parts = ("paragraph", "passage", "question", "query", "answer")
     names = [name for name in ("idx", *(f"idx/{part}" for part in parts)) if name in row]
-    return {n: int(row[n]) for n in names if np.asarray(row[n]).dtype.kind in "iu"}
+    # Only integers are indices. Data sets of users may use these names for other values.
+    return {name: int(row[name]) for name in names if np.asarray(row[name]).dtype.kind in "iu"}
 
 
 def metric_groups(task: Task, rows: Sequence[Example]) -> list[tuple[int, ...]]:
@@ -262,11 +280,15 @@ def metric_groups(task: Task, rows: Sequence[Example]) -> list[tuple[int, ...]]:
 
     Some metrics can only be computed for whole groups.
     """
-    groups, in_pairs = [], gender_parity in task.metrics
+    groups = []
     for i, row in enumerate(rows):
         key = tuple(_indices(row).values()) or (i,)
-        # A pair of AX-g, or else a question of MultiRC or a query of ReCoRD: its first two indices.
-        groups.append(tuple(x // 2 for x in key) if in_pairs else key[:2])
+        if gender_parity in task.metrics:
+            # A pair of AX-g consists of two adjacent rows.
+            groups.append(tuple(index // 2 for index in key))
+        else:
+            # The first two indices identify a question of MultiRC or a query of ReCoRD.
+            groups.append(key[:2])
     return groups
 
 

@@ -65,24 +65,24 @@ class Evaluator:
             pair: names_of_split(*pair)
             for pair in evaluation_sets.evaluation_tasks(mixture, prepared, split)
         }
-        names, asked = {*members, *itertools.chain(*measures.values())}, set(only or members)
+        names = {*members, *itertools.chain(*measures.values())}
+        asked = set(only or members)
         for name in asked - names:
+            hint = did_you_mean(name, names) or "."
             raise ValueError(
-                f"the run's mixture {mixture!r} has no task {name!r}{did_you_mean(name, names)}; "
-                f"its tasks: {', '.join(sorted(names))}"
+                f"The run's mixture {mixture!r} has no task {name!r}{hint} Its tasks are "
+                f"{', '.join(sorted(names))}."
             )
         pairs = [pair for pair, measured in measures.items() if measured & asked]
         if not pairs:
             stored = (task_registry.find_task(t).stored_splits(prepared.data_dir) for t in asked)
             splits = dict.fromkeys(itertools.chain(*stored))
-            choice = (
-                f"choose {' or '.join(splits)} by --split or evaluation.split, or "
-                if splits
-                else ""
-            )
+            choice = ""
+            if splits:
+                choice = f"Choose {' or '.join(splits)} with --split or evaluation.split. "
             raise FileNotFoundError(
                 f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
-                f"{prepared.root}; {choice}{import_remedy(members, prepared.data_dir)}"
+                f"{prepared.root}. {choice}{import_remedy(members, prepared.data_dir)}"
             )
         self.lacking = sorted(asked.difference(*(measures[pair] for pair in pairs)))
         self.sets = [
@@ -177,7 +177,7 @@ def check_masked_tasks(model: TextToText | Encoder, data: DataConfig) -> None:
     for name in task_registry.member_names(data.mixture):
         if not isinstance(task_objective(data, task_registry.find_task(name)), MaskedLM):
             raise ValueError(
-                f"{name} is not made for a masked language model, which predicts masked tokens "
-                "alone; give a task without inputs and without an objective of its own, and "
-                "data.objective=masked_lm"
+                f"The task {name} cannot be used with a masked language model, which can only "
+                "predict masked tokens. Choose a task without inputs and without its own "
+                "objective, and set data.objective=masked_lm."
             )

@@ -216,12 +216,12 @@ class Predictor:
         """
         if self.classes is not None:
             return self._class_log_probabilities(inputs)[:, self.classes.columns(label_words)]
-        indices = index_by_tokens(label_words, self.vocabulary, owner="the list of label words")
+        indices = index_by_tokens(label_words, self.vocabulary, owner="The list of label words")
         words = [np.asarray(ids) for ids in indices]
+        # Both numbers are rounded up, so that few programs are compiled.
+        count = -(-len(words) // CHOICES) * CHOICES
         length = -(-max(map(len, words)) // CHOICE_LENGTH) * CHOICE_LENGTH
-        choices = _pad_tokens(
-            words, -(-len(words) // CHOICES) * CHOICES, length, self.model.ids.padding
-        )
+        choices = _pad_tokens(words, count, length, self.model.ids.padding)
 
         def score(_: list[int], tokens: jax.Array) -> jax.Array:
             """Scores all choices for a batch."""
@@ -247,11 +247,12 @@ class Predictor:
         """
         model = self.model
         if self.classes is not None:
-            indices = [self.classes.index(target, owner="an example") for target in targets]
+            indices = [self.classes.index(target, owner="An example") for target in targets]
             return self._class_log_probabilities(inputs)[np.arange(len(inputs)), indices]
         # Targets have one of two lengths, so that few programs are compiled: a short one that is
         # enough for label words, and the maximum length of an answer.
-        longest, length = max(map(len, targets), default=1), CHOICE_LENGTH
+        longest = max(map(len, targets), default=1)
+        length = CHOICE_LENGTH
         if longest > length or self.decoding.max_length < length:
             length = max(self.decoding.max_length, longest)
         masked = isinstance(model, Encoder)  # its targets have the length of the inputs
@@ -293,8 +294,8 @@ class Predictor:
         """
         if not isinstance(self.model, TextToText):
             raise TypeError(
-                f"{type(self.model).__name__} generates no text; give an EncoderDecoder or a "
-                "LanguageModel"
+                f"The model is of the class {type(self.model).__name__}, which cannot generate "
+                "text. Use an EncoderDecoder or a LanguageModel."
             )
         return self.model
 
@@ -370,6 +371,7 @@ class Predictor:
         """
         answers: list[tuple[np.ndarray, ...]] = [()] * len(inputs)
         longest = self.inputs_length or self._padded_length(max(map(len, inputs), default=0))
+        # The lengths in the table are for inputs of up to 512 tokens.
         allowed = [-(-n * longest // 512) for n in LENGTHS[kind]]
         fetch = np.asarray if self.mesh is None else gather_to_host
         with contextlib.nullcontext() if self.mesh is None else use_mesh(self.mesh):

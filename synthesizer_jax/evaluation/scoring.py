@@ -26,7 +26,6 @@ LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "bits_per_byte")
 All other results are metrics, for which higher is better.
 """
 
-
 RESULTS_FILE = "results.json"
 """The file of results in the folder of an evaluation."""
 
@@ -107,37 +106,55 @@ def evaluate_tasks(
     """
     results = []
     for i, examples in enumerate(sets):
-        task, size, window = examples.task, len(examples.inputs), predictor.decoding.max_length
+        task = examples.task
+        size = len(examples.inputs)
         loss_set = loss_sets[i] if loss_sets else None
+        # The number of inputs that the model reads, for the display of progress.
         if task.is_text:
+            window = predictor.decoding.max_length
             passes = sum(-(-len(target) // window) for target in examples.targets)
         else:
             # Each example is predicted, and scored again if a metric or the loss needs its target.
-            passes = size * (1 + task.scores_targets) + len(loss_set.inputs if loss_set else ())
+            passes = size * (1 + task.scores_targets)
+            if loss_set:
+                passes += len(loss_set.inputs)
         predictor.advance = phase(f"{task.name}, {examples.split}: {size:,} examples", passes)
         if task.is_text:
             results.append(_evaluate_texts(predictor, examples))
-            continue
-        predictions = predictor.predict(examples.inputs, task.label_words)
-        answers = Answers(predictions.texts, predictions.tokens, predictions.scores)
-        if task.scores_targets:
-            logp = predictor.log_probabilities(examples.inputs, examples.targets)
-            answers = answers._replace(target_scores=logp)
-        results.append(
-            TaskResult(
-                task=task.name,
-                split=examples.split,
-                n=size,
-                labeled=len(examples.labeled),
-                metrics=examples.score(answers),
-                predictions=tuple(predictions.texts),
-                scores=predictions.scores,
-                ranked=predictions.ranked,
-                words=predictions.words,
-                loss=_target_loss(predictor, loss_set) if loss_set else None,
-            )
-        )
+        else:
+            results.append(_evaluate_answers(predictor, examples, loss_set))
     return results
+
+
+def _evaluate_answers(
+    predictor: Predictor, examples: EvaluationSet, loss_set: EvaluationSet | None
+) -> TaskResult:
+    """Returns the result of a set whose inputs are answered.
+
+    Args:
+      predictor: the model.
+      examples: the set.
+      loss_set: the labeled examples over which the loss is computed. None means that no loss is
+        computed.
+    """
+    task = examples.task
+    predictions = predictor.predict(examples.inputs, task.label_words)
+    answers = Answers(predictions.texts, predictions.tokens, predictions.scores)
+    if task.scores_targets:
+        logp = predictor.log_probabilities(examples.inputs, examples.targets)
+        answers = answers._replace(target_scores=logp)
+    return TaskResult(
+        task=task.name,
+        split=examples.split,
+        n=len(examples.inputs),
+        labeled=len(examples.labeled),
+        metrics=examples.score(answers),
+        predictions=tuple(predictions.texts),
+        scores=predictions.scores,
+        ranked=predictions.ranked,
+        words=predictions.words,
+        loss=_target_loss(predictor, loss_set) if loss_set else None,
+    )
 
 
 def _evaluate_texts(predictor: Predictor, examples: EvaluationSet) -> TaskResult:

@@ -15,7 +15,7 @@ import numpy as np
 from etils import epy
 
 from synthesizer_jax.base.files import write_atomic
-from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.base.messages import did_you_mean, end_sentence
 from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.preparation.importers.corpora import SplitReport
 from synthesizer_jax.preparation.importers.files import SplitFiles
@@ -48,12 +48,15 @@ class Template:
     """
 
     def __init__(self, text: str):
+        self.text = text
         # The parts with odd indices are the names of fields, because `split` keeps what its group
         # matches.
-        self.text, self._parts = text, re.split(r"\{([^{}]+)\}", text)
-        if brace := re.search("[{}]", "".join(self._parts[::2])):
+        self._parts = re.split(r"\{([^{}]+)\}", text)
+        brace = re.search("[{}]", "".join(self._parts[::2]))
+        if brace:
             raise ValueError(
-                f"the template {text!r} has {brace[0]!r} outside of a field; write {{NAME}}"
+                f"The template {text!r} has {brace[0]!r} outside of a field. Write a field as "
+                "{NAME}."
             )
 
     @property
@@ -70,9 +73,9 @@ class Template:
         values = [_field_text(row, field) for field in self.fields]
         if values and all(map(is_blank, values)):
             return ""
-        return "".join(
-            itertools.chain(*itertools.zip_longest(self._parts[::2], values, fillvalue=""))
-        )
+        # There is one more part than there are values.
+        pairs = itertools.zip_longest(self._parts[::2], values, fillvalue="")
+        return "".join(itertools.chain.from_iterable(pairs))
 
 
 def _field_text(row: Row, field: str) -> str:
@@ -85,13 +88,11 @@ def _field_text(row: Row, field: str) -> str:
     names = [field] if field in row else field.split(".")
     for count, name in enumerate(names):
         if count and not isinstance(value, dict):
-            outer, kind = (
-                ".".join(names[:count]),
-                "a list" if isinstance(value, list) else "no object",
-            )
+            outer = ".".join(names[:count])
+            kind = "a list" if isinstance(value, list) else "not an object"
             raise ValueError(
-                f"there is no field {field!r}: {outer!r} is {kind}, and dots only enter objects; "
-                "write the part that you need into a field of its own"
+                f"There is no field {field!r}, because {outer!r} is {kind}. A dot in a name leads "
+                "to a field of a JSON object. Write the part that you need into its own field."
             )
         value = find_field(value if isinstance(value, dict) else {}, name, field=field)
     return value_text(value, field)
@@ -121,21 +122,27 @@ class FileTask:
     def __post_init__(self) -> None:
         if not re.fullmatch("[a-z][a-z0-9_]*", self.name):
             raise ValueError(
-                f"the name {self.name!r} has other characters than a-z, 0-9 and _; choose another"
+                f"The name {self.name!r} is not allowed. Use only a-z, 0-9 and _, and begin with "
+                "a letter."
             )
-        for name in self.metrics:
-            if name not in METRICS:
-                raise ValueError(
-                    f"there is no metric {name!r}{did_you_mean(name, METRICS)}; choose of "
-                    f"{', '.join(METRICS)}"
-                )
         if isinstance(self.targets, Template) and self.targets.text and not self.targets.fields:
             text = self.targets.text
             raise ValueError(
-                f"the target {text!r} is the same for every row; write {{{text}}} for a field"
+                f"The target {text!r} is the same for every row. Write {{{text}}} to use a field."
             )
-        if blank := [value for value, word in self.labels.items() if is_blank(word)]:
-            raise ValueError(f"the label of {blank[0]!r} is blank; give every label a word")
+        for value, word in self.labels.items():
+            if is_blank(word):
+                raise ValueError(f"The label of {value!r} is blank. Give every label a word.")
+        self._check_metrics()
+
+    def _check_metrics(self) -> None:
+        """Raises a `ValueError` if a metric is unknown or does not fit the answers of the task."""
+        for name in self.metrics:
+            if name not in METRICS:
+                hint = did_you_mean(name, METRICS) or "."
+                raise ValueError(
+                    f"There is no metric {name!r}{hint} Choose one of {', '.join(METRICS)}."
+                )
         words = len(set(self.labels.values()))
         answers = "numbers" if self.is_numeric else "labels" if words else "texts"
         for name in self.metrics:
@@ -143,8 +150,9 @@ class FileTask:
             is_binary = compared == "two labels" and answers == "labels" and words == 2
             if compared not in ("anything", answers) and not is_binary:
                 raise ValueError(
-                    f"the metric {name!r} compares {compared}; with {words} labels and the metrics "
-                    f"{', '.join(self.metrics)} answers are {answers}; leave it out"
+                    f"The metric {name!r} compares {compared}, but the answers of this task are "
+                    f"{answers} (number of labels: {words}, metrics: {', '.join(self.metrics)}). "
+                    "Leave the metric out."
                 )
 
     @property
@@ -161,22 +169,31 @@ class FileTask:
         try:
             target = "" if self.targets is None else self.targets(row)
         except ValueError as error:
-            remedy = "import rows without a target by another command, with --target ''"
-            raise ValueError(f"{error}; {remedy}" if self.inputs else str(error)) from error
+            remedy = ""
+            if self.inputs:
+                remedy = " Import rows without a target with another command that has --target ''."
+            raise ValueError(f"{end_sentence(str(error))}{remedy}") from error
         target = self.labels.get(target, target)
         if is_blank(target):
             target = ""
+        # A hidden target of a task with inputs is not checked.
         if self.inputs is None or target not in ("", UNKNOWN):
-            if self.labels and target not in self.labels.values():
-                raise ValueError(
-                    f"the target {target!r} is none of the labels {', '.join(self.labels)}"
-                )
-            if self.is_numeric and math.isnan(parse_number(target, otherwise=math.nan)):
-                metric = self.metrics[0]
-                raise ValueError(
-                    f"the target {target[:60]!r} is no number, which the metric {metric} compares"
-                )
-        return ("", target) if self.inputs is None else (self.inputs(row), target or UNKNOWN)
+            self._check_target(target)
+        if self.inputs is None:
+            return "", target
+        return self.inputs(row), target or UNKNOWN
+
+    def _check_target(self, target: str) -> None:
+        """Raises a `ValueError` if the task does not allow a target."""
+        if self.labels and target not in self.labels.values():
+            raise ValueError(
+                f"The target {target!r} is none of the labels {', '.join(self.labels)}."
+            )
+        if self.is_numeric and math.isnan(parse_number(target, otherwise=math.nan)):
+            raise ValueError(
+                f"The target {target[:60]!r} is not a number, but the metric {self.metrics[0]} "
+                "compares numbers."
+            )
 
 
 def import_files(
@@ -201,7 +218,7 @@ def import_files(
     same_name = task_registry.TASKS.get(task.name)
     if same_name is not None and not same_name.dataset.startswith(f"{IMPORTED}/"):
         raise ValueError(
-            f"the name {task.name!r} is that of a task of this package; choose another"
+            f"The name {task.name!r} belongs to a task of this package. Choose another name."
         )
     dataset = f"{IMPORTED}/{task.name}"
     reports = [SplitReport(dataset, split, files.files) for split, files in splits.items()]
@@ -245,12 +262,12 @@ def _format_row(task: FileTask, report: SplitReport, row: Row) -> Row:
     """
     inputs, target = task.texts(row)
     if task.inputs is None and not target:
-        raise ValueError("the target is blank, and the row has no input either; remove the row")
+        raise ValueError("The target is blank, and the task has no inputs. Remove the row.")
     may_hide = None in (task.inputs, task.targets) or report.split.startswith("test")
     if target == UNKNOWN and not may_hide:
         raise ValueError(
-            "the target is blank or '<unk>', as of a row whose answer is not known; add it, or "
-            "import such rows as --from test=FILE"
+            "The target is blank or '<unk>', which means that the answer is not known. Add the "
+            "answer, or import such rows with --from test=FILE."
         )
     if task.labels:
         report.targets[target] += 1

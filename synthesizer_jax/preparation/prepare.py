@@ -97,8 +97,8 @@ def prepare(
       ValueError: if a data set is damaged, or if a task needs `lengths`.
     """
     # The data sets of these mixtures are generated. All other data sets were imported before.
-    if made := MIXTURES.get(mixture):
-        synthetic.write(prepared.data_dir, made)
+    if mixture in MIXTURES:
+        synthetic.write(prepared.data_dir, MIXTURES[mixture])
     rates = task_registry.mixture_rates(mixture, prepared.data_dir)
     requests = requested_splits(
         mixture,
@@ -109,10 +109,10 @@ def prepare(
     )
     for request in requests:
         words = task_registry.find_task(request.task).label_words or ()
-        index_by_tokens(words, prepared.vocabulary, owner=f"the task {request.task!r}")
+        index_by_tokens(words, prepared.vocabulary, owner=f"The task {request.task!r}")
         title = f"{request.task}, {request.split}"
         if not renew and is_current(request, prepared, lengths=lengths, epochs=epochs):
-            log(f"{title}: is prepared")
+            log(f"{title}: already prepared")
             continue
         with name_write_errors(prepared.root, "files that were finished are kept"):
             info = _prepare_split(
@@ -125,8 +125,9 @@ def prepare(
                 setup=setup,
             )
         log(f"{title}: {info.examples:,} examples, {sum(info.tokens.values()):,} tokens")
-        if said := ", ".join(f"{count:,} {what}" for what, count in info.targets.items()):
-            log(f"  of {info.examples:,} targets, {said}")
+        if info.targets:
+            counts = ", ".join(f"{count:,} {what}" for what, count in info.targets.items())
+            log(f"  of {info.examples:,} targets, {counts}")
     prepared.save_rates(mixture, rates)
 
 
@@ -187,47 +188,56 @@ def _prepare_split(
     The new files have other names than existing files, which are removed only at the end. Therefore
     ``info.json`` always describes complete files.
     """
-    before = prepared.find(request.task, request.split)
-    epochs, old = epochs or (before.epochs if before else 1), set(before.files if before else ())
     task = task_registry.find_task(request.task)
+    before = prepared.find(request.task, request.split)
+    if epochs is None:
+        epochs = before.epochs if before else 1
+    old_names = set(before.files) if before else set()
+
+    # Counting the files also checks that the data set can be read.
     files = num_files(task, request.split, prepared)
     needs_lengths, keep_last = _truncation(task, prepared.vocabulary)
-    fixed = dict(lengths or {}) if needs_lengths else None
-    if fixed == {}:
+    fixed_lengths = dict(lengths or {}) if needs_lengths else None
+    if fixed_lengths == {}:
         raise ValueError(
-            f"the steps of the task {task.name!r} depend on the lengths of rows; give "
-            "--inputs-length and --targets-length"
+            f"The steps of the task {task.name!r} depend on the lengths of rows. Give "
+            "--inputs-length and --targets-length."
         )
-    rows = task.stored_splits(prepared.data_dir).get(request.split)
+
+    # A small split is one shard per epoch. A large one has as many shards as it has files.
     source = task.source_version(request.split, prepared.data_dir)
-    limit = lengths["targets"] if lengths and task.has_inputs else None
-    shards = max(1, files) if rows is None or rows > ONE_SHARD else 1
-    directory = prepared.directory(request.task, request.split)
-    key = json.dumps([source, fixed, epochs, request.rows, FORMAT, renew and secrets.token_hex(4)])
-    names = [f"tokens-{i:05}-of-{epochs * shards:05}.arrayrecord" for i in range(epochs * shards)]
+    num_rows = task.stored_splits(prepared.data_dir).get(request.split)
+    is_large = num_rows is None or num_rows > ONE_SHARD
+    num_shards = max(1, files) if is_large else 1
+    count = epochs * num_shards
+    names = [f"tokens-{i:05}-of-{count:05}.arrayrecord" for i in range(count)]
     # New files must not overwrite files that info.json still describes.
-    if old & set(names):
+    if old_names & set(names):
         names = [name.replace("tokens", "tokens-b") for name in names]
-    options = {"with_rows": request.rows, "lengths": fixed}
+
+    # A random part makes the key of every renewal different, so that no shard is kept.
+    salt = renew and secrets.token_hex(4)
+    key = json.dumps([source, fixed_lengths, epochs, request.rows, FORMAT, salt])
+    options = {"with_rows": request.rows, "lengths": fixed_lengths}
+    limit = lengths["targets"] if lengths and task.has_inputs else None
     jobs = [
         _ShardJob(
-            request, prepared, options | {"seed": i, "shard": (i % shards, shards)}, limit, key
+            request,
+            prepared,
+            options | {"seed": i, "shard": (i % num_shards, num_shards)},
+            targets_length=limit,
+            key=key,
         )
-        for i in range(len(names))
+        for i in range(count)
     ]
-    paths = [directory / name for name in names]
-    if min(workers, len(jobs)) == 1:
-        written = list(map(_write_shard, jobs, paths))
-    else:
-        # TensorFlow cannot be used in a forked process, so new processes are started.
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(workers, context, initializer=setup) as pool:
-            written = list(pool.map(_write_shard, jobs, paths))
+    directory = prepared.directory(request.task, request.split)
+    shards = _write_shards(jobs, [directory / name for name in names], workers, setup)
+
     # Empty shards are left out.
-    filled = {n: s for n, s in zip(names, written, strict=True) if s.examples}
+    filled = {n: s for n, s in zip(names, shards, strict=True) if s.examples}
     if not filled:
-        raise ValueError(f"{request.task}'s split {request.split!r} has no examples")
-    targets = sum((collections.Counter(shard.targets) for shard in written), collections.Counter())
+        raise ValueError(f"The split {request.split!r} of the task {request.task} has no examples.")
+    targets = sum((collections.Counter(shard.targets) for shard in shards), collections.Counter())
     info = PreparedInfo(
         format=FORMAT,
         task=request.task,
@@ -235,25 +245,40 @@ def _prepare_split(
         vocabulary=prepared.vocabulary.digest,
         vocab_size=prepared.vocabulary.vocab_size,
         source=source,
-        source_rows=rows,
+        source_rows=num_rows,
         epochs=epochs,
-        lengths=fixed,
+        lengths=fixed_lengths,
         keep_last=keep_last,
         has_inputs=task.has_inputs,
         has_rows=request.rows,
-        examples=sum(shard.examples for shard in written),
-        tokens={side: sum(shard.tokens[side] for shard in written) for side in SIDES},
+        examples=sum(shard.examples for shard in shards),
+        tokens={side: sum(shard.tokens[side] for shard in shards) for side in SIDES},
         files={name: shard.examples for name, shard in filled.items()},
         checksum=next(iter(filled.values())).checksum,
         targets=dict(targets),
         rows_digests={n: s.rows_digest for n, s in filled.items() if s.rows_digest},
     )
     info.save(directory)
-    for name in old - set(names):
+    for name in old_names - set(names):
         path = directory / name
         for stale in (path, path.with_suffix(".json"), path.with_name(rows_file(name))):
             stale.unlink(missing_ok=True)
     return info
+
+
+def _write_shards(
+    jobs: Sequence[_ShardJob],
+    paths: Sequence[pathlib.Path],
+    workers: int,
+    setup: Callable[[], object] | None,
+) -> list[Shard]:
+    """Writes shards, in this process or in several others. See `prepare` for the arguments."""
+    if min(workers, len(jobs)) == 1:
+        return list(map(_write_shard, jobs, paths))
+    # TensorFlow cannot be used in a forked process, so new processes are started.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, context, initializer=setup) as pool:
+        return list(pool.map(_write_shard, jobs, paths))
 
 
 def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
@@ -268,15 +293,22 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
         if shard.key == job.key and path.is_file():
             return shard
     task = task_registry.find_task(job.request.task)
-    what = f"{task.name}'s split {job.request.split!r} of {task.dataset}"
-    with reading_errors(f"{what} in {job.prepared.data_dir}"):
+    split = f"The split {job.request.split!r} of the task {task.name}"
+    with reading_errors(f"{split} ({task.dataset} in {job.prepared.data_dir})"):
         batches = read_task(task, job.request.split, job.prepared, **job.options)
-        counts, rows = collections.Counter[str](), path.with_name(rows_file(path.name))
-        chunks = (
-            _write_rows(batches, job, rows) if job.request.rows else (chunk for chunk, _ in batches)
-        )
+        rows_path = path.with_name(rows_file(path.name))
+        chunks: Iterator[Chunk]
+        if job.request.rows:
+            chunks = _write_rows(batches, job, rows_path)
+        else:
+            chunks = (chunk for chunk, _ in batches)
+
+        # The counts are complete when all chunks have been written.
+        counts = collections.Counter[str]()
         shard = write_chunks(_count_targets(chunks, job, task, counts), path, key=job.key)
-        digest = hashlib.sha256(rows.read_bytes()).hexdigest() if job.request.rows else None
+        digest = None
+        if job.request.rows:
+            digest = hashlib.sha256(rows_path.read_bytes()).hexdigest()
         shard = dataclasses.replace(shard, targets=dict(counts), rows_digest=digest)
     write_atomic(done, json.dumps(dataclasses.asdict(shard)) + "\n")
     return shard
@@ -304,18 +336,20 @@ def _count_targets(
 
     They are targets that are truncated, hidden, or hold text that the vocabulary does not cover.
     """
-    vocabulary, limit = job.prepared.vocabulary, job.targets_length
-    sentinel = [vocabulary.vocab_size - 1] * task.sentinel
-    # All token ids of a hidden target: empty or unknown text, with or without sentinel and EOS.
+    vocabulary = job.prepared.vocabulary
+    limit = job.targets_length
+    sentinel = [vocabulary.vocab_size - 1] if task.sentinel else []
+    # All token ids of a hidden target: empty or unknown text, with or without EOS.
     texts: list[list[int]] = [[], vocabulary.encode(UNKNOWN)]
     hidden = {(*text, *sentinel, *end) for text in texts for end in ((), (vocabulary.eos_id,))}
+    longest_hidden = max(map(len, hidden))
     for chunk in chunks:
         ids, ends = chunk.targets
         lengths = np.diff(ends)
         if limit is not None:
             counts[f"are cut at {limit} tokens"] += int((lengths > limit).sum())
         # Only short targets can be hidden, so only these few are compared.
-        short = np.flatnonzero(lengths <= max(map(len, hidden))).tolist()
+        short = np.flatnonzero(lengths <= longest_hidden).tolist()
         counts[HIDDEN] += sum(tuple(chunk[i][1].tolist()) in hidden for i in short)
         # The number of unknown tokens before each end. Its differences are the numbers in each
         # target.
@@ -332,7 +366,8 @@ def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Sh
       path: the file to write, on a disk or in a bucket.
       key: see `Shard`.
     """
-    examples, tokens, checksum = 0, dict.fromkeys(SIDES, 0), 0
+    examples = checksum = 0
+    tokens = dict.fromkeys(SIDES, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     # ArrayRecord writes only to disks, so a file for a bucket is copied afterwards.
     folder = pathlib.Path(tempfile.gettempdir()) if in_bucket(path) else path.parent
@@ -344,7 +379,8 @@ def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Sh
                 record = chunk.to_bytes()
                 writer.write(record)
                 # The checksum is that of the first record.
-                checksum = checksum if examples else zlib.crc32(record)
+                if not examples:
+                    checksum = zlib.crc32(record)
                 examples += len(chunk)
                 for side, ids in zip(SIDES, (chunk.inputs.ids, chunk.targets.ids), strict=True):
                     tokens[side] += len(ids)
@@ -368,11 +404,17 @@ def _truncation(task: Task, vocabulary: Vocabulary) -> tuple[bool, dict[str, int
     if not isinstance(task, RegisteredTask):
         after = {"inputs": len(vocabulary.around_inputs[1]), "targets": 1}
         return False, {side: count + task.sentinel for side, count in after.items()}
-    features, own = task.original.output_features, seqio.preprocessors
+    append_eos_after_trim = seqio.preprocessors.append_eos_after_trim
+    truncating = (append_eos_after_trim, seqio.preprocessors.append_eos)
     steps = [getattr(step, "func", step) for step in task.original.preprocessors]
-    others = [step for step in steps if step not in (own.append_eos_after_trim, own.append_eos)]
-    needs_lengths = any("sequence_length" in inspect.signature(step).parameters for step in others)
+    needs_lengths = any(
+        "sequence_length" in inspect.signature(step).parameters
+        for step in steps
+        if step not in truncating
+    )
+
     # Only this step puts EOS after truncating, so EOS remains.
-    keeps_eos = steps[-1:] == [own.append_eos_after_trim]
+    features = task.original.output_features
+    keeps_eos = steps[-1:] == [append_eos_after_trim]
     kept = {side: int(keeps_eos and side in features and features[side].add_eos) for side in SIDES}
     return needs_lengths, kept

@@ -103,16 +103,16 @@ def _read_texts(
     task: Task, split: str, data_dir: pathlib.Path, shard: tuple[int, int]
 ) -> tf.data.Dataset:
     """Returns the preprocessed rows of a task in batches."""
-    info, (index, num_shards) = (
-        tfds.builder_from_directory(str(_directory(task, data_dir))).info,
-        shard,
-    )
-    files, features = list(map(str, info.splits[split].filepaths)), info.features
+    info = tfds.builder_from_directory(str(_directory(task, data_dir))).info
+    index, num_shards = shard
+    files = list(map(str, info.splits[split].filepaths))[index::num_shards]
     read_file = file_adapters.ADAPTER_FOR_FORMAT[info.file_format].make_tf_data
-    records = tf.data.Dataset.from_tensor_slices(files[index::num_shards]).flat_map(read_file)
+    records = tf.data.Dataset.from_tensor_slices(files).flat_map(read_file)
     # If a file has lost rows, reading fails at the end.
     counts = info.splits[split].shard_lengths[index::num_shards]
     records = records.apply(tf.data.experimental.assert_cardinality(sum(counts)))
+
+    features = info.features
     stored_types, types = features.tf_example_spec, features.get_tensor_spec()
     preprocess = task.preprocess or (lambda rows: rows)
 
@@ -143,12 +143,14 @@ def encode(texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary) -> tf.dat
     Raises:
       ValueError: if the rows have no targets.
     """
-    sentinel, theirs = [vocabulary.vocab_size - 1] * task.sentinel, seqio_vocabulary(vocabulary)
+    if "targets" not in texts.element_spec:
+        raise ValueError(f"The rows of the task {task.name!r} have no targets.")
+    theirs = seqio_vocabulary(vocabulary)
+    # In T5's sentinel format, inputs end with the first sentinel, and targets begin with it.
+    sentinel = [vocabulary.vocab_size - 1] if task.sentinel else []
     first, last = vocabulary.around_inputs
     # The ids before and after the ids of a text.
     around = {"inputs": (first, [*sentinel, *last]), "targets": (sentinel, [vocabulary.eos_id])}
-    if "targets" not in texts.element_spec:
-        raise ValueError(f"the rows of the task {task.name!r} have no targets")
 
     def encode_side(texts: tf.Tensor, side: str) -> tf.RaggedTensor:
         """Returns the ids of texts, including the ids before and after them."""
@@ -180,9 +182,10 @@ def to_batches(rows: tf.data.Dataset) -> Iterator[Batch]:
         sides = [batch.pop(side) for side in SIDES if side in batch]
         tokens = [RaggedTokens(side.values.numpy(), side.row_splits.numpy()) for side in sides]
         count = len(tokens[-1].ends) - 1
-        # Rows without inputs get empty ones. If there are inputs, the first of three entries is
-        # dropped.
-        chunk = Chunk(*[RaggedTokens.of([()] * count), *tokens][-2:])
+        if len(tokens) == 1:
+            # Rows without inputs get empty ones.
+            tokens.insert(0, RaggedTokens.of([()] * count))
+        chunk = Chunk(*tokens)
         columns = tf.nest.map_structure(lambda column: column.numpy(), batch)
         yield chunk, (tf.nest.map_structure(operator.itemgetter(i), columns) for i in range(count))
 
@@ -199,7 +202,7 @@ def reading_errors(what: str) -> Iterator[None]:
     """Context manager that turns errors of reading stored rows into one-line messages.
 
     Args:
-      what: a description of the rows, for the message.
+      what: a description of the rows, which begins the message.
 
     Raises:
       ValueError: if TensorFlow or TFDS could not read the files.
@@ -213,9 +216,12 @@ def reading_errors(what: str) -> Iterator[None]:
     except (tf.errors.OpError, json_format.Error, *builtin_errors) as error:
         text = getattr(error, "message", None) or str(error)
         reason = " ".join(re.sub(r"\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*", "", text).split())[:200]
-        own = "correct what the task's functions do, or " if isinstance(error, LookupError) else ""
+        # The functions of a user's task may look up something that the rows do not have.
+        own = ""
+        if isinstance(error, LookupError):
+            own = " Correct the functions of the task, if it is yours."
         raise ValueError(
-            f"{what} cannot be read ({reason or type(error).__name__}); {own}{stored.REMEDY}"
+            f"{what} cannot be read ({reason or type(error).__name__}).{own} {stored.REMEDY}"
         ) from error
 
 

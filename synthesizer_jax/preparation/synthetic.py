@@ -61,8 +61,10 @@ def examples(config: str, split: str, *, seed: int = 0) -> Iterator[grammar.Row]
       split: ``train`` or ``validation``.
       seed: the seed.
     """
-    draw_row, size, num_labels = getattr(grammar, config), SIZES[split], NUM_LABELS[config]
+    draw_row = getattr(grammar, config)
+    size, num_labels = SIZES[split], NUM_LABELS[config]
     only_positive = config == "wsc" and split == "train"
+    # The largest number of rows with the same label.
     limit = size if only_positive or not num_labels else -(-size // num_labels)
     draw = grammar.Draw(f"{seed} {config} {split}", noise=NOISE)
     seen: set[tuple[object, ...]] = set()

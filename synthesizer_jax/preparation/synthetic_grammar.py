@@ -121,9 +121,10 @@ def cola(draw: Draw) -> Example:
     label, number = draw.below(2), draw.below(2)
     fault = "" if label else draw.one(_words("agreement agreement determiner order article"))
     noun, verb = draw.one(PERSONS_AND_ANIMALS), draw.one(ACTIONS)
-    marked = fault == "determiner" or draw.chance(0.6)
-    agreed = 1 - number if fault == "determiner" else number
-    determiner = draw.one(DETERMINERS[agreed]) if marked else "The"
+    # The determiner shows the number of the noun, except for "The".
+    shows_number = fault == "determiner" or draw.chance(0.6)
+    shown_number = 1 - number if fault == "determiner" else number
+    determiner = draw.one(DETERMINERS[shown_number]) if shows_number else "The"
     subject = [determiner, noun[number]]
     if fault == "order":
         subject.reverse()
@@ -248,11 +249,13 @@ def mnli(draw: Draw) -> Example:
     label = draw.below(3)
     noun, state = draw.one(NOUNS), draw.one(draw.one(STATES))
     beside = draw.one([n for n in NOUNS if KIND_OF[n] != KIND_OF[noun]])
-    # A neutral hypothesis is about another noun.
-    if label == 1:
-        subject, claim = beside, draw.one((state, OPPOSITE[state]))
-    else:
-        subject, claim = noun, OPPOSITE[state] if label else state
+    if label == 0:  # entailment
+        subject, claim = noun, state
+    elif label == 1:  # neutral, because the hypothesis is about another noun
+        subject = beside
+        claim = draw.one((state, OPPOSITE[state]))
+    else:  # contradiction
+        subject, claim = noun, OPPOSITE[state]
     if draw.chance(0.4):
         subject = KIND_OF[subject]
     row = {
@@ -330,7 +333,8 @@ def boolq(draw: Draw) -> Example:
         if draw.chance(0.3):
             states[1] = OPPOSITE[states[0]]
         facts = [_sentence(f"the {n} is {s}") for n, s in zip(nouns, states, strict=True)]
-        passage, noun, state = " ".join(facts), nouns[asked], states[asked]
+        passage = " ".join(facts)
+        noun, state = nouns[asked], states[asked]
         question = f"is the {noun} {state if label else OPPOSITE[state]}"
         combination = (noun, PAIR_OF[state][0])
     return {"passage": passage, "question": question, "label": draw.noisy(label, 2)}, combination
@@ -358,13 +362,16 @@ def copa(draw: Draw) -> Example:
     """
     label, question, outcome = draw.below(2), draw.below(2), draw.below(2)
     woman = draw.below(2)
-    name, pronoun = draw.one((MEN, WOMEN)[woman]), ("he", "she")[woman]
+    name = draw.one((MEN, WOMEN)[woman])
+    pronoun = ("he", "she")[woman]
     if draw.chance(0.35):
         told, right, wrong = _matters(draw, question, outcome)
     else:
-        told, right = _happening(draw, 1 - question, outcome), _happening(draw, question, outcome)
+        told = _happening(draw, 1 - question, outcome)
+        right = _happening(draw, question, outcome)
         wrong = _happening(draw, question, 1 - outcome)
         if draw.chance(0.1):
+            # A choice with the same outcome that is a cause instead of an effect, or vice versa.
             wrong = _happening(draw, 1 - question, outcome)
             while wrong == told:
                 wrong = _happening(draw, 1 - question, outcome)
@@ -386,8 +393,9 @@ def _matters(draw: Draw, question: int, outcome: int) -> tuple[str, str, str]:
     mention = draw.one(("{} talked about the", "{} thought about the", "{} wrote about the"))
     events = [EVENTS[matter][outcome] for matter in (same, other)]
     mentions = [f"{mention} {MATTERS[matter]}" for matter in (same, other)]
-    choices, told = (events, mentions[0]) if question == 0 else (mentions, events[0])
-    return told, choices[0], choices[1]
+    if question == 0:
+        return mentions[0], events[0], events[1]
+    return events[0], mentions[0], mentions[1]
 
 
 def _happening(draw: Draw, question: int, outcome: int) -> str:
@@ -432,7 +440,9 @@ def wsc(draw: Draw) -> Example:
         reason = draw.one((reason, draw.one(("was there", "had time", "lived nearby"))))
     verb = draw.one(("thanked", "called", "visited", "praised", "met", "paid"))
     start = _sentence(f"{persons[0]} {verb} {persons[1]} because")[:-1]
-    pronoun, named = ("he", "she")[gender], referent if label else 1 - referent
+    pronoun = ("he", "she")[gender]
+    # The index of the person that the candidate names.
+    named = referent if label else 1 - referent
     row = {
         "text": f"{start} {pronoun} {reason}.",
         "span1_text": (start[: len(persons[0])], persons[1])[named],

@@ -41,11 +41,11 @@ def read_rows(
     splits = task.stored_splits(data_dir)
     if split not in splits:
         raise FileNotFoundError(
-            f"{name} has no split {split!r} in {data_dir}, which has "
-            f"{', '.join(splits) or 'none of it'}; choose another by --split, or add it with "
-            "'synthesizer-jax data import'"
+            f"The task {name} has no split {split!r} in {data_dir}. Its splits there are "
+            f"{', '.join(splits) or 'none'}. Choose another split with --split, or add this one "
+            "with 'synthesizer-jax data import'."
         )
-    with reading_errors(f"{name}'s split {split!r}"):
+    with reading_errors(f"The split {split!r} of the task {name}"):
         rows = (
             {side: ids for side, ids in zip(SIDES, tokens[i], strict=True) if len(ids)} | row
             for tokens, rows in read_task(task, split, PreparedTasks(data_dir, vocabulary))
@@ -79,7 +79,9 @@ class SplitCheck:
     @property
     def is_complete(self) -> bool | None:
         """Whether the number of rows is the published one. It is `None` if either is not known."""
-        return None if None in (self.rows, self.published) else self.rows == self.published
+        if self.rows is None or self.published is None:
+            return None
+        return self.rows == self.published
 
 
 def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
@@ -87,12 +89,17 @@ def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
 
     All rows of the splits are read. Rows are compared by their hashes, to save memory.
     """
-    vocabulary, seen = Bytes().build(), dict[str, set[int]]()
+    vocabulary = Bytes().build()
     task = task_registry.find_task(name)
     published = published_rows(task.dataset)
     checks = []
+    # The hashes of the inputs of every earlier split.
+    seen: dict[str, set[int]] = {}
     for split, count in task.stored_splits(data_dir).items():
-        whole, inputs, repeated = set[int](), set[int](), 0
+        # The hashes of whole rows and of inputs.
+        whole: set[int] = set()
+        inputs: set[int] = set()
+        repeated = 0
         for row in read_rows(name, split, vocabulary, data_dir=data_dir):
             texts = [text_of(row, feature, vocabulary) for feature in SIDES]
             digest = hash("\0".join(texts))

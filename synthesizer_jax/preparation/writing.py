@@ -97,7 +97,7 @@ def write_dataset(
         if "Not enough disk space" in reason:
             reason = os.strerror(errno.ENOSPC)
         raise OSError(
-            f"{builder.data_dir} cannot be written ({reason}); no data set was changed"
+            f"{builder.data_dir} cannot be written ({reason}). No data set was changed."
         ) from error
     return pathlib.Path(builder.data_dir)
 
@@ -133,8 +133,8 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
     """
     if in_bucket(data_dir):
         raise ValueError(
-            f"data sets are not written to a bucket ({data_dir}); write them to a directory and "
-            f"copy it: gcloud storage cp --recursive 'DIRECTORY/*' {data_dir}/"
+            f"Data sets cannot be written to a bucket ({data_dir}). Write them to a directory, and "
+            f"copy it (gcloud storage cp --recursive 'DIRECTORY/*' {data_dir}/)."
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(name_write_errors(data_dir, "no data set was changed"))
@@ -176,10 +176,11 @@ def _keep_splits(installed: pathlib.Path, written: pathlib.Path, *, renew: bool)
     if not (installed / INFO).exists():
         return
     info = load_info(written / INFO)
-    new, here = {split["name"] for split in info["splits"]}, stored_splits(installed)
+    new = {split["name"] for split in info["splits"]}
+    here = stored_splits(installed)
     for split in here.keys() - new:
-        verb = "removes" if renew else "keeps"
-        _log.warning("%s the split %r of %s, %d rows", verb, split, installed, here[split])
+        verb = "removed" if renew else "kept"
+        _log.warning("The split %r of %s with %d rows is %s.", split, installed, here[split], verb)
     if renew:
         return
     problems = [f"has the split {split!r} already" for split in here.keys() & new]
@@ -187,8 +188,10 @@ def _keep_splits(installed: pathlib.Path, written: pathlib.Path, *, renew: bool)
         if path.name != INFO and path.read_bytes() != (installed / path.name).read_bytes():
             problems.append(f"was imported with another {path.name}")
     if problems:
-        remedy = "give other splits and the same options as before, or replace it with --renew"
-        raise ValueError(f"{installed} {problems[0]}; {remedy}; nothing was imported")
+        raise ValueError(
+            f"{installed} {problems[0]}. Give other splits and the same options as before, or "
+            "replace the data set with --renew. Nothing was imported."
+        )
     info["splits"] += load_info(installed / INFO)["splits"]
     for path in itertools.chain(*(installed.glob(f"*-{split}.*-of-*") for split in here)):
         shutil.copy2(path, written)

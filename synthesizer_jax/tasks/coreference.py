@@ -60,11 +60,12 @@ def _mark_pronoun(text: bytes, pronoun: bytes, index: int) -> str:
     Raises:
       ValueError: if another word is at this index.
     """
-    if marked := SPECIAL.get(text.decode()):
-        return f"wsc: {marked}"
-    words, word = text.decode().split(" "), pronoun.decode()
+    sentence, word = text.decode(), pronoun.decode()
+    if sentence in SPECIAL:
+        return f"wsc: {SPECIAL[sentence]}"
+    words = sentence.split(" ")
     if words[index : index + 1] != [word]:
-        raise ValueError(f"WSC: the word at span2_index is not {word!r}")
+        raise ValueError(f"WSC: The word at span2_index is not {word!r}.")
     return " ".join(["wsc:", *words[:index], f"*{word}*", *words[index + 1 :]])
 
 
@@ -98,7 +99,10 @@ def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
     T5's authors have verified this conversion only on the validation and test splits.
     """
-    question = lambda premise, hypothesis: _wnli_question(premise.decode(), hypothesis.decode())
+
+    def question(premise: bytes, hypothesis: bytes) -> tuple[str, str]:
+        """Decodes the texts, which TensorFlow passes as bytes."""
+        return _wnli_question(premise.decode(), hypothesis.decode())
 
     def convert(row: Row) -> Row:
         pair = [row["sentence1"], row["sentence2"]]
@@ -131,7 +135,7 @@ def _wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
     words, target = _clean(premise), _clean(hypothesis)
     positions = [i for i, word in enumerate(words) if word in PRONOUNS]
     if not positions:
-        raise ValueError(f"WNLI: no pronoun in {premise!r}")
+        raise ValueError(f"WNLI: There is no pronoun in {premise!r}.")
     # For every pronoun, the words before it and after it that also occur in the hypothesis.
     overlaps = [(i, _overlap(words, target, i)) for i in positions]
     position, (left, right) = max(overlaps, key=lambda pair: sum(map(len, pair[1])))
@@ -153,7 +157,11 @@ def _overlap(words: list[str], target: list[str], position: int) -> tuple[list[s
     """
 
     def longest_prefix(words: list[str], text: str) -> list[str]:
-        return next(w for n in range(len(words), -1, -1) if " ".join(w := words[:n]) in text)
+        """Returns the longest beginning of a list of words that occurs in a text."""
+        count = len(words)
+        while " ".join(words[:count]) not in text:
+            count -= 1
+        return words[:count]
 
     left = longest_prefix(words[:position][::-1], " ".join(target[::-1]))
     return left[::-1], longest_prefix(words[position + 1 :], " ".join(target))
@@ -182,10 +190,13 @@ def _question(premise: str, position: int) -> str:
       position: the index of the word. Empty words and single punctuation characters do not count.
     """
     words = premise.split(" ")
-    i = [i for i, word in enumerate(words) if len(word) > 1 or word not in _PUNCTUATION][position]
+    counted = [i for i, word in enumerate(words) if len(word) > 1 or word not in _PUNCTUATION]
+    i = counted[position]
     word = words[i]
-    punctuation = word[-1] if word[-1] in _PUNCTUATION else ""
-    words[i] = f"*{word[:-1]}* {punctuation}" if punctuation else f"*{word}*"
+    if word[-1] in _PUNCTUATION:
+        words[i] = f"*{word[:-1]}* {word[-1]}"
+    else:
+        words[i] = f"*{word}*"
     return "wsc: " + " ".join(words)
 
 
@@ -197,9 +208,12 @@ def _original(candidate: str, hypothesis: str) -> str:
     """
     words = candidate.split(" ")
     articles = [words.index(article) for article in ("a", "an", "the") if article in words]
-    words = words[max(articles) :] if articles else words
+    if articles:
+        words = words[max(articles) :]
     pattern = " ".join(re.escape(word) + f"[{_PUNCTUATION}]?" for word in words)
     match = re.search(pattern, hypothesis, re.IGNORECASE)
     if match is None:
-        raise ValueError(f"WNLI: the candidate {candidate!r} is not in {hypothesis!r}")
-    return re.sub(r"'s?$", "", re.sub(f"[{_PUNCTUATION}]$", "", match.group(0)))
+        raise ValueError(f"WNLI: The candidate {candidate!r} is not in {hypothesis!r}.")
+    # Neither a punctuation character nor a possessive ending belongs to the candidate.
+    found = re.sub(f"[{_PUNCTUATION}]$", "", match.group(0))
+    return re.sub(r"'s?$", "", found)

@@ -123,7 +123,9 @@ SUPER_GLUE = (
         postprocess_fn=postprocessors.multirc,
     ),
     Task(
-        *("super_glue_record_v102", "super_glue/record", preprocessors.record),
+        "super_glue_record_v102",
+        "super_glue/record",
+        preprocessors.record,
         metrics=(metrics.record_squad,),
         postprocess_fn=postprocessors.record,
     ),
@@ -244,16 +246,21 @@ QUESTION_ANSWERING = (  # Rajpurkar et al. 2016
 
 def _texts(name: str, dataset: str, splits: tuple[str, ...], objective: str | None = None) -> Task:
     """Returns a task without inputs. If an objective is named, it makes the training examples."""
-    preprocess, made_by = (
+    return Task(
+        name,
+        dataset,
         preprocessors.language_modeling,
-        OBJECTIVES[objective] if objective else None,
+        metrics=(),
+        splits=splits,
+        has_inputs=False,
+        objective=OBJECTIVES[objective] if objective else None,
     )
-    return Task(name, dataset, preprocess, (), splits, has_inputs=False, objective=made_by)
 
 
 LANGUAGE_MODELING = (
-    # Chelba et al. 2013: rows are sentences; Merity et al. 2016: rows are articles
+    # Rows are sentences (Chelba et al. 2013).
     _texts("lm1b_v100_full_lm", "lm1b", ("train", "test")),
+    # Rows are articles (Merity et al. 2016).
     *(
         _texts(
             f"wikitext_{size}_{version}_full_lm",

@@ -48,7 +48,7 @@ def zip_equal(
     """
     pairs = list(zip(targets, predictions, strict=True))
     if not pairs:
-        raise ValueError("there are no targets to compare with; give a metric one example or more")
+        raise ValueError("There are no targets to compare with. A metric needs at least one.")
     return pairs
 
 

@@ -136,7 +136,7 @@ class RegisteredTask(Task):
             outputs = _outputs_for(metric.model_output_type, answers, self.name, vocabulary)
             # Metrics of SeqIO call the postprocess_fn themselves, and metrics made of functions
             # have no names. The error therefore cannot say which of them failed.
-            with errors_of("a metric or the postprocess_fn", self.name):
+            with errors_of("A metric or the postprocess_fn", self.name):
                 scores |= _compute_metric(metric, examples, outputs, features)
         return scores
 
@@ -236,9 +236,9 @@ def _byte_level_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
     def encode(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of all texts one after another, and the number of ids of each text."""
         rows = [vocabulary.encode(text.decode("utf-8", "replace")) for text in texts]
-        return np.array(list(itertools.chain(*rows)), np.int32), np.array(
-            list(map(len, rows)), np.int64
-        )
+        ids = np.array(list(itertools.chain(*rows)), np.int32)
+        lengths = np.array(list(map(len, rows)), np.int64)
+        return ids, lengths
 
     def decode(ids: np.ndarray) -> np.ndarray:
         """Returns the texts of ids ``[..., length]``."""
@@ -277,9 +277,9 @@ def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Featu
             continue
         if not isinstance(feature, seqio.Feature) or feature.rank != 1:
             raise ValueError(
-                f"the feature {name!r} of the task {task.name!r} is no sequence of tokens "
-                f"({type(feature).__name__} of rank {feature.rank}); models here read and write "
-                "tokens"
+                f"The feature {name!r} of the task {task.name!r} is not a sequence of tokens, but "
+                f"a {type(feature).__name__} of rank {feature.rank}. Models of this package can "
+                "only read and write tokens."
             )
         features[name] = dataclasses.replace(feature, vocabulary=seqio_vocabulary(vocabulary))
     return features
@@ -308,7 +308,8 @@ def _located(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> seqio.Tfds
     """
     if source.tfds_dataset.tfds_splits or source.tfds_dataset.data_dir is not None:
         return source
-    if directory := _stored_directory(source, data_dir):
+    directory = _stored_directory(source, data_dir)
+    if directory is not None:
         stored.check_classes(directory)
     # The source in SeqIO's registry must not change, so a copy is made.
     source = copy.deepcopy(source)
@@ -349,8 +350,8 @@ def _outputs_for(
         tokens = np.array(list(padded), np.int32).reshape(len(answers.tokens), -1)
         return tokens if kind == kinds.PREDICTION else (tokens, {"scores": answers.scores})
     raise ValueError(
-        f"a metric of the task {task!r} needs the output {kind.name}, which is not computed; use "
-        "metrics of predictions or scores"
+        f"A metric of the task {task!r} needs the output {kind.name}, which is not computed. Use "
+        "metrics of predictions or scores."
     )
 
 
@@ -373,6 +374,6 @@ def _compute_metric(
             value = value.value
         if not isinstance(value, seqio.metrics.MetricValue) and np.ndim(value) == 0:
             if isinstance(value, str | bytes):
-                raise TypeError(f"its value {name!r} is {value!r}, which is no number")
+                raise TypeError(f"The value {name!r} is {value!r}, which is not a number.")
             scores[name] = float(value)
     return scores

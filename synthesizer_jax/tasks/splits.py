@@ -124,27 +124,37 @@ def requested_splits(
         for name, part in task_splits(names, splits, split):
             requests[name, part] = SplitRequest(name, part, rows=True)
     if not requests:
-        asked = ", ".join(dict.fromkeys([*training_splits, *evaluation_splits]))
+        asked = " or ".join(dict.fromkeys([*training_splits, *evaluation_splits]))
         stored = sorted({split for parts in splits.values() for split in parts})
-        choice = f"it has {', '.join(stored)}: choose one by evaluation.split or data.split"
-        remedy = choice if stored else import_remedy(names, data_dir)
+        if stored:
+            remedy = (
+                f"The splits that have data are {', '.join(stored)}. Choose one of them with "
+                "data.split or evaluation.split."
+            )
+        else:
+            remedy = import_remedy(names, data_dir)
         raise FileNotFoundError(
-            f"no task of {mixture!r} has data for the split {asked} in {data_dir}; {remedy}"
+            f"No task of {mixture!r} has data for the split {asked} in {data_dir}. {remedy}"
         )
     return [r for r in requests.values() if not only or names_of_split(r.task, r.split) & set(only)]
 
 
 def import_remedy(names: Sequence[str], data_dir: pathlib.Path) -> str:
-    """Returns the end of an error message, which says how to get the data of tasks."""
-    if registered := [name for name in names if name not in task_registry.TASKS]:
-        return f"give the source of {registered[0]}, a task of SeqIO's registry, that split"
+    """Returns the last sentence of an error message, which says how to get the data of tasks."""
+    for name in names:
+        if name not in task_registry.TASKS:
+            return f"{name} is a task of SeqIO's registry. Add the split to its source."
     datasets = [task_registry.find_task(name).dataset for name in names]
-    if imported := [name for name in datasets if name.startswith(f"{task_registry.IMPORTED}/")]:
-        name = imported[0].removeprefix(f"{task_registry.IMPORTED}/")
-        return f"add it with 'synthesizer-jax data import mine --name {name} --from SPLIT=FILE …'"
+    for dataset in datasets:
+        folder, _, name = dataset.partition("/")
+        if folder == task_registry.IMPORTED:
+            return (
+                f"Add the data with 'synthesizer-jax data import mine --name {name} --from "
+                "SPLIT=FILE …'."
+            )
     return (
-        f"import {datasets[0]} with 'synthesizer-jax data import … --data-dir {data_dir}' or write "
-        "it with TFDS, or name another --data-dir"
+        f"Import {datasets[0]} with 'synthesizer-jax data import … --data-dir {data_dir}', write "
+        "it with TFDS, or give another --data-dir."
     )
 
 
@@ -211,43 +221,70 @@ def open_stream(
     """
     prepared = PreparedTasks(data_dir, vocabulary)
     rates = prepared.rates(config.mixture) or {}
-    sampled = [n for n, rate in rates.items() if rate and prepared.find(n, config.split)]
-    if not sampled and (prepared_tasks := [n for n in rates if prepared.find(n, config.split)]):
-        raise ValueError(
-            f"the mixture {config.mixture!r} has the rate 0 for every task with the split "
-            f"{config.split!r}, {', '.join(prepared_tasks)}; give one of them a rate above 0, or "
-            "name it as data.mixture"
-        )
-    if not sampled:
-        raise FileNotFoundError(
-            f"no task of {config.mixture!r} is prepared for the split {config.split!r} in "
-            f"{prepared.root}; {prepared.remedy(config.mixture)}"
-        )
-    tasks = {
-        n: task_registry.TASKS.get(n) for n, r in MIXTURES.get(config.mixture, {}).items() if r
-    }
-    missing = [n for n, t in tasks.items() if t and n not in sampled and config.split in t.splits]
-    if missing:
-        names = ", ".join(missing)
-        _log.warning("%s goes without %s: no data in %s", config.mixture, names, data_dir)
+    names = _sampled_tasks(config, prepared, rates)
     members = {}
     # This is SeqIO's order of tasks. The order of examples depends on it.
-    for name in sorted(sampled):
+    for name in sorted(names):
         task = task_registry.find_task(name)
         words, length = task.label_words or (), config.lengths["targets"]
-        index_by_tokens(words, vocabulary, owner=f"the task {name!r}", length=length)
+        index_by_tokens(words, vocabulary, owner=f"The task {name!r}", length=length)
         objective = task_objective(config, task)
         examples = prepared.open(
             name, config.split, config.lengths, documents=objective is not None
         )
+
         # Hidden targets are an error if the task has label words, if a user has imported it with
         # its answers, or if all its targets are hidden.
         hidden = examples.info.targets.get(HIDDEN, 0)
         is_answered = task.has_inputs and task.dataset.startswith(f"{task_registry.IMPORTED}/")
         if hidden and (words or is_answered or hidden == len(examples)):
             raise ValueError(
-                f"{examples.name} has {hidden:,} targets that {HIDDEN}; choose a data.split whose "
-                "answers are known, or leave such rows out"
+                f"{examples.name} has {hidden:,} targets that {HIDDEN}. Choose a data.split whose "
+                "answers are known, or leave such rows out."
             )
         members[name] = Member(rates[name], examples, objective)
     return Stream(config, members, vocabulary=vocabulary, ids=ids, shards=shards, saved=saved)
+
+
+def _sampled_tasks(
+    config: DataConfig, prepared: PreparedTasks, rates: Mapping[str, float]
+) -> list[str]:
+    """Returns the tasks of a mixture that are prepared for the split and have a positive rate.
+
+    If tasks of a mixture of this package have no data, a warning is logged.
+
+    Args:
+      config: what to read.
+      prepared: the prepared tasks.
+      rates: the rates of the mixture's tasks.
+
+    Raises:
+      FileNotFoundError: if no task is prepared for the split.
+      ValueError: if all rates are 0.
+    """
+    sampled = [name for name, rate in rates.items() if rate and prepared.find(name, config.split)]
+    if not sampled:
+        others = [name for name in rates if prepared.find(name, config.split)]
+        if not others:
+            raise FileNotFoundError(
+                f"No task of {config.mixture!r} is prepared for the split {config.split!r} in "
+                f"{prepared.root}. {prepared.remedy(config.mixture)}"
+            )
+        raise ValueError(
+            f"The mixture {config.mixture!r} has the rate 0 for all tasks that have the split "
+            f"{config.split!r}: {', '.join(others)}. Give one of them a rate above 0, or set "
+            "data.mixture to its name."
+        )
+    missing = []
+    for name, rate in MIXTURES.get(config.mixture, {}).items():
+        task = task_registry.TASKS.get(name)
+        if rate and task and name not in sampled and config.split in task.splits:
+            missing.append(name)
+    if missing:
+        _log.warning(
+            "The mixture %s is used without %s, which have no data in %s.",
+            config.mixture,
+            ", ".join(missing),
+            prepared.data_dir,
+        )
+    return sampled

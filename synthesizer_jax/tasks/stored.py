@@ -17,8 +17,8 @@ STAMP = ", written at "
 The time tells versions of a data set apart whose files have equal sizes.
 """
 
-REMEDY = "import it again with 'synthesizer-jax data import', or delete it"
-"""What an error message tells a user to do about a damaged data set."""
+REMEDY = "Import it again with 'synthesizer-jax data import', or delete it."
+"""The end of error messages about damaged data sets."""
 
 _CLASS_KEYS = ("type", "pythonClassName", "python_class_name")
 """The keys of classes, in the forms in which versions of TFDS and of protobuf write them."""
@@ -80,7 +80,7 @@ def check_classes(directory: pathlib.Path) -> None:
     with describing(directory / FEATURES, REMEDY):
         for name in _class_names((directory / FEATURES).read_text(encoding="utf-8")):
             if not name.startswith("tensorflow_datasets."):
-                raise ValueError(f"it names the class {name!r}, which is not one of TFDS")
+                raise ValueError(f"The file names the class {name!r}, which is not part of TFDS.")
 
 
 def _class_names(text: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from synthesizer_jax.base.messages import end_sentence
 from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.tasks import metrics, postprocessors, stored
@@ -33,7 +34,7 @@ def errors_of(function: str, task: str) -> Iterator[None]:
     The function may be a user's code, which can raise anything.
 
     Args:
-      function: a description of the function, such as ``the postprocess_fn``.
+      function: a description of the function, such as ``The postprocess_fn``.
       task: the name of the task.
 
     Raises:
@@ -43,8 +44,9 @@ def errors_of(function: str, task: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(
-            f"{function} of the task {task!r} raised {type(error).__name__}: {error}; correct it "
-            "(SYNTHESIZER_JAX_TRACEBACK=1 shows where it is)"
+            f"{function} of the task {task!r} raised {type(error).__name__}: "
+            f"{end_sentence(str(error))} Correct it. SYNTHESIZER_JAX_TRACEBACK=1 shows the "
+            "traceback."
         ) from error
 
 
@@ -69,8 +71,14 @@ class Answers(NamedTuple):
     def select(self, indices: Sequence[int]) -> Answers:
         """Returns the answers to the examples with the given indices."""
         chosen = list(indices)
-        pick = lambda x: x[chosen] if isinstance(x, np.ndarray) else [x[i] for i in chosen]
-        return Answers._make(None if part is None else pick(part) for part in self)
+
+        def pick(part: Any) -> Any:
+            """Returns the chosen entries of a field."""
+            if part is None:
+                return None
+            return part[chosen] if isinstance(part, np.ndarray) else [part[i] for i in chosen]
+
+        return Answers._make(map(pick, self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +169,7 @@ class Task:
         if self.sentinel and answer.startswith(postprocessors.SENTINEL):
             answer = answer.removeprefix(postprocessors.SENTINEL).strip()
         if self.postprocess_fn is not None:
-            with errors_of("the postprocess_fn", self.name):
+            with errors_of("The postprocess_fn", self.name):
                 return self.postprocess_fn(answer, example=example, is_target=is_target)
         words = self.label_words
         return answer if words is None else postprocessors.label_index(answer, words)
@@ -189,6 +197,6 @@ class Task:
         ]
         result: dict[str, Any] = {}
         for metric in self.metrics:
-            with errors_of(f"the metric {getattr(metric, '__name__', metric)}", self.name):
+            with errors_of(f"The metric {getattr(metric, '__name__', metric)}", self.name):
                 result |= metric(targets, predictions)
         return result

@@ -45,8 +45,8 @@ METRICS: Mapping[str, tuple[metrics.Metric, str]] = {
 """The metrics that ``--metric`` accepts by name, and a description of what they compare."""
 
 _REMEDY = (
-    "tasks of a package of yours are found with --import PACKAGE, in Python after "
-    "runs.code.load_user_code(['PACKAGE'])"
+    "If your own package defines it, add --import PACKAGE, or in Python call "
+    "runs.code.load_user_code(['PACKAGE']) first."
 )
 
 
@@ -57,11 +57,11 @@ def add(tasks: Iterable[Task], mixtures: Mapping[str, Rates] = {}) -> None:
       ValueError: if a rate is negative, or if all rates of a mixture are 0.
     """
     for name, rates in mixtures.items():
-        if not any(rates.values()) or any(
-            isinstance(r, float | int) and r < 0 for r in rates.values()
-        ):
+        numbers = [rate for rate in rates.values() if isinstance(rate, float | int)]
+        if not any(rates.values()) or any(number < 0 for number in numbers):
             raise ValueError(
-                f"the rates of the mixture {name!r} are {rates}; give none below 0, one above"
+                f"The rates of the mixture {name!r} are {rates}. No rate may be below 0, and at "
+                "least one must be above 0."
             )
     TASKS.update({task.name: task for task in tasks})
     MIXTURES.update(mixtures)
@@ -86,10 +86,10 @@ def read_definition(path: pathlib.Path) -> Task:
       ValueError: if the file is damaged.
     """
     name = path.parent.parent.name
-    with describing(path, "import the task again, or delete its directory"):
+    with describing(path, "Import the task again, or delete its directory."):
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["name"] != name:
-            raise ValueError(f"it describes {data['name']!r}")
+            raise ValueError(f"It describes the task {data['name']!r}.")
         is_numeric = any(METRICS[metric][1] == "numbers" for metric in data["metrics"])
         has_inputs = bool(data["has_inputs"])
         texts = functools.partial(preprocessors.language_modeling, feature="targets")
@@ -115,7 +115,8 @@ def find_task(name: str) -> Task:
         return TASKS[name]
     if name in seqio_tasks.task_names():
         return seqio_tasks.find_registered(name)
-    raise ValueError(f"there is no task {name!r}{did_you_mean(name, task_names())}; {_REMEDY}")
+    hint = did_you_mean(name, task_names()) or "."
+    raise ValueError(f"There is no task {name!r}{hint} {_REMEDY}")
 
 
 def task_names() -> list[str]:
@@ -141,9 +142,10 @@ def member_names(name: str) -> list[str]:
     if name in TASKS or name in seqio_tasks.task_names():
         return [name]
     known = [*mixture_names(), *task_names()]
+    hint = did_you_mean(name, known) or "."
     raise ValueError(
-        f"there is no mixture or task {name!r}{did_you_mean(name, known)}; mixtures: "
-        f"{', '.join(MIXTURES)}; {_REMEDY}"
+        f"There is no mixture or task {name!r}{hint} The mixtures are {', '.join(MIXTURES)}. "
+        f"{_REMEDY}"
     )
 
 
@@ -162,14 +164,16 @@ def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
         rates = seqio_tasks.mixture_rates(name, names, data_dir)
     else:
         given: Rates = MIXTURES.get(name, {name: 1.0})
-        rates = {
-            task: rate(find_task(task).stored_splits(data_dir).get("train") or 0)
-            if isinstance(rate := given[task], ExamplesRate)
-            else float(rate)
-            for task in names
-        }
+        rates = {task: _number_of_rate(given[task], task, data_dir) for task in names}
     check_rates(name, rates)
     return rates
+
+
+def _number_of_rate(rate: float | ExamplesRate, task: str, data_dir: pathlib.Path) -> float:
+    """Returns the rate of a task as a number. See `mixture_rates`."""
+    if isinstance(rate, ExamplesRate):
+        return rate(find_task(task).stored_splits(data_dir).get("train") or 0)
+    return float(rate)
 
 
 def default_data_dir() -> pathlib.Path:

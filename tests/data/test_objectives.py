@@ -213,13 +213,13 @@ def test_every_example_fits(name: str, length: int, seed: int) -> None:
 def test_errors_name_field_and_remedy() -> None:
     for make, message in (
         (lambda: FullLM(documents=0), r"documents is 0, but it must be 1 to"),
-        (lambda: Denoising(1.0), r"density is 1.0, but it must be at least 0 and below 1"),
+        (lambda: Denoising(1.0), r"density is 1.0, but it must be 0 to below 1"),
         (lambda: Denoising(0.15, 0.5), r"mean_span is 0.5, but it must be 1 or more"),
         (lambda: ObjectiveMixture(()), r"objectives is \(\), but it must be not empty"),
-        (lambda: ObjectiveMixture((FullLM(), Denoising())), r"objectives differ in documents or d"),
+        (lambda: ObjectiveMixture((FullLM(), Denoising())), r"must have the same documents and d"),
         (
             lambda: ObjectiveMixture((FullLM(),), (1, 2)),
-            r"rates is \(1, 2\); allowed: none, or 1 n",
+            r"rates is \(1, 2\), .* empty or contain 1 n",
         ),
         (lambda: ObjectiveMixture((OBJECTIVES["ul2"],)), "objectives is .*, but .* is expected"),
     ):
@@ -229,10 +229,14 @@ def test_errors_name_field_and_remedy() -> None:
         (
             Denoising(),
             {"targets_length": 113},
-            r"targets_length is 113; noise of inputs_length=512",
+            r"targets_length is 113, .* for the noise of inputs_length=512",
         ),
-        (MaskedLM(), {"targets_length": 64}, r"MaskedLM with inputs_length=512 needs 512 or more"),
-        (Denoising(mode=(5, 6)), {"inputs_length": 3}, r"a mode, a token and EOS needs 4 or more"),
+        (
+            MaskedLM(),
+            {"targets_length": 64},
+            r"is 64, but it must be at least 512 for MaskedLM with inputs_length=512",
+        ),
+        (Denoising(mode=(5, 6)), {"inputs_length": 3}, r"at least 4 for the mode, a token and EOS"),
     ):
         with pytest.raises(ValueError, match=message):
             objective.segment_length(FORM._replace(**changes))

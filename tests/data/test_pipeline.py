@@ -195,24 +195,26 @@ def test_a_position_belongs_to_its_stream(data_dir: pathlib.Path, tmp_path: path
             small.stream(own, **{**base, **changes}).restore(saved)
 
     packed, spanned = {"pack": True}, {**SPANNED, "objective": SPANS}
-    refused("seed was 0 and is 3", packed, seed=3)
+    refused("seed was 0 and is now 3", packed, seed=3)
     refused("batch_size was 16|shards was 8", packed, shards=4)
     refused("pack was True", packed, pack=False)
-    refused(r"buckets was \(\(12, 8\), \(18, 8\)\) in groups.* is \(\)", BUCKETED, buckets=())
+    refused(r"buckets was \(\(12, 8\), \(18, 8\)\) in groups.* is now \(\)", BUCKETED, buckets=())
     refused("classes was", CLASSES, classes=WORDS[::-1])
     for other in (None, OBJECTIVES["ul2"]):
         refused("objective of small_letters was", spanned, objective=other)
     info = tasks.directory("small_few", "train") / "info.json"
     record = json.loads(info.read_text())
     info.write_text(json.dumps(record | {"checksum": 5}))
-    refused(r"checksum of small_few was \d+ and is 5", packed)
+    refused(r"checksum of small_few was \d+ and is now 5", packed)
     info.write_text(
         json.dumps(record | {"examples": 39, "files": dict.fromkeys(record["files"], 39)})
     )
-    refused(r"examples of small_few was 40 and is 39; restore .* or start a new run with", packed)
+    refused(
+        r"examples of small_few was 40 and is now 39\. Restore .* or start a new run from", packed
+    )
     info.write_text(json.dumps(record))
     tasks.save_rates("small", small.MIXTURES["small"] | {"small_few": 1.5})
-    refused(r"rate of small_few was 1\.0 and is 1\.5", packed)
+    refused(r"rate of small_few was 1\.0 and is now 1\.5", packed)
     (saved / "shard-00003-of-00008.json").unlink()
     with pytest.raises(ValueError, match=r"lacks .*shard-00003-of-00008\.json"):
         small.stream(data_dir, pack=True).restore(saved)
@@ -231,38 +233,53 @@ def test_a_position_of_another_version_is_valid(
     path.write_text(json.dumps(kept | {"shuffle": True, "seed": 0, "pack": False}))
     stream.restore(tmp_path)
     path.write_text(json.dumps(kept | {"shuffle": False}))
-    with pytest.raises(ValueError, match="shuffle was False and is True"):
+    with pytest.raises(ValueError, match="shuffle was False and is now True"):
         stream.restore(tmp_path)
 
 
 def test_settings_that_cannot_work_are_said_in_one_sentence(data_dir: pathlib.Path) -> None:
     for changes, message in (
-        ({"batch_size": 13, "shards": 4}, r"batch_size=13 .* data.shards=4\. .* are 12 and 16"),
+        (
+            {"batch_size": 13, "shards": 4},
+            r"batch_size=13 .* data\.shards=4\. .* are 12 and 16",
+        ),
         ({"batch_size": 3, "shards": 4}, r"batch_size=3 .* The smallest multiple is 4"),
         ({"inputs_length": -1}, r"inputs_length is -1, but it must be 0 to"),
-        ({"inputs_length": 0, "buckets": ((1, 4),)}, r"holds \(1, 4\); allowed: 0 to inputs_l"),
-        ({**BUCKETED, "pack": True}, r"data\.buckets is for rows that are not packed; set data"),
-        ({**BUCKETED, "buckets": ((64, 8),)}, r"holds \(64, 8\); allowed: 1 to inputs_length=32"),
-        ({**CLASSES, "targets_length": 4}, "data.targets_length=4 and data.pack=false; set data"),
-        ({**CLASSES, "pack": True}, "data.pack=true; set"),
-        ({**CLASSES, "classes": ("a",)}, "data.classes is a; give two or more"),
-        ({**CLASSES, "classes": ("a", "b", "a")}, "label words, each once"),
+        ({"inputs_length": 0, "buckets": ((1, 4),)}, r"contains \(1, 4\), .* 0 to data\.inputs_l"),
+        ({**BUCKETED, "pack": True}, r"data\.buckets .* if rows are not packed\. Set data"),
+        (
+            {**BUCKETED, "buckets": ((64, 8),)},
+            r"contains \(64, 8\), .* 1 to data\.inputs_length \(32\)",
+        ),
+        (
+            {**CLASSES, "targets_length": 4},
+            r"data\.targets_length is 4 and data\.pack is false\. Set data",
+        ),
+        ({**CLASSES, "pack": True}, r"data\.pack is true\. Set"),
+        ({**CLASSES, "classes": ("a",)}, "data.classes is a. Give two or more"),
+        ({**CLASSES, "classes": ("a", "b", "a")}, "label words, each only once"),
         ({**CLASSES, "classes": (1, 2)}, "data.classes is"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(small.CONFIG, **changes)
     for changes, message in (
-        ({"shards": 64, "batch_size": 64}, r"small_few.* has 40 examples, fewer than shards=64"),
-        ({"mixture": "small_few", "inputs_length": 0}, r"small_few has inputs.*set data\.inputs_l"),
+        (
+            {"shards": 64, "batch_size": 64},
+            r"small_few.* has 40 examples, fewer than data\.shards \(64\)",
+        ),
+        (
+            {"mixture": "small_few", "inputs_length": 0},
+            r"small_few has inputs, but data\.inputs_length is 0\. Set it",
+        ),
         ({"objective": SPANS}, r"data\.objective makes examples of texts"),
         (
             {"mixture": "small_texts", "inputs_length": 0, "objective": SPANS},
-            "is 0; .* needs 2 or more",
+            "is 0, but it must be at least 2",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             small.stream(data_dir, **changes)
-    with pytest.raises(FileNotFoundError, match=r"no task of 'small' is prepared for .* 'test'.*r"):
+    with pytest.raises(FileNotFoundError, match=r"No task of 'small' is prepared for .* 'test'.*r"):
         small.stream(data_dir, split="test")
 
 
@@ -330,7 +347,7 @@ def test_a_target_is_the_number_of_its_class(data_dir: pathlib.Path) -> None:
         seen.update(classes[:, 0].tolist())
     assert seen == set(range(40))
     lacking = small.stream(data_dir, **{**CLASSES, "classes": ("0", "1", "3")})
-    message = r"small_few's split 'train' has the target '\d+', which is none of.*\(0, 1, 3\); add"
+    message = r"small_few's split 'train' has the target '\d+', which is none of.*\(0, 1, 3\)\. Add"
     with pytest.raises(ValueError, match=message):
         list(itertools.islice(lacking, 10))
 
@@ -342,7 +359,7 @@ def test_classes_are_told_apart_by_all_of_their_tokens() -> None:
         with pytest.raises(ValueError, match="x has the target"):
             classes.index(np.array(small.ids(wrong)), owner="x")
     unknowing = types.SimpleNamespace(eos_id=1, encode=lambda text: [2])
-    with pytest.raises(ValueError, match="'a' and 'b', which are the same to the vocabulary"):
+    with pytest.raises(ValueError, match="'a' and 'b', which have the same tokens"):
         Classes(("a", "b"), unknowing)
 
 

@@ -76,6 +76,9 @@ def test_ids_that_a_model_does_not_have_are_one_sentence(tmp_path):
         [3, 2, 4]
     ) == vocabulary.decode([3])
     vocabulary.check_ids(SpecialIds(padding=1, end=2))
-    for ids, message in (((0, 1), "has EOS 2 but model.ids.end=1"), ((5, 2), "padding=5 is text")):
+    for ids, message in (
+        ((0, 1), "has the EOS id 2, but model.ids.end is 1"),
+        ((5, 2), "padding is 5, which stands for text"),
+    ):
         with pytest.raises(ValueError, match=message):
             vocabulary.check_ids(SpecialIds(*ids))

@@ -86,16 +86,19 @@ def test_only_labeled_examples_are_scored(load):
     assert mixed.score(["contradiction"] * 5 + known.target_words) == {"accuracy": 100.0}
     assert len(mixed.labeled_part(100).inputs) == 6
     assert [e["idx"] for e in mixed.labeled_part(3).examples] == [0, 2, 4]
-    with pytest.raises(ValueError, match="glue_rte_v002: 1 predictions for 6 examples"):
+    with pytest.raises(
+        ValueError, match="1 predictions for the 6 examples of the task glue_rte_v002"
+    ):
         known.score(["entailment"])
     wrong = dataclasses.replace(known.task, metrics=(lambda *_: {"mine": "good"},))
     with pytest.raises(
-        ValueError, match="glue_rte_v002: the metric 'mine' is 'good', which is no number"
+        ValueError,
+        match="The metric 'mine' of the task glue_rte_v002 is 'good', which is not a number",
     ):
         dataclasses.replace(known, task=wrong).score(known.target_words)
     for part, functions in (
-        ("the postprocess_fn", {"postprocess_fn": lambda text, **_: int(text)}),
-        ("the metric fails", {"metrics": (fails,)}),
+        ("The postprocess_fn", {"postprocess_fn": lambda text, **_: int(text)}),
+        ("The metric fails", {"metrics": (fails,)}),
     ):
         wrong = dataclasses.replace(known, task=dataclasses.replace(known.task, **functions))
         with pytest.raises(
@@ -287,7 +290,9 @@ def test_a_classifier_has_metrics_and_a_loss_per_class(run, data_dir):
     assert overall["label_prior_entropy"] == pytest.approx(np.log(2))
     data = replace(recipe.data, classes=(), targets_length=32)
     masked = replace(recipe, model=recipe.model.copy(outputs=None, masked_lm=True), data=data)
-    with pytest.raises(ValueError, match="glue_rte_v002 is not made for a masked language model"):
+    with pytest.raises(
+        ValueError, match="The task glue_rte_v002 cannot be used with a masked language model"
+    ):
         evaluator_of(masked, data_dir)
 
 

@@ -92,5 +92,5 @@ def test_best_steps_per_task_per_group_and_for_all():
 
 @pytest.mark.parametrize("metric", ["accuracy", "bleu", "f1_with_invalid", "pearson", "squad"])
 def test_no_examples_are_one_sentence(metric):
-    with pytest.raises(ValueError, match="there are no targets to compare with"):
+    with pytest.raises(ValueError, match="There are no targets to compare with"):
         getattr(metrics, metric)([], [])

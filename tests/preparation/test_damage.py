@@ -71,15 +71,15 @@ def replace(*changes: tuple[str, str]) -> Callable[[bytes], bytes]:
 
 STORED, PREPARED = f"imported/{TASK}/1.0.0", f"prepared/*/{TASK}/validation"
 IMPORT, RENEW, MODEL = (
-    "import it again with",
-    "run 'synthesizer-jax data prepare .* --renew'",
+    "Import it again with",
+    "Run 'synthesizer-jax data prepare .* --renew'",
     "another",
 )
 DAMAGE = {
     f"{STORED}/*.tfrecord*": (IMPORT, flip, cut, None),
     f"{STORED}/dataset_info.json": (IMPORT, other(""), other("[]"), other("\xff")),
     f"{STORED}/features.json": (IMPORT, other(""), other("{"), replace(("tensorflow_datasets.core", "x"))),
-    f"{STORED}/task.json": ("import the task again", other("{"), other("[]"), other("{}"),
+    f"{STORED}/task.json": ("Import the task again", other("{"), other("[]"), other("{}"),
                             replace((TASK, "x")), replace(("accuracy", "x"))),
     f"{PREPARED}/*.arrayrecord": (RENEW, flip, cut, other("")),
     f"{PREPARED}/*.msgpack": (RENEW, cut, other("\xc1" * 50), replace(("is 1 even", "is 3 even"))),
@@ -126,5 +126,7 @@ def test_a_tasks_own_error_is_not_taken_for_damage_alone(whole, monkeypatch):
     task = dataclasses.replace(task_registry.TASKS[TASK], preprocess=broken)
     monkeypatch.setattr(task_registry, "TASKS", {TASK: task})
     rows = read_rows(TASK, "validation", Bytes(), data_dir=whole)
-    with pytest.raises(ValueError, match=r"'txt'.*correct what the task's functions do, or import"):
+    with pytest.raises(
+        ValueError, match=r"'txt'.*Correct the functions of the task, if it is yours\. Import"
+    ):
         next(rows)

@@ -143,12 +143,12 @@ def test_columns_that_the_file_names_too_are_refused(tmp_path, header):
     write(tmp_path, {"a.csv": header.encode() + b"\n" + lines, "b.csv": lines + b"label,text\n"})
     source, names = f"train={tmp_path}/a.csv", ["text", "label"]
     with pytest.raises(
-        ValueError, match=r"a\.csv, line 1: the line is a header with .* leave --columns out"
+        ValueError, match=r"a\.csv, line 1: The line is a header with .* Leave --columns out"
     ):
         rows(source, columns=names)
     assert len(rows(source, columns=["a", "b"])["train"]) == 3
     with pytest.raises(
-        ValueError, match=r"b\.csv, line 3: the line repeats the header; .* with --columns"
+        ValueError, match=r"b\.csv, line 3: The line repeats the header\. .* with --columns"
     ):
         rows(f"train={tmp_path}/b.csv", columns=names)
 
@@ -183,21 +183,29 @@ BROKEN = {
     "not JSON": (
         "a.jsonl",
         b'{"text": 1}\n{"text": \n',
-        r"a.jsonl, line 2: no JSON \(.*, column 10\); .* 'jq -c \. FILE",
+        r"a.jsonl, line 2: The line is not JSON \(.* in column 10\)\. .*jq -c \. FILE",
     ),
-    "no object": ("a.jsonl", b"1\n", "a.jsonl, line 1: a JSON object was expected, not int"),
-    "columns": ("a.csv", b"x,y\n1,2\n1\n", r"a.csv, line 3: 1 columns instead of 2 \(x, y\)"),
+    "no object": (
+        "a.jsonl",
+        b"1\n",
+        "a.jsonl, line 1: The line has the JSON type int, but it must be an object",
+    ),
+    "columns": (
+        "a.csv",
+        b"x,y\n1,2\n1\n",
+        r"a.csv, line 3: The row has 1 columns instead of 2 \(x, y\)",
+    ),
     "quote": (
         "a.csv",
         b'x,y\n"1,2\n',
-        "after .*a.csv, line 1: a quoted cell has no end; close its quotes",
+        "after .*a.csv, line 1: A quoted cell is not closed. Close its quotes",
     ),
     "text after a quote": (
         "a.csv",
         b'x,y\n"1"2,3\n',
-        "a quoted cell goes on after its end; double the",
+        "Text follows the closing quote of a cell. Double the",
     ),
-    "same name": ("a.tsv", b"x\tx\n1\t2\n", "a.tsv, line 1: several columns are called 'x'"),
+    "same name": ("a.tsv", b"x\tx\n1\t2\n", "a.tsv, line 1: Several columns have the name 'x'"),
     "gzip": (
         "a.csv.gz",
         gzip.compress(CSV * 99)[:-20],
@@ -205,123 +213,147 @@ BROKEN = {
     ),
     "no gzip": ("a.csv.gz", CSV, "a.csv.gz, after line 0: zlib inflate failed"),
     "zstd": ("a.csv.zst", zstd(CSV * 99)[:-9], "a.csv.zst, after line"),
-    "parquet": ("a.parquet", b"PAR1" * 9, "a.parquet, after row 0: not Parquet"),
+    "parquet": (
+        "a.parquet",
+        b"PAR1" * 9,
+        "a.parquet, after row 0: The file cannot be read as Parquet",
+    ),
     "a day that Python has not": (
         "a.parquet",
         parquet(DAY),
-        "write the column 'day' as text: .*days=2147",
+        r"The column 'day' cannot be read \(.*days=2147.*\)\. Write it as text",
     ),
-    "nanoseconds": ("a.parquet", parquet(NOW), "write the column 'time' as text: Nanosec"),
-    "a column twice": ("a.parquet", parquet(TWICE), "several columns are called 'a', 'b'; every"),
-    "array": ("a.json", b'[\n{"text": 1}\n]', r"line 1: a JSON array; .*: jq -c '.\[\]' FILE"),
-    "semicolons": ("a.csv", b"x;y\n1;2\n", "'x;y' is one column; separate columns by ','"),
+    "nanoseconds": (
+        "a.parquet",
+        parquet(NOW),
+        r"The column 'time' cannot be read \(.*Nanosec.*\)\. Write it as text",
+    ),
+    "a column twice": (
+        "a.parquet",
+        parquet(TWICE),
+        "Several columns have the name 'a' or 'b'. Give every",
+    ),
+    "array": (
+        "a.json",
+        b'[\n{"text": 1}\n]',
+        r"line 1: The line begins a JSON array, .*jq -c '.\[\]' FILE",
+    ),
+    "semicolons": (
+        "a.csv",
+        b"x;y\n1;2\n",
+        "'x;y' has only one column. Columns are separated by commas in .csv",
+    ),
     "tabs": (
         "a.csv",
         b"x\ty\n1\t2\n",
-        r"'x\\ty' is one column; separate columns by ',' \(.tsv: tabs\)",
+        r"'x\\ty' has only one column.* by tabs in \.tsv files",
     ),
     "commas": (
         "a.tsv",
         b"x,y\n1,2\n",
-        r"'x,y' is one column; separate columns by tabs \(.csv: ','\)",
+        r"'x,y' has only one column.* by tabs in \.tsv files",
     ),
     "Excel's separator": (
         "a.csv",
         b"sep=;\nx;y\n1;2\n",
-        "'sep=;' is Excel's note, not a row; remove",
+        "'sep=;' is a note that Excel adds, not a row. Remove",
     ),
-    "Excel's comma": ("a.csv", b"sep=,\nx,y\n1,2\n", "'sep=' is Excel's note, not a row; remove"),
+    "Excel's comma": (
+        "a.csv",
+        b"sep=,\nx,y\n1,2\n",
+        "'sep=' is a note that Excel adds, not a row. Remove",
+    ),
     "UTF-16": (
         "a.txt",
         "Größe".encode("utf-16"),
-        "a.txt is UTF-16; .*: iconv -f utf-16 -t utf-8 .*a.txt >",
+        r"a.txt is UTF-16. .*\(iconv -f utf-16 -t utf-8 .*a.txt >",
     ),
     "UTF-16 without its mark": (
         "a.csv",
         "x,y\n".encode("utf-16-le"),
-        "line 1: there is a NUL character, as",
+        "line 1: The line contains a NUL character, so",
     ),
     "a bare CR": (
         "a.csv",
         b"x,y\ra,b\r",
-        r"a.csv: a CR is outside of quotes; .*: tr '\\r' '\\n' < FILE > NEW",
+        r"a.csv: A carriage return .* outside of quotes\. .*\(tr '\\r' '\\n' < FILE > NEW\)",
     ),
     "gzip without its name": (
         "a.csv",
         gzip.compress(CSV),
-        "a.csv is compressed with gzip; rename .*a.csv.gz",
+        "a.csv is compressed with gzip. Rename .*a.csv.gz",
     ),
     "zstd without its name": (
         "a.txt",
         zstd(CSV),
-        "a.txt is compressed with zstd; rename it to .*a.txt.zst",
+        "a.txt is compressed with zstd. Rename it to .*a.txt.zst",
     ),
-    "bzip2": ("a.csv", bz2.compress(CSV), "a.csv is compressed with bzip2; unpack it with bunzip2"),
-    "xz": ("a.csv", lzma.compress(CSV), "a.csv is compressed with xz; unpack it with unxz"),
+    "bzip2": ("a.csv", bz2.compress(CSV), "a.csv is compressed with bzip2. Unpack it with bunzip2"),
+    "xz": ("a.csv", lzma.compress(CSV), "a.csv is compressed with xz. Unpack it with unxz"),
     "xlsx": (
         "a.csv",
         b"PK\x03\x04\x14\x00",
-        "a.csv is a spreadsheet or .*; save the sheet as 'CSV UTF-8', or",
+        "a.csv is a spreadsheet or .* Save the spreadsheet as 'CSV UTF-8', or",
     ),
     "xls": (
         "a.tsv",
         b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
-        "a.tsv is a spreadsheet or another archive; save",
+        "a.tsv is a spreadsheet or an archive. Save",
     ),
     "Parquet without its name": (
         "a.csv",
         parquet(ROWS),
-        "a.csv is Parquet; rename it to .*a.csv.parquet",
+        "a.csv is a Parquet file. Rename it to .*a.csv.parquet",
     ),
     "Git LFS": (
         "a.txt",
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-        "a.txt is a pointer of Git LFS; fetch the file: git lfs pull",
+        "a.txt is a pointer of Git LFS. Fetch the file with git lfs pull",
     ),
     "a cell quoted in TSV": (
         "a.tsv",
         b'x\ty\n1\t"a ""b"""\n',
-        "line 2: the cell .* is quoted as in CSV, but",
+        "line 2: The cell .* is quoted as in CSV, but",
     ),
     "a header in the middle": (
         "a.csv",
         CSV + CSV,
-        "a.csv, line 4: the line repeats the header; remove it, or",
+        "a.csv, line 4: The line repeats the header. Remove it, or",
     ),
     "a header of a file that was joined": (
         "a.csv",
         CSV + b"\xef\xbb\xbf" + CSV,
-        "a.csv, line 4: the line repeats the header; remove it, or",
+        "a.csv, line 4: The line repeats the header. Remove it, or",
     ),
     "a header of TSV": (
         "a.tsv",
         TSV + b"Text\tLabel\n",
-        "a.tsv, line 4: the line repeats the header; remove",
+        "a.tsv, line 4: The line repeats the header. Remove",
     ),
     "a field twice": (
         "a.jsonl",
         b'{"x": {"y": 1, "z": 2, "y": 3}}\n',
-        "line 1: an object has two fields called 'y'",
+        "line 1: An object has two fields with the name 'y'",
     ),
     "Latin-1": (
         "a.csv",
         "x,y\nschön,1\n".encode("latin-1"),
-        r"a.csv, line 2: the byte 0xf6 is not UTF-8\. If .* Latin-1.*: cat .*a.csv \| iconv -f cp1252",
+        r"a.csv, line 2: the byte 0xf6 is not UTF-8\. If .* Latin-1.*\(cat .*a.csv \| iconv -f cp1252",
     ),
     "Latin-1 in TSV": (
         "a.tsv",
         b"x\ty\nsch\xf6n\t1\n",
-        "a.tsv, line 2: the byte 0xf6 is not UTF-8. .*iconv",
+        "a.tsv, line 2: the byte 0xf6 is not UTF-8.*iconv",
     ),
     "Latin-1 in JSON": (
         "a.jsonl",
         b'{"x": "sch\xf6n"}\n',
-        "a.jsonl, line 1: the byte 0xf6 is not UTF-8. .*iconv",
+        "a.jsonl, line 1: the byte 0xf6 is not UTF-8.*iconv",
     ),
     "Latin-1 in a header": (
         "a.csv",
         b"sch\xf6n\n",
-        "a.csv, line 1: the byte 0xf6 is not UTF-8. .*iconv",
+        "a.csv, line 1: the byte 0xf6 is not UTF-8.*iconv",
     ),
     "Latin-1, compressed": (
         "a.txt.gz",
@@ -337,9 +369,13 @@ BROKEN = {
     "Latin-1 in Parquet": (
         "a.parquet",
         parquet(LATIN),
-        "after row 0: the column 'x' has a text that is not UTF-8",
+        "after row 0: The column 'x' has a text that is not UTF-8",
     ),
-    "suffix": ("a.xlsx", b"", r"\.xlsx is not known; files end in \.jsonl"),
+    "suffix": (
+        "a.xlsx",
+        b"",
+        r"the unknown suffix '\.xlsx'\. The name of a file must end in \.jsonl",
+    ),
 }
 
 
@@ -356,24 +392,24 @@ def test_arguments_that_name_no_rows_are_refused(tmp_path):
     write(tmp_path, {"c.csv": CSV, "c.csv.gz": gzip.compress(CSV)})
     os.mkfifo(tmp_path / "pipe.txt")
     for argument, message in {
-        f"train={tmp_path}/a.en+{tmp_path}/a.de": "line 2: the file ends here, the others go on",
+        f"train={tmp_path}/a.en+{tmp_path}/a.de": "line 2: The file has no such line",
         f"train={tmp_path}/a.en+{tmp_path}/b/a.en": "cannot be told apart",
-        f"train={tmp_path}/a.txt,train={tmp_path}/a.en+{tmp_path}/a.de": "aligned files of 'train'",
+        f"train={tmp_path}/a.txt,train={tmp_path}/a.en+{tmp_path}/a.de": "split 'train' has aligned files",
         f"{tmp_path}": "no file whose name begins with train, validation or test",
-        f"{tmp_path}/a.en": "is no folder; write --from SPLIT=FILE",
-        f"all={tmp_path}/a.txt": r"--from 'all=.*a\.txt': 'all' stands for all splits; choose another",
-        "train=": r"write SPLIT=FILE, such as train=a\.jsonl",
-        f"train={tmp_path}/a.txt,train={tmp_path}/a.txt": "cannot be told apart: name every file once",
-        f"train={tmp_path}/c.csv,train={tmp_path}/c.csv.gz": "told apart: name every file once, plain or",
-        f"train={tmp_path}/a.en+{tmp_path}/c.csv": r"c\.csv has rows with fields, but aligned files are te",
-        f"train={tmp_path}/pipe.txt": r"pipe\.txt is no regular file",
-        f"train={tmp_path}/d.csv": "there is no file",
-        f"train={tmp_path}/other-*.txt": r"there is no file .*other-\*\.txt",
+        f"{tmp_path}/a.en": "is not a directory. Write --from SPLIT=FILE",
+        f"all={tmp_path}/a.txt": r"--from 'all=.*a\.txt': The name 'all' stands for all splits\. Ch",
+        "train=": r"Write SPLIT=FILE, such as train=a\.jsonl",
+        f"train={tmp_path}/a.txt,train={tmp_path}/a.txt": "cannot be told apart. Name every file",
+        f"train={tmp_path}/c.csv,train={tmp_path}/c.csv.gz": "only once, either plain or",
+        f"train={tmp_path}/a.en+{tmp_path}/c.csv": r"c\.csv has rows with fields, but aligned files must",
+        f"train={tmp_path}/pipe.txt": r"pipe\.txt is not a regular file",
+        f"train={tmp_path}/d.csv": "There is no file",
+        f"train={tmp_path}/other-*.txt": r"There is no file .*other-\*\.txt",
     }.items():
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             rows(argument)
     with pytest.raises(
-        ValueError, match=r"names the columns of CSV and TSV, but .*a\.txt is neither; le"
+        ValueError, match=r"names the columns of CSV and TSV files, but .*a\.txt is neither\. Le"
     ):
         rows(f"train={tmp_path}/a.txt", columns=["x"])
     mixed = rows(f"train={tmp_path}/a.txt,test={tmp_path}/c.csv", columns=["x", "y"])
@@ -389,23 +425,25 @@ def test_a_template_formats_a_row():
     assert Template("{text} {n} {deep.a} {deep.b}.")(row) == "x 3 True dotted."
     assert Template("{bytes} {day}")(row) == "é 2020-01-02"
     for text in ("{", "{}", "{a} }"):
-        with pytest.raises(ValueError, match=r"outside of a field; write \{NAME"):
+        with pytest.raises(ValueError, match=r"outside of a field\. Write a field as \{NAME"):
             Template(text)
     for text, message in {
-        "{txt}": r"there is no field 'txt', did you mean 'text'\?; there are text, n",
-        "{deep}": r"the field 'deep' is \{\"a\": true\}, which is no text",
-        "{text.__class__}": "there is no field 'text.__class__'",
-        "{n:>9}": "there is no field 'n:>9'",
-        "{nan}": "the field 'nan' is NaN, which is no text",
-        "{list.0.b}": "no field 'list.0.b': 'list' is a list, and dots only enter objects; write the part",
-        "{latin}": r"the field 'latin' is b'sch\\xf6n', which is not UTF-8; write the column as text",
+        "{txt}": r"There is no field 'txt', did you mean 'text'\? The fields are text, n",
+        "{deep}": r"The field 'deep' is \{\"a\": true\}, which is not text",
+        "{text.__class__}": "There is no field 'text.__class__'",
+        "{n:>9}": "There is no field 'n:>9'",
+        "{nan}": "The field 'nan' is NaN, which is not text",
+        "{list.0.b}": "no field 'list.0.b', because 'list' is a list.*Write the part",
+        "{latin}": r"The field 'latin' is b'sch\\xf6n', which is not UTF-8\. Write the column as text",
     }.items():
         with pytest.raises(ValueError, match=message):
             Template(text)(row)
 
 
 def test_a_row_without_a_target_names_the_way_to_import_it():
-    message = "no field 'label'; there are text; import rows without a target .*, with --target ''"
+    message = (
+        r"no field 'label'\. The fields are text\. Import rows without a target .* --target ''"
+    )
     with pytest.raises(ValueError, match=message):
         describe().texts({"text": "new"})
     assert describe(targets=Template("")).texts({"text": "new"}) == ("review: new", UNKNOWN)
@@ -451,7 +489,7 @@ def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
 
 def test_an_empty_target_belongs_to_a_split_that_is_only_predicted(tmp_path):
     text, data_dir = {"targets": Template("{label}"), "labels": {}}, tmp_path / "data"
-    said = r"a\.csv, line 4: the target is blank or '<unk>'.* --from test=FILE; nothing was"
+    said = r"a\.csv, line 4: The target is blank or '<unk>'.* --from test=FILE\. Nothing was"
     for lacking, options in (("", {}), ("<unk>", {}), ("", text), ("<unk>", text)):
         write(tmp_path, {"a.csv": CSV + f"a film,{lacking}\r\n".encode()})
         for split in ("train", "validation"):
@@ -461,7 +499,7 @@ def test_an_empty_target_belongs_to_a_split_that_is_only_predicted(tmp_path):
                 )
         splits = find_splits([f"test={tmp_path}/a.csv"])
         import_files(describe(**options), splits, data_dir, renew=True)
-    with pytest.raises(ValueError, match="the target '' is none of the labels a"):
+    with pytest.raises(ValueError, match="The target '' is none of the labels a"):
         FileTask("my_texts", None, Template("{x}"), labels={"a": "a"}).texts({"x": ""})
 
 
@@ -483,7 +521,7 @@ def test_a_target_that_shows_nothing_is_an_empty_one(tmp_path, kind):
     splits = find_splits([f"train={'+'.join(names)}"])
     task = describe(targets=Template("It is {label}."), labels={})
     with pytest.raises(
-        ValueError, match=r"(line|row) [12]: the target is blank or '<unk>'.*nothing was"
+        ValueError, match=r"(line|row) [12]: The target is blank or '<unk>'.*Nothing was"
     ):
         import_files(task, splits, tmp_path / "data")
     for labels in ({}, {"0": "bad"}):
@@ -506,7 +544,9 @@ def test_rows_whose_target_is_hidden_are_not_trained_on(tmp_path, split):
     assert said == [f"my_reviews, {split}: 3 examples, {said[0].split()[4]} tokens",
                     f"  of 3 targets, {count} are empty or '<unk>'"]  # fmt: skip
     config = DataConfig("my_reviews", 32, 8, batch_size=1, shards=1, split=split)
-    message = rf"my_reviews's split '{split}' has {count} targets that are empty or '<unk>'; choose"
+    message = (
+        rf"my_reviews's split '{split}' has {count} targets that are empty or '<unk>'\. Choose"
+    )
     with pytest.raises(ValueError, match=message):
         open_stream(config, BYTES, data_dir=tmp_path)
     free = dataclasses.replace(task_registry.find_task("my_reviews"), label_words=None)
@@ -524,7 +564,7 @@ def test_labels_that_the_vocabulary_cannot_tell_apart_are_refused(tmp_path):
     write(tmp_path, {"a.csv": CSV.decode().replace("0", "fine").replace("1", "正")})
     splits = find_splits([f"train={tmp_path}/a.csv"])
     import_files(describe(labels={"正": "正面", "fine": "负面"}), splits, tmp_path)
-    message = "'my_reviews' has '正面' and '负面', which are the same to"
+    message = "'my_reviews' has the label words '正面' and '负面', which have the same tokens"
     with pytest.raises(ValueError, match=message):
         prepare("my_reviews", prepared, evaluation_splits=(), log=quiet)
     assert prepared.find("my_reviews", "train") is None
@@ -532,7 +572,9 @@ def test_labels_that_the_vocabulary_cannot_tell_apart_are_refused(tmp_path):
     import_files(describe(labels=labels), splits, tmp_path, renew=True)
     prepare("my_reviews", prepared, evaluation_splits=(), log=quiet)
     config = DataConfig("my_reviews", 32, 2, batch_size=1, shards=1)
-    with pytest.raises(ValueError, match="same to the vocabulary in 2 tokens; take other"):
+    with pytest.raises(
+        ValueError, match=r"same tokens if targets are cut at 2 tokens\. Choose other"
+    ):
         open_stream(config, known, data_dir=tmp_path)
     import_files(describe(labels={}), splits, tmp_path, renew=True)
     report = []
@@ -576,7 +618,7 @@ def test_splits_are_added_to_a_task_of_the_same_definition(tmp_path):
     assert task_registry.find_task("my_reviews").stored_splits(tmp_path) == counts
     other = find_splits([f"validation={tmp_path}/a.jsonl"])
     for options in ({"labels": {"0": "no", "1": "yes"}}, {"inputs": Template("{label}")}):
-        with pytest.raises(ValueError, match=r"was imported with another task\.json; .*--renew"):
+        with pytest.raises(ValueError, match=r"was imported with another task\.json\. .*--renew"):
             import_files(describe(**options), other, tmp_path)
     assert task_registry.find_task("my_reviews").stored_splits(tmp_path) == counts
 
@@ -588,20 +630,24 @@ def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
     import_files(task, find_splits([f"train={tmp_path}/a.jsonl"]), data_dir)
     before = {p: p.read_bytes() for p in data_dir.rglob("*") if p.is_file()}
     for row, changes, said in (
-        ('{"x": 1e400}', {}, "a.jsonl, line 2: the field 'x' is Infinity, which is no text"),
-        ('{"y": 1}', {}, "a.jsonl, line 2: there is no field 'x'; there are y; nothing was"),
-        ('{"x": "b"}', {}, "a.jsonl, line 2: the target 'b' is none of the labels a"),
+        ('{"x": 1e400}', {}, "a.jsonl, line 2: The field 'x' is Infinity, which is not text"),
+        (
+            '{"y": 1}',
+            {},
+            r"a.jsonl, line 2: There is no field 'x'\. The fields are y\. Nothing was",
+        ),
+        ('{"x": "b"}', {}, "a.jsonl, line 2: The target 'b' is none of the labels a"),
         (
             '{"x": "good"}',
             numbers,
-            "a.jsonl, line 2: the target 'good' is no number, which the met",
+            "a.jsonl, line 2: The target 'good' is not a number, but the met",
         ),
-        ('{"x": 1' + 400 * "0" + "}", numbers, "is no number, which the metric pearson"),
+        ('{"x": 1' + 400 * "0" + "}", numbers, "is not a number, but the metric pearson"),
         ('{"x": "\\ud800"}', {"labels": {}}, "a.jsonl, line 2: .*UnicodeEncodeError"),
         (
             '{"x": " "}',
             {"labels": {}},
-            "a.jsonl, line 2: the target is blank, and the row has no input",
+            "a.jsonl, line 2: The target is blank, and the task has no inputs",
         ),
     ):
         first = '{"x": 1}\n' if changes is numbers else '{"x": "a"}\n'
@@ -611,7 +657,7 @@ def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
             import_files(changed, find_splits([f"train={tmp_path}/a.jsonl"]), data_dir, renew=True)
     write(tmp_path, {"a.jsonl": "\n"})
     with pytest.raises(
-        ValueError, match=r"imported/my_rows:train has no rows in .*a\.jsonl; nothing was"
+        ValueError, match=r"imported/my_rows:train has no rows in .*a\.jsonl\. Nothing was"
     ):
         import_files(task, find_splits([f"train={tmp_path}/a.jsonl"]), data_dir, renew=True)
     assert {p: p.read_bytes() for p in data_dir.rglob("*") if p.is_file()} == before
@@ -619,29 +665,32 @@ def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
 
 def test_a_description_that_cannot_be_is_refused(tmp_path):
     for options, message in (
-        ({"name": "My-Task"}, "has other characters than a-z, 0-9 and _"),
+        ({"name": "My-Task"}, "'My-Task' is not allowed. Use only a-z, 0-9 and _"),
         ({"metrics": ("acuracy",)}, r"no metric 'acuracy', did you mean 'accuracy'\?"),
-        ({"metrics": ("f1",), "labels": {}}, "'f1' compares two labels; with 0 labels"),
-        ({"metrics": ("f1",), "labels": {"a": "a", "b": "b", "c": "c"}}, "with 3 labels"),
+        ({"metrics": ("f1",), "labels": {}}, "'f1' compares two labels, .*number of labels: 0"),
+        (
+            {"metrics": ("f1",), "labels": {"a": "a", "b": "b", "c": "c"}},
+            "'f1' compares two labels, .*number of labels: 3",
+        ),
         (
             {"metrics": ("rouge",)},
-            "'rouge' compares texts; with 1 labels and .* answers are labels",
+            r"'rouge' compares texts, .* are labels \(number of labels: 1",
         ),
         (
             {"targets": Template("x")},
-            "the target 'x' is the same for every row; write {x} for a field",
+            r"The target 'x' is the same for every row\. Write {x} to use a field",
         ),
-        ({"labels": {"0": " ", "1": "b"}}, "the label of '0' is blank; give every label a word"),
-        ({"metrics": ("pearson", "bleu")}, "'bleu' compares texts; .* answers are numbers"),
+        ({"labels": {"0": " ", "1": "b"}}, r"The label of '0' is blank\. Give every label a word"),
+        ({"metrics": ("pearson", "bleu")}, r"'bleu' compares texts, .* are numbers \("),
     ):
         with pytest.raises(ValueError, match=message):
             FileTask(
                 **{"name": "mine", "inputs": None, "targets": str, "labels": {"a": "a"}, **options}
             )
-    with pytest.raises(ValueError, match="'glue_cola_v002' is that of a task of this package"):
+    with pytest.raises(ValueError, match="'glue_cola_v002' belongs to a task of this package"):
         import_files(FileTask("glue_cola_v002", None, str), {}, tmp_path)
     with pytest.raises(
-        ValueError, match=r"not written to a bucket \(gs://bucket/y\); write them to"
+        ValueError, match=r"cannot be written to a bucket \(gs://bucket/y\)\. Write them to"
     ):
         import_files(describe(), {}, storage_path("gs://bucket/y"))
 
@@ -696,7 +745,9 @@ def test_a_split_that_is_missing_is_said_before_anything_is_prepared(tmp_path):
     data = replace(experiment.data, mixture="my_reviews")
     wrong = {"data": replace(data, split="trian"), "evaluation": Evaluation(split="dev")}
     for changes, split in (({"data": data}, "validation"), (wrong, "trian")):
-        message = f"for the split {split} in .*; it has dev, train: choose one by evaluation.split"
+        message = (
+            rf"for the split {split} in .*\. The splits that have data are dev, train\. Choose one"
+        )
         with pytest.raises(FileNotFoundError, match=message):
             find_prepared(replace(experiment, **changes), tmp_path)
 

@@ -234,23 +234,23 @@ def test_super_glue_of_parquet_files_is_the_same(tmp_path):
 BROKEN = {
     "RTE/train.tsv": (
         "sentence1\tsentence2\tlabel\na\tb\tmaybe\n",
-        "line 2: the label 'maybe' is nei",
+        "line 2: The label 'maybe' is nei",
     ),
     "CoLA/train.tsv": (
         "x\t1\tshort\n",
-        "glue/cola:train has no rows, without 1 that are left out, in",
+        "glue/cola:train has no rows in .*train.tsv. Incomplete .* left out: 1",
     ),
     "STS-B/dev.tsv": (
         "sentence1\tsentence2\na\tb\n",
-        "dev.tsv has no column 'score', which only test fi",
+        "dev.tsv has no column 'score'. Only test fi",
     ),
     "STS-B/train.tsv": (
         "sentence1\tsentence2\tscore\na\tb\tnan\n",
-        "line 2: the field 'label' is nan, wh",
+        "line 2: The field 'label' is nan, wh",
     ),
     "CoLA/dev.tsv": (
         b"x\t1\t\tsch\xf6n\n",
-        r"CoLA/dev.tsv, line 1: the byte 0xf6 is not UTF-8. .*iconv",
+        r"CoLA/dev.tsv, line 1: the byte 0xf6 is not UTF-8\. .*iconv",
     ),
     "CB/test.jsonl": (
         b'{"premise": "sch\xf6n"}\n',
@@ -258,18 +258,18 @@ BROKEN = {
     ),
     "CB/train.jsonl": (
         [CB, CB | {"idx": 1, "label": "no"}],
-        "train.jsonl, line 2: the label 'no' is",
+        "train.jsonl, line 2: The label 'no' is",
     ),
     "CB/val.jsonl": (
         '{"x": 1}\n{',
-        "CB/val.jsonl, line 1: there is no field 'premise'; there are x",
+        r"CB/val.jsonl, line 1: There is no field 'premise'\. The fields are x",
     ),
     "COPA/val.jsonl": (
         [COPA | {"premise": None}],
-        "COPA/val.jsonl, line 1: the field 'premise' is nu",
+        "COPA/val.jsonl, line 1: The field 'premise' is nu",
     ),
-    "COPA/train.jsonl": ([UNLABELED], "COPA/train.jsonl, line 1: there is no field 'label'"),
-    "readme.txt": ("", "lacks CoLA/train.tsv, .*; nothing was imported"),
+    "COPA/train.jsonl": ([UNLABELED], "COPA/train.jsonl, line 1: There is no field 'label'"),
+    "readme.txt": ("", "none of the files of glue: CoLA/train.tsv, .*Nothing was imported"),
 }
 
 
@@ -279,7 +279,7 @@ def test_a_broken_file_is_named_and_leaves_nothing(tmp_path, name):
     source = place(tmp_path / "from", {name: content})
     with pytest.raises(ValueError, match=said) as error:
         import_archive("super_glue" if "json" in name else "glue", source, tmp_path / "out")
-    assert str(error.value).endswith("nothing was imported")
+    assert str(error.value).endswith("Nothing was imported.")
     assert not list((tmp_path / "out").glob("*"))
 
 
@@ -333,33 +333,48 @@ def test_files_that_do_not_fit_a_data_set_are_one_sentence(tmp_path):
     place(tmp_path, {"b.csv": "de,en\na,b\n\u200b,c\n", "b.json": [ANSWERED, unanswered]})
     labeled = {"columns": ["label", "text"]}
     for dataset, argument, options, said in (
-        (PAIR, "dev={}a.json", {}, f"{PAIR} has no split 'dev'; it has train, validation, test"),
+        (
+            PAIR,
+            "dev={}a.json",
+            {},
+            f"{PAIR} has no split 'dev'. Its splits are train, validation, test",
+        ),
         (
             PAIR,
             "train={}a.json",
             {},
-            "a.json, line 1: there is no field '..'; there are article, hi",
+            r"a.json, line 1: There is no field '..'\. The fields are article, hi",
         ),
-        (PAIR, "train={}a.x+{}a.y", {}, "a.x, line 1: there is no field '..'; there are x, y"),
-        (PAIR, "train={}a.x+{}a.y", {"columns": ["en"]}, "2 aligned files have 1 columns"),
+        (
+            PAIR,
+            "train={}a.x+{}a.y",
+            {},
+            r"a.x, line 1: There is no field '..'\. The fields are x, y",
+        ),
+        (
+            PAIR,
+            "train={}a.x+{}a.y",
+            {"columns": ["en"]},
+            r"--columns \(1\) differs from the number of aligned files \(2\)",
+        ),
         ("convai2/none_original", "train={}a.json", {}, "no field 'persona'"),
         (
             PAIR,
             "train={}b.csv",
             {},
-            "b.csv, line 3: the field 'de' has a blank text; write it, or remove",
+            "b.csv, line 3: The field 'de' has a blank text. Fill it in, or remove",
         ),
         (
             "squad/v1.1",
             "train={}b.json",
             {},
-            "b.json, line 2: the field 'text' has a blank text; write",
+            "b.json, line 2: The field 'text' has a blank text. Fill",
         ),
         (
             "imdb_reviews/plain_text",
             "train={}a.csv",
             labeled,
-            "the label '9' is neither a number be",
+            "The label '9' is neither a number be",
         ),
     ):
         with pytest.raises(ValueError, match=said):
@@ -367,7 +382,7 @@ def test_files_that_do_not_fit_a_data_set_are_one_sentence(tmp_path):
             import_dataset(dataset, splits, tmp_path / "out", labels={})
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
     write_dataset("squad/v1.1", "3.0.0", {"x": np.int64}, {"train": lambda: [{"x": 1}]}, tmp_path)
-    with pytest.raises(ValueError, match=r"3\.0\.0 would be read instead; delete it"):
+    with pytest.raises(ValueError, match=r"3\.0\.0 would be read instead of the new files"):
         import_dataset("squad/v1.1", {}, tmp_path, labels={})
 
 
@@ -396,12 +411,12 @@ def test_a_second_import_adds_splits_and_renew_replaces(tmp_path, caplog, monkey
         patch.setattr(pathlib.Path, "rename", full_disk)
         with pytest.raises(OSError, match="disk full"):
             add("test", renew=True)
-    with pytest.raises(ValueError, match=r"has the split 'test' already; .*replace .* --renew"):
+    with pytest.raises(ValueError, match=r"has the split 'test' already\. .*replace .* --renew"):
         add("test")
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
     add("test", renew=True)
     assert task.stored_splits(out) == {"test": 2}
-    assert "removes the split 'train' of " in caplog.text
+    assert "The split 'train' of " in caplog.text and "is removed." in caplog.text
 
 
 def test_every_data_set_has_a_task(tmp_path):
@@ -409,6 +424,6 @@ def test_every_data_set_has_a_task(tmp_path):
         splits = {s for task in DEFINITIONS if task.dataset == dataset for s in task.splits}
         assert layouts.keys() <= splits
     with pytest.raises(
-        ValueError, match="is not a folder; give the one that holds the files of gl"
+        ValueError, match=r"is not a directory\. Give the directory that holds the files of gl"
     ):
         import_archive("glue", tmp_path / "nowhere", tmp_path / "out")

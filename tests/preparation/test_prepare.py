@@ -217,7 +217,7 @@ def test_lengths_and_files_outdate_a_prepared_set(
     ):
         prepared_in(own_dir, name, lengths=None)
     prepared, request = prepared_in(own_dir, name), SplitRequest(name, "train", rows=False)
-    with pytest.raises(ValueError, match=r"is prepared for the lengths .*'inputs': 32.*run 'synth"):
+    with pytest.raises(ValueError, match=r"is prepared for the lengths .*'inputs': 32.*Run 'synth"):
         prepared.open(name, "train", {"inputs": 16, "targets": 12})
     assert is_current(request, prepared, lengths=LENGTHS)
     assert not is_current(request, prepared, lengths={"inputs": 8, "targets": 8})
@@ -327,7 +327,7 @@ def test_records_are_data() -> None:
     again = Chunk.from_bytes(record, vocab_size=80_000)
     for given, found in zip((*inputs, *targets), (*again.inputs, *again.targets), strict=True):
         np.testing.assert_array_equal(given, found, strict=True)
-    with pytest.raises(ValueError, match="token 70000 of a vocabulary of 300"):
+    with pytest.raises(ValueError, match="token 70000, but the vocabulary has 300 ids"):
         Chunk.from_bytes(record, vocab_size=300)
     for damaged in (b"", record[:5], record[:-4], record + b"1234", b"\xff" * len(record)):
         with pytest.raises(ValueError, match=r"holds|says|buffer|offset"):

@@ -27,7 +27,9 @@ def test_rows_are_read_whole_and_splits_compared(tmp_path, monkeypatch):
     assert texts == ["say one", "say one", "say three", "say two"]
     (first,) = task_contents.read_rows("mine", "train", BYTES, data_dir=data_dir, count=1)
     np.testing.assert_array_equal(first["inputs"], rows[0]["inputs"])
-    with pytest.raises(FileNotFoundError, match=r"'dev' in .* which has train, test; choose"):
+    with pytest.raises(
+        FileNotFoundError, match=r"'dev' in .* Its splits there are train, test\. Choose"
+    ):
         next(task_contents.read_rows("mine", "dev", BYTES, data_dir=data_dir))
     train, test = task_contents.check_splits("mine", data_dir)
     assert (train.rows, train.repeated, train.shared, train.is_complete) == (4, 1, {}, None)

@@ -110,7 +110,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
             {"eos_token_id": True},
             "eos_token_id is True, but models of this package have only one such id",
         ),
-        (CONFIG, {"eos_token_id": 2}, "has EOS 1 but model.ids.end=2"),
+        (CONFIG, {"eos_token_id": 2}, "has the EOS id 1, but model.ids.end is 2"),
         (
             CONFIG,
             {"pad_token_id": 384},

@@ -202,7 +202,8 @@ def test_texts_and_lengths_that_cannot_be_are_one_sentence(tmp_path):
         generate(loaded, ["a"], inputs_length=-1)
     for text in ("a \ud83d b", "\udc80"):
         with pytest.raises(
-            ValueError, match=r"has a lone surrogate, '\\u[\w]*' at \d, which is no character"
+            ValueError,
+            match=r"has a lone surrogate, '\\u[\w]*' at index \d, which is not a character",
         ):
             encode(loaded, [text])
 

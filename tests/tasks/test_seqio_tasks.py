@@ -149,14 +149,17 @@ def test_what_is_not_there_is_one_sentence(tmp_path):
     splits = {"training_splits": ("test",), "evaluation_splits": (), "log": quiet}
     assert task_registry.mixture_rates("outside_part", tmp_path) == {"outside_plain": 1.0}
     with pytest.raises(
-        FileNotFoundError, match=r"no task of 'outside_missing' has data .*give the sou"
+        FileNotFoundError,
+        match=r"No task of 'outside_missing' has data .* Add the split to its sou",
     ):
         prepare("outside_missing", data, log=quiet)
-    with pytest.raises(FileNotFoundError, match=r"of 'outside_plain' .*it has train, valid"):
+    with pytest.raises(
+        FileNotFoundError, match=r"of 'outside_plain' .*that have data are train, valid"
+    ):
         prepare("outside_plain", data, **splits)
     negative = (
-        "'outside_negative' gives the task 'outside_plain' the rate -1, .*; give it a rate of 0 or "
-        "more"
+        "'outside_negative' gives the task 'outside_plain' the rate -1, .* must be finite and at "
+        "least 0"
     )
     with pytest.raises(ValueError, match=negative):
         prepare("outside_negative", data, log=quiet)
@@ -165,10 +168,10 @@ def test_what_is_not_there_is_one_sentence(tmp_path):
     with pytest.raises(ValueError, match=negative):
         data.rates("outside_negative")
     with pytest.raises(
-        ValueError, match=r"no mixture or task 'outside_al', did you mean .*; tasks"
+        ValueError, match=r"no mixture or task 'outside_al', did you mean .*your own package"
     ):
         task_registry.member_names("outside_al")
-    with pytest.raises(ValueError, match=r"there is no task 'outside_dou'"):
+    with pytest.raises(ValueError, match=r"There is no task 'outside_dou'"):
         task_registry.find_task("outside_dou")
 
 
@@ -211,7 +214,7 @@ def only_digits(text, **_):
         ),
         (
             {"metric_fns": [worded]},
-            "TypeError: its value 'quality' is 'good', which is no number",
+            "TypeError: The value 'quality' is 'good', which is not a number",
         ),
     ],
 )
@@ -224,12 +227,12 @@ def test_errors_of_users_functions_name_task_and_function(tmp_path, functions, m
     )
     try:
         wrong = dataclasses.replace(examples, task=task_registry.find_task("outside_wrong"))
-        named = "a metric or the postprocess_fn of the task 'outside_wrong' raised "
+        named = "A metric or the postprocess_fn of the task 'outside_wrong' raised "
         with pytest.raises(ValueError, match=named + message):
             wrong.score(["no"] * 5)
         if "postprocess_fn" in functions:
             with pytest.raises(
-                ValueError, match="the postprocess_fn of the task 'outside_wrong' raised"
+                ValueError, match="The postprocess_fn of the task 'outside_wrong' raised"
             ):
                 wrong.record(0, "no")
     finally:
@@ -256,7 +259,7 @@ def test_a_mixture_of_rates_that_are_all_0_is_refused(tmp_path):
         prepare("outside_nothing", PreparedTasks(tmp_path, Bytes().build()), log=quiet)
         config = DataConfig("outside_nothing", 16, 8, batch_size=4, shards=2)
         with pytest.raises(
-            ValueError, match=r"'outside_nothing' has the rate 0 .*, outside_plain; give"
+            ValueError, match=r"'outside_nothing' has the rate 0 .*: outside_plain\. Give"
         ):
             open_stream(config, Bytes().build(), data_dir=tmp_path)
     finally:
@@ -267,6 +270,8 @@ def test_features_that_are_no_tokens_are_refused(tmp_path):
     source = seqio.FunctionDataSource(numbers, splits=["train"])
     options = {"preprocessors": [], "output_features": {"targets": seqio.ContinuousFeature(rank=3)}}
     seqio.TaskRegistry.add("outside_images", source=source, **options)
-    with pytest.raises(ValueError, match="'targets' of the task 'outside_images' is no sequence"):
+    with pytest.raises(
+        ValueError, match="'targets' of the task 'outside_images' is not a sequence"
+    ):
         task_registry.find_task("outside_images").to_seqio(Bytes().build(), tmp_path)
     seqio.TaskRegistry.remove("outside_images")

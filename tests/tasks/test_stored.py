@@ -35,7 +35,7 @@ FOREIGN = '{"%s": "os.system"}'
 def test_a_class_that_is_not_one_of_tfds_is_refused_however_it_is_written(text, tmp_path):
     (tmp_path / stored.FEATURES).write_text(text, encoding="utf-8")
     with pytest.raises(
-        ValueError, match=r"it names the class 'os\.system', which is not one of TFDS"
+        ValueError, match=r"The file names the class 'os\.system', which is not part of TFDS"
     ):
         stored.check_classes(tmp_path)
 

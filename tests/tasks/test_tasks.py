@@ -103,7 +103,7 @@ def test_wnli_as_coreference():
         ("Bob left it", "Ann and Bob left", "Bob left *it*", "Ann and Bob left"),  # T5: all of it
     ):  # fmt: skip
         assert _wnli_question(premise, hypothesis) == (f"wsc: {question}", candidate)
-    with pytest.raises(ValueError, match=r"no pronoun in 'Bob left\.'"):
+    with pytest.raises(ValueError, match=r"There is no pronoun in 'Bob left\.'"):
         _wnli_question("Bob left.", "Ann left.")
 
 
@@ -128,5 +128,5 @@ def test_names_are_suggested_without_tensorflow_and_network():
     python("-c", program)
     with pytest.raises(ValueError, match="did you mean 'glue_cola_v002'"):
         task_registry.find_task("glue_cola")
-    with pytest.raises(ValueError, match="mixtures: glue_v002_proportional"):
+    with pytest.raises(ValueError, match="The mixtures are glue_v002_proportional"):
         task_registry.mixture_rates("nothing", pathlib.Path("unused"))

@@ -2,8 +2,8 @@
 
 This module knows which files hold a split, how they are read, and how many rows they have. Rows may
 have more fields than the data set has features. The numbers of rows are those of TFDS, which drops
-some rows. The readers here may raise any exception. `reading.Cursor` adds the location in the file to
-it.
+some rows. The readers here may raise any exception. `reading.Cursor` adds the location in the file
+to it.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _glue_rows(config: str, path: pathlib.Path) -> Iterator[tuple[str, Row | Non
     may_hide = path.name.startswith(("test", "diagnostic"))
     if header and settings.label_column not in header and not may_hide:
         raise ValueError(
-            f"{path} has no column {settings.label_column!r}, which only test files may lack"
+            f"{path} has no column {settings.label_column!r}. Only test files may lack it."
         )
     for index, (number, cells) in enumerate(lines):
         values = dict(zip(header, cells, strict=False))

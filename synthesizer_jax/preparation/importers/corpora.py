@@ -103,9 +103,11 @@ class SplitReport:
             self.lossy += any("\ufffd" in v for v in values.values() if isinstance(v, str))
             yield values
         if not self.rows:
-            left_out = f", without {self.dropped:,} that are left out," if self.dropped else ""
             files = ", ".join(map(str, self.files))
-            raise ReadError(f"{self.name} has no rows{left_out} in {files}; nothing was imported")
+            problem = f"{self.name} has no rows in {files}."
+            if self.dropped:
+                problem += f" Incomplete rows that were left out: {self.dropped:,}."
+            raise ReadError(problem)
 
 
 def report_lines(reports: Sequence[SplitReport]) -> Iterator[str]:
@@ -159,7 +161,7 @@ def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str])
     if isinstance(feature, tfds.features.Sequence):
         if not isinstance(value, list) or not value:
             raise ValueError(
-                f"the field {name!r} is {str(value)[:60]!r}, which is no list of texts"
+                f"The field {name!r} is {str(value)[:60]!r}, but it must be a list of texts."
             )
         return [value_text(text, name) for text in value]
     if isinstance(feature, tfds.features.ClassLabel):
@@ -168,7 +170,7 @@ def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str])
         is_number = isinstance(feature, tfds.features.Tensor) and feature.np_dtype == np.float32
         # The only such number is the score of STS-B.
         if is_number and not math.isfinite(float(value)):
-            raise ValueError(f"the field {name!r} is {value}, which is not a finite number")
+            raise ValueError(f"The field {name!r} is {value}, which is not a finite number.")
         return float(value) if is_number else value
     return value_text(value, name)
 
@@ -182,7 +184,7 @@ def _refuse_blank(name: str, value: JSON) -> None:
         for inner in value:
             _refuse_blank(name, inner)
     elif isinstance(value, str) and is_blank(value):
-        raise ValueError(f"the field {name!r} has a blank text; write it, or remove the row")
+        raise ValueError(f"The field {name!r} has a blank text. Fill it in, or remove the row.")
 
 
 def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON:
@@ -192,12 +194,15 @@ def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON
       ValueError: if the value is not a label.
     """
     value = labels.get(str(value), value)
-    if value in words or value in map(str, range(-1, len(words))):
-        return value if value in words else int(value)
+    if value in words:
+        return value
+    # Files of text write indices as texts.
+    if value in map(str, range(-1, len(words))):
+        return int(value)
     if not isinstance(value, int) or not -1 <= value < len(words):
         raise ValueError(
-            f"the label {value!r} is neither a number below {len(words)} nor one of "
-            f"{', '.join(words)}"
+            f"The label {value!r} is neither a number below {len(words)} nor one of the words "
+            f"{', '.join(words)}."
         )
     return int(value)
 
@@ -225,11 +230,15 @@ def import_archive(
     """
     source = source / name if (source / name).is_dir() else source
     if not source.is_dir():
-        raise ValueError(f"{source} is not a folder; give the one that holds the files of {name}")
+        raise ValueError(
+            f"{source} is not a directory. Give the directory that holds the files of {name}."
+        )
     reports = archive_reports(name, source)
     if not any(report.files for report in reports):
         lacking = ", ".join(next(iter(s.values())).patterns[0] for s in ARCHIVES[name].values())
-        raise ValueError(f"{source} lacks {lacking}; nothing was imported")
+        raise ValueError(
+            f"{source} has none of the files of {name}: {lacking}. Nothing was imported."
+        )
     return _write(reports, lambda r: read_split(r.dataset, r.files), data_dir, {}, renew=renew)
 
 
@@ -270,11 +279,17 @@ def import_dataset(
         if the data set exists in another version.
     """
     known = dict.fromkeys(s for task in DEFINITIONS if task.dataset == dataset for s in task.splits)
-    if unknown := [split for split in splits if split not in known]:
-        raise ValueError(f"{dataset} has no split {unknown[0]!r}; it has {', '.join(known)}")
+    for split in splits:
+        if split not in known:
+            raise ValueError(
+                f"{dataset} has no split {split!r}. Its splits are {', '.join(known)}."
+            )
     newest = newest_version(dataset, data_dir)
     if newest is not None and newest.name != VERSION:
-        raise ValueError(f"{newest} would be read instead; delete it, or use another --data-dir")
+        raise ValueError(
+            f"{newest} would be read instead of the new files, because its version is another. "
+            "Delete it, or use another --data-dir."
+        )
     reports = [SplitReport(dataset, split, files.files) for split, files in splits.items()]
 
     def read(report: SplitReport) -> Iterator[tuple[str, Row | None]]:
@@ -291,7 +306,9 @@ def _articles(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row | None]]
     An article begins with a line of the form `` = Title = `` after a blank line.
     """
     for path in paths:
-        text, previous = list[str](), ""
+        # The lines of the current article, and the line before.
+        text: list[str] = []
+        previous = ""
         for number, line in read_lines(path):
             if _TITLE.fullmatch(line) and not previous.strip() and text:
                 yield f"{path}, before line {number}", {"text": "\n".join(text).rstrip()}
@@ -351,15 +368,24 @@ def dataset_features(dataset: str, folder: pathlib.Path) -> tuple[str, Mapping[s
     if dataset.startswith(("glue/", "super_glue/")):
         builder = tfds.builder(dataset, data_dir=folder)
         return str(builder.version), dict(builder.info.features.items())
-    text, label = tfds.features.Text(), tfds.features.ClassLabel(names=task.label_words)
-    texts, preprocess = tfds.features.Sequence(text), task.preprocess
-    pronoun = {"sentence": text, "pronoun": text, "candidates": texts}
+
+    text = tfds.features.Text()
+    preprocess = task.preprocess
     if isinstance(preprocess, functools.partial) and "features" in preprocess.keywords:
-        labeled = {"label": label} if task.label_words else {}
-        return VERSION, {**dict.fromkeys(preprocess.keywords["features"], text), **labeled}
+        features: dict[str, FeatureType] = dict.fromkeys(preprocess.keywords["features"], text)
+        if task.label_words:
+            features["label"] = tfds.features.ClassLabel(names=task.label_words)
+        return VERSION, features
+
+    texts = tfds.features.Sequence(text)
     features_of: Mapping[object, Mapping[str, FeatureType]] = {
         preprocessors.language_modeling: {"text": text},
-        coreference.dpr: {**pronoun, "label": tfds.features.ClassLabel(num_classes=2)},
+        coreference.dpr: {
+            "sentence": text,
+            "pronoun": text,
+            "candidates": texts,
+            "label": tfds.features.ClassLabel(num_classes=2),
+        },
         preprocessors.dialogue: {"persona": texts, "history": texts, "reply": text},
         preprocessors.squad: {"question": text, "context": text, "answers": {"text": texts}},
     }

@@ -53,8 +53,9 @@ class SplitFiles:
         if self.aligned:
             for number, texts in _aligned_lines(self.files):
                 yield f"{self.files[0]}, line {number}", dict(zip(self.fields, texts, strict=True))
-        for path in () if self.aligned else self.files:
-            yield from read_rows(path, self.columns)
+        else:
+            for path in self.files:
+                yield from read_rows(path, self.columns)
 
     def whole_rows(self) -> Iterator[tuple[str, Row | None]]:
         """Yields the location and the values of each row.
@@ -89,8 +90,10 @@ def _aligned_lines(files: Sequence[pathlib.Path]) -> Iterator[tuple[int, list[st
         number = next(row[0] for row in rows if row is not None)
         if None in rows:
             short = files[rows.index(None)]
-            reason = "the file ends here, the others go on; nothing was imported"
-            raise ReadError(f"{short}, line {number}: {reason}")
+            raise ReadError(
+                f"{short}, line {number}: The file has no such line, but the files that belong to "
+                "it have one."
+            )
         yield number, [row[1] for row in rows]
 
 
@@ -120,13 +123,17 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
     for part in parts:
         split, equals, names = part.partition("=")
         if not (equals and split.isidentifier() and names):
-            raise ValueError(f"--from {part!r}: write SPLIT=FILE, such as train=a.jsonl")
+            raise ValueError(f"--from {part!r}: Write SPLIT=FILE, such as train=a.jsonl.")
         if split == "all":
-            raise ValueError(f"--from {part!r}: 'all' stands for all splits; choose another name")
-        aligned, before = "+" in names, splits.get(split, SplitFiles(()))
+            raise ValueError(
+                f"--from {part!r}: The name 'all' stands for all splits. Choose another name."
+            )
+        aligned = "+" in names
+        before = splits.get(split, SplitFiles(()))
         if before.aligned or (aligned and before.files):
             raise ValueError(
-                f"--from: the aligned files of {split!r} cannot be joined with other files"
+                f"--from: The split {split!r} has aligned files, which cannot be combined with "
+                "other files."
             )
         new = map(pathlib.Path, names.split("+")) if aligned else _named_files(names)
         files = (*before.files, *new)
@@ -146,7 +153,8 @@ def _check_columns(splits: Mapping[str, SplitFiles]) -> None:
             return
     files = [str(path) for split in splits.values() for path in split.files]
     raise ValueError(
-        f"--columns names the columns of CSV and TSV, but {files[0]} is neither; leave it out"
+        f"--columns names the columns of CSV and TSV files, but {files[0]} is neither. Leave "
+        "--columns out."
     )
 
 
@@ -159,25 +167,25 @@ def _checked(split: SplitFiles) -> SplitFiles:
     """
     for path in split.files:
         if not path.exists():
-            raise FileNotFoundError(f"there is no file {path}")
+            raise FileNotFoundError(f"There is no file {path}.")
         if not split.aligned:
             file_kind(path)
         elif uncompressed(path).suffix in ROWS_WITH_FIELDS:
             raise ValueError(
-                f"{path} has rows with fields, but aligned files are text; name such files without "
-                "'+'"
+                f"{path} has rows with fields, but aligned files must be plain text. Name such "
+                "files without '+'."
             )
     if split.aligned and len(split.columns) not in (0, len(split.files)):
         raise ValueError(
-            f"{len(split.files)} aligned files have {len(split.columns)} columns; name one for "
-            "each file"
+            f"The number of names in --columns ({len(split.columns)}) differs from the number of "
+            f"aligned files ({len(split.files)}). Give one name for each file."
         )
     names = split.fields if split.aligned else list(map(uncompressed, split.files))
     if len(set(names)) < len(names):
         raise ValueError(
-            f"{', '.join(map(str, split.files))} cannot be told apart: name every file once, plain "
-            "or compressed; aligned files need names that end differently, such as train.en and "
-            "train.de"
+            f"{', '.join(map(str, split.files))} cannot be told apart. Name every file only once, "
+            "either plain or compressed. The names of aligned files must end differently, such as "
+            "train.en and train.de."
         )
     return split
 
@@ -192,7 +200,7 @@ def _named_files(name: str) -> list[pathlib.Path]:
         return [path]
     files = sorted(path.parent.glob(path.name))
     if not files:
-        raise FileNotFoundError(f"there is no file {name}")
+        raise FileNotFoundError(f"There is no file {name}.")
     return files
 
 
@@ -203,7 +211,9 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
       ValueError: if the path is not a folder, or if the folder has no files of splits.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; write --from SPLIT=FILE, such as train={folder}")
+        raise ValueError(
+            f"{folder} is not a directory. Write --from SPLIT=FILE, such as --from train={folder}."
+        )
     files: dict[str, list[pathlib.Path]] = {}
     for path in sorted(folder.iterdir()):
         beginning = "".join(itertools.takewhile(str.isalpha, path.name.lower()))
@@ -211,7 +221,7 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
             files.setdefault(SPLIT_NAMES[beginning], []).append(path)
     if not files:
         raise ValueError(
-            f"{folder} has no file whose name begins with train, validation or test; name the "
-            "files with --from SPLIT=FILE"
+            f"{folder} has no file whose name begins with train, validation or test. Name the "
+            "files with --from SPLIT=FILE."
         )
     return files

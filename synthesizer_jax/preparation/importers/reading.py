@@ -22,7 +22,7 @@ from typing import NoReturn, TypeAlias, TypeVar
 from etils import epy
 
 from synthesizer_jax.base.files import decode_lines
-from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.base.messages import did_you_mean, end_sentence
 from synthesizer_jax.base.registry import JSON
 
 with epy.lazy_imports():
@@ -36,8 +36,14 @@ Row: TypeAlias = dict[str, JSON]
 LocatedRows: TypeAlias = Iterator[tuple[str, Row]]
 """Pairs of the location of a row, such as ``train.csv, line 3``, and the row."""
 
-COMPRESSIONS, TABLES = (".gz", ".zst"), (".csv", ".tsv")
-FIELD_LIMIT = 2**24  # the largest number of characters in a CSV field
+COMPRESSIONS = (".gz", ".zst")
+"""The suffixes of compressed files."""
+
+TABLES = (".csv", ".tsv")
+"""The suffixes of files with columns that are separated by a character."""
+
+FIELD_LIMIT = 2**24
+"""The largest number of characters in a CSV field."""
 
 _ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),
@@ -47,7 +53,14 @@ _ERRORS = (
 
 
 class ReadError(ValueError):
-    """A file cannot be imported. The message contains the file, the location and the reason."""
+    """A file cannot be imported.
+
+    Args:
+      problem: the file, the location and the reason. The message adds that nothing was imported.
+    """
+
+    def __init__(self, problem: str):
+        super().__init__(f"{end_sentence(problem)} Nothing was imported.")
 
 
 class Cursor:
@@ -69,7 +82,7 @@ class Cursor:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Context manager that turns errors into a `ReadError` whose message contains the location."""
+        """Context manager that turns errors into a `ReadError` that contains the location."""
         try:
             yield
         except ReadError:
@@ -77,7 +90,7 @@ class Cursor:
         except _ERRORS as error:
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
             reason = kind + " ".join(str(error).split())[:300]
-            raise ReadError(f"{self.where}: {reason}; nothing was imported") from error
+            raise ReadError(f"{self.where}: {reason}") from error
 
 
 def is_blank(text: str) -> bool:
@@ -94,22 +107,24 @@ _INVISIBLE = frozenset(("Zs", "Zl", "Zp", "Cc", "Cf"))
 """Unicode's categories of separators, control characters and format characters."""
 
 _SPREADSHEET = (
-    "is a spreadsheet or another archive; save the sheet as 'CSV UTF-8', or unpack the archive"
+    "is a spreadsheet or an archive. Save the spreadsheet as 'CSV UTF-8', or unpack the archive."
 )
-_UTF16 = "is UTF-16; convert it to UTF-8: iconv -f utf-16 -t utf-8 {path} > NEW"
+_UTF16 = "is UTF-16. Convert it to UTF-8 (iconv -f utf-16 -t utf-8 {path} > NEW)."
 _NO_TEXT: Mapping[bytes, str] = {
     codecs.BOM_UTF16_LE: _UTF16,
     codecs.BOM_UTF16_BE: _UTF16,
-    b"\x1f\x8b": "is compressed with gzip; rename it to {path}.gz",
-    b"\x28\xb5\x2f\xfd": "is compressed with zstd; rename it to {path}.zst",
-    b"BZh91AY&SY": "is compressed with bzip2; unpack it with bunzip2",
-    b"\xfd7zXZ\x00": "is compressed with xz; unpack it with unxz",
-    b"version https://git-lfs.github.com/": "is a pointer of Git LFS; fetch the file: git lfs pull",
-    b"PAR1\x15": "is Parquet; rename it to {path}.parquet",
+    b"\x1f\x8b": "is compressed with gzip. Rename it to {path}.gz.",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd. Rename it to {path}.zst.",
+    b"BZh91AY&SY": "is compressed with bzip2. Unpack it with bunzip2.",
+    b"\xfd7zXZ\x00": "is compressed with xz. Unpack it with unxz.",
+    b"version https://git-lfs.github.com/": (
+        "is a pointer of Git LFS. Fetch the file with git lfs pull."
+    ),
+    b"PAR1\x15": "is a Parquet file. Rename it to {path}.parquet.",
     b"PK\x03\x04": _SPREADSHEET,
     b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": _SPREADSHEET,
 }
-"""What a file is that begins with each of these bytes, and what a user can do about it."""
+"""What kind of file begins with each of these bytes, and what a user can do about it."""
 
 
 def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
@@ -123,28 +138,27 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
     """
     # Reading from a pipe would block.
     if not path.is_file():
-        raise ReadError(f"{path} is no regular file; nothing was imported")
+        raise ReadError(f"{path} is not a regular file")
     number = 0
     try:
         file = io.BufferedReader(pa.input_stream(str(path), compression="detect"))
         beginning = file.peek(64)
-        for signature, what in _NO_TEXT.items():
+        for signature, problem in _NO_TEXT.items():
             if beginning.startswith(signature):
-                raise ReadError(f"{path} {what.format(path=path)}; nothing was imported")
+                raise ReadError(f"{path} {problem.format(path=path)}")
         for number, line in enumerate(decode_lines(file, path), 1):
             if "\0" in line:
                 raise ReadError(
-                    f"{path}, line {number}: there is a NUL character, as in UTF-16 and in files "
-                    "that are no text; convert the file to UTF-8 text, or remove it; nothing was "
-                    "imported"
+                    f"{path}, line {number}: The line contains a NUL character, so the file is "
+                    "probably UTF-16 or not text. Convert it to UTF-8 text, or remove it."
                 )
             yield number, line
     except ReadError:
         raise
     except ValueError as error:
-        raise ReadError(f"{error}; nothing was imported") from error
+        raise ReadError(str(error)) from error
     except OSError as error:
-        raise ReadError(f"{path}, after line {number}: {error}; nothing was imported") from error
+        raise ReadError(f"{path}, after line {number}: {error}") from error
 
 
 def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> LocatedRows:
@@ -162,7 +176,8 @@ def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> LocatedRows:
       ReadError: if a row cannot be read.
     """
     kind = file_kind(path)
-    for where, row in _READERS[kind](path, *[columns] * (kind in TABLES)):
+    rows = _table_rows(path, columns) if kind in TABLES else _READERS[kind](path)
+    for where, row in rows:
         yield f"{path}, {where}", row
 
 
@@ -171,18 +186,33 @@ def _json_rows(path: pathlib.Path) -> LocatedRows:
     for number, line in read_lines(path):
         if line.strip():
             with Cursor(f"{path}, line {number}").named():
-                if line.lstrip().startswith("["):
-                    raise ValueError("a JSON array; JSON lines are read: jq -c '.[]' FILE")
-                try:
-                    value = json.loads(line, object_pairs_hook=_json_object)
-                except json.JSONDecodeError as error:
-                    raise ValueError(
-                        f"no JSON ({error.msg}, column {error.colno}); write one object a line, "
-                        "such as 'jq -c . FILE' does"
-                    ) from error
-                if not isinstance(value, dict):
-                    raise ValueError(f"a JSON object was expected, not {type(value).__name__}")
-            yield f"line {number}", value
+                row = _parse_json(line)
+            yield f"line {number}", row
+
+
+def _parse_json(line: str) -> Row:
+    """Returns the JSON object in a line.
+
+    Raises:
+      ValueError: if the line is not a JSON object.
+    """
+    if line.lstrip().startswith("["):
+        raise ValueError(
+            "The line begins a JSON array, but every line must be a JSON object. Convert the file "
+            "(jq -c '.[]' FILE > NEW)."
+        )
+    try:
+        value = json.loads(line, object_pairs_hook=_json_object)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"The line is not JSON ({error.msg} in column {error.colno}). Write one object per "
+            "line (jq -c . FILE > NEW)."
+        ) from error
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"The line has the JSON type {type(value).__name__}, but it must be an object."
+        )
+    return value
 
 
 def _json_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
@@ -197,7 +227,9 @@ def _json_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     if len(names) < len(pairs):
         written = [name for name, _ in pairs]
         repeated = next(name for name in names if written.count(name) > 1)
-        raise ValueError(f"an object has two fields called {repeated!r}; remove or rename one")
+        raise ValueError(
+            f"An object has two fields with the name {repeated!r}. Remove or rename one of them."
+        )
     return names
 
 
@@ -205,20 +237,24 @@ def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> LocatedRows:
     """Yields the rows of a CSV or TSV file."""
     cursor = Cursor(str(path))
     with cursor.named():
+        # The line numbers and the cells of all rows.
         table = cursor.follow((f"{path}, line {row[0]}", row) for row in _cells(path))
         first, cells = next(table, (0, []))
         _check_separator(path, cells, named=bool(columns))
         names = list(columns) or cells
         _check_names(names)
         header = set(map(_folded, names))
-        rows = itertools.chain([(first, cells)] if columns and cells else [], table)
-        for number, values in rows:
+        if columns and cells:
+            # The first line is a row and not a header.
+            table = itertools.chain([(first, cells)], table)
+        for number, values in table:
             # The first comparison is cheap, and it decides for nearly all rows.
             if _folded(values[0]) in header and set(map(_folded, values)) == header:
                 _refuse_header(is_first=number == first, named=bool(columns))
             if len(values) != len(names):
                 raise ValueError(
-                    f"{len(values)} columns instead of {len(names)} ({', '.join(names)})"
+                    f"The row has {len(values)} columns instead of {len(names)} "
+                    f"({', '.join(names)})."
                 )
             yield f"line {number}", dict(zip(names, values, strict=True))
 
@@ -240,14 +276,12 @@ def _check_separator(path: pathlib.Path, cells: Sequence[str], *, named: bool) -
       named: whether the columns are named elsewhere. If not, the first line is the header.
     """
     is_tsv = uncompressed(path).suffix == ".tsv"
-    right = "tabs (.csv: ',')" if is_tsv else "',' (.tsv: tabs)"
-    if cells and (note := re.fullmatch("sep=.?", cells[0], re.IGNORECASE)):
-        raise ValueError(
-            f"{note[0]!r} is Excel's note, not a row; remove it, and separate columns by {right}"
-        )
+    rule = "Columns are separated by commas in .csv files and by tabs in .tsv files."
+    if cells and re.fullmatch("sep=.?", cells[0], re.IGNORECASE):
+        raise ValueError(f"{cells[0]!r} is a note that Excel adds, not a row. Remove it. {rule}")
     others = ";,|" if is_tsv else ";|\t"
     if not named and len(cells) == 1 and any(separator in cells[0] for separator in others):
-        raise ValueError(f"{cells[0][:60]!r} is one column; separate columns by {right}")
+        raise ValueError(f"The header {cells[0][:60]!r} has only one column. {rule}")
 
 
 def _refuse_header(*, is_first: bool, named: bool) -> NoReturn:
@@ -258,9 +292,11 @@ def _refuse_header(*, is_first: bool, named: bool) -> NoReturn:
       named: whether the columns are named by ``--columns``.
     """
     if named and is_first:
-        raise ValueError("the line is a header with the names of --columns; leave --columns out")
-    way = "choose other names with --columns" if named else "rename the columns in the first line"
-    raise ValueError(f"the line repeats the header; remove it, or, if it is a row, {way}")
+        raise ValueError(
+            "The line is a header with the names that --columns gives. Leave --columns out."
+        )
+    remedy = "choose other names with --columns" if named else "rename the columns in the header"
+    raise ValueError(f"The line repeats the header. Remove it, or {remedy} if it is a row.")
 
 
 def _cells(path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
@@ -281,10 +317,8 @@ def _cells(path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
             if cells:
                 yield reader.line_num, cells
     except csv.Error as error:
-        remedy = next(
-            (remedy for part, remedy in _CSV_ERRORS.items() if part in str(error)), str(error)
-        )
-        raise ValueError(remedy) from error
+        known = (problem for part, problem in _CSV_ERRORS.items() if part in str(error))
+        raise ValueError(next(known, str(error))) from error
 
 
 def _tsv_cells(line: str, where: str) -> list[str]:
@@ -297,11 +331,13 @@ def _tsv_cells(line: str, where: str) -> list[str]:
       ValueError: if a cell is quoted as in CSV.
     """
     cells = line.split("\t")
-    if '""' in line and (quoted := next(filter(_CSV_CELL.fullmatch, cells), None)):
+    if '""' not in line:
+        return cells
+    for cell in filter(_CSV_CELL.fullmatch, cells):
         with Cursor(where).named():
             raise ValueError(
-                f"the cell {quoted[:40]}… is quoted as in CSV, but cells of TSV are not quoted; "
-                "write the file as CSV"
+                f"The cell {cell[:40]}… is quoted as in CSV, but cells of TSV files are not "
+                "quoted. Save the file as CSV."
             )
     return cells
 
@@ -309,20 +345,31 @@ def _tsv_cells(line: str, where: str) -> list[str]:
 _CSV_CELL = re.compile('"(?=.*"".*")([^"]|"")+"')
 """A cell that is quoted as in CSV and contains doubled quotes."""
 _CSV_ERRORS: Mapping[str, str] = {
-    "new-line": "a CR is outside of quotes; end lines with LF: tr '\\r' '\\n' < FILE > NEW",
-    "end of data": "a quoted cell has no end; close its quotes, and double those within it",
-    "expected after": "a quoted cell goes on after its end; double the quotes within it",
-    "field limit": f"a cell has more than {FIELD_LIMIT:,} characters; close its quotes",
+    "new-line": (
+        "A carriage return (CR) is outside of quotes. End lines with LF (tr '\\r' '\\n' < FILE > "
+        "NEW)."
+    ),
+    "end of data": (
+        "A quoted cell is not closed. Close its quotes, and double the quotes inside the cell."
+    ),
+    "expected after": (
+        "Text follows the closing quote of a cell. Double the quotes inside the cell."
+    ),
+    "field limit": (
+        f"A cell has more than {FIELD_LIMIT:,} characters, probably because its quotes are not "
+        "closed. Close them."
+    ),
 }
 """What a user is told about an error of the module `csv`, by a part of its message."""
 
 
 def _check_names(names: Sequence[str]) -> None:
     """Raises a `ValueError` if several columns have the same name."""
-    if repeated := [repr(name) for name in dict.fromkeys(names) if names.count(name) > 1]:
+    repeated = [repr(name) for name in dict.fromkeys(names) if names.count(name) > 1]
+    if repeated:
         raise ValueError(
-            f"several columns are called {', '.join(repeated)}; every column needs a name of its "
-            "own (--columns names those of CSV and TSV without a header)"
+            f"Several columns have the name {' or '.join(repeated)}. Give every column its own "
+            "name. If a CSV or TSV file has no header, give the names with --columns."
         )
 
 
@@ -348,8 +395,9 @@ def _parquet_rows(path: pathlib.Path) -> LocatedRows:
                     number += 1
                     yield f"row {number}", dict(zip(names, values, strict=True))
     except (pa.ArrowException, OSError) as error:
-        where = f"{path}, after row {number}"
-        raise ReadError(f"{where}: not Parquet ({error}); nothing was imported") from None
+        raise ReadError(
+            f"{path}, after row {number}: The file cannot be read as Parquet ({error})."
+        ) from None
 
 
 def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
@@ -361,13 +409,13 @@ def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
         return list(column.to_pylist())
     except UnicodeDecodeError as error:
         raise ReadError(
-            f"{where}: the column {name!r} has a text that is not UTF-8 ({error.object[:40]!r}); "
-            "write the column anew from its source; nothing was imported"
+            f"{where}: The column {name!r} has a text that is not UTF-8 ({error.object[:40]!r}). "
+            "Write the column again from its source."
         ) from error
     except _ERRORS as error:
         # Parquet has, for example, times that Python cannot represent.
         raise ReadError(
-            f"{where}: write the column {name!r} as text: {error}; nothing was imported"
+            f"{where}: The column {name!r} cannot be read ({error}). Write it as text."
         ) from error
 
 
@@ -392,9 +440,12 @@ def file_kind(path: pathlib.Path) -> str:
     """
     suffix = uncompressed(path).suffix
     if suffix not in _READERS:
+        problem = f"the unknown suffix {suffix!r}" if suffix else "no suffix"
+        hint = did_you_mean(suffix, _READERS) or "."
         raise ValueError(
-            f"{path}: {suffix or 'no suffix'} is not known{did_you_mean(suffix, _READERS)}; files "
-            f"end in {', '.join(_READERS)}, those of lines also with {' or '.join(COMPRESSIONS)}"
+            f"{path} has {problem}{hint} The name of a file must end in "
+            f"{', '.join(_READERS)}. Files of lines may also be compressed "
+            f"({' or '.join(COMPRESSIONS)})."
         )
     return suffix
 
@@ -417,9 +468,8 @@ def find_field(row: Mapping[str, JSON], name: str, *, field: str = "") -> JSON:
     """
     if name not in row:
         known = ", ".join(row) or "none"
-        raise ValueError(
-            f"there is no field {field or name!r}{did_you_mean(name, row)}; there are {known}"
-        )
+        hint = did_you_mean(name, row) or "."
+        raise ValueError(f"There is no field {field or name!r}{hint} The fields are {known}.")
     return row[name]
 
 
@@ -434,12 +484,12 @@ def value_text(value: JSON, field: str) -> str:
     infinite = isinstance(value, float) and not math.isfinite(value)
     if value is None or infinite or isinstance(value, list | dict):
         shown = json.dumps(value, default=str)[:60]
-        raise ValueError(f"the field {field!r} is {shown}, which is no text")
+        raise ValueError(f"The field {field!r} is {shown}, which is not text.")
     if not isinstance(value, bytes):
         return str(value)
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError:
         raise ValueError(
-            f"the field {field!r} is {value[:40]!r}, which is not UTF-8; write the column as text"
+            f"The field {field!r} is {value[:40]!r}, which is not UTF-8. Write the column as text."
         ) from None
