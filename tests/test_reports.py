@@ -109,7 +109,7 @@ def test_what_has_logged_nothing_is_one_sentence(tmp_path):
         "Curves" in report(young, output=output)[1]
     )  # the score of training, as there is no other one
     (young / METRICS_FILE).unlink()
-    with pytest.raises(ValueError, match=r"has logged nothing; train the run, or measure it"):
+    with pytest.raises(ValueError, match=r"has logged nothing\. Train the run, or measure it"):
         report(young, output=output)
     # The results of `eval` are enough, as for a converted model.
     task = {"task": "glue_rte", "metrics": {"accuracy": 63.0}, "loss": None}

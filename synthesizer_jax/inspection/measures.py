@@ -86,34 +86,50 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, view: QueryView
     real, seen, diagonal = view
     heads, keys = weights.shape[1], weights.shape[3]
     weights = jnp.broadcast_to(weights, (len(real), *weights.shape[1:])).astype(jnp.float32)
+
     # ``[b, 1, q, k]``, the pairs of a real query and a key that it sees.
     pairs = (real[..., None] & (jnp.arange(keys) < seen[..., None]))[:, None]
-    several = pairs & (seen > 1)[:, None, :, None]
+    sees_several = seen > 1
     weights = jnp.where(pairs, weights, 0.0)
-    # ``[b, heads, q, k]``, the distribution of each query over keys.
+
+    # ``[b, heads, q, k]``, the distribution of each query over keys, and its entropy.
     p = jnp.abs(weights)
     p = p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30)
     entropy = -jax.scipy.special.xlogy(p, p).sum(-1)
-    # Sums ``[b, heads, q]`` over the counted queries ``[b, q]``, which gives ``[heads]``.
-    of_queries = lambda x, counted: jnp.where(counted[:, None], x, 0.0).sum((0, 2))
+
+    def sum_over_queries(x: jax.Array, counted: jax.Array) -> jax.Array:
+        """Returns the sums ``[heads]`` of ``[b, heads, q]`` over the counted queries ``[b, q]``."""
+        return jnp.where(counted[:, None], x, 0.0).sum((0, 2))
+
     log = jnp.log10(jnp.maximum(jnp.abs(weights), 1e-30))
     bins = jnp.clip((PER_DECADE * (log - LOWEST)).astype(jnp.int32), 0, len(EDGES) - 2)
     # Count in int32, because float32 cannot count beyond 2^24.
     histogram = jnp.zeros((heads, len(EDGES) - 1), jnp.int32)
-    unit = weights / jnp.maximum(jnp.linalg.norm(weights, axis=-1, keepdims=True), 1e-30)
+    several = pairs & sees_several[:, None, :, None]
+    histogram = histogram.at[jnp.arange(heads)[:, None, None], bins].add(several)
+
+    # ``[q, keys + 1]``, how many queries at a position see each number of keys.
     queries = (jax.nn.one_hot(seen, keys + 1) * real[..., None]).sum(0)
+    # Weights of unit length, whose products are cosines.
+    unit = weights / jnp.maximum(jnp.linalg.norm(weights, axis=-1, keepdims=True), 1e-30)
+
     rank = jnp.full((heads,), jnp.nan)
     if logits is not None and logits.shape[1] == heads:
-        # Set padding to zero, which adds nothing to the rank.
-        size = real[0].sum(), jnp.max(seen[0], initial=0, where=real[0])
-        counted = (jnp.arange(len(real[0])) < size[0])[:, None] & (jnp.arange(keys) < size[1])
+        # The numbers of real queries and of seen keys in the first row. Padding is set to zero,
+        # which adds nothing to the rank.
+        num_queries = real[0].sum()
+        num_keys = jnp.max(seen[0], initial=0, where=real[0])
+        counted = (jnp.arange(len(real[0])) < num_queries)[:, None] & (jnp.arange(keys) < num_keys)
         number = jnp.linalg.matrix_rank(jnp.where(counted, logits[0], 0.0).astype(jnp.float32))
-        rank = number / jnp.maximum(jnp.minimum(*size), 1)
+        rank = number / jnp.maximum(jnp.minimum(num_queries, num_keys), 1)
+
+    spread = jnp.exp(entropy) / jnp.maximum(seen, 1)[:, None]
+    off_diagonal = jnp.abs(p.argmax(-1) - diagonal[:, None])
     return {
         "statistics": Statistics(p.sum(0), -entropy.sum((0, 2)), queries),
-        "spread": of_queries(jnp.exp(entropy) / jnp.maximum(seen, 1)[:, None], real & (seen > 1)),
-        "off_diagonal": of_queries(jnp.abs(p.argmax(-1) - diagonal[:, None]), real),
-        "histogram": histogram.at[jnp.arange(heads)[:, None, None], bins].add(several),
+        "spread": sum_over_queries(spread, real & sees_several),
+        "off_diagonal": sum_over_queries(off_diagonal, real),
+        "histogram": histogram,
         "cosines": jnp.einsum("bhqk,bgqk->hg", unit, unit),
         "rank": rank,
         "ranked": jnp.ones(()),
@@ -155,14 +171,21 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     """
     total = first if second is None else jax.tree.map(np.add, first, second)
     mass, negentropy, queries = total["statistics"]
+
+    # ``queries`` has one column for each number of keys that a query can see.
     number = np.arange(queries.shape[1])
-    counts, seen = queries.sum(), queries.sum(0) * number
+    counts = queries.sum()
+    seen = queries.sum(0) * number
+    # The pairs of a query and a key, for queries that see several keys.
     pairs = max(seen[2:].sum(), 1)
     # ``[q, k]``, the sums of the weights if all weights of a query were equal.
     equal = times_seen(queries / np.maximum(number, 1))
+
     distance = np.arange(mass.shape[2]) - np.arange(mass.shape[1])[:, None]
     near = np.abs(distance) <= NEAR
+    # The bin of each pair in the profile.
     offset = (np.clip(distance, -REACH, REACH) + REACH).ravel()
+
     # The map ends at the last query and the last key that occur.
     shown = np.s_[
         :,
@@ -195,9 +218,13 @@ def _explained(first: Measures, second: Measures) -> np.ndarray:
     _, q, k = mass.shape
     distance = np.arange(k) - np.arange(q)[:, None] + q - 1
     counts = np.maximum(sums_by_distance(seen), 1e-30)
-    # ``[heads, q, k]``, the mean weight at the distance of each pair.
+
+    # ``[heads, q, k]``, the mean weight at the distance of each pair. It smooths the mean weights
+    # of pairs that were seen only a few times.
     prior = np.maximum(np.stack(list(map(sums_by_distance, mass))) / counts, 1e-6)[:, distance]
     table = np.log((mass + PRIOR * prior) / (seen + PRIOR))
+
+    # The divergences of the second half from the table and from equal weights.
     left = Statistics(*map(jnp.float32, second["statistics"]))
     missed, most = (np.asarray(divergence(jnp.float32(x), left)) for x in (table, 0 * table))
     return np.where(most < UNIFORM, 1.0, 1.0 - missed / np.maximum(most, UNIFORM))

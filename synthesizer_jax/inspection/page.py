@@ -59,13 +59,20 @@ OVERVIEW = {
 """The tables of the section "Heads at a glance": their titles and the measures that they show."""
 
 GLANCE = (
-    "Keys used: exp(entropy) of a query’s weights over the number of keys that it sees, 100 if "
-    "equal. Explained by positions: how much closer to a query’s weights than equal ones a table "
-    "of mean weights comes, from other examples; 100 is a head that reads no tokens, below 0 one "
-    "that no table describes. Rank: of the logits, without a shared position bias, over the "
-    "largest possible; a head of width e has at most e (Bhojanapalli et al. 2020)."
+    "Keys used: exp(entropy) of a query’s weights, divided by the number of keys that the query "
+    "sees. It is 100 if all weights are equal. "
+    f"Within {NEAR} positions: the weight of the keys that are at most {NEAR} positions from the "
+    "query. "
+    "Explained by positions: how much closer to a query’s weights a table of mean weights is than "
+    "equal weights are. The table was made from other examples. The value is 100 for a head that "
+    "does not depend on tokens, and negative for a head that no table describes. "
+    "Rank: the rank of the logits, without a shared position bias, divided by the largest possible "
+    "rank. A head of width e has a rank of at most e (Bhojanapalli et al. 2020)."
 )
+"""The text of the section "Heads at a glance"."""
+
 NUMBERS = ("entropy", "spread", "near", "off_diagonal", "static", "rank")
+"""The measures in the table of all heads."""
 
 
 def write_inspection(path: pathlib.Path, inspected: Inspected, *, title: str) -> pathlib.Path:
@@ -82,68 +89,74 @@ def write_inspection(path: pathlib.Path, inspected: Inspected, *, title: str) ->
     axes = {"histogram_edges": EDGES, "profile_distances": DISTANCES}
     text = json.dumps(plain_json({"title": title, **axes, **inspected}, digits=4), allow_nan=False)
     numbers = write_atomic(path.with_suffix(".json"), text + "\n")
-    layers, example = inspected["layers"], [x for x in inspected["example"] if x]
-    cut = (f"“{x[:MOST_LETTERS]}{'…' * (len(x) > MOST_LETTERS)}”" for x in example)
-    parts: list[tuple[str, str, Iterator[Markup]]] = [
-        ("Heads at a glance", GLANCE, _overview(layers)),
-        (
-            "Weights at the start and at the end",
-            "How many pairs of query and key have which weight, all heads together, as in Tay et "
-            "al. 2021; the bar at the left holds all smaller weights.",
-            _histograms(layers),
-        ),
-        (
-            "Mixtures",
-            "The weight α of each part, and its mean over heads in the saved checkpoints.",
-            _mixtures(inspected["mixtures"]),
-        ),
-        (
-            "Where heads look",
-            "Queries down, keys across: the mean over all examples by position, and one "
-            f"example, {' → '.join(cut)}",
-            _maps(layers),
-        ),
-        (
-            "Distance from the query",
-            "The share of the weight by key position − query position; the ends hold all beyond.",
-            _distances(layers),
-        ),
-        (
-            "How alike heads are",
-            "The mean cosine of two heads’ weights of the same query, in percent.",
-            _grids(
-                {n: {"": layer["end"]["similarity"]} for n, layer in layers.items()}, "head", 100.0
-            ),
-        ),
-        (
-            "Talking heads",
-            "P_l mixes logits, P_w weights, from the heads down to those across.",
-            _grids(inspected["projections"], "to head", 1.0),
-        ),
-    ]
-    sections = [
-        Section(
-            "Layer by layer",
-            "How sharp, how local and how static each layer is; in brackets the range of its heads.",
-            headings=("layer", "what it does"),
-            rows=[(name, sentence(layer)) for name, layer in layers.items()],
-            numbers=False,
-        ),
-        *(Section(name, text, _tiles(charts)) for name, text, charts in parts),
-        *([] if inspected["static"] is None else [_static(inspected["static"])]),
-        Section(
-            "All numbers by head",
-            "Entropy in nats, distances in positions. – is not defined: numbers of keys in a "
-            "window, distances in cross-attention. The JSON file beside this page holds all that "
-            "is drawn here.",
-            headings=("layer, head", *(x.replace("_", " ") for x in NUMBERS)),
-            rows=list(_rows(layers)),
-            folded=True,
-        ),
-    ]
-    shown = [section for section in sections if section.charts or section.rows]
+    shown = [section for section in _sections(inspected) if section.charts or section.rows]
     write_page(path, title=title, sentences=list(summary(inspected)), sections=shown)
     return numbers
+
+
+def _sections(inspected: Inspected) -> Iterator[Section]:
+    """Yields the sections of the page. Some of them may have neither charts nor rows."""
+    layers = inspected["layers"]
+    yield Section(
+        "Layer by layer",
+        "How sharp, local and static each layer is. The range over its heads is in parentheses.",
+        headings=("layer", "what it does"),
+        rows=[(name, sentence(layer)) for name, layer in layers.items()],
+        numbers=False,
+    )
+    yield Section("Heads at a glance", GLANCE, _tiles(_overview(layers)))
+    yield Section(
+        "Weights at the start and at the end",
+        "The share of the pairs of a query and a key that have a given weight, for all heads "
+        "together, as in Tay et al. (2021). The first point includes all smaller weights.",
+        _tiles(_histograms(layers)),
+    )
+    yield Section(
+        "Mixtures",
+        "The weight α of each part, and its mean over heads in every saved checkpoint.",
+        _tiles(_mixtures(inspected["mixtures"])),
+    )
+    texts = [
+        f"“{text[:MOST_LETTERS]}…”" if len(text) > MOST_LETTERS else f"“{text}”"
+        for text in inspected["example"]
+        if text
+    ]
+    yield Section(
+        "Where heads look",
+        "Rows are queries and columns are keys. The first figure of a layer is the mean over all "
+        f"examples by position, and the second is for one example: {' → '.join(texts)}",
+        _tiles(_maps(layers)),
+    )
+    yield Section(
+        "Distance from the query",
+        "The share of the weight by the position of the key minus the position of the query. The "
+        "values at the ends include all larger distances.",
+        _tiles(_distances(layers)),
+    )
+    similarities = {name: {"": layer["end"]["similarity"]} for name, layer in layers.items()}
+    yield Section(
+        "How alike heads are",
+        "The cosine similarity of the weights of two heads for the same query, averaged over "
+        "queries, in percent.",
+        _tiles(_grids(similarities, "head", 100.0)),
+    )
+    yield Section(
+        "Talking heads",
+        "P_l mixes the logits of heads, and P_w mixes their weights. Rows are the heads before the "
+        "mixing, and columns are the heads after it.",
+        _tiles(_grids(inspected["projections"], "to head", 1.0)),
+    )
+    if inspected["static"] is not None:
+        yield _static(inspected["static"])
+    yield Section(
+        "All numbers by head",
+        "Entropies are in nats, and distances are in positions. The sign – means that a measure is "
+        "not defined: numbers of keys in a window, and distances in cross-attention. The JSON file "
+        "beside this page contains all numbers that are drawn here.",
+        headings=("layer, head", *(x.replace("_", " ") for x in NUMBERS)),
+        rows=list(_rows(layers)),
+        folded=True,
+    )
 
 
 def summary(inspected: Inspected) -> Iterator[str]:
@@ -152,62 +165,80 @@ def summary(inspected: Inspected) -> Iterator[str]:
     They say how many heads are sharp, local and static, which layers have no attention weights, and
     which checkpoint and examples were measured.
     """
-    end = {name: layer["end"] for name, layer in inspected["layers"].items()}
-    if end:
-        spread, static = (
-            np.concatenate([m[x] for m in end.values()]) for x in ("spread", "static")
-        )
-        local = sum(_is_local(m, near) for m in end.values() for near in m["near"])
-        names = [f"{name}.{i + 1}" for name, m in end.items() for i in range(len(m["spread"]))]
-        yield (
-            f"{len(names)} heads: {(spread < SHARP).sum()} sharp (less than {SHARP:.0%} of the "
-            f"keys seen are used), {local} local (in self-attention, most of the weight is within "
-            f"{NEAR} positions of the query, and more than equal weights have there), "
-            f"{(static >= STATIC).sum()} static (positions alone explain at least {STATIC:.0%} of "
-            "where the head looks)."
-        )
-        if np.isfinite(spread).any():
-            sharpest = names[np.nanargmin(spread)]
-            yield f"The sharpest is {sharpest}, which uses {np.nanmin(spread):.1%} of the keys."
-        if np.isnan(spread).any():
-            yield "Heads with a window are not counted as any of these."
+    measures = {name: layer["end"] for name, layer in inspected["layers"].items()}
+    if measures:
+        yield from _summary_of_heads(measures)
     kinds: dict[str, list[str]] = {}
     for name, mixer in inspected["without"].items():
         kinds.setdefault(mixer, []).append(name)
     if kinds:
+        subject = "These layers have" if measures else "This model has"
         which = "; ".join(f"{', '.join(names)} ({mixer})" for mixer, names in kinds.items())
-        yield f"{'These layers have' if end else 'This model has'} no attention weights: {which}."
+        yield f"{subject} no attention weights: {which}."
     yield (
-        f"Step {inspected['step']:,}, over {inspected['examples']:,} examples of the evaluation "
-        f"sets. The parameters at the start are {inspected['start']}."
+        f"The checkpoint of step {inspected['step']:,} was measured on {inspected['examples']:,} "
+        f"examples of the evaluation sets. The parameters at the start are {inspected['start']}."
     )
+
+
+def _summary_of_heads(measures: Mapping[str, Measures]) -> Iterator[str]:
+    """Yields the sentences about how many heads are sharp, local and static.
+
+    Args:
+      measures: the result of `measure` for each layer, by the name of the layer.
+    """
+    spread = np.concatenate([m["spread"] for m in measures.values()])
+    static = np.concatenate([m["static"] for m in measures.values()])
+    num_local = sum(_is_local(m, near) for m in measures.values() for near in m["near"])
+    yield (
+        f"{len(spread)} heads: {(spread < SHARP).sum()} sharp, {num_local} local, "
+        f"{(static >= STATIC).sum()} static."
+    )
+    yield (
+        f"A head is sharp if its queries use less than {SHARP:.0%} of the keys that they see. It "
+        "is local if, in self-attention, at least half of its weight is within "
+        f"{NEAR} positions of the query, and more than equal weights would have there. It is "
+        f"static if positions alone explain at least {STATIC:.0%} of where it looks."
+    )
+    if np.isfinite(spread).any():
+        heads = [f"{name}.{i + 1}" for name, m in measures.items() for i in range(len(m["spread"]))]
+        sharpest = heads[np.nanargmin(spread)]
+        yield f"The sharpest head is {sharpest}, which uses {np.nanmin(spread):.1%} of the keys."
+    if np.isnan(spread).any():
+        yield "Heads with a window are not counted as any of these."
 
 
 def sentence(layer: Inspected) -> str:
-    """Returns a sentence that says how sharp, local and static a layer is."""
-    m, said = layer["end"], []
-    spread, near, off, static = (
+    """Returns sentences that say how sharp, local and static a layer is."""
+    m = layer["end"]
+    spread, near, off_diagonal, static = (
         float(np.mean(m[name])) for name in ("spread", "near", "off_diagonal", "static")
     )
+    said = [f"{layer['mixer']}."]
     if m["keys"] > 1 and math.isfinite(spread):
-        sharp = "sharp" if spread < SHARP else "rather sharp" if spread < 0.6 else "diffuse"
-        keys = f"{_share(m['spread'])} of the {m['keys']:.0f} keys it sees"
-        said.append(f"{sharp}: a query uses {keys}")
+        kind = "sharp" if spread < SHARP else "rather sharp" if spread < 0.6 else "diffuse"
+        said.append(
+            f"It is {kind}: a query uses {_share(m['spread'])} of the {m['keys']:.0f} keys that it "
+            "sees."
+        )
     # If sequences are so short that most keys are near the query, no head can be called local.
     if m["near_of_equal"] <= 1 / MORE_LOCAL:
+        kind = "local" if _is_local(m, near) else "not local"
         said.append(
-            f"{'local' if _is_local(m, near) else 'not local'}: {_share(m['near'])} of the weight "
-            f"is within {NEAR} positions, {m['near_of_equal']:.0%} would be equal weights"
+            f"It is {kind}: {_share(m['near'])} of the weight is within {NEAR} positions. With "
+            f"equal weights, it would be {m['near_of_equal']:.0%}."
         )
-    if math.isfinite(off):
-        said.append(f"the largest weight is {off:.1f} off the diagonal")
+    if math.isfinite(off_diagonal):
+        said.append(
+            f"The largest weight is {off_diagonal:.1f} positions off the diagonal on average."
+        )
     if math.isfinite(static):
-        kind = (
-            "static" if static >= STATIC else "partly static" if static >= 0.5 else "reads tokens"
-        )
+        kind = "It reads tokens"
+        if static >= 0.5:
+            kind = "It is static" if static >= STATIC else "It is partly static"
         where = _share(np.maximum(m["static"], 0))
-        said.append(f"{kind}: positions explain {where} of where it looks")
-    return f"{layer['mixer']}: {'; '.join(said)}."
+        said.append(f"{kind}: positions explain {where} of where it looks.")
+    return " ".join(said)
 
 
 def _is_local(m: Measures, near: float) -> bool:
@@ -259,9 +290,9 @@ def _histograms(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
 
 def _mixtures(mixtures: Mapping[str, Inspected]) -> Iterator[Markup]:
     """Yields the weights of each mixture's parts by head, and a chart of their means by step."""
-    for name, (parts, steps, alpha) in ((n, m.values()) for n, m in mixtures.items()):
-        title = f"{name}: α, %"
-        yield _grid(title, alpha[-1], columns=parts, x_label="part", y_label="head")
+    for name, mixture in mixtures.items():
+        parts, steps, alpha = mixture["parts"], mixture["steps"], mixture["alpha"]
+        yield _grid(f"{name}: α, %", alpha[-1], columns=parts, x_label="part", y_label="head")
         lines = {part: (steps, [a[:, i].mean() for a in alpha]) for i, part in enumerate(parts)}
         yield _lines(f"{name}: α over time", lines, "step", "mean α")
 
@@ -294,33 +325,38 @@ def _static(static: Inspected) -> Section:
     It shows how far each static form is from each head, and the loss of the model when heads are
     replaced by tables.
     """
-    heads, charts, said = static["divergences"], [], ""
-    if numbers := static.get("replaced"):
-        losses, equal = static["loss"], static["uniform_loss"]
+    heads = static["divergences"]
+    charts = []
+    said = ""
+    if "replaced" in static:
+        numbers, losses, equal = static["replaced"], static["loss"], static["uniform_loss"]
         limit = (1.0 + TOLERANCE) * losses[0]
         # The index of the last loss before the first one above the limit. A NaN is above it, too.
         within = next((i for i, x in enumerate(losses) if not x <= limit), len(losses)) - 1
         said = (
-            f"Of {len(heads)} heads, the {numbers[max(within, 0)]} most static can read a fitted "
-            "table instead of tokens, without further training, for a loss of at most "
-            f"{TOLERANCE:.0%} more. "
+            f"The {numbers[max(within, 0)]} most static of {len(heads)} heads can read a fitted "
+            "table instead of tokens, without further training, and the loss rises by at most "
+            f"{TOLERANCE:.0%}. "
         )
         if equal <= limit:
             said += (
-                "So can all with equal weights: the loss hardly depends on where these heads look; "
-                "train longer. "
+                "The loss rises as little if all heads have equal weights, so it hardly depends on "
+                "where these heads look. Train longer. "
             )
-        ends = numbers[0], numbers[-1]
-        lines = {"tables": (numbers, losses), f"+{TOLERANCE:.0%}": (ends, [limit] * 2)}
-        lines["equal weights"] = (ends, [equal] * 2)
+        ends = (numbers[0], numbers[-1])
+        lines = {
+            "tables": (numbers, losses),
+            f"+{TOLERANCE:.0%}": (ends, [limit] * 2),
+            "equal weights": (ends, [equal] * 2),
+        }
         charts.append(_lines("tables", lines, "heads replaced", "loss, nats"))
     names = list(dict.fromkeys(name for kl in heads.values() for name in kl))
     return Section(
         "What static forms miss",
-        f"{said}Each form, which reads no tokens, was fitted to each head on half of the examples, "
-        "beside the model’s position bias: the mean Kullback–Leibler divergence of a query’s "
-        f"weights on the other half, in nats. Where other forms beat the table ({TABLE}), it had "
-        "too few --examples.",
+        f"{said}The forms do not depend on tokens. Each was fitted to each head on one half of the "
+        "examples, in addition to the model’s position bias. The table shows the mean "
+        "Kullback–Leibler divergence of a query’s weights on the other half, in nats. If another "
+        f"form is better than {TABLE}, which can express all others, use more --examples.",
         charts=_tiles(charts),
         headings=("head", *names),
         rows=[
@@ -372,24 +408,27 @@ def _weight_maps(title: str, maps: np.ndarray) -> Markup:
     Queries are rows and keys are columns. The colors of each map range from 0 to its own largest
     weight.
     """
-    rows, ratio = -(-len(maps) // MAPS), min(1.3, max(0.5, maps.shape[1] / maps.shape[2]))
+    rows = -(-len(maps) // MAPS)
+    # The height of a map divided by its width. Very long and very flat maps are stretched.
+    ratio = min(1.3, max(0.5, maps.shape[1] / maps.shape[2]))
     with drawing_style():
         height = 0.4 + rows * (0.22 + WIDTH / MAPS * ratio * 0.9)
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         figure.suptitle(short_label(title), fontsize=9.5, x=0.02, ha="left")
         for i, axes in enumerate(figure.subplots(rows, MAPS, squeeze=False).flat):
             axes.set(xticks=[], yticks=[])
-            axes.axis("on" if i < len(maps) else "off")
-            if i < len(maps):
-                axes.imshow(maps[i], cmap="BuPu", vmin=0, aspect="auto", interpolation="nearest")
-                axes.set_title(f"head {i + 1}", fontsize=7, pad=2)
+            if i >= len(maps):
+                axes.axis("off")  # the last row has fewer maps than the others
+                continue
+            axes.imshow(maps[i], cmap="BuPu", vmin=0, aspect="auto", interpolation="nearest")
+            axes.set_title(f"head {i + 1}", fontsize=7, pad=2)
         return to_svg(figure)
 
 
 def _rows(layers: Mapping[str, Inspected]) -> Iterator[list[str]]:
     """Yields a row of a table for each head: its name and the measures in `NUMBERS`."""
-    text = lambda x: "–" if math.isnan(x) else f"{x:.3g}"
     for name, layer in layers.items():
-        m = layer["end"]
-        for i in range(len(m["spread"])):
-            yield [f"{name}.{i + 1}", *(text(m[x][i]) for x in NUMBERS)]
+        measures = layer["end"]
+        for i in range(len(measures["spread"])):
+            values = [measures[measure][i] for measure in NUMBERS]
+            yield [f"{name}.{i + 1}", *("–" if math.isnan(x) else f"{x:.3g}" for x in values)]

@@ -132,78 +132,97 @@ def inspect_run(
     mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
     restore = functools.partial(restore_run, directory, layout=layout)
     step, variables = restore(step=step)
+
     data_dir = data_dir or task_registry.default_data_dir()
     if prepare is not None:
         prepare(with_vocabulary_path(experiment, directory), data_dir)
     sets = open_evaluator(experiment, directory, data_dir).sets
     count, example, batches = _batches(experiment, sets, examples, batch_size, mesh)
+
+    # The variables at each step, as functions, because each checkpoint is only restored when it is
+    # needed.
     saved = [n for n in finished_steps(directory / "checkpoints") if n <= step]
-    is_trained = (directory / METRICS_FILE).is_file() and not (
-        directory / DISTILLATION_FILE
-    ).is_file()
-    start, before = "not known", None
+    variables_at: dict[int, Callable[[], Variables]] = {
+        n: lambda n=n: restore(step=n)[1] for n in saved
+    }
+    variables_at[step] = lambda: variables
+    start = "not known"
+    before: Variables | None = None
     # A converted model has a checkpoint at step 0. Training does not save one.
-    if 0 in saved:
-        if step:
-            start, before = "those saved at step 0", restore(step=0)[1]
-    elif is_trained and experiment.init_from is None:
+    if 0 in saved and step:
+        start = "those saved at step 0"
+        before = restore(step=0)[1]
+    elif 0 not in saved and _starts_from_seed(directory, experiment):
         start = f"those that the experiment’s seed {experiment.training.seed} makes"
         with use_mesh(mesh):
             before = fresh_variables(experiment, jax.tree.map(lambda x: x.sharding, layout))
-    model, looped = unroll(experiment.model), functools.partial(unroll_variables, experiment.model)
-    mixers, end = mixers_of(model), looped(variables)
+    if before is not None:
+        variables_at[0] = lambda before=before: before
+
+    # Layers are measured one by one, so stacks that are scanned become loops.
+    model = unroll(experiment.model)
+    looped = functools.partial(unroll_variables, experiment.model)
+    mixers = mixers_of(model)
+    end = looped(variables)
     advance = phase(f"weights of {count} examples at the end and at the start", 2)
     with use_mesh(mesh):
         even, odd = sums_of(model, end, batches)
         advance(1)
         first = ({}, {}) if before is None else sums_of(model, looped(before), batches)
         advance(1)
+
         # Keep only the first example of the first batch. The other rows become padding.
         alone = jax.tree.map(lambda x: x.at[1:].set(0), batches[:1])
         single, _ = sums_of(model, end, alone)
-        fitted = [
-            p
-            for p in odd
-            if fits and not p.cross and can_be_static(mixers[p]) and not _shares(model, p)
-        ]
-        # Fit to the even batches and measure on the odd ones.
-        fit_to, held_out = (
-            {(p.stack, p.layer): half[p]["statistics"] for p in fitted} for half in (even, odd)
+
+        # Fit static forms to the even batches, and measure them on the odd ones.
+        fitted = [place for place in odd if fits and _can_be_fitted(model, place, mixers[place])]
+        fit_to, measure_on = (
+            {(place.stack, place.layer): half[place]["statistics"] for place in fitted}
+            for half in (even, odd)
         )
         static = measure_static_attention(
-            model, end, fit_to=fit_to, measure_on=held_out, batches=batches[1::2], phase=phase
+            model, end, fit_to=fit_to, measure_on=measure_on, batches=batches[1::2], phase=phase
         )
-    # The variables at each step, as functions, because each checkpoint is only restored when it is
-    # needed.
-    over = {0: lambda: before} if before is not None else {}
-    over |= {n: lambda n=n: restore(step=n)[1] for n in saved} | {step: lambda: variables}
-    histories = dict[str, dict[str, Any]]()
-    for number in sorted(over) if _mixtures(model, end) else ():
-        for name, (parts, alpha) in _mixtures(model, looped(over[number]())).items():
-            new: dict[str, Any] = {"parts": parts, "steps": [], "alpha": []}
-            history = histories.setdefault(name, new)
-            history["steps"].append(number)
-            history["alpha"].append(alpha)
+
+    layers = {}
+    for place, mixer in mixers.items():
+        if place in even:
+            layers[str(place)] = {
+                "mixer": describe(mixer),
+                "end": _measure(place, mixer, even, odd),
+                "start": _measure(place, mixer, *first) if first[0] else None,
+                "example": measure(single[place], None)["map"],
+            }
+    histories = {}
+    if _mixtures(model, end):
+        histories = _mixture_histories(model, looped, variables_at)
     return {
         "step": step,
         "start": start,
         "examples": count,
         "example": example,
-        "layers": {
-            str(p): {
-                "mixer": describe(mixers[p]),
-                "end": _measure(p, mixers[p], even, odd),
-                "start": _measure(p, mixers[p], *first) if first[0] else None,
-                "example": measure(single[p], None)["map"],
-            }
-            for p in mixers
-            if p in even
-        },
+        "layers": layers,
         "without": {str(p): describe(mixer) for p, mixer in mixers.items() if p not in even},
         "mixtures": histories,
         "projections": _projections(model, end),
         "static": static if fitted else None,
     }
+
+
+def _starts_from_seed(directory: pathlib.Path, experiment: Experiment) -> bool:
+    """Returns whether a run was trained here from parameters that the experiment's seed makes."""
+    is_trained = (directory / METRICS_FILE).is_file()
+    is_distilled = (directory / DISTILLATION_FILE).is_file()
+    return is_trained and not is_distilled and experiment.init_from is None
+
+
+def _can_be_fitted(model: TokenModel, place: Place, mixer: Mixer) -> bool:
+    """Returns whether static forms can be fitted to the heads of a layer.
+
+    A layer that shares its parameters with others cannot be replaced on its own.
+    """
+    return not place.cross and can_be_static(mixer) and not _shares(model, place)
 
 
 def mixers_of(model: TokenModel) -> dict[Place, Mixer]:
@@ -230,7 +249,7 @@ def _entries(model: TokenModel, tree: PyTree) -> Iterator[tuple[Place, Mixer, Py
 
 
 def _shares(model: TokenModel, place: Place) -> bool:
-    """Whether the layers of a stack share their parameters."""
+    """Returns whether the layers of a stack share their parameters."""
     return isinstance(stacks_of(model)[place.stack], UniversalStack)
 
 
@@ -239,9 +258,13 @@ def describe(module: Mixer | Alignment) -> str:
 
     For example, it returns ``Attention: Random + DotProduct``.
     """
-    if (parts := getattr(module, "parts", None)) is not None:
-        return (" + " if isinstance(module, Mixture) else " | ").join(map(describe, parts))
-    alignment, name = getattr(module, "alignment", None), type(module).__name__
+    parts = getattr(module, "parts", None)
+    if parts is not None:
+        # A mixture adds the logits of its parts. In a `PerHead`, each part has its own heads.
+        separator = " + " if isinstance(module, Mixture) else " | "
+        return separator.join(map(describe, parts))
+    name = type(module).__name__
+    alignment = getattr(module, "alignment", None)
     return name if alignment is None else f"{name}: {describe(alignment)}"
 
 
@@ -280,19 +303,24 @@ def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dic
         _, sown = model.apply(variables, batch["encoder_input_tokens"], mutable=collections)
     else:
         _, sown = teacher_forced(model, variables, batch, collection=collections)  # type: ignore[arg-type]
-    views, totals = _query_views(model, batch), {}
+    views = _query_views(model, batch)
     logits = {place: arrays for place, _, arrays in _entries(model, sown.get(LOGITS, {}))}
+    totals = {}
     for place, mixer, arrays in _entries(model, sown.get("intermediates", {})):
-        if "attention_weights" in arrays:
-            arrays = {**arrays, **logits[place]}
-            # Layers with shared parameters sow one value for each layer.
-            arrays = {name: x[place.layer if len(x) > 1 else 0] for name, x in arrays.items()}
-            weights, view = arrays["attention_weights"], views[place[:2]]
-            # In a Linformer, all keys are seen. They are mixtures of tokens and have no positions.
-            if isinstance(mixer, Linformer):
-                seen = jnp.full_like(view.seen, weights.shape[-1])
-                view = QueryView(view.real, seen, view.diagonal * jnp.nan)
-            totals[place] = attention_sums(weights, arrays.get("attention_logits"), view)
+        if "attention_weights" not in arrays:
+            continue
+        # Layers with shared parameters sow one value for each layer.
+        arrays = {
+            name: x[place.layer if len(x) > 1 else 0]
+            for name, x in {**arrays, **logits[place]}.items()
+        }
+        weights = arrays["attention_weights"]
+        view = views[place.stack, place.cross]
+        # In a Linformer, all keys are seen. They are mixtures of tokens and have no positions.
+        if isinstance(mixer, Linformer):
+            seen = jnp.full_like(view.seen, weights.shape[-1])
+            view = QueryView(view.real, seen, view.diagonal * jnp.nan)
+        totals[place] = attention_sums(weights, arrays.get("attention_logits"), view)
     return totals
 
 
@@ -303,7 +331,9 @@ def _query_views(
 
     The keys of the dictionary are the stack and whether it is cross-attention.
     """
+    # The numbers of encoder and decoder positions, including padding.
     n, m = (batch[f"{side}_input_tokens"].shape[1] for side in ("encoder", "decoder"))
+    # ``[b, 1]``, the numbers of real tokens.
     inputs = (batch["encoder_input_tokens"] != model.ids.padding).sum(1, keepdims=True)
     targets = (batch["decoder_loss_weights"] > 0).sum(1, keepdims=True)
 
@@ -320,11 +350,13 @@ def _query_views(
           ratio: ``[b, 1]`` or 1, the number of keys per query on the diagonal.
         """
         q = jnp.arange(length)[None]
-        parts = q < real, jnp.where(seen < 0, q + 1, jnp.maximum(seen, 0)), q * ratio
+        seen = jnp.where(seen < 0, q + 1, jnp.maximum(seen, 0))
+        parts = (q < real, seen, q * ratio)
         return QueryView(*(jnp.broadcast_to(x, (len(real), length)) for x in parts))
 
     causal = jnp.full_like(inputs, -1)
     if isinstance(model, LanguageModel):
+        # A row is the inputs followed by the targets. A prefix model sees all inputs at once.
         whole = view_of(n + m, inputs + targets, causal)
         seen = jnp.maximum(whole.seen, inputs) if model.prefix else whole.seen
         return {("decoder", False): whole._replace(seen=seen)}
@@ -349,10 +381,13 @@ def _batches(
     each = -(-count // len(sets))
     rows = [row for s in sets for row in evenly_spaced(s.examples, each)]
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:count]]
+
     # At most half of the examples, so that there are two batches, and a multiple of the number of
     # devices.
-    batch_size = -(-min(batch_size, -(-len(rows) // 2)) // mesh.size) * mesh.size
-    limits, data = experiment.data.lengths, replace(experiment.data, pack=False)
+    batch_size = min(batch_size, -(-len(rows) // 2))
+    batch_size = -(-batch_size // mesh.size) * mesh.size
+    data = replace(experiment.data, pack=False)
+    limits = experiment.data.lengths
     cut = [{side: np.asarray(row[side])[: limits[side]] for side in SIDES} for row in rows]
     inputs, targets = (
         max(min(limits[side], 1), *(len(ids[side]) for ids in cut)) for side in SIDES
@@ -363,7 +398,8 @@ def _batches(
         part += [[]] * (batch_size - len(part))
         host = assemble_batch(part, data, lengths=(inputs, targets), ids=experiment.model.ids)
         batches.append(jax.device_put(host, batch_sharding(mesh)))
-    return len(rows), [to_text(rows[0][f"{side}_pretokenized"]) for side in SIDES], batches
+    texts = [to_text(rows[0][f"{side}_pretokenized"]) for side in SIDES]
+    return len(rows), texts, batches
 
 
 def _mixtures(model: TokenModel, variables: Variables) -> dict[str, tuple[list[str], np.ndarray]]:
@@ -379,6 +415,27 @@ def _mixtures(model: TokenModel, variables: Variables) -> dict[str, tuple[list[s
             alpha = np.asarray(alignment.alpha(align))
             mixtures[str(place)] = list(map(describe, alignment.parts)), alpha
     return mixtures
+
+
+def _mixture_histories(
+    model: TokenModel,
+    looped: Callable[[Variables], Variables],
+    variables_at: Mapping[int, Callable[[], Variables]],
+) -> dict[str, dict[str, Any]]:
+    """Returns the ``mixtures`` of `inspect_run`.
+
+    Args:
+      model: the model, with looped layers.
+      looped: a function that converts variables of the run to those of `model`.
+      variables_at: for each step, a function that returns the variables of the run.
+    """
+    histories: dict[str, dict[str, Any]] = {}
+    for step, variables in sorted(variables_at.items()):
+        for name, (parts, alpha) in _mixtures(model, looped(variables())).items():
+            history = histories.setdefault(name, {"parts": parts, "steps": [], "alpha": []})
+            history["steps"].append(step)
+            history["alpha"].append(alpha)
+    return histories
 
 
 def _projections(model: TokenModel, variables: Variables) -> dict[str, dict[str, np.ndarray]]:

@@ -88,8 +88,9 @@ def measure_static_attention(
         use their tables, without further training.
       - ``uniform_loss``: the loss if all these heads have equal weights.
     """
-    divergences = dict[Head, dict[str, float]]()
-    tables, biases = dict[Layer, jax.Array](), dict[Layer, jax.Array]()
+    divergences: dict[Head, dict[str, float]] = {}
+    tables: dict[Layer, jax.Array] = {}
+    biases: dict[Layer, jax.Array] = {}
     advance = phase(f"fitting static forms to the heads of {len(fit_to)} layers", len(fit_to))
     for layer, statistics in fit_to.items():
         length = len(statistics.queries)
@@ -99,6 +100,7 @@ def measure_static_attention(
         for head in range(len(biases[layer])):
             divergences[(*layer, head)] = {name: values[head] for name, values in kl.items()}
         advance(1)
+
     heads = sorted(divergences, key=lambda head: divergences[head][TABLE])
     results: dict[str, Any] = {"divergences": {head: divergences[head] for head in heads}}
     if isinstance(model, EncoderDecoder) and heads:
@@ -115,7 +117,7 @@ def measure_static_attention(
 
 
 def can_be_static(mixer: Mixer) -> bool:
-    """Whether the heads of a mixer can be measured and replaced one by one.
+    """Returns whether the heads of a mixer can be measured and replaced one by one.
 
     For this, the weights must be a softmax of trained logits, and all heads must have the same
     alignment.
@@ -125,7 +127,7 @@ def can_be_static(mixer: Mixer) -> bool:
 
 
 def _is_measured(alignment: Alignment) -> bool:
-    """Whether an alignment makes trained logits for any number of heads."""
+    """Returns whether an alignment makes trained logits for any number of heads."""
     if isinstance(alignment, Mixture):
         return all(map(_is_measured, alignment.parts))
     if isinstance(alignment, PerHead | GaussianBias):
@@ -151,9 +153,16 @@ def _fit_forms(
         "Gaussian": GaussianBias((0.0,), trainable=True),
     }
     options: Any = {"d_model": model.d_model, "causal": causal, "bias": bias, "seed": layer[1]}
-    alone = {n: fit(attention.copy(alignment=a), fitted, **options)[1] for n, a in forms.items()}
-    logits = {UNIFORM: jnp.zeros_like(bias)} | ({BIAS: bias} if bias.any() else {})
-    return logits | {name: x + bias for name, x in alone.items()}, alone[TABLE]
+    without_bias = {
+        name: fit(attention.copy(alignment=alignment), fitted, **options)[1]
+        for name, alignment in forms.items()
+    }
+    logits = {UNIFORM: jnp.zeros_like(bias)}
+    if bias.any():
+        logits[BIAS] = bias
+    for name, form in without_bias.items():
+        logits[name] = form + bias
+    return logits, without_bias[TABLE]
 
 
 def _losses(

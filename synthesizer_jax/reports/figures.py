@@ -99,7 +99,8 @@ def write_page(
       path: the HTML file.
       title: the title of the page.
       template: a template of this package that extends ``base.html.jinja``, which has the style
-        sheet. **variables: the variables of the template. ``page.html.jinja`` has the variables
+        sheet.
+      **variables: the variables of the template. ``page.html.jinja`` has the variables
         ``sections``, a list of `Section`, and ``sentences``.
     """
     facts = {"synthesizer_jax": __version__, "Python": platform.python_version()}
@@ -156,15 +157,18 @@ def line_chart(
         figure = Figure(figsize=(4.8, height), layout="constrained")
         axes = figure.subplots()
         for i, (name, line) in enumerate(lines.items()):
-            color, marked = f"C{i}", (points or {}).get(name, ([], []))
+            color = f"C{i}"
+            marked = (points or {}).get(name, ([], []))
             dash = "-" if i < 8 else "--"  # there are eight colors, which are then used again
             axes.plot(*line[:2], dash, color=color, linewidth=1.4, label=short_label(name))
             axes.plot(*marked[:2], "osD^vPX*"[i % 8] + dash, color=color, markersize=4)
-            for x, *_, low, high in (both for both in (line, marked) if len(both) == 4):
-                axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
-        drawn = [y for line in (*lines.values(), *(points or {}).values()) for y in line[1]]
+            for drawn in (line, marked):
+                if len(drawn) == 4:
+                    x, _, low, high = drawn
+                    axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
         axes.set(xlabel=x_label, ylabel=y_label)
-        if logarithmic and 0 < 5 * min(drawn, default=0) <= max(drawn):
+        every_y = [y for line in (*lines.values(), *(points or {}).values()) for y in line[1]]
+        if logarithmic and 0 < 5 * min(every_y, default=0) <= max(every_y):
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_minor_locator(NullLocator())

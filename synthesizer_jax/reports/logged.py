@@ -107,9 +107,11 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
       FileNotFoundError: there is no run in a directory.
       ValueError: a run has logged nothing yet, or a file is damaged.
     """
+    # A name is the shortest end of a path that differs between all runs.
     paths = [absolute(directory).parts for directory in directories]
     distinct = (n for n in range(1, 9) if len({parts[-n:] for parts in paths}) == len(paths))
-    length = next(distinct, 1)  # a name is the shortest end of a path that differs between all runs
+    length = next(distinct, 1)
+
     groups: dict[str, list[LoggedRun]] = {}
     for parts, directory in zip(paths, directories, strict=True):
         run = read_run("/".join(parts[-length:]), directory)
@@ -117,16 +119,21 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
         described = json.dumps({**run.experiment, "training": training})
         without_seeds = re.sub(r'"seed": [^,}]*', "", described)
         groups.setdefault(without_seeds, []).append(run)
+
     systems: list[System] = []
     for runs in groups.values():
         # Runs with the same experiment were probably made to be compared, for example before and
         # after a change of code.
         alike = len({json.dumps(run.experiment) for run in runs}) < len(runs)
         for together in [[run] for run in runs] if alike else [runs]:
-            shared = os.path.commonprefix([run.name for run in together])  # noqa: RUF071
-            name = re.sub(r"[-_./]?\d*$", "", shared) if len(together) > 1 else shared
-            taken = name in ("", *(system.name for system in systems))
-            systems.append(System(together[0].name if taken else name, tuple(together)))
+            name = together[0].name
+            if len(together) > 1:
+                # The common beginning of the names, without the number of the seed.
+                shared = os.path.commonprefix([run.name for run in together])  # noqa: RUF071
+                common = re.sub(r"[-_./]?\d*$", "", shared)
+                if common and common not in {system.name for system in systems}:
+                    name = common
+            systems.append(System(name, tuple(together)))
     return systems
 
 
@@ -141,7 +148,8 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
       FileNotFoundError: there is no run in the directory.
       ValueError: the run has logged nothing yet, or a file is damaged.
     """
-    experiment, log = read_experiment(directory, as_data=True), directory / METRICS_FILE
+    experiment = read_experiment(directory, as_data=True)
+    log = directory / METRICS_FILE
     records = read_metrics(log) if log.exists() else []
     training, evaluations = (
         {int(r["step"]): r for r in records if r["kind"] == kind} for kind in ("train", "eval")
@@ -151,16 +159,18 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
             evaluations[int(path.parent.name)] = _read_results(path)
     if not (training or evaluations):
         raise ValueError(
-            f"{directory} has logged nothing; train the run, or measure it with synthesizer-jax "
-            "eval"
+            f"{directory} has logged nothing. Train the run, or measure it with 'synthesizer-jax "
+            "eval'."
         )
     for record in evaluations.values():
         # If the data has no metrics, the score is the negative loss, which would only repeat it.
         if record.get("score") == -(record.get("loss") or math.nan):
             del record["score"]
+
     saved = finished_steps(directory / "checkpoints")
     count = count_parameters(directory / "checkpoints" / str(saved[-1])) if saved else None
     has_base = bool(experiment["training"].get("adapters"))
+
     newest = max(evaluations, default=0)
     folder = evaluation_folder(directory, newest)
     numbers = {

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from synthesizer_jax.evaluation.scoring import LOWER_IS_BETTER
 from synthesizer_jax.reports.figures import Cell, Line, line_chart, write_page
-from synthesizer_jax.reports.logged import Record, System, differences
+from synthesizer_jax.reports.logged import LoggedRun, Record, System, differences
 
 Shared: TypeAlias = Mapping[str, list[list[list[Record]]]]
 """For each task, the records of the examples that all runs with the task share.
@@ -69,36 +69,54 @@ def _scores(systems: Sequence[System]) -> list[list[Cell]]:
     """
     names = dict.fromkeys(name for s in systems for run in s.runs for name in run.newest)
     tasks = [name for name in names if "/" in name and not name.endswith("/loss")]
+    overall = [name for name in ("GLUE", "SuperGLUE", "score", "loss") if name in names]
+    # Measures over all tasks can only be compared between runs with the same tasks.
     same_tasks = len({frozenset(run.newest) for s in systems for run in s.runs}) == 1
     rows = []
-    overall = [name for name in ("GLUE", "SuperGLUE", "score", "loss") if name in names]
     for name in (*tasks, *overall):
         task, _, metric = name.rpartition("/")
-        lower = metric in LOWER_IS_BETTER
-        # Scores have one digit after the point, other measures for which lower is better have two.
-        digits = 3 if metric == "loss" else 1 + lower
+        lower_is_better = metric in LOWER_IS_BETTER
+        if metric == "loss":
+            digits = 3
+        else:
+            digits = 2 if lower_is_better else 1
+
+        # The runs of each system that have this measure, and the means of the systems.
         runs = [[run for run in system.runs if name in run.newest] for system in systems]
-        scores = [[run.newest[name] for run in logged] for logged in runs]
-        means = [
-            round(sum(logged) / len(logged), digits) if logged else math.nan for logged in scores
-        ]
+        means = [_mean([run.newest[name] for run in measured], digits) for measured in runs]
         numbers = [mean for mean in means if not math.isnan(mean)]
-        differ = len(set(numbers)) > 1 and (task or same_tasks)
-        best = (min if lower else max)(numbers) if differ else None
-        cells = [Cell(task or "all tasks", note=f"{metric} ↓" if lower else metric)]
-        for mean, logged, values in zip(means, runs, scores, strict=True):
-            text = f"{mean:,.{digits}f}" if values else "–"
-            if len(values) > 1:
-                text += f" ± {np.std(values, ddof=1) / math.sqrt(len(values)):,.{digits}f}"
-            answers = [run.answers[task] for run in logged if task in run.answers]
-            intervals = [
-                _interval(list(records.values())) for records in answers if metric == "accuracy"
-            ]
-            low, high = np.mean(intervals, axis=0) if intervals else (math.nan, math.nan)
-            note = "" if math.isnan(low) else f"{low:.1f} to {high:.1f}"
+        best = None
+        if len(set(numbers)) > 1 and (task or same_tasks):
+            best = min(numbers) if lower_is_better else max(numbers)
+
+        cells = [Cell(task or "all tasks", note=f"{metric} ↓" if lower_is_better else metric)]
+        for mean, measured in zip(means, runs, strict=True):
+            text = "–" if math.isnan(mean) else f"{mean:,.{digits}f}"
+            if len(measured) > 1:
+                values = [run.newest[name] for run in measured]
+                error = np.std(values, ddof=1) / math.sqrt(len(values))
+                text += f" ± {error:,.{digits}f}"
+            note = _interval_of_runs(measured, task) if metric == "accuracy" else ""
             cells.append(Cell(text, "best" if mean == best else "", note))
         rows.append(cells)
     return rows
+
+
+def _mean(values: Sequence[float], digits: int) -> float:
+    """Returns the rounded mean of some values, or NaN if there are none."""
+    return round(sum(values) / len(values), digits) if values else math.nan
+
+
+def _interval_of_runs(runs: Sequence[LoggedRun], task: str) -> str:
+    """Returns the mean confidence interval of the accuracies of runs as text.
+
+    The text is empty if no run has labeled answers.
+    """
+    intervals = [_interval(list(run.answers[task].values())) for run in runs if task in run.answers]
+    if not intervals:
+        return ""
+    low, high = np.mean(intervals, axis=0)
+    return "" if math.isnan(low) else f"{low:.1f} to {high:.1f}"
 
 
 def _interval(answers: Sequence[Record]) -> tuple[float, float]:
@@ -106,7 +124,9 @@ def _interval(answers: Sequence[Record]) -> tuple[float, float]:
 
     Both ends are NaN if the answers have no labels.
     """
-    n, z, share = len(answers), 1.96, _share_right(answers)
+    z = 1.96
+    n = len(answers)
+    share = _share_right(answers)
     center = share + z**2 / (2 * n)
     half = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
     low, high = (100 * (center + end) / (1 + z**2 / n) for end in (-half, half))
@@ -121,10 +141,14 @@ def _curves(systems: Sequence[System]) -> tuple[list[Markup], list[Markup]]:
     scores are left out if there was only one evaluation.
     """
     names = dict.fromkeys(name for s in systems for run in s.runs for name in run.newest)
+    # The first measure of every task.
     first = {name.rpartition("/")[0]: name for name in reversed(names) if "/" in name}
+    shown = list(reversed(first.values()))
+    if len(first) > 1:
+        shown.insert(0, "score")
     blank: dict[str, Line] = {system.name: ([], []) for system in systems}
     charts = []
-    for name in (*["score"] * (len(first) > 1), *reversed(first.values())):
+    for name in shown:
         points = {system.name: system.curve("evaluations", name) for system in systems}
         task, _, metric = name.rpartition("/")
         if max(len(x) for x, *_ in points.values()) > 1:
@@ -191,9 +215,15 @@ def _judge(records: Sequence[Record]) -> list[Cell]:
     If the task has labels, an answer is marked as right or wrong.
     """
     kinds = {1.0: "right", 0.0: "wrong"}
-    texts = ((r["prediction"] or "(empty)", kinds.get(_share_right([r]), "")) for r in records)
-    counts, of = collections.Counter(texts), len(records)
-    return [Cell(*both, f"{n} of {of}" if of > 1 else "") for both, n in counts.most_common()]
+    counts = collections.Counter(
+        (record["prediction"] or "(empty)", kinds.get(_share_right([record]), ""))
+        for record in records
+    )
+    num_runs = len(records)
+    return [
+        Cell(text, kind, f"{count} of {num_runs}" if num_runs > 1 else "")
+        for (text, kind), count in counts.most_common()
+    ]
 
 
 def _speed(system: System) -> list[str | Cell]:
