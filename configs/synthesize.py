@@ -2,8 +2,8 @@
 
 The teacher may be any run of an encoder-decoder with attention, also a converted one:
 
-    synthesizer-jax distill synthesize:random --teacher runs/t5 --workdir runs/random --data-dir DATA \\
-        --set replace.0.by.max_length=512
+    synthesizer-jax distill synthesize:random --teacher runs/t5 --workdir runs/random \\
+        --data-dir DATA --set replace.0.by.max_length=512
 
 There are three phases:
 

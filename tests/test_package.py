@@ -87,7 +87,7 @@ def test_a_computed_list_of_names_is_refused(tmp_path, monkeypatch):
     path.parent.mkdir()
     path.write_text('TABLE = {"Random": 1}\n__all__ = [*TABLE]\n', encoding="utf-8")
     with pytest.raises(
-        ValueError, match="line 2: __all__ is computed; write a literal list of names"
+        ValueError, match=r"line 2: __all__ is computed\. Write a literal list of names"
     ):
         public_names()
 

@@ -1,7 +1,9 @@
-"""Constructors of Flax modules in the reference, which Flax makes of their fields when it is imported.
+"""Shows the constructors of Flax modules in the reference.
 
-Griffe reads the source of the package and does not import it, so that it sees no constructor of a Linen
-module, and of an NNX module only the one of `LinenModule`, whose arguments are the fields of another class.
+Flax makes the constructor of a module from its fields when the module is imported. Griffe reads the
+source of the package and does not import it. It therefore sees no constructor of a Linen module. Of
+an NNX module it sees only the constructor of `LinenModule`, whose arguments are the fields of
+another class.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ NNX_MODULE = "synthesizer_jax.nnx.module.LinenModule"
 
 
 class FlaxSignatures(griffe.Extension):
-    """Gives every Linen and NNX module of the package the constructor that it has when it is imported."""
+    """Gives all Linen and NNX modules the constructors that they have when they are imported."""
 
     def __init__(self) -> None:
         self.linen_classes: dict[str, str] = {}
-        """The expressions of the keyword `linen_class` of NNX classes, by the path of the class."""
+        """The values of the keyword `linen_class` of NNX classes, by the path of the class."""
         self.keyword_only: set[str] = set()
-        """The paths of classes whose own fields are arguments by keyword only."""
+        """The paths of classes whose own fields are keyword-only arguments."""
 
     def on_class_instance(self, *, node: Any, cls: griffe.Class, **_: Any) -> None:
-        """Notes the Linen class of an NNX class, and whether fields are given by keyword only."""
+        """Records the Linen class of an NNX class, and whether fields are keyword-only."""
         for keyword in node.keywords if isinstance(node, ast.ClassDef) else ():
             value = ast.unparse(keyword.value)
             if keyword.arg == "linen_class":
@@ -40,21 +42,23 @@ class FlaxSignatures(griffe.Extension):
         for cls in classes:
             if _is_linen(cls) and "__init__" not in cls.members:
                 _set_constructor(cls, self._fields(cls))
+
+        # An NNX module has the fields of its Linen module, and these arguments.
         added = [
             parameter
             for parameter in pkg.modules_collection[NNX_MODULE].members["__init__"].parameters
             if parameter.kind is griffe.ParameterKind.keyword_only
         ]
+        names = {parameter.name for parameter in added}
         for cls in classes:
-            if name := self.linen_classes.get(cls.path):
-                module, _, attribute = name.rpartition(".")
+            if cls.path in self.linen_classes:
+                module, _, attribute = self.linen_classes[cls.path].rpartition(".")
                 linen = pkg.modules_collection[f"{cls.module.resolve(module)}.{attribute}"]
-                names = {parameter.name for parameter in added}
                 fields = [field for field in self._fields(linen) if field.name not in names]
                 _set_constructor(cls, [*fields, *added])
 
     def _fields(self, cls: griffe.Class) -> list[griffe.Parameter]:
-        """Returns the fields of a Linen module as parameters; those of its bases come first."""
+        """Returns the fields of a Linen module as parameters, those of its bases first."""
         fields = {}
         for ancestor in reversed(_ancestry(cls)):
             kind = griffe.ParameterKind.positional_or_keyword
@@ -83,12 +87,15 @@ def _classes(module: griffe.Module) -> Iterator[griffe.Class]:
 
 
 def _ancestry(cls: griffe.Class) -> list[griffe.Class]:
-    """Returns a class and its bases in this package, in the order in which attributes are looked up."""
+    """Returns a class and its bases in this package, in the order of attribute lookup."""
     return [cls, *cls.mro()]
 
 
 def _is_linen(cls: griffe.Class) -> bool:
-    """Whether the fields of the constructor are known: no base but `nn.Module` is a class of Flax."""
+    """Returns whether all fields of a Linen module are known.
+
+    They are known if `nn.Module` is its only base that is a class of Flax.
+    """
     bases = {
         base if isinstance(base, str) else base.canonical_path
         for ancestor in _ancestry(cls)

@@ -1,4 +1,4 @@
-"""Runs the notebooks of the documentation from start to end, and keeps what they print and draw."""
+"""Runs the notebooks of the documentation from start to end, and saves their outputs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from nbclient import NotebookClient
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "docs" / "notebooks"
 SECONDS = 120
-"""What a cell may take."""
+"""The number of seconds that a cell may take."""
 
 
 def main() -> None:
-    """Runs all; an error, or a cell that takes too long, ends it.
+    """Runs all notebooks. An error or a cell that takes too long ends the program.
 
-    Of the directories that notebooks make for themselves nothing remains, neither files nor their names.
+    The temporary directories that notebooks make are deleted, and their paths are removed from the
+    outputs.
     """
     os.environ["PATH"] = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     for path in sorted(FOLDER.glob("*.ipynb")):

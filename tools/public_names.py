@@ -1,6 +1,7 @@
-"""The public names of the package: what the `__init__.py` of its packages list in `__all__`.
+"""Finds the public names of the package, which its `__init__.py` files list in `__all__`.
 
-The files are read, not imported, because the environment of the documentation has neither JAX nor Flax.
+The files are read and not imported, because the environment of the documentation has neither JAX
+nor Flax.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def public_names() -> dict[str, list[str]]:
     """Returns the names in the `__all__` of every package that has one, by the package's full name.
 
     Raises:
-      ValueError: an `__all__` is computed. Readers of the source, such as type checkers and the builder of
-        the reference, see the names of a literal list only.
+      ValueError: an `__all__` is computed. Programs that read the source, such as type checkers and
+        the builder of the reference, only see the names of a literal list.
     """
     names = {}
     for path in sorted((ROOT / PACKAGE).rglob("__init__.py")):
@@ -31,26 +32,30 @@ def public_names() -> dict[str, list[str]]:
                     names[package] = ast.literal_eval(node.value)
                 except ValueError:
                     raise ValueError(
-                        f"{path}, line {node.lineno}: __all__ is computed; write a literal list of "
-                        "names"
+                        f"{path}, line {node.lineno}: __all__ is computed. Write a literal list of "
+                        "names."
                     ) from None
     return names
 
 
 def imported_names(package: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields the modules of a package that its `__init__.py` imports from, and the names it imports."""
+    """Yields each module from which the `__init__.py` of a package imports, and the names."""
     path = ROOT / package.replace(".", "/") / "__init__.py"
-    tree = ast.parse(path.read_text(encoding="utf-8")) if path.exists() else ast.parse("")
-    for node in ast.walk(tree):
+    if not path.exists():
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
             yield str(node.module), [alias.name for alias in node.names]
 
 
 def hidden_names(package: str) -> dict[str, str]:
-    """Returns the public names of a package that also name one of its modules, and their full names.
+    """Returns the public names of a package that are also names of its modules.
 
-    ``synthesizer_jax.attention.attend`` is a function when it is imported, but readers of the source find
-    the module `attend.py` under this name.
+    For example, ``synthesizer_jax.attention.attend`` is a function when it is imported, but a
+    program that reads the source finds the module `attend.py` under this name.
+
+    Returns:
+      The full name of each of these names, such as ``synthesizer_jax.attention.attend.attend``.
     """
     folder = ROOT / package.replace(".", "/")
     return {
@@ -62,10 +67,10 @@ def hidden_names(package: str) -> dict[str, str]:
 
 
 def names_without_entry(site: pathlib.Path) -> list[str]:
-    """Returns the full public names to which no element of the built reference belongs.
+    """Returns the full public names that have no entry in the built reference.
 
     Args:
-      site: the folder of the built site. The element of a name has the name as its HTML id.
+      site: the folder of the built site. The HTML id of an entry is the full name.
     """
     anchors: set[str] = set()
     for page in (site / "reference").glob("*.html"):

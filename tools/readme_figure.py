@@ -1,7 +1,8 @@
 """Draws the README's figure, `docs/attention.svg`, from the measurements in `docs/performance.md`.
 
-Run ``python -m tools.readme_figure`` after `benchmarks/attention.py --bias --page docs/performance.md`. A
-narrow figure for phones is written to `docs/attention-narrow.svg`.
+Run ``python -m tools.readme_figure`` after
+`benchmarks/attention.py --bias --page docs/performance.md`. A narrow figure for phones is written
+to `docs/attention-narrow.svg`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ COLUMNS = {4: "forward and backward pass, ms", 7: "temporary memory, MB"}
 
 
 def _read_table(page: str) -> dict[str, list[str]]:
-    """Reads the cells of the section's table, by the name of the row.
+    """Returns the cells of the section's table, by the name of the row.
 
     Args:
       page: the content of `docs/performance.md`.
@@ -47,6 +48,7 @@ def main() -> None:
     colors = [figures.OURS if label.endswith("(ours)") else figures.BASELINE for label in labels]
 
     def draw(narrow: bool) -> Figure:
+        """Returns the figure, with the panels below each other if it is narrow."""
         figure = Figure(figsize=(4.4, 4.8) if narrow else (9, 2.4), layout="constrained")
         panels = figure.subplots(*((2, 1) if narrow else (1, 2)), sharey=True)
         for axes, (column, label) in zip(panels, COLUMNS.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Pages of the site (mkdocs.yml) that do not lie in docs/: those of the root, and the reference."""
+"""Adds pages to the site (mkdocs.yml) that are not in docs/: the root's pages and the reference."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ OF_ROOT = {
 }
 
 WIDE = ("performance.md",)
-"""Pages whose wide tables take the place of the table of contents."""
+"""Pages with wide tables, for which the table of contents is hidden."""
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages of the root, with links as from docs/, and a page for every module that nav names."""
+    """Adds the pages of the root, and a page for every module that the navigation names.
+
+    The links in the pages of the root are changed to links from docs/.
+    """
     for name, page in OF_ROOT.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         text = re.sub(r"\]\((?:docs/)?([^)]+)\)", lambda m: f"]({link(m[1])})", text)
@@ -53,7 +56,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: object) -> str:
-    """Links the pages of the root by their names in the site, and names pages by titles, not by files."""
+    """Changes links to pages.
+
+    Links to pages of the root get the names of these pages in the site. A link whose text is the
+    name of a file gets the title of the page as its text.
+    """
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
     markdown = re.sub(r"\]\(\.\./([^)]+)\)", lambda m: f"]({link(m[1])})", markdown)
@@ -74,11 +81,11 @@ def on_page_content(html: str, page: Any, config: Any, **_: object) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Warns of public names without an entry in the reference; a warning fails a strict build."""
+    """Warns about public names without an entry in the reference. Warnings fail a strict build."""
     for name in names_without_entry(pathlib.Path(config.site_dir)):
         log.warning(
-            "%s is in __all__, but the reference has no entry for it; give it a docstring where it "
-            "is defined, and its package a page in the nav of mkdocs.yml",
+            "%s is in __all__, but the reference has no entry for it. Give it a docstring where it "
+            "is defined, and give its package a page in the nav of mkdocs.yml.",
             name,
         )
 
@@ -98,12 +105,16 @@ def pages(nav: Any) -> Iterator[str]:
     """Yields the pages that a navigation names."""
     if isinstance(nav, str):
         yield nav
-    for part in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
-        yield from pages(part)
+    elif isinstance(nav, dict):
+        for part in nav.values():
+            yield from pages(part)
+    elif isinstance(nav, list):
+        for part in nav:
+            yield from pages(part)
 
 
 def commands() -> str:
-    """Returns the page of all commands and options, which their parsers describe."""
+    """Returns the page of all commands and options, which is made from their parsers."""
     sys.path.insert(0, str(ROOT))
     from synthesizer_jax.cli.main import app
     from tpu_scripts.launch import make_parser
@@ -128,7 +139,7 @@ def reference(module: str) -> str:
 
 
 def anchor(name: str) -> str:
-    """Returns an anchor, to which references to a full name link; see `on_page_content`."""
+    """Returns an anchor for references to a full name; see `on_page_content`."""
     return f'<a id="{name}"></a>'
 
 

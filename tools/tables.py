@@ -1,6 +1,6 @@
-"""Renews the tables of the documentation that are generated from the package.
+"""Writes the tables of the documentation that are generated from the package.
 
-python -m tools.tables
+Run ``python -m tools.tables``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from tools.variants_table import variants_table
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
 TABLES: dict[str, Callable[[], str]] = {"tasks": tasks_table, "variants": variants_table}
-"""What stands between the lines ``<!-- NAME -->`` and ``<!-- /NAME -->`` of the page NAME.md."""
+"""The functions that return the tables.
+
+The table NAME is written between the lines ``<!-- NAME -->`` and ``<!-- /NAME -->`` of NAME.md.
+"""
 
 
 def renewed(name: str) -> tuple[pathlib.Path, str]:
-    """Returns a page and its text with the current table."""
-    path, begin, end = DOCS / f"{name}.md", f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+    """Returns the path of a page, and its text with the current table."""
+    path = DOCS / f"{name}.md"
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
     before, _, remainder = path.read_text(encoding="utf-8").partition(begin)
     _, _, after = remainder.partition(end)
     return path, f"{before}{begin}{TABLES[name]()}{end}{after}"

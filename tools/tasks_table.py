@@ -1,4 +1,4 @@
-"""The tables of tasks in `docs/tasks.md`, from their definitions."""
+"""Makes the tables of tasks in `docs/tasks.md` from the definitions of the tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECTIONS = {
     "Dialogue": ("convai2", "xpersona"),
     "Classification of texts": ("ag_news", "imdb"),
 }
-"""Beginnings of the names of tasks."""
+"""The beginnings of the names of the tasks in each section, by the title of the section."""
 
 
 def tasks_table() -> str:
@@ -33,7 +33,7 @@ def tasks_table() -> str:
 
 
 def _section(title: str, tasks: Sequence[Task]) -> Iterator[str]:
-    """Returns the lines of a section; tasks that differ in their data set alone are in one row."""
+    """Yields the lines of a section. Tasks that differ only in their data set share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for task in tasks:
         rows.setdefault(_cells(task), []).append(f"`{task.name}`")
@@ -49,7 +49,7 @@ HEADERS = ("objective", "metrics", "splits")
 
 
 def _cells(task: Task) -> tuple[str, ...]:
-    """Returns what `HEADERS` names; empty where it is the usual."""
+    """Returns the cells of a task's row, in the order of `HEADERS`. Usual splits are left out."""
     names = [name for name, objective in OBJECTIVES.items() if objective == task.objective]
     splits = ", ".join(task.splits)
     return (

@@ -1,4 +1,4 @@
-"""Installs the wheel in dist/ alone in a fresh environment, and uses it far from the repository."""
+"""Installs the wheel in dist/ in a new environment, and uses it outside of the repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    """Runs README's examples with the package's requirements, the quickstart with extras."""
+    """Runs the examples of README.md without extras, and then the quickstart with extras."""
     (wheel,) = (ROOT / "dist").glob("*.whl")
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
     with tempfile.TemporaryDirectory() as place:
@@ -21,9 +21,11 @@ def main() -> None:
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
         def run(*words: str) -> None:
+            """Runs a command in the temporary directory."""
             subprocess.run(words, check=True, cwd=place, env=environment)
 
         def install(extras: str) -> None:
+            """Installs the wheel with some extras."""
             pip = (python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"))
             run(*pip, f"{wheel}{extras}")
 
@@ -33,7 +35,7 @@ def main() -> None:
         install("[data,report]")
         run(f"{place}/venv/bin/synthesizer-jax", "quickstart", "--set", "training.steps=20")
         assert pathlib.Path(place, "runs", "quickstart", "report.html").stat().st_size > 10_000
-    print(f"{wheel.name} works alone")
+    print(f"{wheel.name} works without the repository.")
 
 
 if __name__ == "__main__":

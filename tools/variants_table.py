@@ -1,4 +1,4 @@
-"""The table of variants in `docs/variants.md`, from the registries of alignments and mixers."""
+"""Makes the table of variants in `docs/variants.md`, with all registered alignments and mixers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def variants_table() -> str:
 
 
 def _make_instance(cls: type[Layer]) -> Layer:
-    """An instance whose required fields have the values of `FIELDS`."""
+    """Returns an instance whose required fields have the values of `FIELDS`."""
     required = [
         field.name
         for field in dataclasses.fields(cls)
@@ -67,7 +67,7 @@ def _make_instance(cls: type[Layer]) -> Layer:
 
 
 def _table_row(name: str, cls: type[nn.Module], layer: Mixer) -> str:
-    """A row of the table."""
+    """Returns a row of the table."""
     summary = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
     summary = summary.split(", ``")[0].split(" (")[0].rstrip(".,")
     layers = {"encoder": layer, "decoder": _make_causal(layer), "cross-attention": layer}
@@ -82,13 +82,16 @@ def _table_row(name: str, cls: type[nn.Module], layer: Mixer) -> str:
 
 
 def _make_causal(layer: Mixer) -> Mixer:
-    """The layer for decoders; some mixers have a field for it."""
+    """Returns the layer for decoders. Some mixers have a field for it."""
     is_field = "causal" in {field.name for field in dataclasses.fields(layer)}
     return layer.copy(causal=True) if is_field else layer
 
 
 def _parameters_and_flops(layer: Mixer, use: str) -> tuple[int, int] | None:
-    """The numbers of parameters and of forward FLOPs; None if the layer does not support this use."""
+    """Returns the number of parameters and of FLOPs of a forward pass.
+
+    Returns None if the layer does not support this use.
+    """
     x = jax.ShapeDtypeStruct((1, LENGTH, D_MODEL), jnp.float32)
     inputs = (x, x) if use == "cross-attention" else (x,)
     mask = Mask(causal=use == "decoder")
@@ -105,7 +108,7 @@ def _parameters_and_flops(layer: Mixer, use: str) -> tuple[int, int] | None:
 
 
 def _cache_bytes(layer: Mixer) -> int:
-    """The size of one example's decoding cache in bytes, without its scalars."""
+    """Returns the size of one example's decoding cache in bytes, without its scalars."""
     x = jax.ShapeDtypeStruct((1, 1, D_MODEL), jnp.float32)
 
     def init_cache(x: jax.Array) -> MixerCache:

@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 from synthesizer_jax.recipes import pretrain
 
 from synthesizer_jax.alignments import Alignment, DotProduct, Gaussian
+from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.mixers import (
     Attention,
@@ -33,7 +34,6 @@ from synthesizer_jax.training.experiment import Training
 Dot: TypeAlias = Literal["scaled", "t5"]
 SCALED = DotProduct(parent=None)
 """The dot product, divided by √d_k."""
-
 
 MIXERS: dict[str, Callable[[Size, int, Alignment], Mixer]] = {
     "light": lambda size, n, dot: LightweightConvolution(width=7, groups=size.d_model // 4),
@@ -96,13 +96,18 @@ def self_attentions(
       ValueError: there is no such system.
     """
     if system not in systems:
-        raise ValueError(f"there is no system {system!r}; there are {', '.join(systems)}")
+        hint = did_you_mean(system, systems) or "."
+        raise ValueError(
+            f"There is no system {system!r}{hint} The systems are {', '.join(systems)}."
+        )
     attention = Attention(size.heads, size.head_dim, alignment=dot, dropout_rate=dropout)
     if system in ("hc_sa", "hc_all", "sh_x"):
         # Heads look at the token before and the token after the query. In a decoder, they look at
         # the token before it and at itself (You et al. 2020).
-        places = Gaussian((-1, 1)), Gaussian((-1, 0))
-        return attention.copy(alignment=places[0]), attention.copy(alignment=places[1])
+        return (
+            attention.copy(alignment=Gaussian((-1, 1))),
+            attention.copy(alignment=Gaussian((-1, 0))),
+        )
     if system in MIXERS:
         mixer: Mixer = MIXERS[system](size, length, dot).copy(dropout_rate=dropout)
     else:

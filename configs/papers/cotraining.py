@@ -3,8 +3,8 @@
 The first command needs no data, and the second one trains a model on GLUE and SuperGLUE:
 
     synthesizer-jax train papers.cotraining:synthetic:rv --workdir runs/rv
-    synthesizer-jax train papers.cotraining:glue_super_glue:rv:small --workdir runs/rv --data-dir DATA \\
-        --set vocabulary.path=spiece.model
+    synthesizer-jax train papers.cotraining:glue_super_glue:rv:small --workdir runs/rv \\
+        --data-dir DATA --set vocabulary.path=spiece.model
 
 `synthetic` generates its data: eight tasks in T5's formats over a made-up grammar.
 
@@ -52,7 +52,8 @@ Part = TypeVar("Part", bound=Mixer | Alignment)
 SizeName: TypeAlias = Annotated[str, Choices(tuple(zoo.T5_1_1))]
 
 STEPS = 6000
-INPUTS, TARGETS = 32, 4  # tokens; no example of the synthetic mixture is longer
+INPUTS, TARGETS = 32, 4
+"""The numbers of tokens in a row. No example of the synthetic mixture is longer."""
 SIZE = Size(d_model=64, layers=2, d_ff=128, heads=4, head_dim=16)
 
 

@@ -3,8 +3,8 @@
 The recipes can also train talking heads (Shazeer et al. 2020). This command trains a Random
 Synthesizer:
 
-    synthesizer-jax train papers.pretraining:c4:mesh_learned_random_base --workdir runs/r --data-dir DATA \\
-        --set vocabulary.path=spiece.model
+    synthesizer-jax train papers.pretraining:c4:mesh_learned_random_base --workdir runs/r \\
+        --data-dir DATA --set vocabulary.path=spiece.model
 
 `c4` takes the name of a model of the zoo. The models of the table are ``mesh_learned_MODE_base``
 (MODE is vanilla, random, dense, random_plus, dense_plus, …), ``lightweight_convolution_base``,
@@ -20,6 +20,7 @@ from __future__ import annotations
 from synthesizer_jax.recipes import pretrain
 from synthesizer_jax.recipes.papers import laptop_model
 
+from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.models import ZOO, EncoderDecoder, Run, UniversalStack
 from synthesizer_jax.training.experiment import Experiment
@@ -34,7 +35,10 @@ def c4(model: str) -> Experiment:
     """Pre-trains a model of the zoo on C4 for 524,288 steps, as T5 is pre-trained."""
     experiment = pretrain.t5_1_0_base()
     if model not in ZOO:
-        raise ValueError(f"there is no model {model!r}; 'synthesizer-jax models' lists all")
+        hint = did_you_mean(model, ZOO) or "."
+        raise ValueError(
+            f"There is no model {model!r}{hint} 'synthesizer-jax models' lists all models."
+        )
     chosen = ZOO[model]()
     assert isinstance(chosen, EncoderDecoder)
     return replace(experiment, model=chosen.copy(dtype="auto"))

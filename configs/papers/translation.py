@@ -5,7 +5,8 @@ HC-ALL and SH-X in You et al. These commands import Multi30k, train a vocabulary
 model:
 
     synthesizer-jax data import multi30k/en_de --data-dir DATA \\
-        --from train=train.en+train.de,validation=val.en+val.de,test=test_2016_flickr.en+test_2016_flickr.de
+        --from train=train.en+train.de --from validation=val.en+val.de \\
+        --from test=test_2016_flickr.en+test_2016_flickr.de
     synthesizer-jax data vocabulary multi30k_en_de --output spm.model --size 4000 --data-dir DATA
     synthesizer-jax train papers.translation:multi30k:rv --workdir runs/rv --data-dir DATA \\
         --set vocabulary.path=spm.model
@@ -42,7 +43,8 @@ Stacks: TypeAlias = Literal["encoder", "decoder", "encoder,decoder"]
 
 BASE = Size(d_model=512, layers=6, d_ff=2048, heads=8, head_dim=64)
 SIZE = Size(d_model=128, layers=2, d_ff=512, heads=4, head_dim=32)
-LENGTH = 32  # tokens; longer sentences are cut
+LENGTH = 32
+"""The number of tokens of a sentence. Longer sentences are truncated."""
 PREFIX = 7
 """The number of tokens of "translate English to German:" with the vocabulary of the commands above.
 
