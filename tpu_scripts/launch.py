@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Cloud TPU machines from nothing to a run that outlives preemption, and back to zero cost.
+"""Creates Cloud TPU machines, keeps a run going on them, and deletes them.
 
   POD="--name pod --zone us-east5-b"
   RUN="--workdir gs://BUCKET/runs/rv --data-dir gs://BUCKET/data"
@@ -13,11 +13,15 @@
   launch.py delete  $POD
   launch.py babysit $POD --type v6e-16 --spot -- quickstart $RUN
 
-`babysit` does all of it, again after every preemption, until the run has ended. `train` and `run` return
-when the program has started on every host; it goes on when you log out. `stop` lets a run save; the same
-`train` continues it. What follows `--` goes to `synthesizer-jax train`, after `run` to `synthesizer-jax`.
-Data is prepared and uploaded before. Every host's log is copied to logs/ in --workdir.
---dry-run prints the commands instead of running them. docs/pods.md tells the whole way.
+`babysit` does all of this, and repeats it after every preemption until the run
+has ended. `train` and `run` return when the program has started on every host.
+The program continues when you log out. `stop` lets a run save, and the same
+`train` continues it.
+
+The words after `--` are arguments of `synthesizer-jax train`, or of
+`synthesizer-jax` itself after `run`. Prepare and upload the data before you
+start. Every host copies its log to logs/ in --workdir. With --dry-run, the
+commands are printed and not run. docs/pods.md describes every step.
 """
 
 from __future__ import annotations
@@ -38,16 +42,20 @@ GONE = ("FAILED", "SUSPENDED", "SUSPENDING", "DELETING")
 """States of a request whose machines will not come back."""
 
 SOFTWARE = {"v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5", "v6e": "v2-alpha-tpuv6e"}
-"""The machines' software by generation; others have `tpu-ubuntu2204-base`."""
+"""The software of the machines, by generation. All others have `tpu-ubuntu2204-base`."""
 
 INTERRUPTED = ("75", "143", "idle")
-"""How a host tells that its run is to be started again: saved, ended before it began, or lost."""
+"""What a host reports if its run must be started again.
+
+The exit code is 75 if the run has saved, and 143 if it was stopped before it could save. The host
+is idle if the run was lost.
+"""
 
 READS_DATA = ("train", "distill", "eval", "predict", "inspect")
-"""The program's commands that prepare what is missing of their data."""
+"""The commands of the program that prepare missing data."""
 
-# On every host. A run holds run.lock as long as it lives, and then writes its exit code to
-# run.exit.
+# The following scripts run on every host. A run holds a lock on run.lock until it ends, and then
+# writes its exit code to run.exit.
 SETUP = """
 set -e
 mkdir -p synthesizer_jax && tar -xzf synthesizer_jax.tar.gz -C synthesizer_jax && cd synthesizer_jax
@@ -56,19 +64,24 @@ python3 -m pip install --quiet --user uv
 .venv/bin/python -m pip install --quiet -c constraints.txt '.[{extras}]'
 """
 RUN = """
-cd synthesizer_jax && exec 9>> run.lock && flock -n 9 || {{ echo "a run is going on"; exit 1; }}
+cd synthesizer_jax && exec 9>> run.lock && flock -n 9 || {{ echo "A run is in progress."; exit 1; }}
 rm -f run.exit
 {flags}setsid nohup sh -c '"$0" "$@"; echo $? > run.exit' \
 "$PWD"/.venv/bin/synthesizer-jax {command} >> run.log 2>&1 < /dev/null &
 """
-# Copies the log every minute, and when the run has ended; not even a preemption's SIGTERM ends it
-# before.
+COPY_FILE = (
+    "import sys; from etils.epath import Path; "
+    "Path(sys.argv[2]).write_bytes(Path(sys.argv[1]).read_bytes())"
+)
+"""A program that copies a file to a path, which may be in a bucket."""
+
+# Copies the log every minute, and again when the run has ended. SIGTERM, which a preemption sends,
+# does not stop it before that.
 KEEP_LOG = """
 setsid nohup sh -c 'trap "" TERM; keep() { .venv/bin/python -c "$0" run.log "$1/$(hostname).log"; }
 until flock -w 60 run.lock true; do keep "$1"; done; keep "$1"' \
-'import sys; from etils.epath import Path; Path(sys.argv[2]).write_bytes(Path(sys.argv[1]).read_bytes())' \
-LOGS > /dev/null 2>&1 < /dev/null 9>&- &
-"""
+'COPY_FILE' LOGS > /dev/null 2>&1 < /dev/null 9>&- &
+""".replace("COPY_FILE", COPY_FILE)
 STATUS = """
 cd synthesizer_jax 2> /dev/null && if flock -n run.lock true
 then echo "run $(hostname) $(cat run.exit 2> /dev/null || echo idle)"
@@ -82,7 +95,7 @@ flock -w 300 run.lock true
 
 
 def fail(message: str) -> None:
-    """Ends the program with a sentence."""
+    """Prints an error and ends the program."""
     sys.exit(f"error: {message}")
 
 
@@ -90,7 +103,7 @@ class Pod:
     """A queued resource and its machines.
 
     Args:
-      args: the command line's.
+      args: the options of the command line.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -100,7 +113,12 @@ class Pod:
         self.reach = [*self.place, *(["--tunnel-through-iap"] if args.tunnel_through_iap else [])]
 
     def call(self, command: Sequence[str], *, tries: int = 1) -> bool:
-        """Runs a command, or prints it; new machines refuse the first connections."""
+        """Runs a command, or prints it with ``--dry-run``. Returns whether it succeeded.
+
+        Args:
+          command: the command and its arguments.
+          tries: how often to try. New machines refuse the first connections.
+        """
         if self.args.dry_run:
             print(shlex.join(command))
             return True
@@ -121,18 +139,18 @@ class Pod:
         return [*GCLOUD, "ssh", self.args.name, *self.reach, *where]
 
     def create(self) -> None:
-        """Asks for the machines."""
+        """Requests the machines."""
         args = self.args
         if not args.type:
-            fail("give --type, such as v6e-16")
+            fail("Give --type, such as v6e-16.")
         chips = CHECKOUT / "synthesizer_jax" / "costs" / "chips.py"
         question = [sys.executable, "-I", str(chips), args.type]
         found = subprocess.run(question, stdout=subprocess.PIPE, text=True, check=False)
         if found.returncode:
-            sys.exit(found.returncode)  # it has said which sizes there are
+            sys.exit(found.returncode)  # the program has printed the sizes that exist
         chip, kind, topology, _, usual = found.stdout.split()
         if chip == "tpu7x":
-            fail("TPU7x exists on GKE alone; see docs/pods.md")
+            fail("TPU7x is only available on GKE. See docs/pods.md.")
         shape = [f"--accelerator-type={kind}"]
         if usual != "usual":
             shape = [f"--type={kind.rpartition('-')[0]}", f"--topology={topology}"]
@@ -146,13 +164,17 @@ class Pod:
         command += [f"--{option}" for option in ("spot", "reserved") if getattr(args, option)]
         if not self.call(command):
             fail(
-                f"{args.name} was not created; if gcloud speaks of quota, ask for more under IAM & "
-                "Admin, Quotas (--spot and flex-start use the preemptible quota), or take another "
-                "--zone, --type or --spot"
+                f"{args.name} was not created. If gcloud mentions a quota, request more under IAM "
+                "& Admin, Quotas (--spot and flex-start use the preemptible quota), or choose "
+                "another --zone, --type or --spot."
             )
 
     def state(self) -> str:
-        """Returns the state of the request, or NONE; where a machine is gone it is SUSPENDED."""
+        """Returns the state of the request.
+
+        It is NONE if there is no request, and SUSPENDED if one of the machines is gone. It is
+        UNKNOWN if gcloud fails.
+        """
         question = [*GCLOUD, "describe", self.args.name, *self.place, "--format=value(state.state)"]
         machines = ["gcloud", "compute", "tpus", "tpu-vm", "list", *self.place]
         machines += [f"--filter=name~/nodes/{self.args.name}", "--format=value(state)"]
@@ -173,7 +195,7 @@ class Pod:
         return found
 
     def wait(self) -> bool:
-        """Waits for the machines; returns whether they came."""
+        """Waits for the machines, and returns whether they are available."""
         before = ""
         while True:
             state = self.state()
@@ -185,7 +207,7 @@ class Pod:
             time.sleep(self.args.poll)
 
     def setup(self) -> bool:
-        """Installs what is committed in this checkout, on every host."""
+        """Installs the commit of this checkout on every host, and returns whether it succeeded."""
         archive = CHECKOUT / "build" / f"{self.args.name}.tar.gz"
         if not self.args.dry_run:
             archive.parent.mkdir(exist_ok=True)
@@ -197,15 +219,19 @@ class Pod:
         return self.call(git) and self.call(copy, tries=10) and self.on_hosts(install, tries=3)
 
     def start(self, command: Sequence[str]) -> bool:
-        """Starts a command of the program on every host."""
+        """Starts a command of the program on every host, and returns whether it succeeded."""
         flags = f"LIBTPU_INIT_ARGS={shlex.quote(self.args.flags)} " if self.args.flags else ""
         script = RUN.format(flags=flags, command=shlex.join(command))
-        if workdir := options_of(command).get("--workdir"):
+        workdir = options_of(command).get("--workdir")
+        if workdir:
             script += KEEP_LOG.strip().replace("LOGS", shlex.quote(f"{workdir}/logs"))
         return self.on_hosts(script)
 
     def host_states(self) -> list[str]:
-        """Returns what each host says of its run: running, idle or an exit code; empty: not reached."""
+        """Returns the state of the run on each host: ``running``, ``idle`` or an exit code.
+
+        The list is empty if no host can be reached.
+        """
         if self.args.dry_run:
             self.on_hosts(STATUS)
             return ["0"]
@@ -214,7 +240,11 @@ class Pod:
         return re.findall(r"^run \S+ (\S+)$", answer.stdout, re.MULTILINE)
 
     def watch(self) -> str:
-        """Follows a run; returns "finished", "interrupted", or the exit code of a host that failed."""
+        """Waits until a run has ended, and returns how.
+
+        Returns:
+          "finished", "interrupted", or the exit code of a host that failed.
+        """
         failures = silences = 0
         while True:
             states = self.host_states()
@@ -225,52 +255,71 @@ class Pod:
             failed = [state for state in states if state not in ("0", "running", *INTERRUPTED)]
             if any(state in INTERRUPTED for state in states) and not failed:
                 return "interrupted"
-            # Machines that are being taken away make runs crash first, so a failure counts when it
-            # stays.
-            failures, silences = (failures + 1 if failed else 0), (0 if states else silences + 1)
+            # Runs crash before machines are taken away, so a failure counts only if it persists.
+            failures = failures + 1 if failed else 0
+            silences = 0 if states else silences + 1
             if failures == 3:
                 return failed[0]
             time.sleep(self.args.poll)
 
     def delete(self) -> None:
-        """Gives the machines back."""
+        """Deletes the request and its machines."""
         command = [*GCLOUD, "delete", self.args.name, *self.place, "--force", "--quiet"]
         if not self.call(command, tries=3):
-            fail(f"{self.args.name} is not deleted and costs money; run launch.py delete again")
+            fail(
+                f"{self.args.name} was not deleted and still costs money. Run launch.py delete "
+                "again."
+            )
+
+    def _is_running(self, command: Sequence[str]) -> bool:
+        """Starts a run unless it is running already, and returns whether this succeeded."""
+        if "running" in self.host_states():
+            return True
+        # Some hosts may still have a run from before an interruption.
+        return self.setup() and self.on_hosts(STOP) and self.start(command)
 
     def babysit(self, command: Sequence[str]) -> None:
-        """Keeps a run going until it has ended: machines, installation, run, and all of it again."""
+        """Creates machines, installs the package and starts a run, until the run has ended.
+
+        Every step is repeated if the machines are taken away.
+        """
         for _ in range(self.args.max_restarts + 1):
-            if (state := self.state()) in GONE:
+            state = self.state()
+            if state in GONE:
                 self.delete()
             if state in (*GONE, "NONE") or self.args.dry_run:
                 self.create()
             if not self.wait():
                 continue
-            if "running" not in self.host_states() and not (
-                self.setup() and self.on_hosts(STOP) and self.start(command)
-            ):
+            if not self._is_running(command):
                 continue
             outcome = self.watch()
-            if outcome != "interrupted":
-                if outcome != "finished":
-                    self.call(self.ssh("0", "0", "tail -n 20 synthesizer_jax/run.log"))
-                if self.args.delete_at_end:
-                    self.delete()
-                if outcome == "finished":
-                    return
-                fail(f"the run ended with exit code {outcome}; its log is above")
+            if outcome == "interrupted":
+                continue
+            if outcome != "finished":
+                self.call(self.ssh("0", "0", "tail -n 20 synthesizer_jax/run.log"))
+            if self.args.delete_at_end:
+                self.delete()
+            if outcome == "finished":
+                return
+            fail(f"The run ended with exit code {outcome}. The end of its log is above.")
         fail(
             f"{self.args.name} was interrupted more often than --max-restarts "
-            f"{self.args.max_restarts}"
+            f"({self.args.max_restarts})."
         )
 
 
 def options_of(command: Sequence[str]) -> dict[str, str]:
-    """Returns the options of a command, and what it sets, by name."""
+    """Returns the values of a command's options and of the fields that it sets, by name.
+
+    A value may follow its name after ``=`` or as the next word.
+    """
     words = [word.removeprefix("--set=") for word in command]
-    pairs = zip(words, [*words[1:], ""], strict=True)
-    return {w.partition("=")[0]: w.partition("=")[2] or following for w, following in pairs}
+    values = {}
+    for word, next_word in zip(words, [*words[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        values[name] = value or next_word
+    return values
 
 
 def check_data(command: Sequence[str], extras: str) -> None:
@@ -278,23 +327,26 @@ def check_data(command: Sequence[str], extras: str) -> None:
     prepares = command[0] in ("quickstart", "data")
     reads = command[0] in READS_DATA and "--data-dir" not in options_of(command)
     if (prepares or reads) and "data" not in extras.split(","):
-        fail(
-            f"{command[0]} would prepare data, which needs --extras {extras},data"
-            f"{'' if prepares else '; or give --data-dir with prepared data, see docs/pods.md'}"
+        problem = (
+            f"{command[0]} would prepare data on the machines, which needs --extras {extras},data."
         )
+        if not prepares:
+            problem += " You can also give a --data-dir with prepared data (see docs/pods.md)."
+        fail(problem)
 
 
 def check_command(command: Sequence[str], extras: str) -> None:
-    """Checks what costs money later: places that outlive the machines, data, recipe and fields."""
+    """Checks the directories, the data, the recipe and its fields, before they cost money."""
     for name, place in options_of(command).items():
         if name in ("--workdir", "--data-dir", "vocabulary.path") and not place.startswith("gs://"):
-            fail(f"{name} {place} goes away with the machines; give gs://BUCKET/…")
+            fail(f"{name} is {place}, which is deleted with the machines. Give gs://BUCKET/….")
     check_data(command, extras)
     if command[0] == "train" and shutil.which("synthesizer-jax"):
+        # The words --set and those after them.
         settings = [w for i, w in enumerate(command) if "--set" in (w, command[i - 1])]
         checked = ["synthesizer-jax", "recipes", command[1], *settings]
         if subprocess.run(checked, stdout=subprocess.DEVNULL, check=False).returncode:
-            sys.exit(2)  # it has said what is wrong
+            sys.exit(2)  # the program has printed the error
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -304,51 +356,82 @@ def make_parser() -> argparse.ArgumentParser:
     )
     actions = ("create", "setup", "train", "run", "status", "logs", "stop", "delete", "babysit")
     parser.add_argument("action", choices=actions)
-    parser.add_argument("--name", required=True, help="of the request and its machines")
-    parser.add_argument("--zone", required=True, help="such as us-east5-b")
-    parser.add_argument("--project", help="by default the one of gcloud's configuration")
-    parser.add_argument("--type", help="v6e-16, or by its chips, v6e:4x4")
-    parser.add_argument("--slices", type=int, default=1, help="several slices as one run")
+    parser.add_argument("--name", required=True, help="The name of the request and its machines.")
+    parser.add_argument("--zone", required=True, help="The zone, such as us-east5-b.")
+    parser.add_argument("--project", help="The project. The default is gcloud's project.")
+    parser.add_argument(
+        "--type", help="The size of a slice, such as v6e-16, or its topology, such as v6e:4x4."
+    )
+    parser.add_argument("--slices", type=int, default=1, help="The number of slices of the run.")
     tier = parser.add_mutually_exclusive_group()
-    tier.add_argument("--spot", action="store_true", help="cheap, may be taken away")
-    tier.add_argument("--reserved", action="store_true", help="of the project's reservation")
-    parser.add_argument("--version", help="the machines' software; by default the one for --type")
-    parser.add_argument("--gcloud", action="append", default=[], help="of its create; repeatable")
-    parser.add_argument("--alpha", action="store_true", help="ask by gcloud alpha, for its options")
-    parser.add_argument("--extras", default="train,gcs,tpu", help="of the package, to install")
-    parser.add_argument("--flags", help="LIBTPU_INIT_ARGS of the run; docs/pods.md has some")
-    parser.add_argument("--tunnel-through-iap", action="store_true", help="reach the hosts so")
-    parser.add_argument("--max-restarts", type=int, default=100, help="of babysit")
-    parser.add_argument("--delete-at-end", action="store_true", help="babysit deletes the machines")
-    parser.add_argument("--poll", type=float, default=30, help="seconds between two looks")
-    parser.add_argument("--dry-run", action="store_true", help="print commands, run none")
+    tier.add_argument(
+        "--spot", action="store_true", help="Use cheap machines that can be taken away."
+    )
+    tier.add_argument("--reserved", action="store_true", help="Use the project's reservation.")
+    parser.add_argument(
+        "--version", help="The software of the machines. The default depends on --type."
+    )
+    parser.add_argument(
+        "--gcloud",
+        action="append",
+        default=[],
+        help="An option of gcloud's command create. Repeatable.",
+    )
+    parser.add_argument(
+        "--alpha",
+        action="store_true",
+        help="Create the machines with gcloud alpha, which has more options.",
+    )
+    parser.add_argument(
+        "--extras", default="train,gcs,tpu", help="The extras of the package to install."
+    )
+    parser.add_argument("--flags", help="LIBTPU_INIT_ARGS of the run. docs/pods.md lists some.")
+    parser.add_argument(
+        "--tunnel-through-iap", action="store_true", help="Connect to hosts through a tunnel."
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, default=100, help="How often babysit restarts the run."
+    )
+    parser.add_argument(
+        "--delete-at-end", action="store_true", help="Let babysit delete the machines at the end."
+    )
+    parser.add_argument(
+        "--poll", type=float, default=30, help="The number of seconds between two checks."
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="Print the commands, and do not run them."
+    )
     return parser
 
 
 def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options, and what follows `--`."""
+    """Returns the options, and the command that follows `--`."""
     end = words.index("--") if "--" in words else len(words)
     args = make_parser().parse_args(words[:end])
     if not re.fullmatch("[a-z]+-[a-z]+[0-9]+-[a-z]", args.zone):
-        fail(f"--zone is {args.zone}; a zone is a region and a letter, such as us-east5-b")
+        fail(
+            f"--zone is {args.zone}, but a zone consists of a region and a letter, such as "
+            "us-east5-b."
+        )
     if not re.fullmatch("[a-z]([-a-z0-9]{0,61}[a-z0-9])?", args.name):
         fail(
-            f"--name is {args.name}; Google Cloud takes up to 63 lowercase letters, digits and "
-            "hyphens that begin with a letter and do not end with a hyphen, such as pod-1"
+            f"--name is {args.name}, which Google Cloud does not accept. Use up to 63 lowercase "
+            "letters, digits and hyphens, begin with a letter, and do not end with a hyphen."
         )
     flex = next((option for option in args.gcloud if "flex-start" in option), None)
     if flex is not None and not args.alpha:
-        fail(f"--gcloud={flex} is an option of gcloud alpha; add --alpha")
+        fail(f"--gcloud={flex} is an option of gcloud alpha. Add --alpha.")
     if flex is not None and (args.spot or args.reserved):
-        fail(f"--gcloud={flex} excludes --spot and --reserved; leave them out")
+        fail(f"--gcloud={flex} cannot be combined with --spot or --reserved. Leave them out.")
     command = list(words[end + 1 :])
     if args.action in ("train", "run", "babysit"):
-        command = command if args.action == "run" else ["train", *command]
+        if args.action != "run":
+            command = ["train", *command]
         if len(command) < 2:
-            fail(f"{args.action} needs what the program is to do after --")
+            fail(f"{args.action} needs the arguments of the program after --.")
         check_command(command, args.extras)
     elif command:
-        fail(f"{args.action} takes nothing after --")
+        fail(f"{args.action} takes no arguments after --.")
     return args, command
 
 
@@ -375,7 +458,7 @@ def main() -> None:
             "run": lambda: pod.start(command),
         }[args.action]()
         if not done:
-            fail(f"{args.action} did not succeed on every host; launch.py status shows them")
+            fail(f"{args.action} did not succeed on every host. launch.py status shows the hosts.")
 
 
 if __name__ == "__main__":

@@ -53,28 +53,31 @@ def test_a_dry_run_prints_the_commands(name):
     ("arguments", "message"),
     [
         (["create", *POD, "--type", "v6e-17"], "v6e"),
-        (["create", *POD, "--type", "tpu7x:2x2x4"], "GKE alone"),
+        (["create", *POD, "--type", "tpu7x:2x2x4"], "only available on GKE"),
         (["setup", "--name", "pod", "--zone", "us-east5"], "us-east5-b"),
         (
             ["train", *POD, "--", "quickstart", "--workdir", "runs/rv"],
-            "--workdir runs/rv goes away",
+            "--workdir is runs/rv, which is deleted",
         ),
-        (["run", *POD, "--", "eval", "--data-dir=data"], "--data-dir data goes away"),
+        (["run", *POD, "--", "eval", "--data-dir=data"], "--data-dir is data, which is deleted"),
         (
             ["train", *POD, "--", "x", "--set=vocabulary.path=v.model"],
-            "vocabulary.path v.model goes",
+            "vocabulary.path is v.model, which",
         ),
         (
             ["status", "--name", "Pod_1", *POD[2:]],
-            "--name is Pod_1; Google Cloud takes up to 63 lower",
+            "--name is Pod_1, which Google Cloud does not accept. Use up to 63 lower",
         ),
-        (["create", *POD, FLEX], f"{FLEX} is an option of gcloud alpha; add --alpha"),
-        (["create", *POD, FLEX, "--alpha", "--spot"], f"{FLEX} excludes --spot and --reserved"),
-        (["train", *POD, "--", "quickstart", *RUN[:2]], "give --data-dir with prepared data"),
+        (["create", *POD, FLEX], f"{FLEX} is an option of gcloud alpha. Add --alpha"),
+        (
+            ["create", *POD, FLEX, "--alpha", "--spot"],
+            f"{FLEX} cannot be combined with --spot or --reserved",
+        ),
+        (["train", *POD, "--", "quickstart", *RUN[:2]], "give a --data-dir with prepared data"),
         (["run", *POD, "--", "quickstart", *RUN[:2]], "--extras train,gcs,tpu,data"),
         (["create", *POD, "--spot", "--reserved"], "--reserved: not allowed with argument --spot"),
         (["train", *POD], "after --"),
-        (["stop", *POD, "--", "x"], "takes nothing after --"),
+        (["stop", *POD, "--", "x"], "takes no arguments after --"),
     ],
 )
 def test_what_would_fail_on_the_machines_is_said_before(arguments, message):
@@ -141,7 +144,7 @@ def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
     until("running")
     until("began train wait", (tmp_path / "synthesizer_jax" / "run.log").read_text)
     pod.start(["train"])
-    assert "a run is going on" in pod.said
+    assert "A run is in progress." in pod.said
     host(launch.STOP)
     assert told() == "75"
     assert mine.poll() is None, "only runs in the launcher's folder are stopped"
