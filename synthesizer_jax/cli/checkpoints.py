@@ -55,10 +55,13 @@ def convert(
     from synthesizer_jax.runs import code
 
     if extra_ids is not None and vocabulary is None:
-        raise ValueError("--extra-ids belongs to --vocabulary; name one, or leave it out")
+        raise ValueError(
+            "--extra-ids can only be used with --vocabulary. Give both, or leave it out."
+        )
     if max_length is not None and not (encoder or decoder):
         raise ValueError(
-            "--max-length belongs to --encoder and --decoder; give one, or leave it out"
+            "--max-length can only be used with --encoder or --decoder. Give one of them, or leave "
+            "it out."
         )
     code.load_user_code(imports or ())
     named = None if vocabulary is None else named_vocabulary(vocabulary, extra_ids)

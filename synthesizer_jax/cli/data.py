@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import pathlib
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from synthesizer_jax.base.files import storage_path
-from synthesizer_jax.base.messages import did_you_mean
+from synthesizer_jax.base.messages import did_you_mean, end_sentence
 from synthesizer_jax.base.typing import Count, Number, Range
 from synthesizer_jax.cli.options import DataDir, Imports, print_table
 from synthesizer_jax.data.vocabularies import EXTRA_IDS, Bytes, SentencePiece
@@ -56,7 +57,9 @@ def _vocabulary(
     name: str | None, extra_ids: int = EXTRA_IDS, bos: bool = False
 ) -> SentencePiece | Bytes:
     """Returns the vocabulary of a SentencePiece file, or bytes if the name is "bytes" or `None`."""
-    return Bytes(extra_ids) if name in (None, "bytes") else SentencePiece(str(name), extra_ids, bos)
+    if name is None or name == "bytes":
+        return Bytes(extra_ids)
+    return SentencePiece(name, extra_ids, bos)
 
 
 def prepare_missing(
@@ -96,14 +99,16 @@ def prepare_missing(
         done = subprocess.run(
             command, check=False, stderr=subprocess.PIPE, text=True, errors="replace"
         )
-        # If the process failed, its last line is the error, which is raised here.
-        said, _, last = done.stderr.rstrip().rpartition("\n")
-        print(said if done.returncode else done.stderr, end="", file=sys.stderr)
-        if done.returncode:
+        if not done.returncode:
+            print(done.stderr, end="", file=sys.stderr)
+        else:
+            # The last line of a process that fails is its error, which is raised here.
+            said, _, last = done.stderr.rstrip().rpartition("\n")
+            print(said, end="", file=sys.stderr)
             reason = last.removeprefix("error: ") or f"exit code {done.returncode}"
             raise ValueError(
-                f"{experiment.data.mixture} could not be prepared: {reason}; the command was: "
-                f"synthesizer-jax {shlex.join(missing)}"
+                f"{experiment.data.mixture} could not be prepared: {end_sentence(reason)} The "
+                f"command was: synthesizer-jax {shlex.join(missing)}"
             )
 
 
@@ -164,18 +169,13 @@ def import_files(
     from synthesizer_jax.tasks.task_registry import default_data_dir
 
     directory = data_dir or default_data_dir()
-    pairs = [label.partition("=") for label in (labels.split(",") if labels else ())]
-    words = {value: word if equals else value for value, equals, word in pairs}
-    if len(words) < len(pairs):
-        values = [value for value, _, _ in pairs]
-        repeated = next(value for value in words if values.count(value) > 1)
-        raise ValueError(f"--labels gives {repeated!r} twice; give every value once")
-    splits = functools.partial(find_splits, source, columns=columns.split(",") if columns else ())
-    hint: list[str] = []
+    words = _label_words(labels)
+    column_names = columns.split(",") if columns else []
+    hints = []
     if benchmark == MINE:
         if name is None or target is None:
             missing = "--name" if name is None else "--target"
-            raise ValueError(f"'data import {MINE}' needs {missing}; --help shows an example")
+            raise ValueError(f"'data import {MINE}' needs {missing}. See the example in --help.")
         task = file_tasks.FileTask(
             name,
             None if inputs is None else file_tasks.Template(inputs),
@@ -183,34 +183,55 @@ def import_files(
             tuple(metrics or ["accuracy"]),
             words,
         )
-        files = splits()
+        files = find_splits(source, columns=column_names)
         import_tensorflow()
         reports = file_tasks.import_files(task, files, directory, renew=renew)
-        of_split = "" if "train" in files else f" --set data.split={min(files)}"
-        hint += [f"train with --set data.mixture={name}{of_split}"] if target else []
-    elif any(x is not None for x in (name, inputs, target, metrics)):
+        if target:
+            split = "" if "train" in files else f" --set data.split={min(files)}"
+            hints.append(f"train with --set data.mixture={name}{split}")
+    elif any(option is not None for option in (name, inputs, target, metrics)):
         raise ValueError(
-            f"{benchmark} has its own format; --name, --input, --target and --metric belong to "
-            f"'data import {MINE}'"
+            f"{benchmark} has its own format. The options --name, --input, --target and --metric "
+            f"can only be used with 'data import {MINE}'."
         )
     elif benchmark in DATASETS:
-        files = splits()
+        files = find_splits(source, columns=column_names)
         import_tensorflow()
         reports = corpora.import_dataset(benchmark, files, directory, labels=words, renew=renew)
     elif benchmark not in ARCHIVES:
         importable = (MINE, *ARCHIVES, *DATASETS)
+        hint = did_you_mean(benchmark, importable) or "."
         raise ValueError(
-            f"{benchmark!r} cannot be imported{did_you_mean(benchmark, importable)}; choose one of "
-            f"{', '.join(importable)}"
+            f"There is no data set {benchmark!r} to import{hint} Choose one of "
+            f"{', '.join(importable)}."
         )
     elif len(source) > 1 or labels or columns:
         raise ValueError(
-            f"{benchmark} is imported as it is published, from one directory; give one --from alone"
+            f"{benchmark} is imported from the directory of its published files. Give this "
+            "directory with --from, and neither --labels nor --columns."
         )
     else:
         import_tensorflow()
         reports = corpora.import_archive(benchmark, storage_path(source[0]), directory, renew=renew)
-    typer.echo("\n".join([*corpora.report_lines(reports), *hint, f"data sets are in {directory}"]))
+    lines = [*corpora.report_lines(reports), *hints, f"data sets are in {directory}"]
+    typer.echo("\n".join(lines))
+
+
+def _label_words(labels: str | None) -> dict[str, str]:
+    """Returns the words of ``--labels``, by the values that stand for them in the files.
+
+    A value without ``=`` stands for itself.
+
+    Raises:
+      ValueError: a value occurs twice.
+    """
+    words: dict[str, str] = {}
+    for label in labels.split(",") if labels else ():
+        value, equals, word = label.partition("=")
+        if value in words:
+            raise ValueError(f"--labels contains {value!r} twice. Give every value only once.")
+        words[value] = word if equals else value
+    return words
 
 
 def prepare_tasks(
@@ -295,8 +316,10 @@ def list_tasks(
     from synthesizer_jax.tasks import task_registry
 
     directory = _open_directory(data_dir, imports, libraries=False)
-    rates: dict[str, float | None] = dict.fromkeys(task_registry.task_names())
-    if mixture is not None:
+    rates: dict[str, float | None]
+    if mixture is None:
+        rates = dict.fromkeys(task_registry.task_names())
+    else:
         rates = {**task_registry.mixture_rates(mixture, directory)}
     rows = []
     for name, rate in rates.items():
@@ -343,14 +366,19 @@ def show_task(
         task, split, built, data_dir=directory, count=max(rows, examples)
     )
     measured = list(read)
-    for row, side in ((row, side) for row in measured[:rows] for side in SIDES if side in row):
-        ids = [int(i) for i in row[side]]
-        shown, more = ids[:SHOWN_TOKENS], "…" if len(ids) > SHOWN_TOKENS else ""
-        pieces = "·".join(built.decode([i]) for i in shown if i != built.eos_id)
-        typer.echo(
-            f"{side}: {task_contents.text_of(row, side, built)}\n"
-            f"  {len(ids):,} tokens: {pieces}{more}\n  ids: {' '.join(map(str, shown))}{more}"
-        )
+    for row in measured[:rows]:
+        for side in SIDES:
+            if side not in row:
+                continue
+            ids = [int(i) for i in row[side]]
+            shown = ids[:SHOWN_TOKENS]
+            more = "…" if len(ids) > SHOWN_TOKENS else ""
+            pieces = "·".join(built.decode([i]) for i in shown if i != built.eos_id)
+            typer.echo(
+                f"{side}: {task_contents.text_of(row, side, built)}\n"
+                f"  {len(ids):,} tokens: {pieces}{more}\n"
+                f"  ids: {' '.join(map(str, shown))}{more}"
+            )
     unit = "bytes" if isinstance(built, Bytes) else "tokens"
     typer.echo(f"{task}, {split}: lengths of {len(measured[:examples]):,} rows in {unit}")
     for side in SIDES:
@@ -385,13 +413,15 @@ def check_tasks(mixture: str, *, data_dir: DataDir = None, imports: Imports = No
         published = "not known" if check.published is None else f"{check.published:,}"
         shared = ", ".join(f"{other} {n:,}" for other, n in check.shared.items()) or "–"
         number = "?" if check.rows is None else f"{check.rows:,}"
-        number += " ✗" if check.is_complete is False else ""
+        if check.is_complete is False:
+            number += " ✗"
         rows.append((check.task, check.split, number, published, f"{check.repeated:,}", shared))
     headings = ("task", "split", "rows", "published", "repeated rows", "inputs shared with")
     print_table(headings, rows, title=f"{mixture} in {directory}", left=2)
-    wrong = [f"{c.task} {c.split}" for c in checks if c.is_complete is False]
+
+    wrong = [f"{check.task} {check.split}" for check in checks if check.is_complete is False]
     if wrong:
-        typer.echo(f"not of the published size: {', '.join(wrong)}", err=True)
+        typer.echo(f"Splits without their published number of rows: {', '.join(wrong)}", err=True)
         raise typer.Exit(1)
 
 
@@ -416,15 +446,15 @@ def train_vocabulary(
     from synthesizer_jax.data.vocabularies import train_sentencepiece
     from synthesizer_jax.preparation.task_contents import read_rows, text_of
 
-    directory, codec = _open_directory(data_dir, imports), Bytes().build()
+    directory = _open_directory(data_dir, imports)
     members = _members(mixture, directory, "train")
-    texts = [
-        text
-        for name in members
-        for row in read_rows(name, "train", codec, data_dir=directory, count=examples)
-        for side in SIDES
-        if (text := text_of(row, side, codec))
-    ]
+    # Only the texts of the rows are used, so any vocabulary will do.
+    codec = Bytes().build()
+    rows = itertools.chain.from_iterable(
+        read_rows(name, "train", codec, data_dir=directory, count=examples) for name in members
+    )
+    sides = (text_of(row, side, codec) for row in rows for side in SIDES)
+    texts = list(filter(None, sides))
     train_sentencepiece(texts, output, vocab_size=size)
     typer.echo(f"{output}: {size:,} pieces from {len(texts):,} texts of {', '.join(members)}")
 
@@ -449,6 +479,6 @@ def _members(mixture: str, directory: pathlib.Path, split: str | None = None) ->
     if not members:
         data = "data" if split is None else f"a split {split!r}"
         raise FileNotFoundError(
-            f"no task of {mixture!r} has {data} in {directory}; {import_remedy(names, directory)}"
+            f"No task of {mixture!r} has {data} in {directory}. {import_remedy(names, directory)}"
         )
     return members

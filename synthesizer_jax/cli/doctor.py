@@ -52,13 +52,17 @@ def doctor(
             versions[package] = importlib.metadata.version(package)
     versions |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
     everyone = processes.all_gather("doctor", versions)
-    if different := [i for i, one in enumerate(everyone) if one != everyone[0]]:
+    different = [i for i, one in enumerate(everyone) if one != everyone[0]]
+    if different:
         raise ValueError(
-            f"versions or settings differ: {everyone[0]} on process 0, {everyone[different[0]]} on "
-            f"{', '.join(map(str, different))}; set up every host from the same commit and "
-            "constraints file, and restart all"
+            f"Versions or settings differ. Process 0 has {everyone[0]}. Process {different[0]} has "
+            f"{everyone[different[0]]}. These processes differ from process 0: "
+            f"{', '.join(map(str, different))}. Set up every host from the same commit and "
+            "constraints file, and restart all processes."
         )
-    kind, local_devices = jax.devices()[0].device_kind, jax.local_device_count()
+
+    kind = jax.devices()[0].device_kind
+    local_devices = jax.local_device_count()
     lines = [
         ", ".join(f"{name} {version}" for name, version in versions.items()),
         f"{jax.device_count()} × {kind}, {local_devices} of them on this host",
@@ -73,13 +77,13 @@ def doctor(
             probe.write_bytes(b"x")
         except FileNotFoundError as error:  # the message of gcsfs names only its request
             raise FileNotFoundError(
-                f"{directory} is in no bucket that is there ({error}); make it"
+                f"The bucket of {directory} does not exist ({error}). Create it."
             ) from None
         probe.unlink()
-        free = None if in_bucket(directory) else shutil.disk_usage(directory).free / 2**30
-        lines.append(
-            f"{directory} is writable" + ("" if free is None else f", {free:.0f} GiB free")
-        )
+        line = f"{directory} is writable"
+        if not in_bucket(directory):
+            line += f", {shutil.disk_usage(directory).free / 2**30:.0f} GiB free"
+        lines.append(line)
     prefix = f"[{jax.process_index()}] " if len(everyone) > 1 else ""
     typer.echo("\n".join(f"{prefix}{line}" for line in lines))
 
@@ -105,10 +109,12 @@ def local(command: list[str], *, processes: Count = 2, devices: Count | None = N
     with socket.create_server(("127.0.0.1", 0)) as server:  # a port on which no process listens
         address = f"127.0.0.1:{server.getsockname()[1]}"
     shared = {**os.environ, ADDRESS: address, PROCESSES: str(processes)}
-    shared |= {} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}
+    if devices is not None:
+        shared["JAX_NUM_CPU_DEVICES"] = str(devices)
     received: list[int] = []
     for handled in EXIT_CODES:
         signal.signal(handled, lambda number, _: received.append(number))
+
     group: list[subprocess.Popen[bytes]] = []
     code = 0
     try:

@@ -138,10 +138,12 @@ def predict(
         answers = [result.predictions for result in results]
         written = write_submission(folder, list(zip(evaluator.sets, answers, strict=True)))
         for path, replaced in written.items():
-            invalid = f"; {replaced:,} predictions that are no valid answer are replaced"
-            typer.echo(f"{path} is written{invalid if replaced else ''}")
+            message = f"leaderboard file: {path}"
+            if replaced:
+                message += f" ({replaced:,} predictions were not valid answers and were replaced)"
+            typer.echo(message)
         if not written:
-            typer.echo("no leaderboard of GLUE or SuperGLUE takes these tasks")
+            typer.echo("GLUE and SuperGLUE have no leaderboard for these tasks.")
 
 
 def _given(**options: object) -> dict[str, object]:
@@ -183,7 +185,7 @@ def _open(
     evaluator = open_evaluator(experiment, run.directory, data_dir, only=tasks)
     if evaluator.lacking and processes.is_process_zero():
         lacking = ", ".join(evaluator.lacking)
-        typer.echo(f"without the split {evaluation.split!r} in {data_dir}: {lacking}")
+        typer.echo(f"Tasks without the split {evaluation.split!r} in {data_dir}: {lacking}")
     return run, evaluator
 
 
@@ -253,21 +255,22 @@ def _restore_checkpoints(
         return
     finished = manager.finished_steps(run.directory / "checkpoints")
     # All processes must evaluate the same steps, so they use the list of process zero.
-    steps, any_restored = processes.all_gather("steps", finished)[0], False
+    steps = processes.all_gather("steps", finished)[0]
+    any_restored = False
     for number in steps:
         try:
             restored = run.restore(number)
         except (FileNotFoundError, ValueError) as error:
             if processes.is_process_zero():
-                typer.echo(f"step {number} is skipped: {error}", err=True)
+                typer.echo(f"Step {number} is skipped: {error}", err=True)
             continue
         any_restored = True
         yield restored
     if not any_restored:
-        detail = f" (tried {', '.join(map(str, steps))})" if steps else "; train first"
-        raise FileNotFoundError(
-            f"{run.directory / 'checkpoints'} has no checkpoint that can be read{detail}"
-        )
+        problem = f"{run.directory / 'checkpoints'} has no checkpoint that can be read"
+        if steps:
+            raise FileNotFoundError(f"{problem} (tried {', '.join(map(str, steps))}).")
+        raise FileNotFoundError(f"{problem}. Train first.")
 
 
 def _print_results(step: int, results: Sequence[TaskResult], overall: Mapping[str, float]) -> None:
@@ -275,20 +278,23 @@ def _print_results(step: int, results: Sequence[TaskResult], overall: Mapping[st
     rows = []
     for result in results:
         nats = "" if result.loss is None else f"{result.loss.per_token:.4f}"
-        metrics = _format(result.metrics | result.text_metrics) or "no metric"
-        if unlabeled := result.n - result.labeled:
-            metrics += f"  ({unlabeled:,} unlabeled)"
-        metrics = metrics if result.labeled else "unlabeled: predicted, not scored"
+        if not result.labeled:
+            metrics = "unlabeled: predicted, not scored"
+        else:
+            metrics = _format(result.metrics | result.text_metrics) or "no metric"
+            if result.labeled < result.n:
+                metrics += f"  ({result.n - result.labeled:,} unlabeled)"
         rows.append((result.task, result.split, metrics, f"{result.n:,}", nats))
     headings = ("task", "split", "metrics", "n", "loss")
     print_table(headings, rows, title=f"step {step:,}", left=3)
-    if means := {name: x for name, x in overall.items() if name not in LABEL_LOSSES}:
+    means = {name: value for name, value in overall.items() if name not in LABEL_LOSSES}
+    if means:
         typer.echo(f"overall: {_format(means)}")
     if LABEL_LOSSES[0] in overall:
         loss, prior, _ = (overall[name] for name in LABEL_LOSSES)
         typer.echo(
-            f"label words: loss {loss:.2f} nats per example, at best {prior:.2f} without reading "
-            "inputs"
+            f"label words: loss {loss:.2f} nats per example. A model that does not read the inputs "
+            f"has at least {prior:.2f}."
         )
 
 
@@ -310,8 +316,10 @@ def _print_best_steps(results: Mapping[int, Results]) -> None:
     if rows:
         print_table(("task", "step", "metrics"), rows, title="best steps")
     for benchmark in benchmarks.BENCHMARKS:
-        if single := benchmarks.best_single_step(results, benchmark):
+        single = benchmarks.best_single_step(results, benchmark)
+        if single is not None:
+            step, average = single
             typer.echo(
                 f"{benchmark}: {benchmarks.best_average(results, benchmark):.2f} with each task at "
-                f"its best step, {single[1]:.2f} at the single step {single[0]}"
+                f"its best step, {average:.2f} at the single step {step}"
             )

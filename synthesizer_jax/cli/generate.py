@@ -72,7 +72,7 @@ def generate(
         at least this number.
       min_p: sample only from tokens whose probability is at least this share of the largest
         probability.
-      repetition_penalty: make tokens less likely that the text contains already. Their positive
+      repetition_penalty: make tokens that the text already contains less likely. Their positive
         logits are divided by this number, and their negative logits are multiplied by it. The
         default is the recipe's.
       no_repeat_ngram_size: do not repeat any sequence of this many tokens. The default is the
@@ -99,20 +99,27 @@ def generate(
 
     if output_file is not None and not (in_bucket(output_file) or output_file.parent.is_dir()):
         raise FileNotFoundError(
-            f"--output {output_file}: there is no directory {output_file.parent}; create it"
+            f"--output {output_file}: There is no directory {output_file.parent}. Create it first."
         )
     if workdir is None:
+        # The first argument is the directory of the run.
         if not (text and is_run(storage_path(text[0]))):
-            raise ValueError("generate needs a run; give it before the texts, or as --workdir RUN")
-        workdir, text = storage_path(text[0]), text[1:]
+            raise ValueError(
+                "generate needs a run. Give its directory before the texts, or as --workdir RUN."
+            )
+        workdir = storage_path(text[0])
+        text = text[1:]
     lines = _read_lines(text, input_file)
+
     run = open_run(workdir, imports)
     model, data = run.experiment.model, run.experiment.data
     if isinstance(model, Encoder):
         raise ValueError(
-            f"{workdir} holds an Encoder, which generates no text; 'synthesizer-jax predict' "
-            "predicts the classes of a classifier"
+            f"{workdir} holds an Encoder, which cannot generate text. If it is a classifier, "
+            "predict its classes with 'synthesizer-jax predict'."
         )
+
+    # Options that are not given have the values of the recipe.
     options = {
         "beams": beams,
         "alpha": alpha,
@@ -132,6 +139,7 @@ def generate(
     }
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     decoding = run.experiment.evaluation.decoding(max_length or data.targets_length, **given)
+
     predictor = Predictor(
         model,
         run.restore(step)[1],
@@ -143,10 +151,12 @@ def generate(
         mesh=run.mesh,
     )
     inputs = [predictor.encode(line) for line in lines]
+
     # If the training had no inputs, the texts to continue take their part of the targets' row.
     if max_length is None and not data.inputs_length:
         rest = data.targets_length - max(map(len, inputs), default=0)
         predictor.decoding = dataclasses.replace(decoding, max_length=max(rest, 1))
+
     written = []
     for answer, score in itertools.chain.from_iterable(predictor.generate_texts(inputs)):
         line = " ".join(answer.splitlines())  # one line of output per text
@@ -164,11 +174,15 @@ def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list
       ValueError: inputs are given twice, or there are none.
     """
     if text and input_file is not None:
-        raise ValueError("give inputs as arguments or with --input, not both")
+        raise ValueError("Give inputs either as arguments or with --input, not both.")
     if text:
         return text
     if input_file is not None:
         return list(decode_lines(input_file.open("rb"), input_file))
-    if not sys.stdin.isatty() and (lines := list(decode_lines(sys.stdin.buffer, None))):
-        return lines
-    raise ValueError("there is no input; give texts as arguments, --input FILE, or lines to stdin")
+    if not sys.stdin.isatty():
+        lines = list(decode_lines(sys.stdin.buffer, None))
+        if lines:
+            return lines
+    raise ValueError(
+        "There is no input. Give texts as arguments, a file with --input, or lines on stdin."
+    )

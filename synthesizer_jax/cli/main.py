@@ -64,7 +64,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 data_app = typer.Typer(
-    help="Import, list, show, check and prepare data sets, train vocabularies. Nothing is downloaded.",
+    help=(
+        "Import, list, show, check and prepare data sets, and train vocabularies. Nothing is "
+        "downloaded."
+    ),
     no_args_is_help=True,
 )
 for name, function in COMMANDS.items():
@@ -160,10 +163,12 @@ def _report_unraisable(raised: sys.UnraisableHookArgs) -> None:
 
 def _is_user_error(error: Exception) -> bool:
     """Returns whether the class of an error is one that users or the file storage can cause."""
-    kinds: tuple[type[Exception], ...] = (ValueError, OSError, RuntimeError, ImportError)
-    if (tensorflow := sys.modules.get("tensorflow")) is not None:
-        kinds += (tensorflow.errors.OpError,)
-    return isinstance(error, kinds) or is_storage_error(error)
+    if isinstance(error, ValueError | OSError | RuntimeError | ImportError):
+        return True
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is not None and isinstance(error, tensorflow.errors.OpError):
+        return True
+    return is_storage_error(error)
 
 
 def _one_line_message(error: BaseException) -> str:
@@ -173,12 +178,15 @@ def _one_line_message(error: BaseException) -> str:
     probably repeats the contents of a file. The message of a plain `RuntimeError` or `ImportError`
     is followed by a hint how to see the traceback, because it may say little.
     """
-    if isinstance(error, ModuleNotFoundError) and (extra := _extra_of(error.name or "")):
-        return f"{error.name} is not installed; run pip install 'synthesizer_jax[{extra}]'"
+    if isinstance(error, ModuleNotFoundError):
+        extra = _extra_of(error.name or "")
+        if extra is not None:
+            return f"{error.name} is not installed. Run: pip install 'synthesizer_jax[{extra}]'"
     text = escape_controls(" ".join(str(error).split())) or type(error).__name__
-    text = text if len(text) <= 2000 else f"{text[:1500]} … {text[-300:]}"
+    if len(text) > 2000:
+        text = f"{text[:1500]} … {text[-300:]}"
     if type(error) in (RuntimeError, ImportError):
-        text += f" ({type(error).__name__}; {TRACEBACK}=1 shows where)"
+        text += f" ({type(error).__name__}. Set {TRACEBACK}=1 to see where it was raised.)"
     return text
 
 
@@ -189,6 +197,7 @@ def _extra_of(module: str) -> str | None:
     package = {"sklearn": "scikit-learn"}.get(name, name.replace("_", "[-_]"))
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout, not installed
         for requirement in importlib.metadata.requires("synthesizer-jax") or ():
-            if match := re.match(rf"{package}\b(?!-).*extra == ['\"](\w+)", requirement):
+            match = re.match(rf"{package}\b(?!-).*extra == ['\"](\w+)", requirement)
+            if match:
                 return match[1]
     return None

@@ -1,6 +1,6 @@
 """Turns functions into commands, and holds the code that several commands share.
 
-Shared are the options that several commands have, opening a run, and printing a table.
+Several commands have the options that are defined here, open a run, or print a table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 Recipe = Annotated[
     str,
     typer.Argument(
-        help="FILE.py[:recipe], the name of a packaged recipe, or the directory of a run to start from.",
+        help=(
+            "A file FILE.py[:recipe], the name of a recipe of this package, or the directory of a "
+            "run to start from."
+        ),
         autocompletion=complete_recipe,
     ),
 ]
@@ -38,7 +41,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="Change a field, such as --set training.steps=200; `recipes RECIPE` shows all. Repeatable.",
+        help=(
+            "Change a field, for example --set training.steps=200. The command `recipes RECIPE` "
+            "lists all fields. Repeatable."
+        ),
         metavar="PATH=VALUE",
     ),
 ]
@@ -46,17 +52,20 @@ Imports = Annotated[
     list[str] | None,
     typer.Option(
         "--import",
-        help="Package to import or file to run first, with your own classes or tasks. Repeatable.",
+        help=(
+            "A package or a file with your own classes or tasks, which is loaded first. Repeatable."
+        ),
         metavar="PACKAGE|FILE.py",
     ),
 ]
 DataDir = Annotated[
     pathlib.Path | None,
     typer.Option(
-        help="Directory of prepared data sets; also gs://BUCKET/….", envvar="SYNTHESIZER_DATA_DIR"
+        help="The directory of data sets. It may be in a bucket, gs://BUCKET/….",
+        envvar="SYNTHESIZER_DATA_DIR",
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Do not show a progress bar.")]
 
 
 def as_command(function: Callable[..., None]) -> Callable[..., None]:
@@ -78,26 +87,17 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
     described, _, arguments = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
     # Each match is the name of a parameter and its text, with the continuation lines of the text.
     texts = dict(re.findall(r"^  (\w+): (.*(?:\n    .*)*)", arguments, re.MULTILINE))
-    plain = typing.get_type_hints(function)
+    kinds = typing.get_type_hints(function)
     hints = typing.get_type_hints(function, include_extras=True)
-    parameters = []
-    for parameter in inspect.signature(function).parameters.values():
-        name, kind = parameter.name, plain[parameter.name]
-        extras = getattr(hints[name], "__metadata__", ())
-        names = [extra for extra in extras if isinstance(extra, str)]
-        if kind is bool and parameter.default is False:
-            # With a name, Typer does not add the opposite option, such as --no-quiet.
-            names = names or [f"--{name.replace('_', '-')}"]
-        is_option = parameter.kind is parameter.KEYWORD_ONLY
-        info = typer.Option(*names) if is_option else typer.Argument()
-        for extra in extras:
-            # Several commands share the objects of this file, and each may set another help text.
-            info = copy.copy(extra) if isinstance(extra, ArgumentInfo | OptionInfo) else info
-        text = " ".join(texts.get(name, "").split())
-        info.help = info.help or text[:1].upper() + text[1:]
-        if "Path" in str(kind):
-            info.callback = _to_storage_paths
-        parameters.append(parameter.replace(annotation=Annotated[kind, info]))
+    parameters = [
+        _typer_parameter(
+            parameter,
+            kinds[name],
+            metadata=getattr(hints[name], "__metadata__", ()),
+            text=texts.get(name, ""),
+        )
+        for name, parameter in inspect.signature(function).parameters.items()
+    ]
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
@@ -113,6 +113,35 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def _typer_parameter(
+    parameter: inspect.Parameter, kind: Any, *, metadata: Sequence[object], text: str
+) -> inspect.Parameter:
+    """Returns a parameter of a function with an annotation that tells Typer how to parse it.
+
+    Args:
+      parameter: the parameter. If it is keyword-only, it becomes an option.
+      kind: the type of the parameter.
+      metadata: the metadata of the parameter's annotation. They may contain names of the option,
+        and an object of Typer with further properties.
+      text: the help text from the docstring of the function.
+    """
+    names = [entry for entry in metadata if isinstance(entry, str)]
+    if kind is bool and parameter.default is False and not names:
+        # With a name, Typer does not add the opposite option, such as --no-quiet.
+        names = [f"--{parameter.name.replace('_', '-')}"]
+    is_option = parameter.kind is parameter.KEYWORD_ONLY
+    info = typer.Option(*names) if is_option else typer.Argument()
+    for entry in metadata:
+        # Several commands share the objects of this file, and each may set another help text.
+        if isinstance(entry, ArgumentInfo | OptionInfo):
+            info = copy.copy(entry)
+    text = " ".join(text.split())
+    info.help = info.help or text[:1].upper() + text[1:]
+    if "Path" in str(kind):
+        info.callback = _to_storage_paths
+    return parameter.replace(annotation=Annotated[kind, info])
+
+
 def _to_storage_paths(path: Any) -> Any:
     """Converts ``gs://BUCKET/…`` to a path in Google Cloud Storage.
 
@@ -120,8 +149,10 @@ def _to_storage_paths(path: Any) -> Any:
     path is in a bucket and TensorFlow is installed, TensorFlow is imported here, because its first
     import prints messages that must be suppressed.
     """
-    if path is None or isinstance(path, list | tuple):
-        return path and [_to_storage_paths(one) for one in path]
+    if path is None:
+        return None
+    if isinstance(path, list | tuple):
+        return [_to_storage_paths(entry) for entry in path]
     converted = storage_path(str(path))
     if in_bucket(converted) and is_installed("tensorflow"):
         from synthesizer_jax.preparation.rows import import_tensorflow
@@ -140,11 +171,10 @@ def chosen_run(run: pathlib.Path | None, workdir: pathlib.Path | None) -> pathli
     Raises:
       ValueError: neither or both are given.
     """
-    if (run is None) == (workdir is None):
-        raise ValueError("give the directory of the run once, as RUN or as --workdir RUN")
-    found = run or workdir
-    assert found is not None
-    return found
+    given = [directory for directory in (run, workdir) if directory is not None]
+    if len(given) != 1:
+        raise ValueError("Give the directory of the run once, either as RUN or as --workdir RUN.")
+    return given[0]
 
 
 class OpenRun(NamedTuple):
@@ -218,5 +248,6 @@ def print_table(
         table.add_row(*row)
     console = Console(markup=False, highlight=False)
     # Pipes and files have no width. A large one keeps the rows of a table on single lines.
-    console.width = console.width if console.is_terminal else 160
+    if not console.is_terminal:
+        console.width = 160
     console.print(table)

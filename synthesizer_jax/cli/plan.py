@@ -46,11 +46,10 @@ def recipes(
     """
     if name is None:
         if overrides or imports:
-            raise ValueError("--set and --import need a recipe: give its name")
-        print_table(
-            ("recipe", "returns", "summary"), [[*x.values()] for x in list_recipes()], left=3
-        )
-        typer.echo("\n'synthesizer-jax recipes NAME' shows the fields of a recipe")
+            raise ValueError("--set and --import need a recipe. Give its name.")
+        rows = [[row["recipe"], row["returns"], row["summary"]] for row in list_recipes()]
+        print_table(("recipe", "returns", "summary"), rows, left=3)
+        typer.echo("\n'synthesizer-jax recipes NAME' shows the fields of a recipe.")
         return
     from synthesizer_jax.distillation.distill import Distillation
     from synthesizer_jax.training.experiment import Experiment
@@ -58,13 +57,14 @@ def recipes(
     kinds = (Experiment, Distillation)
     recipe, _ = load_with_code(name, overrides or (), kinds=kinds, imports=imports or ())
     # The many fields of the model come last.
-    rows = sorted(settings(recipe), key=lambda row: row.path.startswith("model"))
-    typer.echo(f"{name} returns this {type(recipe).__name__}; change it by --set path=value")
-    assignments = [f"{row.path}={row.value}" for row in rows]
-    widths = max(map(len, assignments)), max(len(row.type) for row in rows)
-    for assignment, row in zip(assignments, rows, strict=True):
-        default = "" if row.default is None else f"default {row.default}"
-        cells = (assignment.ljust(widths[0]), row.type.ljust(widths[1]), default)
+    fields = sorted(settings(recipe), key=lambda field: field.path.startswith("model"))
+    typer.echo(f"{name} returns this {type(recipe).__name__}. Change it with --set path=value.")
+    assignments = [f"{field.path}={field.value}" for field in fields]
+    assignment_width = max(map(len, assignments))
+    type_width = max(len(field.type) for field in fields)
+    for assignment, field in zip(assignments, fields, strict=True):
+        default = "" if field.default is None else f"default {field.default}"
+        cells = (assignment.ljust(assignment_width), field.type.ljust(type_width), default)
         typer.echo("  ".join(cells).rstrip())
 
 
@@ -100,15 +100,22 @@ def models(
     """
     rows = {name: row for name, row in known_costs().items() if fnmatch.fnmatch(name, pattern)}
     if not rows:
-        raise ValueError(f"no model is called {pattern!r}; 'synthesizer-jax models' lists all")
+        raise ValueError(
+            f"There is no model {pattern!r}. 'synthesizer-jax models' lists all models."
+        )
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
+    columns = list(next(iter(rows.values())))
     formatted = [
-        (name, *("+".join(map(str, x)) if isinstance(x, list) else f"{x:,}" for x in row.values()))
-        for name, row in rows.items()
+        [name, *(_format_cost(row[column]) for column in columns)] for name, row in rows.items()
     ]
-    print_table(("name", *next(iter(rows.values()))), formatted)
+    print_table(("name", *columns), formatted)
+
+
+def _format_cost(cost: int | list[int]) -> str:
+    """Returns a cost as text. The numbers of a list are separated by a plus sign."""
+    return "+".join(map(str, cost)) if isinstance(cost, list) else f"{cost:,}"
 
 
 GIB = 2**30
@@ -156,17 +163,17 @@ def plan(
     _print_plan(memory_plan)
     steps = experiment.training.steps
     typer.echo(
-        f"{steps:,} steps: {memory_plan.chip_hours(steps):,.1f} chip-hours at an assumed "
-        f"{UTILIZATION:.0%} of that peak, which small models do not reach; compilation and "
-        "evaluations are not counted"
+        f"{steps:,} steps take {memory_plan.chip_hours(steps):,.1f} chip-hours at "
+        f"{UTILIZATION:.0%} of this peak, which is an assumption and more than small models reach. "
+        "Compilation and evaluations are not included."
     )
     if compiled:
         _print_compiled(experiment, memory_plan)
     options = advise(experiment, chosen)
     if not options:
-        typer.echo("\nnothing fits: use more chips, a smaller batch or training.micro_batches")
+        typer.echo("\nNothing fits. Use more chips, a smaller batch or training.micro_batches.")
         return
-    typer.echo("\nsettings that fit, the cheapest first:")
+    typer.echo("\nSettings that fit, the cheapest first:")
     for changed, option in options:
         assignments = " ".join(f"--set {x}" for x in changed_settings(experiment, changed))
         typer.echo(
@@ -186,10 +193,10 @@ def _print_plan(plan: MemoryPlan) -> None:
     sizes = {**dataclasses.asdict(needs), "total": needs.total, "memory": plan.capacity}
     rows = [(name, f"{size / GIB:.2f}") for name, size in sizes.items()]
     print_table(("on one device", "GiB"), rows)
-    verdict = "fits" if plan.fits else "does not fit"
+    typer.echo("This fits." if plan.fits else "This does not fit.")
     typer.echo(
-        f"{verdict}; {plan.flops / 1e12:,.1f} TFLOP per step: {1e3 * plan.seconds:,.1f} ms at the "
-        f"peak of {topology.chip.name} ({topology.chip.source})"
+        f"A step needs {plan.flops / 1e12:,.1f} TFLOP, which take {1e3 * plan.seconds:,.1f} ms at "
+        f"the peak of {topology.chip.name} ({topology.chip.source})."
     )
 
 
@@ -204,9 +211,9 @@ def _print_compiled(experiment: Experiment, plan: MemoryPlan) -> None:
         return
     assert memory is not None
     typer.echo(
-        f"\ncompiled: one device needs {memory.peak_memory_in_bytes / GIB:.2f} of its "
-        f"{plan.capacity / GIB:.0f} GiB, of which state and batch are "
-        f"{memory.argument_size_in_bytes / GIB:.2f}"
+        f"\nCompiled, one device needs {memory.peak_memory_in_bytes / GIB:.2f} of its "
+        f"{plan.capacity / GIB:.0f} GiB. State and batch take "
+        f"{memory.argument_size_in_bytes / GIB:.2f} GiB of this."
     )
 
 

@@ -133,7 +133,7 @@ def load_with_code(
         result = _call(module, function or "default")
     if not isinstance(result, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
-        raise ValueError(f"{name} returns {format_value(result)}, expected {expected}")
+        raise ValueError(f"{name} returns {format_value(result)}, expected {expected}.")
     return override(result, *overrides), user_code
 
 
@@ -154,9 +154,10 @@ def _load_module(name: str) -> tuple[ModuleType, Code]:
     if "." in name:
         return code.import_package(name), code.Code(packages=(name,))
     packaged = packaged_recipes()
+    hint = did_you_mean(name, packaged) or "."
     raise ValueError(
-        f"there is no recipe {name!r}{did_you_mean(name, packaged)} (nor a run in a directory of "
-        f"that name); recipes in this package: {', '.join(packaged)}"
+        f"There is no recipe and no directory {name!r}{hint} The recipes of this package are "
+        f"{', '.join(packaged)}."
     )
 
 
@@ -183,9 +184,11 @@ def _call(module: ModuleType, call: str) -> object:
             and value.__module__ == module.__name__
             and not other.startswith("_")
         ]
+        if not recipes:
+            raise ValueError(f"{path} has no recipes.")
         raise ValueError(
-            f"{path} has no recipe {name!r}{did_you_mean(name, recipes)}; it has: "
-            f"{', '.join(recipes) or 'none'}"
+            f"{path} has no recipe {name!r}{did_you_mean(name, recipes) or '.'} Its recipes are "
+            f"{', '.join(recipes)}."
         )
     try:
         bound = inspect.signature(function).bind(*arguments)
@@ -216,15 +219,16 @@ def list_recipes() -> list[dict[str, str]]:
     for module in packaged_recipes():
         path = importlib.resources.files(PACKAGE) / f"{module.replace('.', '/')}.py"
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                arguments = (a.arg.upper() for a in node.args.args)
-                rows.append(
-                    {
-                        "recipe": ":".join([module, node.name, *arguments]),
-                        "returns": ast.unparse(node.returns) if node.returns else "",
-                        "summary": (ast.get_docstring(node) or "").partition("\n")[0],
-                    }
-                )
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                continue
+            arguments = (argument.arg.upper() for argument in node.args.args)
+            rows.append(
+                {
+                    "recipe": ":".join([module, node.name, *arguments]),
+                    "returns": ast.unparse(node.returns) if node.returns else "",
+                    "summary": (ast.get_docstring(node) or "").partition("\n")[0],
+                }
+            )
     return rows
 
 
@@ -268,12 +272,14 @@ def settings(obj: object, path: str = "") -> Iterator[Setting]:
     cls: Any = type(obj)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)}
     for name in field_names(cls):
-        value, field_path = getattr(obj, name), child_path(path, name)
+        value = getattr(obj, name)
+        field_path = child_path(path, name)
         kind = format_type(field_types(cls).get(name, object))
-        if limits := format_limits(field_types(cls, limits=True).get(name)):
+        limits = format_limits(field_types(cls, limits=True).get(name))
+        if limits:
             kind += f": {limits}"
-        missing = defaults[name] is dataclasses.MISSING
-        default = None if missing else _format_setting(defaults[name])
+        has_default = defaults[name] is not dataclasses.MISSING
+        default = _format_setting(defaults[name]) if has_default else None
         children = list(_nested_objects(value, field_path))
         yield Setting(field_path, kind, _format_setting(value), default, not children)
         for child, child_at in children:
@@ -342,7 +348,7 @@ def override(obj: _Object, *assignments: str) -> _Object:
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals:
-            raise ValueError(f"--set {assignment!r}: write path.to.field=value")
+            raise ValueError(f"--set {assignment!r}: Write path.to.field=value.")
         *parents, last = path.split(".")
         inner = changes
         for name in parents:
@@ -367,29 +373,44 @@ def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path
     # Fields or entries of the value by name or index, and the types of fields.
     entries: dict[str, object] = {}
     kinds: dict[str, Annotation] = {}
-    missing = "{!r} is inside a plain value, which has no fields"
     if isinstance(value, tuple):
         entries = {str(i): entry for i, entry in enumerate(value)}
-        missing = f"{{!r}} is not an index below {len(value)}"
     elif is_config(value):
         cls: type = type(value)
         entries, kinds = fields_of(value), field_types(cls)
-        missing = f"{type(value).__name__} has no field {{!r}}"
-    for name, inner in changes.items():
-        entry_path = child_path(path, str(name))
+    for key, inner in changes.items():
+        name = str(key)
         if name not in entries:
-            nested = settings(value, path) if kinds else ()
-            deeper = [setting.path for setting in nested if setting.path.endswith(f".{name}")][:3]
-            fields = f"; its fields: {', '.join(entries)}" if kinds else ""
-            other = did_you_mean(str(name), entries) + fields
-            if str(name) in OTHER_NAMES and kinds:
-                other = f"; write {OTHER_NAMES[str(name)]}"
-            hint = f"; write {' or '.join(deeper)}" if deeper else other
-            raise ValueError(f"--set {entry_path}: {missing.format(name)}{hint}")
-        entries[str(name)] = _apply(
-            inner, entries[str(name)], kinds.get(str(name), object), entry_path
+            raise ValueError(_unknown_field(value, name, path))
+        entries[name] = _apply(
+            inner, entries[name], kinds.get(name, object), child_path(path, name)
         )
     return tuple(entries.values()) if isinstance(value, tuple) else replace(value, **entries)
+
+
+def _unknown_field(value: object, name: str, path: str) -> str:
+    """Returns the error about a name that is no field of a value, and what to use instead.
+
+    Args:
+      value: an object with fields, a tuple, or a plain value.
+      name: the name, or the index of a tuple's entry.
+      path: the path of the value.
+    """
+    problem = f"--set {child_path(path, name)}: "
+    if isinstance(value, tuple):
+        return f"{problem}{name!r} is not an index below {len(value)}."
+    if not is_config(value):
+        return f"{problem}{name!r} is inside a plain value, which has no fields."
+    problem += f"{type(value).__name__} has no field {name!r}"
+    # Fields of that name that are deeper in the object.
+    deeper = [field.path for field in settings(value, path) if field.path.endswith(f".{name}")]
+    if deeper:
+        return f"{problem}. Use {' or '.join(deeper[:3])}."
+    if name in OTHER_NAMES:
+        return f"{problem}. Use {OTHER_NAMES[name]}."
+    fields = fields_of(value)
+    hint = did_you_mean(name, fields) or "."
+    return f"{problem}{hint} Its fields are {', '.join(fields)}."
 
 
 def _parse_value(text: str, kind: Annotation, path: str) -> object:
@@ -401,34 +422,53 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
     from synthesizer_jax.data.objectives import OBJECTIVES, Objective
     from synthesizer_jax.models import ZOO, TokenModel
 
-    named: tuple[tuple[type, str, Mapping[str, Any], str], ...] = (
-        (TokenModel, "model", ZOO, "'synthesizer-jax models' lists all"),
-        (Objective, "objective", OBJECTIVES, f"there are {', '.join(OBJECTIVES)}"),
-    )
     options = union_members(kind) or (kind,)
     value = from_json(parse_text(text), path)
-    for base, noun, table, remedy in named:
-        is_base = any(isinstance(option, type) and issubclass(option, base) for option in options)
-        if isinstance(value, str) and is_base:
-            if value not in table:
-                hint = did_you_mean(value, table)
-                raise ValueError(
-                    f"--set {path}={value}: there is no {noun} {value!r}{hint}; {remedy}"
-                )
-            value = replace(table[value](), dtype=AUTO) if base is TokenModel else table[value]
-    if (
+    if isinstance(value, str) and _allows_class(options, TokenModel):
+        model = _look_up(value, ZOO, "model", path, "'synthesizer-jax models' lists all models.")
+        value = replace(model(), dtype=AUTO)
+    elif isinstance(value, str) and _allows_class(options, Objective):
+        remedy = f"The objectives are {', '.join(OBJECTIVES)}."
+        value = _look_up(value, OBJECTIVES, "objective", path, remedy)
+    elif (
         isinstance(value, str)
         and value in REGISTRY
-        and not any(matches_type(value, o) for o in options)
+        and not any(matches_type(value, option) for option in options)
     ):
         value = from_json({"type": value}, path)
     for option in options:
         if matches_type(value, option):
             return float(value) if option is float else value
+
     given = type(value).__name__ if is_config(value) else text
-    given = given if len(given) <= 60 else f"{given[:57]}…"
+    if len(given) > 60:
+        given = f"{given[:57]}…"
     expected, choices = format_type(kind), class_names(kind)
-    hint = did_you_mean(given, choices)
+    hint = did_you_mean(given, choices) or "."
     if len(choices) <= MOST_CHOICES and set(choices) - set(expected.split(" or ")):
-        hint += f"; choose from {', '.join(choices)}"
+        hint += f" Choose one of {', '.join(choices)}."
     raise ValueError(f"--set {path}={given}: expected {expected}{hint}")
+
+
+def _allows_class(options: Sequence[Annotation], base: type) -> bool:
+    """Returns whether one of some types is a class or a subclass of it."""
+    return any(isinstance(option, type) and issubclass(option, base) for option in options)
+
+
+def _look_up(name: str, table: Mapping[str, Any], noun: str, path: str, remedy: str) -> Any:
+    """Returns an entry of a table by its name.
+
+    Args:
+      name: the name.
+      table: the entries by name.
+      noun: what the entries are, for the message.
+      path: the path of the field, for the message.
+      remedy: the last sentence of the message.
+
+    Raises:
+      ValueError: there is no such entry.
+    """
+    if name not in table:
+        hint = did_you_mean(name, table) or "."
+        raise ValueError(f"--set {path}={name}: There is no {noun} {name!r}{hint} {remedy}")
+    return table[name]

@@ -88,7 +88,8 @@ def distill(
     The workdir is then an ordinary run. You can use it with eval and generate,
     and fine-tune it with train.
 
-    Example: synthesizer-jax distill papers.replacement:alr --teacher runs/vanilla --workdir runs/alr
+    Example: synthesizer-jax distill papers.replacement:alr
+    --teacher runs/vanilla --workdir runs/alr
 
     Args:
       teacher: the directory RUN of the trained run, whose newest checkpoint is used, or one

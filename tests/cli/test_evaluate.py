@@ -57,7 +57,7 @@ RTE = "--task glue_rte_v002"
 
 def test_a_split_without_labels_is_predicted_and_written(place):
     shown = call(place, f"--split test {RTE} --task multi30k_en_de --task super_glue_record_v102")
-    assert f"without the split 'test' in {place / 'data'}: super_glue_record_v102" in shown
+    assert f"Tasks without the split 'test' in {place / 'data'}: super_glue_record_v102" in shown
     assert "unlabeled: predicted, not scored" in shown
     assert "overall: score" in shown and " loss " in shown  # of Multi30k
     folder = place / "run" / "evaluation" / "4" / "test" / "part"
@@ -95,8 +95,8 @@ def test_every_checkpoint_and_each_tasks_best(place):
     [
         (
             *("eval", "--task glue_rte_v2", ValueError),
-            r"mixture 'small_evaluation' has no task 'glue_rte_v2', did you mean 'glue_rte_v002'\?; its "
-            "tasks: .*multi30k_en_de",
+            r"mixture 'small_evaluation' has no task 'glue_rte_v2', did you mean 'glue_rte_v002'\? Its "
+            "tasks are .*multi30k_en_de",
         ),
         (
             *("eval", "--task super_glue_record_v102 --split test", FileNotFoundError),
@@ -104,8 +104,8 @@ def test_every_checkpoint_and_each_tasks_best(place):
         ),
         (
             *("predict", f"{RTE} --split tset", FileNotFoundError),
-            "'tset' in .*; choose train or validation or test by --split or evaluation.split, "
-            "or import .* with",
+            r"'tset' in .*\. Choose train or validation or test with --split or evaluation\.split\. "
+            r"Import .* with",
         ),
     ],
 )
@@ -137,7 +137,7 @@ def test_leaderboard_files(place, tmp_path):
     ]
     rows = [json.loads(x) for x in (files / "glue_rte_v002.jsonl").read_text().splitlines()]
     invalid = sum(row["label"] == -1 for row in rows)
-    assert invalid and f"glue/RTE.tsv is written; {invalid} predictions that are no valid" in shown
+    assert invalid and f"glue/RTE.tsv ({invalid} predictions were not valid answers" in shown
     lines = (files / "glue" / "RTE.tsv").read_text().splitlines()
     assert lines[0] == "index\tprediction" and len(lines) == 6
     assert {line.split("\t")[1] for line in lines[1:]} <= {"entailment", "not_entailment"}
@@ -175,7 +175,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplo
     with pytest.raises(ValueError, match=problem):
         call(place, f"--step 4 {RTE}", workdir=run)
     shown = call(place, f"--all {RTE}", workdir=run)
-    assert "step 4 is skipped" in shown and "glue_rte_v002" in shown
+    assert "Step 4 is skipped" in shown and "glue_rte_v002" in shown
     damage(run / "checkpoints" / "2")
     with pytest.raises(ValueError, match=r"checkpoints/4 cannot be read .*Put a good copy"):
         call(place, RTE, workdir=run)
@@ -230,7 +230,7 @@ def test_samples_are_repeated_by_their_seed_and_stay_alone(place):
     assert len(found.splitlines()) == 4
     assert say(place, f"{options} --seed 3 --batch-size 1", *TEXTS) == found
     assert say(place, f"{options} --seed 4", *TEXTS) != found
-    with pytest.raises(ValueError, match=r"top_p is 1\.5, but it must be above 0 and at most 1"):
+    with pytest.raises(ValueError, match=r"top_p is 1\.5, but it must be above 0, at most 1"):
         say(place, "--top-p 1.5 --temperature 1", "text")
 
 
@@ -245,12 +245,12 @@ def test_files_say_the_same(place, tmp_path):
 
 def test_inputs_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
     nowhere = f"generate --workdir {tmp_path}"
-    with pytest.raises(FileNotFoundError, match=r"--output .*there is no directory .*absent"):
+    with pytest.raises(FileNotFoundError, match=r"--output .*There is no directory .*absent"):
         commands.call(f"{nowhere} --output {tmp_path}/absent/x text")
     (tmp_path / "latin").write_bytes("Größe".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin, line 1: the byte 0xf6 is not UTF-8. .*iconv"):
+    with pytest.raises(ValueError, match=r"latin, line 1: the byte 0xf6 is not UTF-8\. .*iconv"):
         commands.call(f"{nowhere} --input {tmp_path}/latin")
-    message = "there is no input; give texts as arguments, --input FILE, or lines to stdin"
+    message = "There is no input. Give texts as arguments, a file with --input, or lines on stdin"
     with pytest.raises(ValueError, match=message):
         commands.call(nowhere)
     terminal = SimpleNamespace(isatty=lambda: True)

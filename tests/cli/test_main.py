@@ -26,7 +26,7 @@ main.main()
 def test_a_stuck_thread_does_not_keep_the_program() -> None:
     ended = python("-c", STUCK, code=2)
     assert (ended.stdout, ended.stderr.count("\n")) == ("", 1)
-    assert ended.stderr.startswith("error: no model is called 'nope'")
+    assert ended.stderr.startswith("error: There is no model 'nope'")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,9 @@ def test_the_doctor_finds_a_healthy_machine_and_hosts_that_differ(tmp_path, monk
     assert list((tmp_path / "run").iterdir()) == []
     everyone = lambda _, mine: [mine, mine, mine | {"flax": "0.1"}, mine | {"flax": "0.1"}]
     monkeypatch.setattr(processes, "all_gather", everyone)
-    with pytest.raises(ValueError, match=r"versions or settings differ: .*'flax': '0.1'.* on 2, 3"):
+    with pytest.raises(
+        ValueError, match=r"Versions or settings differ.*'flax': '0.1'.* from process 0: 2, 3\."
+    ):
         call("doctor")
     monkeypatch.setattr(processes, "all_gather", lambda _, mine: [mine, mine])
     monkeypatch.setattr(jax, "process_index", lambda: 3)
