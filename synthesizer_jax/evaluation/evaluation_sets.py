@@ -222,7 +222,7 @@ def _stored_rows(task: Task, examples: PreparedExamples, max_examples: int | Non
     is_sorted = task.name in task_registry.TASKS
     reads_all = is_sorted and not task.is_text
     stored = examples.rows(None if reads_all else max_examples)
-    rows = [
+    rows: list[Example] = [
         {**row, "inputs": inputs, "targets": targets}
         for row, (inputs, targets) in zip(stored, iter(examples), strict=False)
     ]

@@ -139,13 +139,7 @@ def inspect_run(
     sets = open_evaluator(experiment, directory, data_dir).sets
     count, example, batches = _batches(experiment, sets, examples, batch_size, mesh)
 
-    # The variables at each step, as functions, because each checkpoint is only restored when it is
-    # needed.
     saved = [n for n in finished_steps(directory / "checkpoints") if n <= step]
-    variables_at: dict[int, Callable[[], Variables]] = {
-        n: lambda n=n: restore(step=n)[1] for n in saved
-    }
-    variables_at[step] = lambda: variables
     start = "not known"
     before: Variables | None = None
     # A converted model has a checkpoint at step 0. Training does not save one.
@@ -156,8 +150,6 @@ def inspect_run(
         start = f"those that the experiment’s seed {experiment.training.seed} makes"
         with use_mesh(mesh):
             before = fresh_variables(experiment, jax.tree.map(lambda x: x.sharding, layout))
-    if before is not None:
-        variables_at[0] = lambda before=before: before
 
     # Layers are measured one by one, so stacks that are scanned become loops.
     model = unroll(experiment.model)
@@ -194,9 +186,21 @@ def inspect_run(
                 "start": _measure(place, mixer, *first) if first[0] else None,
                 "example": measure(single[place], None)["map"],
             }
-    histories = {}
+
+    def variables_at(number: int) -> Variables:
+        """Returns the variables at a step. Only checkpoints that are needed are restored."""
+        if number == step:
+            return variables
+        if number == 0 and before is not None:
+            return before
+        return restore(step=number)[1]
+
+    histories: dict[str, dict[str, Any]] = {}
     if _mixtures(model, end):
-        histories = _mixture_histories(model, looped, variables_at)
+        steps = {*saved, step}
+        if before is not None:
+            steps.add(0)
+        histories = _mixture_histories(model, looped, sorted(steps), variables_at)
     return {
         "step": step,
         "start": start,
@@ -420,18 +424,20 @@ def _mixtures(model: TokenModel, variables: Variables) -> dict[str, tuple[list[s
 def _mixture_histories(
     model: TokenModel,
     looped: Callable[[Variables], Variables],
-    variables_at: Mapping[int, Callable[[], Variables]],
+    steps: Sequence[int],
+    variables_at: Callable[[int], Variables],
 ) -> dict[str, dict[str, Any]]:
     """Returns the ``mixtures`` of `inspect_run`.
 
     Args:
       model: the model, with looped layers.
       looped: a function that converts variables of the run to those of `model`.
-      variables_at: for each step, a function that returns the variables of the run.
+      steps: the steps, in ascending order.
+      variables_at: a function that returns the variables of the run at a step.
     """
     histories: dict[str, dict[str, Any]] = {}
-    for step, variables in sorted(variables_at.items()):
-        for name, (parts, alpha) in _mixtures(model, looped(variables())).items():
+    for step in steps:
+        for name, (parts, alpha) in _mixtures(model, looped(variables_at(step))).items():
             history = histories.setdefault(name, {"parts": parts, "steps": [], "alpha": []})
             history["steps"].append(step)
             history["alpha"].append(alpha)
