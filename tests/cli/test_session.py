@@ -34,7 +34,11 @@ SESSION = [
     ("recipes papers.replacement:alr:encoder:huge", 2, "alr.size is 'huge', but 'xs' or"),
     ("recipes papers.language_modeling:heads:16", 0, "self_mixer.head_dim=16"),
     ("recipes papers.language_modeling:heads:x", 2, "heads.head_dim is 'x', but int is expected"),
-    ("recipes papers.translation:multi30k:x", 2, "There is no system 'x'. The systems are v, d, r"),
+    (
+        "recipes papers.translation:multi30k:x",
+        2,
+        "There is no system 'x', did you mean 'fix'? The systems are v, d, r",
+    ),
     ("train quickstrat --workdir runs/x", 2, "did you mean 'quickstart'"),
     ("train papers.replacement:alr --workdir runs/x", 2, "returns a Distillation, expected Exper"),
     (f"{TRAIN} --set evaluation.method=sample", 2, "error: evaluation.method"),
