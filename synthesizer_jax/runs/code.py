@@ -119,7 +119,9 @@ def execute(path: str) -> tuple[ModuleType, Code]:
         sys.modules[module.__name__] = module  # the dataclass decorator looks up the module by name
         with convert_errors(path):
             exec(compile(source.text, path, "exec", dont_inherit=True), module.__dict__)
-        needed = NOTHING if _registered_names() == before else Code(sources=(source,))
+        needed = NOTHING
+        if _registered_names() != before:
+            needed = Code(sources=(source,))
         _executed[source] = module, needed
     return _executed[source]
 
@@ -176,7 +178,9 @@ def convert_errors(path: str) -> Iterator[None]:
         lines = [frame.lineno for frame in frames if frame.filename == path]
         text = str(error)
         if isinstance(error, SyntaxError) and error.filename == path:
-            lines, text = [error.lineno], error.msg
+            # The file was not executed, so it has no frame. The error itself knows the line.
+            lines = [error.lineno]
+            text = error.msg
         where = f"{path}, line {lines[-1]}" if lines else path
         raise ValueError(f"{where}: {type(error).__name__}: {text}") from error
 
@@ -192,10 +196,11 @@ def _registered_names() -> tuple[dict[Any, Any], ...]:
         task_registry.TASKS,
         task_registry.MIXTURES,
     ]
-    if (seqio := sys.modules.get("seqio")) is not None:
-        registries += [
-            dict.fromkeys(r.names()) for r in (seqio.TaskRegistry, seqio.MixtureRegistry)
-        ]
+    # SeqIO is slow to import. If it was not imported, nothing is registered with it.
+    seqio = sys.modules.get("seqio")
+    if seqio is not None:
+        registries.append(dict.fromkeys(seqio.TaskRegistry.names()))
+        registries.append(dict.fromkeys(seqio.MixtureRegistry.names()))
     return tuple(dict(registry) for registry in registries)
 
 
@@ -207,11 +212,13 @@ def record_code(directory: pathlib.Path, code: Code) -> None:
     folder = directory / CODE_DIRECTORY
     if code == NOTHING and not folder.exists():
         return
+
     names = {"packages": code.packages, "files": [source.name for source in code.sources]}
     contents = {source.name: source.text for source in code.sources}
     contents[IMPORTS_FILE] = json.dumps(names, indent=1).encode() + b"\n"
     for name, content in contents.items():
         write_atomic(folder / name, content)
+
     for stale in set(folder.glob("*.py")) - {folder / name for name in contents}:
         stale.unlink()
 
@@ -228,13 +235,20 @@ def recorded_code(directory: pathlib.Path) -> Code:
         return NOTHING
     with describing(path):
         names = json.loads(path.read_text(encoding="utf-8"))
-        packages, files = names["packages"], names["files"]
-        # The record may come from someone else. A name with folders could point to a file outside
-        # of the run directory, so only plain names are accepted.
-        plain = [pathlib.PurePath(name).name == name != "" for name in files]
-        if not all(plain) or not all(map(_is_module_name, packages)):
+        packages = names["packages"]
+        files = names["files"]
+        if not all(map(_is_file_name, files)) or not all(map(_is_module_name, packages)):
             raise ValueError("it must contain only names of packages and names of files")
         return Code(tuple(packages), tuple(_read_source(folder / name) for name in files))
+
+
+def _is_file_name(name: str) -> bool:
+    """Returns whether a recorded name is the name of a file without folders.
+
+    The record may come from someone else. A name with folders could point to a file outside of the
+    run directory.
+    """
+    return pathlib.PurePath(name).name == name != ""
 
 
 def require_code(directory: pathlib.Path) -> None:
@@ -247,11 +261,14 @@ def require_code(directory: pathlib.Path) -> None:
       ValueError: some code was not loaded. The message contains the ``--import`` options to add
         after reading the code.
     """
-    code, files = recorded_code(directory), {source.name for source in _executed}
+    code = recorded_code(directory)
     missing = [name for name in code.packages if name not in sys.modules]
-    missing += [
-        str(directory / CODE_DIRECTORY / name) for name, _ in code.sources if name not in files
-    ]
+
+    executed_files = {source.name for source in _executed}
+    for source in code.sources:
+        if source.name not in executed_files:
+            missing.append(str(directory / CODE_DIRECTORY / source.name))
+
     if missing:
         options = " ".join(f"--import {name}" for name in missing)
         raise ValueError(

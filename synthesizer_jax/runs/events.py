@@ -44,21 +44,25 @@ def add_event(
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / EVENTS_FILE
-    # A process that was killed may have left an incomplete line. The event then begins on a new
-    # line.
-    broken = path.exists() and not path.read_bytes().endswith(b"\n")
-    now = time.time() if at is None else at
-    values = Event(time=now, event=event, step=step, text=text)
-    append(path, b"\n" * broken + json.dumps(values).encode() + b"\n")
+    values = Event(time=time.time() if at is None else at, event=event, step=step, text=text)
+    line = json.dumps(values).encode() + b"\n"
+    if path.exists() and not path.read_bytes().endswith(b"\n"):
+        # A process that was killed has left an incomplete line. The event begins on a new line.
+        line = b"\n" + line
+    append(path, line)
 
 
 def read_events(directory: pathlib.Path) -> Iterator[Event]:
     """Yields the events of a run in order. Lines that are not events are skipped."""
     path = directory / EVENTS_FILE
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    for line in lines:
+    if not path.exists():
+        return
+    for line in path.read_bytes().split(b"\n"):
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             values = json.loads(line)
-            step, text = int(values["step"]), str(values.get("text", ""))
-            moment, event = float(values["time"]), str(values["event"])
-            yield Event(time=moment, event=event, step=step, text=text)
+            yield Event(
+                time=float(values["time"]),
+                event=str(values["event"]),
+                step=int(values["step"]),
+                text=str(values.get("text", "")),
+            )

@@ -41,10 +41,12 @@ class MetricsWriter:
 
     def __init__(self, directory: pathlib.Path, *, restored_step: int = 0):
         directory.mkdir(parents=True, exist_ok=True)
-        self._path, self._lines = directory / METRICS_FILE, b""
+        self._path = directory / METRICS_FILE
+        self._lines = b""  # lines of the file that are not written yet
         self._flushes = not in_bucket(directory)
+        self._folder = directory / "tensorboard"
+        self._restored_step = restored_step
         self.removed = _truncate_metrics(self._path, restored_step)
-        self._folder, self._restored_step = directory / "tensorboard", restored_step
 
     @functools.cached_property
     def _board(self) -> EventsWriter:
@@ -78,8 +80,9 @@ class MetricsWriter:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
-        finite = {n: value if math.isfinite(value) else None for n, value in values.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._lines += json.dumps({"step": step, "kind": kind, **finite}).encode() + b"\n"
+
         shown = [
             Summary.Value(tag=f"{kind}/{name}", simple_value=value)
             for name, value in finite.items()
@@ -88,6 +91,7 @@ class MetricsWriter:
         self._board.write_event(
             Event(wall_time=time.time(), step=step, summary=Summary(value=shown))
         )
+
         if self._flushes:
             self.flush()
 
@@ -116,11 +120,21 @@ def _truncate_metrics(path: pathlib.Path, step: int) -> set[tuple[str, int]]:
     if not path.exists():
         return set()
     lines = _read_records(path)
-    if damaged := [n for n, (_, record) in enumerate(lines, 1) if record is None]:
+    damaged = [number for number, (_, record) in enumerate(lines, 1) if record is None]
+    if damaged:
         _log.warning("Line %d of %s is damaged. Damaged lines are removed.", damaged[0], path)
-    kept = [line for line, record in lines if record is not None and record["step"] <= step]
+
+    kept = []
+    removed = set()
+    for line, record in lines:
+        if record is None:
+            continue
+        if record["step"] <= step:
+            kept.append(line)
+        else:
+            removed.add((record["kind"], record["step"]))
     write_atomic(path, b"".join(kept))
-    return {(r["kind"], r["step"]) for _, r in lines if r is not None and r["step"] > step}
+    return removed
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, JSON]]:
@@ -142,12 +156,14 @@ def read_scores(path: pathlib.Path) -> dict[int, float]:
 
     The score is NaN if the evaluation had none. The result is empty if there is no file.
     """
-    records = [record for _, record in _read_records(path)] if path.exists() else []
-    return {
-        r["step"]: math.nan if r.get("score") is None else float(r["score"])
-        for r in records
-        if r is not None and r["kind"] == "eval"
-    }
+    if not path.exists():
+        return {}
+    scores = {}
+    for _, record in _read_records(path):
+        if record is not None and record["kind"] == "eval":
+            score = record.get("score")
+            scores[record["step"]] = math.nan if score is None else float(score)
+    return scores
 
 
 def _read_records(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any] | None]]:
@@ -159,9 +175,13 @@ def _read_records(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any] | None
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             record = json.loads(line)
-            numbers = [v for name, v in record.items() if name != "kind" and v is not None]
-            valid = isinstance(record["kind"], str) and "step" in record
-            valid = valid and all(abs(v) <= sys.float_info.max for v in numbers)
+            numbers = [x for name, x in record.items() if name != "kind" and x is not None]
+            # `abs` raises a TypeError for values that are not numbers.
+            valid = (
+                isinstance(record["kind"], str)
+                and "step" in record
+                and all(abs(x) <= sys.float_info.max for x in numbers)
+            )
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             valid = False
         records.append((line + b"\n", record if valid else None))
@@ -177,7 +197,14 @@ class Throughput:
 
     def __init__(self) -> None:
         self.utilizations: Mapping[str, float] = {}
-        self._time, self._steps, self._tokens, self._capacity = time.perf_counter(), 0, 0.0, 0
+        self._restart(time.perf_counter())
+
+    def _restart(self, now: float) -> None:
+        """Starts a new measurement."""
+        self._start = now
+        self._steps = 0
+        self._tokens = 0.0
+        self._capacity = 0
 
     def add(self, tokens: float, *, capacity: int) -> None:
         """Counts a finished step.
@@ -195,7 +222,8 @@ class Throughput:
         """Context manager for work whose time does not count, such as compilation."""
         start = time.perf_counter()
         yield
-        self._time += time.perf_counter() - start
+        # A later start of the measurement has the same effect as a shorter measurement.
+        self._start += time.perf_counter() - start
 
     def read(self) -> dict[str, float]:
         """Returns the rates, the share of ``padding`` and the utilizations since the last call.
@@ -203,7 +231,7 @@ class Throughput:
         Calling it starts a new measurement.
         """
         now = time.perf_counter()
-        seconds = max(now - self._time, 1e-9)
+        seconds = max(now - self._start, 1e-9)
         rates = {
             "steps_per_second": self._steps / seconds,
             "tokens_per_second": self._tokens / seconds,
@@ -212,5 +240,5 @@ class Throughput:
             rates["padding"] = 1 - self._tokens / self._capacity
         for name, share in self.utilizations.items():
             rates[name] = share * rates["steps_per_second"]
-        self._time, self._steps, self._tokens, self._capacity = now, 0, 0.0, 0
+        self._restart(now)
         return rates

@@ -34,7 +34,8 @@ class Progress:
     """
 
     def __init__(self, total: int, *, title: str = "", visible: bool = True):
-        self._total, self._visible = total, visible
+        self._total = total
+        self._visible = visible
         self._console = Console(stderr=not visible, highlight=False, markup=False, soft_wrap=True)
         self._shown = visible and (self._console.file.isatty() or self._console.is_jupyter)
         self._bar = Bar(
@@ -55,17 +56,19 @@ class Progress:
 
     def log_training(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the loss and the rates of training."""
-        rate = values.get("learning_rate")  # absent if the optimizer has no known schedule
-        parts = [
-            f"loss {values['loss']:.4g}",
-            *([] if rate is None else [f"learning rate {rate:.3g}"]),
+        parts = [f"loss {values['loss']:.4g}"]
+        if "learning_rate" in values:  # absent if the optimizer has no known schedule
+            parts.append(f"learning rate {values['learning_rate']:.3g}")
+        parts += [
             f"padding {values['padding']:.0%}",
             f"{values['steps_per_second']:.3g} steps/s",
             f"{values['tokens_per_second']:,.0f} tokens/s",
         ]
-        used = next((name for name in UTILIZATIONS if name in values), None)
-        if used is not None:
-            parts.append(f"{UTILIZATIONS[used]} {values[used]:.0%}")
+        for name, label in UTILIZATIONS.items():
+            if name in values:
+                parts.append(f"{label} {values[name]:.0%}")
+                break
+
         if self._shown:
             self._bar.update(self._task, numbers="  ".join(parts))
             return
@@ -77,7 +80,9 @@ class Progress:
         overall = [f"{name} {values[name]:.4g}" for name in ("score", "loss") if name in values]
         tasks = [f"{name} {value:.4g}" for name, value in values.items() if "/" in name]
         text = f"evaluated in {format_duration(seconds)}: {', '.join(overall)}"
-        self.say(step, f"{text}; {', '.join(tasks)}" if tasks else text)
+        if tasks:
+            text += f"; {', '.join(tasks)}"
+        self.say(step, text)
 
     def say(self, step: int, text: str, *, urgent: bool = False) -> None:
         """Prints a line about a step. Urgent lines are printed even without visible progress."""
@@ -101,8 +106,14 @@ def show_phases(*, visible: bool = True) -> Iterator[Phase]:
       visible: whether to show anything.
     """
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    shown = visible and console.file.isatty()
+    bar = Bar(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not (visible and console.file.isatty()),
+    )
 
     def phase(title: str, total: int) -> Callable[[int], object]:
         """Prints the title of a phase and replaces the bar of the previous one."""
@@ -112,7 +123,7 @@ def show_phases(*, visible: bool = True) -> Iterator[Phase]:
             bar.remove_task(task)
         return functools.partial(bar.advance, bar.add_task("", total=total))
 
-    with Bar(*columns, console=console, transient=True, disable=not shown) as bar:
+    with bar:
         yield phase
 
 
@@ -143,10 +154,12 @@ def summary_lines(
         finished += f" The score at step {last:,} is {finite[last]:.2f}."
         if best != last:
             finished += f" The best score is {finite[best]:.2f}, at step {best:,}."
+
     kept = ", ".join(f"{step:,}" for step in saved)
     contents = (
         f"{directory} contains {METRICS_FILE}, evaluation/ and checkpoints of these steps: {kept}."
     )
+
     data = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
     run = shlex.quote(str(directory))
     lines = [finished, contents, f"next: synthesizer-jax eval --workdir {run}{data}"]

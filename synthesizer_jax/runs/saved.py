@@ -37,7 +37,8 @@ def load_model(directory: pathlib.Path) -> SavedModel:
     record = read_experiment(directory)
     with describing(directory / EXPERIMENT_FILE, REMEDY):
         # Only these two fields are rebuilt, so the modules of training need not be imported.
-        model, vocabulary = (from_json(record[name], name) for name in SavedModel._fields)
+        model = from_json(record["model"], "model")
+        vocabulary = from_json(record["vocabulary"], "vocabulary")
         for value, kind in ((model, TokenModel), (vocabulary, Vocabulary)):
             if not isinstance(value, kind):
                 raise ValueError(f"it contains {format_value(value)} instead of a {kind.__name__}")
@@ -101,13 +102,16 @@ def is_run(source: pathlib.Path) -> bool:
 
 def run_of(source: pathlib.Path) -> pathlib.Path:
     """Returns the run directory of ``RUN`` or ``RUN/checkpoints/STEP``, which need not exist."""
-    of_step = source.parent.name == "checkpoints" and source.name.isdecimal()
-    return source.parent.parent if of_step else source
+    if source.parent.name == "checkpoints" and source.name.isdecimal():
+        return source.parent.parent
+    return source
 
 
 def find_step(source: pathlib.Path) -> int | None:
     """Returns the step in ``RUN/checkpoints/STEP``, or None for ``RUN``. Neither needs to exist."""
-    return None if run_of(source) == source else int(source.name)
+    if run_of(source) == source:
+        return None
+    return int(source.name)
 
 
 def with_absolute_path(

@@ -110,7 +110,10 @@ class _Tracker:
 
     def close(self, *, failed: bool) -> None:
         """Waits until everything is sent, and ends the run."""
-        self._module.finish(**{"exit_code": int(failed)} if self._takes_status else {})
+        if self._takes_status:
+            self._module.finish(exit_code=int(failed))
+        else:
+            self._module.finish()
 
 
 class _MLflow:
@@ -122,7 +125,8 @@ class _MLflow:
 
     def __init__(self, directory: pathlib.Path, config: JSON):
         self._module: Any = importlib.import_module("mlflow")
-        path, key = absolute(directory), _run_key(directory)
+        path = absolute(directory)
+        key = _run_key(directory)
         experiment = self._module.set_experiment(path.parent.name)
         # A run that continues is found by its key.
         before = self._module.search_runs(
@@ -135,8 +139,7 @@ class _MLflow:
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
         """Sends the metrics with names such as ``train/loss``, from a background thread."""
-        valid = lambda name: re.sub("[^A-Za-z0-9_. /-]", "_", name)[:250]
-        named = {valid(f"{kind}/{name}"): x for name, x in values.items()}
+        named = {_mlflow_name(f"{kind}/{name}"): x for name, x in values.items()}
         self._sent.append(self._module.log_metrics(named, step=step, synchronous=False))
 
     def flush(self) -> None:
@@ -150,6 +153,11 @@ class _MLflow:
             self.flush()
         finally:
             self._module.end_run("FAILED" if failed else "FINISHED")
+
+
+def _mlflow_name(name: str) -> str:
+    """Returns a name of a metric in a form that MLflow accepts."""
+    return re.sub("[^A-Za-z0-9_. /-]", "_", name)[:250]
 
 
 open_wandb = functools.partial(_Tracker, "wandb")
