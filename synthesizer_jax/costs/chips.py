@@ -193,8 +193,12 @@ class Topology:
 @functools.cache
 def _usual_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
     """Returns the default shape for each number of chips, which is the most cubic one."""
-    # The most cubic shape has the smallest surface. The dictionary keeps the last one of each size.
-    surface = lambda shape: sum(a * b for a, b in itertools.combinations(shape, 2))
+
+    def surface(shape: tuple[int, ...]) -> int:
+        """Returns half the surface of a slice, which is smaller for more cubic slices."""
+        return sum(a * b for a, b in itertools.combinations(shape, 2))
+
+    # The most cubic shape comes last, and the dictionary keeps the last shape of each size.
     shapes = sorted(chip.shapes, key=surface, reverse=True)
     return dict(sorted((math.prod(shape), shape) for shape in shapes))
 
@@ -218,8 +222,13 @@ def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CH
     """
     if slices < 1:
         raise ValueError(f"The number of slices is {slices}, but it must be at least 1.")
-    name, sign, size = re.fullmatch(r"([^:-]*)([:-]?)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
-    chip = next((c for c in chips.values() if name in (c.name, c.type)), None)
+    # For example, "v5p:4x4x8" is the chip v5p and the shape 4x4x8, and "v5p-256" is the chip v5p and
+    # the number 256. Without a separator, both `separator` and `size` are empty.
+    match = re.fullmatch(r"([^:-]*)([:-]?)(.*)", text, re.DOTALL)
+    assert match is not None  # the expression matches every text
+    name, separator, size = match.groups()
+
+    chip = next((chip for chip in chips.values() if name in (chip.name, chip.type)), None)
     if chip is None:
         raise ValueError(
             f"The chip in {text!r} is not known. The known chips are {', '.join(chips)}."
@@ -229,29 +238,40 @@ def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CH
             f"The number of slices is {slices}, but GPUs form only one slice. Give the number of "
             f"all GPUs instead, for example {name}:16."
         )
-    pattern = r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*" if sign == ":" else r"[1-9][0-9]{0,8}"
-    if not sign or not re.fullmatch(pattern, size):
-        first = Topology(chip, chip.shapes[2])
-        raise ValueError(
-            f"{text!r} is not the name of a slice. Give its chips, for example {first.name}, or its "
-            f"type, for example {first.type}."
-        )
-    if sign == ":":
-        shape: tuple[int, ...] | None = tuple(map(int, size.split("x")))
-        asked = float(math.prod(shape or ()))
-        shape = shape if shape in chip.shapes else None
+
+    shape: tuple[int, ...] | None = None
+    if separator == ":" and re.fullmatch(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*", size):
+        given = tuple(map(int, size.split("x")))
+        num_chips = float(math.prod(given))
+        if given in chip.shapes:
+            shape = given
+    elif separator == "-" and re.fullmatch(r"[1-9][0-9]{0,8}", size):
+        num_chips = int(size) / chip.cores
+        if num_chips.is_integer():
+            shape = _usual_shapes(chip).get(int(num_chips))
     else:
-        asked = int(size) / chip.cores
-        shape = _usual_shapes(chip).get(int(asked)) if asked.is_integer() else None
+        example = Topology(chip, chip.shapes[2])
+        raise ValueError(
+            f"{text!r} is not the name of a slice. Give its chips, for example {example.name}, or "
+            f"its type, for example {example.type}."
+        )
     if shape is None:
-        usual = _usual_shapes(chip)
-        fewer, more = [n for n in usual if n <= asked], [n for n in usual if n > asked]
-        others = [Topology(chip, usual[n]) for n in fewer[-1:] + more[:1]]
-        near = " or ".join(f"{other.name} ({other.type})" for other in others)
+        near = " or ".join(f"{other.name} ({other.type})" for other in _near(chip, num_chips))
         raise ValueError(
             f"There is no slice {text!r} of {chip.name}. Use a slice of similar size: {near}."
         )
     return Topology(chip, shape, slices)
+
+
+def _near(chip: Chip, num_chips: float) -> list[Topology]:
+    """Returns the default slices whose sizes are nearest to a number of chips.
+
+    They are the largest slice with at most `num_chips` chips and the smallest slice with more.
+    """
+    usual = _usual_shapes(chip)
+    smaller = [size for size in usual if size <= num_chips]
+    larger = [size for size in usual if size > num_chips]
+    return [Topology(chip, usual[size]) for size in smaller[-1:] + larger[:1]]
 
 
 # From data sheets of NVIDIA. The first entry that matches the beginning of a device kind is used,
@@ -292,12 +312,18 @@ def peak_flops(kind: str, dtype: str) -> float | None:
     dtypes = ("bfloat16", "float16", "float32")
     if dtype not in dtypes:
         return None
-    begins = lambda name: re.match(rf"{name}(?!\w)(?!.*\bMIG\b)", kind)
+
+    def is_gpu(name: str) -> bool:
+        """Returns whether the device is a whole GPU whose name begins with a regular expression."""
+        return re.match(rf"{name}(?!\w)(?!.*\bMIG\b)", kind) is not None
+
     for name, rates in GPUS.items():
-        if begins(name):
+        if is_gpu(name):
             return dict(zip(dtypes, rates, strict=True))[dtype]
     for chip in CHIPS.values():
-        if any(map(begins, chip.kinds)) if chip.is_gpu else kind in chip.kinds:
+        # For a GPU, the name in `kinds` is only the beginning of the device kind.
+        is_chip = any(map(is_gpu, chip.kinds)) if chip.is_gpu else kind in chip.kinds
+        if is_chip:
             return chip.peak(dtype) / chip.devices
     return None
 
@@ -319,21 +345,30 @@ def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
       itemsize: the bytes of one element.
     """
     total = math.prod(shape)
+    tile_rows, tile_columns = TILE
     if len(shape) < 2:
-        whole = TILE[0] * TILE[1]
-        small = max(TILE[1], _next_power_of_two(total))
-        return (small if total <= whole else math.ceil(total / whole) * whole) * itemsize
+        tile = tile_rows * tile_columns
+        if total <= tile:
+            return max(tile_columns, _next_power_of_two(total)) * itemsize
+        return _round_up(total, tile) * itemsize
 
-    def padded(rows: int) -> int:
-        """Returns a number of rows with the padding of their tiles."""
-        return math.ceil(rows / TILE[0]) * TILE[0] if rows > TILE[0] else _next_power_of_two(rows)
+    if total == 0:
+        return 0
+    # The number of elements with padding, for every pair of axes that could be tiled.
+    padded = []
+    for rows, columns in itertools.permutations(shape, 2):
+        if rows > tile_rows:
+            padded_rows = _round_up(rows, tile_rows)
+        else:
+            padded_rows = _next_power_of_two(rows)
+        matrices = total // (rows * columns)
+        padded.append(matrices * padded_rows * _round_up(columns, tile_columns))
+    return min(padded) * itemsize
 
-    filled = (
-        total // (rows * columns) * padded(rows) * math.ceil(columns / TILE[1]) * TILE[1]
-        for rows, columns in itertools.permutations(shape, 2)
-        if total
-    )
-    return min(filled, default=0) * itemsize
+
+def _round_up(number: int, multiple: int) -> int:
+    """Returns the smallest multiple of `multiple` that is not below `number`."""
+    return math.ceil(number / multiple) * multiple
 
 
 def _next_power_of_two(count: int) -> int:

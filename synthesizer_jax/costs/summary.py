@@ -86,8 +86,12 @@ def forward_flops(model: TokenModel, *, inputs_length: int, targets_length: int)
 
 def _scan_runs(model: TokenModel) -> TokenModel:
     """Returns the model with scanned layers, so that JAX traces each run of blocks only once."""
-    plain = {n: s for n, s in stacks_of(model).items() if type(s) is Stack}
-    return replace(model, **{name: replace(s, scan=True) for name, s in plain.items()})
+    scanned = {
+        name: replace(stack, scan=True)
+        for name, stack in stacks_of(model).items()
+        if type(stack) is Stack  # subclasses, such as `UniversalStack`, have no runs to scan
+    }
+    return replace(model, **scanned)
 
 
 def num_elements(tree: PyTree) -> int:
@@ -108,7 +112,9 @@ def tables_per_layer(shapes: PyTree, axes: PyTree) -> int:
         for key in path:
             names = names[key.key]
         if {"query_length", "key_length"} <= set(names):
+            # An array of a scanned stack contains the tables of several layers.
             layers = leaf.shape[names.index("layers")] if "layers" in names else 1
+            # The path begins with the collection. The stack, the layer and the mixer follow.
             layer = "/".join(str(key.key) for key in path[1:4])
             tables[layer] = tables.get(layer, 0) + math.prod(leaf.shape) // layers
     return max(tables.values(), default=0)
@@ -117,10 +123,12 @@ def tables_per_layer(shapes: PyTree, axes: PyTree) -> int:
 def _num_position_parameters(params: PyTree, axes: PyTree) -> int:
     """Returns the number of parameters of relative biases and of learned positions."""
     leaves = jax.tree.leaves(params)
-    names = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
-    special = {"relpos_buckets", "length"}
+    axes_of_leaves = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
+    position_axes = {"relpos_buckets", "length"}
     return sum(
-        math.prod(leaf.shape) for leaf, n in zip(leaves, names, strict=True) if special & set(n)
+        math.prod(leaf.shape)
+        for leaf, names in zip(leaves, axes_of_leaves, strict=True)
+        if position_axes & set(names)
     )
 
 
@@ -131,19 +139,27 @@ def flops(jaxpr: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> int:
     """
     total = 0
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
+        name = eqn.primitive.name
+        if name == "dot_general":
+            # Every element of the result is a sum over the contracted axes.
             (contract, _), _ = eqn.params["dimension_numbers"]
             inner = math.prod(_shape(eqn.invars[0])[i] for i in contract)
             total += 2 * inner * math.prod(_shape(eqn.outvars[0]))
             continue
-        if eqn.primitive.name == "pallas_call":  # its jaxpr computes only one program of the grid
+        if name == "pallas_call":
+            # Its jaxpr computes only one program of the grid, so its own estimate is used.
             total += eqn.params["cost_estimate"].flops
             continue
-        repeats = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-        branches = [flops(sub) for sub in _sub_jaxprs(eqn.params)]
-        # A condition is a check with a fallback, or a choice by platform. Only one branch runs, and
-        # it is the one with the fewest operations.
-        total += min(branches) if eqn.primitive.name == "cond" else repeats * sum(branches)
+
+        inside = [flops(sub) for sub in _sub_jaxprs(eqn.params)]
+        if name == "cond":
+            # A condition is a check with a fallback, or a choice by platform. Only one branch runs,
+            # and it is the one with the fewest operations.
+            total += min(inside)
+        elif name == "scan":
+            total += eqn.params["length"] * sum(inside)
+        else:
+            total += sum(inside)
     return total
 
 
@@ -155,9 +171,13 @@ def _shape(value: jex_core.Var | jex_core.Literal) -> tuple[int, ...]:
 
 def _sub_jaxprs(params: Mapping[str, object]) -> list[jex_core.Jaxpr | jex_core.ClosedJaxpr]:
     """Returns the jaxprs in the parameters of an equation, such as the body of a loop."""
-    values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else [p])]
     kinds = (jex_core.ClosedJaxpr, jex_core.Jaxpr)  # one class since jax 0.11
-    return [v for v in values if isinstance(v, kinds)]
+    found = []
+    for value in params.values():
+        # The branches of a condition are a tuple of jaxprs.
+        parts = value if isinstance(value, tuple | list) else [value]
+        found += [part for part in parts if isinstance(part, kinds)]
+    return found
 
 
 def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) -> int:
@@ -172,6 +192,7 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
         return 0
     total = 0
     for index, run in enumerate(stacks_of(model)["decoder"].runs):
+        # All layers of a run have equal caches, so the cache of one layer is enough.
         alone = _one_layer(model, index)
         shapes, _ = abstract_variables(alone, *alone.example(tokens.shape[1], length))
 
@@ -181,10 +202,11 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
             """Returns the empty cache of the model with one decoder layer."""
             return apply_method(alone.init_cache, variables, tokens, max_length=length)
 
-        # All layers of a run have equal caches, so that the cache of one layer is enough.
         (layer,) = jax.eval_shape(init, shapes, tokens).layers
+        # Arrays with fewer than two axes are counters, which do not grow with the length.
         arrays = [x for x in jax.tree.leaves(layer.self_attention) if x.ndim > 1]
-        positions = length + (0 if layer.in_decoder else tokens.shape[1])
+        # A language model reads its inputs and targets in one stack, so the cache has room for both.
+        positions = length if layer.in_decoder else length + tokens.shape[1]
         total += run.repeats * sum(x.size * x.dtype.itemsize for x in arrays) // positions
     return total
 
