@@ -59,11 +59,13 @@ def _partial_checksums(x: ArrayLike) -> list[jax.Array]:
     """
     if not isinstance(x, jax.Array):
         return [_sum(jnp.asarray(x), np.zeros(np.ndim(x), np.uint32))]
-    return [
-        _sum(shard.data, jax.device_put(np.array([s.start or 0 for s in shard.index], np.uint32)))
-        for shard in x.addressable_shards
-        if shard.replica_id == 0
-    ]
+    parts = []
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            # The index is a tuple of slices. A slice over a whole axis has no start.
+            start = np.array([part.start or 0 for part in shard.index], np.uint32)
+            parts.append(_sum(shard.data, jax.device_put(start)))
+    return parts
 
 
 @jax.jit
@@ -75,10 +77,10 @@ def _sum(x: jax.Array, start: jax.Array) -> jax.Array:
       start: ``[x.ndim]`` uint32, the index of the shard's first element in the whole array.
     """
     words = _words(x)
-    # Elements wider than 32 bits have further axes of words, which are never sharded.
-    starts = [*start, *[0] * (words.ndim - x.ndim)]
     position = jnp.zeros((), jnp.uint32)
-    for axis, first in enumerate(starts):
+    for axis in range(words.ndim):
+        # Elements wider than 32 bits have further axes of words, which are never sharded.
+        first = start[axis] if axis < x.ndim else 0
         index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) + jnp.uint32(first)
         # From the sixth axis on, the factors repeat in a modified form.
         factor = AXIS_FACTORS[axis % len(AXIS_FACTORS)] ^ (axis // len(AXIS_FACTORS) << 1)

@@ -145,15 +145,21 @@ class Checkpoints:
           state: a dataclass of pytrees of arrays, which has a field ``step``.
           stream: the data stream whose position is saved, or None to save no position.
         """
-        step, tree = int(state.step), _state_dict(state)
+        step = int(state.step)
         if step in self._begun or step in self._manager.all_steps():
             return
+        tree = _state_dict(state)
+
         # Each process contributes the checksums of its shards and the position of its part of the
         # data.
-        local = checksums.checksums(tree), {} if stream is None else position_files(stream)
-        arrays, positions = zip(*processes.all_gather("contents", local), strict=True)
-        position = dict(file for files in positions for file in files.items())
-        contents = Contents(step, checksums.combine_checksums(arrays), position)
+        files = {} if stream is None else position_files(stream)
+        gathered = processes.all_gather("contents", (checksums.checksums(tree), files))
+        arrays = checksums.combine_checksums([part for part, _ in gathered])
+        position: dict[str, str] = {}
+        for _, local_files in gathered:
+            position.update(local_files)
+        contents = Contents(step, arrays, position)
+
         items = {
             "state": ocp.args.StandardSave(tree),
             CONTENTS: ocp.args.JsonSave(contents.to_json()),
@@ -163,12 +169,15 @@ class Checkpoints:
 
     def take_newly_saved(self) -> list[int]:
         """Returns the steps whose checkpoints were finished since the last call."""
+        unfinished = []
         if self._begun and self._manager.is_saving_in_progress():
-            done, self._begun = self._begun[:-1], self._begun[-1:]
-            return done
-        self.wait()  # raises errors that occurred in the background thread
-        done, self._begun = self._begun, []
-        return done
+            # Orbax writes one checkpoint at a time, so only the last one can be unfinished.
+            unfinished = self._begun[-1:]
+        else:
+            self.wait()  # raises errors that occurred in the background thread
+        finished = self._begun[: len(self._begun) - len(unfinished)]
+        self._begun = unfinished
+        return finished
 
     def restore_newest(self, abstract: PyTree, stream: BatchStream | None) -> PyTree:
         """Restores the newest checkpoint that can be read, or returns None if there is none.
@@ -200,21 +209,29 @@ class Checkpoints:
         step, tree, damaged = read_newest(self._directory, read)
         if step is None:
             return None
-        if stream is not None and (contents := read_contents(self._directory / str(step))):
-            contents.restore_position(stream)
+
+        if stream is not None:
+            contents = read_contents(self._directory / str(step))
+            if contents is not None:
+                contents.restore_position(stream)
+
         if damaged:
             with processes.process_zero_first("set aside"):
                 if processes.is_process_zero():
                     self._set_aside(damaged)
             if "_manager" in vars(self):
                 self._manager.reload()
+
         return dataclasses.replace(abstract, **tree)
 
     def _set_aside(self, damaged: dict[int, str]) -> None:
         """Renames damaged checkpoints to ``STEP.unreadable``, with a warning."""
         for step, problem in damaged.items():
-            names = (f"{step}.unreadable{f'-{n}' * (n > 1)}" for n in itertools.count(1))
-            aside = next(p for p in map(self._directory.joinpath, names) if not p.exists())
+            aside = self._directory / f"{step}.unreadable"
+            for number in itertools.count(2):
+                if not aside.exists():
+                    break
+                aside = self._directory / f"{step}.unreadable-{number}"
             message = "Checkpoint %d cannot be read (%s). It is renamed to %s."
             _log.warning(message, step, problem, aside)
             (self._directory / str(step)).rename(aside)
@@ -265,8 +282,9 @@ def restore_variables(
       FileNotFoundError: there is no such checkpoint.
       ValueError: the checkpoint cannot be read, or belongs to another model than the layout.
     """
-    read = lambda checkpoint: read_variables(checkpoint, layout)
+    read = functools.partial(read_variables, layout=layout)
     number, variables, damaged = read_newest(directory, read, step=step, divided=layout is not None)
+
     saved = finished_steps(directory)
     if number is None:
         if step is None or not saved:
@@ -277,6 +295,7 @@ def restore_variables(
             f"{directory} contains no checkpoint of step {step}. Choose one of the steps "
             f"{str(saved)[1:-1]}."
         )
+
     for newer in sorted(set(damaged) & set(saved)):
         message = "The checkpoint %s cannot be read (%s). Step %d is used instead."
         _log.warning(message, directory / str(newer), damaged[newer], number)
@@ -314,6 +333,7 @@ def read_newest(
         steps = [s for s in saved if s not in problems and step in (None, s)]
         # The processes must try the same step, so they follow process 0.
         newest: int | None = processes.all_gather("newest", max(steps, default=None))[0]
+
         if newest is None:
             # There were no checkpoints, or all damaged ones were deleted in the meantime.
             if not any(s in saved for s in problems):
@@ -327,26 +347,49 @@ def read_newest(
                 f"The checkpoint {directory / str(worst)} cannot be read ({problems[worst]}). "
                 f"{remedy}"
             )
-        checkpoint, entries, parts = directory / str(newest), dict[str, PyTree](), dict[str, int]()
-        contents: Contents | None = None
-        problem = None
-        try:
-            contents = read_contents(checkpoint)
-            entries = read(checkpoint)
-            parts = checksums.checksums(entries)
-        except Exception as error:  # damaged files raise errors of any type
-            if not _is_damage(error):
-                raise
-            problem = one_line_error(error).removesuffix(".")
-        # A checkpoint counts as damaged for all processes if one of them found a problem.
-        gathered = processes.all_gather("read", (problem, parts))
-        problem = next((problem for problem, _ in gathered if problem is not None), None)
-        if problem is None and contents is not None:
-            whole = checksums.combine_checksums([p for _, p in gathered] if divided else [parts])
-            problem = contents.difference(whole)
+
+        entries, problem = _read_and_verify(directory / str(newest), read, divided=divided)
         if problem is None:
             return newest, entries, problems
         problems[newest] = problem
+
+
+def _read_and_verify(
+    checkpoint: pathlib.Path,
+    read: Callable[[pathlib.Path], dict[str, PyTree]],
+    *,
+    divided: bool,
+) -> tuple[dict[str, PyTree], str | None]:
+    """Reads entries of a checkpoint, and compares their checksums with the recorded ones.
+
+    Args:
+      checkpoint: the directory of a step.
+      read: see `read_newest`.
+      divided: see `read_newest`.
+
+    Returns:
+      The entries, and what is wrong with the checkpoint. It is None if all processes can read it.
+    """
+    contents: Contents | None = None
+    entries: dict[str, PyTree] = {}
+    parts: dict[str, int] = {}
+    problem = None
+    try:
+        contents = read_contents(checkpoint)
+        entries = read(checkpoint)
+        parts = checksums.checksums(entries)
+    except Exception as error:  # damaged files raise errors of any type
+        if not _is_damage(error):
+            raise
+        problem = one_line_error(error).removesuffix(".")
+
+    # A checkpoint counts as damaged for all processes if one of them found a problem.
+    gathered = processes.all_gather("read", (problem, parts))
+    problem = next((problem for problem, _ in gathered if problem is not None), None)
+    if problem is None and contents is not None:
+        whole = checksums.combine_checksums([p for _, p in gathered] if divided else [parts])
+        problem = contents.difference(whole)
+    return entries, problem
 
 
 def _is_damage(error: Exception) -> bool:
@@ -356,16 +399,25 @@ def _is_damage(error: Exception) -> bool:
     """
     if isinstance(error, OSError):
         return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-    others = (OtherModelError, MemoryError, jax.errors.JaxRuntimeError)
-    return not (isinstance(error, others) or is_storage_error(error))
+    if isinstance(error, OtherModelError | MemoryError | jax.errors.JaxRuntimeError):
+        return False
+    return not is_storage_error(error)
 
 
 def finished_steps(directory: pathlib.Path) -> list[int]:
     """Returns the steps of the committed checkpoints in a directory, oldest first."""
     if not directory.is_dir():
         return []
-    numbered = [p for p in directory.iterdir() if re.fullmatch("0|[1-9][0-9]*", p.name)]
-    # Orbax commits a checkpoint by renaming its directory. In a bucket, which cannot rename
-    # directories, it writes a file instead.
-    is_committed = lambda p: (p / COMMITTED).exists() if in_bucket(p) else p.is_dir()
-    return sorted(int(p.name) for p in numbered if is_committed(p))
+    numbered = [path for path in directory.iterdir() if re.fullmatch("0|[1-9][0-9]*", path.name)]
+    return sorted(int(path.name) for path in numbered if _is_committed(path))
+
+
+def _is_committed(checkpoint: pathlib.Path) -> bool:
+    """Returns whether Orbax has finished the checkpoint in a directory whose name is a step.
+
+    Orbax commits a checkpoint by renaming its directory. In a bucket, where directories cannot be
+    renamed, it writes a file instead.
+    """
+    if in_bucket(checkpoint):
+        return (checkpoint / COMMITTED).exists()
+    return checkpoint.is_dir()

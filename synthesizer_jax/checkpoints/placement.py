@@ -44,7 +44,8 @@ def place_variables(
     Raises:
       ValueError: the model fits no mesh of these devices.
     """
-    devices = jax.devices() if devices is None else devices
+    if devices is None:
+        devices = jax.devices()
     problem: ValueError | None = None
     for candidate in _candidate_meshes(shape, len(devices)):
         try:
@@ -111,7 +112,8 @@ def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variab
       layout: see `place_variables`. None reads the saved arrays onto one device of this process.
     """
     saved = _metadata(checkpoint)
-    names = (AVERAGE if saved.get(AVERAGE) else "params"), "constants"
+    parameters = AVERAGE if saved.get(AVERAGE) else "params"
+    names = (parameters, "constants")
     if layout is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         entries = jax.tree.map(
@@ -119,7 +121,9 @@ def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variab
             {name: saved[name] for name in names if saved.get(name)},
         )
     else:
-        entries = {names[0] if k == "params" else k: v for k, v in layout.items() if v}
+        entries = {
+            parameters if name == "params" else name: tree for name, tree in layout.items() if tree
+        }
     return read_arrays(checkpoint, entries, names)
 
 
@@ -141,7 +145,8 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
     complete = {name: metadata.get(name, {}) for name in names}
     saved = _shapes(complete)
     expected = _shapes(entries)
-    if different := sorted(name for name, _ in saved.items() ^ expected.items()):
+    different = sorted(name for name, _ in saved.items() ^ expected.items())
+    if different:
         name = different[0]
         there, here = (
             f"has the shape {shapes[name]}" if name in shapes else "is absent"

@@ -52,7 +52,8 @@ class Unread:
         Args:
           dtype: the dtype of the result. None means the dtype of this object.
         """
-        return self.stored().astype(self.dtype if dtype is None else jnp.dtype(dtype), copy=False)
+        target = self.dtype if dtype is None else jnp.dtype(dtype)
+        return self.stored().astype(target, copy=False)
 
     @property
     def size(self) -> int:
@@ -88,6 +89,8 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
         options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
     ) as manager:
         manager.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
+
+    # Add the second item by hand: its checksums are known only after all arrays are written.
     contents = absolute(directory) / str(step) / CONTENTS
     contents.mkdir()
     text = json.dumps(Contents(step, arrays.checksums, {}).to_json())
