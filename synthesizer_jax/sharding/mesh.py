@@ -81,13 +81,19 @@ class MeshShape:
                 f"{devices} devices cannot be divided into {slices} slices of equal size."
             )
         check_mesh_axes(self.axis_names)
-        within = {"data": self.data, "fsdp": self.fsdp}
-        within |= {"tensor": self.tensor, "sequence": self.sequence, **dict(self.extra)}
+        within = {
+            "data": self.data,
+            "fsdp": self.fsdp,
+            "tensor": self.tensor,
+            "sequence": self.sequence,
+            **dict(self.extra),
+        }
         between = {"dcn_data": self.dcn_data, "dcn_fsdp": self.dcn_fsdp}
-        return (
-            _infer_sizes(within, devices // slices, "devices of a slice"),
-            _infer_sizes(between, slices, "slices") + (1,) * (len(within) - len(between)),
-        )
+        sizes_within = _infer_sizes(within, devices // slices, "devices of a slice")
+        sizes_between = _infer_sizes(between, slices, "slices")
+        # Only the first two axes can extend over several slices.
+        others = (1,) * (len(within) - len(between))
+        return sizes_within, sizes_between + others
 
 
 def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
@@ -101,7 +107,8 @@ def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
         )
     if -1 in inferred:
         known = math.prod(size for size in inferred if size != -1)
-        inferred[inferred.index(-1)] = total // known if total % known == 0 else 0
+        if total % known == 0:
+            inferred[inferred.index(-1)] = total // known
     if math.prod(inferred) != total:
         raise ValueError(
             f"The mesh has the sizes {description}, but their product must be {total}, the number "
@@ -124,14 +131,15 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
     Raises:
       ValueError: the sizes do not match the number of devices.
     """
-    devices = jax.devices() if devices is None else devices
+    if devices is None:
+        devices = jax.devices()
+    # Only TPUs have slices.
     slices = len({getattr(d, "slice_index", 0) for d in devices if d.platform == "tpu"}) or 1
     within, between = shape.sizes(len(devices), slices)
-    make = (
-        functools.partial(mesh_utils.create_hybrid_device_mesh, within, between)
-        if math.prod(between) > 1
-        else functools.partial(mesh_utils.create_device_mesh, within)
-    )
+
+    make = functools.partial(mesh_utils.create_device_mesh, within)
+    if math.prod(between) > 1:
+        make = functools.partial(mesh_utils.create_hybrid_device_mesh, within, between)
     try:
         arranged = make(devices)
     except NotImplementedError:
@@ -141,6 +149,7 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
             within,
         )
         arranged = make(devices, allow_split_physical_axes=True)
+
     # Since JAX 0.10, mesh axes are Explicit by default, but Linen's sharding constraints need Auto.
     return Mesh(arranged, shape.axis_names, axis_types=(AxisType.Auto,) * len(shape.axis_names))
 

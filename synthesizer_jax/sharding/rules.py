@@ -129,8 +129,8 @@ def partition_spec(
     """
     entries: list[str | None] = []
     for axis, size in zip(axes, shape, strict=True):
-        mesh_axis = _mesh_axis(axis, mesh) if axis is not None else None
-        shards = mesh.shape[mesh_axis] if mesh_axis is not None else 1
+        mesh_axis = None if axis is None else _mesh_axis(axis, mesh)
+        shards = 1 if mesh_axis is None else mesh.shape[mesh_axis]
         if shards > 1 and mesh_axis in entries:
             raise ValueError(
                 f"{name}: The logical axes {axes} would shard two dimensions over the mesh axis "
@@ -209,6 +209,7 @@ def use_mesh(mesh: Mesh) -> Iterator[None]:
     if mesh.size == 1:
         yield
         return
+
     parameter_rules = {name: _mesh_axis(name, mesh) for name in LOGICAL_AXES}
     activation_rules = {
         name: tuple(axis for axis in axes if axis in mesh.shape)
