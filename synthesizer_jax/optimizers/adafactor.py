@@ -89,22 +89,26 @@ def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) ->
     batch = tuple(
         i for i, axis in enumerate(axes) if axis in BATCH or (axis == "heads" and is_table)
     )
+
     # Each group holds the dimensions that form one dimension of a slice's matrix.
     groups: list[list[int]] = []
-    for i in range(len(axes)):
+    for i, axis in enumerate(axes):
+        if i in batch:
+            continue
         after_heads = i > 0 and i - 1 not in batch and axes[i - 1] in ("heads", "kv_heads")
-        merges = axes[i] in HEAD_FEATURES and after_heads
-        if i not in batch and merges:
+        if axis in HEAD_FEATURES and after_heads:
             groups[-1].append(i)
-        elif i not in batch:
+        else:
             groups.append([i])
-    sizes = [math.prod(shape[i] for i in group) for group in groups]
-    is_t5_stack = "layers" in axes and T5_AXES.issuperset(axes)
+
     if NEVER_FACTORED & set(axes) or len(groups) != 2:
         return FactoredDims(batch)
+    sizes = [math.prod(shape[i] for i in group) for group in groups]
+    is_t5_stack = "layers" in axes and T5_AXES.issuperset(axes)
     if min(sizes) < min_size and not is_t5_stack:
         return FactoredDims(batch)
-    return FactoredDims(batch, tuple(groups[0]), tuple(groups[1]))
+    rows, columns = groups
+    return FactoredDims(batch, tuple(rows), tuple(columns))
 
 
 class AdafactorState(NamedTuple):
@@ -164,8 +168,11 @@ class Adafactor:
 
             def zeros(p: jax.Array, names: Axes) -> Moments:
                 """Returns the initial moments of a parameter."""
-                kept = _moment_dims(factored_dims(names, p.shape, min_size=self.min_size), p.ndim)
-                return {name: jnp.zeros([p.shape[i] for i in kept[name]]) for name in kept}
+                dims = factored_dims(names, p.shape, min_size=self.min_size)
+                return {
+                    moment: jnp.zeros([p.shape[i] for i in kept])
+                    for moment, kept in _moment_dims(dims, p.ndim).items()
+                }
 
             return AdafactorState(jnp.zeros((), jnp.int32), jax.tree.map(zeros, params, axes))
 
@@ -183,6 +190,7 @@ class Adafactor:
                 g = g.astype(jnp.float32)
                 dims = factored_dims(names, g.shape, min_size=self.min_size)
                 u, moments = _precondition(g, moments, dims, decay=decay)
+                # The dimensions of one block, over which each RMS is computed.
                 inner = tuple(i for i in range(g.ndim) if i not in dims.batch)
                 if self.clip is not None:
                     u = u / jnp.maximum(1.0, _rms(u, inner) / self.clip)
@@ -194,10 +202,9 @@ class Adafactor:
             # The tree has a pair for each parameter. It is split into one tree of updates and one
             # of moments.
             pairs = jax.tree.leaves(tree, is_leaf=lambda x: type(x) is tuple)
-            updates, moments = (
-                jax.tree.unflatten(jax.tree.structure(gradients), [pair[i] for pair in pairs])
-                for i in (0, 1)
-            )
+            structure = jax.tree.structure(gradients)
+            updates = jax.tree.unflatten(structure, [update for update, _ in pairs])
+            moments = jax.tree.unflatten(structure, [moments for _, moments in pairs])
             return updates, AdafactorState(state.updates + 1, moments)
 
         return with_clipping(optax.GradientTransformation(init, update), self.clip_norm)
@@ -207,8 +214,11 @@ def _moment_dims(dims: FactoredDims, ndim: int) -> dict[str, list[int]]:
     """Returns the dimensions of a parameter that each of its moments has."""
     if not dims.rows:
         return {"full": list(range(ndim))}
-    without = lambda reduced: [i for i in range(ndim) if i not in reduced]
-    return {"row": without(dims.columns), "col": without(dims.rows)}
+    # The means of the rows are taken over the columns, and the means of the columns over the rows.
+    return {
+        "row": [i for i in range(ndim) if i not in dims.columns],
+        "col": [i for i in range(ndim) if i not in dims.rows],
+    }
 
 
 def _precondition(
@@ -219,6 +229,7 @@ def _precondition(
     if not dims.rows:
         full = decay * moments["full"] + (1.0 - decay) * square
         return g * jax.lax.rsqrt(full), {"full": full}
+
     row = decay * moments["row"] + (1.0 - decay) * square.mean(axis=dims.columns)
     col = decay * moments["col"] + (1.0 - decay) * square.mean(axis=dims.rows)
     # V is the outer product of the row and column means, divided by the mean of the row means.
@@ -253,8 +264,11 @@ def state_axes(opt_state: PyTree, axes: PyTree, shapes: PyTree) -> PyTree:
     for (path, names), param in zip(nodes, jax.tree.leaves(shapes), strict=True):
         keys = _dict_keys(path)
         axes_by_leaf[keys, param.shape] = names
+        # Moments may be factored or full. This depends on the optimizer's `min_size`, which is not
+        # known here.
         factored = factored_dims(names, param.shape, min_size=0)
-        for dims in (factored, FactoredDims(())):
+        full = FactoredDims(())
+        for dims in (factored, full):
             for moment, kept in _moment_dims(dims, len(names)).items():
                 shape = tuple(param.shape[i] for i in kept)
                 axes_by_leaf[(*keys, moment), shape] = tuple(names[i] for i in kept)

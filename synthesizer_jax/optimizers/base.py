@@ -37,7 +37,9 @@ def schedule_of(optimizer: Optimizer) -> optax.Schedule | None:
     Returns `None` if the optimizer has no schedule.
     """
     learning_rate: LearningRate | None = getattr(optimizer, "learning_rate", None)
-    return None if learning_rate is None else build_schedule(learning_rate)
+    if learning_rate is None:
+        return None
+    return build_schedule(learning_rate)
 
 
 def count_updates(opt_state: PyTree) -> jax.Array | None:
@@ -45,14 +47,11 @@ def count_updates(opt_state: PyTree) -> jax.Array | None:
 
     It is the first scalar named ``count``, as in optax, or ``updates``.
     """
-    return next(
-        (
-            leaf
-            for path, leaf in jax.tree.leaves_with_path(opt_state)
-            if path and str(path[-1]).strip("'.[]") in COUNTS and leaf.ndim == 0
-        ),
-        None,
-    )
+    for path, leaf in jax.tree.leaves_with_path(opt_state):
+        # A key of a path is written as ``.count`` or ``['count']``.
+        if path and str(path[-1]).strip("'.[]") in COUNTS and leaf.ndim == 0:
+            return leaf
+    return None
 
 
 def with_clipping(

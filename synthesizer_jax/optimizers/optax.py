@@ -91,10 +91,12 @@ def _thaw(value: Any) -> Any:
     built.
     """
     if isinstance(value, dict):
-        return {int(k) if k.isdigit() else k: x for k, x in value.items()}
+        return {int(key) if key.isdigit() else key: x for key, x in value.items()}
     if isinstance(value, tuple):
         return [_thaw(x) for x in value]
-    return value.build() if hasattr(value, "build") else value
+    if hasattr(value, "build"):
+        return value.build()
+    return value
 
 
 def _check_call(name: str, functions: Mapping[str, Callable[..., Any]], arguments: Any) -> None:

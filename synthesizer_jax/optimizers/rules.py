@@ -74,18 +74,27 @@ def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRul
     all_paths: list[str] = []
     factors = {}
     for keys, x in traverse_util.flatten_dict(params).items():
+        # A parameter of a scanned stack has one path, and so one rule, per layer.
         paths = looped_paths(model, keys)
-        chosen = [next(r for r in every if re.fullmatch(r.pattern, path)) for path in paths]
         all_paths += paths
+        chosen = [_first_match(every, path) for path in paths]
         rates = np.asarray([rule.rate for rule in chosen], np.float32)
-        same = len(set(chosen)) == 1
-        factors[keys] = rates[0] if same else rates.reshape(len(rates), *[1] * (x.ndim - 1))
+        if len(set(chosen)) == 1:
+            factors[keys] = rates[0]
+        else:
+            factors[keys] = rates.reshape(len(rates), *(1 for _ in x.shape[1:]))
+
     check_patterns_decide("training.rules", [rule.pattern for rule in rules], all_paths)
     if not any(rate.any() for rate in factors.values()):
         raise ValueError(
             "training.rules freeze every parameter. Change the rules so that some are trained."
         )
     return traverse_util.unflatten_dict(factors)
+
+
+def _first_match(rules: Sequence[OptimizerRule], path: str) -> OptimizerRule:
+    """Returns the first rule whose pattern matches a path. At least one rule must match."""
+    return next(rule for rule in rules if re.fullmatch(rule.pattern, path))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +130,14 @@ class RuledOptimizer:
 
         A scanned stack holds trained and frozen layers in one array.
         """
-        return jax.tree.map(
-            lambda g, rate: g if rate.all() else jnp.where(rate == 0, jnp.zeros_like(g), g),
-            gradients,
-            self.trained(self.rates),
-        )
+
+        def mask(g: jax.Array, rate: np.ndarray) -> jax.Array:
+            """Returns the gradient of one parameter with zeros where its factor is zero."""
+            if rate.all():
+                return g
+            return jnp.where(rate == 0, jnp.zeros_like(g), g)
+
+        return jax.tree.map(mask, gradients, self.trained(self.rates))
 
     def update(self, gradients: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the new parameters and the new state.
@@ -143,8 +155,10 @@ class RuledOptimizer:
             if (rate != 1.0).any():
                 u = jnp.asarray(rate) * u
             new = (p + u).astype(p.dtype)
+            if rate.all():
+                return new
             # Frozen layers take their old values: adding zero times an update could change bits.
-            return new if rate.all() else jnp.where(rate == 0, p, new)
+            return jnp.where(rate == 0, p, new)
 
         trained = self.trained(params)
         opt_state = self._with_keys(opt_state, trained)
@@ -198,8 +212,11 @@ def trained_entries(rates: PyTree, tree: PyTree) -> PyTree:
       rates: the factors of the learning rate; see `resolve_rules`.
       tree: nested dictionaries like the parameters. Leaves may also be tuples of axis names.
     """
-    factors, flat = traverse_util.flatten_dict(rates), traverse_util.flatten_dict(tree)
-    return traverse_util.unflatten_dict({k: x for k, x in flat.items() if factors[k].any()})
+    factors = traverse_util.flatten_dict(rates)
+    entries = traverse_util.flatten_dict(tree)
+    return traverse_util.unflatten_dict(
+        {path: x for path, x in entries.items() if factors[path].any()}
+    )
 
 
 def build_optimizer(

@@ -34,7 +34,9 @@ def build_schedule(rate: LearningRate) -> optax.Schedule:
     Raises:
       ValueError: the schedule does not build a function.
     """
-    schedule = (Constant(rate) if isinstance(rate, int | float) else rate).build()
+    if isinstance(rate, int | float):
+        rate = Constant(rate)
+    schedule = rate.build()
     if not callable(schedule):
         raise ValueError(
             f"{type(rate).__name__}.build returns {schedule!r}, but it must return a function of "
@@ -78,9 +80,12 @@ class InverseSquareRoot:
     warmup_steps: Count = 10_000
 
     def build(self) -> optax.Schedule:
-        return lambda step: (
-            self.factor / jnp.sqrt(jnp.maximum(jnp.asarray(step, jnp.float32), self.warmup_steps))
-        )
+        def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
+            """Returns the learning rate at a step."""
+            number = jnp.maximum(jnp.asarray(step, jnp.float32), self.warmup_steps)
+            return self.factor / jnp.sqrt(number)
+
+        return learning_rate
 
 
 @register
