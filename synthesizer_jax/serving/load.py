@@ -36,7 +36,10 @@ class Model:
           ValueError: a file is damaged.
         """
         self.info = json.loads((directory / "model.json").read_text("utf-8"))
-        self.parameters, self.programs, self.pieces = {}, {}, None
+        self.parameters = {}
+        self.programs = {}
+        self.pieces = None
+
         for file, checksum in self.info["sha256"].items():
             # Files are mapped instead of read, because the parameters may be large.
             data = np.memmap(directory / file, np.uint8, "r")
@@ -45,15 +48,17 @@ class Model:
             if file.endswith(".stablehlo"):
                 program = jax.export.deserialize(bytearray(data)).call
                 self.programs[file.removesuffix(".stablehlo")] = jax.jit(program)
+
         data = np.memmap(directory / "parameters.safetensors", np.uint8, "r")
         # A safetensors file begins with the length of its header, which says where each tensor is.
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
         for name, tensor in json.loads(data[8:start].tobytes()).items():
             x = data[start:][slice(*tensor["data_offsets"])].view(np.float32)
             self.parameters[name] = jax.device_put(x.reshape(tensor["shape"]))
+
         if self.info["vocabulary"] == "sentencepiece":
-            library, path = importlib.import_module("sentencepiece"), directory / "vocabulary.model"
-            self.pieces = library.SentencePieceProcessor(str(path))
+            library = importlib.import_module("sentencepiece")
+            self.pieces = library.SentencePieceProcessor(str(directory / "vocabulary.model"))
 
     def generate(self, texts: list[str]) -> list[str]:
         """Returns the text that the model generates for each input.
@@ -93,6 +98,7 @@ class Model:
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise ValueError('The texts must be a list of strings, such as ["a text"].')
         limit = limit or self.info["limits"]["inputs_length"]
+        # The ids before and after every input, such as [] and [EOS].
         first, last = self.info["around_inputs"]
         rows = [[*first, *self._ids(text)] for text in texts]
         longest = max(map(len, rows), default=0)
@@ -102,11 +108,13 @@ class Model:
                 "Shorten the text, or export the model with a larger --inputs-length."
             )
         rows = [[*row[: limit - len(last)], *last] for row in rows]
+
         if self.info["lengths"] == "fixed":
             n = limit
         else:
             longest = max(map(len, rows), default=1)
-            n = min(limit, 1 << max(longest - 1, 0).bit_length())
+            power = 1 << max(longest - 1, 0).bit_length()  # the smallest power of two >= longest
+            n = min(limit, power)
         padding = self.info["ids"]["padding"]
         padded = [row + [padding] * (n - len(row)) for row in rows]
         return np.array(padded, np.int32).reshape(len(rows), n)
@@ -114,15 +122,19 @@ class Model:
     def _ids(self, text: str) -> list[int]:
         """Returns the ids of the pieces or bytes of a text. The ids of bytes begin at 3."""
         data = text.encode()  # raises a ValueError if the text has lone surrogates
-        return list(self.pieces.encode(text)) if self.pieces else [byte + 3 for byte in data]
+        if self.pieces is not None:
+            return list(self.pieces.encode(text))
+        return [byte + 3 for byte in data]
 
     def text(self, ids: list[int]) -> str:
         """Returns the text of the ids before the first EOS, other end token or padding."""
         special = self.info["ids"]
         ends = {special["end"], *special["also_end"], special["padding"]}
         ids = list(itertools.takewhile(lambda i: i not in ends, ids))
-        if p := self.pieces:
-            return str(p.decode([i if i < len(p) else p.unk_id() for i in ids]))
+        if self.pieces is not None:
+            # The model may have more ids than there are pieces.
+            unknown = self.pieces.unk_id()
+            return str(self.pieces.decode([i if i < len(self.pieces) else unknown for i in ids]))
         return bytes(i - 3 for i in ids if 2 < i < 259).decode("utf-8", "ignore")
 
 

@@ -8,7 +8,7 @@ import json
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -33,7 +33,9 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 """The platforms on which each program can run, by their names in `jax.export`."""
 
 LOADER = pathlib.Path(__file__).with_name("load.py")
-DESCRIPTION, PARAMETERS, VOCABULARY = "model.json", "parameters.safetensors", "vocabulary.model"
+DESCRIPTION = "model.json"
+PARAMETERS = "parameters.safetensors"
+VOCABULARY = "vocabulary.model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +101,7 @@ def write_directory(
             f"A vocabulary of the kind {kind} cannot be exported. Use bytes or a SentencePiece "
             "model, or leave out --to."
         )
+
     if isinstance(vocabulary, SentencePiece):
         (directory / VOCABULARY).write_bytes(vocabulary.contents())
     programs, lengths = export_programs(model, parameters, limits, continues=continues)
@@ -107,6 +110,7 @@ def write_directory(
     arrays = {name: np.ascontiguousarray(x) for name, x in parameters.items()}
     save_file(arrays, directory / PARAMETERS)
     (directory / PARAMETERS).chmod(0o644)  # safetensors makes it readable only for the owner
+
     description = {
         "model": type(model).__name__,
         "platforms": PLATFORMS,
@@ -114,6 +118,7 @@ def write_directory(
         "limits": fields_of(limits),
         "ids": fields_of(model.ids),
         "continues": continues,
+        # A text to continue has neither BOS nor EOS.
         "around_inputs": ([], []) if continues else vocabulary.around_inputs,
         "vocabulary": "bytes" if isinstance(vocabulary, Bytes) else "sentencepiece",
         "sha256": {
@@ -135,14 +140,13 @@ def export_programs(
 ) -> tuple[dict[str, export.Exported], str]:
     """Exports the programs of a model for all `PLATFORMS`.
 
-    ========== ==================================
-    ======================================================= program    arguments after the
-    parameters     results ========== ==================================
-    ======================================================= encode     inputs ``[b, n]``
-    states ``[b, n, d_model]``: `encode_tokens` score      inputs, targets ``[b, t]``
-    log-probabilities ``[b]``: `score_targets` generate   inputs                             tokens
-    ``[b, targets_length]``, scores ``[b]``: `decode` ========== ==================================
-    =======================================================
+    The first argument of every program is the parameters. The programs are:
+
+    - ``encode`` takes inputs ``[b, n]`` and returns states ``[b, n, d_model]``; see `encode_tokens`.
+    - ``score`` takes inputs and targets ``[b, t]`` and returns log-probabilities ``[b]``; see
+      `score_targets`.
+    - ``generate`` takes inputs and returns tokens ``[b, targets_length]`` and scores ``[b]``; see
+      `decode`.
 
     An `EncoderDecoder` has all three programs, an `Encoder` has only ``encode``, and a
     `LanguageModel` has ``score`` and ``generate``. The batch size b is free, and n and t are any
@@ -172,34 +176,45 @@ def export_programs(
             f"A {type(model).__name__} has no programs to export. Use an EncoderDecoder, a "
             "LanguageModel or an Encoder."
         )
-    on: PyTree = {"model": _on_reference_route(unroll(model))}
-    of_targets = on | {"continues": continues}
-    how = of_targets | {"max_length": limits.targets_length, "beams": limits.beams}
-    # For each program: the models that have it, its arguments' lengths as letters, and a function.
-    table: dict[str, tuple[Any, str, Callable[..., PyTree]]] = {
-        "encode": (Encoder | EncoderDecoder, "n", lambda v, x: encode_tokens(v, x, **on)),
-        "score": (TextToText, "nt", lambda v, x, y: score_targets(v, x, targets=y, **of_targets)),
-        "generate": (TextToText, "n", lambda v, x: tuple(decode(v, x, **how))),
-    }
-    shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in parameters.items()}
+    reference = _on_reference_route(unroll(model))
     longest = {"n": limits.inputs_length, "t": limits.targets_length}
+
+    def encode(variables: Variables, inputs: jax.Array) -> PyTree:
+        """Returns the states of the inputs."""
+        return encode_tokens(variables, inputs, model=reference)
+
+    def score(variables: Variables, inputs: jax.Array, targets: jax.Array) -> PyTree:
+        """Returns the log-probabilities of the targets."""
+        return score_targets(
+            variables, inputs, targets=targets, model=reference, continues=continues
+        )
+
+    def generate(variables: Variables, inputs: jax.Array) -> PyTree:
+        """Returns the generated tokens and their scores."""
+        return tuple(
+            decode(
+                variables,
+                inputs,
+                model=reference,
+                continues=continues,
+                max_length=limits.targets_length,
+                beams=limits.beams,
+            )
+        )
+
+    programs: dict[str, _Program] = {}
+    if isinstance(model, Encoder | EncoderDecoder):
+        programs["encode"] = _Program(encode, "n")
+    if isinstance(model, TextToText):
+        programs["score"] = _Program(score, "nt")
+        programs["generate"] = _Program(generate, "n")
 
     def export_all(*, symbolic: bool) -> dict[str, export.Exported]:
         """Returns all programs of the model, with symbolic lengths or with the largest ones."""
-        programs = {}
-        for name, (kinds, lengths, function) in table.items():
-            if not isinstance(model, kinds):
-                continue
-            bounds = [f"{n} <= {longest[n]}" for n in lengths] if symbolic else []
-            scope = export.SymbolicScope(bounds)
-            axes = [f"b,{n if symbolic else longest[n]}" for n in lengths]
-            sizes = [export.symbolic_shape(axis, scope=scope) for axis in axes]
-            tokens = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
-            program = jax.jit(
-                lambda flat, *x, f=function: f(traverse_util.unflatten_dict(flat, sep="/"), *x)
-            )
-            programs[name] = export.export(program, platforms=PLATFORMS)(shapes, *tokens)
-        return programs
+        return {
+            name: _export(program, parameters, longest, symbolic=symbolic)
+            for name, program in programs.items()
+        }
 
     try:
         try:
@@ -213,6 +228,56 @@ def export_programs(
             "cannot be exported. Choose smaller numbers with --inputs-length and --max-length. The "
             f"reason is: {error}"
         ) from None
+
+
+class _Program(NamedTuple):
+    """A function to export.
+
+    Attributes:
+      function: takes the variables and arrays of tokens.
+      lengths: a letter for the length of each of these arrays: n for inputs and t for targets.
+    """
+
+    function: Callable[..., PyTree]
+    lengths: str
+
+
+def _export(
+    program: _Program,
+    parameters: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+    longest: Mapping[str, int],
+    *,
+    symbolic: bool,
+) -> export.Exported:
+    """Exports a program, with a free batch size.
+
+    Args:
+      program: the program.
+      parameters: see `export_programs`.
+      longest: the largest length by its letter.
+      symbolic: whether the lengths are free up to the largest ones. Otherwise they are fixed to
+        them.
+    """
+    bounds = []
+    axes = []  # of each array of tokens, such as "b,n" or "b,512"
+    for letter in program.lengths:
+        if symbolic:
+            bounds.append(f"{letter} <= {longest[letter]}")
+            axes.append(f"b,{letter}")
+        else:
+            axes.append(f"b,{longest[letter]}")
+    scope = export.SymbolicScope(bounds)
+    tokens = [
+        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), jnp.int32) for shape in axes
+    ]
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in parameters.items()}
+
+    @jax.jit
+    def of_flat_parameters(flat: PyTree, *tokens: jax.Array) -> PyTree:
+        """Runs the program with parameters whose keys are joined by slashes."""
+        return program.function(traverse_util.unflatten_dict(flat, sep="/"), *tokens)
+
+    return export.export(of_flat_parameters, platforms=PLATFORMS)(shapes, *tokens)
 
 
 def _on_reference_route(config: PyTree) -> PyTree:
