@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import traverse_util
+from jax.typing import ArrayLike
 
 from synthesizer_jax.base.files import storage_path, write_atomic
 from synthesizer_jax.base.registry import check_fields, register, replace, to_json
@@ -136,6 +137,7 @@ def distill(
             f"{teacher} contains a {type(taught.model).__name__}, but only EncoderDecoder models "
             "can be distilled."
         )
+
     # Check everything that a user can get wrong before calling `run`, which prepares data.
     directory = storage_path(str(directory))
     taught = find_dtype(taught, directory)
@@ -144,7 +146,6 @@ def distill(
     looped = None if variables is None else unroll_variables(taught.model, variables)
     trainer = DistillationTrainer(taught, looped, recipe)
     experiment = trainer.experiment
-    first = processes.is_process_zero()
     options: dict[str, Any] = {
         "data_dir": data_dir,
         "prepare": prepare,
@@ -152,44 +153,20 @@ def distill(
         "user_code": code.recorded_code(teacher_run) + user_code,
     }
 
-    def say(text: str) -> None:
-        """Prints a message, on one process only."""
-        if first and visible:
-            print(text, flush=True)
-
     def initialize(_: Trainer) -> TrainState:
         """Returns the first state. Alignments are fitted if the recipe asks for it."""
-        if first:
+        if processes.is_process_zero():
             began_with.save(directory)
         variables = trainer.inherited_variables()
-        if not recipe.fit_batches:
-            return trainer.init(variables)
-        layers, others = trainer.fitted_layers()
-        if layers:
-            variables, divergences = _fit(variables, trainer, layers, data_dir)
-            # ``[layers, heads]``
-            heads = np.stack(list(divergences.values()))
-            if first:
-                by_layer = {
-                    f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()
-                }
-                write_atomic(directory / FIT_FILE, json.dumps(by_layer, indent=1) + "\n")
-            say(
-                f"Fitted {len(heads)} layers to {recipe.fit_batches} batches. The divergence from the "
-                f"teacher's attention is {heads.mean():.3f} nats per query on average, and "
-                f"{heads.max():.3f} for the worst head."
-            )
-        if others:
-            reasons = "; ".join(
-                f"{', '.join(names)} ({reason})" for reason, names in others.items()
-            )
-            say(f"These mixers are not fitted, but trained from their initializers: {reasons}.")
+        if recipe.fit_batches:
+            variables = _fit(variables, trainer, directory, data_dir=data_dir, visible=visible)
         return trainer.init(variables)
 
     run(experiment, directory, trainer=trainer, initial=initialize, **options)
-    if first:
+    if processes.is_process_zero():
         content = json.dumps(to_json(recipe), indent=1) + "\n"
         write_atomic(directory / DISTILLATION_FILE, content)
+
     if recipe.fine_tune is not None:
         fine_tuning = replace(experiment, training=recipe.fine_tune, init_from=str(directory))
         run(fine_tuning, directory / FINE_TUNED, **options)
@@ -197,6 +174,52 @@ def distill(
 
 
 def _fit(
+    variables: Variables,
+    trainer: DistillationTrainer,
+    directory: pathlib.Path,
+    *,
+    data_dir: pathlib.Path | None,
+    visible: bool,
+) -> Variables:
+    """Fits all alignments that can be fitted, and reports how well they fit.
+
+    The divergence of every head is written to `FIT_FILE`.
+
+    Args:
+      variables: the student's variables.
+      trainer: the trainer of the student.
+      directory: the directory of the student's run.
+      data_dir: the directory of the data sets.
+      visible: whether to print a report.
+
+    Returns:
+      The student's variables with the fitted alignments.
+    """
+    layers, others = trainer.fitted_layers()
+    reports = []
+    if layers:
+        variables, divergences = _fit_to_teacher(variables, trainer, layers, data_dir)
+        by_layer = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()}
+        if processes.is_process_zero():
+            write_atomic(directory / FIT_FILE, json.dumps(by_layer, indent=1) + "\n")
+        # ``[layers, heads]``
+        heads = np.stack(list(divergences.values()))
+        reports.append(
+            f"Fitted {len(heads)} layers to {trainer.recipe.fit_batches} batches. The divergence "
+            f"from the teacher's attention is {heads.mean():.3f} nats per query on average, and "
+            f"{heads.max():.3f} for the worst head."
+        )
+    if others:
+        reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in others.items())
+        reports.append(
+            f"These mixers are not fitted, but trained from their initializers: {reasons}."
+        )
+    if reports and visible and processes.is_process_zero():
+        print(*reports, sep="\n", flush=True)
+    return variables
+
+
+def _fit_to_teacher(
     variables: Variables,
     trainer: DistillationTrainer,
     layers: Mapping[Layer, Attention],
@@ -210,21 +233,28 @@ def _fit(
     """
     experiment = trainer.experiment
     assert experiment.vocabulary is not None
+    data_dir = default_data_dir() if data_dir is None else storage_path(str(data_dir))
     stream = open_stream(
         # The statistics are by position in an example, so examples must not be packed. All batches
         # must have one length, so that their statistics can be added.
         replace(experiment.data, pack=False, buckets=()),
         experiment.vocabulary.build(),
-        data_dir=default_data_dir() if data_dir is None else storage_path(str(data_dir)),
+        data_dir=data_dir,
         ids=experiment.model.ids,
         shards=trainer.shards,
     )
     batches = (trainer.shard_batch(next(stream)) for _ in range(trainer.recipe.fit_batches))
     statistics = collect_statistics(trainer.teacher, trainer.variables, batches, layers)
     fitted, divergences = fit_layers(trainer.student, variables["params"], statistics)
-    # Fitted arrays are on the host and are put on the mesh. All other arrays stay where they are.
-    keep = lambda new, old: old if new is old else replicate_to_devices(new, old.sharding)
-    return {**variables, "params": jax.tree.map(keep, fitted, variables["params"])}, divergences
+
+    def place(new: ArrayLike, old: jax.Array) -> jax.Array:
+        """Returns a fitted array on the mesh, and all other arrays as they are."""
+        if new is old:
+            return old
+        return replicate_to_devices(new, old.sharding)
+
+    params = jax.tree.map(place, fitted, variables["params"])
+    return {**variables, "params": params}, divergences
 
 
 class DistillationTrainer(Trainer):
@@ -328,11 +358,9 @@ class DistillationTrainer(Trainer):
         fitted: dict[Layer, Attention] = {}
         others: dict[str, list[str]] = {}
         for pair in self.tap_pairs:
-            layer = pair.stack, int(pair.layer.removeprefix("layers_"))
-            old, new = (
-                blocks_of(model, pair.stack)[layer[1]] for model in (self.teacher, self.student)
-            )
-            teacher, student = old.self_mixer, new.self_mixer
+            index = int(pair.layer.removeprefix("layers_"))
+            teacher = blocks_of(self.teacher, pair.stack)[index].self_mixer
+            student = blocks_of(self.student, pair.stack)[index].self_mixer
             if pair.mixer != STACKS[pair.stack]:
                 reason = "only self-attention can be fitted"
             elif not isinstance(student, Attention):
@@ -346,7 +374,7 @@ class DistillationTrainer(Trainer):
                     f"{type(student.alignment).__name__} is not made of trained logits of positions"
                 )
             else:
-                fitted[layer] = student
+                fitted[pair.stack, index] = student
                 continue
             others.setdefault(reason, []).append(f"{pair.stack}/{pair.layer}/{pair.mixer}")
         return fitted, others
@@ -360,7 +388,8 @@ class DistillationTrainer(Trainer):
     @property
     def rules(self) -> tuple[OptimizerRule, ...]:
         """The experiment's rules, after a rule that freezes everything except the replacements."""
-        replaced = sorted({f"{p.stack}/{p.layer}/{p.mixer}" for p in self.tap_pairs})
+        replaced = sorted({f"{pair.stack}/{pair.layer}/{pair.mixer}" for pair in self.tap_pairs})
+        # Matches all paths that do not begin with the path of a replaced mixer.
         others = f"(?!(?:{'|'.join(replaced)})/).*"
         return (OptimizerRule(others, frozen=True), *self.experiment.training.rules)
 
@@ -395,6 +424,7 @@ class DistillationTrainer(Trainer):
             gradients_of = jax.value_and_grad(loss_fn, has_aux=True)
             (loss, unexplained), gradients = gradients_of(self.optimizer.trained(state.params))
             gradients = self.optimizer.mask_gradients(gradients)
+
             inputs = batch["encoder_input_tokens"] != self.student.ids.padding
             metrics = {
                 "loss": loss,
@@ -421,16 +451,19 @@ class DistillationTrainer(Trainer):
             names = ["encoded", *(pair.inputs for pair in self.tap_pairs)]
             overrides = {name: target[name] for name in names}
             variables = {**variables, OVERRIDES: traverse_util.unflatten_dict(overrides, sep="/")}
+
         activations = self.activations(self.student, variables, batch)
         not_padding = {
             "encoder": batch["encoder_input_tokens"] != self.student.ids.padding,
             "decoder": batch["decoder_loss_weights"] > 0,
         }
-        pairs = [
-            squared_error(*_to_compare(target, activations, pair), not_padding[pair.stack])
-            for pair in self.tap_pairs
-        ]
-        errors, ratios = zip(*pairs, strict=True)
+        errors = []
+        ratios = []
+        for pair in self.tap_pairs:
+            x, y = _to_compare(target, activations, pair)
+            error, ratio = squared_error(x, y, not_padding[pair.stack])
+            errors.append(error)
+            ratios.append(ratio)
         return jnp.stack(errors).mean(), jnp.stack(ratios).mean()
 
     def activations(
@@ -457,7 +490,8 @@ def _to_compare(
       ValueError: if there are no such activations.
     """
     for path in pair.outputs:
-        x, y = target.get(path), activations.get(path)
+        x = target.get(path)
+        y = activations.get(path)
         if x is not None and y is not None and x.shape == y.shape:
             return x, y
     raise ValueError(
@@ -482,13 +516,15 @@ def squared_error(
     Returns:
       Two scalars in float32.
     """
-    shape = (*not_padding.shape, -1)
     # ``[b, n, features]``
-    target, output = (x.reshape(shape).astype(jnp.float32) for x in (target, output))
+    shape = (*not_padding.shape, -1)
+    target = target.reshape(shape).astype(jnp.float32)
+    output = output.reshape(shape).astype(jnp.float32)
     weight = not_padding[..., None].astype(jnp.float32)
     count = jnp.maximum(weight.sum(), 1.0)
     error = (weight * jnp.square(output - target)).sum() / (count * target.shape[-1])
-    mean = (weight * target).sum((0, 1)) / count
+
+    mean = (weight * target).sum((0, 1)) / count  # [features]
     # The variance of each feature over positions, averaged over features.
     variance = (weight * jnp.square(target - mean)).sum() / (count * target.shape[-1])
     return error, error / jnp.maximum(variance, 1e-30)

@@ -139,30 +139,50 @@ def attention_statistics(
     statistics = {}
     for (stack, layer), student in students:
         causal = stack == "decoder"
-        real = batch["encoder_input_tokens"] != model.ids.padding
         if causal:
             real = batch["decoder_loss_weights"] > 0
+        else:
+            real = batch["encoder_input_tokens"] != model.ids.padding
         mixer = sown["intermediates"][stack][f"layers_{layer}"][STACKS[stack]]
-        (weights,) = mixer["attention_weights"]  # [b or 1, heads, n, n]
-        rows, n = real.shape
-        # ``[b, heads, q, k]``, in which the weights of queries at padding are zero.
-        weights = jnp.broadcast_to(weights, (rows, *weights.shape[1:])) * real[:, None, :, None]
-        if student.window is not None:
-            weights = weights * is_in_window(n, student.window)
-        total = weights.sum(-1, keepdims=True)  # [b, heads, n, 1]
-        if not student.sinks:
-            weights = weights / jnp.where(total > 0, total, 1)
-        # A query of the decoder sees the keys up to itself, and one of the encoder sees all real
-        # keys.
-        seen = jnp.arange(1, n + 1) if causal else real.sum(axis=1, keepdims=True)
-        # ``[b, n, n + 1]``
-        queries = jax.nn.one_hot(jnp.broadcast_to(seen, (rows, n)), n + 1) * real[..., None]
-        negentropy = jax.scipy.special.xlogy(weights, weights).sum((0, 2, 3))
-        if student.sinks:
-            of_sinks = jnp.maximum(real[:, None, :] - total[..., 0], 0)
-            negentropy += jax.scipy.special.xlogy(of_sinks, of_sinks).sum((0, 2))
-        statistics[stack, layer] = Statistics(weights.sum(0), negentropy, queries.sum(0))
+        (weights,) = mixer["attention_weights"]
+        statistics[stack, layer] = _layer_statistics(weights, real, student, causal=causal)
     return statistics
+
+
+def _layer_statistics(
+    weights: jax.Array, real: jax.Array, student: Attention, *, causal: bool
+) -> Statistics:
+    """Returns the statistics of one layer; see `attention_statistics`.
+
+    Args:
+      weights: the teacher's attention weights, ``[b or 1, heads, n, n]``.
+      real: ``[b, n]``, which tokens are not padding.
+      student: the attention that will be fitted to the layer.
+      causal: whether a query sees only the keys up to itself, as in decoders.
+    """
+    rows, n = real.shape
+    # ``[b, heads, q, k]``, in which the weights of queries at padding are zero.
+    weights = jnp.broadcast_to(weights, (rows, *weights.shape[1:])) * real[:, None, :, None]
+    if student.window is not None:
+        weights = weights * is_in_window(n, student.window)
+    total = weights.sum(-1, keepdims=True)  # [b, heads, n, 1]
+    if not student.sinks:
+        weights = weights / jnp.where(total > 0, total, 1)
+
+    # A query of the decoder sees the keys up to itself, and one of the encoder sees all real keys.
+    if causal:
+        seen = jnp.arange(1, n + 1)
+    else:
+        seen = real.sum(axis=1, keepdims=True)
+    # ``[b, n, n + 1]``, one-hot vectors of the number of keys that a query sees.
+    queries = jax.nn.one_hot(jnp.broadcast_to(seen, (rows, n)), n + 1) * real[..., None]
+
+    negentropy = jax.scipy.special.xlogy(weights, weights).sum((0, 2, 3))  # [heads]
+    if student.sinks:
+        # The weight that is missing in the weights of the keys is the weight of the sink.
+        of_sinks = jnp.maximum(real[:, None, :] - total[..., 0], 0)  # [b, heads, n]
+        negentropy += jax.scipy.special.xlogy(of_sinks, of_sinks).sum((0, 2))
+    return Statistics(weights.sum(0), negentropy, queries.sum(0))
 
 
 def is_in_window(length: int, window: int) -> np.ndarray:
@@ -181,10 +201,12 @@ def collect_statistics(
 
     There must be at least one batch.
     """
-    of_batch = functools.partial(
-        attention_statistics, variables, model=model, students=tuple(students.items())
-    )
-    total = functools.reduce(functools.partial(jax.tree.map, jnp.add), map(of_batch, batches))
+    total = None
+    for batch in batches:
+        statistics = attention_statistics(
+            variables, batch, model=model, students=tuple(students.items())
+        )
+        total = statistics if total is None else jax.tree.map(jnp.add, total, statistics)
     return jax.tree.map(gather_to_host, total)
 
 
@@ -211,8 +233,11 @@ def divergence(
     Returns:
       The divergence of each head, as ``[heads]``.
     """
+    # The mean of KL(teacher ‖ student) is (Σ p log p − Σ p log q) / queries. The log-likelihood
+    # Σ p log q is the sum of the logits, weighted by p, minus the normalizer of every query.
     logits = cap_logits(logits, soft_cap)
-    likelihood = (statistics.mass * logits).sum((1, 2))
+    likelihood = (statistics.mass * logits).sum((1, 2))  # [heads]
+
     # `HIDDEN` is finite because rows without a visible key are multiplied by zero below.
     if window is not None:
         logits = jnp.where(is_in_window(logits.shape[-1], window), logits, HIDDEN)
@@ -259,14 +284,17 @@ def fit(
     Returns:
       The parameters of the alignment, and its logits ``[heads, n, n]`` without the bias.
     """
-    alignment, length = attention.alignment, statistics.mass.shape[-1]
+    alignment = attention.alignment
+    length = statistics.mass.shape[-1]
+    # ``[q, k]``, the keys that a query may see.
     visible = np.tri(length, dtype=bool) if causal else np.ones((length, length), bool)
     if attention.window is not None:
         visible &= is_in_window(length, attention.window)
     smooth = _add_prior(statistics, visible=visible, causal=causal)
-    params = initial_parameters(attention, d_model, seed=seed)
+
     # Tables begin close to the best logits. They must make these together with the bias, which is
     # therefore subtracted.
+    params = initial_parameters(attention, d_model, seed=seed)
     start = _best_logits(smooth, soft_cap=attention.soft_cap, visible=visible, sinks=sinks)
     start -= np.asarray(bias)
     if isinstance(alignment, Random):
@@ -275,13 +303,15 @@ def fit(
         params = _factorize(start, params, alignment.rank, visible=visible)
     elif isinstance(alignment, GaussianBias):
         params = _standard_gaussian(smooth)
+
     params = _minimize(
         params, smooth, jnp.asarray(bias), sinks, attention=attention, d_model=d_model
     )
     params = _to_params(alignment, params)
-    return params, position_logits(
+    logits = position_logits(
         alignment, params, num_heads=attention.num_heads, length=length, d_model=d_model
     )
+    return params, logits
 
 
 def _best_logits(
@@ -292,12 +322,17 @@ def _best_logits(
     They are the best logits if all queries at a position see the same keys, and no logit reaches
     the soft cap.
     """
-    seen = np.maximum(times_seen(np.asarray(statistics.queries)), 1e-30)
+    # The logarithm of the mean weight of every key, over the queries that see it.
+    seen = np.maximum(times_seen(np.asarray(statistics.queries)), 1e-30)  # [q, k]
     logits = np.log(np.maximum(statistics.mass / seen, 1e-30))
+
     if sinks is not None:
-        counts = np.asarray(statistics.queries).sum(1)
+        # Shift the logits of every query, so that the fixed logit of the sink gives the sink its
+        # share of the weights.
+        counts = np.asarray(statistics.queries).sum(1)  # [n]
         shares = np.asarray(sink_mass(statistics)) / np.maximum(counts, 1e-30)  # [heads, n]
         logits += (np.asarray(sinks)[:, None] - np.log(np.maximum(shares, MIN_SINK)))[..., None]
+
     if soft_cap is not None:
         # Without sinks, adding a constant to all logits of a query does not change its weights.
         # Center the logits, so that they use the middle of the cap.
@@ -329,7 +364,10 @@ def fit_layers(
         attention = self_attention(student, (stack, i))
         of_mixer = params[stack][f"layers_{i}"][STACKS[stack]]
         bias = stack_bias_logits(student, params, (stack, i), length=of_layer.mass.shape[-1])
-        sinks = jnp.asarray(gather_to_host(of_mixer["sinks"])) if attention.sinks else None
+        sinks = None
+        if attention.sinks:
+            sinks = jnp.asarray(gather_to_host(of_mixer["sinks"]))
+
         fitted, logits = fit(
             attention,
             of_layer,
@@ -340,14 +378,15 @@ def fit_layers(
             seed=i,
         )
         of_mixer["align"] = fitted
-        distance = divergence(
+
+        of_heads = divergence(
             logits + bias,
             of_layer,
             soft_cap=attention.soft_cap,
             window=attention.window,
             sinks=sinks,
         )
-        divergences[stack, i] = np.asarray(distance)
+        divergences[stack, i] = np.asarray(of_heads)
     return params, divergences
 
 
@@ -356,7 +395,8 @@ def stack_bias_logits(model: TokenModel, params: PyTree, layer: Layer, *, length
 
     They are zeros if the stack has none.
     """
-    stack, num_heads = layer[0], self_attention(model, layer).num_heads
+    stack, _ = layer
+    num_heads = self_attention(model, layer).num_heads
     shared = stacks_of(model)[stack].bias
     if shared is None:
         return jnp.zeros((num_heads, length, length))
@@ -387,6 +427,7 @@ def times_seen(queries: np.ndarray) -> np.ndarray:
     The argument ``[q, k + 1]`` counts queries by position and by how many of the first keys they
     see.
     """
+    # Key k is seen by the queries that see more than k keys, so sum the counts from the right.
     return np.cumsum(queries[:, ::-1], axis=1)[:, ::-1][:, 1:]
 
 
@@ -410,21 +451,25 @@ def _add_prior(statistics: Statistics, *, visible: np.ndarray, causal: bool) -> 
     """
     mass, _, queries = map(np.asarray, statistics)
     heads, n, _ = mass.shape
-    distance = np.arange(n)[None, :] - np.arange(n)[:, None] + n - 1
-    # ``[2 n − 1]``, how often each distance occurs.
+
+    # ``[2 n − 1]``, how often each distance from a query to a key occurs.
     seen = sums_by_distance(times_seen(queries))
     # ``[heads, 2 n − 1]``, the mean weight at each distance.
     by_distance = np.stack(list(map(sums_by_distance, mass))) / np.maximum(seen, 1e-30)
-    where = np.flatnonzero(seen > 0)
-    nearest = where[np.abs(np.arange(2 * n - 1)[:, None] - where).argmin(1)]
-    # ``[heads, n, n]``
+    # ``[2 n − 1]``, for each distance the index of the nearest one that occurs.
+    occurring = np.flatnonzero(seen > 0)
+    nearest = occurring[np.abs(np.arange(2 * n - 1)[:, None] - occurring).argmin(1)]
+
+    # ``[heads, n, n]``, the weight that the distance of two positions gives them.
+    distance = np.arange(n)[None, :] - np.arange(n)[:, None] + n - 1
     prior = np.maximum(by_distance[:, nearest], 1e-6)[:, distance]
-    last = np.arange(1, n + 1) if causal else np.full(n, n)
     prior = prior * visible
     # ``[heads]``, the mean weight of all keys together. The rest is the sink's.
     of_keys = mass.sum((1, 2)) / np.maximum(queries.sum(), 1e-30)
     prior = PRIOR * of_keys[:, None, None] * prior / prior.sum(-1, keepdims=True)
+
     # An added query of a decoder sees the keys up to itself, and one of an encoder sees all keys.
+    last = np.arange(1, n + 1) if causal else np.full(n, n)
     added = queries + PRIOR * (np.arange(n + 1) == last[:, None])
     return Statistics(
         jnp.asarray(mass + prior, jnp.float32), jnp.zeros(heads), jnp.asarray(added, jnp.float32)
@@ -443,6 +488,7 @@ def _factorize(start: np.ndarray, params: PyTree, rank: int, *, visible: np.ndar
     # A constant added to a row does not change its softmax, so rows are centered first.
     mean = (start * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
     u, s, v = np.linalg.svd(np.where(visible, start - mean, 0.0), full_matrices=False)
+    # Both factors get the square root of the singular values. They are ``[heads, n, rank]``.
     roots = np.sqrt(s[:, None, :rank])
     factors = {
         "query_factor": u[:, :, :rank] * roots,
@@ -450,8 +496,11 @@ def _factorize(start: np.ndarray, params: PyTree, rank: int, *, visible: np.ndar
     }
     # A short table has fewer singular values than the rank. The other columns are zero.
     missing = max(rank - roots.shape[-1], 0)
-    wider = {k: jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for k, x in factors.items()}
-    return {name: resize(x, params[name], "edge") for name, x in wider.items()}
+    resized = {}
+    for name, factor in factors.items():
+        wider = jnp.pad(factor, ((0, 0), (0, 0), (0, missing)))
+        resized[name] = resize(wider, params[name], "edge")
+    return resized
 
 
 def _standard_gaussian(statistics: Statistics) -> PyTree:
@@ -464,13 +513,17 @@ def _standard_gaussian(statistics: Statistics) -> PyTree:
     mass = np.asarray(statistics.mass)
     weights = mass / mass.sum((1, 2), keepdims=True)
     n = mass.shape[-1]
-    distance = np.arange(n)[None, :] - np.arange(n)[:, None]
-    mean = (weights * distance).sum((1, 2))
-    variance = (weights * (distance - mean[:, None, None]) ** 2).sum((1, 2))
+    distance = np.arange(n)[None, :] - np.arange(n)[:, None]  # from a query to a key
+    mean = (weights * distance).sum((1, 2))  # [heads]
+    variance = (weights * (distance - mean[:, None, None]) ** 2).sum((1, 2))  # [heads]
     deviation = np.sqrt(np.maximum(variance, MIN_VARIANCE))
     zeros = jnp.zeros(len(mass))
-    units = {"mean": jnp.float32(mean), "deviation": jnp.float32(deviation)}
-    return {**units, "center": zeros, "log_precision": zeros}
+    return {
+        "mean": jnp.float32(mean),
+        "deviation": jnp.float32(deviation),
+        "center": zeros,
+        "log_precision": zeros,
+    }
 
 
 def _to_params(alignment: Alignment, fitted: PyTree) -> PyTree:
@@ -480,7 +533,9 @@ def _to_params(alignment: Alignment, fitted: PyTree) -> PyTree:
     """
     if not isinstance(alignment, GaussianBias):
         return fitted
-    mean, deviation = (jax.lax.stop_gradient(fitted[name]) for name in ("mean", "deviation"))
+    # The units are constants of the fit.
+    mean = jax.lax.stop_gradient(fitted["mean"])
+    deviation = jax.lax.stop_gradient(fitted["deviation"])
     precision = jnp.exp(jnp.clip(fitted["log_precision"], *LOG_PRECISIONS)) / deviation**2
     return {"offset": mean + deviation * fitted["center"], "precision": precision}
 
@@ -499,7 +554,8 @@ def _minimize(
 
     The function is compiled once for all layers that have the same configuration.
     """
-    alignment, length = attention.alignment, statistics.mass.shape[-1]
+    alignment = attention.alignment
+    length = statistics.mass.shape[-1]
     optimizer = optax.lbfgs()
 
     def loss(fitted: PyTree) -> jax.Array:

@@ -77,13 +77,18 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
             )
         name = PLACES[replacement.place][0]
         check_layers_differ(model, name)
-        stack, blocks = stacks_of(model)[name], blocks_of(model, name)
+
+        stack = stacks_of(model)[name]
+        blocks = blocks_of(model, name)
         for index in _layer_indices(replacement, len(blocks)):
             blocks[index] = _replace_mixer(blocks[index], replacement)
         # Neighboring layers with equal blocks form one run again.
         runs = tuple(Run(block, len(list(group))) for block, group in itertools.groupby(blocks))
+
         # Keep the stack's position bias as long as some layer has logits to which it can be added.
-        bias = stack.bias if any(run.block.self_mixer.bias_heads for run in runs) else None
+        bias = stack.bias
+        if not any(run.block.self_mixer.bias_heads for run in runs):
+            bias = None
         model = replace(model, **{name: replace(stack, runs=runs, bias=bias)})
     return model
 
@@ -136,7 +141,8 @@ def _layer_indices(replacement: Replacement, num_layers: int) -> tuple[int, ...]
 def _replace_mixer(block: Block, replacement: Replacement) -> Block:
     """Returns the block with one of its mixers replaced."""
     field = "cross_mixer" if replacement.place == "cross" else "self_mixer"
-    old, new = getattr(block, field), replacement.by
+    old = getattr(block, field)
+    new = replacement.by
     if isinstance(new, Alignment):
         if not isinstance(old, Attention):
             raise ValueError(
@@ -177,13 +183,19 @@ def tap_pairs(model: EncoderDecoder, replacements: tuple[Replacement, ...]) -> I
     """Yields a `TapPair` for every replaced mixer."""
     for replacement in replacements:
         stack, mixer, prefix = PLACES[replacement.place]
-        outputs = {
+        outputs_by_scope = {
             # Prefer the outputs of the heads, which a replacement of attention may not have.
             "mixer": (f"{mixer}/heads", f"{prefix}_mixed"),
             "sublayer": ("self_output",),
             "layer": ("output",),
-        }[replacement.scope]
+        }
+        outputs = outputs_by_scope[replacement.scope]
         for index in _layer_indices(replacement, stacks_of(model)[stack].num_layers):
             layer = f"layers_{index}"
-            taps = tuple(f"{stack}/{layer}/{name}" for name in outputs)
-            yield TapPair(stack, layer, mixer, f"{stack}/{layer}/{prefix}_input", taps)
+            yield TapPair(
+                stack=stack,
+                layer=layer,
+                mixer=mixer,
+                inputs=f"{stack}/{layer}/{prefix}_input",
+                outputs=tuple(f"{stack}/{layer}/{name}" for name in outputs),
+            )

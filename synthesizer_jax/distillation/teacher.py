@@ -63,6 +63,7 @@ def read_teacher(
     recorded = None
     if finished_steps(directory / "checkpoints"):
         recorded = _recorded(directory)
+
     if recorded is not None:
         began = f"The distillation in {directory} began with step {recorded.step} of its teacher"
         if step not in (None, recorded.step):
@@ -81,6 +82,7 @@ def read_teacher(
                 "in another --workdir."
             )
         step = recorded.step
+
     step, variables = restore_run(run, step=step)
     checksum = checksum_of(run / "checkpoints" / str(step))
     return Teacher(str(absolute(run)), step, checksum), variables

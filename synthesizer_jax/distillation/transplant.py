@@ -85,6 +85,7 @@ def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -
                     f"{type(alignment).__name__}, so the new model cannot compute the same as the "
                     "old one at first. Fit and distill it with 'synthesizer-jax distill synthesize'."
                 )
+
             layer = params[stack][f"layers_{i}"]
             align = mixture.start_as(
                 mixture.parts.index(alignment),
@@ -108,16 +109,22 @@ def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTr
         of a Fixed Random.
     """
     alignment = attention.alignment
-    context = attention.context(Span(0, 1), Span(0, 1))
-    x = jnp.zeros((1, 1, d_model))
-    init = lambda: alignment.init(jax.random.key(seed), x, x, context)
+
+    def init() -> PyTree:
+        """Returns the variables of the alignment, whose shapes do not depend on the tokens."""
+        x = jnp.zeros((1, 1, d_model))
+        context = attention.context(Span(0, 1), Span(0, 1))
+        return alignment.init(jax.random.key(seed), x, x, context)
+
     # An element needs four bytes, and another four for the random bits from which it is made.
-    needed, free = 8 * num_elements(jax.eval_shape(init)), free_memory()
+    needed = 8 * num_elements(jax.eval_shape(init))
+    free = free_memory()
     if free is not None and needed > free:
         raise ValueError(
             f"The {type(alignment).__name__} of one layer needs {needed / 2**30:,.1f} GiB of memory, "
             f"but only {free / 2**30:,.1f} GiB are free. Choose a smaller max_length."
         )
+
     variables = init()
     if "constants" in variables:
         raise ValueError(
