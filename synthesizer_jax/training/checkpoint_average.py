@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 
 import jax
@@ -46,7 +47,8 @@ def average_checkpoints(
       ValueError: the run has too few checkpoints, or one of them cannot be read.
     """
     experiment = with_vocabulary_path(load_experiment(source), source)
-    saved, needed = finished_steps(source / "checkpoints"), last or 2
+    saved = finished_steps(source / "checkpoints")
+    needed = last or 2
     if len(saved) < needed:
         found = f"only the steps {str(saved)[1:-1]}" if saved else "none"
         raise ValueError(
@@ -54,15 +56,18 @@ def average_checkpoints(
             f"--last, or train with training.keep_latest={needed}."
         )
     steps = saved if last is None else saved[-last:]
+
     with new_directory(directory) as staging:
         mean: PyTree = None
         for count, step in enumerate(steps, 1):
-            variables = jax.device_get(restore_run(source, step=step)[1])
+            _, restored = restore_run(source, step=step)
+            variables = jax.device_get(restored)
             params = jax.tree.map(np.float32, variables["params"])
-            # A running mean is used because the mean of equal checkpoints is then exactly equal to
-            # them, without rounding errors from a sum and a division.
-            update = lambda m, p, n=count: m + (p - m) / n
-            mean = params if mean is None else jax.tree.map(update, mean, params)
+            if mean is None:
+                mean = params
+            else:
+                mean = jax.tree.map(functools.partial(_update_mean, count=count), mean, params)
+
         save_run(experiment.starting_from(None), staging)
         code.record_code(staging, code.recorded_code(source))
         state = {
@@ -75,3 +80,12 @@ def average_checkpoints(
         # no background thread is still writing into it.
         save_streamed(staging / "checkpoints", steps[-1], jax.tree.map(Unread.of, state))
     return steps
+
+
+def _update_mean(mean: np.ndarray, x: np.ndarray, *, count: int) -> np.ndarray:
+    """Returns the mean of `count` arrays, given the mean of all except the last one.
+
+    In this form, the mean of equal arrays is exactly equal to them. A sum and a division would have
+    rounding errors.
+    """
+    return mean + (x - mean) / count

@@ -179,7 +179,8 @@ class Experiment:
                 "size of the parameters, so the adapters would hardly change. Set "
                 "training.optimizer.parameter_scale=false, or training.optimizer=AdamW."
             )
-        profile, steps = self.training.profile, self.training.steps
+        profile = self.training.profile
+        steps = self.training.steps
         if profile is not None and not profile[0] < profile[1] <= steps:
             raise ValueError(
                 f"training.profile is {profile}, but it must be two numbers of steps, of which the "
@@ -246,7 +247,8 @@ class Experiment:
 
 def _check_head(experiment: Experiment) -> None:
     """Raises a `ValueError` if model, data and evaluation are for different kinds of models."""
-    model, data = experiment.model, experiment.data
+    model = experiment.model
+    data = experiment.data
     if not isinstance(model, Encoder):
         if data.classes:
             raise ValueError(
@@ -254,6 +256,7 @@ def _check_head(experiment: Experiment) -> None:
                 f"type {type(model).__name__}, which learns label words as text. Set data.classes=[]."
             )
         return
+
     if (model.outputs is None) != model.masked_lm:
         raise ValueError(
             "An Encoder is trained with exactly one head, but model.outputs is "

@@ -75,7 +75,9 @@ def train(
       NonFiniteLossError: the run diverged. The last good checkpoint is unchanged.
       FileNotFoundError: the run has saved checkpoints, but they are gone.
     """
-    training, evaluation = trainer.experiment.training, trainer.experiment.evaluation
+    training = trainer.experiment.training
+    evaluation = trainer.experiment.evaluation
+    has_several_processes = jax.process_count() > 1
     scores = read_scores(directory / METRICS_FILE)
     checkpoints = Checkpoints(
         directory / "checkpoints",
@@ -83,15 +85,12 @@ def train(
         keep_best=training.keep_best,
         scores=scores,
     )
-    saved = [event["step"] for event in read_events(directory) if event["event"] == "saved"]
-    if saved and not checkpoints.steps:
-        raise FileNotFoundError(
-            f"{directory / 'checkpoints'} contains no checkpoint, but the run has saved step "
-            f"{max(saved)}. Mount or restore this directory, or start in a new --workdir."
-        )
+    _check_not_lost(checkpoints, directory)
+
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
         log = RunLog(trainer.experiment, directory, checkpoints, visible=visible)
+        # The log records the error that ended the run, if there was one.
         stack.push(lambda kind, error, traceback: log.close(error))
 
         # Restore the newest checkpoint, or make a first state. This may take minutes, so it runs
@@ -100,18 +99,9 @@ def train(
         with stop.region():
             newest = max(checkpoints.steps, default=0)
             has_steps = newest < training.steps and not has_stopped(evaluation, scores, newest)
-            if has_steps:
-                # XLA compiles in another thread while the state is read or made. If that work
-                # fails, its error is raised without waiting for the compilation (`wait=False`).
-                pool = processes.background_thread()
-                stack.callback(pool.shutdown, wait=False)
-                log.say(newest, f"compiling: {trainer.description}")
-                began = time.perf_counter()
-                compiling = pool.submit(trainer.compile, lowered=trainer.trace().lower())
-            state = checkpoints.restore_newest(trainer.layout.abstract, stream) or initial(trainer)
-            if has_steps:
-                compiling.result()
-                log.say(newest, f"ready in {format_duration(time.perf_counter() - began)}")
+            state = _restore_or_init(
+                trainer, checkpoints, stream, initial, log=log, compiles=has_steps
+            )
             start = int(state.step)
             # Scores of later steps were measured on states whose checkpoints are lost.
             scores = {step: score for step, score in scores.items() if step <= start}
@@ -137,11 +127,11 @@ def train(
 
             # Save. A state is always saved before it is evaluated, so that a failure of the
             # evaluation loses no training.
-            last = step == training.steps
-            due = last or bool(evaluation.every and step and step % evaluation.every == 0)
-            must_evaluate = evaluate is not None and due and step not in scores
-            if step > start and (last or must_evaluate or step % training.save_every == 0):
-                save(state, wait=last or must_evaluate)
+            is_last = step == training.steps
+            is_due = is_last or (step > 0 and evaluation.every and step % evaluation.every == 0)
+            must_evaluate = bool(evaluate is not None and is_due and step not in scores)
+            if step > start and (is_last or must_evaluate or step % training.save_every == 0):
+                save(state, wait=is_last or must_evaluate)
 
             # Evaluate. If a signal interrupted the evaluation of the restored step, the first round
             # does it again.
@@ -156,7 +146,7 @@ def train(
             # Stop at the last step, if the score no longer improves, or after a signal. With
             # several processes, they must all have agreed on the signal, so that they stop at the
             # same step.
-            if last:
+            if is_last:
                 break
             if evaluation.patience is not None and step in scores:
                 stopped = has_stopped(evaluation, scores, step)
@@ -164,7 +154,8 @@ def train(
                     text = f"stopped after {evaluation.patience} evaluations without a better score"
                     log.say(step, text, event="stopped")
                     break
-            if signal := log.agreed_signal if jax.process_count() > 1 else stop.received:
+            signal = log.agreed_signal if has_several_processes else stop.received
+            if signal:
                 save(state, wait=True)
                 raise Preempted(signal)
 
@@ -188,19 +179,79 @@ def train(
             # the previous one.
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, metrics = trainer.step(state, batch)
+
             # The rate of a matrix product is measured after the first step, so that the measurement
             # does not delay that step.
             if step == start:
                 jax.block_until_ready(metrics)
                 with log.throughput.pause(), jax.transfer_guard("allow"):
                     log.throughput.utilizations = trainer.measure_utilization()
-            if jax.process_count() > 1:
+
+            if has_several_processes:
                 metrics[STOP] = trainer.max_over_processes(stop.received, after=metrics["loss"])
             log.add_step(step + 1, batch, metrics)
 
         checkpoints.prune()
         log.add_event(int(state.step), "end")
     return state
+
+
+def _check_not_lost(checkpoints: Checkpoints, directory: pathlib.Path) -> None:
+    """Raises a `FileNotFoundError` if a run has saved checkpoints, but there are none.
+
+    Otherwise, the run would begin again from step 0, for example because the directory of its
+    checkpoints is not mounted.
+    """
+    saved = [event["step"] for event in read_events(directory) if event["event"] == "saved"]
+    if saved and not checkpoints.steps:
+        raise FileNotFoundError(
+            f"{directory / 'checkpoints'} contains no checkpoint, but the run has saved step "
+            f"{max(saved)}. Mount or restore this directory, or start in a new --workdir."
+        )
+
+
+def _restore_or_init(
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    stream: BatchStream,
+    initial: Callable[[Trainer], TrainState],
+    *,
+    log: RunLog,
+    compiles: bool,
+) -> TrainState:
+    """Restores the newest checkpoint, or makes a first state if there is none.
+
+    Args:
+      trainer: makes the steps.
+      checkpoints: the checkpoints of the run.
+      stream: the batches, which are moved to the position of the checkpoint.
+      initial: makes the first state.
+      log: the log of the run.
+      compiles: whether to compile the step in the meantime, because there are more steps.
+    """
+
+    def restore_or_init() -> TrainState:
+        """Returns the state."""
+        state = checkpoints.restore_newest(trainer.layout.abstract, stream)
+        return initial(trainer) if state is None else state
+
+    if not compiles:
+        return restore_or_init()
+
+    # XLA compiles in another thread while the state is read or made. If that work fails, its error
+    # is raised without waiting for the compilation (`wait=False`).
+    newest = max(checkpoints.steps, default=0)
+    pool = processes.background_thread()
+    try:
+        log.say(newest, f"compiling: {trainer.description}")
+        began = time.perf_counter()
+        compiling = pool.submit(trainer.compile, lowered=trainer.trace().lower())
+        state = restore_or_init()
+        compiling.result()
+        log.say(newest, f"ready in {format_duration(time.perf_counter() - began)}")
+        return state
+    finally:
+        pool.shutdown(wait=False)
 
 
 def is_finished(training: Training, evaluation: Evaluation, directory: pathlib.Path) -> bool:
@@ -229,10 +280,14 @@ def has_stopped(evaluation: Evaluation, scores: Mapping[int, float], step: int) 
         of these steps were lost.
       step: number of finished steps.
     """
-    best, count = -math.inf, 0
+    if evaluation.patience is None:
+        return False
+    best = -math.inf
+    not_better = 0  # evaluations in a row
     for measured in sorted(s for s in scores if s <= step):
         if scores[measured] > best + evaluation.min_improvement:
-            best, count = scores[measured], 0
+            best = scores[measured]
+            not_better = 0
         elif math.isfinite(scores[measured]):
-            count += 1
-    return evaluation.patience is not None and count >= evaluation.patience
+            not_better += 1
+    return not_better >= evaluation.patience

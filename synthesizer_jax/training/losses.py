@@ -148,14 +148,20 @@ def chunked_cross_entropy(
         reads and writes the whole gradient of the kernel.
     """
     d = hidden.shape[-1]
-    x, y, w = hidden.reshape(-1, d), targets.reshape(-1).astype(jnp.int32), weights.reshape(-1)
-    chunk = chunk or min(max(512, x.shape[0] // 8), 2048)
+    x = hidden.reshape(-1, d)
+    y = targets.reshape(-1).astype(jnp.int32)
+    w = weights.reshape(-1)
+    num_tokens = x.shape[0]
+
     # The tokens are divided into chunks of equal size. Padding tokens at the end have weight 0.
-    num_chunks = max(1, -(-x.shape[0] // chunk))
-    size = -(-x.shape[0] // num_chunks)
-    padding = num_chunks * size - x.shape[0]
+    chunk = chunk or min(max(512, num_tokens // 8), 2048)
+    num_chunks = max(1, math.ceil(num_tokens / chunk))
+    size = math.ceil(num_tokens / num_chunks)
+    padding = num_chunks * size - num_tokens
     x = jnp.pad(x, ((0, padding), (0, 0))).reshape(num_chunks, size, d)
-    y, w = (jnp.pad(a, (0, padding)).reshape(num_chunks, size) for a in (y, w))
+    y = jnp.pad(y, (0, padding)).reshape(num_chunks, size)
+    w = jnp.pad(w, (0, padding)).reshape(num_chunks, size)
+
     arrays = match_varying_axes(x, kernel, y, w)
     sums = _chunked_losses(*arrays, _Settings(z_loss, label_smoothing, scale, soft_cap))
     return LossSums(*sums, weights.sum())
@@ -199,32 +205,42 @@ def _losses(
     """Returns the sums over all tokens, and the residuals for `_logits_gradient`."""
     extra, low, entropy = _smoothed_target(logits.shape[-1], settings.smoothing)
     logits32 = logits.astype(jnp.float32)
+
+    # The softmax's denominator, divided by exp(peak).
     peak = jax.lax.stop_gradient(logits32.max(axis=-1))
     # If all logits of a token are −∞, subtracting the peak would give NaN.
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
     total = jnp.exp(logits32 - peak[..., None]).sum(axis=-1)
+
     valid = (targets >= 0) & (targets < logits.shape[-1])
     target = jnp.where(valid, targets, 0)[..., None]
     # The logit of the target relative to the peak. Logits outside of the range are never read.
     at_target = jnp.take_along_axis(logits, target, axis=-1)[..., 0].astype(jnp.float32) - peak
+    # The mean of (logit − peak) under the smoothed target distribution.
     expected = extra * at_target
-    # The sum over all values of (logit − peak), times the probability of each.
     if low:
         expected += low * (logits32.sum(axis=-1) - logits.shape[-1] * peak)
     loss = jnp.where(valid, jnp.log(total) - expected - entropy, 0.0)
     loss = jnp.where(valid | (weights == 0), loss, jnp.nan)
+
     # A prediction is correct if the target is the first of the largest logits. On CPUs, an argmax
     # would take ten times as long as these comparisons.
     ids = jax.lax.broadcasted_iota(target.dtype, logits.shape, logits.ndim - 1)
     earlier = ((logits32 == peak[..., None]) & (ids < target)).any(axis=-1)
     correct = (valid & (at_target == 0) & ~earlier).astype(jnp.float32)
+
+    def weighted_sum(x: jax.Array) -> jax.Array:
+        """Returns the sum over tokens, times their weights."""
+        # `where` ignores tokens with weight 0 even if their loss is NaN; a product would not.
+        return jnp.where(weights == 0, 0.0, weights * x).sum()
+
     log_z = peak + jnp.log(total)
-    # `where` ignores tokens with weight 0 even if their loss is NaN; a product would not.
-    loss_sum, z, correct = (
-        jnp.where(weights == 0, 0.0, weights * x).sum() for x in (loss, log_z**2, correct)
+    loss_sum = weighted_sum(loss)
+    z_loss = settings.z_loss * weighted_sum(log_z**2)
+    sums = _Sums(
+        total=loss_sum + z_loss, loss=loss_sum, z_loss=z_loss, correct=weighted_sum(correct)
     )
-    z = settings.z_loss * z
-    return _Sums(loss_sum + z, loss_sum, z, correct), _Stats(jnp.isnan(loss), peak, total)
+    return sums, _Stats(wrong=jnp.isnan(loss), peak=peak, total=total)
 
 
 def _logits_gradient(
@@ -248,6 +264,7 @@ def _logits_gradient(
     log_z = stats.peak + jnp.log(stats.total)
     # `factor` is the sum of all coefficients of p, divided by the softmax's denominator.
     factor = weights * (g + 2.0 * settings.z_loss * g * log_z) / stats.total
+
     is_target = targets[..., None] == jax.lax.broadcasted_iota(
         targets.dtype, logits.shape, logits.ndim - 1
     )
@@ -345,17 +362,23 @@ def _scan_chunks(
         dhidden = dlogits @ cast_kernel.T  # dx = dl Kᵀ
         return (sums, dkernel), dhidden * jnp.asarray(settings.scale, x.dtype)
 
+    zero = jnp.zeros(())
+    sums = _Sums(total=zero, loss=zero, z_loss=zero, correct=zero)
     dkernel = jnp.zeros(kernel.shape, jnp.float32) if gradient else None
-    start, rows = (_Sums(*[jnp.zeros(())] * 4), dkernel), (hidden, targets, weights)
-    (sums, dkernel), dhidden = jax.lax.scan(add_chunk, *match_varying_axes(start, rows))
-    return sums, (dhidden, dkernel.astype(kernel.dtype)) if gradient else None
+    carry, chunks = match_varying_axes((sums, dkernel), (hidden, targets, weights))
+    (sums, dkernel), dhidden = jax.lax.scan(add_chunk, carry, chunks)
+    if not gradient:
+        return sums, None
+    return sums, (dhidden, dkernel.astype(kernel.dtype))
 
 
 def _chunked_backward(
     settings: _Settings, gradients: tuple[jax.Array, jax.Array], g: _Sums
 ) -> tuple[jax.Array, jax.Array, None, None]:
     """Scales the gradients of the forward pass by the incoming gradient `g.total`."""
-    dhidden, dkernel = ((x * g.total).astype(x.dtype) for x in gradients)
+    dhidden, dkernel = gradients
+    dhidden = (dhidden * g.total).astype(dhidden.dtype)
+    dkernel = (dkernel * g.total).astype(dkernel.dtype)
     return dhidden, dkernel, None, None
 
 

@@ -56,9 +56,11 @@ class RunLog:
         visible: bool,
     ):
         training = experiment.training
-        self._experiment, self._log_every = experiment, training.log_every
+        self._experiment = experiment
+        self._log_every = training.log_every
         self._open_writers = find_writers(training.writers)
-        self._directory, self._checkpoints = directory, checkpoints
+        self._directory = directory
+        self._checkpoints = checkpoints
         self._created = time.time()
         # Only process 0 writes metrics, to files and to services. In other processes these stay
         # empty.
@@ -67,6 +69,8 @@ class RunLog:
         self._step = 0
         visible = visible and processes.is_process_zero()
         self._progress = Progress(training.steps, title=directory.name, visible=visible)
+        # The last step: its number, its metrics and the number of positions in its batch. The
+        # devices may still be computing the metrics.
         self._unread: tuple[int, Metrics, int] | None = None
         self.throughput = Throughput()
         self.agreed_signal = 0
@@ -121,8 +125,8 @@ class RunLog:
         """
         self.flush()
         # The number of positions in the batch, including padding.
-        sides = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
-        self._unread = step, metrics, sum(side.size for side in sides)
+        capacity = batch["encoder_input_tokens"].size + batch["decoder_target_tokens"].size
+        self._unread = step, metrics, capacity
 
     def flush(self) -> None:
         """Waits for the last step, checks its metrics and writes them.
@@ -132,10 +136,12 @@ class RunLog:
         """
         if self._unread is None:
             return
-        (step, metrics, capacity), self._unread = self._unread, None
+        step, metrics, capacity = self._unread
+        self._unread = None
         values = {name: float(value) for name, value in metrics.items()}
         self.agreed_signal = int(values.pop(STOP, 0))
         self._check_finite(values, step)
+
         self.throughput.add(values["tokens"], capacity=capacity)
         self._progress.advance(step)
         self.report_saved()
@@ -199,14 +205,15 @@ class RunLog:
     def _check_finite(self, values: Mapping[str, float], step: int) -> None:
         """Raises a `NonFiniteLossError` if the loss or the gradient of a step is not finite."""
         for name in ("loss", "gradient_norm"):
-            if not math.isfinite(values[name]):
-                self._checkpoints.wait()
-                newest = max(self._checkpoints.steps, default=None)
-                saved = "No checkpoint was saved yet."
-                if newest is not None:
-                    saved = f"The newest checkpoint is of step {newest}."
-                raise NonFiniteLossError(
-                    f"Training has stopped, because the {name.replace('_', ' ')} of step {step} is "
-                    f"{values[name]}. {saved} Lower the learning rate, warm up longer or clip "
-                    "gradients, and start again."
-                )
+            if math.isfinite(values[name]):
+                continue
+            self._checkpoints.wait()
+            newest = max(self._checkpoints.steps, default=None)
+            saved = "No checkpoint was saved yet."
+            if newest is not None:
+                saved = f"The newest checkpoint is of step {newest}."
+            raise NonFiniteLossError(
+                f"Training has stopped, because the {name.replace('_', ' ')} of step {step} is "
+                f"{values[name]}. {saved} Lower the learning rate, warm up longer or clip gradients, "
+                "and start again."
+            )
