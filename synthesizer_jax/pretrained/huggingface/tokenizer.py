@@ -10,7 +10,7 @@ import pathlib
 import re
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from synthesizer_jax.base.files import describing, storage_path
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
@@ -22,7 +22,9 @@ _Path = TypeVar("_Path", bound=pathlib.PurePath)
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-VOCABULARY, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
+VOCABULARY = "vocab.json"
+MERGES = "merges.txt"
+ADDED = "added_tokens.json"
 GEMMA = "tokenizer.model"
 """The name of Gemma's SentencePiece file."""
 SENTENCEPIECE = ("spiece.model", "sentencepiece.model", GEMMA)
@@ -107,17 +109,7 @@ def read_vocabulary(
         return vocabulary
     for name in SENTENCEPIECE:
         if (folder / name).is_file():
-            vocabulary = named_vocabulary(str(folder / name), extra_ids)
-            if extra_ids is None and vocabulary.build().vocab_size > rows:
-                # The embedding has no rows for sentinels. This happens for MADLAD.
-                vocabulary = replace(vocabulary, extra_ids=0)
-            bos = isinstance(vocabulary, SentencePiece) and vocabulary.bos
-            _refuse_added(folder, fields, vocabulary.build().vocab_size)
-            _check_bos(path, fields, bos)
-            # If a folder has both files, transformers reads this one.
-            if (folder / TOKENIZER).is_file():
-                _check_template(folder / TOKENIZER, read_json(folder / TOKENIZER), bos=bos)
-            return vocabulary
+            return _read_sentencepiece(folder, name, fields, extra_ids=extra_ids, rows=rows)
     for name, other in ((TOKENIZER, TOKENIZER), (VOCABULARY, MERGES)):
         if (folder / name).is_file() and (folder / other).is_file():
             file = scratch / SENTENCEPIECE[0]
@@ -125,8 +117,45 @@ def read_vocabulary(
             vocabulary = named_vocabulary(str(file), 0)
             _check_bos(path, fields, isinstance(vocabulary, SentencePiece) and vocabulary.bos)
             return vocabulary
+
     beside = tokenizer_folder(folder)
-    return None if beside == folder else read_vocabulary(beside, scratch, ids=ids, rows=rows)
+    if beside == folder:
+        return None
+    return read_vocabulary(beside, scratch, ids=ids, rows=rows)
+
+
+def _read_sentencepiece(
+    folder: pathlib.Path,
+    name: str,
+    fields: Mapping[str, Any],
+    *,
+    extra_ids: int | None,
+    rows: int,
+) -> Bytes | SentencePiece:
+    """Returns the configuration of the vocabulary in a folder with a SentencePiece file.
+
+    Args:
+      folder: the folder of the tokenizer.
+      name: the name of the SentencePiece file.
+      fields: the content of ``tokenizer_config.json``.
+      extra_ids: the number of sentinels in `fields`, or `None` if it contains no such number.
+      rows: the number of rows of the model's embedding.
+
+    Raises:
+      ValueError: if tokens were added, or the tokenizer puts other tokens around a text.
+    """
+    vocabulary = named_vocabulary(str(folder / name), extra_ids)
+    if extra_ids is None and vocabulary.build().vocab_size > rows:
+        # The embedding has no rows for sentinels. This happens for MADLAD.
+        vocabulary = replace(vocabulary, extra_ids=0)
+    _refuse_added(folder, fields, vocabulary.build().vocab_size)
+
+    bos = isinstance(vocabulary, SentencePiece) and vocabulary.bos
+    _check_bos(folder / TOKENIZER_CONFIG, fields, bos)
+    # If a folder has both files, transformers reads this one.
+    if (folder / TOKENIZER).is_file():
+        _check_template(folder / TOKENIZER, read_json(folder / TOKENIZER), bos=bos)
+    return vocabulary
 
 
 def _check_class(path: pathlib.Path, fields: Mapping[str, Any]) -> None:
@@ -169,9 +198,10 @@ def _check_template(path: pathlib.Path, data: Mapping[str, Any], *, bos: bool) -
         if processor.get("type") != "TemplateProcessing":
             return
         found = [next(iter(step)) for step in processor["single"]]
-        if found != (["SpecialToken", "Sequence"] if bos else ["Sequence", "SpecialToken"]):
-            where = "BOS before" if bos else "EOS after"
-            raise ValueError(f"its post_processor must put only {where} a text")
+        if bos and found != ["SpecialToken", "Sequence"]:
+            raise ValueError("its post_processor must put only BOS before a text")
+        if not bos and found != ["Sequence", "SpecialToken"]:
+            raise ValueError("its post_processor must put only EOS after a text")
 
 
 def _refuse_added(folder: pathlib.Path, fields: Mapping[str, Any], size: int) -> None:
@@ -184,9 +214,10 @@ def _refuse_added(folder: pathlib.Path, fields: Mapping[str, Any], size: int) ->
         decoder = fields.get("added_tokens_decoder") or {}
         added = {int(i): str(token["content"]) for i, token in decoder.items()}
         if (folder / ADDED).is_file():
-            added |= {i: str(token) for token, i in read_json(folder / ADDED).items()}
+            for token, i in read_json(folder / ADDED).items():
+                added[i] = str(token)
         if (folder / TOKENIZER).is_file():
-            added |= _added_tokens(read_json(folder / TOKENIZER))
+            added.update(_added_tokens(read_json(folder / TOKENIZER)))
     with describing(folder, _DO_WITHOUT):
         _refuse_others(added, size)
 
@@ -257,7 +288,8 @@ def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
     with describing(path, _REMEDY):
         if path.name == VOCABULARY:
             data = _join_files(data, path.parent)
-        added, size = _added_tokens(data), len(data["model"]["vocab"])
+        added = _added_tokens(data)
+        size = len(data["model"]["vocab"])
     with describing(path, _DO_WITHOUT):
         _refuse_others(added, size)
     with describing(path, _REMEDY):
@@ -277,21 +309,76 @@ def _join_files(vocab: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     lines = (folder / MERGES).read_text(encoding="utf-8").splitlines()
     merges = [line for line in lines if line and not line.startswith("#version")]
     added = read_json(folder / ADDED) if (folder / ADDED).is_file() else {}
-    added |= {name: vocab[name] for name in ("<pad>", "<s>", "</s>", "<unk>", "<mask>")}
-    token = {"single_word": False, "rstrip": False, "normalized": False, "special": True}
-    words = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    around = {"sep": ["</s>", vocab["</s>"]], "cls": ["<s>", vocab["<s>"]]}
+    for name in ("<pad>", "<s>", "</s>", "<unk>", "<mask>"):
+        added[name] = vocab[name]
+    added_tokens = [
+        {
+            "single_word": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+            "id": i,
+            "content": name,
+            "lstrip": name.startswith("<extra_id_"),
+        }
+        for name, i in added.items()
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return {
         "version": "1.0",
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
-        "added_tokens": [
-            token | {"id": i, "content": name, "lstrip": name.startswith("<extra_id_")}
-            for name, i in added.items()
-        ],
-        "pre_tokenizer": words,
-        "post_processor": words | {"type": "RobertaProcessing"} | around,
-        "decoder": words,
+        "added_tokens": added_tokens,
+        "pre_tokenizer": byte_level,
+        "post_processor": {
+            **byte_level,
+            "type": "RobertaProcessing",
+            "sep": ["</s>", vocab["</s>"]],
+            "cls": ["<s>", vocab["<s>"]],
+        },
+        "decoder": byte_level,
     }
+
+
+class _Pieces(NamedTuple):
+    """The pieces of a tokenizer.
+
+    Attributes:
+      kind: ``unigram``, as in T5; ``bpe``, which writes characters without a piece as bytes, as in
+        Gemma; or ``byte-level``, a BPE of bytes, as in CodeT5.
+      scored: the pieces and their scores, in the order of their ids.
+      unknown: the id of the piece for what no piece stands for.
+      start: the id of BOS. It is not used for ``unigram``.
+    """
+
+    kind: Literal["unigram", "bpe", "byte-level"]
+    scored: list[tuple[str, float]]
+    unknown: int
+    start: int
+
+
+def _read_pieces(
+    model: dict[str, Any], steps: list[dict[str, Any]], special: SpecialIds
+) -> _Pieces:
+    """Returns the pieces in a ``tokenizer.json``.
+
+    Args:
+      model: the entry ``model`` of the file.
+      steps: the steps of its normalizer and its pre-tokenizer.
+      special: the ids of the model.
+
+    Raises:
+      ValueError: if the tokenizer is of another kind.
+    """
+    if model["type"] == "BPE" and [step["type"] for step in steps] == ["ByteLevel"]:
+        vocab = model["vocab"]
+        return _Pieces("byte-level", _scored(model), vocab["<unk>"], vocab["<s>"])
+    if model["type"] == "BPE" and model.get("byte_fallback"):
+        unknown = model["vocab"][model["unk_token"]]
+        return _Pieces("bpe", _scored(model), unknown, special.start)
+    if model["type"] == "Unigram":
+        scored = [(str(piece), float(score)) for piece, score in model["vocab"]]
+        return _Pieces("unigram", scored, operator.index(model["unk_id"]), special.start)
+    raise ValueError("it is not a tokenizer like those of T5, Gemma or CodeT5")
 
 
 def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: SpecialIds) -> bytes:
@@ -304,68 +391,102 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
       messages: SentencePiece's module of protocol buffers.
       special: the ids of the model.
     """
-    model, start = data["model"], special.start
     steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
-    is_bpe = model["type"] == "BPE"
-    is_byte_level = is_bpe and [step["type"] for step in steps] == ["ByteLevel"]
-    # Whether characters without a piece are written as bytes.
-    falls_back = is_bpe and not is_byte_level
-    if is_byte_level:
-        pieces, unknown, start = _scored(model), model["vocab"]["<unk>"], model["vocab"]["<s>"]
-    elif falls_back and model.get("byte_fallback"):
-        pieces, unknown = _scored(model), model["vocab"][model["unk_token"]]
-    elif model["type"] == "Unigram":
-        pieces = [(str(piece), float(score)) for piece, score in model["vocab"]]
-        unknown = operator.index(model["unk_id"])
-    else:
-        raise ValueError("it is not a tokenizer like those of T5, Gemma or CodeT5")
-    tokens = data.get("added_tokens") or ()
+    pieces = _read_pieces(data["model"], steps, special)
+    proto = messages.ModelProto()
+    _add_pieces(proto, pieces, data, messages, special)
+    _describe_training(proto.trainer_spec, pieces, messages, special)
+    proto.trainer_spec.vocab_size = len(proto.pieces)
+    if pieces.kind == "byte-level":
+        # Keep the original data, because `tokenizer_json` returns it when the model is exported.
+        proto.trainer_spec.input.append(json.dumps(data))
+    _describe_normalizer(proto.normalizer_spec, pieces, steps)
+    serialized: bytes = proto.SerializeToString()
+    return serialized
+
+
+def _add_pieces(
+    proto: Any, pieces: _Pieces, data: dict[str, Any], messages: ModuleType, special: SpecialIds
+) -> None:
+    """Adds the pieces and the added tokens of a ``tokenizer.json`` to a SentencePiece model.
+
+    A text can contain the characters of user-defined pieces, but never those of control pieces.
+    """
+    kinds = messages.ModelProto.SentencePiece
     added = _added_tokens(data)
-    # Whether a sentinel includes the space before it. In a piece, ``▁`` stands for this space.
-    strips = all(t.get("lstrip", True) for t in tokens if t["content"] == "<extra_id_0>")
-    # A text can contain user-defined pieces, but never control pieces. In a BPE that falls back to
-    # bytes, only the added tokens up to this id are control pieces.
-    last_control = max(special.padding, special.end, special.start, unknown)
-    proto, kinds = messages.ModelProto(), messages.ModelProto.SentencePiece
-    for i, (piece, score) in enumerate(_with_added(pieces, added)):
+    # Whether a sentinel includes the space before it, as always in SentencePiece. In a piece, ``▁``
+    # stands for this space.
+    with_space = pieces.kind != "byte-level" or all(
+        token.get("lstrip", True)
+        for token in data.get("added_tokens") or ()
+        if token["content"] == "<extra_id_0>"
+    )
+    # In a BPE that falls back to bytes, only the added tokens up to this id are control pieces.
+    last_control = max(special.padding, special.end, special.start, pieces.unknown)
+
+    for i, (piece, score) in enumerate(_with_added(pieces.scored, added)):
         kind = kinds.NORMAL
-        if i == unknown:
+        if i == pieces.unknown:
             kind = kinds.UNKNOWN
         elif piece.removeprefix("▁").startswith("<extra_id_"):
             kind = kinds.USER_DEFINED
-            piece = ("▁" if strips or not is_byte_level else "") + piece.removeprefix("▁")
+            piece = piece.removeprefix("▁")
+            if with_space:
+                piece = f"▁{piece}"
+        elif i in added and pieces.kind == "bpe" and i > last_control:
+            kind = kinds.USER_DEFINED
         elif i in added:
-            kind = kinds.USER_DEFINED if falls_back and i > last_control else kinds.CONTROL
-        elif falls_back and _BYTE.fullmatch(piece):
+            kind = kinds.CONTROL
+        elif pieces.kind == "bpe" and _BYTE.fullmatch(piece):
             kind = kinds.BYTE
         elif score == -math.inf:
-            kind, score = kinds.UNUSED, -1e9
+            kind = kinds.UNUSED
+            score = -1e9
         proto.pieces.add(piece=piece, score=score, type=kind)
-    spec = proto.trainer_spec
-    spec.model_type = messages.TrainerSpec.BPE if is_bpe else messages.TrainerSpec.UNIGRAM
-    spec.vocab_size, spec.byte_fallback = len(proto.pieces), falls_back
-    # T5 has no BOS. A BPE gets one below.
-    spec.pad_id, spec.eos_id, spec.unk_id, spec.bos_id = special.padding, special.end, unknown, -1
-    spec.unk_piece = pieces[unknown][0]
-    spec.pad_piece, spec.eos_piece = pieces[special.padding][0], pieces[special.end][0]
-    if is_byte_level:
-        # Keep the original data, because `tokenizer_json` returns it when the model is exported.
-        spec.input.append(json.dumps(data))
-    if is_bpe:
-        spec.bos_id, spec.bos_piece = start, pieces[start][0]
+
+
+def _describe_training(
+    spec: Any, pieces: _Pieces, messages: ModuleType, special: SpecialIds
+) -> None:
+    """Sets the algorithm and the special ids of a SentencePiece model, which are in `spec`."""
+    names = [piece for piece, _ in pieces.scored]
+    spec.pad_id = special.padding
+    spec.pad_piece = names[special.padding]
+    spec.eos_id = special.end
+    spec.eos_piece = names[special.end]
+    spec.unk_id = pieces.unknown
+    spec.unk_piece = names[pieces.unknown]
+    if pieces.kind == "unigram":
+        spec.model_type = messages.TrainerSpec.UNIGRAM
+        spec.bos_id = -1  # T5 has no BOS
+    else:
+        spec.model_type = messages.TrainerSpec.BPE
+        spec.bos_id = pieces.start
+        spec.bos_piece = names[pieces.start]
+    spec.byte_fallback = pieces.kind == "bpe"
+
+
+def _describe_normalizer(spec: Any, pieces: _Pieces, steps: list[dict[str, Any]]) -> None:
+    """Sets how a SentencePiece model changes texts before it divides them into pieces.
+
+    These settings are in `spec`. The steps are those of the normalizer and pre-tokenizer.
+    """
+    if pieces.kind != "unigram":
         # BPE tokenizers neither put a space before a text nor remove spaces. In a byte-level BPE,
         # spaces are replaced together with all other bytes.
-        proto.normalizer_spec.add_dummy_prefix = False
-        proto.normalizer_spec.remove_extra_whitespaces = False
-        proto.normalizer_spec.escape_whitespaces = not is_byte_level
+        spec.add_dummy_prefix = False
+        spec.remove_extra_whitespaces = False
+        spec.escape_whitespaces = pieces.kind != "byte-level"
+
     # The table that normalizes characters, if the tokenizer has one.
     tables = (step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled")
-    charsmap = base64.b64decode(next(tables, ""), validate=True)
-    table = "nmt_nfkc" if charsmap else "identity"
-    proto.normalizer_spec.name = BPE_OF_BYTES if is_byte_level else table
-    proto.normalizer_spec.precompiled_charsmap = charsmap
-    serialized: bytes = proto.SerializeToString()
-    return serialized
+    spec.precompiled_charsmap = base64.b64decode(next(tables, ""), validate=True)
+    if pieces.kind == "byte-level":
+        spec.name = BPE_OF_BYTES
+    elif spec.precompiled_charsmap:
+        spec.name = "nmt_nfkc"
+    else:
+        spec.name = "identity"
 
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -379,17 +500,23 @@ def _scored(model: dict[str, Any]) -> list[tuple[str, float]]:
     negative ranks of the merges. Pieces that no merge makes have the score −∞, except single
     characters.
     """
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     ranks: dict[str, int] = {}
-    for rank, (first, second) in enumerate(merges):
+    for rank, merge in enumerate(model["merges"]):
+        # A merge is "first second" in older files, and ["first", "second"] in newer ones.
+        first, second = merge.split(" ") if isinstance(merge, str) else merge
         ranks.setdefault(first + second, rank)
+
     pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
     if sorted(model["vocab"].values()) != list(range(len(pieces))):
         raise ValueError("the ids of its pieces are not consecutive numbers from 0")
-    unmerged = lambda piece: 0.0 if len(piece) == 1 else -math.inf
-    return [
-        (piece, -float(ranks[piece]) if piece in ranks else unmerged(piece)) for piece in pieces
-    ]
+
+    def score(piece: str) -> float:
+        """Returns the score of a piece."""
+        if piece in ranks:
+            return -float(ranks[piece])
+        return 0.0 if len(piece) == 1 else -math.inf
+
+    return [(piece, score(piece)) for piece in pieces]
 
 
 def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
@@ -405,14 +532,13 @@ def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         for step in component.get("normalizers") or component["pretokenizers"]:
             yield from _steps(step)
         return
-    others = (
-        {"content": "▁", "add_prefix_space": False, "use_regex": True}
-        if kind != "Metaspace"
-        else {}
-    )
-    if kind not in _STEPS or any(
-        component.get(name, x) not in (x, " ") for name, x in others.items()
-    ):
+    is_supported = kind in _STEPS
+    if kind != "Metaspace":
+        # A setting that is present must have this value, or be a space.
+        for name, value in {"content": "▁", "add_prefix_space": False, "use_regex": True}.items():
+            if component.get(name, value) not in (value, " "):
+                is_supported = False
+    if not is_supported:
         raise ValueError(f"its step {kind}, or a setting of this step, is not supported")
     yield component
 
@@ -441,7 +567,8 @@ def _with_added(
     count = max(len(pieces), max(added, default=-1) + 1)
     if count > len(pieces) + MOST_ADDED:
         raise ValueError(f"it has {count} ids, but only {len(pieces)} pieces")
-    return pieces + [(added.get(i, f"<unused_{i}>"), 0.0) for i in range(len(pieces), count)]
+    more = [(added.get(i, f"<unused_{i}>"), 0.0) for i in range(len(pieces), count)]
+    return pieces + more
 
 
 def tokenizer_json(vocabulary: SentencePiece) -> str:
