@@ -92,7 +92,8 @@ class Architecture:
 
     def build(self) -> EncoderDecoder | Encoder:
         """Returns the unbound model, which is an `Encoder` if there are no decoder layers."""
-        rate, dot = self.dropout_rate, dot_product(self.head_dim)
+        rate = self.dropout_rate
+        dot = dot_product(self.head_dim)
         norm = RMSNorm(epsilon=self.epsilon)
         feed_forward = FeedForward(self.d_ff, activations=self.activations, dropout_rate=rate)
         attention = Attention(self.num_heads, self.head_dim, alignment=dot, dropout_rate=rate)
@@ -112,12 +113,16 @@ class Architecture:
                 dropout_rate=rate,
             )
 
-        scale = self.d_model**-0.5 if self.scaled else 1.0
         encoder = stack(self.num_layers, None)
         if not self.num_decoder_layers:
             return Encoder(
                 vocab_size=self.vocab_size, d_model=self.d_model, encoder=encoder, ids=self.ids
             )
+
+        logits_scale = None
+        if self.scaled != self.tied:
+            # The default of a T5, which is `None`, scales the outputs if the embedding is tied.
+            logits_scale = self.d_model**-0.5 if self.scaled else 1.0
         return EncoderDecoder(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
@@ -125,9 +130,7 @@ class Architecture:
             decoder=stack(self.num_decoder_layers, attention),
             tied=self.tied,
             ids=self.ids,
-            # `None` stands for the default of a T5, which scales the outputs if the embedding is
-            # tied.
-            logits_scale=None if self.scaled == self.tied else scale,
+            logits_scale=logits_scale,
         )
 
     @classmethod
@@ -140,7 +143,10 @@ class Architecture:
         if not isinstance(model, EncoderDecoder | Encoder):
             raise ValueError(f"A {type(model).__name__} is not a T5. {REMEDY}")
         block, mixer, feed_forward = first_block(model.encoder, "encoder")
-        alignment, bias = mixer.alignment, model.encoder.bias
+
+        # The relative bias, which the layers share, or which is a part of each layer's alignment.
+        alignment = mixer.alignment
+        bias = model.encoder.bias
         if bias is None and isinstance(alignment, Mixture):
             bias = next((part for part in alignment.parts if isinstance(part, RelativeBias)), None)
         if bias is None and not isinstance(alignment, DotProduct):
@@ -148,6 +154,7 @@ class Architecture:
             raise ValueError(other_part(path, type(alignment).__name__))
         if not isinstance(bias, RelativeBias):
             raise ValueError(other_part("encoder.bias", bias and type(bias).__name__))
+
         decoder = model.decoder if isinstance(model, EncoderDecoder) else None
         tied = model.tied
         architecture = cls(
@@ -168,6 +175,7 @@ class Architecture:
             dropout_rate=block.dropout_rate,
             ids=model.ids,
         )
+
         # The fields above come from a few parts of the model. Compare all parts, because the others
         # may differ from a T5's.
         check_same_function(model, architecture.build())
@@ -185,10 +193,12 @@ def first_block(stack: Stack, name: str) -> tuple[Block, Attention, FeedForward]
       ValueError: if the block has another mixer or another layer in place of these.
     """
     block = stack.runs[0].block
-    mixer, feed_forward = block.self_mixer, block.feed_forward
-    if not isinstance(mixer, Attention) or not isinstance(feed_forward, FeedForward):
-        other = mixer if isinstance(feed_forward, FeedForward) else feed_forward
-        raise ValueError(other_part(f"{name}.layers.0", type(other).__name__))
+    mixer = block.self_mixer
+    feed_forward = block.feed_forward
+    if not isinstance(feed_forward, FeedForward):
+        raise ValueError(other_part(f"{name}.layers.0", type(feed_forward).__name__))
+    if not isinstance(mixer, Attention):
+        raise ValueError(other_part(f"{name}.layers.0", type(mixer).__name__))
     return block, mixer, feed_forward
 
 
@@ -198,7 +208,8 @@ def check_same_function(model: nn.Module, published: nn.Module) -> None:
     The message names the first part that differs. Settings that do not change the function, such as
     the dtype, are not compared.
     """
-    expected, given = (dict(_settings(to_json(m))) for m in (published, model))
+    expected = dict(_settings(to_json(published)))
+    given = dict(_settings(to_json(model)))
     for path in sorted(expected.keys() | given.keys()):
         if expected.get(path) != given.get(path):
             raise ValueError(other_part(path, given.get(path)))

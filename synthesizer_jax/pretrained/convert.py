@@ -66,6 +66,7 @@ def convert_checkpoint(
     ):
         experiment = _experiment(pretrained, source, vocabulary)
         params = pretrained.params
+
         if encoder or decoder:
             teacher = pretrained.model
             assert isinstance(teacher, EncoderDecoder)
@@ -76,6 +77,7 @@ def convert_checkpoint(
             experiment = replace(experiment, model=replace(model, dtype=experiment.model.dtype))
             # The new parameters are arrays, and `save_streamed` takes only `Unread`.
             params = jax.tree.map(lambda x: x if isinstance(x, Unread) else Unread.of(x), params)
+
         save_run(experiment, staging)
         add_event(staging, "converted", step=0, text=pretrained.origin)
         if is_run(source):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -90,13 +90,15 @@ def load(
         )
     dtype_name = None if dtype is None else _check_dtype(dtype)
     source = storage_path(str(path)).expanduser()
+
     run = source / (subfolder or "")
     if is_run(run) and not encoder_only and revision is None and variant is None:
-        (model, saved), variables = open_run(run, mesh)
+        (model, saved_vocabulary), variables = open_run(run, mesh)
         if dtype_name is not None:
             model = replace(model, dtype=dtype_name)
             variables = jax.tree.map(lambda x: x.astype(dtype_name), variables)
-        return Loaded(model, variables, open_vocabulary(saved, run, model=model))
+        return Loaded(model, variables, open_vocabulary(saved_vocabulary, run, model=model))
+
     # Import this here, because a run can be loaded without the readers of other checkpoints.
     from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 
@@ -108,10 +110,12 @@ def load(
                 f"{source} has no vocabulary that is known here. Put the model's spiece.model "
                 "there, or convert the model with 'synthesizer-jax convert --vocabulary'."
             )
-        vocabulary, model = pretrained.vocabulary.build(), pretrained.model
+        vocabulary = pretrained.vocabulary.build()
+        model = pretrained.model
         vocabulary.check_ids(model.ids)
         params = read_params(pretrained, mesh, dtype_name)
-    return Loaded(replace(model, dtype=dtype_name or model.dtype), {"params": params}, vocabulary)
+    model = replace(model, dtype=dtype_name or model.dtype)
+    return Loaded(model, {"params": params}, vocabulary)
 
 
 def _check_dtype(dtype: DTypeLike) -> Dtype:
@@ -121,7 +125,9 @@ def _check_dtype(dtype: DTypeLike) -> Dtype:
     with contextlib.suppress(TypeError):
         name = jnp.dtype(dtype).name
     check_types(TokenModel, {"dtype": name})
-    return dtype_of() if name == AUTO else str(name)
+    if name == AUTO:
+        return dtype_of()
+    return str(name)
 
 
 def generate(
@@ -208,23 +214,26 @@ def encode(
             "attend_to_padding is True, but pad_to is not given, so the number of padding tokens is "
             "unknown. Add pad_to, for example pad_to=512."
         )
-    name = "inputs_length" if pad_to is None else "pad_to"
-    length = inputs_length if pad_to is None else pad_to
-    _check_length(name, length, loaded.vocabulary)
+    if pad_to is None:
+        length = inputs_length
+        _check_length("inputs_length", length, loaded.vocabulary)
+    else:
+        length = pad_to
+        _check_length("pad_to", length, loaded.vocabulary)
     predictor = _predictor(loaded, texts, length, Decoding(max_length=1))
     ids = [predictor.encode(text) for text in texts]
+
+    # One array ``[length, d_model]`` for each text.
     if pad_to is None:
         states = predictor.states(ids)
     else:
         padding = loaded.model.ids.padding
         rows = [np.pad(row, (0, pad_to - len(row)), constant_values=padding) for row in ids]
-        # Without a restriction in the mask, every token attends to all `pad_to` positions.
-        see = (
-            (lambda _: Mask())
-            if attend_to_padding
-            else functools.partial(_see_real, padding=padding)
-        )
+        see: Callable[[jax.Array], Mask] = functools.partial(_see_real, padding=padding)
+        if attend_to_padding:
+            see = _see_all
         states = predictor.states(rows, see)
+
     if pool is None:
         pool = pad_to is None
     if not pool and pad_to is None:
@@ -237,6 +246,12 @@ def encode(
         shape = (len(ids), width)
     # The shape is given because an empty list of texts would make an array ``[0]``.
     return np.array(states, np.float32).reshape(shape)
+
+
+def _see_all(tokens: jax.Array) -> Mask:
+    """Returns the mask in which every token attends to all positions, also to padding."""
+    del tokens
+    return Mask()
 
 
 def _see_real(tokens: jax.Array, *, padding: int) -> Mask:

@@ -66,6 +66,7 @@ def open_pretrained(
     if source.is_file():
         _check_file(source)
     is_of_t5x = source.is_file() or is_checkpoint(source)
+
     if variant is not None and (is_adapter(source) or is_run(source) or is_of_t5x):
         raise ValueError(
             f"variant={variant!r} is only for folders of transformers with a model, and {source} is "
@@ -78,6 +79,7 @@ def open_pretrained(
             base = pretrained.origin
             yield with_adapters(source, pretrained)._replace(origin=f"{origin}, adapters of {base}")
         return
+
     if encoder_only and (is_run(source) or is_of_t5x):
         raise ValueError(
             f"encoder_only=True is only for folders of transformers, and {source} is not such a "
@@ -89,11 +91,13 @@ def open_pretrained(
     if is_of_t5x:
         yield open_checkpoint(source)._replace(origin=origin)
         return
+
     with tempfile.TemporaryDirectory() as scratch:
         pretrained = open_folder(
             source, compare=compare, encoder_only=encoder_only, variant=variant
         )
-        ids, rows = pretrained.model.ids, pretrained.model.vocab_size
+        ids = pretrained.model.ids
+        rows = pretrained.model.vocab_size
         if not all(0 <= i < rows for i in (ids.padding, ids.start, *ids.ends)):
             raise ValueError(
                 f"{source} has the special ids {ids}, but its embedding has only rows for the ids 0 "
@@ -119,13 +123,13 @@ def _check_file(path: pathlib.Path) -> None:
         )
     if head.lstrip().startswith(b"{"):
         raise ValueError(f"{path} is a JSON file. Give its folder, which is {path.parent}.")
-    name = None
+
     # A safetensors file begins with the length of its header in 8 bytes. The header is JSON.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**32:
         name = SAFETENSORS
     elif head.startswith(_TORCH_FILES):
         name = TORCH
-    if name is None:
+    else:
         return
     if (path.parent / CONFIG).is_file():
         raise ValueError(f"{path} contains only tensors. Give its folder, which is {path.parent}.")

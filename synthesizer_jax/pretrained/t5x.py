@@ -13,6 +13,7 @@ import gzip
 import json
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -60,7 +61,7 @@ _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 """Maps the name of the file that describes an array to TensorStore's driver for the array."""
 
 
-_HEADS = dict.fromkeys(("query", "key", "value"), Layout(1)) | {"out": Layout(2)}
+_HEADS = {"query": Layout(1), "key": Layout(1), "value": Layout(1), "out": Layout(2)}
 """How T5X stores kernels that have an axis of heads in this package.
 
 It merges ``[d_model, heads, width]`` and ``[heads, width, d_model]`` to matrices.
@@ -97,7 +98,8 @@ def open_checkpoint(path: pathlib.Path) -> Pretrained:
     if item is not None:
         tensors = _open_stores(item)
     elif path.is_dir():
-        tensors = _open_msgpack(path / CHECKPOINT) | _open_stores(path)
+        # Large arrays are in stores, and the others are in the msgpack file.
+        tensors = {**_open_msgpack(path / CHECKPOINT), **_open_stores(path)}
     else:
         tensors = _open_msgpack(path)
     tensors = _looped(tensors, path)
@@ -138,8 +140,10 @@ def write_checkpoint(
                 f"The model has {name} {fields[name]}, but T5X's files do not record this field, so "
                 "they would be read as another model. Use --to huggingface instead."
             )
+
     arrays = dict(named_tensors(params, correspondences(model, t5x_name)))
-    arrays = _scanned(arrays) if scanned else arrays
+    if scanned:
+        arrays = _scanned(arrays)
     leaves = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     target = traverse_util.unflatten_dict(leaves, sep="/")
     state = {"step": np.asarray(step, np.int32), "param_states": {}}
@@ -153,16 +157,21 @@ def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
     """Returns the arrays in a msgpack file, which may be gzipped. Nothing in it is executed."""
     data = path.read_bytes()
     with reading(path):
-        tree = serialization.msgpack_restore(gzip.decompress(data) if data[:2] == _GZIP else data)
-        tree = tree.get("optimizer", tree) if isinstance(tree, dict) else None
+        if data[:2] == _GZIP:
+            data = gzip.decompress(data)
+        tree = serialization.msgpack_restore(data)
+        if isinstance(tree, dict):
+            tree = tree.get("optimizer", tree)
         target = tree.get("target") if isinstance(tree, dict) else None
         if not isinstance(target, dict):
             raise ValueError(
                 "it has no parameters under optimizer/target, where checkpoints of T5X have them"
             )
-        leaves = traverse_util.flatten_dict(target).items()
-        arrays = {"/".join(map(str, k)): x for k, x in leaves if isinstance(x, np.ndarray)}
-        return {name: Tensor.of(x) for name, x in arrays.items()}
+        return {
+            "/".join(map(str, keys)): Tensor.of(x)
+            for keys, x in traverse_util.flatten_dict(target).items()
+            if isinstance(x, np.ndarray)  # other leaves may be paths of arrays in stores
+        }
 
 
 def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
@@ -189,36 +198,49 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
     arrays = {}
     with reading(directory):
         files = tensorstore.KvStore.open(store).result()
-        keys = files.list().result()
-        for match in map(_ARRAY.fullmatch, sorted(key.decode() for key in keys)):
-            if match:
-                spec = {
-                    "driver": _DRIVERS[match["about"]],
-                    "kvstore": {**store, "path": f"{store.get('path', '')}{match['name']}/"},
-                    # Without this, TensorStore would silently replace a lost chunk by zeros.
-                    "fill_missing_data_reads": False,
-                }
+        for key in sorted(key.decode() for key in files.list().result()):
+            match = _ARRAY.fullmatch(key)
+            if match is not None:
                 with reading(directory / match["name"]):
-                    # TensorStore accepts structured dtypes and ignores bytes after the JSON. Check
-                    # here that the file is whole JSON and the dtype is a number.
-                    about = json.loads(files.read(match[0]).result().value)
-                    dtype = about.get("dtype", about.get("data_type"))
-                    if not isinstance(dtype, str):
-                        raise ValueError(
-                            f"its dtype is {format_value(dtype)}, which is not a dtype of numbers"
-                        )
-                    array: Any = tensorstore.open(spec, open=True, read=True).result()
-                    chunks = array.chunk_layout.write_chunk.shape
-                    if any(c > max(n, 1) for c, n in zip(chunks, array.shape, strict=True)):
-                        # TensorStore allocates whole chunks. A false, huge chunk size would end the
-                        # process for lack of memory.
-                        raise ValueError(
-                            f"its chunks have the shape {chunks}, but the array has only the shape "
-                            f"{array.shape}"
-                        )
+                    array = _open_store(files, store, match)
                 name = match["path"].replace(".", "/")
                 arrays[name] = _in_store(array, directory / match["name"])
     return arrays
+
+
+def _open_store(files: Any, store: Mapping[str, str], match: re.Match[str]) -> Any:
+    """Opens an array that TensorStore has written.
+
+    Args:
+      files: the files of the checkpoint, as TensorStore's `KvStore`.
+      store: the specification of `files`.
+      match: the match of `_ARRAY` with the name of the file that describes the array.
+
+    Raises:
+      ValueError: if the file describes no array of numbers.
+    """
+    # TensorStore accepts structured dtypes and ignores bytes after the JSON. Check here that the
+    # file is whole JSON and the dtype is a number.
+    about = json.loads(files.read(match[0]).result().value)
+    dtype = about.get("dtype", about.get("data_type"))
+    if not isinstance(dtype, str):
+        raise ValueError(f"its dtype is {format_value(dtype)}, which is not a dtype of numbers")
+
+    spec = {
+        "driver": _DRIVERS[match["about"]],
+        "kvstore": {**store, "path": f"{store.get('path', '')}{match['name']}/"},
+        # Without this, TensorStore would silently replace a lost chunk by zeros.
+        "fill_missing_data_reads": False,
+    }
+    array: Any = tensorstore.open(spec, open=True, read=True).result()
+    chunks = array.chunk_layout.write_chunk.shape
+    if any(chunk > max(n, 1) for chunk, n in zip(chunks, array.shape, strict=True)):
+        # TensorStore allocates whole chunks. A false, huge chunk size would end the process for
+        # lack of memory.
+        raise ValueError(
+            f"its chunks have the shape {chunks}, but the array has only the shape {array.shape}"
+        )
+    return array
 
 
 def _in_store(store: Any, source: pathlib.Path) -> Tensor:
@@ -252,8 +274,9 @@ def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     if path[-1] == "rel_embedding":
         # A shared bias is in ``encoder/relpos_bias``, and a bias per layer in
         # ``encoder/layers_0/relpos_bias``.
-        per_layer = path[1] != "relpos_bias"
-        return "/".join((*path[: 1 + per_layer], "relpos_bias", "rel_embedding")), SAME
+        is_shared = path[1] == "relpos_bias"
+        place = path[:1] if is_shared else path[:2]
+        return "/".join((*place, "relpos_bias", "rel_embedding")), SAME
     # T5X has no levels for the alignment and for the parts of a mixture.
     name = "/".join(key for key in path if key not in ("align", "part_0"))
     return name, _HEADS.get(path[-2], SAME)
@@ -282,8 +305,10 @@ def _looped(tensors: Tensors, path: pathlib.Path) -> dict[str, Tensor]:
         for i in range(count):
             looped["/".join([stack, f"layers_{i}", *rest[1:]])] = _layer(x, i)
     # Some checkpoints have another name for the relative bias.
-    names = {name: name.replace("/relative_posemb/", "/relpos_bias/") for name in looped}
-    return {names[name]: _without_heads(name, x) for name, x in looped.items()}
+    return {
+        name.replace("/relative_posemb/", "/relpos_bias/"): _without_heads(name, x)
+        for name, x in looped.items()
+    }
 
 
 def _layer(x: Tensor, i: int) -> Tensor:
@@ -293,7 +318,8 @@ def _layer(x: Tensor, i: int) -> Tensor:
 
 def _without_heads(name: str, x: Tensor) -> Tensor:
     """Returns a tensor whose axis of heads, if it has one, is merged with another axis."""
-    layout = _HEADS.get(name.split("/")[-2]) if "/" in name else None
+    _, _, parent = name.rpartition("/")[0].rpartition("/")
+    layout = _HEADS.get(parent)
     if layout is None or len(x.shape) != 3:
         return x
     shape = layout.shape(x.shape)
@@ -333,9 +359,10 @@ def _architecture(tensors: Tensors, path: pathlib.Path) -> Architecture:
 
     def num_layers(stack: str) -> int:
         """Returns the number of layers of a stack."""
-        matches = (re.match(rf"{stack}/layers_(\d+)/", name) for name in tensors)
-        return len({match[1] for match in matches if match})
+        matches = [re.match(rf"{stack}/layers_(\d+)/", name) for name in tensors]
+        return len({match[1] for match in matches if match is not None})
 
+    # The first layer of the encoder shows what kind of T5 this is.
     layer = "encoder/layers_0"
     own_bias = f"{layer}/relpos_bias/rel_embedding" in tensors
     _, width = shape(f"{layer}/attention/query/kernel")

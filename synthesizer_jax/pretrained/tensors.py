@@ -72,11 +72,15 @@ class Layout:
     def from_ours(self, x: np.ndarray) -> np.ndarray:
         """Converts an array of this package to the other library's shape."""
         shape = self.shape(x.shape)
-        return x.reshape(shape[::-1]).T if self.transposed else x.reshape(shape)
+        if self.transposed:
+            return x.reshape(shape[::-1]).T
+        return x.reshape(shape)
 
     def to_ours(self, x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         """Converts an array of the other library to this package's `shape`."""
-        return (np.ascontiguousarray(x.T) if self.transposed else x).reshape(shape)
+        if self.transposed:
+            x = np.ascontiguousarray(x.T)
+        return x.reshape(shape)
 
 
 SAME = Layout()
@@ -135,8 +139,8 @@ def correspondences(model: TokenModel, name_of: NameOf) -> list[Correspondence]:
     The keys are those of the model with looped layers, even if `model` has scanned ones.
     """
     looped = unroll(model)
-    shapes = abstract_variables(looped, *looped.example(1, 1))[0]["params"]
-    flat = traverse_util.flatten_dict(shapes)
+    shapes, _ = abstract_variables(looped, *looped.example(1, 1))
+    flat = traverse_util.flatten_dict(shapes["params"])
     return [Correspondence(path, x.shape, *name_of(path)) for path, x in sorted(flat.items())]
 
 
@@ -166,31 +170,35 @@ def match_tensors(
         lists all of them.
     """
     problems = []
-    for c in parameters:
-        name, shape, tensor = c.name, c.layout.shape(c.shape), tensors.get(c.name)
+    for parameter in parameters:
+        name = parameter.name
+        shape = parameter.layout.shape(parameter.shape)
+        tensor = tensors.get(name)
         if tensor is None:
             problems.append(f"{name} is missing")
         elif tensor.shape != shape:
             problems.append(f"{name} has the shape {tensor.shape} instead of {shape}")
         elif tensor.dtype not in FLOATS:
             problems.append(f"{name} is {tensor.dtype}, which is not a floating-point dtype")
-    superfluous = tensors.keys() - {c.name for c in parameters} - set(ignored)
+    superfluous = tensors.keys() - {parameter.name for parameter in parameters} - set(ignored)
     problems += [f"{name} is not part of the model" for name in sorted(superfluous)]
     if problems:
         raise ValueError(
             f"The tensors in {source} do not fit the model, so nothing was read: "
             f"{'; '.join(problems)}."
         )
-    unread = {
-        c.path: Unread(c.shape, functools.partial(_read, tensors[c.name], c)) for c in parameters
-    }
+
+    unread = {}
+    for parameter in parameters:
+        read = functools.partial(_read, tensors[parameter.name], parameter)
+        unread[parameter.path] = Unread(parameter.shape, read)
     params: dict[str, PyTree] = traverse_util.unflatten_dict(unread)
     return params
 
 
-def _read(tensor: Tensor, c: Correspondence) -> np.ndarray:
+def _read(tensor: Tensor, parameter: Correspondence) -> np.ndarray:
     """Reads a parameter in the dtype in which it is stored."""
-    return c.layout.to_ours(tensor.read(None), c.shape)
+    return parameter.layout.to_ours(tensor.read(None), parameter.shape)
 
 
 def named_tensors(
@@ -201,5 +209,5 @@ def named_tensors(
     The layers of `params` must be looped.
     """
     ours = traverse_util.flatten_dict(params)
-    for c in parameters:
-        yield c.name, c.layout.from_ours(np.asarray(ours[c.path]))
+    for parameter in parameters:
+        yield parameter.name, parameter.layout.from_ours(np.asarray(ours[parameter.path]))

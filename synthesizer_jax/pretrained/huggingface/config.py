@@ -148,9 +148,10 @@ def read_model_type(folder: pathlib.Path) -> str:
         raise FileNotFoundError(f"{folder} contains no {CONFIG}. {remedy}")
     found = read_json(path).get("model_type", "t5")
     if found not in (*CLASSES, T5GEMMA):
-        what = next(
-            (kind for kind, names in _OTHERS.items() if found in names), "another architecture"
-        )
+        what = "another architecture"
+        for description, names in _OTHERS.items():
+            if found in names:
+                what = description
         raise ValueError(
             f"The model_type in {path} is {format_value(found)}, which is {what}. Give the folder of "
             f"a {TAKEN}."
@@ -197,35 +198,51 @@ def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool)
     check_types(_Config, values)
     config = _Config(**values)
     family = config.model_type
+
+    # The rules for the output projection; see `read_config`.
     flag = config.tie_word_embeddings
-    flag = family != "mt5" if flag is None else flag
-    tied = scaled = flag
-    unsaid = "4" if config.scale_decoder_outputs is None else "5"
-    # The version of transformers that wrote the file. If the file does not contain it, the field
-    # `scale_decoder_outputs` means that it was version 5 or later.
-    major = str(config.transformers_version or unsaid).split(".")[0]
-    if major.isdecimal() and int(major) >= 5:
-        tied = tied if output is None else not output
-        scaled = family == "umt5" and tied
+    if flag is None:
+        flag = family != "mt5"
+    tied = flag
+    scaled = flag
+    if _is_of_version_5(config):
+        if output is not None:
+            tied = not output
         if family == "t5":
             given = config.scale_decoder_outputs
             scaled = flag if given is None else given
-    # The default of ``feed_forward_proj``.
-    plain = "relu" if family == "t5" else "gated-gelu"
+        else:
+            scaled = family == "umt5" and tied
+
     classes = config.architectures if isinstance(config.architectures, list) else []
     for name in map(str, classes):
         if name.endswith(("Classification", "Answering")):
             raise ValueError(f"a {name} is not supported")
     # A class such as UMT5EncoderModel means that the folder holds only an encoder.
-    encoder_only = encoder_only or [str(c)[-12:] for c in classes] == ["EncoderModel"]
+    if len(classes) == 1 and str(classes[0]).endswith("EncoderModel"):
+        encoder_only = True
+
+    default_activations = "relu" if family == "t5" else "gated-gelu"
     return Architecture(
         **{ours: getattr(config, theirs) for ours, theirs in FIELDS.items()},
         num_decoder_layers=0 if encoder_only else config.num_decoder_layers or config.num_layers,
-        activations=ACTIVATIONS[config.feed_forward_proj or plain],
+        activations=ACTIVATIONS[config.feed_forward_proj or default_activations],
         tied=tied or encoder_only,
         scaled=scaled or encoder_only,
         bias_per_layer=family == "umt5",
     )
+
+
+def _is_of_version_5(config: _Config) -> bool:
+    """Returns whether version 5 or a later one of transformers has written a configuration.
+
+    If the version is not in the file, the field ``scale_decoder_outputs`` shows it, which older
+    versions do not write.
+    """
+    if not config.transformers_version:
+        return config.scale_decoder_outputs is not None
+    major = str(config.transformers_version).split(".")[0]
+    return major.isdecimal() and int(major) >= 5
 
 
 def read_ids(
@@ -258,16 +275,18 @@ def read_ids(
                     )
                 if name not in IDS or value is None:
                     continue
+                # Only EOS can have several ids.
                 ids = value if isinstance(value, list) else [value]
-                one = len(ids) == 1 or (ids and name == "eos_token_id")
-                if not one or any(type(i) is not int for i in ids):
+                is_valid = len(ids) == 1 or (ids and name == "eos_token_id")
+                if not is_valid or any(type(i) is not int for i in ids):
                     raise ValueError(
                         f"{name} is {format_value(value)}, but models of this package have only one "
                         "such id"
                     )
-                # `generation_config.json` is read last and overrides `config.json`, as in
-                # transformers' generate().
-                also_end = tuple(ids[1:]) if name == "eos_token_id" else also_end
+                if name == "eos_token_id":
+                    # `generation_config.json` is read last and overrides `config.json`, as in
+                    # transformers' generate().
+                    also_end = tuple(ids[1:])
                 if found.setdefault(IDS[name], ids[0]) != ids[0]:
                     raise ValueError(
                         f"{name} is {ids[0]}, but it is {found[IDS[name]]} in {CONFIG}"
@@ -277,8 +296,11 @@ def read_ids(
 
 def write_ids(ids: SpecialIds) -> dict[str, object]:
     """Returns the fields of ``config.json`` and ``generation_config.json`` that contain ids."""
-    fields = {theirs: getattr(ids, ours) for theirs, ours in IDS.items()} | dict.fromkeys(FORCED)
-    return fields | ({"eos_token_id": list(ids.ends)} if ids.also_end else {})
+    fields: dict[str, object] = {theirs: getattr(ids, ours) for theirs, ours in IDS.items()}
+    fields.update(dict.fromkeys(FORCED))  # null, because no token is forced
+    if ids.also_end:
+        fields["eos_token_id"] = list(ids.ends)
+    return fields
 
 
 def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:
@@ -292,7 +314,7 @@ def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:
       ValueError: if transformers does not support the activations.
     """
     a = architecture
-    activations = {value: name for name, value in ACTIVATIONS.items()}
+    activations = {value: name for name, value in ACTIVATIONS.items()}  # names by activations
     if a.activations not in activations:
         raise ValueError(
             f"The activations of the model are {a.activations}, but transformers only has "

@@ -64,8 +64,9 @@ def kind_of(model: TokenModel) -> Kind:
       ValueError: if transformers does not support the model. The message names a part that differs.
     """
     if is_t5gemma(model):
-        whole = isinstance(model, EncoderDecoder)
-        name_of = t5gemma.torch_name if whole else t5gemma.torch_name_in_encoder
+        name_of = t5gemma.torch_name_in_encoder
+        if isinstance(model, EncoderDecoder):
+            name_of = t5gemma.torch_name
         return Kind(T5Gemma.of(model).write, name_of)
     return Kind(functools.partial(write_config, Architecture.of(model)), torch_name)
 
@@ -103,6 +104,7 @@ def write_folder(
     if not is_t5gemma(model):
         model, params = with_output_of_t5(model, params)
     kind = kind_of(model)
+
     _write_json(folder / CONFIG, kind.config(dtype))
     _write_json(folder / GENERATION_CONFIG, write_ids(model.ids))
     tensors = named_tensors(params, correspondences(model, kind.name_of))
@@ -114,6 +116,7 @@ def write_folder(
         raise OSError(f"{path} cannot be written ({error}). Nothing was exported.") from None
     # The library safetensors creates files that only their owner can read.
     path.chmod(0o644)
+
     if vocabulary is not None:
         _write_tokenizer(folder, vocabulary, model.ids)
     if card:
@@ -135,32 +138,34 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
         "legacy": True,
     }
     if isinstance(vocabulary, Bytes):
-        sentinels = [f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)]
-        fields |= {"tokenizer_class": "ByT5Tokenizer", "extra_ids": vocabulary.extra_ids}
-        fields["additional_special_tokens"] = sentinels
+        fields["tokenizer_class"] = "ByT5Tokenizer"
+        fields["extra_ids"] = vocabulary.extra_ids
+        fields["additional_special_tokens"] = [
+            f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)
+        ]
     elif isinstance(vocabulary, SentencePiece) and vocabulary.byte_level:
         fields["tokenizer_class"] = "RobertaTokenizer"
-        fields |= {
-            "bos_token": "<s>",
-            "cls_token": "<s>",
-            "sep_token": "</s>",
-            "mask_token": "<mask>",
-        }
+        fields["bos_token"] = "<s>"
+        fields["cls_token"] = "<s>"
+        fields["sep_token"] = "</s>"
+        fields["mask_token"] = "<mask>"
         del fields["split_special_tokens"]  # or sentinels would be split
         (folder / TOKENIZER).write_text(tokenizer_json(vocabulary), encoding="utf-8")
     elif isinstance(vocabulary, SentencePiece):
         processor = vocabulary.processor
         special = {"pad_token": ids.padding, "eos_token": ids.end, "unk_token": processor.unk_id()}
-        fields |= {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
-        file = SENTENCEPIECE[0]
+        fields["extra_ids"] = 0
         if vocabulary.bos:
-            fields |= {
-                "tokenizer_class": "GemmaTokenizer",
-                "add_bos_token": True,
-                "add_eos_token": False,
-            }
-            special["bos_token"], file = processor.bos_id(), GEMMA
-        fields |= {name: processor.id_to_piece(i) for name, i in special.items()}
+            file = GEMMA
+            fields["tokenizer_class"] = "GemmaTokenizer"
+            fields["add_bos_token"] = True
+            fields["add_eos_token"] = False
+            special["bos_token"] = processor.bos_id()
+        else:
+            file = SENTENCEPIECE[0]
+            fields["tokenizer_class"] = "T5Tokenizer"
+        for name, i in special.items():
+            fields[name] = processor.id_to_piece(i)
         (folder / file).write_bytes(processor.serialized_model_proto())
     else:
         raise ValueError(

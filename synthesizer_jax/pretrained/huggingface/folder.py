@@ -62,6 +62,8 @@ def open_folder(
         return _open_t5gemma(folder, open_files, compare=compare, encoder_only=encoder_only)
     read_config(folder, output=None, encoder_only=encoder_only)
     tensors = open_files(is_in_encoder) if encoder_only else open_files()
+
+    # The embedding may have several names. Take the first one, and check that the others are copies.
     shared = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
     for name in EMBEDDINGS:
         if compare and name in tensors and not _are_equal(tensors, name, shared):
@@ -69,12 +71,14 @@ def open_folder(
                 f"{name} is not equal to {shared}, but a T5 has only one embedding. Copy or download "
                 f"{folder} again."
             )
+
     has_output = OUTPUT in tensors and not (compare and _are_equal(tensors, OUTPUT, shared))
     # Read the configuration again, because it is now known whether the folder has an output
     # projection.
     architecture = read_config(folder, output=has_output, encoder_only=encoder_only)
     if architecture.tied and has_output and compare and architecture.num_decoder_layers:
         raise _unequal_projection(folder, OUTPUT, shared)
+
     model = architecture.build()
     parameters = [
         c._replace(name=shared) if c.path == ("embedding",) else c
@@ -112,13 +116,15 @@ def _open_t5gemma(
     model = config.build()
     if config.decoder is None:
         # The tensors of a whole model have a prefix that the tensors of an encoder lack.
-        name_of, prefix = t5gemma.torch_name_in_encoder, t5gemma.PREFIX
+        prefix = t5gemma.PREFIX
         alone = open_files(lambda name: name.removeprefix(prefix).startswith("encoder."))
         tensors: Tensors = {name.removeprefix(prefix): x for name, x in alone.items()}
+        parameters = correspondences(model, t5gemma.torch_name_in_encoder)
     else:
-        name_of, tensors = t5gemma.torch_name, open_files()
+        tensors = open_files()
+        parameters = correspondences(model, t5gemma.torch_name)
+
     ignored = {t5gemma.OUTPUT} if model.tied else ()
-    parameters = correspondences(model, name_of)
     if compare and model.tied and t5gemma.OUTPUT in tensors:
         (embedding,) = (c.name for c in parameters if c.path == ("embedding",))
         if not _are_equal(tensors, t5gemma.OUTPUT, embedding):
@@ -137,9 +143,12 @@ def _unequal_projection(folder: pathlib.Path, output: str, embedding: str) -> Va
 
 def _are_equal(tensors: Tensors, name: str, other: str) -> bool:
     """Whether two tensors have the same values."""
-    return name == other or (
-        other in tensors
-        and tensors[name].dtype in FLOATS
-        and tensors[name][:2] == tensors[other][:2]
-        and np.array_equal(tensors[name].read(None), tensors[other].read(None))
-    )
+    if name == other:
+        return True
+    if other not in tensors or tensors[name].dtype not in FLOATS:
+        return False
+    x = tensors[name]
+    y = tensors[other]
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        return False
+    return np.array_equal(x.read(None), y.read(None))

@@ -104,38 +104,81 @@ def locate(
       ValueError: if a revision is given for a path that exists.
     """
     if source.exists():
-        if revision is not None:
-            raise ValueError(
-                f"The revision {revision} is only for a model of the hub, but {source} is a path on "
-                "this machine. Leave the revision out."
-            )
-        folder = source / (subfolder or "")
-        if not folder.exists():
-            raise FileNotFoundError(f"There is no {subfolder} in {source}.{_folders(source)}")
-        return Found(folder, str(absolute(folder)))
+        return _locate_path(source, revision, subfolder)
+
     problem = f"There is no {source}. Give a folder or a checkpoint file."
-    name = _NAME.fullmatch(
-        f"{OWNERS[str(source)]}/{source}" if str(source) in OWNERS else str(source)
-    )
-    if name is None:
+    name = str(source)
+    if name in OWNERS:
+        name = f"{OWNERS[name]}/{name}"
+    match = _NAME.fullmatch(name)
+    if match is None:
         raise FileNotFoundError(problem)
-    model = name["model"]
-    inside = pathlib.PurePosixPath(name["folder"] or "", subfolder or "")
+    model = match["model"]
+    inside = pathlib.PurePosixPath(match["folder"] or "", subfolder or "")
+
     # The folder of the model and the folder of its tokenizer, which are often the same.
     needed = dict.fromkeys((inside, tokenizer_folder(inside)))
     included = "".join(f' "{folder}/*"' for folder in needed if str(folder) != ".")
-    download = (
-        f"To download a model of the Hugging Face Hub, run 'hf download {model}"
-        f"{' --include' + included if included else ''} --local-dir {model.partition('/')[2]}'."
+    if included:
+        included = f" --include{included}"
+    advice = (
+        f"To download a model of the Hugging Face Hub, run 'hf download {model}{included} "
+        f"--local-dir {model.partition('/')[2]}'."
     )
+
+    patterns = [str(folder / file) for folder in needed for file in _files(variant)]
+    commit = _download(model, revision, patterns, advice=f"{problem} {advice}")
+    folder = commit / inside
+    if not any(folder.glob("*.safetensors")):
+        kind = "no safetensors" if variant is None else f"no safetensors of the variant {variant}"
+        where = "" if str(inside) == "." else f" in {inside}"
+        raise FileNotFoundError(
+            f"{model} has {kind}{where} at the commit {commit.name}, and other kinds of weights are "
+            "not downloaded by name. Give another revision, variant or subfolder, or a folder. "
+            f"{advice}"
+        )
+    origin = f"{model}@{commit.name}"
+    if str(inside) != ".":
+        origin += f"/{inside}"
+    return Found(folder, origin)
+
+
+def _locate_path(source: pathlib.Path, revision: str | None, subfolder: str | None) -> Found:
+    """Returns the folder of a model on this machine; see `locate`."""
+    if revision is not None:
+        raise ValueError(
+            f"The revision {revision} is only for a model of the hub, but {source} is a path on "
+            "this machine. Leave the revision out."
+        )
+    folder = source / (subfolder or "")
+    if not folder.exists():
+        raise FileNotFoundError(f"There is no {subfolder} in {source}.{_folders(source)}")
+    return Found(folder, str(absolute(folder)))
+
+
+def _download(
+    model: str, revision: str | None, patterns: list[str], *, advice: str
+) -> pathlib.Path:
+    """Downloads files of a model that are not in the cache yet.
+
+    Args:
+      model: the name of the model, ``OWNER/NAME``.
+      revision: a branch, tag or commit. `None` is the main branch.
+      patterns: the patterns of the files' paths.
+      advice: the first sentences of error messages.
+
+    Returns:
+      The model's folder in the cache. Its name is the hash of the commit.
+
+    Raises:
+      FileNotFoundError: if the library is not installed, or the hub gives no such model.
+    """
     if not is_installed("huggingface_hub"):
         raise FileNotFoundError(
-            f"{problem} {download} After pip install 'synthesizer-jax[hub]', the name of the model is "
-            "enough."
+            f"{advice} After pip install 'synthesizer-jax[hub]', the name of the model is enough."
         )
     import huggingface_hub
 
-    patterns = [str(folder / file) for folder in needed for file in _files(variant)]
     try:
         found = huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns)
     # The exceptions of these libraries have no class in common, so compare the names of their
@@ -144,20 +187,9 @@ def locate(
         if type(error).__module__.partition(".")[0] not in _LIBRARIES:
             raise
         raise FileNotFoundError(
-            f"{problem} {download} The hub gave no such model now ({one_line_error(error)})."
+            f"{advice} The hub gave no such model now ({one_line_error(error)})."
         ) from error
-    # The cache has a folder for each commit, which is called by its hash.
-    commit = pathlib.Path(found)
-    folder, origin = commit / inside, f"{model}@{commit.name}"
-    if not any(folder.glob("*.safetensors")):
-        kind = "no safetensors" if variant is None else f"no safetensors of the variant {variant}"
-        where = "" if str(inside) == "." else f" in {inside}"
-        raise FileNotFoundError(
-            f"{model} has {kind}{where} at the commit {commit.name}, and other kinds of weights are "
-            "not downloaded by name. Give another revision, variant or subfolder, or a folder. "
-            f"{download}"
-        )
-    return Found(folder, origin if str(inside) == "." else f"{origin}/{inside}")
+    return pathlib.Path(found)
 
 
 def _files(variant: str | None) -> list[str]:
@@ -178,4 +210,6 @@ def _folders(source: pathlib.Path) -> str:
     if not source.is_dir():
         return ""
     names = sorted(path.name for path in source.iterdir() if path.is_dir())[:10]
-    return f" Its folders are {', '.join(names)}." if names else ""
+    if not names:
+        return ""
+    return f" Its folders are {', '.join(names)}."

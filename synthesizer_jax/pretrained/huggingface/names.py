@@ -71,6 +71,7 @@ def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
         # In transformers, the first layer holds the bias of its stack.
         name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         return name, TRANSPOSED
+
     # Skip the levels of the alignment and of the parts of a mixture, which transformers lacks.
     leaf = next(key for key in rest[1:] if key != "align" and not key.startswith("part_"))
     name = _LEAVES.get(leaf, f".{leaf}")

@@ -35,15 +35,29 @@ from synthesizer_jax.pretrained.huggingface.names import HEADS_OF_OUTPUTS, TRANS
 from synthesizer_jax.pretrained.tensors import SAME, Layout
 from synthesizer_jax.primitives.norms import RMSNorm
 
-PREFIX, OUTPUT, _EMBEDDING = "model.", "lm_head.out_proj.weight", "embed_tokens.weight"
-"""Parts of tensor names: the prefix of whole models, the output projection, and embeddings."""
+PREFIX = "model."
+"""The prefix of the names of tensors in whole models. Encoders lack it."""
+
+OUTPUT = "lm_head.out_proj.weight"
+"""The name of the output projection."""
+
+_EMBEDDING = "embed_tokens.weight"
+"""The last part of the names of embeddings."""
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "silu": "silu", "relu": "relu"}
 """Maps transformers' names of activations to the names in this package."""
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-"""The values of ``layer_types`` for self-attention with and without a window."""
-_UNSCALED, _LINEAR = "default", "linear"
-"""The supported values of ``rope_type``."""
+
+_LOCAL = "sliding_attention"
+"""The value of ``layer_types`` for self-attention with a window."""
+
+_GLOBAL = "full_attention"
+"""The value of ``layer_types`` for self-attention without a window."""
+
+_UNSCALED = "default"
+"""The value of ``rope_type`` for rotary positions that are not scaled."""
+
+_LINEAR = "linear"
+"""The value of ``rope_type`` for rotary positions that are divided by a factor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +119,9 @@ class _Stack:
             soft_cap=self.attn_logit_softcapping,
             dropout_rate=attention_dropout,
         )
-        scaling = LinearScaling(self.factor) if self.rope_type == _LINEAR and self.factor else None
+        scaling = None
+        if self.rope_type == _LINEAR and self.factor:
+            scaling = LinearScaling(self.factor)
         rotary = DotProduct(scale=scale, rotary_base=self.rope_theta, rotary_scaling=scaling)
         global_mixer = cross.copy(alignment=rotary)
         window = self.sliding_window
@@ -113,6 +129,7 @@ class _Stack:
             # The encoders of transformers 5 see one key more on both sides than a window of this
             # package.
             window += 1
+
         activations = (_ACTIVATIONS[self.hidden_activation], "linear")
         norm = RMSNorm(epsilon=self.rms_norm_eps, offset=1.0)
         block = Block(
@@ -124,6 +141,7 @@ class _Stack:
             output_norm=True,
         )
         blocks = {_GLOBAL: block, _LOCAL: block.copy(self_mixer=global_mixer.copy(window=window))}
+        # By default, the layers alternate and begin with a window.
         kinds = self.layer_types or (_LOCAL, _GLOBAL) * self.num_hidden_layers
         runs = tuple(Run(blocks[kind], 1) for kind in kinds[: self.num_hidden_layers])
         return Stack(runs, norm=norm, dropout_rate=dropout_rate)
@@ -142,7 +160,7 @@ class _Stack:
                 other_part(f"{name}.layers.0.self_mixer.alignment", type(dot).__name__)
             )
         mixers = [run.block.self_mixer for run in stack.runs for _ in range(run.repeats)]
-        windows = [getattr(mixer, "window", None) for mixer in mixers]
+        windows = [getattr(other, "window", None) for other in mixers]
         window = next(filter(None, windows), None)
         if window is not None and block.cross_mixer is None:
             # The reverse of `build`: only encoders have no cross-attention.
@@ -210,8 +228,9 @@ class T5Gemma:
         path = folder / CONFIG
         data = read_json(path)
         with describing(path, f"Give the folder of a {TAKEN}."):
-            parts = {name: data.get(name) or {} for name in ("encoder", "decoder")}
-            encoder, decoder = (_Stack.read(part, name) for name, part in parts.items())
+            decoder_fields = data.get("decoder") or {}
+            encoder = _Stack.read(data.get("encoder") or {}, "encoder")
+            decoder = _Stack.read(decoder_fields, "decoder")
             for name in map(str, data.get("architectures") or ()):
                 if name.endswith("Classification"):
                     raise ValueError(f"a {name} is not supported")
@@ -219,7 +238,9 @@ class T5Gemma:
             rates = {name: data.get(name, 0.0) for name in ("dropout_rate", "attention_dropout")}
             tied = data.get("tie_word_embeddings", True)
             check_types(cls, {"tied": tied, **rates})
-        ids = {name: parts["decoder"].get(name) for name in IDS} | data
+        # Ids in the whole configuration come before those in its decoder.
+        ids = {name: decoder_fields.get(name) for name in IDS}
+        ids.update(data)
         # The decoder of a T5Gemma starts with BOS unless the files name another id.
         unsaid = SpecialIds(start=decoder.bos_token_id)
         return cls(
@@ -238,9 +259,13 @@ class T5Gemma:
           ValueError: if the model is not a T5Gemma. The message names a part that differs.
         """
         assert isinstance(model, EncoderDecoder | Encoder)
-        common: dict[str, Any] = {"vocab_size": model.vocab_size, "bos_token_id": model.ids.start}
-        common["final_logit_softcapping"] = model.logits_soft_cap
-        width, decoder = model.d_model, None
+        common: dict[str, Any] = {
+            "vocab_size": model.vocab_size,
+            "bos_token_id": model.ids.start,
+            "final_logit_softcapping": model.logits_soft_cap,
+        }
+        width = model.d_model
+        decoder = None
         if isinstance(model, EncoderDecoder):
             width = model.width("encoder")
             decoder = _Stack.of(model.decoder, "decoder", hidden_size=model.d_model, **common)
@@ -285,12 +310,11 @@ class T5Gemma:
             """Returns the fields of one stack."""
             fields = fields_of(stack)
             del fields["partial_rotary_factor"]
-            theta, kind, factor = (
-                fields.pop(name) for name in ("rope_theta", "rope_type", "factor")
-            )
-            scaling = (
-                {"rope_type": kind} if factor is None else {"rope_type": kind, "factor": factor}
-            )
+            theta = fields.pop("rope_theta")
+            factor = fields.pop("factor")
+            scaling = {"rope_type": fields.pop("rope_type")}
+            if factor is not None:
+                scaling["factor"] = factor
             rope = {"rope_parameters": {"rope_theta": theta, **scaling}, "rope_theta": theta}
             if factor is not None:
                 # Version 4 reads only this key, and version 5 prefers it.
@@ -317,11 +341,23 @@ _SUBLAYERS = {
     "attention": "self_attn",
     "self_attention": "self_attn",
     "cross_attention": "cross_attn",
+    "encoder_decoder_attention": "cross_attn",
 }
-_SUBLAYERS["encoder_decoder_attention"] = "cross_attn"
-_LEAVES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
+"""Maps names of attention in this package, also in names of norms, to their names in transformers.
+
+All other parameters of a layer belong to the feed-forward layer.
+"""
+
+_LEAVES = {
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "out": "o_proj",
+    "wi_0": "gate_proj",
+    "wi_1": "up_proj",
+    "wo": "down_proj",
+}
 """Maps names of kernels in this package to their names in transformers."""
-_LEAVES |= {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
 
 
 def is_t5gemma(model: nn.Module) -> bool:
@@ -354,8 +390,9 @@ def torch_name_in_encoder(path: tuple[str, ...]) -> tuple[str, Layout]:
     if part == "final_norm":
         return f"{stack}.norm.weight", SAME
     layer = f"{stack}.layers.{part.removeprefix('layers_')}"
-    position, _, sublayer = rest[0].removesuffix("_layer_norm").partition("_")
     if rest[-1] == "scale":
+        # A norm is called ``pre_self_attention_layer_norm`` here, for example.
+        position, _, sublayer = rest[0].removesuffix("_layer_norm").partition("_")
         name = _SUBLAYERS.get(sublayer, "feedforward")
         return f"{layer}.{position}_{name}_layernorm.weight", SAME
     leaf = rest[-2]

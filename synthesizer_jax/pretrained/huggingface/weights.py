@@ -65,20 +65,24 @@ def open_weights(
         either = " or ".join(with_variant(file, variant) for file in _READERS)
         raise FileNotFoundError(f"{folder} contains no {either}. {_advice(folder, variant)}")
     file, path, index = present
+
     shards = {path}
     if not path.is_file():
         with describing(index, "Copy or download it again."):
-            names = {f for name, f in read_json(index)["weight_map"].items() if wanted(name)}
-            # An untrusted index could name any path. Only files of the folder are opened.
-            if outside := [n for n in names if pathlib.PurePath(n).name != n or "\\" in n]:
-                raise ValueError(f"it names {outside[0]!r}, which is not a file of the folder")
-            shards = {folder / name for name in names}
+            weight_map = read_json(index)["weight_map"]
+            shards = set()
+            for name in {shard for tensor, shard in weight_map.items() if wanted(tensor)}:
+                # An untrusted index could name any path. Only files of the folder are opened.
+                if pathlib.PurePath(name).name != name or "\\" in name:
+                    raise ValueError(f"it names {name!r}, which is not a file of the folder")
+                shards.add(folder / name)
+
     tensors: dict[str, Tensor] = {}
     for shard in sorted(shards):
         if not shard.is_file():
             raise FileNotFoundError(f"{shard} is missing. Copy or download it again.")
         with reading(shard, _REMEDIES[file]):
-            tensors |= _READERS[file](shard)
+            tensors.update(_READERS[file](shard))
     return {name: tensor for name, tensor in tensors.items() if wanted(name)}
 
 
@@ -101,7 +105,8 @@ def _find_files(
 
 def _advice(folder: pathlib.Path, variant: str | None) -> str:
     """Returns a sentence: what the user can do if a folder has no weights of a variant."""
-    found = {match[1] for path in folder.iterdir() if (match := _VARIANT.fullmatch(path.name))}
+    matches = [_VARIANT.fullmatch(path.name) for path in folder.iterdir()]
+    found = {match[1] for match in matches if match is not None}
     choices = [f"give variant={name!r}" for name in sorted(found)]
     if variant is not None and _find_files(folder, None) is not None:
         choices.insert(0, "leave the variant out")
@@ -125,14 +130,14 @@ def open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
             array: np.ndarray = file.get_tensor(name)
         return array
 
+    tensors = {}
     with safetensors.safe_open(path, framework="numpy") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return {
-            name: Tensor(
+        for name in file.keys():  # noqa: SIM118 - it is not a dictionary
+            x = file.get_slice(name)
+            tensors[name] = Tensor(
                 tuple(x.get_shape()), str(x.get_dtype()), functools.partial(read, name=name)
             )
-            for name, x in slices.items()
-        }
+    return tensors
 
 
 def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
