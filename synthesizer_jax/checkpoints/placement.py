@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import flax.linen as nn
 import jax
@@ -148,13 +148,10 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
     different = sorted(name for name, _ in saved.items() ^ expected.items())
     if different:
         name = different[0]
-        there, here = (
-            f"has the shape {shapes[name]}" if name in shapes else "is absent"
-            for shapes in (saved, expected)
-        )
         raise OtherModelError(
-            f"{checkpoint} belongs to another model or optimizer. For example, {name} {there} in "
-            f"the checkpoint and {here} in this run."
+            f"{checkpoint} belongs to another model or optimizer. For example, {name} "
+            f"{_describe_shape(saved, name)} in the checkpoint and "
+            f"{_describe_shape(expected, name)} in this run."
         )
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), entries
@@ -187,6 +184,13 @@ def _metadata(checkpoint: pathlib.Path) -> PyTree:
     # them from a training process on the same machine.
     handler = ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
     return handler.metadata(absolute(checkpoint / "state")).tree
+
+
+def _describe_shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
+    """Returns what an error message says about the shape of an array, which may be absent."""
+    if name not in shapes:
+        return "is absent"
+    return f"has the shape {shapes[name]}"
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

@@ -293,6 +293,7 @@ class DistillationTrainer(Trainer):
                 "training.adapters is set, but a distillation trains whole replacements. Leave "
                 "training.adapters out."
             )
+
         # The experiment of a run has a dtype. One that comes from a recipe may still have "auto".
         taught = taught.resolved(None if devices is None else devices[0].platform)
         assert isinstance(taught.model, EncoderDecoder)
@@ -307,6 +308,7 @@ class DistillationTrainer(Trainer):
             evaluation=recipe.evaluation or taught.evaluation,
         )
         super().__init__(experiment.starting_from(None), devices)
+
         self._variables: Variables | None = None
         if variables is not None:
             shapes, axes = abstract_variables(self.teacher, *self.example)

@@ -181,10 +181,11 @@ class RuledOptimizer:
         # Only the dtypes of the initial state are needed, so it is traced and not computed.
         jax.eval_shape(record, trained)
         leaves, structure = jax.tree.flatten(opt_state)
-        restored = [
-            x if implementation is None else jax.random.wrap_key_data(x, impl=implementation)
-            for x, implementation in zip(leaves, implementations, strict=True)
-        ]
+        restored = []
+        for x, implementation in zip(leaves, implementations, strict=True):
+            if implementation is not None:
+                x = jax.random.wrap_key_data(x, impl=implementation)
+            restored.append(x)
         return jax.tree.unflatten(structure, restored)
 
     def learning_rate(self, opt_state: PyTree) -> dict[str, jax.Array]:

@@ -146,7 +146,7 @@ class RunLog:
         self._progress.advance(step)
         self.report_saved()
         if step % self._log_every == 0:
-            values |= self.throughput.read()
+            values.update(self.throughput.read())
             self._write(step, values, kind="train")
             self._progress.log_training(step, values)
 

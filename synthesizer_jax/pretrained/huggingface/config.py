@@ -265,6 +265,7 @@ def read_ids(
     files = {folder / CONFIG: config}
     if generation.is_file():
         files[generation] = read_json(generation)
+
     for file, values in files.items():
         with describing(file, "Change it, or use another model."):
             for name, value in values.items():
@@ -275,6 +276,7 @@ def read_ids(
                     )
                 if name not in IDS or value is None:
                     continue
+
                 # Only EOS can have several ids.
                 ids = value if isinstance(value, list) else [value]
                 is_valid = len(ids) == 1 or (ids and name == "eos_token_id")

@@ -137,6 +137,7 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
         "split_special_tokens": True,  # "</s>" in a text is four characters
         "legacy": True,
     }
+
     if isinstance(vocabulary, Bytes):
         fields["tokenizer_class"] = "ByT5Tokenizer"
         fields["extra_ids"] = vocabulary.extra_ids
@@ -172,6 +173,7 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
             f"A {type(vocabulary).__name__} cannot be written as a tokenizer of transformers. Use "
             "Bytes or SentencePiece."
         )
+
     _write_json(folder / TOKENIZER_CONFIG, fields)
 
 

@@ -159,12 +159,14 @@ class _Stack:
             raise ValueError(
                 other_part(f"{name}.layers.0.self_mixer.alignment", type(dot).__name__)
             )
+
         mixers = [run.block.self_mixer for run in stack.runs for _ in range(run.repeats)]
         windows = [getattr(other, "window", None) for other in mixers]
         window = next(filter(None, windows), None)
         if window is not None and block.cross_mixer is None:
             # The reverse of `build`: only encoders have no cross-attention.
             window -= 1
+
         activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
         scaling = dot.rotary_scaling
         factor = scaling.factor if isinstance(scaling, LinearScaling) else None

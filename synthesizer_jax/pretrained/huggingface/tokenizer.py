@@ -311,6 +311,7 @@ def _join_files(vocab: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     added = read_json(folder / ADDED) if (folder / ADDED).is_file() else {}
     for name in ("<pad>", "<s>", "</s>", "<unk>", "<mask>"):
         added[name] = vocab[name]
+
     added_tokens = [
         {
             "single_word": False,
