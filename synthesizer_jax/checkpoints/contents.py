@@ -94,7 +94,7 @@ def read_contents(checkpoint: pathlib.Path) -> Contents | None:
         if contents.to_json() != fields:
             raise ValueError("its contents differ from what was saved")
     if contents.step != int(checkpoint.name):
-        raise ValueError(f"{checkpoint} contains the contents of step {contents.step}.")
+        raise ValueError(f"{checkpoint} contains the contents of another step, {contents.step}.")
     return contents
 
 

@@ -203,7 +203,9 @@ class Checkpoints:
                 raise ValueError(f"{checkpoint} contains no position in the data.")
             tree: dict[str, PyTree] = read_arrays(checkpoint, entries, names)
             if int(tree["step"]) != int(checkpoint.name):
-                raise ValueError(f"{checkpoint} contains the state of step {int(tree['step'])}.")
+                raise ValueError(
+                    f"{checkpoint} contains the state of another step, {int(tree['step'])}."
+                )
             return tree
 
         step, tree, damaged = read_newest(self._directory, read)

@@ -134,8 +134,8 @@ def distill(
     taught = with_vocabulary_path(read_recorded(teacher_run), teacher_run)
     if not isinstance(taught.model, EncoderDecoder):
         raise ValueError(
-            f"{teacher} contains a {type(taught.model).__name__}, but only EncoderDecoder models "
-            "can be distilled."
+            f"{teacher} contains a model of the type {type(taught.model).__name__}, but only "
+            "EncoderDecoder models can be distilled."
         )
 
     # Check everything that a user can get wrong before calling `run`, which prepares data.

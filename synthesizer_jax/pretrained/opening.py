@@ -153,8 +153,8 @@ def _open_run(source: pathlib.Path) -> Pretrained:
     model = load_model(find_checkpoint(source)[0]).model
     if not isinstance(model, EncoderDecoder):
         raise ValueError(
-            f"{source} contains a {type(model).__name__}, but only EncoderDecoder models can be "
-            "converted."
+            f"{source} contains a model of the type {type(model).__name__}, but only EncoderDecoder "
+            "models can be converted."
         )
     (_, vocabulary), variables = open_run(source)
     if variables.get("constants"):
