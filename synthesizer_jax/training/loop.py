@@ -118,7 +118,9 @@ def train(
             log.report_saved()
             log.flush_writers()
 
+        # It holds the profiler while it traces, and ends the trace after an error too.
         trace = stack.enter_context(contextlib.ExitStack())
+
         # At the start of each round, `state` is the state after `step` steps.
         for step in range(start, training.steps + 1):
             if training.profile is not None and step == training.profile[1]:
