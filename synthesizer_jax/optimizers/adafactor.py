@@ -190,7 +190,7 @@ class Adafactor:
                 g = g.astype(jnp.float32)
                 dims = factored_dims(names, g.shape, min_size=self.min_size)
                 u, moments = _precondition(g, moments, dims, decay=decay)
-                # The dimensions of one block, over which each RMS is computed.
+                # The dimensions of one slice, over which each RMS is computed.
                 inner = tuple(i for i in range(g.ndim) if i not in dims.batch)
                 if self.clip is not None:
                     u = u / jnp.maximum(1.0, _rms(u, inner) / self.clip)
