@@ -367,7 +367,7 @@ def _scan_chunks(
     dkernel = jnp.zeros(kernel.shape, jnp.float32) if gradient else None
     carry, chunks = match_varying_axes((sums, dkernel), (hidden, targets, weights))
     (sums, dkernel), dhidden = jax.lax.scan(add_chunk, carry, chunks)
-    if not gradient:
+    if dkernel is None:
         return sums, None
     return sums, (dhidden, dkernel.astype(kernel.dtype))
 
