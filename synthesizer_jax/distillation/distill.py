@@ -247,13 +247,13 @@ def _fit_to_teacher(
     statistics = collect_statistics(trainer.teacher, trainer.variables, batches, layers)
     fitted, divergences = fit_layers(trainer.student, variables["params"], statistics)
 
-    def place(new: ArrayLike, old: jax.Array) -> jax.Array:
+    def on_mesh(new: ArrayLike, old: jax.Array) -> jax.Array:
         """Returns a fitted array on the mesh, and all other arrays as they are."""
         if new is old:
             return old
         return replicate_to_devices(new, old.sharding)
 
-    params = jax.tree.map(place, fitted, variables["params"])
+    params = jax.tree.map(on_mesh, fitted, variables["params"])
     return {**variables, "params": params}, divergences
 
 

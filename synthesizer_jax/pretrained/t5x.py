@@ -275,8 +275,8 @@ def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
         # A shared bias is in ``encoder/relpos_bias``, and a bias per layer in
         # ``encoder/layers_0/relpos_bias``.
         is_shared = path[1] == "relpos_bias"
-        place = path[:1] if is_shared else path[:2]
-        return "/".join((*place, "relpos_bias", "rel_embedding")), SAME
+        parent = path[:1] if is_shared else path[:2]
+        return "/".join((*parent, "relpos_bias", "rel_embedding")), SAME
     # T5X has no levels for the alignment and for the parts of a mixture.
     name = "/".join(key for key in path if key not in ("align", "part_0"))
     return name, _HEADS.get(path[-2], SAME)
