@@ -38,15 +38,15 @@ def test_an_optimizer_and_a_mesh_axis_train_and_are_saved(monkeypatch):
         mesh = make_mesh(shape, jax.devices()[:2])
         assert partition_spec(("embed", "mlp"), (4, 4), mesh) == PartitionSpec(None, "tensor")
     for wrong, message in (
-        ((("exprt", 2),), r"unknown or repeated axis 'exprt', did you mean 'expert'\?"),
-        ((("expert", 2), ("expert", 2)), "unknown or repeated axis 'expert'"),
+        ((("exprt", 2),), r"There is no mesh axis 'exprt', did you mean 'expert'\?"),
+        ((("expert", 2), ("expert", 2)), "The axis 'expert' is repeated"),
     ):
         with pytest.raises(ValueError, match=message):
             make_mesh(MeshShape(extra=wrong))
     register_mesh_axis("expert", "mlp")  # a module may be imported twice
     for names, message in (
         (("tensor", "mlp"), "already a mesh axis 'tensor'"),
-        (("chip", "head"), "unknown logical axis 'head', did you mean 'heads'"),
+        (("chip", "head"), "There is no logical axis 'head', did you mean 'heads'"),
         (("expert", "heads"), "already a mesh axis 'expert'"),
     ):
         with pytest.raises(ValueError, match=message):

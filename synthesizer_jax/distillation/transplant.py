@@ -49,7 +49,8 @@ def with_variants(
             continue
         if name not in VARIANTS:
             raise ValueError(
-                f"--{stack} is {name!r}{did_you_mean(name, VARIANTS)}; use {', '.join(VARIANTS)}"
+                f"--{stack} is {name!r}, but there is no such variant"
+                f"{did_you_mean(name, VARIANTS) or '.'} Use one of {', '.join(VARIANTS)}."
             )
         alignment = VARIANTS[name](self_attention(model, (stack, 0)).alignment, max_length)
         replacements.append(Replacement(alignment, place=stack))  # type: ignore[arg-type]

@@ -102,11 +102,14 @@ def _thaw(value: Any) -> Any:
 def _check_call(name: str, functions: Mapping[str, Callable[..., Any]], arguments: Any) -> None:
     """Raises a `ValueError` if no function has this name, or if it cannot take these arguments."""
     if name not in functions:
-        raise ValueError(f"optax has no {name!r}{did_you_mean(name, functions)} to use here")
+        raise ValueError(
+            f"optax has no function {name!r} that can be used here"
+            f"{did_you_mean(name, functions) or '.'}"
+        )
     try:
         inspect.signature(functions[name]).bind(**arguments)
     except TypeError as error:
-        raise ValueError(f"optax.{name}: {error}") from None
+        raise ValueError(f"optax.{name} cannot be called with these arguments: {error}.") from None
 
 
 def optax_optimizer(

@@ -73,8 +73,8 @@ def register_mesh_axis(name: str, *logical_axes: str) -> None:
     for axis in logical_axes:
         if axis not in LOGICAL_AXES:
             raise ValueError(
-                "register_mesh_axis: unknown logical axis "
-                f"{axis!r}{did_you_mean(axis, LOGICAL_AXES)}"
+                f"register_mesh_axis: There is no logical axis {axis!r}"
+                f"{did_you_mean(axis, LOGICAL_AXES) or '.'}"
             )
     EXTRA_MESH_AXES[name] = logical_axes
 
@@ -83,11 +83,13 @@ def check_mesh_axes(names: Sequence[str]) -> None:
     """Raises a `ValueError` if a name of a mesh axis is unknown or repeated."""
     known = (*MESH_AXES, *EXTRA_MESH_AXES)
     for name in names:
-        if name not in known or names.count(name) > 1:
+        if name not in known:
             raise ValueError(
-                f"mesh: unknown or repeated axis {name!r}{did_you_mean(name, known)}; add axes of "
-                "your own with register_mesh_axis"
+                f"mesh: There is no mesh axis {name!r}{did_you_mean(name, known) or '.'} You can add "
+                "axes of your own with register_mesh_axis."
             )
+        if names.count(name) > 1:
+            raise ValueError(f"mesh: The axis {name!r} is repeated. Name every axis only once.")
 
 
 def _mesh_axis(logical_axis: str, mesh: Mesh | AbstractMesh) -> str | None:

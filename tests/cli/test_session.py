@@ -117,7 +117,11 @@ SESSION = [
     ("doctor --workdir a.jsonl", 2, "File exists"),
     # Other runs that start from it.
     ("average runs/mine runs/mean", 0, "holds the mean of the steps 2, 4"),
-    ("convert runs/mine runs/mixture --encoder rw", 2, "--encoder is 'rw', did you mean 'r'?"),
+    (
+        "convert runs/mine runs/mixture --encoder rw",
+        2,
+        "no such variant, did you mean 'r'? Use one of",
+    ),
     (
         "convert runs/mine runs/mixture --encoder r",
         2,

@@ -142,7 +142,7 @@ def test_parameters_are_shared_by_as_many_as_divide_the_width():
     assert plan.candidate_meshes(ONE, 64) == [MeshShape()]
     narrow = experiment(t5(Size(24, 2, 64, 2, 8), vocab_size=128), mesh=MeshShape(1, -1))
     narrow = replace(narrow, data=replace(narrow.data, batch_size=16))
-    with pytest.raises(ValueError, match=r"embed=24 .* 16 and 32, and fsdp=8 divides it"):
+    with pytest.raises(ValueError, match=r"embed=24 .* 16 and 32\. You can also set fsdp=8"):
         plan.make_plan(narrow, place)
 
 
