@@ -178,8 +178,8 @@ def test_tensors_inside_of_another_object_are_named(tmp_path):
     (folder / "model.safetensors").unlink()
     state = {name: torch.as_tensor(x) for name, x in tensors.items()}
     for saved, message in (
-        ({"state_dict": state}, "'state_dict' is a dict where a tensor is expected"),
-        ([*state.values()], "'it' is a list where a tensor is expected"),
+        ({"state_dict": state}, "'state_dict' is a dict instead of a tensor"),
+        ([*state.values()], "'it' is a list instead of a tensor"),
     ):
         torch.save(saved, folder / "pytorch_model.bin")
         with pytest.raises(ValueError, match=message):
