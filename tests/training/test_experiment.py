@@ -244,7 +244,7 @@ def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path):
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"init_optimizer": True}, "set init_from, or leave them out"),
+        ({"init_optimizer": True}, r"init_from is not set\. Set it, or remove these settings"),
         (
             {"optimizer": AdamW(Unregistered(0.1))},
             "Unregistered is not registered. Decorate the class",
