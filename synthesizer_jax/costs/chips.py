@@ -222,8 +222,8 @@ def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CH
     """
     if slices < 1:
         raise ValueError(f"The number of slices is {slices}, but it must be at least 1.")
-    # For example, "v5p:4x4x8" is the chip v5p and the shape 4x4x8, and "v5p-256" is the chip v5p and
-    # the number 256. Without a separator, both `separator` and `size` are empty.
+    # For example, "v5p:4x4x8" is the chip v5p and the shape 4x4x8, and "v5p-256" is the chip v5p
+    # and the number 256. Without a separator, both `separator` and `size` are empty.
     match = re.fullmatch(r"([^:-]*)([:-]?)(.*)", text, re.DOTALL)
     assert match is not None  # the expression matches every text
     name, separator, size = match.groups()

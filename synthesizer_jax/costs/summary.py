@@ -205,7 +205,8 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
         (layer,) = jax.eval_shape(init, shapes, tokens).layers
         # Arrays with fewer than two axes are counters, which do not grow with the length.
         arrays = [x for x in jax.tree.leaves(layer.self_attention) if x.ndim > 1]
-        # A language model reads its inputs and targets in one stack, so the cache has room for both.
+        # A language model reads its inputs and targets in one stack, so the cache has room for
+        # both.
         positions = length if layer.in_decoder else length + tokens.shape[1]
         total += run.repeats * sum(x.size * x.dtype.itemsize for x in arrays) // positions
     return total

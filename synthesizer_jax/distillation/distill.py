@@ -285,8 +285,8 @@ class DistillationTrainer(Trainer):
         """
         if recipe.training.micro_batches != 1:
             raise ValueError(
-                f"training.micro_batches is {recipe.training.micro_batches}, but a distillation does "
-                "not support micro-batches. Set training.micro_batches=1."
+                f"training.micro_batches is {recipe.training.micro_batches}, but a distillation "
+                "does not support micro-batches. Set training.micro_batches=1."
             )
         if recipe.training.adapters is not None:
             raise ValueError(
@@ -324,9 +324,9 @@ class DistillationTrainer(Trainer):
         """
         if self._variables is None:
             raise ValueError(
-                "The newest checkpoint of the distillation cannot be read, so it is not finished and "
-                "needs its teacher. But the teacher's checkpoint with which it began is gone. Put one "
-                "of the two checkpoints back."
+                "The newest checkpoint of the distillation cannot be read, so it is not finished "
+                "and needs its teacher. But the teacher's checkpoint with which it began is gone. "
+                "Put one of the two checkpoints back."
             )
         return self._variables
 

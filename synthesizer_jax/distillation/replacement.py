@@ -72,8 +72,8 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
         check_types(Replacement, fields_of(replacement), "Replacement")
         if replacement.scope != "mixer" and replacement.place != "encoder":
             raise ValueError(
-                f"Replacement: The scope {replacement.scope!r} is only possible in the encoder, but "
-                f"the place is {replacement.place!r}. Use scope='mixer'."
+                f"Replacement: The scope {replacement.scope!r} is only possible in the encoder, "
+                f"but the place is {replacement.place!r}. Use scope='mixer'."
             )
         name = PLACES[replacement.place][0]
         check_layers_differ(model, name)

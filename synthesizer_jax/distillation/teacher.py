@@ -68,8 +68,8 @@ def read_teacher(
         began = f"The distillation in {directory} began with step {recorded.step} of its teacher"
         if step not in (None, recorded.step):
             raise ValueError(
-                f"{began}, but --teacher names step {step}. Use --teacher {run} to continue, or use "
-                "a new --workdir."
+                f"{began}, but --teacher names step {step}. Use --teacher {run} to continue, or "
+                "use a new --workdir."
             )
         checkpoint = run / "checkpoints" / str(recorded.step)
         is_there = recorded.step in finished_steps(run / "checkpoints")
@@ -78,8 +78,8 @@ def read_teacher(
                 return recorded, None
             problem = "contains other parameters now" if is_there else "no longer exists"
             raise ValueError(
-                f"{began}, but {checkpoint} {problem}. Put the old checkpoint there, or start again "
-                "in another --workdir."
+                f"{began}, but {checkpoint} {problem}. Put the old checkpoint there, or start "
+                "again in another --workdir."
             )
         step = recorded.step
 

@@ -84,7 +84,8 @@ def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -
                 raise ValueError(
                     f"{type(mixture).__name__} does not contain the model's own "
                     f"{type(alignment).__name__}, so the new model cannot compute the same as the "
-                    "old one at first. Fit and distill it with 'synthesizer-jax distill synthesize'."
+                    "old one at first. Fit and distill it with 'synthesizer-jax distill "
+                    "synthesize'."
                 )
 
             layer = params[stack][f"layers_{i}"]
@@ -122,8 +123,8 @@ def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTr
     free = free_memory()
     if free is not None and needed > free:
         raise ValueError(
-            f"The {type(alignment).__name__} of one layer needs {needed / 2**30:,.1f} GiB of memory, "
-            f"but only {free / 2**30:,.1f} GiB are free. Choose a smaller max_length."
+            f"The {type(alignment).__name__} of one layer needs {needed / 2**30:,.1f} GiB of "
+            f"memory, but only {free / 2**30:,.1f} GiB are free. Choose a smaller max_length."
         )
 
     variables = init()

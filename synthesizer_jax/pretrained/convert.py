@@ -117,8 +117,8 @@ def _experiment(
     if size > model.vocab_size:
         raise ValueError(
             f"The vocabulary has {size} ids, but the embedding of {source} has only "
-            f"{model.vocab_size} rows. Give the model's own vocabulary with --vocabulary. If the model "
-            "has no sentinels, add --extra-ids 0."
+            f"{model.vocab_size} rows. Give the model's own vocabulary with --vocabulary. If the "
+            "model has no sentinels, add --extra-ids 0."
         )
     if is_run(source):
         saved = read_recorded(find_checkpoint(source)[0])

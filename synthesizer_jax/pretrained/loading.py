@@ -211,8 +211,8 @@ def encode(
     width = encoder_width(loaded.model)
     if attend_to_padding and pad_to is None:
         raise ValueError(
-            "attend_to_padding is True, but pad_to is not given, so the number of padding tokens is "
-            "unknown. Add pad_to, for example pad_to=512."
+            "attend_to_padding is True, but pad_to is not given, so the number of padding tokens "
+            "is unknown. Add pad_to, for example pad_to=512."
         )
     if pad_to is None:
         length = inputs_length
@@ -270,8 +270,8 @@ def _check_length(name: str, length: int, vocabulary: Vocabulary) -> None:
     least = max(len(first) + len(last), 1)
     if length < least:
         raise ValueError(
-            f"{name} is {length}, but it must be at least {least}, because the special tokens before "
-            "and after a text count too."
+            f"{name} is {length}, but it must be at least {least}, because the special tokens "
+            "before and after a text count too."
         )
 
 

@@ -69,8 +69,8 @@ def open_pretrained(
 
     if variant is not None and (is_adapter(source) or is_run(source) or is_of_t5x):
         raise ValueError(
-            f"variant={variant!r} is only for folders of transformers with a model, and {source} is "
-            "not such a folder. Leave it out."
+            f"variant={variant!r} is only for folders of transformers with a model, and {source} "
+            "is not such a folder. Leave it out."
         )
     if is_adapter(source):
         with open_pretrained(
@@ -100,8 +100,8 @@ def open_pretrained(
         rows = pretrained.model.vocab_size
         if not all(0 <= i < rows for i in (ids.padding, ids.start, *ids.ends)):
             raise ValueError(
-                f"{source} has the special ids {ids}, but its embedding has only rows for the ids 0 "
-                f"to {rows - 1}. Correct its config.json."
+                f"{source} has the special ids {ids}, but its embedding has only rows for the ids "
+                f"0 to {rows - 1}. Correct its config.json."
             )
         found = vocabulary or read_vocabulary(source, pathlib.Path(scratch), ids=ids, rows=rows)
         yield pretrained._replace(vocabulary=found, origin=origin)
@@ -118,8 +118,8 @@ def _check_file(path: pathlib.Path) -> None:
         head = file.read(16)
     if head.startswith(b"GGUF"):
         raise ValueError(
-            f"{path} is a GGUF file, which cannot be read. Give the folder of the model from which it "
-            "was made, as transformers saves it."
+            f"{path} is a GGUF file, which cannot be read. Give the folder of the model from which "
+            "it was made, as transformers saves it."
         )
     if head.lstrip().startswith(b"{"):
         raise ValueError(f"{path} is a JSON file. Give its folder, which is {path.parent}.")
@@ -153,14 +153,14 @@ def _open_run(source: pathlib.Path) -> Pretrained:
     model = load_model(find_checkpoint(source)[0]).model
     if not isinstance(model, EncoderDecoder):
         raise ValueError(
-            f"{source} contains a model of the type {type(model).__name__}, but only EncoderDecoder "
-            "models can be converted."
+            f"{source} contains a model of the type {type(model).__name__}, but only "
+            "EncoderDecoder models can be converted."
         )
     (_, vocabulary), variables = open_run(source)
     if variables.get("constants"):
         raise ValueError(
-            f"{source} has tables that are not trained, such as those of a Fixed Random. Only models "
-            "in which all parameters are trained can be converted."
+            f"{source} has tables that are not trained, such as those of a Fixed Random. Only "
+            "models in which all parameters are trained can be converted."
         )
     params = jax.tree.map(Unread.of, variables["params"])
     return Pretrained(unroll(model), params, vocabulary)

@@ -137,8 +137,8 @@ def write_checkpoint(
     for name, assumed in _ASSUMED.items():
         if fields[name] not in assumed:
             raise ValueError(
-                f"The model has {name} {fields[name]}, but T5X's files do not record this field, so "
-                "they would be read as another model. Use --to huggingface instead."
+                f"The model has {name} {fields[name]}, but T5X's files do not record this field, "
+                "so they would be read as another model. Use --to huggingface instead."
             )
 
     arrays = dict(named_tensors(params, correspondences(model, t5x_name)))
@@ -299,8 +299,8 @@ def _looped(tensors: Tensors, path: pathlib.Path) -> dict[str, Tensor]:
         count = x.shape[1] if len(x.shape) > 1 else 0
         if not 0 < count <= MOST_LAYERS:
             raise ValueError(
-                f"{name} in {path} has {count} layers, but it must have 1 to {MOST_LAYERS}. Copy or "
-                "download the checkpoint again."
+                f"{name} in {path} has {count} layers, but it must have 1 to {MOST_LAYERS}. Copy "
+                "or download the checkpoint again."
             )
         for i in range(count):
             looped["/".join([stack, f"layers_{i}", *rest[1:]])] = _layer(x, i)

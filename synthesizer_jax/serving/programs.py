@@ -142,7 +142,8 @@ def export_programs(
 
     The first argument of every program is the parameters. The programs are:
 
-    - ``encode`` takes inputs ``[b, n]`` and returns states ``[b, n, d_model]``; see `encode_tokens`.
+    - ``encode`` takes inputs ``[b, n]`` and returns states ``[b, n, d_model]``; see
+      `encode_tokens`.
     - ``score`` takes inputs and targets ``[b, t]`` and returns log-probabilities ``[b]``; see
       `score_targets`.
     - ``generate`` takes inputs and returns tokens ``[b, targets_length]`` and scores ``[b]``; see

@@ -102,8 +102,8 @@ def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
     inferred = list(sizes.values())
     if inferred.count(-1) > 1 or any(size == 0 or size < -1 for size in inferred):
         raise ValueError(
-            f"The mesh has the sizes {description}, but sizes must be positive, and only one of them "
-            "may be -1."
+            f"The mesh has the sizes {description}, but sizes must be positive, and only one of "
+            "them may be -1."
         )
     if -1 in inferred:
         known = math.prod(size for size in inferred if size != -1)
@@ -144,8 +144,8 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
         arranged = make(devices)
     except NotImplementedError:
         _log.warning(
-            "The mesh %s splits dimensions of the slice, so some collectives can use only a part of "
-            "the links between chips.",
+            "The mesh %s splits dimensions of the slice, so some collectives can use only a part "
+            "of the links between chips.",
             within,
         )
         arranged = make(devices, allow_split_physical_axes=True)

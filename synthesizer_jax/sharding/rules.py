@@ -85,8 +85,8 @@ def check_mesh_axes(names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise ValueError(
-                f"mesh: There is no mesh axis {name!r}{did_you_mean(name, known) or '.'} You can add "
-                "axes of your own with register_mesh_axis."
+                f"mesh: There is no mesh axis {name!r}{did_you_mean(name, known) or '.'} You can "
+                "add axes of your own with register_mesh_axis."
             )
         if names.count(name) > 1:
             raise ValueError(f"mesh: The axis {name!r} is repeated. Name every axis only once.")

@@ -170,13 +170,13 @@ class Experiment:
         _check_head(self)
         if isinstance(self.model, EncoderDecoder) and not self.data.inputs_length:
             raise ValueError(
-                "data.inputs_length is 0, but the encoder of an EncoderDecoder needs inputs. Set it "
-                "to a positive number, or train a LanguageModel."
+                "data.inputs_length is 0, but the encoder of an EncoderDecoder needs inputs. Set "
+                "it to a positive number, or train a LanguageModel."
             )
         if self.training.adapters and getattr(self.training.optimizer, "parameter_scale", False):
             raise ValueError(
-                "training.adapters begin at zero, but Adafactor makes its steps proportional to the "
-                "size of the parameters, so the adapters would hardly change. Set "
+                "training.adapters begin at zero, but Adafactor makes its steps proportional to "
+                "the size of the parameters, so the adapters would hardly change. Set "
                 "training.optimizer.parameter_scale=false, or training.optimizer=AdamW."
             )
         profile = self.training.profile
@@ -188,8 +188,8 @@ class Experiment:
             )
         if self.evaluation.patience is not None and not self.evaluation.every:
             raise ValueError(
-                "evaluation.patience is set, but evaluation.every is 0, so there are no evaluations "
-                "to count. Set evaluation.every."
+                "evaluation.patience is set, but evaluation.every is 0, so there are no "
+                "evaluations to count. Set evaluation.every."
             )
 
     def starting_from(self, source: str | None) -> Experiment:
@@ -253,15 +253,16 @@ def _check_head(experiment: Experiment) -> None:
         if data.classes:
             raise ValueError(
                 "data.classes is only for an Encoder with model.outputs, but the model is of the "
-                f"type {type(model).__name__}, which learns label words as text. Set data.classes=[]."
+                f"type {type(model).__name__}, which learns label words as text. Set "
+                "data.classes=[]."
             )
         return
 
     if (model.outputs is None) != model.masked_lm:
         raise ValueError(
             "An Encoder is trained with exactly one head, but model.outputs is "
-            f"{model.outputs} and model.masked_lm is {model.masked_lm}. Set one of them, and set the "
-            "other to none or false."
+            f"{model.outputs} and model.masked_lm is {model.masked_lm}. Set one of them, and set "
+            "the other to none or false."
         )
     if (model.outputs or 0) != len(data.classes):
         raise ValueError(
@@ -270,17 +271,17 @@ def _check_head(experiment: Experiment) -> None:
         )
     if model.masked_lm and any(inputs != targets for inputs, targets in data.shapes):
         raise ValueError(
-            f"data.targets_length is {data.targets_length}, but a model with model.masked_lm predicts "
-            "tokens at the positions of the inputs. Set it to data.inputs_length "
+            f"data.targets_length is {data.targets_length}, but a model with model.masked_lm "
+            "predicts tokens at the positions of the inputs. Set it to data.inputs_length "
             f"({data.inputs_length}), and do the same in data.buckets."
         )
     if data.pack:
         raise ValueError(
-            "data.pack is true, but an Encoder reads one text per row. Set data.pack=false. If texts "
-            "have different lengths, use data.buckets."
+            "data.pack is true, but an Encoder reads one text per row. Set data.pack=false. If "
+            "texts have different lengths, use data.buckets."
         )
     if experiment.evaluation.method != RANK:
         raise ValueError(
-            f"evaluation.method is {experiment.evaluation.method!r}, but an Encoder does not decode. "
-            f"Set evaluation.method={RANK}, which takes the most probable class."
+            f"evaluation.method is {experiment.evaluation.method!r}, but an Encoder does not "
+            f"decode. Set evaluation.method={RANK}, which takes the most probable class."
         )

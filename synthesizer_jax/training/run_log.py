@@ -214,6 +214,6 @@ class RunLog:
                 saved = f"The newest checkpoint is of step {newest}."
             raise NonFiniteLossError(
                 f"Training has stopped, because the {name.replace('_', ' ')} of step {step} is "
-                f"{values[name]}. {saved} Lower the learning rate, warm up longer or clip gradients, "
-                "and start again."
+                f"{values[name]}. {saved} Lower the learning rate, warm up longer or clip "
+                "gradients, and start again."
             )

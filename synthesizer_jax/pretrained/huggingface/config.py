@@ -153,8 +153,8 @@ def read_model_type(folder: pathlib.Path) -> str:
             if found in names:
                 what = description
         raise ValueError(
-            f"The model_type in {path} is {format_value(found)}, which is {what}. Give the folder of "
-            f"a {TAKEN}."
+            f"The model_type in {path} is {format_value(found)}, which is {what}. Give the folder "
+            f"of a {TAKEN}."
         )
     return str(found)
 
@@ -271,8 +271,8 @@ def read_ids(
             for name, value in values.items():
                 if name in FORCED and value is not None:
                     raise ValueError(
-                        f"{name} is {format_value(value)}, but models of this package cannot force a "
-                        "token"
+                        f"{name} is {format_value(value)}, but models of this package cannot force "
+                        "a token"
                     )
                 if name not in IDS or value is None:
                     continue
@@ -282,8 +282,8 @@ def read_ids(
                 is_valid = len(ids) == 1 or (ids and name == "eos_token_id")
                 if not is_valid or any(type(i) is not int for i in ids):
                     raise ValueError(
-                        f"{name} is {format_value(value)}, but models of this package have only one "
-                        "such id"
+                        f"{name} is {format_value(value)}, but models of this package have only "
+                        "one such id"
                     )
                 if name == "eos_token_id":
                     # `generation_config.json` is read last and overrides `config.json`, as in

@@ -63,13 +63,14 @@ def open_folder(
     read_config(folder, output=None, encoder_only=encoder_only)
     tensors = open_files(is_in_encoder) if encoder_only else open_files()
 
-    # The embedding may have several names. Take the first one, and check that the others are copies.
+    # The embedding may have several names. Take the first one, and check that the others are
+    # copies.
     shared = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
     for name in EMBEDDINGS:
         if compare and name in tensors and not _are_equal(tensors, name, shared):
             raise ValueError(
-                f"{name} is not equal to {shared}, but a T5 has only one embedding. Copy or download "
-                f"{folder} again."
+                f"{name} is not equal to {shared}, but a T5 has only one embedding. Copy or "
+                f"download {folder} again."
             )
 
     has_output = OUTPUT in tensors and not (compare and _are_equal(tensors, OUTPUT, shared))

@@ -133,8 +133,8 @@ def locate(
         kind = "no safetensors" if variant is None else f"no safetensors of the variant {variant}"
         where = "" if str(inside) == "." else f" in {inside}"
         raise FileNotFoundError(
-            f"{model} has {kind}{where} at the commit {commit.name}, and other kinds of weights are "
-            "not downloaded by name. Give another revision, variant or subfolder, or a folder. "
+            f"{model} has {kind}{where} at the commit {commit.name}, and other kinds of weights "
+            "are not downloaded by name. Give another revision, variant or subfolder, or a folder. "
             f"{advice}"
         )
     origin = f"{model}@{commit.name}"

@@ -164,9 +164,9 @@ def _check_class(path: pathlib.Path, fields: Mapping[str, Any]) -> None:
     if name is not None and str(name).removesuffix("Fast") not in (*CLASSES, *ANY_CLASS):
         raise ValueError(
             f"The tokenizer_class in {path} is {format_value(name)}, but only the classes "
-            f"{', '.join(CLASSES)} can be read. If the model was trained with the SentencePiece file "
-            "of T5 or Gemma, run 'synthesizer-jax convert' with --vocabulary and the path of this "
-            "file."
+            f"{', '.join(CLASSES)} can be read. If the model was trained with the SentencePiece "
+            "file of T5 or Gemma, run 'synthesizer-jax convert' with --vocabulary and the path of "
+            "this file."
         )
 
 

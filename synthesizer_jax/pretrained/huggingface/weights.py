@@ -154,8 +154,8 @@ def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
         loaded: Any = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            "it contains other objects than tensors, and loading them could run code, so nothing was "
-            "loaded"
+            "it contains other objects than tensors, and loading them could run code, so nothing "
+            "was loaded"
         ) from error
     entries = loaded.items() if isinstance(loaded, dict) else [("it", loaded)]
     for name, x in entries:
