@@ -146,13 +146,15 @@ class _Handler(BaseHTTPRequestHandler):
         if asked is None:
             self.answer(200, data=data, **headers)
             return
-        first, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
+        first = int(asked[1])
+        last = min(int(asked[2] or len(data)), len(data) - 1)
         headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
         self.answer(206 if first < len(data) else 416, data=data[first : last + 1], **headers)
 
     def list_objects(self, query: dict[str, str]) -> None:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-        items, prefixes = [], set()
+        items = []
+        prefixes = set()
         for full in self.store.names(f"bucket/{prefix}"):
             name = full.removeprefix("bucket/")
             if query.get("startOffset", "") > name or name >= query.get("endOffset", "\U0010ffff"):

@@ -68,9 +68,8 @@ def snippets(page: str) -> list[str]:
 
 def run_page(page: str) -> dict[str, Any]:
     """Runs the Python code of a page in order, and returns the names that it defines."""
-    names = {
-        "__name__": pathlib.Path(page).stem
-    }  # `register` needs it to tell two classes with the same name apart
+    # `register` needs `__name__` to tell two classes with the same name apart.
+    names = {"__name__": pathlib.Path(page).stem}
     for block in snippets(page):
         exec(block, names)
     return names

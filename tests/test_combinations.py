@@ -15,7 +15,8 @@ REFUSED = r"data\.pack|optax\.|parameter_scale|data\.buckets|evaluation\.method|
 
 
 def test_the_settings_that_are_drawn_exist():
-    refusals, made = [], 0
+    refusals = []
+    made = 0
     for number in range(25):
         drawn = drawing.draw_combination(5, number)
         assert drawn == drawing.draw_combination(5, number)

@@ -79,12 +79,14 @@ class Subject:
             x = normal("x", BATCH, LENGTH, HEADS, WIDTH)
             parameters = jnp.exp(normal("parameters", *shape) / 2)
         else:
-            layer, x = self.layer, normal("x", BATCH, LENGTH, HEADS * WIDTH)
+            layer = self.layer
+            x = normal("x", BATCH, LENGTH, HEADS * WIDTH)
             self.call = lambda p, x, mask: layer.apply({"params": p}, x, mask=mask)
             leaves, tree = jax.tree.flatten(layer.init(jax.random.key(0), x)["params"])
             made = (normal(f"{i:04d}", *p.shape) / 2 + 0.1 for i, p in enumerate(leaves))
             parameters = tree.unflatten(made)
-        lengths, target = jnp.array([LENGTH, 2, 5, 1]), normal("target", *x.shape)
+        lengths = jnp.array([LENGTH, 2, 5, 1])
+        target = normal("target", *x.shape)
         self.arguments = parameters, x, lengths, target
         self.others = parameters, 0.7 * x[::-1] + 0.1, lengths[::-1], target
         self.gradient = jax.value_and_grad(self.loss, (0, 1))
@@ -116,7 +118,8 @@ class Subject:
 
     def moved(self, direction: Any, step: float) -> Any:
         """Returns loss and gradient in float64, with parameters and x moved in a direction."""
-        at, rest = cast(self.arguments[:2], np.float64), self.arguments[2:]
+        at = cast(self.arguments[:2], np.float64)
+        rest = self.arguments[2:]
         return self.in_float64(*jax.tree.map(lambda x, d: x + step * d, at, direction), *rest)
 
     def direction(self, seed: int) -> Any:
@@ -125,7 +128,11 @@ class Subject:
 
 def cast(tree: Any, dtype: Any) -> Any:
     """Returns NumPy arrays. Floating-point arrays get another dtype."""
-    convert = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    def convert(x):
+        """Returns an array, with another dtype if it has floating-point numbers."""
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
     return jax.tree.map(lambda x: convert(np.asarray(x)), tree)
 
 
@@ -158,7 +165,11 @@ def grad(s: Subject) -> None:
 
 def jvp(s: Subject) -> None:
     direction = cast(s.direction(3), np.float32)
-    push = lambda at, rest: jax.jvp(lambda *at: s.output(*at, rest), at, direction)[1]
+
+    def push(at, rest):
+        """Returns the directional derivative."""
+        return jax.jvp(lambda *at: s.output(*at, rest), at, direction)[1]
+
     tangent = compiled(push)(s.arguments[:2], s.arguments[2])
     near(dot(tangent, s.arguments[3]), dot(s.expected[1], direction))
 
@@ -169,7 +180,10 @@ def hessian(s: Subject) -> None:
     at, rest = s.arguments[:2], s.arguments[2:]
 
     def along(steps: jax.Array) -> jax.Array:
-        move = lambda x, one, other: x + steps[0] * one + steps[1] * other
+        def move(x, one, other):
+            """Moves an array in two directions."""
+            return x + steps[0] * one + steps[1] * other
+
         return s.loss(*jax.tree.map(move, at, *cast(directions, np.float32)), *rest)
 
     expected = np.empty((2, 2))
@@ -188,7 +202,10 @@ def scan(s: Subject) -> None:
     """The gradient of the losses of two batches, summed by `jax.lax.scan`, is the same."""
 
     def of_both(parameters: Any, xs: jax.Array, *rest: jax.Array) -> jax.Array:
-        step = lambda total, arguments: (total + s.loss(parameters, *arguments), None)
+        def step(total, arguments):
+            """Adds the loss of a batch."""
+            return (total + s.loss(parameters, *arguments), None)
+
         return jax.lax.scan(step, 0.0, (xs, *rest))[0]
 
     run = compiled(jax.value_and_grad(of_both, (0, 1)))
@@ -212,7 +229,10 @@ def shard_map(s: Subject) -> None:
     """The gradient is the same with the default `check_vma=True`."""
 
     def spread(*arguments: Any) -> jax.Array:
-        own = lambda *arguments: jax.lax.psum(s.loss(*arguments), "data")
+        def own(*arguments):
+            """Returns the sum of the losses of all devices."""
+            return jax.lax.psum(s.loss(*arguments), "data")
+
         return jax.shard_map(own, in_specs=(P(), *(P("data"),) * 3), out_specs=P())(*arguments)
 
     with jax.set_mesh(jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])):
@@ -276,7 +296,10 @@ def test_other_derivatives_of_fast_routes_name_the_reference(name: str) -> None:
         bias = jnp.stack([parameters] * BATCH)  # a bias for each example
         return sj.dot_product_attention(x, x, x, bias, implementation="fused").sum()
 
-    slope = lambda *at: jnp.sum(jax.grad(loss, 1)(*at) ** 2)
+    def slope(*at):
+        """Returns the squared norm of a gradient."""
+        return jnp.sum(jax.grad(loss, 1)(*at) ** 2)
+
     for other in (
         lambda: jax.jit(lambda *at: jax.jvp(loss, at, at))(*at),
         lambda: jax.grad(slope, 1)(*at),

@@ -27,7 +27,8 @@ def test_what_was_written_is_there(tmp_path: pathlib.Path, content) -> None:
 
 
 def test_an_error_leaves_what_was_there_and_links_are_not_followed(tmp_path: pathlib.Path) -> None:
-    path, elsewhere = write_atomic(tmp_path / "file", "old"), tmp_path / "elsewhere"
+    path = write_atomic(tmp_path / "file", "old")
+    elsewhere = tmp_path / "elsewhere"
     with pytest.raises(RuntimeError, match="half way"), open_atomic(path) as file:
         file.write(b"new")
         raise RuntimeError("half way")

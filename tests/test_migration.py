@@ -9,10 +9,15 @@ from tests.conftest import run_page
 
 def t5_attention(state: dict, x: np.ndarray, heads: int, lengths: list[int]) -> np.ndarray:
     """Raffel et al. 2020, section 2.1, for short rows: bidirectional, 32 buckets up to 128."""
-    split = lambda name: (x @ state[f"{name}.weight"].T).reshape(*x.shape[:2], heads, -1)
+
+    def split(name):
+        """Projects tokens, and divides the result into heads."""
+        return (x @ state[f"{name}.weight"].T).reshape(*x.shape[:2], heads, -1)
+
     logits = np.einsum("bqhe,bkhe->bhqk", split("q"), split("k"))
     q, k = np.indices(logits.shape[-2:])
-    near, far = abs(k - q), 8 + np.log(np.maximum(abs(k - q), 1) / 8) / np.log(128 / 8) * 8
+    near = abs(k - q)
+    far = 8 + np.log(np.maximum(abs(k - q), 1) / 8) / np.log(128 / 8) * 8
     buckets = np.where(near < 8, near, far).astype(int) + 16 * (k > q)
     logits += state["relative_attention_bias.weight"][buckets].transpose(2, 0, 1)
     real = np.arange(x.shape[1]) < np.array(lengths)[:, None]

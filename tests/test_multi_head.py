@@ -19,7 +19,8 @@ from tests.attention.oracle import close
 from tests.environment import FAST_COMPILE as FAST
 
 B, Q, K, D, H = 2, 6, 5, 8, 2
-LIBRARIES, HALF = ("linen", "nnx"), jnp.bfloat16
+LIBRARIES = ("linen", "nnx")
+HALF = jnp.bfloat16
 
 
 def tokens(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
@@ -106,7 +107,11 @@ def test_the_layer_equals_flax(name, library):
     fields, inputs, call = CASES[name]
     initial, flax_apply = functional(make(library, flax=True, **fields), *inputs)
     params = jax.tree.map(lambda p: p + tokens(9, *p.shape, dtype=p.dtype) / 4, initial)
-    run = lambda f: value_and_gradients(functools.partial(f, **call), params, *inputs)
+
+    def run(f):
+        """Returns value, gradients and output of a function."""
+        return value_and_gradients(functools.partial(f, **call), params, *inputs)
+
     expected = run(flax_apply)
     # With an alignment, a query without keys gets zeros.
     for alignment in [None] if name == "padding queries" else [None, sj.DotProduct()]:
@@ -120,7 +125,8 @@ def test_the_layer_equals_flax(name, library):
 
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_dropout_equals_flax(broadcast):
-    x, key = tokens(0, B, Q, D), jax.random.key(3)
+    x = tokens(0, B, Q, D)
+    key = jax.random.key(3)
     fields = {"dropout_rate": 0.4, "broadcast_dropout": broadcast}
     flax_layer, layer = (make("linen", flax=flax, **fields) for flax in (True, False))
     params = flax_layer.init(jax.random.key(0), x, deterministic=True)
@@ -140,7 +146,8 @@ def test_dropout_equals_flax(broadcast):
 def test_dropout_in_tiles_has_the_same_rate():
     """If there are more queries than in a tile, every query draws its own mask."""
     rate, length = 0.3, 200
-    zeros, ones = jnp.zeros((1, length, 1, 4)), jnp.ones((1, length, 1, 1))
+    zeros = jnp.zeros((1, length, 1, 4))
+    ones = jnp.ones((1, length, 1, 1))
     drop = functools.partial(attention_fn, dropout_rng=jax.random.key(0), dropout_rate=rate)
     kept_share = drop(zeros, zeros, ones)[0, :, 0, 0]  # per query
     assert abs(kept_share.mean() - 1) < 0.01 and 0.01 < kept_share.std() < 0.1
@@ -150,7 +157,8 @@ def test_dropout_in_tiles_has_the_same_rate():
 
 def test_dropout_of_an_alignment_is_that_of_t5():
     """A key is dropped for all queries of an example and head, or for none of them."""
-    x, fields = tokens(0, B, Q, D), {"alignment": sj.Random(8), "dropout_rate": 0.5}
+    x = tokens(0, B, Q, D)
+    fields = {"alignment": sj.Random(8), "dropout_rate": 0.5}
     module = make("nnx", heads=1, **fields)
     module.align.table[...] *= 0  # uniform weights: the outputs of all queries are equal
     y = module(x, deterministic=False)
@@ -174,11 +182,13 @@ def test_alignments_equal_attention_and_steps_the_full_pass(name):
 
     The decoding steps of both equal the full pass.
     """
-    alignment, x = ALIGNMENTS.get(name), tokens(0, B, Q, 10)
+    alignment = ALIGNMENTS.get(name)
+    x = tokens(0, B, Q, 10)
     fields = {"qkv_features": 16, "use_bias": False, "alignment": alignment}
     layer = sj.MultiHeadAttention(4, **fields)
     variables = jax.jit(layer.init)(jax.random.key(0), x)
-    causal, lengths = nn.make_causal_mask(jnp.ones((B, Q))), jnp.array([Q, 3])
+    causal = nn.make_causal_mask(jnp.ones((B, Q)))
+    lengths = jnp.array([Q, 3])
     padding = (jnp.arange(Q) < lengths[:, None])[:, None, None]
     masks = [
         causal,
@@ -236,7 +246,8 @@ def test_masks_of_positions_not_yet_decoded_have_no_effect(library, alignment):
 
     A full cache is an error.
     """
-    x, layer = tokens(0, B, 2, D), make(library, alignment=alignment, decode=True)
+    x = tokens(0, B, 2, D)
+    layer = make(library, alignment=alignment, decode=True)
     variables = layer.init(jax.random.key(0), x) if library == "linen" else {}
 
     def run(**options):
@@ -263,7 +274,8 @@ def test_masks_of_positions_not_yet_decoded_have_no_effect(library, alignment):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_sown_weights_equal_flax(library):
-    x, mask = tokens(0, B, 3, Q, D), pattern(1, B, 3, 1, Q, Q)
+    x = tokens(0, B, 3, Q, D)
+    mask = pattern(1, B, 3, 1, Q, Q)
     expected = applied(make(library, flax=True), x, mask=mask, sow_weights=True)
     for layer in (
         make(library),
@@ -279,7 +291,8 @@ def test_sown_weights_equal_flax(library):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_fully_masked_query_gets_zeros_with_an_alignment_or_a_mask_object(library):
-    x, options = tokens(0, B, Q, D), {"use_bias": False}
+    x = tokens(0, B, Q, D)
+    options = {"use_bias": False}
     expected, _ = applied(make(library, flax=True, **options), x, mask=PADDING)
     aligned, _ = applied(make(library, alignment=sj.DotProduct(), **options), x, mask=PADDING)
     close([aligned[0], aligned[1, :3]], [expected[0], expected[1, :3]])
@@ -305,7 +318,8 @@ def test_packed_cross_attention_rotates_by_the_position_in_the_segment(library):
 
 
 def test_grouped_queries_and_causal_masks_equal_flax():
-    x, mask = tokens(0, B, Q, D), pattern(1, B, 1, 1, Q)
+    x = tokens(0, B, Q, D)
+    mask = pattern(1, B, 1, 1, Q)
     flax_layer, layer = (make("nnx", flax=f, heads=4, num_kv_heads=2) for f in (True, False))
     for call in ({"mask": mask}, {"mask": mask, "is_causal": True}, {"is_causal": True}):
         close(layer(x, **call), flax_layer(x, **call))
@@ -354,11 +368,18 @@ def test_errors_equal_flax(library, alignment):
         with pytest.raises(ValueError, match="decode"):
             make("nnx", alignment=alignment, decode=None)(x)
         layer.init_cache((B, Q, D))
-        step = lambda x: layer(x, decode=True, **quiet)
+
+        def step(x):
+            """Makes a decoding step."""
+            return layer(x, decode=True, **quiet)
     else:
         layer = layer.copy(decode=True)
         variables = layer.init(jax.random.key(0), x, **quiet)
-        step = lambda x: layer.apply(variables, x, mutable=["cache"], **quiet)
+
+        def step(x):
+            """Makes a decoding step."""
+            return layer.apply(variables, x, mutable=["cache"], **quiet)
+
     for tokens_of_a_step in (x, x[:1, :1]):
         with pytest.raises(ValueError, match=r"utoregressive cache shape error"):
             step(tokens_of_a_step)
@@ -375,10 +396,16 @@ def test_the_nnx_layer_has_logical_axes_and_refuses_arguments_of_other_attention
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_attention_fn_in_flaxs_layers_with_a_bias(library):
-    x, y, mask = tokens(0, B, 3, Q, D), tokens(1, B, 3, K, D), pattern(2, B, 3, 1, Q, K)
+    x = tokens(0, B, 3, Q, D)
+    y = tokens(1, B, 3, K, D)
+    mask = pattern(2, B, 3, 1, Q, K)
     table = tokens(3, H, Q, K)
     flax_attention = {"linen": nn, "nnx": nnx}[library].dot_product_attention
-    of = lambda f, bias: make(library, flax=True, attention_fn=functools.partial(f, bias=bias))
+
+    def of(f, bias):
+        """Returns Flax's layer with an attention function and a bias."""
+        return make(library, flax=True, attention_fn=functools.partial(f, bias=bias))
+
     expected, _ = applied(of(flax_attention, table), x, y, mask=mask)
     for bias in (table, static(table)):
         close(applied(of(attention_fn, bias), x, y, mask=mask)[0], expected)
@@ -400,13 +427,21 @@ def test_long_inputs_need_no_array_of_all_weights(options):
     batch, length = 3, 384
     x, table = tokens(0, batch, length, H, 4), tokens(1, H, length, length)
     mask = pattern(2, batch, 1, 1, length)
-    loss = lambda x, table: attention_fn(x, x, x, table, mask, **options).sum()
+
+    def loss(x, table):
+        """Returns the sum of the outputs."""
+        return attention_fn(x, x, x, table, mask, **options).sum()
+
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
     hlo = gradients.lower(x, table).compile().as_text()
     sizes = {np.prod([int(n) for n in m.split(",")]) for m in re.findall(r"\w\[([\d,]+)\]", hlo)}
     assert max(sizes) < batch * H * length * length
     if not options.get("dropout_rate"):
-        flax_loss = lambda x, table: nn.dot_product_attention(x, x, x, table, mask).sum()
+
+        def flax_loss(x, table):
+            """Returns the sum of the outputs of Flax's function."""
+            return nn.dot_product_attention(x, x, x, table, mask).sum()
+
         close(gradients(x, table), jax.jit(jax.grad(flax_loss, argnums=(0, 1)))(x, table), 1e-5)
 
 

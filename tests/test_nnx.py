@@ -64,13 +64,17 @@ def test_a_module_equals_linen(name):
     config, inputs, options = CASES[name]
     module = to_nnx(config)
     assert type(module) is getattr(snnx, type(config).__name__)
-    variables, key = snnx.linen_variables(module), jax.random.key(5)
+    variables = snnx.linen_variables(module)
+    key = jax.random.key(5)
     shapes = jax.eval_shape(config.init, jax.random.key(0), *inputs, **options)
     assert jax.tree.map(jnp.shape, variables) == jax.tree.map(jnp.shape, shapes)
 
     @nnx.jit
     def run(module, variables):
-        apply = lambda **keys: config.apply(variables, *inputs, **options, **keys)
+        def apply(**keys):
+            """Applies the Linen module."""
+            return config.apply(variables, *inputs, **options, **keys)
+
         noisy = module(*inputs, rngs=key, **options), apply(rngs={"dropout": key})
         return noisy, (module(*inputs, deterministic=True, **options), apply())
 
@@ -125,7 +129,8 @@ def test_a_signature_names_the_fields_and_what_nnx_adds(name):
 
 def test_methods_equal_linen():
     tiny = to_nnx(TINY, deterministic=True)
-    variables, memory = snnx.linen_variables(tiny), tiny.encode_inputs(INPUTS)
+    variables = snnx.linen_variables(tiny)
+    memory = tiny.encode_inputs(INPUTS)
     assert_trees_equal(tiny.encode(INPUTS), memory.encoded)
     assert_trees_equal(memory.encoded, TINY.apply(variables, INPUTS, method="encode"))
     hidden = tiny.decode(TARGETS, memory)
@@ -197,12 +202,16 @@ class Net(nnx.Module):
 
 
 def test_a_users_model_trains_and_splits():
-    net, x = Net(nnx.Rngs(0)), jnp.arange(16).reshape(2, 8) % 7
+    net = Net(nnx.Rngs(0))
+    x = jnp.arange(16).reshape(2, 8) % 7
     optimizer = nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param)
 
     @nnx.jit
     def step(net, optimizer):
-        loss = lambda net: optax.softmax_cross_entropy_with_integer_labels(net(x), x).mean()
+        def loss(net):
+            """Returns the mean cross-entropy."""
+            return optax.softmax_cross_entropy_with_integer_labels(net(x), x).mean()
+
         value, gradients = nnx.value_and_grad(loss)(net)
         optimizer.update(net, gradients)
         return value
@@ -324,7 +333,11 @@ def test_every_parameter_has_logical_axes():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_parameters_are_made_sharded_under_a_mesh_and_rules(kind):
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), (kind,) * 2, devices=jax.devices()[:4])
-    make = lambda: make_layer(nnx.Rngs(0), alignment=sj.Random(max_length=8))
+
+    def make():
+        """Returns a layer with a table."""
+        return make_layer(nnx.Rngs(0), alignment=sj.Random(max_length=8))
+
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
         for layer in (nnx.jit(make)(), make()):
             assert layer.out["kernel"][...].sharding.spec == PartitionSpec("tensor", None, "fsdp")

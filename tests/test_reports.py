@@ -86,10 +86,8 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
     shown = rows_of(page, "Scores on held-out examples")
     assert shown[0] == [("", "glue_rte", "accuracy"), ("", "61.0", ""), ("", "61.0", "")]
     assert shown[-1] == [("", "all tasks", "loss ↓"), ("", "1.500", ""), ("", "1.500", "")]
-    assert rows_of(page, "Size and speed")[0][4][1:] == (
-        "6.0",
-        "5.0 to 7.0",
-    )  # the median and the quartiles
+    # The median and the quartiles.
+    assert rows_of(page, "Size and speed")[0][4][1:] == ("6.0", "5.0 to 7.0")
     assert "Answers" not in page and "Settings" not in page
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["page.html"]
     assert page.count("<svg") == 2  # the loss, and what was evaluated twice
@@ -99,15 +97,15 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
 
 
 def test_what_has_logged_nothing_is_one_sentence(tmp_path):
-    output, young = tmp_path / "page.html", logged(tmp_path / "young")
+    output = tmp_path / "page.html"
+    young = logged(tmp_path / "young")
     with pytest.raises(
         FileNotFoundError, match=r"contains no experiment\.json\. Give the directory"
     ):
         report(tmp_path, output=output)
     assert not output.exists()
-    assert (
-        "Curves" in report(young, output=output)[1]
-    )  # the score of training, as there is no other one
+    # The curve is the one of training, because there is no other.
+    assert "Curves" in report(young, output=output)[1]
     (young / METRICS_FILE).unlink()
     with pytest.raises(ValueError, match=r"has logged nothing\. Train the run, or measure it"):
         report(young, output=output)

@@ -130,7 +130,11 @@ def run(terms, values, mask, g, implementation="auto", sinks=None, **options):
     """Returns the output and the cotangents of terms, values and sinks, if there are sinks."""
     options |= {"mask": mask, "q_length": g.shape[1], "implementation": implementation}
     own = () if sinks is None else (sinks,)
-    call = lambda terms, values, sinks=None: attend(terms, values, sinks=sinks, **options)
+
+    def call(terms, values, sinks=None):
+        """Calls `attend` with the options and the sinks, if there are any."""
+        return attend(terms, values, sinks=sinks, **options)
+
     out, back = jax.vjp(call, terms, values, *own)
     return out, *back(g)
 

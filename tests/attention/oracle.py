@@ -44,7 +44,8 @@ def attention(
     `keep` ``[b, k, h]`` multiplies the values, as dropout does.
     """
     v, g = np.asarray(values, np.float64), np.asarray(g, np.float64)
-    (b, k, h, _), q = v.shape, g.shape[1]
+    (b, k, h, _) = v.shape
+    q = g.shape[1]
     v = v if keep is None else v * keep[..., None]
     rows, columns = places(mask, b, q, k)
     distances = columns[:, None, :] - rows[:, :, None] - int(mask.query_offset)

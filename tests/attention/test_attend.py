@@ -53,7 +53,11 @@ def test_bfloat16(route: str) -> None:
 
 def test_gradient_of_mixture_weights_in_bfloat16() -> None:
     """The factors multiply queries before they are rounded."""
-    cast = lambda x: x.astype(jnp.bfloat16) if x.ndim == 4 else x
+
+    def cast(x):
+        """Returns an array in bfloat16 if it comes from tokens."""
+        return x.astype(jnp.bfloat16) if x.ndim == 4 else x
+
     terms, values, g = jax.tree.map(cast, cases.problem(EVERY_TERM))
     alpha = cases.normal("alpha", len(terms), HEADS)
 

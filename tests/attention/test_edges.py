@@ -36,7 +36,10 @@ def test_one_example_in_half_precision() -> None:
     values = cases.normal("values", 1, KEYS, HEADS, WIDTH, dtype="float16")
 
     def grad(terms, values, route="fused"):
-        loss = lambda *x: attend(*x, implementation=route).astype(jnp.float32).sum()
+        def loss(*x):
+            """Returns the sum of the output in float32."""
+            return attend(*x, implementation=route).astype(jnp.float32).sum()
+
         return jax.grad(loss, (0, 1))(terms, values)
 
     jitted = jax.jit(grad, static_argnums=2, compiler_options=cases.FAST_COMPILE)
@@ -73,11 +76,10 @@ def test_64_bit_integers_by_default(route: str) -> None:
 @pytest.mark.parametrize("route", ["fused", "reference"])
 def test_values_and_sinks_may_be_wider_than_logits(route: str) -> None:
     """If only queries are masked, real queries still see the sinks."""
-    terms, values = (
-        cases.make_terms(("dot_product",), BATCH, KEYS, KEYS),
-        ("values", BATCH, KEYS, HEADS, WIDTH),
-    )
-    mask, sinks = Mask(query_lengths=jnp.array([11, 4, 0])), jnp.array([0.5, -1.0])
+    terms = cases.make_terms(("dot_product",), BATCH, KEYS, KEYS)
+    values = ("values", BATCH, KEYS, HEADS, WIDTH)
+    mask = Mask(query_lengths=jnp.array([11, 4, 0]))
+    sinks = jnp.array([0.5, -1.0])
 
     def loss(terms, values, sinks):
         return jnp.sin(attend(terms, values, mask=mask, sinks=sinks, implementation=route)).sum()

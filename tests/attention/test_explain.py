@@ -56,10 +56,8 @@ def test_terms_are_explained_for_another_platform():
     packed = functools.partial(
         sj.attend, mask=sj.Mask.packed(segments, segments=2, segment_length=256)
     )
-    bias = sj.attention.static(
-        jnp.ones((2, 512, 512))
-        # Terms that are looked up by position get unpacked rows.
-    )
+    # Terms that are looked up by position get unpacked rows.
+    bias = sj.attention.static(jnp.ones((2, 512, 512)))
     (gpu,) = sj.explain(packed, (*terms, bias), values, platform="gpu")
     assert gpu.unpacked and gpu.kernel == "Pallas kernels"
     (tpu,) = sj.explain(functools.partial(sj.attend, mask=PREFIX), terms, values, platform="tpu")

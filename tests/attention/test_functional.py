@@ -53,7 +53,9 @@ def mask_of(shape: tuple[int, ...] | None) -> np.ndarray | None:
 def sees_a_key(mask, is_causal, local_window_size, lengths) -> np.ndarray:
     """Returns which queries see a key in some head, bool ``[b, q, n]``, from the definitions."""
     seen = np.ones((B, N, Q, K), bool) if mask is None else np.broadcast_to(mask, (B, N, Q, K))
-    query, key, window = np.arange(Q)[:, None], np.arange(K), local_window_size
+    query = np.arange(Q)[:, None]
+    key = np.arange(K)
+    window = local_window_size
     left, right = (window, window) if isinstance(window, int) else window or (K, K)
     seen = seen & (key >= query - left) & (key <= query + (min(right, 0) if is_causal else right))
     for position, length in zip((query, key), lengths, strict=True):
@@ -89,7 +91,8 @@ def with_gradients(function: Any, x: Any, bias: Any, **options: Any) -> Any:
 )
 def test_arguments_mean_what_they_mean_in_jax(route, bias, mask, kv_heads, options, lengths):
     """In contrast to JAX, a query that sees no key gets zeros."""
-    array, (q_lengths, k_lengths) = mask_of(mask), lengths
+    array = mask_of(mask)
+    (q_lengths, k_lengths) = lengths
     band = {"is_causal": False, "local_window_size": None} | options
     some = sees_a_key(array, band["is_causal"], band["local_window_size"], lengths)[..., None]
     *qkv, g = tokens(kv_heads=kv_heads)
@@ -161,9 +164,8 @@ def test_nothing_is_as_large_as_the_logits(kind: str) -> None:
     shapes = re.findall(r"\b(?:f32|bf16|pred)\[([\d,]+)\]", compiled.as_text())
     assert max(math.prod(map(int, shape.split(","))) for shape in shapes) <= largest
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * B * n * length**2
-    chip = jax.sharding.AbstractDevice(
-        "NVIDIA H100", None, "gpu"
-    )  # Pallas asks for it from jax 0.12 on
+    # From jax 0.12 on, Pallas asks for the kind of GPU.
+    chip = jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=chip)):
         traced = step.trace(*qkv, bias)
     for platform in ("cuda", "tpu"):
@@ -196,7 +198,11 @@ def test_terms_and_masks_of_this_library_and_a_traced_scale() -> None:
     bias = (static(table), low_rank(*factors, token_keys=True), mixed)
     for route in ROUTES.values():
         with route():
-            call = lambda scale: dot_product_attention(q, k, v, bias, mask, scale=scale)
+
+            def call(scale):
+                """Calls the function with a traced scale."""
+                return dot_product_attention(q, k, v, bias, mask, scale=scale)
+
             check(fast_jit(call)(0.3), expected)
 
 
@@ -204,7 +210,8 @@ def test_terms_and_masks_of_this_library_and_a_traced_scale() -> None:
 @pytest.mark.parametrize("shape", [(B, 1, 1, K), (B, N, Q, K)])
 def test_a_low_bias_hides_a_key(shape, dtype, low) -> None:
     """The additive mask hides keys for all examples together or for each example."""
-    x, seen = tokens(dtype=dtype), mask_of(shape)
+    x = tokens(dtype=dtype)
+    seen = mask_of(shape)
     seen[..., 0] = True
     wide = tuple(y.astype(jnp.float32) for y in x)
     expected = with_gradients(expected_attention, wide, jnp.zeros(shape), mask=seen)

@@ -47,11 +47,16 @@ def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None, bia
     """
     terms, values, g = jax.tree.map(lambda x: x.astype(dtype), cases.problem(names, q, k))
     terms = jax.tree.map(lambda x: x + bias, terms)
-    inputs, offset = fused.fused_inputs(Call(terms, values, mask, q)), mask.query_offset
+    inputs = fused.fused_inputs(Call(terms, values, mask, q))
+    offset = mask.query_offset
     products, values = inputs.products, inputs.values
     ones = jax.tree.map(jnp.ones_like, (products, values))
     cleared = inputs._replace(products=ones[0], values=ones[1]).cleared(q)
-    poison = lambda one, x: jnp.where(one == 0, jnp.nan, x)
+
+    def poison(one, x):
+        """Replaces the padding with NaN."""
+        return jnp.where(one == 0, jnp.nan, x)
+
     products, values = jax.tree.map(poison, (cleared.products, cleared.values), (products, values))
     inputs = inputs._replace(products=products, values=values)
     kernels = FUSED[platform]
@@ -134,7 +139,8 @@ def test_rows_without_queries_do_not_overflow(platform, name, monkeypatch):
 
 @every
 def test_fused_bfloat16_is_as_close_as_the_loop(platform):
-    names, mask = ("dot_product", "relative", "dense"), CROSS["padding"][0]
+    names = ("dot_product", "relative", "dense")
+    mask = CROSS["padding"][0]
     wide = both_ways(platform, names, mask, QUERIES, KEYS)[1]
 
     def error(found):
@@ -211,7 +217,8 @@ def test_logits_far_under_the_maximum_are_noticed(gap):
     """Keys that are padding in some examples have much larger logits, so the loop has to run."""
     mask, q = CROSS["padding"]
     logits = cases.normal("far", HEADS, q, KEYS) + gap * (jnp.arange(KEYS) >= 6)
-    terms, (_, values, g) = (static(logits),), cases.problem((), q)
+    terms = (static(logits),)
+    (_, values, g) = cases.problem((), q)
     found, largest = run_static(0, terms, values, mask, g)
     assert (largest < 1 / MIN_ROW_SUM) == (gap < 44)
     if gap < 44:
@@ -285,7 +292,10 @@ def test_tpus_run_the_kernels():
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_the_callers_precision_reaches_what_a_platform_runs(platform):
     """It is traced when the program is lowered, after the context has ended."""
-    square = lambda x: (x @ x,)
+
+    def square(x):
+        """Returns a matrix product."""
+        return (x @ x,)
 
     def run(x):
         with jax.default_matmul_precision("highest"):

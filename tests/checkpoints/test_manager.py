@@ -39,7 +39,8 @@ def test_a_changed_bit_changes_the_checksum(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_the_checksum_is_the_same_on_every_mesh(kind: str) -> None:
     x = array(kind, (8, 16))
-    mesh, whole = jax.make_mesh((4, 2), ("a", "b")), checksums.checksums({"x": x})
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    whole = checksums.checksums({"x": x})
     for spec in (P(), P("b", "a"), P(("a", "b")), P(None, "b")):
         assert checksums.checksums({"x": jax.device_put(x, NamedSharding(mesh, spec))}) == whole
     assert checksums.checksums({"x": x[::-1]}) != whole, "places count"
@@ -73,7 +74,8 @@ def state(step: int, name: str = "x") -> TrainState:
 
 
 def save(directory: pathlib.Path, *steps: int) -> None:
-    checkpoints, stream = Checkpoints(directory, keep_latest=9), Position()
+    checkpoints = Checkpoints(directory, keep_latest=9)
+    stream = Position()
     for step in steps:
         stream.taken = step
         checkpoints.save(state(step), stream)
@@ -96,7 +98,8 @@ def saved(whole: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
 
 def newest(directory: pathlib.Path, name: str = "x") -> tuple[int, int]:
     """Returns the step of the restored state and the position of the data stream."""
-    checkpoints, stream = Checkpoints(directory), Position()
+    checkpoints = Checkpoints(directory)
+    stream = Position()
     restored = checkpoints.restore_newest(jax.eval_shape(lambda: state(0, name)), stream)
     jax.tree.map(np.testing.assert_array_equal, restored, state(int(restored.step)))
     return int(restored.step), stream.taken
@@ -113,7 +116,9 @@ def test_bit_by_bit(saved: pathlib.Path, caplog) -> None:
     assert newest(saved) == (2, 2)
     files = [p for p in (saved / "2" / "state").rglob("*") if p.is_file() and p.parent.name == "d"]
     path = max(files, key=lambda p: p.stat().st_size)
-    rng, good, aside = np.random.default_rng(0), path.read_bytes(), 0
+    rng = np.random.default_rng(0)
+    good = path.read_bytes()
+    aside = 0
     for place in rng.integers(0, len(good), 8):
         flip(path, int(place), int(rng.integers(8)))
         aside += newest(saved)[0] == 1

@@ -17,7 +17,7 @@ STUCK = """
 import sys, threading
 from synthesizer_jax.cli import main
 main.END_SECONDS = 0.1
-threading.Thread(target=threading.Event().wait).start()  # the interpreter would wait for it for ever
+threading.Thread(target=threading.Event().wait).start()  # Python would wait for it forever
 sys.argv[1:] = ["models", "nope"]
 main.main()
 """
@@ -56,7 +56,11 @@ def test_the_doctor_finds_a_healthy_machine_and_hosts_that_differ(tmp_path, monk
     for word in ("Python 3.", "jax 0.1", "8 × cpu", "memory free", "is writable"):
         assert word in said
     assert list((tmp_path / "run").iterdir()) == []
-    everyone = lambda _, mine: [mine, mine, mine | {"flax": "0.1"}, mine | {"flax": "0.1"}]
+
+    def everyone(_, mine):
+        """Returns the facts of four hosts, of which two differ."""
+        return [mine, mine, mine | {"flax": "0.1"}, mine | {"flax": "0.1"}]
+
     monkeypatch.setattr(processes, "all_gather", everyone)
     with pytest.raises(
         ValueError, match=r"Versions or settings differ.*'flax': '0.1'.* from process 0: 2, 3\."

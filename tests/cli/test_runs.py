@@ -194,7 +194,10 @@ def test_another_vocabulary_or_a_changed_one_is_noticed(
 def test_what_is_wrong_is_said_before_data_is_prepared(
     copied, monkeypatch, command, message
 ) -> None:
-    prepare = lambda *_, **__: pytest.fail("data was prepared")
+    def prepare(*_, **__):
+        """Fails, because nothing may be prepared."""
+        pytest.fail("data was prepared")
+
     for module in ("data", "train"):
         monkeypatch.setattr(f"synthesizer_jax.cli.{module}.prepare_missing", prepare)
     with pytest.raises((ValueError, OSError), match=message):

@@ -206,7 +206,11 @@ def test_from_a_file_to_a_report(tmp_path) -> None:
     assert all(len(kl) == 4 and 0 <= min(kl) < max(kl) < 3 for kl in heads.values())
     assert (random / "distillation.json").is_file()
     assert json.loads((random / "teacher.json").read_text())["step"] == 4
-    params_of = lambda place: restore_variables(place / "checkpoints")[1]["params"]
+
+    def params_of(place):
+        """Returns the parameters of the newest checkpoint of a run."""
+        return restore_variables(place / "checkpoints")[1]["params"]
+
     taught, student, tuned = map(params_of, (run, random, random / FINE_TUNED))
     np.testing.assert_array_equal(student["embedding"], taught["embedding"])
     assert 0 < np.abs(tuned["embedding"] - student["embedding"]).max() < 0.01

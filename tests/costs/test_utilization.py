@@ -19,8 +19,15 @@ D, F, H, E, V, Q, K, BATCH = 16, 24, 2, 4, 32, 8, 12, 3
 
 def forward():
     """Returns the multiply-adds of an example: an encoder layer, a decoder layer and the output."""
-    attention = lambda q, k: 2 * q * D * H * E + 2 * k * D * H * E + 2 * q * k * H * E
-    feed_forward = lambda n: 3 * n * D * F
+
+    def attention(q, k):
+        """Returns the multiply-adds of an attention layer."""
+        return 2 * q * D * H * E + 2 * k * D * H * E + 2 * q * k * H * E
+
+    def feed_forward(n):
+        """Returns the multiply-adds of a feed-forward layer."""
+        return 3 * n * D * F
+
     encoder = attention(K, K) + feed_forward(K)
     decoder = attention(Q, Q) + attention(Q, K) + feed_forward(Q)
     return encoder + decoder + Q * D * V

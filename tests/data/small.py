@@ -99,10 +99,8 @@ def write(data_dir: pathlib.Path) -> None:
 
 
 def _write_split(prepared: PreparedTasks, name: str, split: str, count: int) -> None:
-    directory, file = (
-        prepared.directory(f"small_{name}", split),
-        "tokens-00000-of-00001.arrayrecord",
-    )
+    directory = prepared.directory(f"small_{name}", split)
+    file = "tokens-00000-of-00001.arrayrecord"
     examples = [example(name, row) for row in range(count)]
     chunks = (
         Chunk(*(RaggedTokens.of(list(map(np.array, side))) for side in zip(*part, strict=True)))
@@ -114,12 +112,23 @@ def _write_split(prepared: PreparedTasks, name: str, split: str, count: int) -> 
         rows = [dict(zip(sides, map(VOCABULARY.decode, e), strict=True)) for e in examples]
         (directory / rows_file(file)).write_bytes(b"".join(map(msgpack.packb, rows)))
     PreparedInfo(
-        format=files.FORMAT, task=f"small_{name}", split=split, source=None, epochs=1, lengths=None,
-        vocabulary=VOCABULARY.digest, vocab_size=VOCABULARY.vocab_size, source_rows=count, examples=count,
+        format=files.FORMAT,
+        task=f"small_{name}",
+        split=split,
+        source=None,
+        epochs=1,
+        lengths=None,
+        vocabulary=VOCABULARY.digest,
+        vocab_size=VOCABULARY.vocab_size,
+        source_rows=count,
+        examples=count,
         keep_last=dict.fromkeys(("inputs", "targets"), 1 + (name == "sentinel")),
-        has_inputs=name not in TEXTS, has_rows=split == "validation",
-        files={file: count}, tokens=shard.tokens, checksum=shard.checksum,
-    ).save(directory)  # fmt: skip
+        has_inputs=name not in TEXTS,
+        has_rows=split == "validation",
+        files={file: count},
+        tokens=shard.tokens,
+        checksum=shard.checksum,
+    ).save(directory)
 
 
 def stream(data_dir: pathlib.Path, config: DataConfig = CONFIG, **changes: object) -> Stream:

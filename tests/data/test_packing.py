@@ -23,7 +23,9 @@ class Source:
     """
 
     def __init__(self, sizes: list[tuple[int, int]]):
-        self.sizes, self.taken, self.per_epoch = itertools.cycle(sizes), 0, len(sizes)
+        self.sizes = itertools.cycle(sizes)
+        self.taken = 0
+        self.per_epoch = len(sizes)
 
     def take(self, count: int) -> list[DrawnExample]:
         drawn = []

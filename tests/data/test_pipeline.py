@@ -83,7 +83,8 @@ def test_an_epoch_of_a_shard_gives_each_of_its_examples_once(
     changes = {"mixture": "small_many", "batch_size": 40, "shards": 4, "shuffle": shuffle}
     drawn = small.inputs(small.stream(data_dir, here=[2], **changes), 188)
     rows = [int(string.split()[1]) for string in drawn]
-    own, (first, second, third) = [*range(2, 2500, 4)], (rows[i : i + 625] for i in (0, 625, 1250))
+    own = [*range(2, 2500, 4)]
+    (first, second, third) = (rows[i : i + 625] for i in (0, 625, 1250))
     assert sorted(first) == sorted(second) == sorted(third) == own
     if not shuffle:
         assert own == first == second
@@ -112,7 +113,8 @@ def test_hosts_read_disjoint_shards_that_cover_everything(
     data_dir: pathlib.Path, changes: dict
 ) -> None:
     """With buckets, the parts of the hosts have the shape of the whole batch."""
-    whole, shards = small.stream(data_dir, **changes), changes.get("shards", 8)
+    whole = small.stream(data_dir, **changes)
+    shards = changes.get("shards", 8)
     hosts = [[0], [*range(1, shards - 1)], [shards - 1]]
     parts = [small.stream(data_dir, here=part, saved=part, **changes) for part in hosts]
     read: list[set[str]] = [set() for _ in parts]
@@ -142,7 +144,8 @@ def test_hosts_read_disjoint_shards_that_cover_everything(
 def test_every_step_can_be_restored_from_the_files_of_other_hosts(
     data_dir, tmp_path, changes
 ) -> None:
-    whole, expected = small.stream(data_dir, **changes), []
+    whole = small.stream(data_dir, **changes)
+    expected = []
     shards = np.array_split(range(changes.get("shards", 8)), 2)
     hosts = [small.stream(data_dir, here=p.tolist(), saved=p.tolist(), **changes) for p in shards]
     for step in range(25):
@@ -186,7 +189,8 @@ def test_large_tasks_keep_few_chunks(
 
 
 def test_a_position_belongs_to_its_stream(data_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    saved, own = tmp_path / "saved", shutil.copytree(data_dir, tmp_path / "data")
+    saved = tmp_path / "saved"
+    own = shutil.copytree(data_dir, tmp_path / "data")
     tasks = PreparedTasks(own, small.VOCABULARY)
 
     def refused(message: str, base: dict, **changes: object) -> None:
@@ -366,7 +370,8 @@ def test_classes_are_told_apart_by_all_of_their_tokens() -> None:
 def test_a_thread_makes_batches_ahead_of_position(
     data_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    expected, made = small.digests(small.stream(data_dir, **PACKED), 12), []
+    expected = small.digests(small.stream(data_dir, **PACKED), 12)
+    made = []
 
     class Counting(Stream):
         def __next__(self) -> dict[str, np.ndarray]:

@@ -22,7 +22,8 @@ LONG = 50
 class Numbered:
     """Documents of given lengths. Document d has the tokens ``1000 · d + 10``, ``… + 11``, …"""
 
-    name, is_resident = "the numbers", True
+    name = "the numbers"
+    is_resident = True
 
     def __init__(self, lengths: list[int]):
         self.lengths = lengths
@@ -87,7 +88,8 @@ def all_tokens(documents: Numbered, indices: range) -> list[int]:
 
 
 def test_every_epoch_has_every_token_once_in_another_order() -> None:
-    source, total = make("full_lm"), all_tokens(DOCUMENTS, range(300))
+    source = make("full_lm")
+    total = all_tokens(DOCUMENTS, range(300))
     first, second = (epoch_of(source, len(total)) for _ in range(2))
     assert sorted(first) == sorted(second) == total
     assert first != second

@@ -34,7 +34,8 @@ class T5Draws:
     """The random numbers of T5's functions: one seed per call, which is split into two per part."""
 
     def __init__(self, seeds: list[tf.Tensor]):
-        self._seeds, self._next = seeds, iter(seeds)
+        self._seeds = seeds
+        self._next = iter(seeds)
 
     @classmethod
     def split(cls, seed: tuple[int, int], count: int) -> "T5Draws":
@@ -106,7 +107,8 @@ def test_examples_are_those_of_t5s_denoise(name: str) -> None:
 class Documents(list):
     """Documents in memory."""
 
-    name, is_resident = "the documents", True
+    name = "the documents"
+    is_resident = True
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(0, np.int32), super().__getitem__(index)

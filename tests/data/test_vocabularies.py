@@ -53,7 +53,8 @@ def test_texts_and_ids_are_seqios(model):
 
 def test_the_same_on_t5s_own_model(real_data):
     path = real_data / "sentencepiece" / "t5_spiece.model"
-    ours, theirs = SentencePiece(str(path)).build(), seqio.SentencePieceVocabulary(str(path), 100)
+    ours = SentencePiece(str(path)).build()
+    theirs = seqio.SentencePieceVocabulary(str(path), 100)
     assert ours.vocab_size == theirs.vocab_size == 32_100
     assert ours.encode("<extra_id_0>") == [32_099]
     assert [ours.encode(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]

@@ -67,7 +67,8 @@ def make_trainer(taught, variables, replacements, **options):
 
 def distill_steps(trainer, steps):
     """Returns the initial averages, the parameters after training, and the metrics of all steps."""
-    state, stream = trainer.init(trainer.inherited_variables()), CopyStream()
+    state = trainer.init(trainer.inherited_variables())
+    stream = CopyStream()
     averages = jax.tree.map(np.asarray, state.ema)
     history = []
     for _ in range(steps):
@@ -91,7 +92,11 @@ def test_only_replacements_change_and_the_loss_decreases(teacher, name, together
     assert all(np.isfinite(list(metrics.values())).all() for metrics in history)
     if name == "ALR":
         taught = teacher[1]["params"]
-        projection = lambda tree: tree["encoder"]["layers_1"]["attention"]["out"]["kernel"]
+
+        def projection(tree):
+            """Returns the output projection of the replaced attention."""
+            return tree["encoder"]["layers_1"]["attention"]["out"]["kernel"]
+
         for part in (lambda p: (p["embedding"], p["decoder"]), projection):
             jax.tree.map(np.testing.assert_array_equal, part(initial), part(taught))
 
@@ -137,7 +142,8 @@ def test_segments_of_a_packed_row_are_independent(teacher):
     taught, variables = teacher
     packed = replace(taught, data=replace(taught.data, pack=True, max_segments=2))
     trainer = make_trainer(packed, variables, (Replacement(Random(max_length=8)),))
-    ids, tokens = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0]]), jnp.arange(2, 10)[None]
+    ids = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0]])
+    tokens = jnp.arange(2, 10)[None]
     row = {"encoder_input_tokens": tokens, "decoder_input_tokens": tokens}
     row |= {f"{side}_segment_ids": ids for side in ("encoder", "decoder")}
     output = "encoder/layers_1/output"

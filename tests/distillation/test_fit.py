@@ -57,7 +57,8 @@ def mean_divergence(logits, weights, seen):
     total = np.zeros(HEADS)
     for b, q in zip(*np.nonzero(seen), strict=True):
         n = seen[b, q]
-        p, static = weights[b, :, q, :n], softmax(logits[:, q, :n])
+        p = weights[b, :, q, :n]
+        static = softmax(logits[:, q, :n])
         total += (p * (np.log(p) - np.log(static))).sum(-1)
     return total / (seen > 0).sum()
 
@@ -136,7 +137,8 @@ def test_a_table_is_found_again_in_a_layer_with(name, causal):
 
     Their weights are computed in float64 from a table, bias and sinks.
     """
-    fields, rng = LAYERS[name], np.random.default_rng(0)
+    fields = LAYERS[name]
+    rng = np.random.default_rng(0)
     cap, window = fields.get("soft_cap"), fields.get("window", N)
     table, bias = rng.normal(size=(2, HEADS, N, N))
     sinks = rng.normal(size=HEADS) if "sinks" in fields else None

@@ -35,7 +35,11 @@ MIXTURES = {name: kind for name, kind in MIXTURES.items() if DOT in getattr(kind
 def variables():
     made = jax.jit(TEACHER.init)(jax.random.key(0), INPUTS, TARGETS)
     rng = np.random.default_rng(0)
-    noisy = lambda x: x + 0.1 * rng.standard_normal(x.shape).astype(np.float32)
+
+    def noisy(x):
+        """Returns an array with random numbers added."""
+        return x + 0.1 * rng.standard_normal(x.shape).astype(np.float32)
+
     return {"params": jax.tree.map(noisy, made["params"])}
 
 
@@ -64,7 +68,8 @@ def test_a_mixture_starts_as_the_teacher_and_all_its_parts_learn(variables, name
     np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.abs(expected).max()))
     # If the product of two factors is zero, the second factor moves only after the first one.
     for _ in range(2):
-        before, (_, gradients) = params, loss(params)
+        before = params
+        (_, gradients) = loss(params)
         params = jax.tree.map(lambda x, g: x - 0.1 * g, params, gradients)
     for place, mixer in STACKS.items():
         aligned = [tree[place]["layers_1"][mixer]["align"] for tree in (before, params)]

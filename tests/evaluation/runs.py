@@ -41,26 +41,55 @@ def write_data(data_dir: pathlib.Path) -> None:
     RTE, STS-B and MultiRC have hidden test labels. ReCoRD has none, and Multi30k has a labeled test
     split.
     """
-    text, number = tfds.features.Text(), np.int32
+    text = tfds.features.Text()
+    number = np.int32
     strings = tfds.features.Sequence(text)
     pair = {"sentence1": text, "sentence2": text, "idx": number}
     place = {"paragraph": number, "question": number, "answer": number}
 
     def pairs(n, label):
-        return [{"sentence1": f"a {i}", "sentence2": f"b {i}", "label": label(i), "idx": i}
-                for i in range(n)]  # fmt: skip
+        return [
+            {"sentence1": f"a {i}", "sentence2": f"b {i}", "label": label(i), "idx": i}
+            for i in range(n)
+        ]
 
     def multirc(hidden):
-        return [{"paragraph": f"p {q // 2}", "question": f"q {q}", "answer": f"a {a}",
-                 "label": -1 if hidden else a % 2,
-                 "idx": {"paragraph": q // 2, "question": q, "answer": 3 * q + a}}
-                for q in range(4) for a in range(3)]  # fmt: skip
+        return [
+            {
+                "paragraph": f"p {q // 2}",
+                "question": f"q {q}",
+                "answer": f"a {a}",
+                "label": -1 if hidden else a % 2,
+                "idx": {"paragraph": q // 2, "question": q, "answer": 3 * q + a},
+            }
+            for q in range(4)
+            for a in range(3)
+        ]
 
-    queries = [{"passage": "p", "query": f"q {i} @placeholder", "entities": ["x", "y"],
-                "answers": ["x", "y"][: 1 + i % 2], "idx": {"passage": i, "query": i}}
-               for i in range(4)]  # fmt: skip
+    queries = [
+        {
+            "passage": "p",
+            "query": f"q {i} @placeholder",
+            "entities": ["x", "y"],
+            "answers": ["x", "y"][: 1 + i % 2],
+            "idx": {"passage": i, "query": i},
+        }
+        for i in range(4)
+    ]
     words = [{"en": f"word {i}", "de": f"Wort {i}"} for i in range(7)]
-    odd, half, hidden = (lambda i: i % 2), (lambda i: i / 2), (lambda i: -1)
+
+    def odd(i):
+        """The label of an example with two classes."""
+        return i % 2
+
+    def half(i):
+        """The label of an example with a similarity."""
+        return i / 2
+
+    def hidden(i):
+        """The label of an example whose label is hidden."""
+        return -1
+
     sets = {
         "glue/rte": (
             pair | {"label": np.int64},
@@ -75,12 +104,17 @@ def write_data(data_dir: pathlib.Path) -> None:
             {"validation": multirc(False), "test": multirc(True)},
         ),
         "super_glue/record": (
-            {"passage": text, "query": text, "entities": strings, "answers": strings,
-             "idx": {"passage": number, "query": number}},
+            {
+                "passage": text,
+                "query": text,
+                "entities": strings,
+                "answers": strings,
+                "idx": {"passage": number, "query": number},
+            },
             {"validation": queries},
         ),
         "multi30k/en_de": ({"en": text, "de": text}, {"validation": words, "test": words[:4]}),
-    }  # fmt: skip
+    }
     for name, (features, splits) in sets.items():
         read = {split: (lambda rows=rows: rows) for split, rows in splits.items()}
         write_dataset(name, "1.0.0", features, read, data_dir)

@@ -166,7 +166,8 @@ def test_every_task_has_a_loss_over_at_most_so_many_batches(measured):
         length = sum(map(len, examples.targets))
         np.testing.assert_allclose(result.loss.per_token, -logp / length, rtol=1e-5)
         rate = runs.RATES[result.task]
-        nats, tokens = nats - rate * logp / 4, tokens + rate * length / 4
+        nats = nats - rate * logp / 4
+        tokens = tokens + rate * length / 4
     np.testing.assert_allclose(overall["loss"], nats / tokens, rtol=1e-5)
     assert overall["joint_label_prior_entropy"] > overall["label_prior_entropy"]
 

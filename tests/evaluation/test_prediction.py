@@ -45,7 +45,8 @@ RTE = ("entailment", "not_entailment")
 class Letters:
     """A vocabulary of letters, whose ids start at 2."""
 
-    eos_id, around_inputs = 1, ([], [1])
+    eos_id = 1
+    around_inputs = ([], [1])
 
     def encode(self, s):
         return [ord(c) - ord("a") + 2 for c in s]
@@ -219,7 +220,8 @@ def test_every_token_of_a_text_counts_once(writer, log_probabilities):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     lengths = np.array([*map(len, tokens)])
     np.testing.assert_array_equal(lengths, [1, 2, 17, 30, 32])
-    total, words = sum(wanted), 0 + 1 + 3 + 6 + 1 + 5
+    total = sum(wanted)
+    words = 0 + 1 + 3 + 6 + 1 + 5
     assert text_metrics(found, lengths, texts) == {
         "perplexity": pytest.approx(math.exp(total / 82)),
         "word_perplexity": pytest.approx(math.exp(total / words)),
@@ -234,7 +236,8 @@ def test_a_model_without_inputs_continues_texts(writer, log_probabilities):
     assert [len(text) for text in texts] == [0, 1, 11, 2]
     found = writer.generate_texts(texts)
     for text, (answer,) in zip(texts, found, strict=True):
-        row, score = [0, *text], 0.0
+        row = [0, *text]
+        score = 0.0
         for _ in range(WINDOW):
             logp = log_probabilities(row)[-1]
             row.append(int(logp.argmax()))
@@ -249,7 +252,8 @@ def test_a_model_without_inputs_continues_texts(writer, log_probabilities):
 def test_beams_and_samples_continue_texts(writer, log_probabilities, options):
     """The scores are the log-probabilities of what follows the text."""
     texts = encoded(writer, ("a", "a few words"))
-    tokens, decoding = _pad_tokens(texts, 2, 11, 0), Decoding(max_length=5, **options)
+    tokens = _pad_tokens(texts, 2, 11, 0)
+    decoding = Decoding(max_length=5, **options)
     given = {"model": writer.model, "decoding": decoding, "continues": True}
     found = decode_sequences(writer.variables, tokens, **given)
     for text, sequences, scores in zip(texts, found.tokens, found.log_probabilities, strict=True):
@@ -329,7 +333,8 @@ def test_label_words_are_ranked_by_their_classes(classifier):
 
 
 def test_what_has_no_answer_is_one_sentence(classifier, writer):
-    inputs, maybe = encoded(classifier, ["a"]), np.array([*BYTES.encode("maybe"), 1])
+    inputs = encoded(classifier, ["a"])
+    maybe = np.array([*BYTES.encode("maybe"), 1])
     with pytest.raises(ValueError, match=r"label word 'maybe' is none of data\.classes \(not_ent"):
         classifier.rank(inputs, ("entailment", "maybe"))
     with pytest.raises(ValueError, match=r"An example has the target 'maybe', which is none of"):

@@ -88,7 +88,11 @@ def sublayer(form, dtype, gpu, rows=16):
     """Returns the compiled gradients of a call of `attend`."""
     mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology(f"{gpu}:1")), ("data",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+
+    def array(*shape):
+        """Returns the shape and dtype of an argument."""
+        return jax.ShapeDtypeStruct(shape, dtype)
+
     row, table = array(rows, INPUTS, HEADS, WIDTH), array(HEADS, INPUTS, INPUTS)
 
     def loss(arrays, values, lengths):

@@ -29,7 +29,9 @@ def t5x_beams(
     tokens end sequences, there are (1 + `num_ends`) · n continuations, as in transformers. The
     result has the ended sequences first, and then the live ones.
     """
-    live, ended, penalty = [(0.0, ())], [], 1.0
+    live = [(0.0, ())]
+    ended = []
+    penalty = 1.0
     for at in range(length):
         found = log_p([tokens for _, tokens in live])
         every = [

@@ -12,14 +12,16 @@ from synthesizer_jax.models import DecodingCache, LayerCache
 class Table:
     """A decoding step whose logits are looked up by position and a code of all earlier tokens."""
 
-    CODES, ids = 7, T5_IDS
+    CODES = 7
+    ids = T5_IDS
 
     def __init__(self, logits):
         self.table = jnp.asarray(logits)  # [examples, positions, codes, vocab]
         self.batch, self.max_length = logits.shape[:2]
 
     def begin(self):
-        codes, position = jnp.zeros(self.batch, jnp.int32), jnp.asarray(0)
+        codes = jnp.zeros(self.batch, jnp.int32)
+        position = jnp.asarray(0)
         return codes, DecodingCache((LayerCache((codes, position)),))
 
     def next(self, tokens, cache):

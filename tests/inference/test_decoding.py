@@ -95,7 +95,8 @@ def test_beam_search_is_that_of_t5x(beams, length, alpha, shortest, end, seed):
 
 def exhaustive(log_p, length, ends, alpha):
     """Returns the best sequence of all that end, and its score."""
-    best, prefixes = (-np.inf, ()), [((), 0.0)]
+    best = (-np.inf, ())
+    prefixes = [((), 0.0)]
     for n in range(1, length + 1):
         found = log_p([tokens for tokens, _ in prefixes])
         every = [
@@ -113,7 +114,9 @@ def exhaustive(log_p, length, ends, alpha):
 
 def test_a_search_goes_on_after_several_ends():
     """If all 2n best continuations end with one of two EOS ids, the n best others still live on."""
-    beams, alpha, ids = 2, 5.0, SpecialIds(also_end=(2,))
+    beams = 2
+    alpha = 5.0
+    ids = SpecialIds(also_end=(2,))
     logits = np.random.default_rng(0).normal(size=(64, 4, Table.CODES, 5))
     logits[..., 1:3] += 1
     logits[0] = np.log(
@@ -131,7 +134,11 @@ def test_a_search_goes_on_after_several_ends():
     found = jax.jit(
         lambda: beam_search(table, constraints, beams=beams, alpha=alpha, samples=beams)
     )()
-    is_end = lambda tokens: tokens[-1] in ids.ends
+
+    def is_end(tokens):
+        """Whether the last token ends a sequence."""
+        return tokens[-1] in ids.ends
+
     for example, rows, scores in zip(logits, found.tokens, found.scores, strict=True):
         wanted = t5x_beams(table_log_p(example), 4, beams, alpha, ends=is_end, num_ends=2)
         for (best, expected), tokens, score in zip(wanted, rows, scores, strict=True):

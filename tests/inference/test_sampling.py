@@ -88,7 +88,8 @@ def test_samples_have_the_exact_distribution(temperature, top_k, top_p, min_p):
 
     Their log-probabilities are compared, too.
     """
-    logits, samples = table_of(1), 20_000
+    logits = table_of(1)
+    samples = 20_000
     log_p = table_log_p(np.float64(logits[0]))
     expected, scores = {}, {}
 
@@ -117,7 +118,8 @@ def test_samples_have_the_exact_distribution(temperature, top_k, top_p, min_p):
 @pytest.mark.parametrize("shortest", [None, 3])
 def test_low_temperatures_and_one_token_to_draw_from_are_greedy(shortest):
     logits = table_of(2, vocab=9, length=4, batch=6, end=1.0)
-    table, longest = Table(logits), jnp.full(6, 4)
+    table = Table(logits)
+    longest = jnp.full(6, 4)
     greedy = jax.jit(lambda: decode_rows(table, Constraints(shortest, longest)))()
     for found in (
         *(sample(logits, t, shortest=shortest) for t in (1e-4, 1e-38, 1e-44)),

@@ -56,7 +56,8 @@ def test_a_table_finds_strings_where_texts_hold_them(pieces, kind, strings):
     A long character has several bytes.
     """
     vocabulary = pieces if kind == "pieces" else Bytes(3)
-    size, rng = vocabulary.vocab_size + 5, np.random.default_rng(1)
+    size = vocabulary.vocab_size + 5
+    rng = np.random.default_rng(1)
     table = stop_table(vocabulary, strings, size)
     tokens = [[i] for i in range(size) if i != EOS]
     if kind == "bytes":
@@ -64,7 +65,8 @@ def test_a_table_finds_strings_where_texts_hold_them(pieces, kind, strings):
     ends = []
     for _ in range(400):
         ids = [i for token in rng.integers(0, len(tokens), 12) for i in tokens[token]]
-        state, found = 0, None
+        state = 0
+        found = None
         for n, token in enumerate(ids, 1):
             state = int(table[state, token])
             found = found or (n if state == len(table) - 1 else None)
@@ -127,7 +129,11 @@ def test_a_search_goes_on_after_many_of_them():
     )
     model = Table(np.float32(logits))
     found = jax.jit(lambda: beam_search(model, constraints, beams=2, alpha=6.0, samples=2))()
-    ends = lambda tokens: 1 <= tokens[-1] < 12
+
+    def ends(tokens):
+        """Whether the last token is EOS or a stop string."""
+        return 1 <= tokens[-1] < 12
+
     lengths = set()
     for example, rows, scores in zip(logits, found.tokens, found.scores, strict=True):
         wanted = t5x_beams(table_log_p(example), 4, 2, 6.0, ends=ends)
@@ -139,7 +145,8 @@ def test_a_search_goes_on_after_many_of_them():
 
 
 def test_texts_are_cut_before_them():
-    vocabulary, source = Bytes(), jnp.ones((1, 4), int)
+    vocabulary = Bytes()
+    source = jnp.ones((1, 4), int)
     model = t5(Size(16, 1, 32, 2, 8), vocab_size=vocabulary.vocab_size)
     loaded = Loaded(model, jax.jit(model.init)(jax.random.key(0), source, source), vocabulary)
     options = {"max_length": 40, "temperature": 1.5, "top_k": 60, "samples": 4}

@@ -54,7 +54,11 @@ def test_texts_are_those_of_the_whole_cache(make, beams, room, monkeypatch):
     init_cache = functools.partial(apply_method, model.init_cache, max_length=LENGTH)
     cache = jax.eval_shape(init_cache, variables, INPUTS)
     assert [layer.self_attention.capacity for layer in cache.layers] == [WINDOW - 1, room]
-    run = lambda: decode_sequences(variables, jnp.asarray(INPUTS), model=model, decoding=decoding)
+
+    def run():
+        """Decodes the inputs."""
+        return decode_sequences(variables, jnp.asarray(INPUTS), model=model, decoding=decoding)
+
     found = run()
     monkeypatch.setattr(AttentionBase, "shorten", lambda self, cache: cache)
     run_decoding.clear_cache()
@@ -128,9 +132,11 @@ def test_a_prefix_is_seen_beyond_a_window():
     def run(variables):
         cache = apply_method(model.init_cache, variables, INPUTS, max_length=4)
         cache = cache.map_rows(lambda x: jnp.repeat(x, 2, axis=0))
-        step = lambda cache, token: apply_method(model.extend, variables, token[:, None], cache)[
-            ::-1
-        ]
+
+        def step(cache, token):
+            """Decodes one token."""
+            return apply_method(model.extend, variables, token[:, None], cache)[::-1]
+
         _, states = jax.lax.scan(step, cache, jnp.asarray(targets.T))
         return states[:, :, 0].swapaxes(0, 1), model.apply(
             variables, inputs, targets, method=model.hidden
@@ -141,7 +147,8 @@ def test_a_prefix_is_seen_beyond_a_window():
 
 
 def test_a_window_has_no_room_for_a_bias_of_all_positions():
-    layer, x = sj.Attention(2, 4, window=3), jnp.ones((1, 5, 8))
+    layer = sj.Attention(2, 4, window=3)
+    x = jnp.ones((1, 5, 8))
     variables = layer.init(jax.random.key(0), x)
     short = apply_method(layer.init_cache, variables, x, max_length=8, whole=False)
     assert short.capacity == 2

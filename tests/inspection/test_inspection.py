@@ -52,7 +52,8 @@ def variables(batches):
 
 def test_measures_equal_numpy():
     """The weights are causal, for three texts of six, four and two tokens with padding."""
-    rng, lengths = np.random.default_rng(0), np.array([6, 4, 2])
+    rng = np.random.default_rng(0)
+    lengths = np.array([6, 4, 2])
     logits = rng.standard_normal((3, 2, 6, 6)).astype(np.float32)
     logits[:, 1] = logits[:, 1, :, :1] * logits[:, 1, :1, :]  # of rank 1
     position = np.arange(6)
@@ -180,9 +181,11 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
         save_streamed(tmp_path / "checkpoints", step, saved)
     sets = [rows_of("glue_rte_v002", range(1, 1 + n)) for n in (3, 20)]
     monkeypatch.setattr(run, "open_evaluator", lambda *_: SimpleNamespace(sets=sets))
-    inspect = lambda step: inspect_run(
-        tmp_path / "checkpoints" / str(step), examples=8, batch_size=4
-    )
+
+    def inspect(step):
+        """Inspects the checkpoint of a step."""
+        return inspect_run(tmp_path / "checkpoints" / str(step), examples=8, batch_size=4)
+
     (tmp_path / METRICS_FILE).touch()
     assert inspect(0)["start"] == "not known"  # for a converted model
     found = inspect(2)

@@ -5,7 +5,8 @@ from synthesizer_jax.primitives.initializers import Normal
 from tests.layers import oracles
 from tests.layers.contract import HEADS, ROOM, WIDTH, Case
 
-DOT, DENSE = sj.DotProduct(), sj.Dense(max_length=ROOM)
+DOT = sj.DotProduct()
+DENSE = sj.Dense(max_length=ROOM)
 RANDOM = sj.Random(max_length=ROOM, table_init=Normal(1.0))
 EVERYTHING = (
     *(sj.FactorizedDense(max_length=ROOM), sj.FactorizedRandom(max_length=ROOM), sj.RelativeBias()),

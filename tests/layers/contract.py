@@ -65,9 +65,12 @@ class Case:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """``full`` and ``causal``, the masks that the layer takes."""
-        full, causal = self.layer.supports_bidirectional, self.layer.supports_causal
-        return ("full",) * full + ("causal",) * causal
+        """The masks that the layer supports: ``full``, ``causal`` or both."""
+        supported = {
+            "full": self.layer.supports_bidirectional,
+            "causal": self.layer.supports_causal,
+        }
+        return tuple(mode for mode, is_supported in supported.items() if is_supported)
 
     @classmethod
     def of(cls, alignment: Any, packs: bool = True, **fields: Any) -> Case:
@@ -80,7 +83,9 @@ class Subject:
     """A case with parameters in general position, tokens, and the results of compiled programs."""
 
     def __init__(self, case: Case):
-        self.case, self.layer, self.mode = case, case.layer, case.modes[-1]
+        self.case = case
+        self.layer = case.layer
+        self.mode = case.modes[-1]
         self.decodes = "causal" in case.modes
         self.crosses = isinstance(case.layer, AttentionBase)  # it has the same parameters
         self.packs = case.packs and case.layer.supports_packing
@@ -125,10 +130,13 @@ class Subject:
             prompt = x[:, :4].at[:, 3].set(jnp.nan)  # three tokens and padding
             first, cache = extend(prompt, cache, mask=Mask(key_lengths=jnp.array([3, 3])))
             first, out["padding of a prompt"] = first[:, :3], first[:, 3]
-            cache = dataclasses.replace(
-                cache, length=np.int32(3)
-            )  # all examples have read the same number of tokens
-            step = lambda cache, new: extend(new[:, None], cache)[::-1]
+            # All examples have read the same number of tokens.
+            cache = dataclasses.replace(cache, length=np.int32(3))
+
+            def step(cache, new):
+                """Decodes one token."""
+                return extend(new[:, None], cache)[::-1]
+
             _, rest = jax.lax.scan(step, cache, x[:, 3:].swapaxes(0, 1))
             out["steps"] = jnp.concatenate([first, rest[:, :, 0].swapaxes(0, 1)], axis=1)
         if self.crosses and self.packs:
@@ -158,15 +166,24 @@ class Subject:
     def gradients(self) -> tuple[Any, Any]:
         """Returns the loss with its gradients of parameters and tokens, and finite differences."""
         rest = {k: v for k, v in self.variables.items() if k != "params"}
-        loss = lambda params, x: self.loss({"params": params, **rest}, x)
+
+        def loss(params, x):
+            """Returns the loss for parameters and tokens."""
+            return self.loss({"params": params, **rest}, x)
+
         leaves, tree = jax.tree.flatten((self.variables.get("params", {}), self.x))
 
         def both(*at: jax.Array) -> Any:
-            of = lambda *at: loss(*tree.unflatten(at))
+            def of(*at):
+                """Returns the loss for a list of arrays."""
+                return loss(*tree.unflatten(at))
+
             directions = [jnp.asarray(d) for d in directions_of(leaves)]
-            moved = lambda steps: of(
-                *(a + h * d for a, h, d in zip(at, steps, directions, strict=True))
-            )
+
+            def moved(steps):
+                """Returns the loss after each array has moved in its direction."""
+                return of(*(a + h * d for a, h, d in zip(at, steps, directions, strict=True)))
+
             size = len(leaves)
             steps = 1e-5 * np.concatenate([np.eye(size), -np.eye(size)])
             losses = jax.lax.map(moved, jnp.asarray(steps))
@@ -188,7 +205,11 @@ class Subject:
             real = Mask(key_valid=jnp.asarray(REAL))
             cache = apply_method(self.layer.init_cache, variables, prompts, max_length=ROOM)
             out["prompts"], cache = extend(prompts, cache, mask=real)
-            step = lambda cache, new: extend(new[:, None], cache)[::-1]
+
+            def step(cache, new):
+                """Decodes one token."""
+                return extend(new[:, None], cache)[::-1]
+
             _, out["next"] = jax.lax.scan(step, cache, flat(x)[NEXT.T])
         return out
 
@@ -199,7 +220,8 @@ def mask(mode: str, lengths: tuple[int, ...] = LENGTHS) -> Mask:
 
 def general(init: Any, *arguments: Any, dtype: Any = np.float32, **options: Any) -> Any:
     """Returns variables in general position, without zeros and ones that could hide a mistake."""
-    rng, init = np.random.default_rng(1), functools.partial(init, jax.random.key(0), **options)
+    rng = np.random.default_rng(1)
+    init = functools.partial(init, jax.random.key(0), **options)
     shapes = jax.eval_shape(init, *arguments)
     return jax.tree.map(lambda p: (0.4 * rng.normal(size=p.shape)).astype(dtype), shapes)
 
@@ -321,7 +343,8 @@ def sharded_is_single(s: Subject) -> None:
 def ragged_prompts_decode_as_each_alone(s: Subject) -> None:
     """Padding is on either side and has any content. The positions of steps are not given."""
     if s.decodes:
-        whole, steps = flat(s.forward["causal"]), s.others["next"][:, :, 0].swapaxes(0, 1)
+        whole = flat(s.forward["causal"])
+        steps = s.others["next"][:, :, 0].swapaxes(0, 1)
         prompts = s.others["prompts"]
         np.testing.assert_allclose(prompts[REAL], whole[PROMPTS][REAL], rtol=0, atol=1e-9)
         padding = s.forward["causal"][1, LENGTHS[1]]
@@ -349,7 +372,10 @@ def ranks_and_dtypes_are_not_promoted(s: Subject) -> None:
     variables = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), s.variables)
 
     def all_ways(x: jax.Array) -> Any:
-        loss = lambda v, x: s.loss(v, x).astype(jnp.float32)
+        def loss(v, x):
+            """Returns the loss in float32."""
+            return s.loss(v, x).astype(jnp.float32)
+
         out = s._forward(variables, x)
         return out, jax.grad(loss, argnums=(0, 1))(variables, x), s._others(variables, x)
 

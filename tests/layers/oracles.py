@@ -116,14 +116,18 @@ def rotary_turns(alignment, width):
     The factor multiplies both queries and keys.
     """
     base, scaling = alignment.rotary_base, alignment.rotary_scaling
-    turns, magnitude = base ** (-np.arange(0, width, 2) / width), 1.0
+    turns = base ** (-np.arange(0, width, 2) / width)
+    magnitude = 1.0
     if isinstance(scaling, sj.LinearScaling):
         turns /= scaling.factor
     elif isinstance(scaling, sj.YaRN):  # Peng et al. 2023, with the ramp of their code
-        pair = lambda count: (
-            width / 2 * math.log(scaling.original_length / (2 * np.pi * count), base)
-        )
-        low, high = max(math.floor(pair(scaling.fast)), 0), math.ceil(pair(scaling.slow))
+
+        def pair(count):
+            """Returns the number of the pair that turns this often within the original length."""
+            return width / 2 * math.log(scaling.original_length / (2 * np.pi * count), base)
+
+        low = max(math.floor(pair(scaling.fast)), 0)
+        high = math.ceil(pair(scaling.slow))
         ramp = [min(max((i - low) / (high - low), 0), 1) for i in range(width // 2)]
         turns = [
             (1 - r) * turn + r * turn / scaling.factor for r, turn in zip(ramp, turns, strict=True)
@@ -184,10 +188,13 @@ def project(p, x, h):
 
 def bucket(distance, alignment):
     """Raffel et al. 2020, transcribed for a single distance."""
-    result, n, buckets = 0, -distance, alignment.num_buckets
+    result = 0
+    n = -distance
+    buckets = alignment.num_buckets
     if alignment.bidirectional:
         buckets //= 2
-        result, n = (buckets if n < 0 else 0), abs(n)
+        result = buckets if n < 0 else 0
+        n = abs(n)
     n = max(n, 0)
     exact = buckets // 2
     if n < exact:
@@ -282,7 +289,11 @@ def sentence_feed_forward(layer, p, constants, x, seen):
     real = seen.any(axis=1)
     tokens = np.zeros((b, layer.max_length, d))
     tokens[:, :n] = x * real[:, :, None]
-    run = lambda row, net: sentence_network(p["network"], row.reshape(-1), net)
+
+    def run(row, net):
+        """Applies one network to a flattened sentence."""
+        return sentence_network(p["network"], row.reshape(-1), net)
+
     heads = []
     for net in range(layer.num_heads if layer.separate_heads else 1):
         if layer.causal:  # position i reads the first i + 1 positions

@@ -27,7 +27,8 @@ class Made:
     """A layer with variables, the outputs of a full pass, and compiled steps."""
 
     def __init__(self, layer):
-        self.layer, self.endless = layer, isinstance(layer, sj.LightweightConvolution)
+        self.layer = layer
+        self.endless = isinstance(layer, sj.LightweightConvolution)
         self.variables = general(layer.init, X[:, :ROOM], mask=sj.Mask(causal=True))
         self.whole = self.apply(X[:, :ROOM], mask=sj.Mask(causal=True))
         self.step = jax.jit(self.extend)
@@ -78,10 +79,8 @@ def test_steps_follow_the_cached_tokens(made):
 def test_examples_of_different_lengths_end_where_they_end(made):
     _, cache = made.start(X[:, :5], mask=sj.Mask(key_lengths=jnp.array([5, 3])))
     np.testing.assert_array_equal(cache.length, [5, 3])
-    new = jnp.stack(
-        [X[0, 5:9], X[1, 3:7]]
-        # The first example has filled the cache, and the second one has not.
-    )
+    # The first example fills the cache, and the second one does not.
+    new = jnp.stack([X[0, 5:9], X[1, 3:7]])
     y, after = made.step(new, cache)
     np.testing.assert_allclose(y[1], made.whole[1, 3:7], atol=1e-5)
     assert np.all(np.isnan(y[0])) != made.endless
@@ -98,7 +97,8 @@ def test_examples_of_different_lengths_end_where_they_end(made):
 
 
 def test_a_mask_opens_what_a_prefix_has_as_far_as_it_is_there():
-    made, x = Made(LAYERS["mixture"]), X[:, :3]
+    made = Made(LAYERS["mixture"])
+    x = X[:, :3]
     closed, _ = made.start(x, mask=sj.Mask(key_lengths=jnp.array([ROOM, ROOM])))
     np.testing.assert_allclose(closed, made.whole[:, :3], atol=1e-5)
     seen, _ = made.start(x, mask=sj.Mask(prefix_lengths=jnp.array([6, 6])))
@@ -149,7 +149,8 @@ def test_steps_copy_no_keys_and_padding_of_a_memory_has_no_effect(kind):
 
 
 def test_a_mask_of_another_memory_is_named_and_one_that_is_missing():
-    layer, mask = sj.Attention(2, 3), sj.Mask(key_valid=jnp.ones((2, 9), bool))
+    layer = sj.Attention(2, 3)
+    mask = sj.Mask(key_valid=jnp.ones((2, 9), bool))
     variables = general(layer.init, X, X)
     init = functools.partial(apply_method, layer.init_cache, variables, X, X, max_length=ROOM)
     with pytest.raises(

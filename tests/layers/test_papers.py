@@ -18,12 +18,14 @@ from synthesizer_jax.primitives.parameters import apply_method
 from tests.layers import oracles
 from tests.layers.contract import general
 
-KEY, X = jax.random.key(0), jnp.ones((2, 7, 10))
+KEY = jax.random.key(0)
+X = jnp.ones((2, 7, 10))
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_relative_buckets_are_t5s(bidirectional):
-    distance, t5s = np.arange(-300, 300), sj.RelativeBias(bidirectional=bidirectional)
+    distance = np.arange(-300, 300)
+    t5s = sj.RelativeBias(bidirectional=bidirectional)
     ours = relative_buckets(distance, num_buckets=32, max_distance=128, bidirectional=bidirectional)
     assert ours.tolist() == [oracles.bucket(d, t5s) for d in distance]
 
@@ -41,7 +43,11 @@ def test_caches_hold_what_they_need():
         (sj.Attention(2, 4, alignment=sj.Dense(max_length=500)), [(2, 2, 500, 4)]),
         (sj.Attention(4, 3, num_kv_heads=2), [(2, 2, 500, 3)] * 2),  # each head of a group once
     ):
-        init = lambda x, y=layer: apply_method(y.init_cache, y.init(KEY, x), x, max_length=500)
+
+        def init(x, y=layer):
+            """Returns the cache of the layer."""
+            return apply_method(y.init_cache, y.init(KEY, x), x, max_length=500)
+
         arrays = jax.tree.leaves(jax.eval_shape(init, X[:, :1]))
         assert [a.shape for a in arrays if a.ndim] == shapes
 
@@ -74,12 +80,17 @@ SIZES = {  # Bozic et al. 2023: hidden widths of the released code, and the resu
 @pytest.mark.parametrize("where", SIZES)
 def test_attention_replacements_have_the_released_sizes(where):
     """The sizes are d = 128, 8 heads of 16, and 50 tokens. The output projection stays."""
-    mask, x = sj.Mask(causal=where == "decoder"), jax.ShapeDtypeStruct((1, 50, 128), jnp.float32)
+    mask = sj.Mask(causal=where == "decoder")
+    x = jax.ShapeDtypeStruct((1, 50, 128), jnp.float32)
     for hidden, size in SIZES[where].items():
         layer = sj.SentenceFeedForward(
             50, hidden, 8, 16, separate_heads=where == "heads", causal=where == "decoder"
         )
-        init = lambda *a, layer=layer: layer.init(KEY, *a, mask=mask)["params"]
+
+        def init(*a, layer=layer):
+            """Returns the parameters of the layer."""
+            return layer.init(KEY, *a, mask=mask)["params"]
+
         shapes = jax.eval_shape(init, *((x, x) if where == "cross" else (x,)))
         assert num_elements(shapes["network"]) == size
         assert num_elements(shapes["out"]) == 128 * 128
@@ -90,7 +101,8 @@ def test_attention_replacement_in_cross_attention():
 
     Steps equal the full pass.
     """
-    layer, rng = sj.SentenceFeedForward(9, 6, 2, 3), np.random.default_rng(0)
+    layer = sj.SentenceFeedForward(9, 6, 2, 3)
+    rng = np.random.default_rng(0)
     x, kv = (np.float32(rng.normal(size=(2, n, 4))) for n in (5, 7))
     mask = sj.Mask(key_lengths=jnp.array([7, 3]))
     variables = general(layer.init, x, kv)
@@ -126,7 +138,9 @@ def test_sentences_of_tokens_that_hardly_differ():
 
 OWN = sj.Mask.padded(jnp.array([7]))
 CAUSAL, PACKED = sj.Mask(causal=True), sj.Mask(key_segments=jnp.ones((2, 7), int))
-BIAS, ATTENTION, DOT = (relative(jnp.ones((2, 13)), first=-6),), sj.Attention(2, 4), sj.DotProduct()
+BIAS = (relative(jnp.ones((2, 13)), first=-6),)
+ATTENTION = sj.Attention(2, 4)
+DOT = sj.DotProduct()
 REFUSED = [
     (sj.Linformer(2, 4, max_length=7), {"mask": CAUSAL}, "use another mixer in decoders"),
     (sj.Linformer(2, 4, max_length=7), {"kv": X}, "Use Attention as cross_mixer"),

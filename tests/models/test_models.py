@@ -121,7 +121,12 @@ def test_bfloat16_computes_in_bfloat16_with_float32_parameters(batch):
 
 
 def test_errors_are_one_line(batch):
-    model, init = model_of(), lambda m: jax.eval_shape(m.init, jax.random.key(0), *batch)
+    model = model_of()
+
+    def init(model):
+        """Traces the initialization of a model."""
+        return jax.eval_shape(model.init, jax.random.key(0), *batch)
+
     stack = model.encoder
     blocks = [sj.Block(sj.Attention(h, 8), sj.FeedForward(4)) for h in (2, 3)]
     swish = sj.Run(sj.Block(sj.Attention(2, 8), sj.FeedForward(4, activations=("swish",))), 1)
@@ -159,7 +164,8 @@ def test_errors_are_one_line(batch):
 
 
 def test_a_gated_layer_keeps_three_hidden_arrays_for_its_gradient():
-    layer, x = sj.FeedForward(24), jnp.ones((2, 3, 8))
+    layer = sj.FeedForward(24)
+    x = jnp.ones((2, 3, 8))
     params = layer.init(jax.random.key(0), x)
     _, back = jax.vjp(layer.apply, params, x)
     kept = [a for a in jax.tree.leaves(back) if a.shape[:1] in ((2,), (6,)) and a.shape[-1] == 24]
@@ -214,9 +220,16 @@ def test_language_model_rows_are_inputs_then_targets(prefix, batch):
 
     @jax.jit
     def run(variables):
-        apply = lambda *tokens: model.apply(variables, *tokens)
+        def apply(*tokens):
+            """Applies the model to inputs and targets."""
+            return model.apply(variables, *tokens)
+
         text = jnp.concatenate([source[:1], target[:1]], 1)
-        of_inputs = lambda m, s: m.decoder(m.embed(s), mask=m._mask((s != 0).sum(-1)))
+
+        def of_inputs(m, s):
+            """Returns the decoder's outputs for inputs without targets."""
+            return m.decoder(m.embed(s), mask=m._mask((s != 0).sum(-1)))
+
         inputs = (source, source.at[0, 10].set(5))
         states = [model.apply(variables, s, method=of_inputs) for s in inputs]
         nothing, padding = (apply(jnp.zeros((3, n), int), target) for n in (0, 4))
@@ -241,7 +254,8 @@ def test_language_model_rows_are_inputs_then_targets(prefix, batch):
 def test_packed_targets_equal_separate_rows():
     """Rows without inputs contain several texts, which do not see each other."""
     model = language_model(sj.Mixture((sj.Random(max_length=14), sj.DotProduct())))
-    nothing, lengths = jnp.zeros((1, 0), jnp.int32), (5, 3, 4)
+    nothing = jnp.zeros((1, 0), jnp.int32)
+    lengths = (5, 3, 4)
     texts = [np.random.default_rng(n).integers(2, VOCAB, (1, n)) for n in lengths]
     variables = general(model.init, nothing, texts[0])
     row = jnp.asarray(np.concatenate([*texts, [[0, 0]]], axis=1))
@@ -268,7 +282,10 @@ def test_encoders_pool_real_tokens_and_read_their_types(batch):
 
     @jax.jit
     def run(variables):
-        apply = lambda m, x: m.apply(variables, x, token_types=(x > 9).astype(int))
+        def apply(m, x):
+            """Applies the model with two types of tokens."""
+            return m.apply(variables, x, token_types=(x > 9).astype(int))
+
         return apply(model, source), apply(model, left), apply(model.copy(dtype="bfloat16"), source)
 
     right, moved, narrow = run(variables)
@@ -304,16 +321,22 @@ def test_universal_transformer_halts_position_by_position():
     The states come from the loop itself. The cost is a mean over rows of means over real positions,
     or over the positions that are to count.
     """
-    block, places = sj.Block(sj.Attention(2, 8), sj.FeedForward(16)), jnp.arange(5)[None]
+    block = sj.Block(sj.Attention(2, 8), sj.FeedForward(16))
+    places = jnp.arange(5)[None]
     stack = sj.UniversalStack((sj.Run(block, 4),), halting_threshold=0.6, norm=None)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, D)), jnp.float32)
-    params, lengths = general(stack.init, x)["params"], np.array([2, 5])
+    params = general(stack.init, x)["params"]
+    lengths = np.array([2, 5])
     params["halting"]["bias"] = -np.ones(1, np.float32)  # they do not all halt in the same step
 
     @jax.jit
     def run(params):
-        apply = lambda **o: stack.apply({"params": params}, x, mutable=[LOSSES], **o)
-        causal, counted = sj.Mask(causal=True), places < lengths[:, None]
+        def apply(**o):
+            """Applies the stack, and returns its losses, too."""
+            return stack.apply({"params": params}, x, mutable=[LOSSES], **o)
+
+        causal = sj.Mask(causal=True)
+        counted = places < lengths[:, None]
         y, _ = apply(mask=causal)
         costs = [
             apply(mask=mask, **options)[1][LOSSES]["ponder"][0]
@@ -322,7 +345,10 @@ def test_universal_transformer_halts_position_by_position():
                 (causal, {"counted": counted}),
             )
         ]
-        sines, states, probabilities, h = sj.models.SinusoidalPositions(), [], [], x
+        sines = sj.models.SinusoidalPositions()
+        states = []
+        probabilities = []
+        h = x
         for step in range(4):
             h = h + sines.apply({}, places, D) + sines.apply({}, jnp.full((1, 1), step), D)
             gate = h @ params["halting"]["kernel"] + params["halting"]["bias"]
@@ -332,7 +358,8 @@ def test_universal_transformer_halts_position_by_position():
         return y, costs, states, probabilities
 
     y, costs, states, probabilities = jax.tree.map(np.asarray, run(params))
-    pondered, steps = np.zeros((2, 5)), set()
+    pondered = np.zeros((2, 5))
+    steps = set()
     for b, i in np.ndindex(2, 5):
         own = [s[b, i] for s in states], [p[b, i] for p in probabilities]
         expected, pondered[b, i], taken = act(*own, 0.6)
@@ -344,11 +371,13 @@ def test_universal_transformer_halts_position_by_position():
 
 
 def test_elementwise_dropout_reaches_all_dropouts(monkeypatch):
-    drawn, bits = [], jax.random.bits
+    drawn = []
+    bits = jax.random.bits
     monkeypatch.setattr(
         jax.random, "bits", lambda key, shape: drawn.append(shape) or bits(key, shape)
     )
-    model, tokens = hard_coded("base", dropout_rate=0.1, layers=1), jnp.ones((2, 3), jnp.int32)
+    model = hard_coded("base", dropout_rate=0.1, layers=1)
+    tokens = jnp.ones((2, 3), jnp.int32)
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     jax.eval_shape(model.init, keys, tokens, tokens)
     assert set(drawn) == {(2, 2, model.d_model)}

@@ -124,7 +124,8 @@ def test_an_array_is_a_tokenizers_attention_mask(source):
     reader = sj.Encoder(vocab_size=VOCAB, d_model=D, encoder=model.encoder, outputs=2)
     own = general(reader.init, source)
     source = jnp.roll(source, 1, axis=1)  # now padding is on both sides
-    real, pairs = np.asarray(source) != 0, np.tril(np.ones((6, 6), bool))
+    real = np.asarray(source) != 0
+    pairs = np.tril(np.ones((6, 6), bool))
 
     @jax.jit
     def answers(variables, own, mask, keys, pattern):
@@ -178,7 +179,8 @@ def test_stacks_read_arrays_as_layers_do():
     )
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, D)), jnp.float32)
     variables = {"params": general(stack.init, x)["params"]}
-    pairs, keys = jnp.tri(6), jnp.ones((2, 1, 1, 6)).at[1, :, :, 4:].set(0)
+    pairs = jnp.tri(6)
+    keys = jnp.ones((2, 1, 1, 6)).at[1, :, :, 4:].set(0)
     apply = jax.jit(lambda mask: stack.apply(variables, x, mask=mask, mutable=[LOSSES]))
     found = apply(pairs), apply(keys)
     masks = (
@@ -208,7 +210,11 @@ def test_ragged_prompts_of_a_stack(kind):
         mask = sj.Mask(key_valid=jnp.asarray(valid))
         y, caches = apply_method(stack.extend, variables, prompts, caches, mask=mask)
         new = jnp.stack([x[0, 5:8], x[1, 3:6]] * 2)
-        step = lambda caches, new: apply_method(stack.extend, variables, new[:, None], caches)[::-1]
+
+        def step(caches, new):
+            """Decodes one token."""
+            return apply_method(stack.extend, variables, new[:, None], caches)[::-1]
+
         return whole, y, jax.lax.scan(step, caches, new.swapaxes(0, 1))[1][:, :, 0].swapaxes(0, 1)
 
     whole, prompts, steps = map(np.asarray, run(variables))

@@ -97,9 +97,11 @@ def test_structure(name):
         if reads:
             return out, gradient, None, None
         cache = apply_method(model.init_cache, variables, source, max_length=STEPS)
-        step = lambda cache, token: apply_method(model.extend, variables, token[:, None], cache)[
-            ::-1
-        ]
+
+        def step(cache, token):
+            """Decodes one token."""
+            return apply_method(model.extend, variables, token[:, None], cache)[::-1]
+
         _, states = jax.lax.scan(step, cache, jnp.asarray(target.T))
         stepped = apply_method(model.logits, variables, states[:, :, 0].swapaxes(0, 1))
         return out, gradient, stepped, packed(variables) if name in PACKED else None

@@ -33,7 +33,11 @@ def make_problem(shape, axes):
     rng = np.random.default_rng(0)
     x = rng.normal(size=shape)
     gradients = [rng.normal(size=shape) * (1 + 3 * rng.random(shape)) for _ in range(3)]
-    as32 = lambda a: {"x": jnp.asarray(a, jnp.float32)}
+
+    def as32(a):
+        """Returns a tree with the array in float32."""
+        return {"x": jnp.asarray(a, jnp.float32)}
+
     return as32(x), {"x": axes}, [as32(g) for g in gradients]
 
 
@@ -79,14 +83,23 @@ def t5x_updates(x, axes, gradients, *, min_size, rate=0.1):
         tuple(i for i, rule in enumerate(rules) if rule == kind)
         for kind in ("batch", "row", "column")
     )
-    size = lambda dims: np.prod([x.shape[i] for i in dims], initial=1)
+
+    def size(dims):
+        """Returns the product of some dimensions."""
+        return np.prod([x.shape[i] for i in dims], initial=1)
+
     if not batch and min(size(rows), size(columns)) < min_size:
         rows = columns = ()
     inner = tuple(i for i in range(x.ndim) if i not in batch)
-    mean = lambda a, dims: a.mean(axis=dims, keepdims=True)
+
+    def mean(a, dims):
+        """Returns the mean over some dimensions, which stay with size one."""
+        return a.mean(axis=dims, keepdims=True)
+
     row = column = v = 0.0
     for t, g in enumerate(gradients, start=1):
-        beta, square = 1 - t**-0.8, np.square(g, dtype=np.float64) + 1e-30
+        beta = 1 - t**-0.8
+        square = np.square(g, dtype=np.float64) + 1e-30
         row = beta * row + (1 - beta) * mean(square, columns)
         column = beta * column + (1 - beta) * mean(square, rows)
         v = beta * v + (1 - beta) * square

@@ -39,7 +39,11 @@ FACTORS = {"a": 0.5, "b": 2.0, "c": 0.0, "d": 1.0}
 
 def problem():
     rng = np.random.default_rng(0)
-    make = lambda: {name: rng.normal(size=(3, 4)).astype(np.float32) for name in AXES}
+
+    def make():
+        """Returns random arrays for all parameters."""
+        return {name: rng.normal(size=(3, 4)).astype(np.float32) for name in AXES}
+
     return make(), [make() for _ in range(STEPS)]
 
 
@@ -147,7 +151,8 @@ def test_a_state_with_random_keys_is_plain_arrays_from_which_it_goes_on():
     for g in gradients[2:]:
         begun, plain = update(g, plain, begun)
     oracle = optax.noisy_sgd(0.1, key=7)
-    expected, theirs = params, oracle.init(params)
+    expected = params
+    theirs = oracle.init(params)
     for g in gradients:
         updates, theirs = jax.jit(oracle.update)(g, theirs)
         expected = optax.apply_updates(expected, updates)
@@ -236,10 +241,13 @@ def looped_and_scanned():
             for name, stack in stacks_of(trainer.model).items():
                 params[name] = stack_layers(stack, params[name])
             state = dataclasses.replace(state, params=params)
-        looped = lambda state, model=trainer.model: jax.device_get(
-            unroll_variables(model, state.variables)["params"]
-        )
-        before, stream = looped(state), CopyStream()
+
+        def looped(state, model=trainer.model):
+            """Returns the parameters of a state in the layout of looped layers."""
+            return jax.device_get(unroll_variables(model, state.variables)["params"])
+
+        before = looped(state)
+        stream = CopyStream()
         for _ in range(3):
             state, metrics = trainer.step(state, trainer.shard_batch(next(stream)))
         results.append((trainer, before, looped(state), float(metrics["gradient_norm"])))
@@ -277,11 +285,19 @@ def test_an_optimizer_by_name_equals_optax_and_is_sharded_like_the_parameters():
         optax.clip_by_global_norm(1.0), optax.lion(SCHEDULE.build(), b1=0.8, weight_decay=0.1)
     )
     gradients = jax.tree.map(lambda p: 3.0 * p + 1.0, params)
-    first = lambda t: jax.tree.leaves(t.update(gradients, t.init(params), params))
+
+    def first(t):
+        """Returns the first updates of an optimizer of optax."""
+        return jax.tree.leaves(t.update(gradients, t.init(params), params))
+
     for actual, expected in zip(first(named), first(own), strict=True):
         np.testing.assert_array_equal(actual, expected)
     found = state_axes(named.init(params), axes, params)
-    is_matrix = lambda x: x == ("embed", "mlp")
+
+    def is_matrix(x):
+        """Whether these are the axes of the matrix."""
+        return x == ("embed", "mlp")
+
     assert jax.tree.leaves(found, is_leaf=is_matrix).count(("embed", "mlp")) == 1
 
 

@@ -47,12 +47,14 @@ def compare_logits(reference, model: TokenModel, variables: Variables) -> None:
 
 def deviation(reference, model: TokenModel, variables: Variables) -> float:
     """Returns the largest deviation, relative to the largest logit or state."""
-    rng, ids = np.random.default_rng(0), model.ids
+    rng = np.random.default_rng(0)
+    ids = model.ids
     inputs = rng.integers(3, model.vocab_size, (2, 12))
     inputs[1, 7:] = ids.padding
     targets = rng.integers(3, model.vocab_size, (2, 9))
     targets[:, 0] = ids.start
-    tokens, real = jnp.asarray(inputs, jnp.int32), inputs != ids.padding
+    tokens = jnp.asarray(inputs, jnp.int32)
+    real = inputs != ids.padding
     if isinstance(model, Encoder):
         ours = encode_tokens(variables, tokens, model=model)
     else:
@@ -66,9 +68,8 @@ def load_reference(folder: pathlib.Path, model: TokenModel):
     family = json.loads((folder / "config.json").read_text()).get("model_type", "t5")
     kind = "EncoderModel" if isinstance(model, Encoder) else "ForConditionalGeneration"
     cls = getattr(transformers, f"{CLASSES[family]}{kind}")
-    options = (
-        {"attn_implementation": "eager"} if family == "t5gemma" else {}
-    )  # the other class of version 4 has no cap
+    # The default attention of version 4 of transformers has no cap.
+    options = {"attn_implementation": "eager"} if family == "t5gemma" else {}
     reference = cls.from_pretrained(str(folder), local_files_only=True, **options).float().eval()
     if family == "umt5" and not model.tied:
         # Version 5 scales the outputs as if the embedding were the output projection.
@@ -219,7 +220,8 @@ def test_text_encoders_have_the_same_states(tmp_path, family, masked):
     tokenizer = transformers.ByT5Tokenizer(extra_ids=125)
     for name in ("whole", "tokenizer_2"):
         tokenizer.save_pretrained(tmp_path / name)
-    texts, length = ["a cat", "a longer prompt of a dog, which is cut"], 24
+    texts = ["a cat", "a longer prompt of a dog, which is cut"]
+    length = 24
     options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
     rows = tokenizer(texts, max_length=length, **options)
     with torch.no_grad():

@@ -78,15 +78,31 @@ IMPORT, RENEW, MODEL = (
 DAMAGE = {
     f"{STORED}/*.tfrecord*": (IMPORT, flip, cut, None),
     f"{STORED}/dataset_info.json": (IMPORT, other(""), other("[]"), other("\xff")),
-    f"{STORED}/features.json": (IMPORT, other(""), other("{"), replace(("tensorflow_datasets.core", "x"))),
-    f"{STORED}/task.json": ("Import the task again", other("{"), other("[]"), other("{}"),
-                            replace((TASK, "x")), replace(("accuracy", "x"))),
+    f"{STORED}/features.json": (
+        IMPORT,
+        other(""),
+        other("{"),
+        replace(("tensorflow_datasets.core", "x")),
+    ),
+    f"{STORED}/task.json": (
+        "Import the task again",
+        other("{"),
+        other("[]"),
+        other("{}"),
+        replace((TASK, "x")),
+        replace(("accuracy", "x")),
+    ),
     f"{PREPARED}/*.arrayrecord": (RENEW, flip, cut, other("")),
     f"{PREPARED}/*.msgpack": (RENEW, cut, other("\xc1" * 50), replace(("is 1 even", "is 3 even"))),
-    f"{PREPARED}/info.json": ("info.json", cut, other("[]"), replace(('"examples": 30', '"examples": 29')),
-                              replace(('"inputs": 1,\n', ""), ('"targets": 1', '"targets": "1"'))),
+    f"{PREPARED}/info.json": (
+        "info.json",
+        cut,
+        other("[]"),
+        replace(('"examples": 30', '"examples": 29')),
+        replace(('"inputs": 1,\n', ""), ('"targets": 1', '"targets": "1"')),
+    ),
     "v.model": (MODEL, other(""), cut, other("root:x:0:0\n")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -122,7 +138,11 @@ def test_files_of_another_version_are_not_prepared(whole, tmp_path):
 def test_a_tasks_own_error_is_not_taken_for_damage_alone(whole, monkeypatch):
     monkeypatch.setattr(task_registry, "TASKS", dict(task_registry.TASKS))
     task_registry.add_imported(whole)
-    broken = lambda rows: rows.map(lambda row: row["txt"])
+
+    def broken(rows):
+        """Fails, because the rows have no such feature."""
+        return rows.map(lambda row: row["txt"])
+
     task = dataclasses.replace(task_registry.TASKS[TASK], preprocess=broken)
     monkeypatch.setattr(task_registry, "TASKS", {TASK: task})
     rows = read_rows(TASK, "validation", Bytes(), data_dir=whole)

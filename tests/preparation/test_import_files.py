@@ -99,12 +99,24 @@ def test_a_file_of_every_format_is_read(tmp_path, case):
 
 
 def test_arguments_name_files_folders_and_columns(tmp_path):
-    write(tmp_path, {
-        "long.csv": f"text\n{LONG}\n", "bare.csv": CSV.partition(b"\n")[2],
-        "a.txt": "one\n\ntwo\n", "a.en": "one\ntwo\n", "a.de": "eins\nzwei", "b.txt": "eins\nzwei\n",
-        "part-1.txt": "c\n", "part-0.txt": "a\nb\n", "more.txt": "d\n",
-        "f/train-0.jsonl": JSON_LINES, "f/train-1.jsonl": JSON_LINES, "f/dev.csv": CSV, "f/README.md": "",
-    })  # fmt: skip
+    write(
+        tmp_path,
+        {
+            "long.csv": f"text\n{LONG}\n",
+            "bare.csv": CSV.partition(b"\n")[2],
+            "a.txt": "one\n\ntwo\n",
+            "a.en": "one\ntwo\n",
+            "a.de": "eins\nzwei",
+            "b.txt": "eins\nzwei\n",
+            "part-1.txt": "c\n",
+            "part-0.txt": "a\nb\n",
+            "more.txt": "d\n",
+            "f/train-0.jsonl": JSON_LINES,
+            "f/train-1.jsonl": JSON_LINES,
+            "f/dev.csv": CSV,
+            "f/README.md": "",
+        },
+    )
     lines = [{"text": text} for text in ("one", "two")]
     pairs = [{"en": "one", "de": "eins"}, {"en": "two", "de": "zwei"}]
     at = f"{tmp_path}/"
@@ -124,10 +136,15 @@ def test_a_line_ends_at_a_newline_alone(tmp_path):
     A CR before a newline does not belong to the line.
     """
     odd = "a\rb\u2028c\x85d\x0be\x1c"
-    write(tmp_path, {
-        "a.en": f"{odd}\r\ntwo\n", "a.de": "eins\nzwei\rdrei", "a.tsv": f"x\ty\n{odd}\t1\n",
-        "a.csv": f'x,y\r\n"{odd}",1\r\n"a\r\nb",2\r\n',
-    })  # fmt: skip
+    write(
+        tmp_path,
+        {
+            "a.en": f"{odd}\r\ntwo\n",
+            "a.de": "eins\nzwei\rdrei",
+            "a.tsv": f"x\ty\n{odd}\t1\n",
+            "a.csv": f'x,y\r\n"{odd}",1\r\n"a\r\nb",2\r\n',
+        },
+    )
     at = f"{tmp_path}/"
     pairs = [{"en": odd, "de": "eins"}, {"en": "two", "de": "zwei\rdrei"}]
     assert rows(f"train={at}a.en+{at}a.de") == {"train": pairs}
@@ -141,7 +158,8 @@ def test_columns_that_the_file_names_too_are_refused(tmp_path, header):
     """Otherwise, the header would become a row. Values that are not names of columns are a row."""
     _, _, lines = CSV.partition(b"\n")
     write(tmp_path, {"a.csv": header.encode() + b"\n" + lines, "b.csv": lines + b"label,text\n"})
-    source, names = f"train={tmp_path}/a.csv", ["text", "label"]
+    source = f"train={tmp_path}/a.csv"
+    names = ["text", "label"]
     with pytest.raises(
         ValueError, match=r"a\.csv, line 1: The line is a header with .* Leave --columns out"
     ):
@@ -488,7 +506,8 @@ def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
 
 
 def test_an_empty_target_belongs_to_a_split_that_is_only_predicted(tmp_path):
-    text, data_dir = {"targets": Template("{label}"), "labels": {}}, tmp_path / "data"
+    text = {"targets": Template("{label}"), "labels": {}}
+    data_dir = tmp_path / "data"
     said = r"a\.csv, line 4: The target is blank or '<unk>'.* --from test=FILE\. Nothing was"
     for lacking, options in (("", {}), ("<unk>", {}), ("", text), ("<unk>", text)):
         write(tmp_path, {"a.csv": CSV + f"a film,{lacking}\r\n".encode()})
@@ -538,11 +557,14 @@ def test_rows_whose_target_is_hidden_are_not_trained_on(tmp_path, split):
     target = Template("{label}") if split == "test" else None
     splits = find_splits([f"{split}={tmp_path}/a.csv"])
     import_files(describe(targets=target), splits, tmp_path)
-    prepared, said = PreparedTasks(tmp_path, BYTES), []
+    prepared = PreparedTasks(tmp_path, BYTES)
+    said = []
     prepare("my_reviews", prepared, training_splits=[split], evaluation_splits=(), log=said.append)
     count = 1 if split == "test" else 3
-    assert said == [f"my_reviews, {split}: 3 examples, {said[0].split()[4]} tokens",
-                    f"  of 3 targets, {count} are empty or '<unk>'"]  # fmt: skip
+    assert said == [
+        f"my_reviews, {split}: 3 examples, {said[0].split()[4]} tokens",
+        f"  of 3 targets, {count} are empty or '<unk>'",
+    ]
     config = DataConfig("my_reviews", 32, 8, batch_size=1, shards=1, split=split)
     message = (
         rf"my_reviews's split '{split}' has {count} targets that are empty or '<unk>'\. Choose"
@@ -624,7 +646,8 @@ def test_splits_are_added_to_a_task_of_the_same_definition(tmp_path):
 
 
 def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
-    numbers, data_dir = {"metrics": ("pearson",), "labels": {}}, tmp_path / "data"
+    numbers = {"metrics": ("pearson",), "labels": {}}
+    data_dir = tmp_path / "data"
     task = FileTask("my_rows", None, Template("{x}"), labels={"a": "a"})
     write(tmp_path, {"a.jsonl": '{"x": "a"}\n'})
     import_files(task, find_splits([f"train={tmp_path}/a.jsonl"]), data_dir)

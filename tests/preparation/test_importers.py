@@ -97,7 +97,7 @@ FILES = {
         "COPA/train.jsonl": [COPA, COPA | {"idx": 1, "label": 0}],
         "COPA/test.jsonl": [UNLABELED],
     },
-}  # fmt: skip
+}
 ROWS = {
     ("glue/cola", "train"): (("sentence", "idx"), [('He said "stop.', 0), ('Him " said', 1)]),
     ("glue/cola", "test"): (("sentence", "label"), [("A man.", -1)]),
@@ -108,7 +108,7 @@ ROWS = {
     ("super_glue/multirc", "validation"): (("answer", "label"), [("0", 0), ("no", 0)]),
     ("super_glue/copa", "train"): (("label", "idx"), [(0, 1), (1, 0)]),
     ("super_glue/copa", "test"): (("label",), [(-1,)]),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -283,40 +283,82 @@ def test_a_broken_file_is_named_and_leaves_nothing(tmp_path, name):
     assert not list((tmp_path / "out").glob("*"))
 
 
-PAIR, ARTICLE = "wmt14_translate/de-en", {"article": "A", "highlights": "B"}
+PAIR = "wmt14_translate/de-en"
+ARTICLE = {"article": "A", "highlights": "B"}
 ANSWERED = {"question": "Who?", "context": "Ann.", "answers": {"text": ["Ann"]}}
 CHAT = {"persona": ["i ski."], "history": ["hello .", "hi .", "you ?"], "reply": "i ski ."}
 DPR = {"sentence": "Al saw Bo.", "pronoun": "he", "candidates": ["Al", "Bo"], "label": 1}
 NAMED = {
-    "wmt14_ende_v003": ("a.en+{}a.de", {"a.en": "a\n\u00a0\nc\n", "a.de": "x\ny\nz\n"}, {},
-                        [("translate English to German: a", "x"), ("translate English to German: c", "z")]),
-    "wmt14_enfr_v003": ("a.txt+{}b.txt", {"a.txt": "a\n", "b.txt": "b\n"}, {"columns": ["en", "fr"]},
-                        [("translate English to French: a", "b")]),
-    "wikitext_2_v1_full_lm": ("wiki.train.tokens", {"wiki.train.tokens": WIKI}, {},
-                              [("", text) for (text,) in WIKI_ROWS]),
-    "iwslt2017_en_de": ("a.tsv", {"a.tsv": "b\ta\n"}, {"columns": ["de", "en"]},
-                        [("translate English to German: a", "b")]),
-    "cnn_dailymail_v002": ("a.csv", {"a.csv": ",id,article,highlights\n\n0,i,A,B\n"}, {},
-                           [("summarize: A", "B")]),
-    "squad_v010_allanswers": ("a.json", {"a.json": [ANSWERED]}, {},
-                              [("question: Who ? context: Ann . ", "Ann")]),
-    "c4_v220_full_lm": ("c4-*.json.gz", {"c4-0.json.gz": [{"text": "a", "url": None}]}, {}, [("", "a")]),
-    "convai2_self_original": ("a.json", {"a.json": [CHAT]}, {},
-        [("dialogue history: hello . | hi . | you ? persona: i ski.", "i ski .")]),
+    "wmt14_ende_v003": (
+        "a.en+{}a.de",
+        {"a.en": "a\n\u00a0\nc\n", "a.de": "x\ny\nz\n"},
+        {},
+        [("translate English to German: a", "x"), ("translate English to German: c", "z")],
+    ),
+    "wmt14_enfr_v003": (
+        "a.txt+{}b.txt",
+        {"a.txt": "a\n", "b.txt": "b\n"},
+        {"columns": ["en", "fr"]},
+        [("translate English to French: a", "b")],
+    ),
+    "wikitext_2_v1_full_lm": (
+        "wiki.train.tokens",
+        {"wiki.train.tokens": WIKI},
+        {},
+        [("", text) for (text,) in WIKI_ROWS],
+    ),
+    "iwslt2017_en_de": (
+        "a.tsv",
+        {"a.tsv": "b\ta\n"},
+        {"columns": ["de", "en"]},
+        [("translate English to German: a", "b")],
+    ),
+    "cnn_dailymail_v002": (
+        "a.csv",
+        {"a.csv": ",id,article,highlights\n\n0,i,A,B\n"},
+        {},
+        [("summarize: A", "B")],
+    ),
+    "squad_v010_allanswers": (
+        "a.json",
+        {"a.json": [ANSWERED]},
+        {},
+        [("question: Who ? context: Ann . ", "Ann")],
+    ),
+    "c4_v220_full_lm": (
+        "c4-*.json.gz",
+        {"c4-0.json.gz": [{"text": "a", "url": None}]},
+        {},
+        [("", "a")],
+    ),
+    "convai2_self_original": (
+        "a.json",
+        {"a.json": [CHAT]},
+        {},
+        [("dialogue history: hello . | hi . | you ? persona: i ski.", "i ski .")],
+    ),
     "dpr_v001_simple": ("a.json", {"a.json": [DPR]}, {}, [("wsc: Al saw Bo.", "Bo")]),
-    "ag_news_v100": ("a.csv", {"a.csv": '"4","A","B"\n'},
-                     {"columns": ["label", "title", "description"], "labels": {"4": "Sci/Tech"}},
-                     [("ag_news title: A description: B", "Sci/Tech")]),
-    "imdb_reviews_v100": ("a.jsonl", {"a.jsonl": [{"text": "bad", "label": 0}]}, {},
-                          [("imdb text: bad", "negative")]),
-}  # fmt: skip
+    "ag_news_v100": (
+        "a.csv",
+        {"a.csv": '"4","A","B"\n'},
+        {"columns": ["label", "title", "description"], "labels": {"4": "Sci/Tech"}},
+        [("ag_news title: A description: B", "Sci/Tech")],
+    ),
+    "imdb_reviews_v100": (
+        "a.jsonl",
+        {"a.jsonl": [{"text": "bad", "label": 0}]},
+        {},
+        [("imdb text: bad", "negative")],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_tasks_data_set_is_made_of_files_that_a_user_names(tmp_path, name):
     """Files are aligned, have columns, have more fields than are read, or have other labels."""
     files, contents, options, expected = NAMED[name]
-    at, labels = f"{place(tmp_path / 'from', contents)}/", options.pop("labels", {})
+    at = f"{place(tmp_path / 'from', contents)}/"
+    labels = options.pop("labels", {})
     splits = find_splits([f"train={at}{files.format(at)}"], **options)
     task = task_registry.find_task(name)
     (report,) = import_dataset(task.dataset, splits, tmp_path, labels=labels)
@@ -387,7 +429,8 @@ def test_files_that_do_not_fit_a_data_set_are_one_sentence(tmp_path):
 
 
 def test_a_second_import_adds_splits_and_renew_replaces(tmp_path, caplog, monkeypatch):
-    out, rename = tmp_path / "out", pathlib.Path.rename
+    out = tmp_path / "out"
+    rename = pathlib.Path.rename
     place(tmp_path, {"a.txt": "one\ntwo\n"})
 
     def add(split, **options):

@@ -216,13 +216,15 @@ def test_lengths_and_files_outdate_a_prepared_set(
         ValueError, match=r"'prepared_lengths' depend on the lengths .*--inputs-leng"
     ):
         prepared_in(own_dir, name, lengths=None)
-    prepared, request = prepared_in(own_dir, name), SplitRequest(name, "train", rows=False)
+    prepared = prepared_in(own_dir, name)
+    request = SplitRequest(name, "train", rows=False)
     with pytest.raises(ValueError, match=r"is prepared for the lengths .*'inputs': 32.*Run 'synth"):
         prepared.open(name, "train", {"inputs": 16, "targets": 12})
     assert is_current(request, prepared, lengths=LENGTHS)
     assert not is_current(request, prepared, lengths={"inputs": 8, "targets": 8})
     path = data_dir / "train-2.txt"
-    text, times = path.read_text(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    text = path.read_text()
+    times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
     for content, modified in ((text + "90 more\n", times[1]), (text, times[1] + 1)):
         path.write_text(content)
         os.utime(path, ns=(times[0], modified))
@@ -259,7 +261,9 @@ def test_a_killed_preparation_of_shards_goes_on_where_it_was(
 
     Older files are used.
     """
-    name, options, written = "prepared_trimmed", {"evaluation_splits": ()}, []
+    name = "prepared_trimmed"
+    options = {"evaluation_splits": ()}
+    written = []
     whole = read(prepared_in(data_dir, name, **options).open(name, "train", LENGTHS))
     monkeypatch.setattr(preparing, "ONE_SHARD", 20)
     write = preparing.write_chunks
@@ -351,9 +355,15 @@ def test_prepared_data_needs_no_tensorflow(
     vocabulary = vocabulary_of(synthetic_data).file
     write_atomic(tmp_path / "data" / MIXTURE / vocabulary.name, vocabulary.read_bytes())
     where = f"--workdir {tmp_path}/run --data-dir {tmp_path}/data"
-    settings = ("training.steps=1", "data.batch_size=8", "evaluation.max_examples=2",
-                "evaluation.loss_batches=1", "evaluation.batch_size=2",
-                "model.encoder.runs.0.repeats=1", "model.decoder.runs.0.repeats=1")  # fmt: skip
+    settings = (
+        "training.steps=1",
+        "data.batch_size=8",
+        "evaluation.max_examples=2",
+        "evaluation.loss_batches=1",
+        "evaluation.batch_size=2",
+        "model.encoder.runs.0.repeats=1",
+        "model.decoder.runs.0.repeats=1",
+    )
     options = " ".join(f"--set {setting}" for setting in settings)
     commands = (
         f"train quickstart:random_vanilla {where} {options}\n"

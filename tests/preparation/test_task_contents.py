@@ -19,7 +19,8 @@ def test_rows_are_read_whole_and_splits_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(task_registry, "TASKS", dict(task_registry.TASKS))
     (tmp_path / "a.csv").write_text("x,y\none,1\ntwo,2\none,1\nthree,3\n")
     (tmp_path / "b.csv").write_text("x,y\ntwo,9\nfour,4\n")
-    task, data_dir = FileTask("mine", Template("say {x}"), Template("{y}")), tmp_path / "data"
+    task = FileTask("mine", Template("say {x}"), Template("{y}"))
+    data_dir = tmp_path / "data"
     splits = find_splits([f"train={tmp_path}/a.csv,test={tmp_path}/b.csv"])
     import_files(task, splits, data_dir)
     rows = list(task_contents.read_rows("mine", "train", BYTES, data_dir=data_dir))

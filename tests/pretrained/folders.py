@@ -41,8 +41,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def make_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Returns random tensors with transformers' names."""
-    rng, tensors = np.random.default_rng(seed), {}
-    d, inner, ff = config["d_model"], config["num_heads"] * config["d_kv"], config["d_ff"]
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    d = config["d_model"]
+    inner = config["num_heads"] * config["d_kv"]
+    ff = config["d_ff"]
 
     def add(name: str, *shape: int, mean: float = 0.0) -> None:
         scale = 0.3 if len(shape) == 1 else 1.0 / math.sqrt(shape[-1])
@@ -59,7 +62,8 @@ def make_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
     def stack(name: str, layers: int) -> None:
         gated = config["feed_forward_proj"].startswith("gated")
         for i in range(layers):
-            block, last = f"{name}.block.{i}", 1 if name == "encoder" else 2
+            block = f"{name}.block.{i}"
+            last = 1 if name == "encoder" else 2
             own_bias = i == 0 or config["model_type"] == "umt5"
             attention(f"{block}.layer.0.SelfAttention", own_bias)
             if name == "decoder":
@@ -135,7 +139,10 @@ def logits(config: dict, tensors: dict, inputs: np.ndarray, targets, *, real=Non
         return x.reshape(len(x), heads, width).transpose(1, 0, 2)
 
     def attend(x: np.ndarray, memory: np.ndarray, name: str, bias: np.ndarray) -> np.ndarray:
-        project = lambda y, part: split(y @ w[f"{name}.{part}.weight"].T)
+        def project(y, part):
+            """Projects tokens, and divides the result into heads."""
+            return split(y @ w[f"{name}.{part}.weight"].T)
+
         q, k, v = project(x, "q"), project(memory, "k"), project(memory, "v")
         scores = q @ k.transpose(0, 2, 1) + bias
         scores = np.exp(scores - scores.max(-1, keepdims=True))
@@ -156,7 +163,8 @@ def logits(config: dict, tensors: dict, inputs: np.ndarray, targets, *, real=Non
         return hidden @ w[f"{name}.wo.weight"].T
 
     def stack(x: np.ndarray, name: str, memory: np.ndarray | None) -> np.ndarray:
-        causal, n = memory is not None, len(x)
+        causal = memory is not None
+        n = len(x)
         layers = config["num_decoder_layers" if causal else "num_layers"]
         mask = np.where(np.tri(n) > 0, 0.0, -np.inf) if causal else seen
         for i in range(layers):
@@ -168,7 +176,8 @@ def logits(config: dict, tensors: dict, inputs: np.ndarray, targets, *, real=Non
             x = x + attend(h, h, f"{block}.layer.0.SelfAttention", bias)
             last = 1
             if memory is not None:
-                h, last = norm(x, f"{block}.layer.1.layer_norm"), 2
+                h = norm(x, f"{block}.layer.1.layer_norm")
+                last = 2
                 x = x + attend(h, memory, f"{block}.layer.1.EncDecAttention", np.zeros(()))
             h = norm(x, f"{block}.layer.{last}.layer_norm")
             x = x + feed_forward(h, f"{block}.layer.{last}.DenseReluDense")
@@ -202,12 +211,15 @@ def buckets(n: int, config: dict[str, Any], causal: bool) -> np.ndarray:
     found = np.zeros((n, n), int)
     for q in range(n):
         for k in range(n):
-            count, distance, first = config["relative_attention_num_buckets"], k - q, 0
+            count = config["relative_attention_num_buckets"]
+            distance = k - q
+            first = 0
             if causal:
                 distance = max(-distance, 0)
             else:
                 count //= 2
-                first, distance = (count if distance > 0 else 0), abs(distance)
+                first = count if distance > 0 else 0
+                distance = abs(distance)
             exact = count // 2
             if distance < exact:
                 found[q, k] = first + distance

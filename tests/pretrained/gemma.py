@@ -59,10 +59,8 @@ def write_tokenizer(folder: pathlib.Path, *, gemma: bool = True) -> None:
     MADLAD has the ids unknown 0, padding 1 and EOS 2.
     """
     options: dict[str, Any] = {"normalization_rule_name": "identity", "byte_fallback": True}
-    fields, file = (
-        {"tokenizer_class": "T5Tokenizer", "pad_token": "<s>", "extra_ids": 0},
-        "spiece.model",
-    )
+    fields = {"tokenizer_class": "T5Tokenizer", "pad_token": "<s>", "extra_ids": 0}
+    file = "spiece.model"
     if gemma:
         options |= {"model_type": "bpe", "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
         options |= {
@@ -71,10 +69,8 @@ def write_tokenizer(folder: pathlib.Path, *, gemma: bool = True) -> None:
             "user_defined_symbols": ["<mask>", "\n"],
         }
         options |= {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
-        fields, file = (
-            {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True},
-            "tokenizer.model",
-        )
+        fields = {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True}
+        file = "tokenizer.model"
     model = io.BytesIO()
     texts = (DOCS / "training.md").read_text(encoding="utf-8").splitlines()
     options |= {"vocab_size": VOCAB_SIZE, "num_threads": 1, "minloglevel": 2}
@@ -87,7 +83,8 @@ def write_tokenizer(folder: pathlib.Path, *, gemma: bool = True) -> None:
 
 def make_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
     """Returns random tensors with the names of ``T5GemmaForConditionalGeneration``."""
-    rng, tensors = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    tensors = {}
 
     def add(name: str, *shape: int) -> None:
         scale = 0.3 if len(shape) == 1 else shape[-1] ** -0.5
@@ -141,7 +138,10 @@ def logits(config: dict, tensors: dict, inputs: np.ndarray, targets: np.ndarray)
     def rotate(x: np.ndarray, base: float, factor: float) -> np.ndarray:
         half = x.shape[-1] // 2
         angle = np.arange(x.shape[1])[:, None] / factor * base ** (-np.arange(half) / half)
-        a, b, cos, sin = x[..., :half], x[..., half:], np.cos(angle), np.sin(angle)
+        a = x[..., :half]
+        b = x[..., half:]
+        cos = np.cos(angle)
+        sin = np.sin(angle)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
     def attend(
@@ -157,9 +157,11 @@ def logits(config: dict, tensors: dict, inputs: np.ndarray, targets: np.ndarray)
 
         q, k, v = heads(x, "q"), heads(memory, "k"), heads(memory, "v")
         if name.endswith("self_attn"):
-            base, rope = c["rope_theta"], c.get("rope_scaling") or c["rope_parameters"]
+            base = c["rope_theta"]
+            rope = c.get("rope_scaling") or c["rope_parameters"]
             q, k = (rotate(x, base, rope.get("factor", 1.0)) for x in (q, k))
-        scores, cap = q @ k.transpose(0, 2, 1) * c["query_pre_attn_scalar"] ** -0.5, 2.0
+        scores = q @ k.transpose(0, 2, 1) * c["query_pre_attn_scalar"] ** -0.5
+        cap = 2.0
         scores = np.where(seen, np.exp(cap * np.tanh(scores / cap)), 0.0)
         y = scores / scores.sum(-1, keepdims=True) @ v
         return y.transpose(1, 0, 2).reshape(len(x), -1) @ w[f"{name}.o_proj"].T
@@ -174,10 +176,8 @@ def logits(config: dict, tensors: dict, inputs: np.ndarray, targets: np.ndarray)
         x = w[f"model.{name}.embed_tokens"][tokens] * np.sqrt(c["hidden_size"])
         distance = np.arange(len(x))[:, None] - np.arange(len(x))
         for i in range(c["num_hidden_layers"]):
-            layer, window = (
-                f"model.{name}.layers.{i}",
-                c["sliding_window"] if i % 2 == 0 else len(x),
-            )
+            layer = f"model.{name}.layers.{i}"
+            window = c["sliding_window"] if i % 2 == 0 else len(x)
             seen = (
                 abs(distance) <= window if memory is None else (distance >= 0) & (distance < window)
             )
@@ -189,7 +189,8 @@ def logits(config: dict, tensors: dict, inputs: np.ndarray, targets: np.ndarray)
             mixer = f"{layer}.self_attn"
             x = add(x, "self_attn", lambda h, c=c, m=mixer, s=seen: attend(c, h, h, m, s))
             if memory is not None:
-                mixer, seen = f"{layer}.cross_attn", np.ones((1, len(memory)), bool)
+                mixer = f"{layer}.cross_attn"
+                seen = np.ones((1, len(memory)), bool)
                 x = add(x, "cross_attn", lambda h, c=c, m=mixer, s=seen: attend(c, h, memory, m, s))
             x = add(x, "feedforward", lambda h, m=f"{layer}.mlp": feed_forward(h, m))
         return norm(x, f"model.{name}.norm")

@@ -87,7 +87,8 @@ def test_a_name_has_the_ids_of_the_folder(hub):
 
     ``generation_config.json`` has ids that ``config.json`` lacks.
     """
-    config, tensors = TINY | UNTIED, make_tensors(TINY | UNTIED)
+    config = TINY | UNTIED
+    tensors = make_tensors(TINY | UNTIED)
     folder = make_folder(hub / "hub" / NAME / "main", config, tensors)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 107]}))
     named = write(hub / "named", NAME, adapters(tensors))
@@ -98,7 +99,8 @@ def test_every_file_that_is_read_is_downloaded(hub, monkeypatch):
     folder = make_folder(hub / "local", TINY, make_tensors(TINY))
     (folder / "tokenizer_config.json").write_text("{}")
     write(hub / "adapters", folder, {})
-    asked, is_file = set(), pathlib.Path.is_file
+    asked = set()
+    is_file = pathlib.Path.is_file
 
     def record(path, *args, **kwargs):
         if path.parent in (folder, hub / "adapters"):

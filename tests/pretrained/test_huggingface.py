@@ -146,9 +146,8 @@ def test_a_configuration_that_does_not_fit_is_an_error(tmp_path, file, fields, m
 
 def test_what_is_given_or_whole_comes_before_a_tokenizer_and_an_index(tmp_path):
     folder = make_folder(tmp_path / "source", TINY, make_tensors(TINY))
-    (folder / "model.safetensors.index.json").write_text(
-        '{"weight_map": {}}'
-    )  # transformers does not read it
+    # transformers does not read this index, because the folder has a whole file.
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="or give one with --vocabulary"):
@@ -202,7 +201,8 @@ def test_a_folder_or_a_run_becomes_a_synthesizer_that_computes_the_same(tmp_path
 def test_the_command_line_converts_generates_plans_and_exports(tmp_path):
     config = TINY | FAMILIES["T5 1.1, FLAN-T5"]
     tensors = make_tensors(config)
-    folder, run = make_folder(tmp_path / "source", config, tensors, shards=2), tmp_path / "run"
+    folder = make_folder(tmp_path / "source", config, tensors, shards=2)
+    run = tmp_path / "run"
     shown = call("convert", folder, run)
     assert f"holds {sum(x.size for x in tensors.values()):,} parameters" in shown
     assert json.loads((run / "experiment.json").read_text())["model"]["dtype"] == "auto"

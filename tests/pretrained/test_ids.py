@@ -82,9 +82,10 @@ def test_targets_are_scored_up_to_the_padding(madlad):
 
 
 def test_rows_of_a_batch_are_padded_with_the_models_id():
-    example = lambda *ids: DrawnExample(
-        np.array(ids, np.int32), np.array([*ids[1:], 2], np.int32), 0, 0
-    )
+    def example(*ids):
+        """Returns an example with these inputs and targets made from them."""
+        return DrawnExample(np.array(ids, np.int32), np.array([*ids[1:], 2], np.int32), 0, 0)
+
     config = DataConfig("films", 8, 8, batch_size=8, pack=True)
     batch = assemble_batch([[example(7, 0, 2), example(8, 2)]], config, ids=SpecialIds(1, 2, 3))
     assert {name: x[0].tolist() for name, x in batch.items()} == {

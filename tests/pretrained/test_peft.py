@@ -45,7 +45,8 @@ def base(tmp_path):
 
 def adapters(tensors):
     """Returns PEFT's A and B for `MATRICES`."""
-    rng, found = np.random.default_rng(1), {}
+    rng = np.random.default_rng(1)
+    found = {}
     for name in MATRICES:
         outputs, inputs = tensors[f"{name}.weight"].shape
         for leaf, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
@@ -72,7 +73,8 @@ def adapt(source, directory, lora, init_rules=()):
     recipe = load_experiment(source).starting_from(str(source))
     training = replace(recipe.training, adapters=lora, optimizer=AdamW())
     recipe = find_base(replace(recipe, training=training, init_rules=init_rules))
-    state, rng = Trainer(recipe, jax.devices()[:1]).init(), np.random.default_rng(0)
+    state = Trainer(recipe, jax.devices()[:1]).init()
+    rng = np.random.default_rng(0)
     moved = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, "f"), state.params)
     save(directory, recipe, dataclasses.replace(state, params=moved))
 
@@ -88,7 +90,9 @@ def parameters(tensors, seed=2):
         "shared.weight": ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"],
         "lm_head.weight": ["lm_head.base_layer.weight"],
     }
-    rng, saved, changed = np.random.default_rng(seed), {}, {}
+    rng = np.random.default_rng(seed)
+    saved = {}
+    changed = {}
     for name, theirs in names.items():
         changed[name] = rng.normal(size=tensors[name].shape).astype("f")
         saved |= {f"base_model.model.{module}": changed[name] for module in theirs}
@@ -232,7 +236,8 @@ def test_a_folder_without_a_base_or_tensors_says_what_to_do(tmp_path, base):
 def test_adapters_of_a_t5gemma_are_read_for_its_encoder(tmp_path):
     tensors = gemma.make_tensors(gemma.CONFIGS["balanced"])
     base = gemma.make_folder(tmp_path / "base", gemma.CONFIGS["balanced"], tensors)
-    updates, rng = {}, np.random.default_rng(3)
+    updates = {}
+    rng = np.random.default_rng(3)
     for name in ("encoder.layers.1.mlp.up_proj", "decoder.layers.0.cross_attn.q_proj"):
         outputs, inputs = tensors[f"model.{name}.weight"].shape
         a, b = rng.normal(size=(RANK, inputs)), rng.normal(size=(outputs, RANK))

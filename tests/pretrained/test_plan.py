@@ -29,9 +29,11 @@ def xxl(tmp_path_factory):
     folder = tmp_path_factory.mktemp("xxl")
     (folder / "config.json").write_text(json.dumps(write_config(XXL, "float32")))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    header, end = {}, 0
+    header = {}
+    end = 0
     for c in correspondences(XXL.build(), torch_name):
-        begin, shape = end, c.layout.shape(c.shape)
+        begin = end
+        shape = c.layout.shape(c.shape)
         end = begin + 4 * int(np.prod(shape))
         header[c.name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
@@ -42,7 +44,10 @@ def xxl(tmp_path_factory):
 
 
 def test_large_parameters_are_laid_over_256_devices_unread(xxl, tmp_path, monkeypatch):
-    no_tensors = lambda *_: pytest.fail("a tensor was read")
+    def no_tensors(*_):
+        """Fails, because no tensor may be read."""
+        pytest.fail("a tensor was read")
+
     monkeypatch.setattr("synthesizer_jax.pretrained.huggingface.folder._are_equal", no_tensors)
     monkeypatch.setattr("synthesizer_jax.pretrained.tensors._read", no_tensors)
     topology = parse_topology("v5p:4x8x8", 1)
@@ -55,7 +60,11 @@ def test_large_parameters_are_laid_over_256_devices_unread(xxl, tmp_path, monkey
     with open_pretrained(xxl, compare=False) as pretrained:
         layout = layout_over(pretrained.model, pretrained.model.example(1, 1), mesh)["params"]
         total = sum(x.size for x in jax.tree.leaves(pretrained.params))
-        kept = lambda x, to: int(np.prod(to.sharding.shard_shape(x.shape)))
+
+        def kept(x, to):
+            """Returns the number of elements that a device has."""
+            return int(np.prod(to.sharding.shard_shape(x.shape)))
+
         parts = jax.tree.map(kept, pretrained.params, layout)
     assert total > 1e9
     assert sum(jax.tree.leaves(parts)) < 1.02 * total / 256  # only norms and biases are replicated

@@ -53,7 +53,8 @@ def projection(version, config, tensors):
     None means none of the tensors. A umT5 with a projection of its own is read as it was trained,
     although version 5 of transformers also scales it.
     """
-    embedding, own = tensors["shared.weight"], tensors.get(OUTPUT)
+    embedding = tensors["shared.weight"]
+    own = tensors.get(OUTPUT)
     tied = config.get("tie_word_embeddings", DEFAULTS[config["model_type"]]["tie_word_embeddings"])
     differs = own is not None and not np.array_equal(own, embedding)
     if version == 4 and not tied:
@@ -83,7 +84,8 @@ def test_what_comes_in_goes_out(tmp_path, family):
                 pass
             continue
         with open_pretrained(source) as pretrained:
-            model, params = pretrained.model, read_params(pretrained)
+            model = pretrained.model
+            params = read_params(pretrained)
         np.testing.assert_allclose(applied(model, params), expected, rtol=1e-6)
         trained = jax.tree.map(lambda x: -2.0 * x, params)
         if "logits_kernel" in params:

@@ -40,7 +40,8 @@ Tests without it use the model whose stacks differ, which has everything that th
 
 @pytest.fixture(scope="module", params=["unbalanced"])
 def case(request, tmp_path_factory):
-    config, folder = CONFIGS[request.param], tmp_path_factory.mktemp("t5gemma")
+    config = CONFIGS[request.param]
+    folder = tmp_path_factory.mktemp("t5gemma")
     make_folder(folder, config, tensors := make_tensors(config))
     return Case(folder, config, tensors, load(folder))
 
@@ -148,7 +149,8 @@ def test_positions_that_are_scaled_otherwise_are_refused(tmp_path):
 def test_a_tied_projection_with_other_values_is_refused(tmp_path):
     config = CONFIGS["balanced"]
     tensors = make_tensors(config)
-    name, embedding = "lm_head.out_proj.weight", tensors["model.decoder.embed_tokens.weight"]
+    name = "lm_head.out_proj.weight"
+    embedding = tensors["model.decoder.embed_tokens.weight"]
     folder = make_folder(tmp_path, config, tensors | {name: embedding})
     load(folder)
     make_folder(folder, config, tensors | {name: embedding * 1.01})

@@ -48,7 +48,8 @@ def t5x_path(name):
     """Returns T5X's path of a tensor of transformers."""
     for pattern, new in NAMES:
         if found := re.match(pattern, name):
-            path, rest = found.expand(new), name[found.end() :].strip(".")
+            path = found.expand(new)
+            rest = name[found.end() :].strip(".")
             path += f"/{PARTS.get(rest, rest)}" if rest else ""
             return path if path.endswith(("scale", "embedding")) else f"{path}/kernel"
     raise AssertionError(name)
@@ -83,7 +84,11 @@ def test_a_checkpoint_of_t5x_comes_in_and_goes_out_whole(real_data, tmp_path):
     target = tree["optimizer"]["target"]
     theirs, ours = jax.tree.leaves(target), jax.tree.leaves(params)
     assert len(theirs) == len(ours) == 52
-    values = lambda arrays: sorted(np.sort(np.ravel(x)).tobytes() for x in arrays)
+
+    def values(arrays):
+        """Returns the sorted contents of arrays."""
+        return sorted(np.sort(np.ravel(x)).tobytes() for x in arrays)
+
     assert values(ours) == values(theirs)
     export_run(tmp_path / "run", tmp_path / "checkpoint_0", to="t5x")
     data = (tmp_path / "checkpoint_0" / "checkpoint").read_bytes()

@@ -35,7 +35,8 @@ def test_padded_texts_have_the_states_of_transformers(tmp_path, family, attend_t
         TEXTS, found, encode(loaded, TEXTS, pool=True, **options), strict=True
     ):
         ids = np.array([*loaded.vocabulary.encode(text)[:15], 1])
-        real, rows = len(ids), np.pad(ids, (0, 16 - len(ids)))
+        real = len(ids)
+        rows = np.pad(ids, (0, 16 - len(ids)))
         expected = logits(config, tensors, rows, None, real=None if attend_to_padding else real)
         assert np.abs(states - expected).max() < 1e-5 * np.abs(expected).max()
         np.testing.assert_allclose(pooled, states[:real].mean(0), atol=1e-6)
@@ -52,7 +53,8 @@ def test_an_attention_mask_gives_the_states_of_transformers(tmp_path, kind):
     config = TINY | UNTIED
     loaded = load(make_folder(tmp_path, config, tensors := make_tensors(config)), encoder_only=True)
     rng = np.random.default_rng(0)
-    ids, lengths = rng.integers(2, 300, (3, 8)), np.array([8, 5, 2])
+    ids = rng.integers(2, 300, (3, 8))
+    lengths = np.array([8, 5, 2])
     if kind == "one token of padding":
         mask = Mask(key_lengths=jnp.asarray(lengths + 1), query_valid=jnp.asarray(ids >= 0))
         lengths = np.minimum(lengths + 1, 8)
@@ -81,7 +83,12 @@ def test_only_the_encoders_tensors_are_read(tmp_path, family, monkeypatch):
 
     def spied(*args, **options):
         for name, tensor in open_weights(*args, **options).items():
-            stored = lambda layer, name=name, tensor=tensor: read.append(name) or tensor.read(layer)
+
+            def stored(layer, name=name, tensor=tensor):
+                """Reads a tensor, and notes its name."""
+                read.append(name)
+                return tensor.read(layer)
+
             yield name, tensor._replace(read=stored)
 
     monkeypatch.setattr(
@@ -273,7 +280,8 @@ def test_the_pages_snippets_run_in_order(tmp_path, monkeypatch):
     tensors = {n: x for n, x in make_tensors(config).items() if not n.startswith("decoder")}
     make_folder(tmp_path / "FLUX.1-dev" / "text_encoder_2", config, tensors, shards=2)
     monkeypatch.chdir(tmp_path)
-    page, states = {}, []
+    page = {}
+    states = []
     for block in snippets("docs/text_encoder.md"):
         exec(block, page)
         states.append(np.asarray(page["states"], np.float32))

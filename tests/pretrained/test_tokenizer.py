@@ -91,12 +91,8 @@ BYTE_LEVEL_TEXTS = {
     "a   the": ["a", "ĠĠ", "Ġthe"],  # the last of several spaces belongs to the word
     "a \n\n": ["a", "Ġ", "ĊĊ"],
     "<s>": ["<", "s", ">"],
-    "on \t<extra_id_0>\n1": [
-        "on",
-        "▁<extra_id_0>",
-        "Ċ",
-        "1",
-    ],  # spaces before a sentinel are dropped
+    # Spaces before a sentinel are dropped.
+    "on \t<extra_id_0>\n1": ["on", "▁<extra_id_0>", "Ċ", "1"],
     "": [],
 }
 
@@ -221,7 +217,8 @@ def test_other_tokens_around_a_text_are_refused(tmp_path):
 
 def test_seqio_gives_texts_the_same_ids(byte_level, tmp_path):
     vocabulary = tokenizer.read_vocabulary(byte_level, tmp_path, ids=CODET5).build()
-    theirs, texts = seqio_vocabulary(vocabulary), list(BYTE_LEVEL_TEXTS)
+    theirs = seqio_vocabulary(vocabulary)
+    texts = list(BYTE_LEVEL_TEXTS)
     expected = [vocabulary.encode(text) for text in texts]
     assert theirs.encode_tf(texts).to_list() == expected == list(map(theirs.encode, texts))
     assert theirs.encode_tf(texts[0]).numpy().tolist() == expected[0]

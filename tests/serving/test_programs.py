@@ -40,7 +40,8 @@ from tests.environment import python
 from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
 from tests.training import tiny
 
-VOCAB, LIMITS = 384, Limits(inputs_length=12, targets_length=5)
+VOCAB = 384
+LIMITS = Limits(inputs_length=12, targets_length=5)
 SIZE = Size(8, 1, 16, 2, 4)
 SHAPES = ((3, 7, 4), (2, 12, 5))
 """Batch size, length of the inputs and length of the targets. The last ones are the limits."""
@@ -97,7 +98,11 @@ def close(found, expected):
 
 def agrees(loaded, model, variables, shapes=SHAPES[:1], beams=1):
     """Compares all programs with the library for some shapes."""
-    run = lambda name, *arguments: loaded.programs[name](loaded.parameters, *arguments)
+
+    def run(name, *arguments):
+        """Runs an exported program."""
+        return loaded.programs[name](loaded.parameters, *arguments)
+
     for batch, n, t in shapes:
         inputs, targets = random_tokens(batch, n), random_tokens(batch, t)
         if "encode" in loaded.programs:
@@ -150,14 +155,16 @@ WITHOUT_THE_PACKAGE = """
 import importlib.util, json, runpy, sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("synthesizer_jax", "flax", "safetensors", "optax", "tensorflow"):
+        absent = ("synthesizer_jax", "flax", "safetensors", "optax", "tensorflow")
+        if name.partition(".")[0] in absent:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
 sys.argv[1:] = ["a text", "another, which is longer"]
 names = runpy.run_path("load.py", run_name="__main__")
 model = names["model"]
 inputs = model.tokens(["a", "some text", "text"], 9)
-print(json.dumps([inputs.tolist(), model.programs["generate"](model.parameters, inputs)[0].tolist()]))
+outputs = model.programs["generate"](model.parameters, inputs)[0]
+print(json.dumps([inputs.tolist(), outputs.tolist()]))
 assert not [m for m in sys.modules if m.startswith(("synthesizer_jax", "flax"))]
 """
 
@@ -183,7 +190,8 @@ def test_the_pages_server_answers(synthesizer, monkeypatch):
     names: dict = {}
     exec(first, names)
     exec(server.replace("8000", "0").replace("server.serve_forever()", ""), names)
-    model, texts = names["model"], ["a text", "b"]
+    model = names["model"]
+    texts = ["a text", "b"]
     with names["server"] as server:
         address = "http://{}:{}".format(*server.server_address)
 
@@ -239,7 +247,8 @@ def test_a_model_of_texts_alone_continues_them(tmp_path):
     recipe = tiny.experiment(model, data={"inputs_length": 0, "targets_length": 24})
     tiny.save(tmp_path / "run", recipe)
     export_run(tmp_path / "run", tmp_path / "out", to="stablehlo")
-    run, loaded = load(tmp_path / "run"), Model(tmp_path / "out")
+    run = load(tmp_path / "run")
+    loaded = Model(tmp_path / "out")
     assert loaded.info["limits"] == {"inputs_length": 12, "targets_length": 12, "beams": 1}
     texts = ["", "a", "a word", "ab" * 6]
     found = loaded.generate(texts)
@@ -316,7 +325,8 @@ def test_a_run_is_exported_whole_or_not_at_all(tmp_path):
     assert not [p for p in tmp_path.iterdir() if "long" in p.name]
     export_run(tmp_path / "run", tmp_path / "out", to="stablehlo", inputs_length=16, max_length=3)
     model, variables, _ = load(tmp_path / "run")
-    loaded, inputs = Model(tmp_path / "out"), random_tokens(2, 9)
+    loaded = Model(tmp_path / "out")
+    inputs = random_tokens(2, 9)
     assert loaded.info["limits"] == {"inputs_length": 16, "targets_length": 3, "beams": 1}
     expected = decode(variables, inputs, model=model, max_length=3).tokens
     tokens, _ = loaded.programs["generate"](loaded.parameters, inputs)

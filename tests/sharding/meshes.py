@@ -61,7 +61,11 @@ class Case(NamedTuple):
     heads: int
 
     def __str__(self) -> str:
-        mesh = f"{self.kind.name}{'' if self.is_set else ', not set'}{', extra axis' if self.extra else ''}"
+        mesh = self.kind.name
+        if not self.is_set:
+            mesh += ", not set"
+        if self.extra:
+            mesh += ", extra axis"
         return (
             f"{self.layer}; {mesh}; rules: {self.rules}; {self.batch} examples, {self.heads} heads"
         )
@@ -77,7 +81,8 @@ class Case(NamedTuple):
         chip = CHIPS[platform]
         mesh = AbstractMesh((2,) * len(axes), axes, (self.kind,) * len(axes), abstract_device=chip)
         no_mesh = AbstractMesh((), (), abstract_device=chip)
-        layer, features = LAYERS[self.layer](self.heads), WIDTH * self.heads
+        layer = LAYERS[self.layer](self.heads)
+        features = WIDTH * self.heads
         x = jax.ShapeDtypeStruct((self.batch, LENGTH, features), jnp.float32)
         variables = jax.eval_shape(layer.init, jax.random.key(0), x)
 

@@ -99,7 +99,10 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = lambda *axes: nn.with_logical_partitioning(nn.initializers.lecun_normal(), axes)
+        def kernel(*axes):
+            """Returns an initializer of a kernel with logical axes."""
+            return nn.with_logical_partitioning(nn.initializers.lecun_normal(), axes)
+
         y = sj.Attention(H, E, self.alignment, implementation=self.route)(
             nn.LayerNorm(use_bias=False, use_scale=False)(x), mask=sj.Mask(causal=True)
         )
@@ -132,18 +135,21 @@ ALIGNMENTS = {
 
 def lower_step(name: str, mesh: jax.sharding.Mesh, **options) -> jax.stages.Lowered:
     """Returns a lowered training step of a user's model, with FSDP and tensor parallelism."""
-    x, model = jax.ShapeDtypeStruct((B, LONG, D), jnp.float32), Model(*ALIGNMENTS[name])
+    x = jax.ShapeDtypeStruct((B, LONG, D), jnp.float32)
+    model = Model(*ALIGNMENTS[name])
     shapes, axes = abstract_variables(model, x)
     specs = jax.tree.map(lambda names: P(*map(AXES.get, names)), axes, is_leaf=is_axes)
-    place = lambda s, spec: jax.ShapeDtypeStruct(
-        s.shape, s.dtype, sharding=NamedSharding(mesh, spec)
-    )
+
+    def place(s, spec):
+        """Returns the shape, dtype and sharding of a parameter."""
+        return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
 
     def step(variables, x):
         return jax.value_and_grad(lambda v: (model.apply(v, x) ** 2).mean())(variables)
 
     with nn.logical_axis_rules(RULES), jax.set_mesh(mesh):
-        variables, x = jax.tree.map(place, shapes, specs), place(x, P(("replica", "shard")))
+        variables = jax.tree.map(place, shapes, specs)
+        x = place(x, P(("replica", "shard")))
         return jax.jit(step).trace(variables, x).lower(**options)
 
 
@@ -196,7 +202,8 @@ def test_models_under_explicit_axes() -> None:
 
 
 def test_vmap_under_a_mesh() -> None:
-    layer, x = sj.Attention(H, E, sj.Random(N)), cases.normal("tokens", 2, B, N, D)
+    layer = sj.Attention(H, E, sj.Random(N))
+    x = cases.normal("tokens", 2, B, N, D)
     variables = layer.init(jax.random.key(0), x[0])
     run = jax.jit(lambda v, x: jax.vmap(layer.apply, (None, 0))(v, x))
     expected = run(variables, x)

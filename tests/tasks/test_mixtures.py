@@ -25,10 +25,14 @@ def data_dir(tmp_path_factory):
     (source / "BoolQ").mkdir()
     for name, rows in (("train", 40), ("val", 20)):
         lines = [
-            {"question": f"is {i} even", "passage": f"{i} is a number.", "idx": i,
-             "label": i % 2 == 0}
+            {
+                "question": f"is {i} even",
+                "passage": f"{i} is a number.",
+                "idx": i,
+                "label": i % 2 == 0,
+            }
             for i in range(rows)
-        ]  # fmt: skip
+        ]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (source / f"BoolQ/{name}.jsonl").write_text(text)
     import_archive("super_glue", source, target)

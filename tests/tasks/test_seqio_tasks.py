@@ -182,7 +182,8 @@ def test_metrics_are_computed_by_their_own_rules(tmp_path):
     assert examples.target_words == ["0", "2", "4", "6", "8"]
     texts = ["0", "3", "4", "no", "8"]
     tokens = [np.array(vocabulary.encode(text)) for text in texts]
-    scores, target_scores = -np.arange(1.0, 6.0), np.array([-0.5] * 4 + [-3.0])
+    scores = -np.arange(1.0, 6.0)
+    target_scores = np.array([-0.5] * 4 + [-3.0])
     answers = Answers(texts, tokens, scores=scores, target_scores=target_scores)
     assert examples.score(answers) == {
         "distance": pytest.approx((0 + 1 + 0 + 7 + 0) / 5),

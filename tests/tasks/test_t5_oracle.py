@@ -45,41 +45,86 @@ LONG = "words that fill\na line , " * 20 + "here lee won , " + "and more words "
 
 SPECIAL = {
     "super_glue/wsc.fixed": [
-        {"text": WSC, "span1_index": 0, "span1_text": "Ann", "span2_index": 4, "span2_text": "she",
-         "label": label, "idx": i}
+        {
+            "text": WSC,
+            "span1_index": 0,
+            "span1_text": "Ann",
+            "span2_index": 4,
+            "span2_text": "she",
+            "label": label,
+            "idx": i,
+        }
         for i, label in enumerate((0, 1, 1, 0, -1))
     ],
     "glue/wnli": [
-        {"sentence1": "The fish ate the worm. It was tasty.", "sentence2": "The worm was tasty.",
-         "label": 1, "idx": 0},
-        {"sentence1": "Ann gave Sue her book, then they left.", "sentence2": "Ann gave Sue Sue's book",
-         "label": 0, "idx": 1},
-        {"sentence1": "He met Mr. Smith's son. He waved.", "sentence2": "Mr. Smith's son waved.",
-         "label": -1, "idx": 2},
+        {
+            "sentence1": "The fish ate the worm. It was tasty.",
+            "sentence2": "The worm was tasty.",
+            "label": 1,
+            "idx": 0,
+        },
+        {
+            "sentence1": "Ann gave Sue her book, then they left.",
+            "sentence2": "Ann gave Sue Sue's book",
+            "label": 0,
+            "idx": 1,
+        },
+        {
+            "sentence1": "He met Mr. Smith's son. He waved.",
+            "sentence2": "Mr. Smith's son waved.",
+            "label": -1,
+            "idx": 2,
+        },
     ],
     "definite_pronoun_resolution": [
-        {"sentence": "The bee landed on the flower because it had pollen, so it left it.",
-         "pronoun": "it", "candidates": ["The bee", "The flower"], "label": label}
+        {
+            "sentence": "The bee landed on the flower because it had pollen, so it left it.",
+            "pronoun": "it",
+            "candidates": ["The bee", "The flower"],
+            "label": label,
+        }
         for label in (0, 1)
     ],
     "super_glue/multirc": [
-        {"paragraph": "<b>Sent 1: </b>A.<br>B.", "question": f"Q{q}?", "answer": TEXTS[a],
-         "label": (q + a) % 2, "idx": {"paragraph": q // 2, "question": q, "answer": a}}
-        for q in range(4) for a in range(3)
+        {
+            "paragraph": "<b>Sent 1: </b>A.<br>B.",
+            "question": f"Q{q}?",
+            "answer": TEXTS[a],
+            "label": (q + a) % 2,
+            "idx": {"paragraph": q // 2, "question": q, "answer": a},
+        }
+        for q in range(4)
+        for a in range(3)
     ],
     "super_glue/record": [
-        {"passage": PASSAGE, "query": f"Who is @placeholder {q}?", "entities": ["A", "The B"],
-         "answers": ["A", "The B"][:q], "idx": {"passage": q, "query": q + 7}}
+        {
+            "passage": PASSAGE,
+            "query": f"Who is @placeholder {q}?",
+            "entities": ["A", "The B"],
+            "answers": ["A", "The B"][:q],
+            "idx": {"passage": q, "query": q + 7},
+        }
         for q in range(3)
     ],
     "squad/v1.1": [
-        {"id": str(i), "title": "T", "context": CONTEXT, "question": f"Who {TEXTS[i]}?",
-         "answers": {"text": answers, "answer_start": [0] * len(answers)}}
-        for i, answers in enumerate((
-            ["Ann Lee", "Lee"], ["U.S. Open"], ["$5,000"], ["1912"], ["prize was $5,000."],
-        ))
+        {
+            "id": str(i),
+            "title": "T",
+            "context": CONTEXT,
+            "question": f"Who {TEXTS[i]}?",
+            "answers": {"text": answers, "answer_start": [0] * len(answers)},
+        }
+        for i, answers in enumerate(
+            (
+                ["Ann Lee", "Lee"],
+                ["U.S. Open"],
+                ["$5,000"],
+                ["1912"],
+                ["prize was $5,000."],
+            )
+        )
     ],
-}  # fmt: skip
+}
 
 
 def made(dataset: str, data_dir: pathlib.Path) -> tf.data.Dataset:
@@ -197,7 +242,8 @@ def check(t5, name, dataset, vocabulary):
     # T5 would read a hidden label as true. Training rows have none.
     if name.endswith("_train"):
         dataset = dataset.filter(lambda row: row["label"] >= 0)
-    task, t5_task = task_registry.find_task(name), t5.tasks[name]
+    task = task_registry.find_task(name)
+    t5_task = t5.tasks[name]
     theirs = rows_of_t5(t5_task, dataset, vocabulary, whole=name in WHOLE)
     ours = our_rows(task, dataset, vocabulary)
     assert len(theirs) == len(ours) > 0

@@ -89,19 +89,29 @@ def test_wsc_predictions():
 
 def test_wnli_as_coreference():
     for premise, hypothesis, question, candidate in (
-        ("Lily spoke to Donna, breaking her concentration.",
-         "Lily spoke to Donna, breaking Donna's concentration.",
-         "Lily spoke to Donna, breaking *her* concentration.", "Donna"),
-        ("I put the cake away in the refrigerator. It has a lot of butter in it.",
-         "The cake has a lot of butter in it.",
-         "I put the cake away in the refrigerator. *It* has a lot of butter in it.", "The cake"),
-        ("The trophy did not fit, so John sold it.", "John sold the trophy.",
-         "The trophy did not fit, so John sold *it* .", "the trophy"),
+        (
+            "Lily spoke to Donna, breaking her concentration.",
+            "Lily spoke to Donna, breaking Donna's concentration.",
+            "Lily spoke to Donna, breaking *her* concentration.",
+            "Donna",
+        ),
+        (
+            "I put the cake away in the refrigerator. It has a lot of butter in it.",
+            "The cake has a lot of butter in it.",
+            "I put the cake away in the refrigerator. *It* has a lot of butter in it.",
+            "The cake",
+        ),
+        (
+            "The trophy did not fit, so John sold it.",
+            "John sold the trophy.",
+            "The trophy did not fit, so John sold *it* .",
+            "the trophy",
+        ),
         ("Green ideas, it slept", "Nothing else matters", "Green ideas, *it* slept", ""),
         ("Bob left it here today", "Bob left here today", "Bob left *it* here today", "Bob left"),
         ("Bob left it here today", "Here today Bob left", "Bob left *it* here today", ""),
         ("Bob left it", "Ann and Bob left", "Bob left *it*", "Ann and Bob left"),  # T5: all of it
-    ):  # fmt: skip
+    ):
         assert _wnli_question(premise, hypothesis) == (f"wsc: {question}", candidate)
     with pytest.raises(ValueError, match=r"There is no pronoun in 'Bob left\.'"):
         _wnli_question("Bob left.", "Ann left.")

@@ -41,10 +41,8 @@ def recipe(variant, name):
         model = t5(shape, **hard, **common)
     else:
         model = t5(shape, encoder=alignment(variant, head_dim=shape.head_dim), **common)
-    data, training = (
-        DataConfig("none", INPUTS, TARGETS, rows),
-        Training(steps=1, optimizer=Adafactor()),
-    )
+    data = DataConfig("none", INPUTS, TARGETS, rows)
+    training = Training(steps=1, optimizer=Adafactor())
     return Experiment(model=model, data=data, training=training, mesh=mesh)
 
 
@@ -168,7 +166,10 @@ def test_few_keys_and_half_precision(q, k, dtype):
     """A tile of few keys fills registers, one key is not a matrix, and float16 has no kernels."""
     mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology("v5e:2x2"))[:1], ("data",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    shape = lambda n: jax.ShapeDtypeStruct((2, n, 2, 64), dtype)
+
+    def shape(n):
+        """Returns the shape and dtype of an argument with n tokens."""
+        return jax.ShapeDtypeStruct((2, n, 2, 64), dtype)
 
     def loss(x, y):
         terms = (low_rank(x, y, token_keys=True),)

@@ -160,7 +160,9 @@ class Stage(launch.Pod):
     def __init__(self, states: list[str], told: list[list[str]]):
         options = [*POD, "--type", "v6e-16", "--poll", "0", "--max-restarts", "3"]
         super().__init__(launch.parse_arguments(["babysit", *options, *TRAIN])[0])
-        self.states, self.told, self.did = iter(states), iter(told), []
+        self.states = iter(states)
+        self.told = iter(told)
+        self.did = []
 
     def call(self, command, *, tries=1):
         word = next(
@@ -200,7 +202,8 @@ def test_the_commands_that_are_shown_can_run_where_they_run():
     They have extras and numbers of devices.
     """
     page = (launch.CHECKOUT / "docs" / "pods.md").read_text().replace("\\\n", " ")
-    extras, shown = launch.make_parser().get_default("extras"), []
+    extras = launch.make_parser().get_default("extras")
+    shown = []
     for line in re.findall(r"launch\.py .* -- .*", f"{launch.__doc__}\n{page}"):
         command = shlex.split(line.partition(" -- ")[2].replace("$RUN", " ".join(RUN)))
         shown.append((command if " run " in line else ["train", *command], extras, 16))

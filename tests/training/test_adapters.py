@@ -131,7 +131,8 @@ def test_the_adapters_alone_are_trained(source, tmp_path, scan, mesh):
     recipe = adapting(
         recipe, directory, model=model, mesh=mesh, rules=rules, ema=0.9, micro_batches=2
     )
-    trainer, stream = Trainer(recipe, jax.devices()[: 8 if mesh.tensor > 1 else 1]), CopyStream()
+    trainer = Trainer(recipe, jax.devices()[: 8 if mesh.tensor > 1 else 1])
+    stream = CopyStream()
     trainer.read_base(lambda _: None)
     before = jax.device_get(trainer.base)
     state = trainer.init()
@@ -139,12 +140,20 @@ def test_the_adapters_alone_are_trained(source, tmp_path, scan, mesh):
     for _ in range(2):
         state, _ = trainer.step(state, trainer.shard_batch(next(stream)))
     jax.tree.map(np.testing.assert_array_equal, trainer.base, before)
-    names = {k.key for path, _ in jax.tree.leaves_with_path((state.params, state.opt_state, state.ema))
-             for k in path[-1:] if hasattr(k, "key")}  # fmt: skip
+    names = {
+        k.key
+        for path, _ in jax.tree.leaves_with_path((state.params, state.opt_state, state.ema))
+        for k in path[-1:]
+        if hasattr(k, "key")
+    }
     assert names == {"lora_a", "lora_b"}
     save(tmp_path, recipe, dataclasses.replace(state, ema={}))
     _, found = restore_run(tmp_path)
-    looped = lambda params: unroll_variables(model, {"params": params})["params"]
+
+    def looped(params):
+        """Returns parameters in the layout of looped layers."""
+        return unroll_variables(model, {"params": params})["params"]
+
     expected = merged(looped(before["params"]), looped(jax.device_get(state.params)), 2.0)
     close(looped(found["params"]), expected, atol=1e-6)
     # The loss of the next step is that of the plain model with these parameters.
@@ -168,7 +177,8 @@ def test_what_is_drawn_is_trained_whole_and_saved(source, tmp_path):
     )
     data = replace(recipe.data, classes=experiment(model).data.classes, targets_length=1)
     recipe = adapting(recipe, directory, model=model, data=data, init_rules=rules, ema=0.5)
-    trainer, stream = Trainer(recipe, jax.devices()[:1]), ClassStream()
+    trainer = Trainer(recipe, jax.devices()[:1])
+    stream = ClassStream()
     state = trainer.init()  # it reads the base, which is complete
     start = jax.device_get(state)
     jax.tree.map(np.testing.assert_array_equal, trainer.averaged_variables(state), trainer.base)
@@ -287,7 +297,8 @@ def test_a_run_that_continues_keeps_the_base_it_began_with(tmp_path):
 
 def test_targets_that_fit_nothing_are_named():
     recipe = experiment(layers=2)
-    scan, misspelt = scanned(recipe.model), "encoder/layers_0/attention/valu/kernel"
+    scan = scanned(recipe.model)
+    misspelt = "encoder/layers_0/attention/valu/kernel"
     for model, targets, message in (
         (recipe.model, misspelt, "no kernel, did you mean 'encoder/layers_0/at"),
         (scan, "encoder/layers_0/.*", "matches layers of a scanned stack, but not 'encoder/l"),

@@ -53,7 +53,10 @@ def test_json_round_trip(tmp_path):
         (["data.mixture='mine'"], lambda e: e.data.mixture == "mine"),
         (["mesh.tensor=2"], lambda e: e.mesh == MeshShape(tensor=2)),
         (["model.encoder.runs.0.repeats=5"], lambda e: e.model.encoder.num_layers == 5),
-        (['training.optimizer={"type": "Adafactor"}'], lambda e: e.training.optimizer == Adafactor()),
+        (
+            ['training.optimizer={"type": "Adafactor"}'],
+            lambda e: e.training.optimizer == Adafactor(),
+        ),
         (["model=t5_1_1_tiny"], lambda e: e.model == ZOO["t5_1_1_tiny"]().copy(dtype="auto")),
         (["data.buckets=((4, 2),(6, 4))"], lambda e: e.data.buckets == ((4, 2), (6, 4))),
         # Settings may be given together and in any order.
@@ -63,7 +66,7 @@ def test_json_round_trip(tmp_path):
         (["model=t5_1_1_tiny", "model.d_model=16"], lambda e: e.model.d_model == 16),
         (["model.d_model=16", "model=t5_1_1_tiny"], lambda e: e.model.d_model == 32),
     ],
-)  # fmt: skip
+)
 def test_overrides_are_typed(assignments, read):
     assert read(override(experiment(), *assignments))
 
@@ -188,7 +191,8 @@ def test_wrong_values_from_python_are_refused_when_the_experiment_is_made(field,
 
 @pytest.mark.parametrize("name", ["quickstart", "papers.translation:multi30k:hc_sa"])
 def test_every_plain_setting_can_be_typed_as_it_is_shown_and_every_number_has_a_range(name):
-    recipe, free = load_recipe(name), {"data.buckets", "mesh.extra"}  # they have rules of their own
+    recipe = load_recipe(name)
+    free = {"data.buckets", "mesh.extra"}  # they have rules of their own
     rows = [row for row in settings(recipe) if row.leaf]
     shown = {row.path: row for row in rows}
     assert {"training.steps", "model.encoder.runs.0.repeats", "data.pack"} <= shown.keys()

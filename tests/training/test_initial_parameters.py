@@ -127,13 +127,15 @@ def source(tmp_path_factory):
 
 def started(recipe, directory):
     lines = []
-    trainer, recipe = Trainer(recipe), replace(recipe, init_from=str(directory))
+    trainer = Trainer(recipe)
+    recipe = replace(recipe, init_from=str(directory))
     found = initialize_from_checkpoint(trainer, experiment=recipe, report=lines.append)
     return trainer.init(), found, "\n".join(lines)
 
 
 def test_the_same_model_is_restored_with_scanned_layers_over_a_mesh(source):
-    (directory, recipe, saved), mesh = source, MeshShape(data=2, fsdp=4)
+    (directory, recipe, saved) = source
+    mesh = MeshShape(data=2, fsdp=4)
     model = recipe.model
     scanned = model.copy(**{k: s.copy(scan=True) for k, s in stacks_of(model).items()})
     averaged = replace(recipe.training, ema=0.5)
@@ -144,7 +146,11 @@ def test_the_same_model_is_restored_with_scanned_layers_over_a_mesh(source):
     for params in (found.params, found.ema):
         looped = unroll_variables(scanned, {"params": params})["params"]
         jax.tree.map(np.testing.assert_array_equal, looped, saved.params)
-    pointer = lambda tree: tree["embedding"].addressable_data(0).unsafe_buffer_pointer()
+
+    def pointer(tree):
+        """Returns the address of the embedding in memory."""
+        return tree["embedding"].addressable_data(0).unsafe_buffer_pointer()
+
     assert pointer(found.params) != pointer(found.ema), "a step donates both"
     assert "initialized              0 parameters in 0 arrays" in table
 
@@ -161,12 +167,15 @@ def test_a_longer_model_is_resized_and_said_so(source):
     ):
         started(replace(recipe, model=model), directory)
     ruled = replace(recipe, model=model, init_rules=(RULES[0], RULES[-1]))
-    fresh, (_, found, table) = Trainer(ruled).init(), started(ruled, directory)
+    fresh = Trainer(ruled).init()
+    (_, found, table) = started(ruled, directory)
     np.testing.assert_array_equal(found.params["embedding"][:16], saved.params["embedding"])
     np.testing.assert_array_equal(found.params["embedding"][16:], fresh.params["embedding"][16:])
-    table_of = lambda state: state.params["encoder"]["layers_1"]["attention"]["align"]["part_0"][
-        "table"
-    ]
+
+    def table_of(state):
+        """Returns the table of the second layer."""
+        return state.params["encoder"]["layers_1"]["attention"]["align"]["part_0"]["table"]
+
     np.testing.assert_array_equal(table_of(found)[:, 8, 8], table_of(saved)[:, 7, 7])
     assert "encoder/layers_*/attention/align/part_0/table (2, 12, 12), 2 layers" in table
 

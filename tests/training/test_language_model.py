@@ -17,7 +17,8 @@ from synthesizer_jax.training.run import open_evaluator, run
 from tests.data import small
 from tests.training.tiny import experiment, logged
 
-SIZE, LENGTH = Size(16, 1, 32, 2, 8), 32
+SIZE = Size(16, 1, 32, 2, 8)
+LENGTH = 32
 VOCAB = Bytes().build().vocab_size
 KIND = alignment("rv", head_dim=8, max_length=LENGTH)
 MODELS = {

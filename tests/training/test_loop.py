@@ -53,7 +53,11 @@ def test_killed_and_started_again_and_again(tmp_path):
 def test_training_learns_and_a_finished_run_does_nothing_more(tmp_path):
     recipe = experiment(steps=60, save_every=60)
     with contextlib.ExitStack() as stack:
-        guard = lambda: stack.enter_context(jax.transfer_guard("disallow"))
+
+        def guard():
+            """Forbids transfers to and from devices from now on."""
+            return stack.enter_context(jax.transfer_guard("disallow"))
+
         state = run(tmp_path, recipe, ready=guard)  # the loop moves no array without naming it
     found = logged(tmp_path)
     assert np.mean([found[s] for s in range(50, 60)]) < found[1] - 0.5
@@ -84,7 +88,11 @@ def test_an_average_equals_numpy_and_goes_on(tmp_path):
     options = {"ema": 0.6, "rules": RULES, "save_every": 1, "keep_latest": 6}
     run(tmp_path, experiment(steps=3, **options))
     state = run(tmp_path, experiment(steps=6, **options))
-    saved = lambda step: restore_variables(tmp_path / "checkpoints", step=step)[1]["params"]
+
+    def saved(step):
+        """Returns the parameters of a checkpoint."""
+        return restore_variables(tmp_path / "checkpoints", step=step)[1]["params"]
+
     average = jax.device_get(saved(1))
     for step in range(2, 7):
         decay = min(0.6, step / (step + 9))  # step − 1 updates were before
@@ -100,7 +108,9 @@ def test_an_average_equals_numpy_and_goes_on(tmp_path):
 
 
 def test_a_run_starts_under_its_callers_settings_while_the_step_is_compiled(tmp_path, monkeypatch):
-    recipe, release, compiled = experiment(), threading.Event(), []
+    recipe = experiment()
+    release = threading.Event()
+    compiled = []
     monkeypatch.setattr(Trainer, "compile", lambda *_, lowered: compiled.append(release.wait(60)))
     with jax.threefry_partitionable(False), pytest.raises(ValueError, match="of another model"):
         expected = Trainer(recipe).init().params["embedding"]
@@ -122,7 +132,11 @@ def test_a_run_stops_and_goes_on_with_more_patience(tmp_path, capsys):
         stream = CopyStream()
         evaluation = {"patience": patience, "min_improvement": 1.0}
         recipe = experiment(every=2, evaluation=evaluation)
-        measure = lambda state: {"score": SCORES[int(state.step)]}
+
+        def measure(state):
+            """Returns the score of a step."""
+            return {"score": SCORES[int(state.step)]}
+
         return int(run(tmp_path, recipe, stream, evaluate=measure).step), stream.taken
 
     assert go(patience=2) == (8, 8)
@@ -184,7 +198,8 @@ def test_a_bucket_is_compiled_once_and_changes_nothing(tmp_path, monkeypatch):
     clock = itertools.count()
     stopped = types.SimpleNamespace(perf_counter=lambda: next(clock), time=lambda: 0)
     monkeypatch.setattr(metrics, "time", stopped)
-    trace, shapes = Trainer.trace, []
+    trace = Trainer.trace
+    shapes = []
 
     def slow(trainer, lengths=None):
         list(itertools.islice(clock, 1000))
@@ -201,7 +216,9 @@ def test_a_bucket_is_compiled_once_and_changes_nothing(tmp_path, monkeypatch):
 
 def test_some_steps_are_profiled(tmp_path, monkeypatch):
     """The trace includes no part of saving before its first step and after its last one."""
-    order, trace, save = [], jax.profiler.trace, Checkpoints.save
+    order = []
+    trace = jax.profiler.trace
+    save = Checkpoints.save
 
     @contextlib.contextmanager
     def traced(directory):

@@ -118,7 +118,8 @@ def test_chunks_never_hold_all_logits():
 
 def test_logits_of_a_chunk_are_made_once():
     hidden, kernel = jnp.ones((2, 6, 5)), jnp.ones((5, V))
-    targets, weights = jnp.zeros((2, 6), int), jnp.ones((2, 6))
+    targets = jnp.zeros((2, 6), int)
+    weights = jnp.ones((2, 6))
 
     def loss(h, k):
         return chunked_cross_entropy(h, k, targets=targets, weights=weights, chunk=4).total
@@ -137,11 +138,15 @@ def test_targets_of_weight_zero_are_ignored(losses):
     logits, targets, weights = made()
     weights[0, 0] = weights[2, 1] = 0.0
     strange = targets.copy()
-    strange[0, 0], strange[2, 1] = -100, V
+    strange[0, 0] = -100
+    strange[2, 1] = V
 
     @jax.jit
     def run(x, w, targets):
-        total = lambda x: losses(x, targets, weights=w, z_loss=Z, label_smoothing=0.1).total
+        def total(x):
+            """Returns the total loss."""
+            return losses(x, targets, weights=w, z_loss=Z, label_smoothing=0.1).total
+
         return jax.value_and_grad(total)(x)
 
     plain, odd = (run(jnp.float32(logits), weights, t) for t in (targets, strange))
@@ -157,10 +162,8 @@ def test_targets_of_weight_zero_are_ignored(losses):
 
 
 def test_targets_may_have_8_bits():
-    logits, targets = (
-        jax.random.normal(jax.random.key(0), (2, 3, 300)),
-        np.array([[0, 7, 255]] * 2, np.uint8),
-    )
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 300))
+    targets = np.array([[0, 7, 255]] * 2, np.uint8)
     weights = jnp.ones((2, 3))
     found, expected = (
         cross_entropy(logits, t, weights=weights) for t in (targets, targets.astype(np.int32))
@@ -179,7 +182,8 @@ def test_second_derivatives(losses):
     def total(x):
         return losses(x, targets, weights=weights, z_loss=Z, label_smoothing=0.1).total
 
-    x, gradient = jnp.float32(logits), jax.jit(jax.grad(total))
+    x = jnp.float32(logits)
+    gradient = jax.jit(jax.grad(total))
     over_reverse = jax.jvp(gradient, (x,), (direction,))[1]
     twice_reverse = jax.grad(lambda x: (gradient(x) * direction).sum())(x)
     unseen = gradient(x.at[0, 0].set(jnp.nan))  # logits with weight 0 are NaN
@@ -206,8 +210,13 @@ def test_denominators():
 def test_a_factor_of_the_total_is_not_rounded_to_bfloat16():
     """An example is one over the number of tokens."""
     logits, targets, weights = made()
-    x, factor = jnp.asarray(logits, jnp.bfloat16), jnp.float32(1 / 37)
-    total = lambda x, factor: factor * chunked(x, targets, weights=weights).total
+    x = jnp.asarray(logits, jnp.bfloat16)
+    factor = jnp.float32(1 / 37)
+
+    def total(x, factor):
+        """Returns the total loss, multiplied by a factor."""
+        return factor * chunked(x, targets, weights=weights).total
+
     whole, scaled = (jax.grad(total)(x, f) for f in (jnp.float32(1.0), factor))
     np.testing.assert_array_equal(scaled, (whole * factor).astype(jnp.bfloat16))
 
@@ -238,7 +247,8 @@ def test_large_logits_lose_no_digits(losses, smoothing):
     """log Z is about 150, where neighboring float32 numbers differ by 1.5e-5."""
     rng = np.random.default_rng(3)
     logits = np.float32(150 + rng.normal(size=(1, 4, V))).astype(np.float64)
-    targets, weights = rng.integers(0, V, (1, 4)), np.ones((1, 4), np.float32)
+    targets = rng.integers(0, V, (1, 4))
+    weights = np.ones((1, 4), np.float32)
     z_loss = Z if smoothing else 0.0
     loss, *_, expected = oracle(logits, targets, weights, z_loss, smoothing)
 

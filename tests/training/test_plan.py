@@ -36,7 +36,11 @@ def test_parameters_and_optimizer_are_what_lies_on_a_device(mesh):
     recipe = experiment(mesh=mesh)
     needs = plan.make_plan(recipe, PLACE).needs
     state = Trainer(recipe, jax.devices()[:8]).init()
-    here = lambda tree: bytes_of(x.addressable_shards[0].data for x in jax.tree.leaves(tree))
+
+    def here(tree):
+        """Returns the bytes of a tree on the first device."""
+        return bytes_of(x.addressable_shards[0].data for x in jax.tree.leaves(tree))
+
     assert needs.parameters == needs.gradients == here(state.params)
     assert needs.optimizer == here(state.opt_state)
     rest = needs.gathered + needs.copies + needs.activations
@@ -147,7 +151,8 @@ def test_parameters_are_shared_by_as_many_as_divide_the_width():
 
 
 def test_costs_of_an_encoder_are_those_of_its_inputs():
-    recipe, place = experiment(encoder(masked_lm=True)), chips.parse_topology("v5e:2x2")
+    recipe = experiment(encoder(masked_lm=True))
+    place = chips.parse_topology("v5e:2x2")
     found = plan.make_plan(recipe, place)
     assert found.fits and found.needs.activations > 0
     assert found.flops == Trainer(recipe, jax.devices()[:1]).step_flops() > 0

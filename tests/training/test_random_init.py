@@ -19,7 +19,8 @@ def state(layers: int, *, scan: bool = False):
 
     def init(key):
         params = model.init(key, tokens, tokens)["params"]
-        draw, ones = jax.random.normal(key, (2,)), jax.tree.map(jnp.ones_like, params)
+        draw = jax.random.normal(key, (2,))
+        ones = jax.tree.map(jnp.ones_like, params)
         scaled = [jax.jit(lambda x, c=c: c * x)(draw) for c in np.array([[1.0, 2.0], [3.0, 4.0]])]
         return {"params": params, "ones": ones, "average": params, "scaled": scaled, "count": 0}
 
@@ -33,7 +34,11 @@ def test_they_are_those_of_one_program_on_a_mesh(scan):
         (2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
     )
     shapes = jax.eval_shape(init, jax.random.key(3))
-    place = lambda x: NamedSharding(mesh, P("x") if x.ndim and x.shape[0] % 2 == 0 else P())
+
+    def place(x):
+        """Returns a sharding that divides even first axes."""
+        return NamedSharding(mesh, P("x") if x.ndim and x.shape[0] % 2 == 0 else P())
+
     shardings = jax.tree.map(place, shapes)
     found = init_arrays(init, jax.random.key(3), shardings=shardings)
     assert jax.tree.map(lambda x: x.sharding, found) == shardings

@@ -65,7 +65,8 @@ class Auxiliary(nn.Module):
 
 
 def test_scanned_layers_sow_their_losses_too():
-    batch, model = next(CopyStream()), experiment(layers=3).model
+    batch = next(CopyStream())
+    model = experiment(layers=3).model
     runs = tuple(
         replace(run, block=run.block.copy(feed_forward=Auxiliary())) for run in model.decoder.runs
     )
@@ -80,7 +81,8 @@ def test_scanned_layers_sow_their_losses_too():
 
 @pytest.mark.parametrize(("head", "tied"), [("classes", True), ("masked", True), ("masked", False)])
 def test_the_loss_is_the_cross_entropy_of_the_head(head, tied, monkeypatch):
-    model, batch = encoder(**tiny.HEADS[head]).copy(tied=tied), next(STREAMS[head]())
+    model = encoder(**tiny.HEADS[head]).copy(tied=tied)
+    batch = next(STREAMS[head]())
     variables = initialized(model, batch)
     encoded = jax.jit(model.apply)(variables, batch["encoder_input_tokens"])
     logits = encoded.token_logits if head == "masked" else encoded.outputs[:, None]
@@ -97,7 +99,8 @@ def test_the_loss_is_the_cross_entropy_of_the_head(head, tied, monkeypatch):
 
 
 def test_dropout_acts_where_there_is_a_key():
-    model, batch = encoder(dropout_rate=0.5), next(ClassStream())
+    model = encoder(dropout_rate=0.5)
+    batch = next(ClassStream())
     variables = initialized(model, batch)
     loss = jax.jit(lambda key: loss_sums(model, variables, batch, **PLAIN, dropout_key=key).loss)
     losses = [float(loss(key)) for key in (None, None, jax.random.key(1), jax.random.key(2))]
@@ -121,7 +124,11 @@ def test_a_ponder_cost_is_part_of_the_loss():
     batch = {k: jnp.asarray(v) for k, v in next(CopyStream()).items()}
     inputs = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
     variables = jax.jit(universal(0.0).init)(jax.random.key(0), *inputs)
-    losses = lambda v: [loss_sums(universal(c), v, batch, **PLAIN) for c in (0.0, 0.5, 1.0)]
+
+    def losses(v):
+        """Returns the sums of losses for three ponder costs."""
+        return [loss_sums(universal(c), v, batch, **PLAIN) for c in (0.0, 0.5, 1.0)]
+
     free, dear, dearer = jax.jit(losses)(variables)
     assert free.penalty == 0 and dear.loss == free.loss
     assert 2 * 0.5 < dear.penalty / dear.weight < 2 * 0.5 * 4  # one to three steps and a remainder

@@ -65,7 +65,8 @@ class CopyStream:
     """Random tokens to copy. Batch n depends only on n."""
 
     def __init__(self, bad_batch=None):
-        self.taken, self.bad_batch = 0, bad_batch
+        self.taken = 0
+        self.bad_batch = bad_batch
 
     def __next__(self):
         rng = np.random.default_rng(self.taken)
@@ -167,7 +168,8 @@ def logged(directory, name="loss", kind="train"):
 
 def stepped(recipe, stream, steps=1, devices=1):
     """Returns the state after some steps, and the metrics of every step."""
-    trainer, found = Trainer(recipe, jax.devices()[:devices]), []
+    trainer = Trainer(recipe, jax.devices()[:devices])
+    found = []
     state = trainer.init()
     for _ in range(steps):
         state, metrics = trainer.step(state, trainer.shard_batch(next(stream)))
@@ -208,7 +210,8 @@ def play(directory: str, kill_at: int, how: str) -> None:
 
 def main(plays: str) -> None:
     """Plays one after the other in forked processes, and prints their exit codes."""
-    codes, utilization.SIDE["cpu"] = [], 64
+    codes = []
+    utilization.SIDE["cpu"] = 64
     for arguments in json.loads(plays):
         if (pid := os.fork()) == 0:
             try:
