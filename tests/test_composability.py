@@ -281,7 +281,9 @@ COMPOSED = [
 
 
 @pytest.mark.parametrize(("transformation", "name"), COMPOSED)
-def test_composes(transformation: Callable[[Subject], None], name: str) -> None:
+def test_a_function_composes_with_a_transformation(
+    transformation: Callable[[Subject], None], name: str
+) -> None:
     """The derivatives of a loss are the same as without the transformation."""
     transformation(subject(name))
 

@@ -20,13 +20,13 @@ from tests.environment import python
 
 
 @pytest.mark.parametrize("content", ["Größe\n", "Größe\n".encode(), ["Grö", "ße\n"]], ids=repr)
-def test_what_was_written_is_there(tmp_path: pathlib.Path, content) -> None:
+def test_a_written_file_has_its_content(tmp_path: pathlib.Path, content) -> None:
     path = tmp_path / "new" / "file"
     assert write_atomic(path, content).read_text(encoding="utf-8") == "Größe\n"
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_an_error_leaves_what_was_there_and_links_are_not_followed(tmp_path: pathlib.Path) -> None:
+def test_an_error_leaves_the_old_file_and_links_are_not_followed(tmp_path: pathlib.Path) -> None:
     path = write_atomic(tmp_path / "file", "old")
     elsewhere = tmp_path / "elsewhere"
     with pytest.raises(RuntimeError, match="half way"), open_atomic(path) as file:
@@ -58,7 +58,7 @@ def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
     assert list((tmp_path / "b").iterdir()) == []
 
 
-def test_two_that_make_one_directory_are_told_apart(tmp_path):
+def test_only_one_of_two_processes_makes_a_directory(tmp_path):
     """The first one gets it. The second one ends with a sentence about a directory that exists."""
     path = tmp_path / "new"
     message = r"new already exists, .*\. Choose a new directory"
@@ -109,7 +109,7 @@ def test_a_full_disk_is_named_by_what_the_user_knows(tmp_path):
     ],
     ids=repr,
 )
-def test_errors_of_writing_are_one_sentence_and_others_stay(error, said):
+def test_errors_of_writing_give_one_sentence_and_others_stay(error, said):
     with (
         pytest.raises((OSError, ValueError), match=said),
         name_write_errors(pathlib.Path("there"), "All is kept"),
@@ -125,7 +125,7 @@ with new_directory(pathlib.Path(sys.argv[1])):
 """
 
 
-def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path):
+def test_only_files_of_killed_processes_are_removed(tmp_path):
     held, other = tmp_path / ".b.incomplete-0123abce", tmp_path / ".b.3"
     for directory in (held, other):
         directory.mkdir()
@@ -138,7 +138,7 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path):
     assert set(tmp_path.iterdir()) == {tmp_path / "b", held, other}
 
 
-def test_processes_that_come_between_are_no_error(tmp_path, monkeypatch):
+def test_interfering_processes_cause_no_error(tmp_path, monkeypatch):
     """A listed directory is removed by one process, and another one cleans up after a new one."""
     (tmp_path / ".new-gone").symlink_to(tmp_path / "elsewhere")  # it cannot be opened
     mkdir = pathlib.Path.mkdir

@@ -84,7 +84,7 @@ def test_a_module_equals_linen(name):
     assert differs(noisy[0], plain[0]) == module.has_dropout
 
 
-def test_every_mixer_has_an_nnx_class_and_own_ones_that_of_their_superclass():
+def test_every_mixer_has_an_nnx_class_and_users_mixers_have_that_of_their_superclass():
     assert set(sj.MIXERS) <= set(dir(snnx))
 
     class OwnAttention(sj.Attention):

@@ -96,7 +96,7 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
     assert all(link.startswith(("#", "data:")) for link in links)
 
 
-def test_what_has_logged_nothing_is_one_sentence(tmp_path):
+def test_a_run_without_logs_gives_one_sentence(tmp_path):
     output = tmp_path / "page.html"
     young = logged(tmp_path / "young")
     with pytest.raises(
@@ -172,7 +172,7 @@ def test_runs_that_differ_in_seeds_are_one_system(tmp_path):
     assert [system.name for system in read_systems(same)] == ["x-1", "x-2"]
 
 
-def test_answers_that_differ_stand_first_and_any_text_is_shown_as_it_is(tmp_path):
+def test_answers_that_differ_come_first_and_any_text_is_shown_unchanged(tmp_path):
     same = {"input": "same", "target": "a", "prediction": "a", "label": 0, "target_label": 0}
     differs = same | {"input": "differs", "target": "b", "target_label": 1}
     for name, answers in (("A", ("a", "")), ("B", ("b", "b"))):

@@ -33,7 +33,7 @@ def test_dropout_is_that_of_whole_values(route: str, mask: Mask) -> None:
 
 
 @pytest.mark.parametrize("route", ["static", "fused", "reference"])
-def test_bfloat16(route: str) -> None:
+def test_bfloat16_is_close_to_float64(route: str) -> None:
     """Outputs and gradients have two or three correct digits, compared with float64."""
     b, n, h, e = 2, 64, 2, 16
     half = functools.partial(cases.normal, dtype=jnp.bfloat16)
@@ -102,7 +102,7 @@ def test_devices_that_share_the_queries(names: tuple[str, ...], route: str) -> N
         attend((short,), values, q_length=n, partition=partition)
 
 
-def test_what_does_not_divide_by_the_mesh() -> None:
+def test_sizes_that_the_mesh_does_not_divide() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     terms, values, _ = cases.problem(("static",), b=6)
     partition = Partition(batch=("data",), heads=("tensor",))
@@ -162,6 +162,6 @@ SHORT = relative(jnp.ones((HEADS, 20)), first=-9)
         ({"soft_cap": 0.0}, "soft_cap is 0.0, but it must be positive"),
     ],
 )
-def test_errors(changes, message: str) -> None:
+def test_wrong_arguments_of_attend_are_errors(changes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**changes)

@@ -93,7 +93,7 @@ def test_values_and_sinks_may_be_wider_than_logits(route: str) -> None:
 
 
 @pytest.mark.parametrize("gap", [14.0, 30.0])
-def test_float16_of_tables(gap: float) -> None:
+def test_float16_tables_keep_their_digits(gap: float) -> None:
     """Padding keys with larger logits do not cost digits of the other keys."""
     b, n = 2, 32
     logits = cases.normal("logits", HEADS, n, n) + gap * (jnp.arange(n) >= 20)

@@ -31,7 +31,7 @@ def test_nnx_layers_with_dropout():
         assert (found.route, found.shape) == ("static", (2, 160, 160, 2))
 
 
-def test_what_is_left_to_flax():
+def test_calls_that_are_left_to_flax():
     layer = nn.MultiHeadAttention(2, dropout_rate=0.1, attention_fn=sj.attention_fn)
     variables = layer.init(jax.random.key(0), X, deterministic=True)
     apply = functools.partial(layer.apply, rngs={"dropout": jax.random.key(1)})

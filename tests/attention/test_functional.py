@@ -145,7 +145,7 @@ def test_long_rows_take_the_fused_route() -> None:
 
 
 @pytest.mark.parametrize("kind", ["array", "relative", "each example's keys"])
-def test_nothing_is_as_large_as_the_logits(kind: str) -> None:
+def test_no_array_is_as_large_as_the_logits(kind: str) -> None:
     """A compiled training step has one tile of logits, and the gradient of a shared bias once."""
     n, length = 4, 512
     bias, largest = {
@@ -305,6 +305,8 @@ PACKED = Mask(key_segments=jnp.ones((B, K), int), segments=1).for_self_attention
         ),
     ],
 )
-def test_errors(arguments: Any, options: Any, message: str) -> None:
+def test_wrong_arguments_of_the_function_are_errors(
+    arguments: Any, options: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         dot_product_attention(*arguments, **options)

@@ -93,7 +93,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize(("platform", "name"), [(p, name) for p in FUSED for name in MASKS[p]])
-def test_fused_under_every_kind_of_mask(platform, name):
+def test_fused_kernels_with_every_kind_of_mask(platform, name):
     """Packed rows have only terms without positions, because others are unpacked first."""
     mask, q = (CROSS | OWN)[name]
     names = TERMS[platform]
@@ -103,7 +103,7 @@ def test_fused_under_every_kind_of_mask(platform, name):
 
 
 @pytest.mark.parametrize(("platform", "name"), [(p, name) for p in FUSED for name in TERMS[p]])
-def test_each_term_alone(platform, name):
+def test_kernels_with_each_term_alone(platform, name):
     check_fused(platform, (name,), CROSS["padding"][0], QUERIES, KEYS)
 
 
@@ -205,7 +205,7 @@ def _zero(x):
         ("causal and holes", ("static", "relative")),
     ],
 )
-def test_static_under_every_kind_of_mask(name, names):
+def test_static_kernels_with_every_kind_of_mask(name, names):
     mask, q = (CROSS | OWN)[name]
     terms, values, g = cases.problem(names, q)
     found, _ = run_static(mask.query_offset, terms, values, mask, g)
@@ -225,7 +225,7 @@ def test_logits_far_under_the_maximum_are_noticed(gap):
         cases.compare(found, oracle.attention(terms, values, mask, g), 2e-6)
 
 
-def test_static_bfloat16_is_as_close_as_the_other_way():
+def test_static_bfloat16_is_as_close_as_the_loop():
     mask, q = CROSS["padding"]
     terms, *full = cases.problem(("static",), q)
     values, g = (x.astype(jnp.bfloat16) for x in full)
@@ -248,7 +248,7 @@ def test_static_bfloat16_is_as_close_as_the_other_way():
     np.testing.assert_array_equal(found.logits, exact.logits.astype(jnp.bfloat16))
 
 
-def test_what_the_kernels_do_not_take():
+def test_calls_that_the_kernels_do_not_support():
     terms, values, _ = cases.problem(("static",), QUERIES)
 
     def obstacles(mask, values=values, q=QUERIES):

@@ -64,7 +64,7 @@ def test_windows_beyond_all_positions_hide_nothing(window) -> None:
     np.testing.assert_allclose(weights, jnp.full((1, 1, 3, 3), 1 / 3), rtol=1e-6)
 
 
-def test_what_is_no_mask() -> None:
+def test_objects_that_are_not_masks_are_refused() -> None:
     terms, values, _ = cases.problem(("static",))
     with pytest.raises(
         TypeError, match="the mask is of type str, but it must be a Mask, or an array"

@@ -75,7 +75,7 @@ def test_layers_know_a_new_term(make):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *gradients)
 
 
-def test_it_decodes():
+def test_a_new_term_decodes():
     layer, _ = pair_of_layers(lambda own: Mixture((DotProduct(), own)))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 6, 6)), jnp.float32)
     variables = jax.jit(layer.init)(jax.random.key(0), x)
@@ -88,7 +88,7 @@ def test_it_decodes():
         np.testing.assert_allclose(y[:, 0], expected[:, at], atol=1e-5)
 
 
-def test_routes_tell_that_they_do_not_take_it():
+def test_routes_say_that_they_do_not_support_a_new_term():
     values = jnp.ones((2, 8, 4, 3))
     terms = (Salience(jnp.ones((2, 8, 4))),)
     with pytest.raises(

@@ -21,7 +21,7 @@ MASKS |= {n: (m, KEYS) for n, m in (cases.self_masks() | cases.packed_masks()).i
 
 @pytest.mark.parametrize("route", cases.ROUTES)
 @pytest.mark.parametrize("name", MASKS)
-def test_under_every_mask(route: str, name: str) -> None:
+def test_routes_equal_the_oracle_with_every_mask(route: str, name: str) -> None:
     mask, q = MASKS[name]
     terms, values, g = cases.problem(cases.ROUTES[route], q, KEYS)
     cases.check(terms, values, mask, g, route, BOUND)
@@ -48,7 +48,7 @@ def test_all_heads_at_once_as_on_gpus(name: str) -> None:
     ("route", "batch", "heads"),
     [("fused", 1, HEADS), ("fused", BATCH, 1), ("fused", BATCH, HEADS), ("reference", 1, HEADS)],
 )
-def test_any_pattern(route: str, batch: int, heads: int) -> None:
+def test_any_pattern_of_pairs(route: str, batch: int, heads: int) -> None:
     terms, values, g = cases.problem(("static", "dot_product"), QUERIES, KEYS)
     mask = Mask(causal=True, query_offset=5, allowed=cases.holes(batch, heads, QUERIES, KEYS))
     cases.check(terms, values, mask, g, route, BOUND)
@@ -82,7 +82,7 @@ def test_sinks(route: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY_TERM)
-def test_each_term_alone(name: str) -> None:
+def test_routes_with_each_term_alone(name: str) -> None:
     terms, values, g = cases.problem((name,), QUERIES, KEYS)
     cases.check(terms, values, cases.cross_masks()["padding"], g, "fused", BOUND)
 

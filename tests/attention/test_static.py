@@ -45,7 +45,7 @@ def is_exact(logits: jax.Array, values: jax.Array, mask: Mask) -> bool:
 
 
 @pytest.mark.parametrize("name", padding_masks())
-def test_gaps_of_every_size(name: str) -> None:
+def test_logits_with_gaps_of_every_size_equal_the_oracle(name: str) -> None:
     _, values, dout = cases.problem(())
     for gap in GAPS:
         cases.check(

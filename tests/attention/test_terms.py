@@ -28,7 +28,7 @@ def test_add_folds_what_it_can() -> None:
 
 
 @pytest.mark.parametrize("factor", [jnp.array([0.5, -2.0]), jnp.array(3.0)])
-def test_scale(factor: jax.Array) -> None:
+def test_scaling_a_term(factor: jax.Array) -> None:
     for term in cases.make_terms(cases.EVERY_TERM, B, Q, K, H):
         found = logits(scale((term,), factor))
         shaped = np.broadcast_to(factor, (H,))[:, None, None]
@@ -48,6 +48,6 @@ def test_scale(factor: jax.Array) -> None:
         (lambda: low_rank(X, X, token_keys=False), "batch axis has the size 2. It must be 1"),
     ],
 )
-def test_errors(make, message: str) -> None:
+def test_wrong_terms_are_errors(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

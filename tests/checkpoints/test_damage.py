@@ -218,7 +218,7 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
 
 
 @pytest.mark.parametrize(("name", "content", "message"), DAMAGES, ids=range(len(DAMAGES)))
-def test_damage_is_one_sentence_and_no_trace(
+def test_damage_gives_one_sentence_and_no_trace(
     whole, tmp_path, monkeypatch, name, content, message
 ) -> None:
     # A pickle that is executed would leave files here.

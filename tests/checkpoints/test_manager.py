@@ -46,7 +46,7 @@ def test_the_checksum_is_the_same_on_every_mesh(kind: str) -> None:
     assert checksums.checksums({"x": x[::-1]}) != whole, "places count"
 
 
-def test_parts_add_up() -> None:
+def test_checksums_of_parts_add_up() -> None:
     parts = [{"x": checksums.MODULUS - 1, "y": 3}, {"x": 2}]
     assert checksums.combine_checksums(parts) == {"x": 1, "y": 3}
 
@@ -111,7 +111,7 @@ def flip(path: pathlib.Path, place: int, bit: int = 0) -> None:
     path.write_bytes(data)
 
 
-def test_bit_by_bit(saved: pathlib.Path, caplog) -> None:
+def test_a_flipped_bit_restores_the_step_before(saved: pathlib.Path, caplog) -> None:
     """If a bit of the arrays flips, the step before is restored, unless the bit changes nothing."""
     assert newest(saved) == (2, 2)
     files = [p for p in (saved / "2" / "state").rglob("*") if p.is_file() and p.parent.name == "d"]

@@ -14,7 +14,7 @@ def make_arrays():
     return {f"p{i}": np.float32(rng.standard_normal(shape)) for i, shape in enumerate(SHAPES)}
 
 
-def test_all_arrays_come_back(tmp_path):
+def test_all_arrays_are_restored(tmp_path):
     arrays = make_arrays()
     save_streamed(tmp_path, 3, {"params": {name: Unread.of(x) for name, x in arrays.items()}})
     step, variables = restore_variables(tmp_path)

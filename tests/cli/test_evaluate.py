@@ -109,7 +109,7 @@ def test_every_checkpoint_and_each_tasks_best(place):
         ),
     ],
 )
-def test_what_is_not_there_is_answered_with_what_is(place, command, options, error, message):
+def test_missing_things_are_answered_with_existing_ones(place, command, options, error, message):
     with pytest.raises(error, match=message):
         call(place, options, command=command)
 
@@ -234,7 +234,7 @@ def test_samples_are_repeated_by_their_seed_and_stay_alone(place):
         say(place, "--top-p 1.5 --temperature 1", "text")
 
 
-def test_files_say_the_same(place, tmp_path):
+def test_files_of_inputs_and_outputs_have_the_same_texts(place, tmp_path):
     shown = say(place, "", *TEXTS)
     assert len(shown.splitlines()) == 2
     (tmp_path / "in.txt").write_text("\ufeff" + "\r\n".join(TEXTS) + "\r\n", "utf-8", newline="")
@@ -243,7 +243,7 @@ def test_files_say_the_same(place, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", "out.txt"]
 
 
-def test_inputs_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
+def test_inputs_are_checked_before_the_model_is_read(tmp_path, monkeypatch):
     nowhere = f"generate --workdir {tmp_path}"
     with pytest.raises(FileNotFoundError, match=r"--output .*There is no directory .*absent"):
         commands.call(f"{nowhere} --output {tmp_path}/absent/x text")

@@ -101,7 +101,7 @@ def test_a_second_process_compiles_nothing_but_what_a_killed_one_has_left(tmp_pa
 
 
 @pytest.mark.parametrize("set_before", [True, False])
-def test_nothing_changes_for_who_has_a_cache_or_can_have_none(tmp_path, monkeypatch, set_before):
+def test_an_existing_or_impossible_cache_is_left_alone(tmp_path, monkeypatch, set_before):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path if set_before else tmp_path / "file"))
     monkeypatch.delenv(VARIABLE, raising=False)

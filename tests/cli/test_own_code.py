@@ -187,7 +187,7 @@ def test_a_student_inherits_its_teachers_code(place, tmp_path):
     assert code.recorded_code(tmp_path / "student") == code.recorded_code(place / "run")
 
 
-def test_a_recipe_that_makes_nothing_known_is_not_recorded(tmp_path):
+def test_a_recipe_that_registers_nothing_is_not_recorded(tmp_path):
     (tmp_path / "plain.py").write_text(
         "from tests.training.tiny import experiment\ndef default():\n    return experiment()\n"
     )

@@ -24,7 +24,7 @@ WITHOUT_JAX = {
 }
 
 
-def test_what_needs_no_jax_is_said_without_it(tmp_path):
+def test_commands_that_need_no_jax_do_not_import_it(tmp_path):
     for module in ("jax", "tensorflow", "seqio"):
         (tmp_path / f"{module}.py").write_text("raise AssertionError('it is imported')\n")
     path = f"{tmp_path}{os.pathsep}{ROOT}"
@@ -76,7 +76,7 @@ def test_a_recipe_needs_no_annotation(tmp_path, function, source):
         ("default = 3\n", r"mine\.py has no recipes"),
     ],
 )
-def test_a_broken_recipe_is_one_sentence_with_its_file(tmp_path, source, message):
+def test_a_broken_recipe_gives_one_sentence_with_its_file(tmp_path, source, message):
     (tmp_path / "mine.py").write_text(IMPORT + source)
     with pytest.raises(ValueError, match=message) as error:
         load_recipe(str(tmp_path / "mine.py"))
@@ -141,7 +141,7 @@ def test_without_the_data_extra_one_sentence_says_what_to_install(tmp_path, tmp_
     assert {module: _extra_of(f"{module}.part") for module in extras} == extras
 
 
-def test_tensorflow_is_loaded_without_a_word():
+def test_tensorflow_is_loaded_silently():
     program = (
         "import jax\nfrom synthesizer_jax.cli.data import _open_directory\n"
         "import pathlib\n_open_directory(pathlib.Path('nowhere'), None)\n"

@@ -32,7 +32,7 @@ def train(workdir: pathlib.Path, data: pathlib.Path, *settings: str) -> str:
     return f"train {RECIPE} --workdir {workdir} --data-dir {data} {changes}"
 
 
-def test_stopped_before_the_first_step_nothing_is_left(
+def test_a_run_stopped_before_its_first_step_leaves_nothing(
     tmp_path, synthetic_data, monkeypatch
 ) -> None:
     monkeypatch.setattr(Trainer, "compile", mock.Mock(side_effect=Preempted(signal.SIGTERM)))
@@ -65,7 +65,7 @@ def read_terminal(descriptor: int, until: str | None = None) -> str:
     return shown.decode()
 
 
-def test_interrupted_without_a_terminal_and_on_one(tmp_path, synthetic_data) -> None:
+def test_training_is_interrupted_with_and_without_a_terminal(tmp_path, synthetic_data) -> None:
     workdir = tmp_path / "run"
     settings = ("training.steps=100000", "mesh.fsdp=1", "evaluation.every=4")
     endless = train(workdir, synthetic_data, *settings)
@@ -142,7 +142,7 @@ def test_a_start_that_is_refused_leaves_nothing(tmp_path, synthetic_data, wrong,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_start_that_came_to_nothing_blocks_nothing(copied, synthetic_data) -> None:
+def test_a_start_without_checkpoints_does_not_block_the_directory(copied, synthetic_data) -> None:
     """A run that has saved no checkpoint gets the settings and the log of its next start."""
     shutil.rmtree(copied / "checkpoints")
     (copied / "events.jsonl").unlink()
@@ -191,7 +191,7 @@ def test_another_vocabulary_or_a_changed_one_is_noticed(
         ),
     ],
 )
-def test_what_is_wrong_is_said_before_data_is_prepared(
+def test_mistakes_are_reported_before_data_is_prepared(
     copied, monkeypatch, command, message
 ) -> None:
     def prepare(*_, **__):
@@ -204,7 +204,7 @@ def test_what_is_wrong_is_said_before_data_is_prepared(
         call(command.format(run=copied))
 
 
-def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, synthetic_data) -> None:
+def test_an_interrupted_evaluation_is_repeated(copied, synthetic_data) -> None:
     log = copied / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(line for line in lines if '"eval"' not in line))

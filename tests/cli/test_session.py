@@ -176,7 +176,7 @@ def check(place: pathlib.Path, expected: list[tuple[str, int, str]]) -> dict[str
     return {command: text for (command, _, _), (_, text) in zip(expected, found, strict=True)}
 
 
-def test_from_a_file_to_a_report(tmp_path) -> None:
+def test_a_session_from_a_file_to_a_report(tmp_path) -> None:
     rows = [{"text": f"{'good' if n % 2 else 'bad'} {n}", "label": n % 2} for n in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "b.csv").write_text("text,label\n" + "".join(f"good {n},1\n" for n in range(6)))

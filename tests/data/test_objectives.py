@@ -69,7 +69,7 @@ class Given:
         return self
 
 
-def test_draws_depend_on_seed_place_and_call_alone() -> None:
+def test_draws_depend_only_on_seed_place_and_call() -> None:
     draws = counted(5).fork(1)
     first, second = draws.uniform(4), draws.uniform(4)
     assert first.dtype == np.float32
@@ -132,7 +132,7 @@ def test_masked_language_modeling_by_hand() -> None:
     assert other.example(TOKENS, Given(order, uniform, [11] * 11), FORM)[0][2] == 4
 
 
-def test_random_tokens_are_no_special_ones() -> None:
+def test_random_tokens_are_never_special() -> None:
     """A model's padding, start and ends may be among the ids that random tokens are drawn from."""
     special = SpecialIds(padding=5, end=1, start=8, also_end=(7, 20))
     form = FORM._replace(vocab_size=12, ids=special)

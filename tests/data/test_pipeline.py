@@ -241,7 +241,7 @@ def test_a_position_of_another_version_is_valid(
         stream.restore(tmp_path)
 
 
-def test_settings_that_cannot_work_are_said_in_one_sentence(data_dir: pathlib.Path) -> None:
+def test_settings_that_cannot_work_give_one_sentence(data_dir: pathlib.Path) -> None:
     for changes, message in (
         (
             {"batch_size": 13, "shards": 4},

@@ -115,7 +115,7 @@ def test_groups_are_of_128_documents_of_an_epoch_and_segments_are_full() -> None
         assert len(targets) == 18 and len({int(t) // 1000 for t in targets if t != 1}) == 3
 
 
-def test_noise_is_another_every_epoch() -> None:
+def test_noise_differs_between_epochs() -> None:
     noisy = {str(x) for x in take(make(Denoising(0.4, 2.0), documents=Numbered([25])), 20)}
     assert len(noisy) > 10
 

@@ -51,7 +51,7 @@ def test_texts_and_ids_are_seqios(model):
     assert len({ours.digest for ours, _ in pairs}) == len(pairs)
 
 
-def test_the_same_on_t5s_own_model(real_data):
+def test_texts_and_ids_are_seqios_with_t5s_model(real_data):
     path = real_data / "sentencepiece" / "t5_spiece.model"
     ours = SentencePiece(str(path)).build()
     theirs = seqio.SentencePieceVocabulary(str(path), 100)
@@ -65,7 +65,7 @@ def test_long_texts_are_trained_on_too(tmp_path):
     assert 2 not in SentencePiece(str(tmp_path / "v.model"), 0).encode("a é")
 
 
-def test_ids_that_a_model_does_not_have_are_one_sentence(tmp_path):
+def test_ids_that_a_model_does_not_have_give_one_sentence(tmp_path):
     path = tmp_path / "vocabulary.model"
     # SentencePiece's defaults are: unknown 0, BOS 1, EOS 2, and no padding.
     with path.open("wb") as file:

@@ -200,7 +200,7 @@ def begun(taught_run, tmp_path):
     return run, tmp_path / "student", teacher
 
 
-def test_a_distillation_continues_with_the_teacher_it_began_with(begun, tmp_path):
+def test_a_distillation_continues_with_its_first_teacher(begun, tmp_path):
     run, directory, teacher = begun
     found, variables = read_teacher(run, directory, finished=False)
     assert found == teacher and found.step == 2
@@ -215,7 +215,7 @@ def test_a_distillation_continues_with_the_teacher_it_began_with(begun, tmp_path
 
 
 @pytest.mark.parametrize("change", ["no longer exists", "contains other parameters now"])
-def test_a_teacher_that_is_gone_is_refused_until_the_distillation_is_finished(begun, change):
+def test_a_missing_teacher_is_refused_until_the_distillation_is_finished(begun, change):
     run, directory, teacher = begun
     old = run / "checkpoints" / "2"
     if change == "no longer exists":
@@ -283,7 +283,7 @@ def test_a_universal_stack_is_refused(teacher):
         (Replacement(Gaussian(), layers=(2,)), "layers 0 to 1"),
     ],
 )
-def test_errors(replacement, message):
+def test_impossible_replacements_are_errors(replacement, message):
     with pytest.raises(ValueError, match=message):
         student_model(unroll(MODEL), (replacement,))
 

@@ -101,7 +101,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_form_is_found_again(name):
+def test_a_fit_recovers_a_form(name):
     """Rows have the same length.
 
     Their logits are a form or a table of rank two, and a fixed bias.
@@ -132,7 +132,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_table_is_found_again_in_a_layer_with(name, causal):
+def test_a_fit_recovers_a_table_in_a_layer_with(name, causal):
     """Rows have different lengths.
 
     Their weights are computed in float64 from a table, bias and sinks.

@@ -111,7 +111,7 @@ def fails(targets, predictions):
     return {"number": float("many")}
 
 
-def test_a_record_tells_an_example(load):
+def test_a_record_of_a_prediction_describes_its_example(load):
     multirc = load("super_glue_multirc_v102").record(1, "True")
     assert multirc["idx"] == {"paragraph": 0, "question": 0, "answer": 1}
     assert (multirc["target"], multirc["label"], multirc["target_label"]) == ("True", 1, 1)
@@ -151,7 +151,7 @@ def measured(data_dir):
     return evaluator, variables, evaluator.measure(variables)
 
 
-def test_every_task_has_a_loss_over_at_most_so_many_batches(measured):
+def test_the_loss_of_a_task_uses_a_limited_number_of_batches(measured):
     evaluator, variables, (results, overall) = measured
     assert [r.task for r in results] == [task for task, rate in runs.RATES.items() if rate]
     assert [len(s.inputs) for s in evaluator.loss_sets] == [4] * 5
@@ -172,7 +172,7 @@ def test_every_task_has_a_loss_over_at_most_so_many_batches(measured):
     assert overall["joint_label_prior_entropy"] > overall["label_prior_entropy"]
 
 
-def test_no_batches_for_the_loss_take_none(measured, data_dir):
+def test_without_loss_batches_there_is_no_loss(measured, data_dir):
     evaluator, variables, _ = measured
     settings = replace(evaluator.evaluation, loss_batches=0, max_examples=2)
     experiment = replace(runs.experiment(), evaluation=settings)

@@ -9,7 +9,7 @@ from synthesizer_jax.tasks import metrics
 from synthesizer_jax.tasks.postprocessors import parse_number
 
 
-def test_what_t5_leaves_undefined_or_has_not():
+def test_metrics_where_t5_has_none_or_is_undefined():
     """T5's own metrics are compared in `tests/tasks/test_t5_oracle.py`."""
     for metric, targets, predictions, expected in (
         (metrics.f1_with_invalid, [1, 1, 0], [1, -1, -1], 50),  # an invalid answer is wrong
@@ -91,6 +91,6 @@ def test_best_steps_per_task_per_group_and_for_all():
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "bleu", "f1_with_invalid", "pearson", "squad"])
-def test_no_examples_are_one_sentence(metric):
+def test_no_examples_give_one_sentence(metric):
     with pytest.raises(ValueError, match="There are no targets to compare with"):
         getattr(metrics, metric)([], [])

@@ -78,7 +78,7 @@ def encoded(predictor, texts=INPUTS):
 
 
 @pytest.mark.parametrize("options", [{"beams": 3}, {"temperature": 0.8, "top_p": 0.9}])
-def test_several_texts_depend_on_no_batch(predictor, options):
+def test_several_texts_do_not_depend_on_the_batch(predictor, options):
     decoding = Decoding(max_length=4, samples=3, **options)
     together, alone = (predictor(decoding=decoding, batch_size=n) for n in (3, 1))
     found, same = (p.generate_texts(encoded(p)) for p in (together, alone))
@@ -332,7 +332,7 @@ def test_label_words_are_ranked_by_their_classes(classifier):
     np.testing.assert_array_equal(targets, [row[i % 2] for i, row in enumerate(found)])
 
 
-def test_what_has_no_answer_is_one_sentence(classifier, writer):
+def test_unknown_words_and_unsuitable_models_give_one_sentence(classifier, writer):
     inputs = encoded(classifier, ["a"])
     maybe = np.array([*BYTES.encode("maybe"), 1])
     with pytest.raises(ValueError, match=r"label word 'maybe' is none of data\.classes \(not_ent"):

@@ -112,7 +112,7 @@ def exhaustive(log_p, length, ends, alpha):
     return best[1], best[0]
 
 
-def test_a_search_goes_on_after_several_ends():
+def test_a_search_continues_after_several_ends():
     """If all 2n best continuations end with one of two EOS ids, the n best others still live on."""
     beams = 2
     alpha = 5.0
@@ -208,7 +208,7 @@ def test_best_tokens_are_those_of_a_stable_sort(n, vocab):
         np.testing.assert_array_equal(top, np.take_along_axis(flat, wanted, axis=-1))
 
 
-def test_what_does_not_decode():
+def test_models_that_cannot_decode_are_refused():
     tokens = jnp.ones((1, 3), int)
     model = t5(Size(8, 1, 12, 2, 4), vocab_size=VOCAB)
     encoder = Encoder(vocab_size=VOCAB, d_model=8, encoder=model.encoder)

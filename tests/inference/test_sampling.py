@@ -237,7 +237,7 @@ def test_a_language_models_prompt_counts_as_repeated_wherever_its_padding_is(met
     assert (np.asarray(spent)[0, 0, :2] == (1, 0)).all()
 
 
-def test_a_sample_depends_on_its_seed_example_and_number_alone(trained):
+def test_a_sample_depends_only_on_its_seed_example_and_number(trained):
     found = run(trained, "samples")
     rows = np.array([5, 2, 7])
     part = run(trained, "samples", rows=rows)

@@ -76,7 +76,7 @@ def test_a_table_finds_strings_where_texts_hold_them(pieces, kind, strings):
     assert sum(end is not None for end in ends) > 3
 
 
-def test_decoding_ends_with_them():
+def test_decoding_ends_with_stop_strings():
     """Greedy decoding and all beams end. Their scores are those of the tokens up to the string."""
     words = {2: b"a", 3: b"b", 4: b"ab", 5: b"ba", 6: b"c", 7: b"", 8: b"abba"}
     strings = (b"bb", b"caa")
@@ -113,7 +113,7 @@ def test_decoding_ends_with_them():
     assert stopped > 3
 
 
-def test_a_search_goes_on_after_many_of_them():
+def test_a_search_continues_after_many_stop_strings():
     """If more continuations than a search keeps complete a stop string, the best others live on."""
     words = {i: b"." for i in range(2, 12)} | {12: b"a", 13: b"b"}
 
@@ -144,7 +144,7 @@ def test_a_search_goes_on_after_many_of_them():
     assert max(lengths) > 1
 
 
-def test_texts_are_cut_before_them():
+def test_texts_are_cut_before_stop_strings():
     vocabulary = Bytes()
     source = jnp.ones((1, 4), int)
     model = t5(Size(16, 1, 32, 2, 8), vocab_size=vocabulary.vocab_size)

@@ -76,7 +76,7 @@ def test_steps_follow_the_cached_tokens(made):
         assert np.all(np.isnan(made.step(X[:, :1], after)[0]))
 
 
-def test_examples_of_different_lengths_end_where_they_end(made):
+def test_examples_of_different_lengths_fill_the_cache_at_different_steps(made):
     _, cache = made.start(X[:, :5], mask=sj.Mask(key_lengths=jnp.array([5, 3])))
     np.testing.assert_array_equal(cache.length, [5, 3])
     # The first example fills the cache, and the second one does not.
@@ -96,7 +96,7 @@ def test_examples_of_different_lengths_end_where_they_end(made):
         made.extend(new, cache, mask=sj.Mask(key_valid=jnp.ones((2, ROOM), bool)))
 
 
-def test_a_mask_opens_what_a_prefix_has_as_far_as_it_is_there():
+def test_a_mask_of_a_prefix_only_opens_decoded_tokens():
     made = Made(LAYERS["mixture"])
     x = X[:, :3]
     closed, _ = made.start(x, mask=sj.Mask(key_lengths=jnp.array([ROOM, ROOM])))

@@ -195,7 +195,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("layer", "arguments", "message"), REFUSED)
-def test_what_does_not_fit_is_told_in_a_sentence(layer, arguments, message):
+def test_arguments_that_do_not_fit_give_one_sentence(layer, arguments, message):
     layer = sj.Attention(2, 4, alignment=layer) if isinstance(layer, Alignment) else layer
     with pytest.raises((ValueError, TypeError), match=message):
         jax.eval_shape(lambda: layer.init(KEY, X, **arguments))

@@ -74,7 +74,7 @@ def texts():
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_structure(name):
+def test_a_structure_of_the_zoo(name):
     """Padding may be anywhere, steps equal the full pass, and packed rows equal separate ones.
 
     All parameters have gradients.

@@ -128,7 +128,7 @@ def t5x_updates(x, axes, gradients, *, min_size, rate=0.1):
         ((7, 6), ("length", "embed")),
     ],
 )
-def test_equals_t5x(shape, axes, min_size):
+def test_updates_equal_t5x(shape, axes, min_size):
     tree, names, gradients = make_problem(shape, axes)
     expected, factored = t5x_updates(
         tree["x"], axes, [g["x"] for g in gradients], min_size=min_size

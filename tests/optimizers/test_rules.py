@@ -141,7 +141,7 @@ def test_every_optimizer_equals_numpy_under_rules(name):
     assert "c" not in keys_of(state), "a frozen parameter has no state"
 
 
-def test_a_state_with_random_keys_is_plain_arrays_from_which_it_goes_on():
+def test_a_state_with_random_keys_is_saved_as_plain_arrays_and_continues():
     params, gradients = problem()
     recipe = optax_optimizer("noisy_sgd", 0.1, key=7)
     optimizer = build_optimizer(recipe, (), model=MODEL, params=params, axes=AXES)
@@ -176,7 +176,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_wrong_is_one_sentence(name):
+def test_wrong_optimizers_and_rules_give_one_sentence(name):
     rules, recipe, message = REFUSED[name]
     params, _ = problem()
     with pytest.raises(ValueError, match=message) as error:
@@ -184,7 +184,7 @@ def test_what_is_wrong_is_one_sentence(name):
     assert "\n" not in str(error.value)
 
 
-def test_a_pattern_that_matches_nothing_is_told_a_path_that_is_there():
+def test_a_pattern_without_a_match_is_answered_with_an_existing_path():
     with pytest.raises(ValueError, match=r"did you mean 'encoder/layers_0/.*'\? A pattern m"):
         tiny(rules=(OptimizerRule("encoder/layer_0/.*/table", frozen=True),))
     with pytest.raises(

@@ -11,7 +11,7 @@ from tests.pretrained.folders import TINY, make_folder, make_tensors
 COMMIT = "0fc9ddf78a1e988dac52e2dac162b0ede4fd74ab"
 
 
-def test_the_cache_is_enough(tmp_path, monkeypatch):
+def test_models_are_read_from_the_cache_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)

@@ -106,7 +106,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_one_sentence_with_its_path_and_remedy(whole, tmp_path, monkeypatch, name):
+def test_damage_gives_one_sentence_with_path_and_remedy(whole, tmp_path, monkeypatch, name):
     monkeypatch.setattr(task_registry, "TASKS", dict(task_registry.TASKS))
     folder = pathlib.Path(shutil.copytree(whole, tmp_path / "data"))
     (path,) = folder.glob(name)
@@ -135,7 +135,7 @@ def test_files_of_another_version_are_not_prepared(whole, tmp_path):
         prepared.open(TASK, "validation", LENGTHS)
 
 
-def test_a_tasks_own_error_is_not_taken_for_damage_alone(whole, monkeypatch):
+def test_an_error_of_a_task_may_be_damage_or_a_mistake(whole, monkeypatch):
     monkeypatch.setattr(task_registry, "TASKS", dict(task_registry.TASKS))
     task_registry.add_imported(whole)
 

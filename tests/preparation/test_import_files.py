@@ -130,7 +130,7 @@ def test_arguments_name_files_folders_and_columns(tmp_path):
     assert rows(tmp_path / "f") == {"train": ROWS + ROWS, "validation": ROWS}
 
 
-def test_a_line_ends_at_a_newline_alone(tmp_path):
+def test_a_line_ends_only_at_a_newline(tmp_path):
     """Other separators are characters of the text.
 
     A CR before a newline does not belong to the line.
@@ -154,7 +154,7 @@ def test_a_line_ends_at_a_newline_alone(tmp_path):
 
 
 @pytest.mark.parametrize("header", ["text,label", "label,text", ' Text,"LABEL"'])
-def test_columns_that_the_file_names_too_are_refused(tmp_path, header):
+def test_columns_are_refused_if_the_file_has_a_header(tmp_path, header):
     """Otherwise, the header would become a row. Values that are not names of columns are a row."""
     _, _, lines = CSV.partition(b"\n")
     write(tmp_path, {"a.csv": header.encode() + b"\n" + lines, "b.csv": lines + b"label,text\n"})
@@ -171,7 +171,7 @@ def test_columns_that_the_file_names_too_are_refused(tmp_path, header):
         rows(f"train={tmp_path}/b.csv", columns=names)
 
 
-def test_lines_that_are_like_a_header_or_quoted_are_rows(tmp_path):
+def test_lines_like_a_header_and_quoted_lines_are_rows(tmp_path):
     write(
         tmp_path,
         {"a.tsv": 'x\ty\nx\tx\n"a"\t""\n""b""\t"c\n', "b.csv": "x\nx;y\n", "c.txt": "a;b\n"},
@@ -398,7 +398,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_file_is_one_sentence(tmp_path, case):
+def test_a_broken_file_gives_one_sentence(tmp_path, case):
     name, data, message = BROKEN[case]
     write(tmp_path, {name: data})
     with pytest.raises(ValueError, match=message):
@@ -472,7 +472,7 @@ def describe(**options):
     return FileTask("my_reviews", **{**given, "labels": {"0": "bad", "1": "good"}, **options})
 
 
-def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
+def test_an_imported_task_is_reported_and_found_again(tmp_path, monkeypatch):
     lossy = "lost \ufffd text,1\r\n ,1\r\n".encode()
     write(tmp_path, {"a.jsonl": JSON_LINES * 2, "b.csv": CSV + lossy})
     splits = find_splits([f"train={tmp_path}/a.jsonl,validation={tmp_path}/b.csv"])
@@ -505,7 +505,7 @@ def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
         assert BYTES.decode(inputs) == f"review: {text}"
 
 
-def test_an_empty_target_belongs_to_a_split_that_is_only_predicted(tmp_path):
+def test_empty_targets_are_only_allowed_in_splits_for_prediction(tmp_path):
     text = {"targets": Template("{label}"), "labels": {}}
     data_dir = tmp_path / "data"
     said = r"a\.csv, line 4: The target is blank or '<unk>'.* --from test=FILE\. Nothing was"
@@ -523,7 +523,7 @@ def test_an_empty_target_belongs_to_a_split_that_is_only_predicted(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet", "aligned"])
-def test_a_target_that_shows_nothing_is_an_empty_one(tmp_path, kind):
+def test_a_target_of_invisible_characters_is_empty(tmp_path, kind):
     """The blanks are of all kinds, in files of all kinds. Within a sentence, they do not matter."""
     blank = "\u00a0 \u200b\ufeff\u2028\u3000\u00ad"
     row = {"text": "a film", "label": blank}
@@ -686,7 +686,7 @@ def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
     assert {p: p.read_bytes() for p in data_dir.rglob("*") if p.is_file()} == before
 
 
-def test_a_description_that_cannot_be_is_refused(tmp_path):
+def test_an_impossible_description_is_refused(tmp_path):
     for options, message in (
         ({"name": "My-Task"}, "'My-Task' is not allowed. Use only a-z, 0-9 and _"),
         ({"metrics": ("acuracy",)}, r"no metric 'acuracy', did you mean 'accuracy'\?"),
@@ -760,7 +760,7 @@ def test_sigterm_leaves_nothing(tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_split_that_is_missing_is_said_before_anything_is_prepared(tmp_path):
+def test_a_missing_split_is_reported_before_anything_is_prepared(tmp_path):
     write(tmp_path, {"a.jsonl": JSON_LINES})
     splits = find_splits([f"train={tmp_path}/a.jsonl,dev={tmp_path}/a.jsonl"])
     import_files(describe(), splits, tmp_path)

@@ -130,7 +130,7 @@ def test_every_layout_has_the_published_rows(imported):
     assert record["entities"].tolist() == [b"Al", b"Bob"] == record["answers"].tolist()
 
 
-def test_reports_say_what_is_there(imported):
+def test_reports_list_the_files_that_exist(imported):
     _, reports = imported
     split = {s.name: s for report in reports.values() for s in report}
     assert split["glue/ax:test"].rows == split["glue/ax:test"].published == 1104
@@ -369,7 +369,7 @@ def test_a_tasks_data_set_is_made_of_files_that_a_user_names(tmp_path, name):
     assert [tuple(row.get(side, b"").decode() for side in sides) for row in rows] == expected
 
 
-def test_files_that_do_not_fit_a_data_set_are_one_sentence(tmp_path):
+def test_files_that_do_not_fit_a_data_set_give_one_sentence(tmp_path):
     unanswered = ANSWERED | {"answers": {"text": ["Ann", "\u00a0"]}}
     place(tmp_path, {"a.json": [ARTICLE], "a.x": "a\n", "a.y": "b\n", "a.csv": "9,A\n"})
     place(tmp_path, {"b.csv": "de,en\na,b\n\u200b,c\n", "b.json": [ANSWERED, unanswered]})

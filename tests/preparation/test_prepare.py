@@ -254,7 +254,7 @@ def test_only_the_named_tasks_are_prepared(own_dir: pathlib.Path) -> None:
     assert twin == {"glue_mnli_v002", "glue_mnli_matched_v002"}
 
 
-def test_a_killed_preparation_of_shards_goes_on_where_it_was(
+def test_a_killed_preparation_of_shards_continues_where_it_was(
     data_dir: pathlib.Path, own_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It continues file by file, while SeqIO interleaves the files of a shard.
@@ -300,7 +300,7 @@ def test_a_killed_preparation_of_shards_goes_on_where_it_was(
     assert {path.name for path in places} == prepared.find(name, "train").files.keys()
 
 
-def test_what_changes_a_prepared_set_makes_it_outdated(own_dir: pathlib.Path) -> None:
+def test_settings_that_change_a_prepared_set_make_it_outdated(own_dir: pathlib.Path) -> None:
     request = SplitRequest(BOOLQ, "train", rows=False)
 
     def current(**options: object) -> bool:
@@ -324,7 +324,7 @@ def test_what_changes_a_prepared_set_makes_it_outdated(own_dir: pathlib.Path) ->
     assert current()
 
 
-def test_records_are_data() -> None:
+def test_records_of_tokens_are_read_back_and_checked() -> None:
     targets = RaggedTokens(np.array([8], np.int32), np.array([0, 1, 1, 1]))
     inputs = RaggedTokens(np.array([5, 70_000, 7], np.int32), np.array([0, 0, 2, 3]))
     record = Chunk(inputs, targets).to_bytes()

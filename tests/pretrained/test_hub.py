@@ -134,7 +134,7 @@ def test_the_first_t5s_have_no_owner(hub):
         load("t5-huge")
 
 
-def test_a_path_that_exists_wins(hub):
+def test_an_existing_path_has_priority_over_a_name(hub):
     tensors = make_tensors(TINY)
     make_folder(hub / "hub" / NAME / "main", TINY | UNTIED, make_tensors(TINY | UNTIED))
     folder = make_folder(hub.parent / "work" / NAME, TINY, tensors)
@@ -172,7 +172,7 @@ def test_a_folder_and_a_variant_of_a_repository(hub, variant):
     assert event["text"] == f"owner/pipeline@{COMMIT}/text_encoder_2"
 
 
-def test_what_is_not_there_is_one_sentence(hub, monkeypatch):
+def test_missing_models_and_files_give_one_sentence(hub, monkeypatch):
     command = "run 'hf download google/flan-t5-small --local-dir flan-t5-small'"
     with pytest.raises(
         FileNotFoundError, match=f"{command}.*gave no such model now.*Cannot find it anywhere"

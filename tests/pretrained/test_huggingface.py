@@ -29,7 +29,7 @@ from tests.training.tiny import experiment, save
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_has_its_logits(tmp_path, family):
+def test_a_family_has_the_logits_of_transformers(tmp_path, family):
     config = TINY | FAMILIES[family]
     tensors = make_tensors(config)
     model, variables, _ = load(make_folder(tmp_path / "whole", config, tensors))
@@ -144,7 +144,7 @@ def test_a_configuration_that_does_not_fit_is_an_error(tmp_path, file, fields, m
         load(folder)
 
 
-def test_what_is_given_or_whole_comes_before_a_tokenizer_and_an_index(tmp_path):
+def test_an_explicit_vocabulary_and_a_whole_file_have_priority(tmp_path):
     folder = make_folder(tmp_path / "source", TINY, make_tensors(TINY))
     # transformers does not read this index, because the folder has a whole file.
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
@@ -168,7 +168,7 @@ def test_three_lines_generate_and_encode(tmp_path):
         encode(loaded, "what?")
 
 
-def test_a_model_that_other_libraries_lack_is_refused_with_what_takes_it():
+def test_a_model_unknown_to_other_libraries_is_refused_with_an_alternative():
     with pytest.raises(ValueError, match=r"A LanguageModel is not a T5\. .* --to stablehlo"):
         Architecture.of(ZOO["lm_base"]())
 

@@ -124,7 +124,7 @@ def test_updates_are_added_to_the_base(tmp_path, base, rslora, scale):
         close(found, expected, atol=1e-5)
 
 
-def test_what_does_not_fit_is_named(tmp_path, base):
+def test_tensors_and_options_that_do_not_fit_are_named(tmp_path, base):
     updates = adapters(make_tensors(TINY | UNTIED))
     name = f"base_model.model.{MATRICES[0]}.lora_A.weight"
     norm, embedding, shared = (

@@ -73,7 +73,7 @@ def applied(model, params):
 
 
 @pytest.mark.parametrize("family", ["t5", "mt5", "umt5"])
-def test_what_comes_in_goes_out(tmp_path, family):
+def test_an_exported_folder_equals_its_source(tmp_path, family):
     taken = 0
     for i, (version, config, tensors) in enumerate(make_configs(family)):
         source = make_folder(tmp_path / str(i), config, tensors)

@@ -60,7 +60,7 @@ def deviation(model, variables, case):
 
 
 @both
-def test_it_computes_what_its_definition_says(case):
+def test_t5gemma_computes_what_its_definition_says(case):
     model, variables, vocabulary = case.loaded
     assert model.ids == SpecialIds(0, 1, 2) and from_json(to_json(model)) == model
     assert vocabulary.around_inputs == ([2], []) and vocabulary.vocab_size == 600
@@ -90,7 +90,7 @@ def test_decoding_takes_the_most_probable_tokens(case):
 
 
 @both
-def test_a_run_of_it_is_exported_with_the_same_tensors(case, tmp_path):
+def test_a_run_of_t5gemma_is_exported_with_the_same_tensors(case, tmp_path):
     convert_checkpoint(case.folder, tmp_path / "run")
     export_run(tmp_path / "run", tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
@@ -109,7 +109,7 @@ def test_a_run_of_it_is_exported_with_the_same_tensors(case, tmp_path):
     )
 
 
-def test_other_alignments_start_as_it(case, tmp_path):
+def test_other_alignments_start_as_t5gemma(case, tmp_path):
     convert_checkpoint(case.folder, tmp_path / "run", encoder="rv", max_length=16)
     model, variables, _ = load(tmp_path / "run")
     assert deviation(model, variables, case) < 1e-5
@@ -119,7 +119,7 @@ def test_other_alignments_start_as_it(case, tmp_path):
         export_run(tmp_path / "run", tmp_path / "back")
 
 
-def test_positions_that_are_scaled_otherwise_are_refused(tmp_path):
+def test_positions_with_another_scaling_are_refused(tmp_path):
     config = CONFIGS["balanced"]
     folder = make_folder(tmp_path / "model", config, make_tensors(config))
     for field in ("rope_parameters", "rope_scaling"):

@@ -74,7 +74,7 @@ def read(path):
     return pretrained.model, variables, pretrained.vocabulary
 
 
-def test_a_checkpoint_of_t5x_comes_in_and_goes_out_whole(real_data, tmp_path):
+def test_a_t5x_checkpoint_is_read_and_exported_unchanged(real_data, tmp_path):
     source = real_data / "checkpoints" / "t5x_test_t5_tiny.checkpoint_0.gz"
     if not source.is_file():
         pytest.skip("the checkpoint of T5X is not on this machine")
@@ -110,7 +110,7 @@ def has_its_logits(path, config, tensors):
 
 
 @pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "efficient"])
-def test_a_made_checkpoint_has_its_logits(tmp_path, family):
+def test_a_generated_checkpoint_has_the_same_logits(tmp_path, family):
     config, tensors, target = made(family)
     data = serialization.msgpack_serialize({"optimizer": {"target": target}})
     zipped = gzip.compress(data) if family == "efficient" else data
@@ -156,7 +156,7 @@ def test_scanned_layers_with_an_axis_of_heads(tmp_path, own_bias):
 
 
 @pytest.mark.parametrize("family", ["T5 1.0", "umT5"])
-def test_scanned_export_has_layers_on_axis_1_and_comes_back(tmp_path, family):
+def test_scanned_export_has_layers_on_axis_1_and_is_read_again(tmp_path, family):
     config = TINY | FAMILIES[family] | PUBLISHED
     convert_checkpoint(make_folder(tmp_path / "a", config, make_tensors(config)), tmp_path / "run")
     params = load(tmp_path / "run").variables["params"]
@@ -174,7 +174,7 @@ def test_scanned_export_has_layers_on_axis_1_and_comes_back(tmp_path, family):
 
 
 @pytest.mark.parametrize("output", ["tied and unscaled", "scaled projection"])
-def test_an_output_that_t5x_does_not_have_goes_out_as_one_that_it_has(tmp_path, output):
+def test_an_output_unknown_to_t5x_is_exported_as_a_known_one(tmp_path, output):
     config = TINY | PUBLISHED | {"scale_decoder_outputs": output == "scaled projection"}
     tensors = make_tensors(config | {"tie_word_embeddings": output == "tied and unscaled"})
     convert_checkpoint(make_folder(tmp_path / "source", config, tensors), tmp_path / "run")
@@ -185,7 +185,7 @@ def test_an_output_that_t5x_does_not_have_goes_out_as_one_that_it_has(tmp_path, 
     assert has_its_logits(tmp_path / "checkpoint_0", config, tensors)
 
 
-def test_what_the_file_cannot_say_is_not_exported(tmp_path):
+def test_settings_that_the_file_cannot_express_are_not_exported(tmp_path):
     """It would be read as a T5 with GELU or with another relative bias."""
     cases = (
         (

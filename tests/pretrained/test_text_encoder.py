@@ -197,7 +197,7 @@ def test_no_texts_make_no_rows(tmp_path):
     assert encode(loaded, [], pool=False) == []
 
 
-def test_texts_and_lengths_that_cannot_be_are_one_sentence(tmp_path):
+def test_impossible_texts_and_lengths_give_one_sentence(tmp_path):
     loaded = load(make_folder(tmp_path, TINY, make_tensors(TINY)))
     for options in ({"pad_to": 0}, {"pad_to": -1}, {"inputs_length": 0}):
         ((name, value),) = options.items()
@@ -254,7 +254,7 @@ def test_two_embeddings_are_refused(tmp_path, encoder_only):
 @pytest.mark.parametrize(
     "mesh", ["fsdp", MeshShape(fsdp=8), jax.sharding.AbstractMesh((2,), ("fsdp",))]
 )
-def test_a_mesh_is_one_of_devices(tmp_path, mesh):
+def test_a_mesh_must_consist_of_devices(tmp_path, mesh):
     with pytest.raises(
         TypeError, match=r"must be a jax\.sharding\.Mesh\. Make one with sharding\.make_mesh"
     ):

@@ -9,7 +9,7 @@ from synthesizer_jax.runs.metrics import METRICS_FILE, MetricsWriter, read_metri
 
 
 @pytest.mark.parametrize("bucket", [False, True])
-def test_a_log_goes_on_where_a_former_process_has_ended(tmp_path, monkeypatch, bucket) -> None:
+def test_a_log_continues_where_an_earlier_process_has_ended(tmp_path, monkeypatch, bucket) -> None:
     for module in (files, metrics):
         monkeypatch.setattr(module, "in_bucket", lambda path: bucket)
     path = tmp_path / METRICS_FILE

@@ -36,7 +36,7 @@ def install(monkeypatch):
     return make
 
 
-def test_a_run_is_logged_elsewhere_too_and_goes_on_there(tmp_path, install):
+def test_a_run_is_also_logged_by_services_and_continues_there(tmp_path, install):
     names = ("wandb", "trackio", "mlflow")
     modules = {name: install(name) for name in names}
     directory = tmp_path / "group" / "mine"
@@ -144,7 +144,7 @@ def test_a_service_that_fails_costs_no_training(visible, tmp_path, monkeypatch, 
     assert events["interrupted"] == "RuntimeError: of the evaluation"
 
 
-def test_what_is_not_there_is_said_before_the_run_begins(tmp_path, monkeypatch):
+def test_missing_services_are_reported_before_the_run_starts(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"contains 'wandbb', .* did you mean 'wandb'\? The installed packages"
     ):

@@ -275,7 +275,7 @@ class ReadsLengths(sj.Alignment):
         return (static(jnp.asarray(np.arange(np.prod(shape)).reshape(shape) % 3, jnp.float32)),)
 
 
-def test_lengths_are_fixed_where_a_part_must_know_them(tmp_path):
+def test_lengths_are_fixed_if_a_layer_needs_to_know_them(tmp_path):
     block = sj.Block(sj.Attention(2, 4, alignment=ReadsLengths()), sj.FeedForward(16))
     model = sj.Encoder(vocab_size=VOCAB, d_model=8, encoder=sj.Stack((sj.Run(block, 1),)))
     variables, directory = exported(tmp_path / "fixed", model)
@@ -285,7 +285,7 @@ def test_lengths_are_fixed_where_a_part_must_know_them(tmp_path):
     agrees(loaded, model, variables, SHAPES[1:])
 
 
-def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
+def test_mistakes_give_one_sentence(tmp_path, monkeypatch):
     model = encoder_decoder("rv")
     shapes = jax.eval_shape(lambda: variables_of(model))
     half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes)

@@ -16,7 +16,7 @@ from tests.sharding.meshes import PAIRWISE, Case, check_lowers
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("case", PAIRWISE, ids=str)
-def test_lowers(case: Case, platform: str) -> None:
+def test_attention_is_lowered_on_a_mesh(case: Case, platform: str) -> None:
     check_lowers(case, platform)
 
 
@@ -35,7 +35,7 @@ def test_lowers(case: Case, platform: str) -> None:
     ],
     ids=str,
 )
-def test_work_that_devices_repeat_is_told_once(case: Case, message: str | None, caplog) -> None:
+def test_repeated_work_is_warned_of_once(case: Case, message: str | None, caplog) -> None:
     explanations.warn_once.cache_clear()
     case.lower("cuda")
     case.lower("cuda")

@@ -40,7 +40,7 @@ def data_dir(tmp_path_factory):
     return target
 
 
-def test_only_what_is_there_takes_part(data_dir, caplog):
+def test_only_existing_data_takes_part_in_a_mixture(data_dir, caplog):
     assert task_registry.find_task(BOOLQ).stored_splits(data_dir) == {"train": 40, "validation": 20}
     assert task_registry.mixture_rates(SUPER_GLUE, data_dir) == {BOOLQ: 9427.0}
     assert task_registry.mixture_rates("en_mix", data_dir) == {BOOLQ: 40.0}
@@ -59,7 +59,7 @@ def test_only_what_is_there_takes_part(data_dir, caplog):
     assert len(texts) == 40  # two epochs have seen all rows
 
 
-def test_missing_data_is_one_sentence_with_the_remedy(data_dir):
+def test_missing_data_gives_one_sentence_with_the_remedy(data_dir):
     prepared = PreparedTasks(data_dir, BYTES)
     with pytest.raises(
         FileNotFoundError, match=r"Import glue/cola with .synthesizer-jax data import"

@@ -144,7 +144,7 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, m
     assert not is_current(request, prepared, lengths=None)
 
 
-def test_what_is_not_there_is_one_sentence(tmp_path):
+def test_missing_tasks_and_data_give_one_sentence(tmp_path):
     data = PreparedTasks(tmp_path, Bytes().build())
     splits = {"training_splits": ("test",), "evaluation_splits": (), "log": quiet}
     assert task_registry.mixture_rates("outside_part", tmp_path) == {"outside_plain": 1.0}

@@ -80,7 +80,7 @@ def test_a_dry_run_prints_the_commands(name):
         (["stop", *POD, "--", "x"], "takes no arguments after --"),
     ],
 )
-def test_what_would_fail_on_the_machines_is_said_before(arguments, message):
+def test_what_would_fail_on_the_machines_is_reported_in_advance(arguments, message):
     done = run(arguments)
     assert done.returncode == 2 or done.stderr.startswith("error: ")
     assert message in done.stderr

@@ -124,7 +124,7 @@ def merged(params, adapters, scale):
 
 
 @pytest.mark.parametrize(("scan", "mesh"), [(False, MeshShape(2, 2, 2)), (True, MeshShape())])
-def test_the_adapters_alone_are_trained(source, tmp_path, scan, mesh):
+def test_only_the_adapters_are_trained(source, tmp_path, scan, mesh):
     directory, recipe = source
     model = scanned(recipe.model) if scan else recipe.model
     rules = (OptimizerRule(".*/encoder_decoder_attention/.*/lora_a", frozen=True),)
@@ -164,7 +164,7 @@ def test_the_adapters_alone_are_trained(source, tmp_path, scan, mesh):
     np.testing.assert_allclose(metrics["loss"], sums.loss / sums.weight, rtol=2e-5)
 
 
-def test_what_is_drawn_is_trained_whole_and_saved(source, tmp_path):
+def test_new_parameters_are_trained_whole_and_saved(source, tmp_path):
     """They are a classifier, new rows of the embedding and a fixed table, in scanned layers."""
     directory, recipe = source
     dot_product = recipe.model.encoder.runs[0].block.self_mixer.alignment.parts[1]
@@ -209,7 +209,7 @@ def test_what_is_drawn_is_trained_whole_and_saved(source, tmp_path):
         restore_run(tmp_path / "old")
 
 
-def test_a_run_goes_on_and_is_used_with_its_base(source, tmp_path):
+def test_a_run_continues_and_is_used_with_its_base(source, tmp_path):
     directory, recipe = source
     rules = (InitRule("logits_kernel|decoder/final_norm/.*", "fresh"),)
     recipe = adapting(
@@ -240,7 +240,7 @@ def test_a_run_goes_on_and_is_used_with_its_base(source, tmp_path):
     )
 
 
-def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
+def test_a_missing_or_different_base_is_named(source, tmp_path):
     directory, recipe = source
     save(tmp_path / "run", adapting(recipe, directory))
     path = tmp_path / "run" / "experiment.json"
@@ -273,8 +273,8 @@ def test_a_base_that_is_missing_or_another_is_named(source, tmp_path):
         adapting(recipe, directory, optimizer=Adafactor())
 
 
-def test_a_run_that_continues_keeps_the_base_it_began_with(tmp_path):
-    """It does so even if the base has been trained further. If its step is gone, it is refused."""
+def test_a_run_that_continues_keeps_its_first_base(tmp_path):
+    """Training the base further does not matter, unless its checkpoint of the step is missing."""
     base, directory = tmp_path / "base", tmp_path / "run"
     recipe = experiment(encoder(), seed=3)
     state = Trainer(recipe, jax.devices()[:1]).init()

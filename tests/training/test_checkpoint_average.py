@@ -25,7 +25,7 @@ def source(tmp_path_factory):
     return directory
 
 
-def test_it_is_the_mean_and_loads_like_a_run(source, tmp_path):
+def test_an_average_is_the_mean_and_loads_like_a_run(source, tmp_path):
     said = call("average", source, tmp_path / "mean", "--last", 2)
     assert said == f"{tmp_path / 'mean'} holds the mean of the steps 4, 6 of {source}\n"
     params = [restore_variables(source / "checkpoints", step=step)[1]["params"] for step in (4, 6)]
@@ -40,7 +40,7 @@ def test_it_is_the_mean_and_loads_like_a_run(source, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded.variables["params"], found["params"])
 
 
-def test_training_does_not_go_on_in_its_directory(source, tmp_path):
+def test_training_does_not_continue_in_the_directory_of_an_average(source, tmp_path):
     """It only has parameters, like the directory of a converted model."""
     call("average", source, tmp_path / "mean")
     before = {path.name for path in (tmp_path / "mean").iterdir()}
@@ -50,7 +50,7 @@ def test_training_does_not_go_on_in_its_directory(source, tmp_path):
     assert {path.name for path in (tmp_path / "mean").iterdir()} == before
 
 
-def test_by_default_all_that_a_run_keeps_are_averaged(source, tmp_path):
+def test_by_default_all_kept_checkpoints_are_averaged(source, tmp_path):
     said = call("average", source, tmp_path / "mean")
     assert said == f"{tmp_path / 'mean'} holds the mean of the steps 2, 4, 6 of {source}\n"
     write_run(tmp_path / "equal", experiment(), steps=(1, 2), value=0.1)
@@ -71,7 +71,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(source, tmp_path, command):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_wrong_is_one_sentence_and_writes_nothing(source, tmp_path):
+def test_mistakes_give_one_sentence_and_write_nothing(source, tmp_path):
     with pytest.raises(
         ValueError,
         match=r"mean needs 5 checkpoints, but .* only the steps 2, 4, 6\. .*keep_latest=5",

@@ -150,7 +150,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("recipe", "assignment", "message"), WRONG, ids=range(len(WRONG)))
-def test_wrong_overrides_are_one_sentence(recipe, assignment, message):
+def test_wrong_overrides_give_one_sentence(recipe, assignment, message):
     with pytest.raises(ValueError, match=message) as error:
         override(recipe, assignment)
     assert "\n" not in str(error.value)
@@ -233,7 +233,7 @@ def test_auto_is_the_dtype_of_the_platform_and_is_kept_when_a_run_continues(tmp_
 class Unregistered(Constant): ...
 
 
-def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path):
+def test_a_file_that_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path):
     (tmp_path / "secret").write_bytes(b"root:x:0:0:root:/root:/bin/bash\n")
     recipe = replace(experiment(), vocabulary=SentencePiece(str(tmp_path / "secret")))
     with pytest.raises(ValueError, match=r"secret is damaged, or it is not a SentencePiece model"):
@@ -259,7 +259,7 @@ def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path):
         ),
     ],
 )
-def test_a_start_that_cannot_be_is_one_sentence_at_once(tmp_path, monkeypatch, told, message):
+def test_an_impossible_start_gives_one_sentence_at_once(tmp_path, monkeypatch, told, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t5x" / "checkpoint_0").mkdir(parents=True)
     with pytest.raises(ValueError, match=message):
@@ -267,7 +267,7 @@ def test_a_start_that_cannot_be_is_one_sentence_at_once(tmp_path, monkeypatch, t
     assert not (tmp_path / "run").exists()
 
 
-def test_saved_json_of_unknown_classes_is_one_sentence():
+def test_saved_json_of_unknown_classes_gives_one_sentence():
     with pytest.raises(ValueError, match=r"unknown type 'Randon'.*'Random'.*--import PACKAGE"):
         from_json({"type": "Randon", "max_length": 3})
     with pytest.raises(ValueError, match="Random has no field 'max_len', did you mean"):

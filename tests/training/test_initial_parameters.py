@@ -155,7 +155,7 @@ def test_the_same_model_is_restored_with_scanned_layers_over_a_mesh(source):
     assert "initialized              0 parameters in 0 arrays" in table
 
 
-def test_a_longer_model_is_resized_and_said_so(source):
+def test_a_longer_model_is_resized_with_a_report(source):
     directory, recipe, saved = source
     longer = alignment("rv", head_dim=4, max_length=12)
     (run,) = recipe.model.encoder.runs
@@ -180,7 +180,7 @@ def test_a_longer_model_is_resized_and_said_so(source):
     assert "encoder/layers_*/attention/align/part_0/table (2, 12, 12), 2 layers" in table
 
 
-def test_the_optimizer_goes_on_where_it_was_told_to(source):
+def test_the_optimizer_continues_if_asked_to(source):
     directory, recipe, saved = source
     going_on = replace(recipe, init_optimizer=True, mesh=MeshShape(data=2, fsdp=4))
     fresh, found, _ = started(going_on, directory)
@@ -214,7 +214,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_logged_rate_is_that_of_the_optimizer_that_goes_on(tmp_path, name):
+def test_the_logged_rate_is_that_of_the_continued_optimizer(tmp_path, name):
     recipe = experiment(encoder(), optimizer=OPTIMIZERS[name], steps=3, save_every=2)
     save_run(recipe, tmp_path / "a")
     train(tmp_path / "a", recipe, ClassStream())

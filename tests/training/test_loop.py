@@ -37,7 +37,7 @@ KILLS = [
 ]
 
 
-def test_killed_and_started_again_and_again(tmp_path):
+def test_a_run_that_is_killed_again_and_again_loses_nothing(tmp_path):
     """All losses and scores are bit-identical. None is lost and none is repeated."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     plays = [(str(killed), at, how) for how, at, _ in KILLS] + [(str(whole), -1, "never")]
@@ -84,7 +84,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tmp_
 RULES = (OptimizerRule("decoder/.*", frozen=True),)
 
 
-def test_an_average_equals_numpy_and_goes_on(tmp_path):
+def test_a_moving_average_equals_numpy_and_continues(tmp_path):
     options = {"ema": 0.6, "rules": RULES, "save_every": 1, "keep_latest": 6}
     run(tmp_path, experiment(steps=3, **options))
     state = run(tmp_path, experiment(steps=6, **options))
@@ -127,7 +127,7 @@ def test_a_run_starts_under_its_callers_settings_while_the_step_is_compiled(tmp_
 SCORES = {2: 50.0, 4: 60.0, 6: 60.5, 8: 60.0, 10: 70.0, 12: 60.0}
 
 
-def test_a_run_stops_and_goes_on_with_more_patience(tmp_path, capsys):
+def test_a_run_stops_and_continues_with_more_patience(tmp_path, capsys):
     def go(patience):
         stream = CopyStream()
         evaluation = {"patience": patience, "min_improvement": 1.0}

@@ -36,7 +36,7 @@ def made(shape=(3, 5), seed=0):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_and_gradient(smoothing):
+def test_loss_and_gradient_equal_numpy(smoothing):
     logits, targets, weights = made()
     loss, z_loss, gradient = oracle(logits, targets, weights, Z, smoothing)
 
@@ -199,7 +199,7 @@ def test_no_tokens_cost_nothing():
         assert sums.total == sums.weight == 0
 
 
-def test_denominators():
+def test_the_loss_has_the_denominator_of_its_normalizer():
     weights = jnp.asarray([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
     assert loss_denominator(weights) == 3
     assert loss_denominator(weights, "tokens_with_padding") == 6
@@ -222,7 +222,7 @@ def test_a_factor_of_the_total_is_not_rounded_to_bfloat16():
 
 
 @BOTH
-def test_under_shard_map(losses):
+def test_losses_under_shard_map(losses):
     """Logits are divided over devices, which share a kernel, with the default `check_vma`."""
     logits, targets, weights = made((8, 5))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

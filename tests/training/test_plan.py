@@ -32,7 +32,7 @@ def bytes_of(shards):
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(data=1, fsdp=4, tensor=2)])
-def test_parameters_and_optimizer_are_what_lies_on_a_device(mesh):
+def test_planned_parameters_and_optimizer_are_those_on_a_device(mesh):
     recipe = experiment(mesh=mesh)
     needs = plan.make_plan(recipe, PLACE).needs
     state = Trainer(recipe, jax.devices()[:8]).init()
@@ -74,7 +74,7 @@ def test_an_average_is_counted_and_what_is_frozen_has_neither_gradients_nor_stat
         ((12, 768, 2048), (12, 768, 2048)),
     ],
 )
-def test_tiles_fill_up_what_wastes_least(shape, filled):
+def test_arrays_are_padded_to_the_tiles_that_waste_least(shape, filled):
     assert chips.tiled_bytes(shape, 4) == 4 * math.prod(filled)
 
 
@@ -92,7 +92,7 @@ def test_activations_grow_with_the_rows_and_shrink_with_remat():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_made_of_tables_is_whole_on_every_device(dtype):
+def test_arrays_made_from_tables_are_whole_on_every_device(dtype):
     tables = 4 * 3 * 2 * 32 * 32
     kind = alignment("r", head_dim=4, max_length=32)
     model = t5(Size(8, 3, 16, 2, 4), encoder=kind, vocab_size=VOCAB, dtype=dtype, scan=True)
@@ -121,7 +121,7 @@ def test_a_layer_is_gathered_whole():
     assert plan.make_plan(large, PLACE).needs.gathered == 8 * 1024 * 16
 
 
-def test_advice_fits_begins_with_what_costs_least_and_can_be_typed():
+def test_advice_fits_starts_with_the_cheapest_and_can_be_typed():
     recipe = experiment(encoder(), mesh=MeshShape(data=2, fsdp=2, tensor=2))
     recipe = plan.with_remat(recipe, "full")
     (first, best), *_, (last, way) = options = plan.advise(recipe, PLACE)
@@ -163,7 +163,7 @@ def test_costs_of_an_encoder_are_those_of_its_inputs():
     assert plan.make_plan(shorter, place).flops < found.flops
 
 
-def test_names_of_topologies():
+def test_topologies_are_parsed_and_unknown_ones_are_errors():
     found = chips.parse_topology("tpu7x:2x2x1")
     assert (found.chips, found.devices, found.name) == (4, 8, "tpu7x:2x2x1")
     assert chips.parse_topology("v5litepod-16", 2) == chips.parse_topology("v5e:4x4", 2)

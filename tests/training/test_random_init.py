@@ -28,7 +28,7 @@ def state(layers: int, *, scan: bool = False):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_they_are_those_of_one_program_on_a_mesh(scan):
+def test_initial_parameters_are_those_of_one_program_on_a_mesh(scan):
     init = state(2, scan=scan)
     mesh = jax.make_mesh(
         (2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
