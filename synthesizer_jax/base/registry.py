@@ -230,7 +230,8 @@ def format_limits(annotation: Annotation) -> str:
     parts = typing.get_args(annotation)
     limits = [str(part) for part in parts if isinstance(part, Limit)]
     nested = " or ".join(filter(None, map(format_limits, parts)))
-    if nested and typing.get_origin(annotation) is tuple:
+    origin: object = typing.get_origin(annotation)
+    if nested and origin is tuple:
         nested = f"a tuple of values that are {nested}"
     return " and ".join([*limits, nested] if nested else limits)
 

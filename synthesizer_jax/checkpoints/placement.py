@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -198,6 +199,6 @@ def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     return {_path_name(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
 
 
-def _path_name(path: jax.tree_util.KeyPath) -> str:
+def _path_name(path: tuple[Any, ...]) -> str:
     """Returns the path of a leaf as a name, such as ``opt_state/1/0/count``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

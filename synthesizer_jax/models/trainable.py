@@ -64,8 +64,7 @@ class Trainable(Generic[Model]):
         """
         del base
         example = (jnp.zeros(x.shape, x.dtype) for x in self.example)
-        variables: Variables = self.model.init(key, *example)
-        return variables
+        return dict(self.model.init(key, *example))
 
     def merge(self, variables: Variables, base: Variables) -> Variables:
         """Returns the variables for the model's `apply`. The function can be traced.
