@@ -232,13 +232,17 @@ def _make_call(
     batch, k_length, heads, _ = values.shape
     terms, mask, q_length, _ = _checked(terms, mask, q_length, k_length, batch=batch, heads=heads)
 
-    def prepare(term: Term) -> Term:
+    def repeat_keys(term: Term) -> Term:
+        """Returns a `LowRank` term with keys for every head of its queries."""
         if isinstance(term, LowRank):
             return dataclasses.replace(term, keys=repeat_heads(term.keys, term.num_heads))
         return term
 
     return Call(
-        tuple(map(prepare, terms)), repeat_heads(values, terms[0].num_heads), mask, q_length
+        terms=tuple(map(repeat_keys, terms)),
+        values=repeat_heads(values, terms[0].num_heads),
+        mask=mask,
+        q_length=q_length,
     )
 
 
@@ -257,10 +261,15 @@ def _checked(
     values, so it gives neither batch nor heads.
     """
     check_terms(terms)
-    terms, mask = tuple(map(_as_float, terms)), Mask.of(mask)
+    terms = tuple(map(_as_float, terms))
+    mask = Mask.of(mask)
+
+    # Several heads of the terms may share a head of the values, if the numbers fit.
     num_heads = terms[0].num_heads
-    if heads is None or (heads and num_heads % heads == 0):  # values' heads may be shared
+    if heads is None or (heads and num_heads % heads == 0):
         heads = num_heads
+
+    # The first term that has an axis of queries or keys tells a length that is not given.
     for q, k in (term.lengths for term in terms):
         q_length = q if q_length is None else q_length
         k_length = k if k_length is None else k_length
@@ -270,9 +279,10 @@ def _checked(
             f"attention: the number of {kind} is not known, because no term has an axis of {kind}. "
             f"Pass {name}."
         )
+
     if batch is None:
-        of_mask = [x.shape[0] for x in jax.tree.leaves(mask) if jnp.ndim(x)]
-        batch = max([1, *of_mask, *(term.batch for term in terms)])
+        mask_batches = [x.shape[0] for x in jax.tree.leaves(mask) if jnp.ndim(x)]
+        batch = max([1, *mask_batches, *(term.batch for term in terms)])
 
     # Everything is checked before a route is chosen, so that an error does not depend on the route.
     sizes = {"batch": batch, "heads": heads, "q_length": q_length, "k_length": k_length}
@@ -297,15 +307,17 @@ def _groups_of_heads(call: Call) -> list[Call]:
     A call without a `Split` is returned as it is. Groups may be split again, which the recursion
     resolves.
     """
-    (split, *_), values = call.terms, call.values
+    # A `Split` cannot be added to other terms, so it is the only term of its call.
+    split = call.terms[0]
     if not isinstance(split, Split):
         return [call]
+
     groups = []
     for terms, start, count in split.slices():
+        heads = slice(start, start + count)
         mask = call.mask.take_heads(start, count)
-        part = values[:, :, start : start + count]
-        group = _make_call(terms, part, mask, call.q_length)
-        sinks = None if call.sinks is None else call.sinks[start : start + count]
+        group = _make_call(terms, call.values[:, :, heads], mask, call.q_length)
+        sinks = None if call.sinks is None else call.sinks[heads]
         group = dataclasses.replace(group, soft_cap=call.soft_cap, sinks=sinks)
         groups += _groups_of_heads(group)
     return groups
@@ -320,17 +332,20 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
     choice = _select_route(call, implementation)
 
     def run(call: Call) -> jax.Array:
+        """Runs the selected route, on unpacked examples if the choice says so."""
         # Loops of a route inside `jax.shard_map` need operands that vary over the same mesh axes.
         (call,) = match_varying_axes(call)
         route = ROUTES[choice.route]
         return attend_unpacked(route, call) if choice.unpack else route(call)
 
     _log_route(choice, run, call, partition)
-    if partition and (
-        not partition.axis_names or (choice.route == "reference" and not choice.unpack)
-    ):
-        partition = None  # the compiler divides the reference route itself
-    return run(call) if partition is None else partition.run(run, call)
+    if partition is None or not partition.axis_names:
+        return run(call)
+
+    # The compiler can divide the matrix products of the reference route by itself.
+    if choice.route == "reference" and not choice.unpack:
+        return run(call)
+    return partition.run(run, call)
 
 
 class _RouteChoice(NamedTuple):
@@ -360,8 +375,10 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
             f"attend: implementation is {implementation!r}, but it must be auto, "
             f"{', '.join(routes)} or {last}."
         )
-    mask, packed = call.mask, call.mask.query_segments is not None
+    mask = call.mask
+    packed = mask.query_segments is not None
     positional = uses_segment_positions(call.terms, mask)
+    # The numbers of queries and keys of the unpacked rows, or None if rows cannot be unpacked.
     lengths = unpacked_lengths(mask, call.q_length, call.k_length) if packed else None
     reasons = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
 
@@ -371,12 +388,13 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
         if needs_rows and lengths is None:
             reasons[name] = reasons[name] or FEW_SEGMENTS
     obstacles = {name: why for name, why in reasons.items() if why}
+
     chosen = implementation
     if implementation == "auto":
         # Banded is the cheapest if it applies, then static. The size decides between the other two.
         q, k = lengths if lengths and positional else (call.q_length, call.k_length)
-        small = ["reference", "fused"] if q * k <= FEW_LOGITS else ["fused", "reference"]
-        chosen = next(r for r in ("banded", "static", *small) if r not in obstacles)
+        by_size = ["reference", "fused"] if q * k <= FEW_LOGITS else ["fused", "reference"]
+        chosen = next(r for r in ("banded", "static", *by_size) if r not in obstacles)
     if chosen in obstacles:
         raise ValueError(
             f"attend: implementation={implementation!r} cannot compute this call. "
@@ -397,13 +415,18 @@ def _log_route(
 
     def make() -> Explanation:
         """Returns the explanation without the bytes that the backward pass keeps."""
-        kernel, obstacles = PLAIN[choice.route], dict(choice.obstacles)
+        obstacles = dict(choice.obstacles)
         obstacles.pop(choice.route, None)
-        if (find_obstacle := KERNELS.get(platform, {}).get(choice.route)) is not None:
-            if why := _find_in_rows(choice, call, find_obstacle):
-                obstacles["kernels"] = why
-            else:
+
+        kernel = PLAIN[choice.route]
+        find_obstacle = KERNELS.get(platform, {}).get(choice.route)
+        if find_obstacle is not None:
+            why = _find_in_rows(choice, call, find_obstacle)
+            if why is None:
                 kernel = "Pallas kernels"
+            else:
+                obstacles["kernels"] = why
+
         divided = {} if partition is None else dataclasses.asdict(partition)
         batch, k_length, heads, _ = call.values.shape
         return Explanation(
@@ -418,8 +441,12 @@ def _log_route(
 
     def residuals() -> PyTree:
         """Returns the arrays that the backward pass keeps: the leaves of its `jax.vjp` function."""
-        of = lambda terms, values: run(dataclasses.replace(call, terms=terms, values=values))
-        return jax.vjp(of, call.terms, call.values)[1]
+
+        def output(terms: Terms, values: jax.Array) -> jax.Array:
+            """Returns the output of the call with other terms and values."""
+            return run(dataclasses.replace(call, terms=terms, values=values))
+
+        return jax.vjp(output, call.terms, call.values)[1]
 
     log_call(make, residuals)
 
@@ -436,6 +463,7 @@ def _find_in_rows(
     found = []
 
     def route(rows: Call) -> jax.Array:
+        """Runs the route after asking for the obstacle of the rows that it gets."""
         found.append(find_obstacle(rows))
         return ROUTES[choice.route](rows)
 
@@ -501,10 +529,11 @@ def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) ->
         return values
     keep = jax.random.bernoulli(key, 1.0 - rate, values.shape[:3])  # [b, k, h]
 
-    # The backward pass then keeps `keep`, [b, k, h], and not the mask [b, k, h, e] that it is
-    # broadcast to.
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # keeps [b, k, h], not [b, k, h, e]
+    # With `jax.checkpoint`, the backward pass keeps `keep`, [b, k, h], and not the mask
+    # [b, k, h, e] that it is broadcast to.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
     def drop(values: jax.Array, keep: jax.Array) -> jax.Array:
+        """Returns the values with zeros for the dropped vectors."""
         return jnp.where(keep[..., None], values / (1.0 - rate), 0)
 
     return drop(values, keep)

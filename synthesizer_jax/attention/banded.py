@@ -27,25 +27,29 @@ def attend_banded(call: Call) -> jax.Array:
     `Banded.normalize`, it is divided by the sum of the weights of the keys that the query sees.
     """
     call = call.cleared()
-    (term,), values, mask, q_length = call.terms, call.values, call.mask, call.q_length
+    (term,) = call.terms
     assert isinstance(term, Banded)
+    values, mask, q_length = call.values, call.mask, call.q_length
     k_length, heads = values.shape[1:3]
-    keys, queries = mask.keys(k_length), mask.queries(q_length)
+    keys = mask.keys(k_length)
+    queries = mask.queries(q_length)
+
     # `cleared` has set padding keys to zero, so the sum needs no mask of keys. The row sum below
     # does.
-    term, mask = _trim_hidden_taps(
-        term, dataclasses.replace(mask, key_lengths=None, key_valid=None)
-    )
+    mask = dataclasses.replace(mask, key_lengths=None, key_valid=None)
+    term, mask = _trim_hidden_taps(term, mask)
     tap_mask = _tap_mask(term, mask, q_length=q_length, k_length=k_length)
     if tap_mask is not None:
         term = dataclasses.replace(term, weights=jnp.where(tap_mask, term.weights, 0))
     out = _sum_window(term, values, mask, q_length=q_length)
+
     if term.normalize:
         # The row sum is the same sum, of ones for real keys and zeros for padding. [b, q, h, 1]
         is_real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys
         ones = jnp.broadcast_to(is_real[..., None, None], (*is_real.shape, heads, 1))
         row_sum = _sum_window(term, ones.astype(logits_dtype(values)), mask, q_length=q_length)
         out = jnp.where(row_sum > 0, out / jnp.where(row_sum > 0, row_sum, 1), 0)
+
     out = zero_padding(out, queries)
     return jnp.broadcast_to(out, (values.shape[0], *out.shape[1:])).astype(values.dtype)
 
@@ -77,14 +81,17 @@ def materialize_banded(
       positions: the positions of queries ``[b, q]`` and keys ``[b, k]`` in packed segments. If
         given, windows are windows of these positions.
     """
-    weights, width = term.weights.astype(logits_dtype(term.weights)), term.weights.shape[-1]
+    weights = term.weights.astype(logits_dtype(term.weights))
+    width = weights.shape[-1]
     first_key = _first_tap_keys(term, mask, q_length)[None]  # [1, q]
-    key = jnp.arange(k_length)[None]
+    key = jnp.arange(k_length)[None]  # [1, k]
     if positions is not None:
+        # In packed rows, everything that depends on the query is looked up by its position in the
+        # segment: [b, q] and [b, k].
         q_positions, key = positions
         first_key = _first_tap_keys(term, mask, first_key.shape[1])[q_positions]
         if weights.shape[0] == 1 and weights.shape[1] != 1:
-            weights = weights[0][q_positions]
+            weights = weights[0][q_positions]  # [b, q, h, w]
 
     # The tap that multiplies each pair, which is outside of the window for most pairs.
     tap = (key[:, None, :] - first_key[:, :, None])[:, :, None, :]  # [b or 1, q, 1, k]
@@ -92,10 +99,12 @@ def materialize_banded(
     weights = jnp.broadcast_to(weights, (batch, q_length, *weights.shape[2:]))
     if width == 0:
         return jnp.zeros((batch, weights.shape[2], q_length, k_length), weights.dtype)
+
     dense = jnp.take_along_axis(weights, jnp.clip(tap, 0, width - 1), axis=-1)  # [b or 1, q, h, k]
     dense = jnp.where((tap >= 0) & (tap < width), dense, 0).swapaxes(1, 2)  # [b or 1, h, q, k]
     pairs = mask.pairs(q_length, k_length)
-    dense = dense if pairs is None else jnp.where(pairs, dense, 0)
+    if pairs is not None:
+        dense = jnp.where(pairs, dense, 0)
     if not term.normalize:
         return dense
     row_sum = dense.sum(axis=-1, keepdims=True)
@@ -118,7 +127,10 @@ def _trim_hidden_taps(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
     """
     if term.starts is not None or mask.prefix_lengths is not None or mask.counts_in_segments:
         return term, mask
-    start, end = term.first, term.first + term.weights.shape[-1]
+
+    # The distances from `start` to `end` - 1 are those that the taps cover and the band allows.
+    start = term.first
+    end = term.first + term.weights.shape[-1]
     before, after = mask.band
     if before is not None:
         start = min(max(start, -before), end)
@@ -161,12 +173,14 @@ def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -
 
     # Query 0 needs the values from position `start` on, and all queries need `length` values.
     # Positions outside of the row are zeros. The padding is negative if values are not needed.
-    start, length = mask.query_offset + term.first, q_length + width - 1
+    start = mask.query_offset + term.first
+    length = q_length + width - 1
     if isinstance(start, int):
         sides = (-start, start + length - values.shape[1], 0)
-    else:  # in a decoding loop the start may be any position up to the last key
+    else:
+        # In a decoding loop, the start may be any position up to the last key.
         sides = (length, length, 0)
-    padding = [(0, 0, 0), sides, (0, 0, 0), (0, 0, 0)]
+    padding = [(0, 0, 0), sides, (0, 0, 0), (0, 0, 0)]  # low, high and interior padding by axis
     window = jax.lax.pad(values, jnp.zeros((), values.dtype), padding)  # [b, q + w - 1, h, e]
     if not isinstance(start, int):
         window = jax.lax.dynamic_slice_in_dim(window, start + length, length, axis=1)
@@ -194,9 +208,11 @@ def _sum_shifted_values_fwd(
     """Returns the sum, and no residuals."""
     weights, window = inputs
     dtype = logits_dtype(window)
-    weights, width = weights.astype(dtype), weights.shape[-1]
+    weights = weights.astype(dtype)
+    # Tap t of all queries multiplies the values from position t on: [b, q, h, e] for each tap.
     products = (
-        weights[..., t, None] * window[:, t : t + q_length].astype(dtype) for t in range(width)
+        weights[..., t, None] * window[:, t : t + q_length].astype(dtype)
+        for t in range(weights.shape[-1])
     )
     return functools.reduce(operator.add, products), ()
 
@@ -207,31 +223,36 @@ def _sum_shifted_values_bwd(
     """Returns the cotangents of the weights and of the window, tap by tap."""
     del out, residuals
     weights, window = inputs
-    width, dtype, q_length = weights.shape[-1], dout.dtype, dout.shape[1]
-    padding = ((0, 0), (width - 1, width - 1), (0, 0), (0, 0))
+    dtype = dout.dtype
+    width = weights.shape[-1]
+    length = window.shape[1]
+    q_length = dout.shape[1]
+    queries_share = weights.shape[1] == 1
 
     # With w - 1 zeros on both sides, a slice at any tap has the length of the window.
+    padding = ((0, 0), (width - 1, width - 1), (0, 0), (0, 0))
     padded_dout = jnp.pad(dout, padding)
     padded_weights = weights.astype(dtype)
-    if weights.shape[1] != 1:
+    if not queries_share:
         padded_weights = jnp.pad(padded_weights, padding)
-    length = window.shape[1]
-    dwindow, dweights = jnp.zeros_like(window, dtype=dtype), []
+
+    dwindow = jnp.zeros_like(window, dtype=dtype)
+    dweights = []
     shared_axes = tuple(i for i in (0, 1) if weights.shape[i] == 1)
     for t in range(width):
         # dwindow[b, n, h] = Σ_t weights[b, n - t, h, t] · dout[b, n - t, h]
         queries = slice(width - 1 - t, width - 1 - t + length)
-        tap = (
-            padded_weights[:, queries, :, t, None]
-            if weights.shape[1] != 1
-            else padded_weights[..., t, None]
-        )
+        if queries_share:
+            tap = padded_weights[..., t, None]
+        else:
+            tap = padded_weights[:, queries, :, t, None]
         dwindow = dwindow + tap * padded_dout[:, queries]
+
         # dweights[b, q, h, t] = Σ_e dout[b, q, h, e] · window[b, q + t, h, e]. It is summed over
         # the examples and the queries that share weights.
         product = (dout * window[:, t : t + q_length].astype(dtype)).sum(axis=-1)
         dweights.append(product.sum(axis=shared_axes, keepdims=True))
-    return (jnp.stack(dweights, axis=-1).astype(weights.dtype), dwindow.astype(window.dtype))
+    return jnp.stack(dweights, axis=-1).astype(weights.dtype), dwindow.astype(window.dtype)
 
 
 def _sum_gathered_values(weights: jax.Array, values: jax.Array, starts: jax.Array) -> jax.Array:
@@ -244,7 +265,8 @@ def _sum_gathered_values(weights: jax.Array, values: jax.Array, starts: jax.Arra
       values: ``[b, k, h, e]``.
       starts: the key of each query's first tap, ``[q]``.
     """
-    dtype, k_length = logits_dtype(values), values.shape[1]
+    dtype = logits_dtype(values)
+    k_length = values.shape[1]
 
     def weigh_tap(t: int) -> jax.Array:
         """Returns the summand of tap t, ``[b, q, h, e]``."""

@@ -92,7 +92,11 @@ class Cache:
 
     def as_window(self, capacity: int) -> Cache:
         """Returns an empty cache that holds only the last `capacity` positions."""
-        cut = lambda x: jax.lax.slice_in_dim(x, 0, capacity, axis=self.position_axis(x))
+
+        def cut(x: jax.Array) -> jax.Array:
+            """Returns an array with only `capacity` positions."""
+            return jax.lax.slice_in_dim(x, 0, capacity, axis=self.position_axis(x))
+
         keys, values = jax.tree.map(cut, (self.keys, self.values))
         return dataclasses.replace(self, keys=keys, values=values, window=True)
 
@@ -119,14 +123,21 @@ def init_cache(
         gets a cache that holds only the values that the window reaches. Such a cache moves along
         with the queries.
     """
-    term, length, window = terms[0], max_length, False
+    term = terms[0]
+    length = max_length
+    window = False
     if not positions_first and memory is None and isinstance(term, Banded) and term.starts is None:
-        # The window of a query reaches from `-first` keys before it. Nothing older is needed.
-        length, window = max(0, -term.first), True
-    batch = jax.tree.leaves(values)[0].shape[0]
+        # The window of a query begins `-first` keys before it. Nothing older is needed.
+        length = max(0, -term.first)
+        window = True
 
+    batch = jax.tree.leaves(values)[0].shape[0]
     layout = Cache((), (), window=window, positions_first=positions_first)
-    empty = lambda x: layout.swap(jnp.zeros((batch, length, *x.shape[2:]), x.dtype))
+
+    def empty(x: jax.Array) -> jax.Array:
+        """Returns zeros for `length` positions, in the layout of the cache."""
+        return layout.swap(jnp.zeros((batch, length, *x.shape[2:]), x.dtype))
+
     return dataclasses.replace(
         layout,
         keys=tuple(empty(x) for x in _cached_arrays(terms)),
@@ -180,44 +191,22 @@ def extend(
             "alignment."
         )
 
-    def append(past: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns the window of the past, followed by the new tokens, ``[b, h, m + n, ...]``."""
-        both = jnp.concatenate([past, x.astype(past.dtype)], axis=cache.position_axis(x))
-        return fill_invalid(both, valid)
-
-    def last(x: jax.Array) -> jax.Array:
-        """Returns the last m positions, which are the window for the next step."""
-        if mask.key_lengths is None:
-            return jax.lax.slice_in_dim(x, n, None, axis=cache.position_axis(x))
-
-        # In examples that have fewer real tokens, the window ends earlier.
-        end = jnp.clip(mask.key_lengths - at, 0, n)  # [b]
-        index = end[:, None] + jnp.arange(cache.capacity)[None]
-        index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
-        return cache.swap(jnp.take_along_axis(cache.swap(x), index, axis=1))
-
-    def write(past: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns the cache with the new tokens at their positions."""
-        x = fill_invalid(x.astype(past.dtype), valid)
-        return (
-            jax.lax.dynamic_update_slice_in_dim(past, x, at, axis=cache.position_axis(x))
-            if n
-            else past
-        )
-
-    if n and mask.key_lengths is not None:  # single tokens of decoding loops have no lengths
+    # New tokens that are padding become zeros. Single tokens of decoding loops have no lengths.
+    if n and mask.key_lengths is not None:
         real = (jnp.arange(n) + at)[None] < jnp.reshape(mask.key_lengths, (-1, 1))  # [b or 1, n]
         keys, values = jax.tree.map(lambda x: zero_padding(x, real), (keys, values))
 
     # From here on, arrays have the layout of the cache, [b, h, m, ...].
-    past, new = (cache.keys, cache.values), jax.tree.map(cache.swap, (keys, values))
-    if cache.window:  # the past is what lies before `at`
-        attended = jax.tree.map(append, past, new)
-        kept = jax.tree.map(last, attended)
+    new = jax.tree.map(cache.swap, (keys, values))
+    if cache.window:
+        attended, kept = _move_window(cache, new, at=at, valid=valid, lengths=mask.key_lengths)
+        # The first key that is attended to is now m positions before the new tokens.
         mask = mask.slice_keys(at - cache.capacity, cache.capacity + n)
     else:
-        attended = kept = jax.tree.map(write, past, new)
-    if n == 0:  # XLA would swap before a decoding loop, and copy in every step
+        attended = kept = _write(cache, new, at=at, valid=valid)
+    if n == 0:
+        # In cross-attention, nothing changes in a decoding loop. XLA would therefore swap the axes
+        # before the loop, and copy the result in every step.
         attended = jax.lax.optimization_barrier(attended)
 
     # Back to [b, k, ...]. The keys of the terms are replaced in the order in which they were
@@ -227,6 +216,70 @@ def extend(
     terms = map_arrays(lambda a: next(cached) if a.is_cached else a.x, terms)
     cache = dataclasses.replace(cache, keys=kept[0], values=kept[1], length=length)
     return terms, all_values, mask, cache
+
+
+def _move_window(
+    cache: Cache,
+    new: PyTree,
+    *,
+    at: _Length,
+    valid: jax.Array | None,
+    lengths: jax.Array | None,
+) -> tuple[PyTree, PyTree]:
+    """Appends new tokens to a window of past tokens.
+
+    Args:
+      cache: a cache that holds the last m positions before `at`.
+      new: the keys and values of n new tokens, in the layout of the cache.
+      at: the position of the first new token.
+      valid: the first result of `advance_length`.
+      lengths: the numbers of real tokens up to now, ``[b]``. None if all new tokens are real.
+
+    Returns:
+      The keys and values of all m + n positions, and those of the m positions that are kept for the
+      next step.
+    """
+    n = jax.tree.leaves(new)[0].shape[cache.position_axis(jax.tree.leaves(new)[0])]
+
+    def append(past: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns the window of the past, followed by the new tokens, ``[b, h, m + n, ...]``."""
+        both = jnp.concatenate([past, x.astype(past.dtype)], axis=cache.position_axis(x))
+        return fill_invalid(both, valid)
+
+    def keep_last(x: jax.Array) -> jax.Array:
+        """Returns the last m positions, which are the window for the next step."""
+        if lengths is None:
+            return jax.lax.slice_in_dim(x, n, None, axis=cache.position_axis(x))
+
+        # In examples that have fewer real tokens, the window ends earlier.
+        end = jnp.clip(lengths - at, 0, n)  # [b]
+        index = end[:, None] + jnp.arange(cache.capacity)[None]  # [b, m]
+        index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
+        return cache.swap(jnp.take_along_axis(cache.swap(x), index, axis=1))
+
+    attended = jax.tree.map(append, (cache.keys, cache.values), new)
+    return attended, jax.tree.map(keep_last, attended)
+
+
+def _write(cache: Cache, new: PyTree, *, at: _Length, valid: jax.Array | None) -> PyTree:
+    """Returns the keys and values of a cache with new tokens at their positions.
+
+    Args:
+      cache: a cache that holds the positions from 0 on.
+      new: the keys and values of the new tokens, in the layout of the cache.
+      at: the position of the first new token.
+      valid: the first result of `advance_length`.
+    """
+
+    def write(past: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns an array of the cache with new tokens. Without any, it stays as it is."""
+        axis = cache.position_axis(x)
+        x = fill_invalid(x.astype(past.dtype), valid)
+        if x.shape[axis] == 0:
+            return past
+        return jax.lax.dynamic_update_slice_in_dim(past, x, at, axis=axis)
+
+    return jax.tree.map(write, (cache.keys, cache.values), new)
 
 
 def advance_length(
@@ -260,34 +313,57 @@ def advance_length(
     Raises:
       ValueError: if the position is invalid and nothing is traced.
     """
-    reading = None if lengths is None else lengths > at  # which examples have new tokens
+    has_new_tokens = None if lengths is None else lengths > at  # [batch or 1]
     valid = None
     if n and all(is_concrete(x) for x in (at, length, lengths)):
-        needed = int(np.max(np.asarray(at))) + n
-        if capacity is not None and needed > capacity:
-            raise ValueError(
-                f"extend: the cache has max_length={capacity}, but {needed} positions are needed. "
-                f"Create it with max_length={needed} or more. For a MultiHeadAttention, call init "
-                "or init_cache with longer inputs."
-            )
-        first, read = np.asarray(at), np.asarray(length)  # in NumPy, which `jax.jit` does not trace
-        missing = first != read if exact else first > read
-        if np.any(missing if lengths is None else missing & (np.asarray(lengths) > first)):
-            raise ValueError(
-                f"extend: position is {at}, but the cache holds {length} tokens. Leave position "
-                "out to continue after the cached tokens."
-            )
+        _check_position(at, n, length=length, lengths=lengths, capacity=capacity, exact=exact)
     elif n:
         # An error cannot depend on traced numbers. The caller writes NaN where `valid` is False.
         gap = jnp.not_equal(at, length) if exact else jnp.greater(at, length)
-        valid = jnp.logical_not(gap if reading is None else gap & reading)
-        valid = valid if capacity is None else valid & (at + n <= capacity)
-    if reading is None or lengths is None:
+        valid = jnp.logical_not(gap if has_new_tokens is None else gap & has_new_tokens)
+        if capacity is not None:
+            valid = valid & (at + n <= capacity)
+
+    if has_new_tokens is None or lengths is None:
         return valid, _as_length(at + n)
 
     # Examples that have no new tokens keep their length.
-    end = jnp.where(reading, jnp.minimum(lengths, at + n), length)
+    end = jnp.where(has_new_tokens, jnp.minimum(lengths, at + n), length)
     return valid, jnp.broadcast_to(_as_length(end), (batch,))
+
+
+def _check_position(
+    at: _Length,
+    n: int,
+    *,
+    length: _Length,
+    lengths: jax.Array | None,
+    capacity: int | None,
+    exact: bool,
+) -> None:
+    """Raises a `ValueError` if n new tokens may not be at a known position.
+
+    The arguments are those of `advance_length`.
+    """
+    needed = int(np.max(np.asarray(at))) + n
+    if capacity is not None and needed > capacity:
+        raise ValueError(
+            f"extend: the cache has max_length={capacity}, but {needed} positions are needed. "
+            f"Create it with max_length={needed} or more. For a MultiHeadAttention, call init or "
+            "init_cache with longer inputs."
+        )
+
+    # This is computed in NumPy, which `jax.jit` does not trace.
+    first = np.asarray(at)
+    read = np.asarray(length)
+    missing = first != read if exact else first > read
+    if lengths is not None:
+        missing = missing & (np.asarray(lengths) > first)
+    if np.any(missing):
+        raise ValueError(
+            f"extend: position is {at}, but the cache holds {length} tokens. Leave position out to "
+            "continue after the cached tokens."
+        )
 
 
 def _as_length(n: _Length) -> _Length:

@@ -56,7 +56,8 @@ def with_gradient(
       name: the checkpoint name of output and residuals, for policies of `jax.checkpoint`. None if
         they have no name.
     """
-    forward, backward = _keep_precision(forward), _keep_precision(backward)
+    forward = _keep_precision(forward)
+    backward = _keep_precision(backward)
 
     @jax.custom_vjp
     def call(inputs: PyTree) -> _Output:

@@ -102,26 +102,31 @@ def dot_product_attention(
     """
     arrays = [jnp.asarray(x) for x in (query, key, value)]
     query, key, value = _with_batch(*arrays)
+    sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+
+    # The arguments of `jax.nn` that hide keys become a `Mask`.
     window: Any = local_window_size
     if window is not None:
         window = tuple(window) if isinstance(window, tuple | list) else (window, window)
     given = {"query": query_seq_lengths, "key": key_value_seq_lengths}
     lengths = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
-    sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    masks = Mask(
+    from_arguments = Mask(
         causal=bool(is_causal),
         window=window,
         query_lengths=lengths.get("query"),
         key_lengths=lengths.get("key"),
     )
-    if not isinstance(mask, Mask):
-        mask = masks if mask is None else _add_array(masks, mask, sizes)
-    elif lengths or masks.has_band:
+    if mask is None:
+        mask = from_arguments
+    elif not isinstance(mask, Mask):
+        mask = _add_array(from_arguments, mask, sizes)
+    elif lengths or from_arguments.has_band:
         raise ValueError(
             f"{NAME}: mask is a Mask, so is_causal, query_seq_lengths, key_value_seq_lengths and "
             "local_window_size cannot be used. Set causal, query_lengths, key_lengths and window "
             "of the Mask instead."
         )
+
     out = attend_dot_product(
         query,
         key,
@@ -184,12 +189,12 @@ def _with_batch(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             f"{NAME}: query, key and value have dtypes {[str(x.dtype) for x in arrays]}. Cast them "
             "to the same floating-point dtype."
         )
+
     query, key, value = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in arrays)
-    if (
-        key.shape[:3] != value.shape[:3]
-        or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
-        or query.shape[2] % key.shape[2]
-    ):
+    batch, _, heads, width = query.shape
+    key_batch, _, key_heads, key_width = key.shape
+    fits = (batch, width) == (key_batch, key_width) and heads % key_heads == 0
+    if not fits or key.shape[:3] != value.shape[:3]:
         raise ValueError(
             f"{NAME}: query, key and value have shapes {shapes}. All three need the same batch "
             "size. Query and key need the same width. Key and value need the same length and the "
@@ -255,7 +260,9 @@ def _biases(
         return (), ()
     if isinstance(bias, tuple):
         parts = [_biases(part, sizes, dtype, offset=offset) for part in bias]
-        return sum((terms for terms, _ in parts), ()), sum((own for _, own in parts), ())
+        all_terms: Terms = tuple(term for terms, _ in parts for term in terms)
+        all_arrays = tuple(array for _, arrays in parts for array in arrays)
+        return all_terms, all_arrays
     if isinstance(bias, RelativeTable):
         if bias.table.shape[0] != sizes.heads:
             raise ValueError(
@@ -266,12 +273,15 @@ def _biases(
         return (bias.term(sizes.queries, sizes.keys, offset),), ()
     if isinstance(bias, Term):
         return (bias,), ()
+
     array = jnp.asarray(bias)
     if array.dtype == bool:
         raise ValueError(f"{NAME}: bias has dtype bool. Pass a boolean array as mask instead.")
     if jnp.issubdtype(array.dtype, jnp.integer):
         array = array.astype(jnp.promote_types(dtype, jnp.float32))
-    full = _broadcast_rank("bias", array, sizes)
+    full = _broadcast_rank("bias", array, sizes)  # [b or 1, n or 1, q or 1, k or 1]
+
+    # What all examples share is a `Static` term. A bias per example and key fits into a product.
     if full.shape[0] == 1:
         return (_bias_term(full, sizes[1:]),), ()
     if full.shape[2] == 1:
@@ -349,7 +359,8 @@ def _attend_examples(
             f"{NAME}: packed rows do not support a separate bias for every example. Use a bias "
             "that all examples share, or rows that are not packed."
         )
-    (batch, k_length, *_), q_length = values.shape, biases[0].shape[2]
+    batch, k_length, *_ = values.shape
+    q_length = biases[0].shape[2]
     heads = terms[0].num_heads
     mask = mask.broadcast_to(batch=batch, heads=heads, q_length=q_length, k_length=k_length)
 
@@ -363,13 +374,12 @@ def _attend_examples(
         )
     )
     pairs = list(zip(leaves, is_own, strict=True))
-    unshared, shared = (
-        [x[:, None] for x, flag in pairs if flag],
-        [x for x, flag in pairs if not flag],
-    )
+    unshared = [x[:, None] for x, flag in pairs if flag]
+    shared = [x for x, flag in pairs if not flag]
 
     def attend_one(unshared: Sequence[jax.Array], shared: Sequence[jax.Array]) -> jax.Array:
         """Returns the output ``[q, h, e]`` of one example."""
+        # Put the leaves back in their order, each from the list that it was sorted into.
         parts = {True: iter(unshared), False: iter(shared)}
         merged = jax.tree.unflatten(treedef, [next(parts[flag]) for flag in is_own])
         terms, biases, values, mask = merged

@@ -134,18 +134,22 @@ def fused_inputs(call: Call) -> FusedInputs:
     call. In packed rows, biases are cut to the longest segment, and looked up by the position in
     the segment.
     """
-    terms, mask = call.terms, call.mask
+    terms = call.terms
+    mask = call.mask
     q, k = call.q_length, call.k_length
-    positions, offset = None, mask.query_offset
+    offset = mask.query_offset
+    positions = None
     if uses_segment_positions(terms, mask):
         q, k = mask.segment_lengths(q, k)
         terms, positions = with_segment_positions(terms, mask)
 
         # Positions in a segment start at 0, wherever the segment is in the row.
         offset = 0
+
     divided = divide_terms(terms)
     assert divided is not None
     products, (tables, diagonals) = divided
+    # The tables may be longer than the rows; their first entries are used.
     biases = Biases(
         tuple(Static(term.logits[:, :q, :k]) for term in tables),
         tuple(cut_diagonals(term, q, k, query_offset=offset) for term in diagonals),
@@ -174,9 +178,8 @@ def kernel_obstacle(call: Call, platform: str) -> str | None:
       call: the call.
       platform: ``tpu`` or ``gpu``.
     """
-    why: str | None = _kernels(_CUDA if platform == "gpu" else platform).obstacle(
-        fused_inputs(call)
-    )
+    kernels = _kernels(_CUDA if platform == "gpu" else platform)
+    why: str | None = kernels.obstacle(fused_inputs(call))
     return why
 
 
@@ -192,9 +195,8 @@ def _kernels(platform: str) -> ModuleType:
 
     It is imported only when it is needed, because it imports Pallas, which short rows do not need.
     """
-    return importlib.import_module(
-        f"{__package__}.fused_{'gpu' if platform == _CUDA else platform}"
-    )
+    suffix = "gpu" if platform == _CUDA else platform
+    return importlib.import_module(f"{__package__}.fused_{suffix}")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -336,17 +338,28 @@ def map_heads(
 
     def head(j: int | jax.Array) -> PyTree:
         """Returns the results for head j."""
-        take = lambda axis, x: lax.dynamic_index_in_dim(x, j, axis, keepdims=False)
+
+        def take(axis: int, x: jax.Array) -> jax.Array:
+            """Returns the entry of head j, without the axis of heads."""
+            return lax.dynamic_index_in_dim(x, j, axis, keepdims=False)
+
         return function(*_map_with_axis(take, axes, args))
 
     def add_head(j: jax.Array, totals: PyTree) -> PyTree:
         """Writes the results for head j into the arrays of all heads."""
-        put = lambda axis, total, x: lax.dynamic_update_index_in_dim(total, x, j, axis)
+
+        def put(axis: int, total: jax.Array, x: jax.Array) -> jax.Array:
+            """Returns the array of all heads with the entry of head j."""
+            return lax.dynamic_update_index_in_dim(total, x, j, axis)
+
         return _map_with_axis(put, out_axes, totals, head(j))
+
+    def empty(axis: int, x: jax.ShapeDtypeStruct) -> jax.Array:
+        """Returns an array for the results of all heads, like the result of one."""
+        return jnp.empty((*x.shape[:axis], heads, *x.shape[axis:]), x.dtype)
 
     # The results are written in place. A `lax.map` would stack the heads first, and moving that
     # axis to its position would copy everything.
-    empty = lambda axis, x: jnp.empty((*x.shape[:axis], heads, *x.shape[axis:]), x.dtype)
     totals = _map_with_axis(empty, out_axes, jax.eval_shape(head, 0))
     return lax.fori_loop(0, heads, add_head, match_varying_axes(totals, args)[0])
 
@@ -358,8 +371,31 @@ def _map_with_axis(
 
     Each entry of the outer tuple of a pytree has its own axis.
     """
-    of_tree = lambda axis, *parts: jax.tree.map(functools.partial(function, axis), *parts)
-    return jax.tree.map(of_tree, axes, *trees)
+
+    def map_tree(axis: int, *parts: PyTree) -> PyTree:
+        """Applies the function with one axis to the leaves of one entry of each pytree."""
+        return jax.tree.map(functools.partial(function, axis), *parts)
+
+    return jax.tree.map(map_tree, axes, *trees)
+
+
+class _LoopContext(NamedTuple):
+    """What all tiles of `loop_forward` or `loop_backward` share.
+
+    Attributes:
+      mask: the mask of all heads; see `_mask_of_heads`.
+      real: which queries ``[b, q]`` and keys ``[b, k]`` are real, or None if all are. A NaN in
+        padding must not reach other rows.
+      positions: `FusedInputs.positions`.
+      lengths: the numbers of queries and keys.
+      soft_cap: as in `attend`.
+    """
+
+    mask: Mask
+    real: tuple[jax.Array | None, jax.Array | None]
+    positions: tuple[jax.Array, jax.Array] | None
+    lengths: tuple[int, int]
+    soft_cap: float | None
 
 
 def loop_forward(
@@ -380,9 +416,8 @@ def loop_forward(
     batch, k_length, heads, _ = values.shape
     dtype = logits_dtype(values, *jax.tree.leaves((products, biases)))
     mask, allowed = _mask_of_heads(q_length, inputs)
-
-    # Which queries [b, q] and keys [b, k] are real. A NaN in padding must not reach other rows.
     real = inputs.mask.uncleared(q_length, k_length)
+    context = _LoopContext(mask, real, positions, (q_length, k_length), soft_cap)
 
     def head(
         products: Products, biases: Biases, values: jax.Array, allowed: jax.Array | None
@@ -393,42 +428,72 @@ def loop_forward(
         bias = _sum_biases(biases, q_length=_num_bias_rows(inputs, q_length))
 
         def example(i: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
-            """Returns the output ``[q, e]`` and the statistics ``[q, 1]`` of one tile."""
-            tile_products, tile_values, tile_positions = _select((products, values, positions), i)
-            queries, keys = _select(real, i)
-            tile_products, tile_values = clear_padding(tile_products, tile_values, queries, keys)
-            tile_mask = _select_mask(mask, allowed, i)
-            # S = Σ terms, and -inf where the mask forbids a key
-            logits = _logits(
-                bias,
-                tile_products,
-                lengths=(q_length, k_length),
-                positions=tile_positions,
-                soft_cap=soft_cap,
-            )
-            logits = _mask_logits(logits, tile_mask)  # [q, k]
-            # c = max_k S; 0 in rows without keys, because -inf - (-inf) would be NaN
-            row_max = jnp.max(logits, axis=-1, keepdims=True)
-            row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
-            # E = exp(S - c). It is rounded to the dtype in which it multiplies V before it is
-            # summed, so that the weights sum to one as they are used. l = Σ_k E
-            weights = jnp.exp(logits - row_max).astype(values.dtype)
-            row_sum = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
-            is_nonzero = row_sum > 0
-            is_nonzero = is_nonzero if queries is None else is_nonzero & queries[:, None]
-            inverse_row_sum = jnp.where(is_nonzero, 1 / jnp.where(is_nonzero, row_sum, 1), 0)
-            # O = (E V) / l
-            out = jnp.matmul(weights, tile_values, preferred_element_type=dtype) * inverse_row_sum
-            stats = SoftmaxStats(row_max.astype(dtype), inverse_row_sum.astype(dtype))
-            return out.astype(values.dtype), stats
+            """Returns the output ``[q, e]`` and the statistics ``[q, 1]`` of example i."""
+            return _tile_forward(context, bias, products, values, allowed, i, dtype)
 
         results: tuple[jax.Array, SoftmaxStats] = lax.map(example, jnp.arange(batch))
         return results
 
-    out, stats = map_heads(
-        head, heads, (products, biases, values, allowed), (2, 0, 2, 1), (2, 2), parallel=parallel
-    )
+    args = (products, biases, values, allowed)
+    out, stats = map_heads(head, heads, args, (2, 0, 2, 1), (2, 2), parallel=parallel)
     return out, stats
+
+
+def _tile_forward(
+    context: _LoopContext,
+    bias: jax.Array | None,
+    products: Products,
+    values: jax.Array,
+    allowed: jax.Array | None,
+    i: jax.Array,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, SoftmaxStats]:
+    """Computes one tile of `loop_forward`.
+
+    Args:
+      context: what all tiles share.
+      bias: the sum of the head's biases, ``[q, k]``, or None.
+      products: the head's products, with an axis of examples.
+      values: the head's values, ``[b, k, e]``.
+      allowed: the head's own pattern of pairs, ``[b or 1, q, k]``, or None.
+      i: the number of the example.
+      dtype: the dtype of logits and sums.
+
+    Returns:
+      The output ``[q, e]``, and the statistics ``[q, 1]`` of its rows.
+    """
+    products, tile_values, positions = _select((products, values, context.positions), i)
+    queries, keys = _select(context.real, i)
+    products, tile_values = clear_padding(products, tile_values, queries, keys)
+    mask = _select_mask(context.mask, allowed, i)
+
+    # S = Σ terms, and -inf where the mask forbids a key, [q, k]
+    logits = _logits(
+        bias,
+        products,
+        lengths=context.lengths,
+        positions=positions,
+        soft_cap=context.soft_cap,
+    )
+    logits = _mask_logits(logits, mask)
+
+    # c = max_k S; 0 in rows without keys, because -inf - (-inf) would be NaN
+    row_max = jnp.max(logits, axis=-1, keepdims=True)
+    row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
+
+    # E = exp(S - c). It is rounded to the dtype in which it multiplies V before it is summed, so
+    # that the weights sum to one as they are used. l = Σ_k E
+    weights = jnp.exp(logits - row_max).astype(values.dtype)
+    row_sum = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
+    is_nonzero = row_sum > 0
+    if queries is not None:
+        is_nonzero = is_nonzero & queries[:, None]
+    inverse_row_sum = jnp.where(is_nonzero, 1 / jnp.where(is_nonzero, row_sum, 1), 0)
+
+    # O = (E V) / l
+    out = jnp.matmul(weights, tile_values, preferred_element_type=dtype) * inverse_row_sum
+    stats = SoftmaxStats(row_max.astype(dtype), inverse_row_sum.astype(dtype))
+    return out.astype(values.dtype), stats
 
 
 def loop_backward(
@@ -460,6 +525,7 @@ def loop_backward(
     batch, k_length, heads, _ = values.shape
     mask, allowed = _mask_of_heads(q_length, inputs)
     real = inputs.mask.uncleared(q_length, k_length)
+    context = _LoopContext(mask, real, positions, (q_length, k_length), soft_cap)
     make_bias = functools.partial(_sum_biases, q_length=_num_bias_rows(inputs, q_length))
 
     # Factors with a batch axis of 1 are shared by the examples. The scan sums their cotangents, in
@@ -469,45 +535,26 @@ def loop_backward(
     def head(
         products: Products, biases: Biases, allowed: jax.Array | None, *rest: PyTree
     ) -> tuple[Products, Biases, jax.Array]:
-        """Returns the cotangents of one head's products, biases and values."""
+        """Returns the cotangents of one head's products, biases and values.
+
+        `rest` are the head's values, statistics, δ and dO.
+        """
         # The transpose sums the cotangent of the logits along diagonals for `Relative` terms.
         bias, bias_vjp = jax.vjp(make_bias, biases)  # [q, k]
         leaves, treedef = jax.tree.flatten(products)
 
-        def example(sums: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
+        def add_example(sums: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
             """Adds the cotangents of example i to the sums.
 
             Also returns the cotangents of the arrays that examples do not share.
             """
-            make_logits = functools.partial(
-                _logits,
-                lengths=(q_length, k_length),
-                positions=_select(positions, i),
-                soft_cap=soft_cap,
-            )
-            tile_values, (row_max, inverse_row_sum), tile_delta, tile_dout = _select(rest, i)
-            tile_products, tile_values = clear_padding(
-                _select(products, i), tile_values, *_select(real, i)
-            )
-            logits, logits_vjp = jax.vjp(make_logits, bias, tile_products)
-            # P = exp(S - c) / l, [q, k]. It is zero in the rows of padding queries, where 1 / l is
-            # zero.
-            logits = _mask_logits(logits, _select_mask(mask, allowed, i))
-            weights = jnp.exp(logits - row_max) * inverse_row_sum
-            # dP = dO Vᵀ,  dS = P ∘ (dP - δ)
-            dlogits = weights * (_matmul_nt(tile_dout, tile_values) - tile_delta)
-
-            # Back through the soft cap, to the bias [q, k] and to the factors of this example.
-            dbias, dproducts = logits_vjp(dlogits.astype(logits.dtype))
-            # dV = Pᵀ dO, [k, e]
-            dvalues = _matmul_tn(weights.astype(dout.dtype), tile_dout).astype(values.dtype)
+            dbias, dproducts, dvalues = _tile_backward(context, bias, products, rest, allowed, i)
             shared, unshared = _split_by_flag(jax.tree.leaves(dproducts), is_shared)
-            add = lambda total, d: total + d.astype(total.dtype)
-            return jax.tree.map(add, sums, (dbias, shared)), (unshared, dvalues)
+            return jax.tree.map(_add_to, sums, (dbias, shared)), (unshared, dvalues)
 
         zeros = [jnp.zeros_like(x[0], dtype=logits_dtype(x)) for x in leaves]
         init = jax.tree.map(jnp.zeros_like, bias), _split_by_flag(zeros, is_shared)[0]
-        (dbias, shared), (unshared, dvalues) = lax.scan(example, init, jnp.arange(batch))
+        (dbias, shared), (unshared, dvalues) = lax.scan(add_example, init, jnp.arange(batch))
 
         # A cotangent was either summed, and then gets its batch axis of 1 back, or stacked.
         dleaves = [
@@ -519,6 +566,57 @@ def loop_backward(
     args = products, biases, allowed, values, stats, delta, dout
     cotangents = map_heads(head, heads, args, (2, 0, 1, 2, 2, 2, 2), (2, 0, 2), parallel=parallel)
     return inputs.cotangents(*cotangents)
+
+
+def _tile_backward(
+    context: _LoopContext,
+    bias: jax.Array | None,
+    products: Products,
+    rest: PyTree,
+    allowed: jax.Array | None,
+    i: jax.Array,
+) -> tuple[jax.Array | None, Products, jax.Array]:
+    """Computes one tile of `loop_backward`, with the formulas in its docstring.
+
+    Args:
+      context: what all tiles share.
+      bias: the sum of the head's biases, ``[q, k]``, or None.
+      products: the head's products, with an axis of examples.
+      rest: the head's values ``[b, k, e]``, statistics and δ ``[b, q, 1]``, and dO ``[b, q, e]``.
+      allowed: the head's own pattern of pairs, ``[b or 1, q, k]``, or None.
+      i: the number of the example.
+
+    Returns:
+      The cotangents of the bias, of the products of the example, and of its values ``[k, e]``.
+    """
+    make_logits = functools.partial(
+        _logits,
+        lengths=context.lengths,
+        positions=_select(context.positions, i),
+        soft_cap=context.soft_cap,
+    )
+    values, (row_max, inverse_row_sum), delta, dout = _select(rest, i)
+    products, values = clear_padding(_select(products, i), values, *_select(context.real, i))
+    logits, logits_vjp = jax.vjp(make_logits, bias, products)
+
+    # P = exp(S - c) / l, [q, k]. It is zero in the rows of padding queries, where 1 / l is zero.
+    logits = _mask_logits(logits, _select_mask(context.mask, allowed, i))
+    weights = jnp.exp(logits - row_max) * inverse_row_sum
+
+    # dP = dO Vᵀ,  dS = P ∘ (dP - δ)
+    dlogits = weights * (_matmul_nt(dout, values) - delta)
+
+    # Back through the soft cap, to the bias [q, k] and to the factors of this example.
+    dbias, dproducts = logits_vjp(dlogits.astype(logits.dtype))
+
+    # dV = Pᵀ dO
+    dvalues = _matmul_tn(weights.astype(dout.dtype), dout).astype(values.dtype)
+    return dbias, dproducts, dvalues
+
+
+def _add_to(total: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the total plus an array, in the dtype of the total."""
+    return total + x.astype(total.dtype)
 
 
 def _split_by_flag(xs: list[jax.Array], flags: list[bool]) -> tuple[list[PyTree], list[PyTree]]:

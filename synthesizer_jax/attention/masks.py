@@ -32,6 +32,7 @@ class _Fields(TypedDict, total=False):
 
 
 _FAR = 2**30
+"""No two positions are farther apart. Twice this number is less than the largest int32."""
 
 CROSS_ATTENTION = (
     "For cross-attention, also pass `queries` to Mask.padded or Mask.packed, or use "
@@ -149,7 +150,11 @@ class Mask:
           causal: whether a query may attend only to keys up to its own position.
           **fields: further fields of `Mask`.
         """
-        kind = lambda x: "lengths" if jnp.ndim(x) == 1 else "valid"
+
+        def kind(x: jax.Array) -> str:
+            """Returns the end of the field's name: an array with one axis holds lengths."""
+            return "lengths" if jnp.ndim(x) == 1 else "valid"
+
         given: dict[str, Any] = {f"key_{kind(keys)}": keys, **fields}
         if queries is not None:
             given[f"query_{kind(queries)}"] = queries
@@ -346,9 +351,13 @@ class Mask:
         if self.causal:
             after = 0 if after is None else min(after, 0)
 
-        # No two positions are farther apart than `_FAR`. The limit prevents an overflow of int32
-        # when the number is added to a position.
-        limit = lambda n: None if n is None else max(-_FAR, min(n, _FAR))
+        def limit(n: int | None) -> int | None:
+            """Returns a number of keys that can be added to a position without an overflow.
+
+            No two positions are farther apart than `_FAR`, so nothing changes.
+            """
+            return None if n is None else max(-_FAR, min(n, _FAR))
+
         return limit(before), limit(after)
 
     @property
@@ -374,8 +383,10 @@ class Mask:
         """
         query = jnp.arange(q_length)[:, None] + self.query_offset
         key = jnp.arange(k_length)[None, :]
-        if self.counts_in_segments and (positions := self.packed_positions) is not None:
-            query, key = positions[0][:, None, :, None], positions[1][:, None, None, :]
+        positions = self.packed_positions if self.counts_in_segments else None
+        if positions is not None:
+            query = positions[0][:, None, :, None]  # [b, 1, q, 1]
+            key = positions[1][:, None, None, :]  # [b, 1, 1, k]
         return _all(*self.band_rules(query, key))
 
     def band_rules(self, query: jax.Array, key: jax.Array) -> list[jax.Array]:
@@ -432,8 +443,10 @@ class Mask:
         The result is None if every query may attend to every key. The rows of padding queries are
         False.
         """
-        keys, queries = self.keys(k_length), self.queries(q_length)
-        band, prefix = self.band_pairs(q_length, k_length), self.prefix(k_length)
+        keys = self.keys(k_length)
+        queries = self.queries(q_length)
+        band = self.band_pairs(q_length, k_length)
+        prefix = self.prefix(k_length)
         if band is not None and prefix is not None:
             # The prefix adds pairs to the band. All other parts only remove pairs.
             band = operator.or_(*_equal_ranks(band, prefix[..., None, None, :]))
@@ -445,7 +458,7 @@ class Mask:
         ]
         if self.query_segments is not None and self.key_segments is not None:
             same = self.query_segments[..., :, None] == self.key_segments[..., None, :]
-            parts.append(same[..., None, :, :])
+            parts.append(same[..., None, :, :])  # [b, 1, q, k]
         pairs = _all(*parts)
         return None if pairs is None else pairs.reshape((1,) * (4 - pairs.ndim) + pairs.shape)
 
@@ -557,8 +570,10 @@ def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
     Raises:
       ValueError: if the array has another shape or dtype.
     """
-    x, axes = jnp.asarray(x), _AXES.get(name, ("batch",))
+    x = jnp.asarray(x)
+    axes = _AXES.get(name, ("batch",))
     shape = tuple(sizes[axis] for axis in axes)
+    # The axes that may have a size of 1, whose entries then hold for the whole axis.
     shared = {"batch", "heads", "q"} if name in ("allowed", "query_valid") else {"batch"}
     fits = x.ndim == len(axes) and all(
         n == size or (n == 1 and axis in shared)
@@ -577,10 +592,12 @@ def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"attend: Mask.{name} has dtype {x.dtype}, but it must be integer.")
         return jnp.broadcast_to(x, shape)
-    x = as_bool(x)
 
-    # Batch and heads of `allowed` stay 1 if they are shared: the pattern is large.
-    return jnp.broadcast_to(x, (*x.shape[:2], *shape[2:]) if name == "allowed" else shape)
+    x = as_bool(x)
+    if name == "allowed":
+        # Batch and heads stay 1 if they are shared, because the pattern is large.
+        shape = (*x.shape[:2], *shape[2:])
+    return jnp.broadcast_to(x, shape)
 
 
 def zero_padding(x: jax.Array, real: jax.Array | None) -> jax.Array:

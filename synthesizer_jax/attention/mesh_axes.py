@@ -23,13 +23,16 @@ def axes_of_type(kind: AxisType) -> tuple[str, ...]:
     The current mesh is the one that `jax.set_mesh` or `jax.shard_map` has set.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return tuple(n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == kind)
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, axis_type in axes if axis_type == kind)
 
 
 def axes_along(x: jax.Array, axis: int) -> tuple[str, ...]:
     """Returns the explicit mesh axes that divide one axis of an array, by the type of the array."""
     entry = jax.typeof(x).sharding.spec[axis]
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def mesh_of_arguments(*arguments: PyTree) -> contextlib.AbstractContextManager[object]:

@@ -53,12 +53,17 @@ def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> T
     q, k = mask.segment_lengths(q_length, k_length)
 
     def cover(term: Term) -> Term:
+        """Returns a `Relative` term with columns for all distances in the row."""
         if not isinstance(term, Relative):
             return term
         last = term.first + term.logits.shape[1] - 1
         if term.first > 1 - q or last < k - 1:
-            return term  # too short: `cut_diagonals` raises the error
-        before, after = max(0, term.first - 1 + q_length), max(0, k_length - 1 - last)
+            # The term does not even cover a segment. `cut_diagonals` raises the error.
+            return term
+
+        # The distances in the row are 1 - q_length to k_length - 1.
+        before = max(0, term.first - 1 + q_length)
+        after = max(0, k_length - 1 - last)
         logits = jnp.pad(term.logits, ((0, 0), (before, after)))
         return Relative(logits, term.first - before)
 
@@ -82,9 +87,12 @@ def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.A
         """Returns a `LowRank` term with a row for each token. Other terms stay as they are."""
         if not isinstance(term, LowRank):
             return term
-        queries, keys = term.queries, term.keys
-        queries = queries if term.token_queries else jnp.take(queries[0], positions[0], axis=0)
-        keys = keys if term.token_keys else jnp.take(keys[0], positions[1], axis=0)
+        queries = term.queries
+        if not term.token_queries:
+            queries = jnp.take(queries[0], positions[0], axis=0)  # [b, q, h, r]
+        keys = term.keys
+        if not term.token_keys:
+            keys = jnp.take(keys[0], positions[1], axis=0)  # [b, k, h, r]
         return LowRank(queries, keys, token_keys=True)
 
     return tuple(map(look_up, terms)), positions
@@ -108,12 +116,15 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
     assert mask.query_segments is not None and mask.key_segments is not None
     lengths = unpacked_lengths(mask, q_length, values.shape[1])
     assert mask.segments is not None and lengths is not None
+
+    # Where the tokens of each segment are, [b, count, length], and how many they are, [b · count].
     queries, q_lengths, q_fit = _segment_rows(mask.query_segments, mask.segments, lengths[0])
     keys, k_lengths, k_fit = _segment_rows(mask.key_segments, mask.segments, lengths[1])
 
     # The mask may mark padding inside of segments. It is gathered like the tokens.
     bare = dataclasses.replace(mask, query_segments=None, key_segments=None)
-    key_valid, query_valid = bare.keys(values.shape[1]), bare.queries(q_length)
+    key_valid = bare.keys(values.shape[1])
+    query_valid = bare.queries(q_length)
     rows = dataclasses.replace(
         bare,
         key_lengths=k_lengths,
@@ -136,7 +147,8 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
                 continue
             length = x.shape[a.axes.index(axis)]
             if a.from_tokens:
-                shared = jnp.zeros_like(positions[..., :1])  # one entry for all positions
+                # If the array has one entry for all positions, that entry is gathered for each row.
+                shared = jnp.zeros_like(positions[..., :1])
                 x = jnp.broadcast_to(x, (positions.shape[0], *x.shape[1:]))
                 x = _gather_rows(x, shared if length == 1 else positions)
             else:
@@ -146,11 +158,11 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
 
     terms = map_arrays(unpack, call.terms)
     values = _gather_rows(values, keys)
-    out = route(
-        dataclasses.replace(call, terms=terms, values=values, mask=rows, q_length=lengths[0])
-    )
-    # [b · count]: segments that the rows could hold.
-    fits = (q_fit & k_fit).reshape(-1)
+    call = dataclasses.replace(call, terms=terms, values=values, mask=rows, q_length=lengths[0])
+    out = route(call)  # [b · count, length, h, e]
+
+    # Segments that the rows could not hold get NaN.
+    fits = (q_fit & k_fit).reshape(-1)  # [b · count]
     out = jnp.where(fits[:, None, None, None], out, jnp.nan)
     return _pack(out, mask.query_segments, mask.segments)
 
@@ -195,7 +207,8 @@ def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
     Returns:
       Outputs ``[b, q, h, e]``.
     """
-    batch, length = segments.shape[0], out.shape[1]
+    batch = segments.shape[0]
+    length = out.shape[1]
     position = segment_positions(segments)
     kept = (segments > 0) & (segments <= count) & (position < length)
 

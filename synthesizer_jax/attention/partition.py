@@ -66,9 +66,13 @@ class Partition:
           batch: the number of examples.
           heads: the number of heads.
         """
-        divides = lambda axes, size: size % self._size(axes) == 0
-        rows, columns = divides(self.batch, batch), divides(self.heads, heads)
-        return Partition(self.batch if rows else (), self.heads if columns else (), self.sequence)
+        divides_batch = batch % self._size(self.batch) == 0
+        divides_heads = heads % self._size(self.heads) == 0
+        return Partition(
+            batch=self.batch if divides_batch else (),
+            heads=self.heads if divides_heads else (),
+            sequence=self.sequence,
+        )
 
     def run(self, route: Callable[[Call], jax.Array], call: Call) -> jax.Array:
         """Runs a route under `jax.shard_map`, on every device's own examples, heads and queries.
@@ -86,16 +90,18 @@ class Partition:
         """
         self._check("batch", self.batch, call.values.shape[0])
         self._check("heads", self.heads, call.values.shape[2])
-        offset, divided = call.mask.query_offset, self._divides_queries(call)
+        offset = call.mask.query_offset
+        divides_queries = self._divides_queries(call)
 
         def inside(call: Call) -> jax.Array:
             """Runs the route on a device's own part of the call."""
-            if isinstance(offset, int):  # stays known while tracing
+            if isinstance(offset, int):
+                # The offset was traced on the way in. Kernels need the number.
                 mask = dataclasses.replace(call.mask, query_offset=offset)
                 call = dataclasses.replace(call, mask=mask)
-            return route(self._own_queries(call) if divided else call)
+            return route(self._own_queries(call) if divides_queries else call)
 
-        queries = self.sequence if divided else None
+        queries = self.sequence if divides_queries else None
         names: dict[str | None, Axes] = {"b": self.batch, "h": self.heads, "q": queries}
 
         def term_spec(a: TermArray) -> PartitionSpec:
@@ -103,9 +109,11 @@ class Partition:
 
             An axis of examples or queries is shared, and not divided, if its length is 1.
             """
-            pairs = zip(a.axes, a.x.shape, strict=True)
-            shared = lambda axis, n: axis in ("b", "q") and n == 1
-            return PartitionSpec(*(None if shared(*p) else names.get(p[0]) for p in pairs))
+            entries: list[Axes] = []
+            for axis, size in zip(a.axes, a.x.shape, strict=True):
+                is_shared = axis in ("b", "q") and size == 1
+                entries.append(None if is_shared else names.get(axis))
+            return PartitionSpec(*entries)
 
         # Each device gets its own part of the arrays that have an axis of examples, heads or
         # queries.
@@ -202,7 +210,8 @@ class Partition:
         Queries of `Banded` terms are not divided, because each of them needs its own part of the
         keys.
         """
-        devices, mask = self._size(self.sequence), call.mask
+        devices = self._size(self.sequence)
+        mask = call.mask
         patterns = (mask.prefix_lengths, mask.query_segments, mask.allowed)
         sees_all_keys = not mask.has_band and all(pattern is None for pattern in patterns)
         has_logits = not any(term.is_weights for term in call.terms)
@@ -214,7 +223,8 @@ class Partition:
         Arrays with an axis of queries were already divided by `jax.shard_map`. This function does
         the rest: it cuts `Relative` terms and lengths to the queries of the device.
         """
-        mask, count = call.mask, call.q_length // self._size(self.sequence)
+        mask = call.mask
+        count = call.q_length // self._size(self.sequence)
         first = jax.lax.axis_index(self.sequence) * count  # the device's first query
 
         def cut(term: Term) -> Term:
@@ -223,11 +233,11 @@ class Partition:
                 return term
             q, k = call.q_length, call.k_length
             columns = cut_diagonals(term, q, k, query_offset=mask.query_offset).logits
-            start, size = q - count - first, count + k - 1
 
             # Column j is the distance j - (q - 1). The device's last query, first + count - 1, sees
             # the smallest distance at key 0, which is column q - count - first.
-            columns = jax.lax.dynamic_slice_in_dim(columns, start, size, axis=1)
+            start = q - count - first
+            columns = jax.lax.dynamic_slice_in_dim(columns, start, count + k - 1, axis=1)
             return Relative(columns, 1 - count)
 
         ends = mask.query_lengths
@@ -275,7 +285,7 @@ def partition_of_query(query: ArrayLike, *_: PyTree, **__: PyTree) -> Partition:
     that takes them raises its own error.
     """
     query = jnp.asarray(query)
-    if query.ndim < 3:  # an error of the function itself
+    if query.ndim < 3:
         return Partition()
     batch = axes_along(query, 0) if query.ndim > 3 else ()
     return Partition(batch, heads=axes_along(query, -2), sequence=axes_along(query, -3))
@@ -305,6 +315,7 @@ def partition_by_types(
 
         @functools.wraps(function)
         def wrapped(*args: Any, partition: Partition | None = None, **options: Any) -> PyTree:
+            """Calls the function, with automatic axes if the mesh has explicit ones."""
             with mesh_of_arguments(args, options):
                 if not axes_of_type(AxisType.Explicit):
                     return function(*args, partition=partition, **options)
@@ -313,6 +324,7 @@ def partition_by_types(
                     partition = partition_of(*args, **options)
 
                 def call(args: PyTree, options: PyTree) -> PyTree:
+                    """Calls the function with pytrees, as `in_auto_mode` passes them."""
                     return function(*args, partition=partition, **options)
 
                 return in_auto_mode(call, functools.partial(specs, partition))(args, options)

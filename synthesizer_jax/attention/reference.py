@@ -88,7 +88,8 @@ def softmax_weights(
             term, mask=mask, q_length=q_length, k_length=k_length, positions=positions
         )
     logits = materialize_logits(terms, mask=mask, q_length=q_length, k_length=k_length)
-    logits, pairs = cap_logits(logits, soft_cap), mask.pairs(q_length, k_length)
+    logits = cap_logits(logits, soft_cap)
+    pairs = mask.pairs(q_length, k_length)
     if sinks is None:
         return softmax(logits, pairs)
 

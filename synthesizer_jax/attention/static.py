@@ -64,7 +64,8 @@ def attend_static(call: Call) -> jax.Array:
     None of the terms may depend on tokens; `obstacle` says whether that is so.
     """
     call = call.cleared()
-    dtype, q_length = call.values.dtype, call.q_length
+    q_length = call.q_length
+    dtype = call.values.dtype
     if dtype == jnp.float16 and not is_separable(call.mask):
         # The smallest positive float16 is 6e-8, so small weights of E would become zero.
         call = dataclasses.replace(call, values=call.values.astype(jnp.float32))
@@ -201,9 +202,13 @@ def _attend_static_fwd(
 
     def run_loop() -> tuple[jax.Array, jax.Array, jax.Array]:
         """Computes the output and its statistics by the fused route."""
-        rows = lambda x: x[..., 0].transpose(2, 1, 0)  # [b, q, h, 1] → [h, q, b]
+
+        def batch_last(x: jax.Array) -> jax.Array:
+            """Transposes statistics ``[b, q, h, 1]`` to ``[h, q, b]``."""
+            return x[..., 0].transpose(2, 1, 0)
+
         out, stats = fused_forward(q_length, options, inputs)
-        return out, rows(stats.inverse_row_sum), rows(stats.row_max)
+        return out, batch_last(stats.inverse_row_sum), batch_last(stats.row_max)
 
     # A cond takes one of two branches at run time. The second result of the first branch stands in
     # for the row maximum, which nobody reads if `is_exact`.
@@ -245,7 +250,11 @@ def _attend_static_bwd(
 
             kernels["tpu"] = kernel
         cotangents: FusedInputs = platform_dependent(
-            *(inputs, out, delta, inverse_row_sum, dout),
+            inputs,
+            out,
+            delta,
+            inverse_row_sum,
+            dout,
             default=functools.partial(matmuls, parallel=False),
             kernels=kernels,
             **dict.fromkeys(_ACCELERATORS, matmuls),
@@ -254,6 +263,7 @@ def _attend_static_bwd(
 
     if not isinstance(residuals, _Residuals):
         return run_matmuls(None, None)
+
     inverse_row_sum, row_max, is_exact = residuals
     # delta = Σ_e dO ∘ O. It is computed outside of the `lax.cond`, whose operands would otherwise
     # keep the output alive.
@@ -286,13 +296,15 @@ def _matmul_fwd(
       the second result is None.
     """
     _, biases, values, mask, _ = inputs
-    logits, queries = _logits(q_length, values.shape[1], biases), mask.queries(q_length)
+    logits = _logits(q_length, values.shape[1], biases)
+    queries = mask.queries(q_length)
     if is_separable(mask):
         # All examples have the same weights P, so O = P V is one matrix product per head. Padding
         # at the end cannot be seen by real queries, and the rows of padding queries become zero.
         weights = softmax(logits, mask.band_pairs(*logits.shape[1:]))  # [h, q, k]
         out = jax.vmap(_weighted_sum, (0, 2), 2)(weights, values).astype(values.dtype)
         return zero_padding(out, queries), None
+
     dtype = logits_dtype(logits, values)
     regions = _regions(mask, q_length, values)
 
@@ -301,9 +313,9 @@ def _matmul_fwd(
     num_keys = sum(
         _contract_keys("qk,bk->qb", pairs.astype(dtype), keys, dtype) for pairs, keys in regions
     )
-    has_keys = num_keys > 0
-    # [q, b]: whether a real query sees a key
-    has_keys = has_keys if queries is None else has_keys & queries.T
+    has_keys = num_keys > 0  # [q, b], whether a query sees a key
+    if queries is not None:
+        has_keys = has_keys & queries.T
 
     def head(
         logits: jax.Array, shared_max: jax.Array, values: jax.Array
@@ -320,9 +332,8 @@ def _matmul_fwd(
         # The bound keeps the number finite. `_attend_static_fwd` replaces the result if it is
         # reached.
         inverse_row_sum = jnp.where(has_keys, 1 / jnp.maximum(row_sum, MIN_ROW_SUM), 0)
-        # O = E (m ∘ V) / l
+        # O = E (m ∘ V) / l, [b, q, e]
         out = sum(map(_weighted_sum, numerators, _mask_values(values, regions)))
-        # [b, q, e], [q, b]
         return (out * inverse_row_sum.T[..., None]).astype(values.dtype), inverse_row_sum
 
     args = logits, _shared_max(logits, values, mask), values
@@ -418,11 +429,12 @@ def _head_cotangents(
     masked_values, mask_values_vjp = jax.vjp(lambda v: _mask_values(v, regions), values)
     # E = exp(S - c)
     numerators = _exp_logits(logits, shared_max, regions)
-    dlogits, dmasked_values = [], []
+    dlogits = []
+    dmasked_values = []
     for e, v, (_, keys) in zip(numerators, masked_values, regions, strict=True):
         # dE = Σ_b (dO / l) (m ∘ V)ᵀ,  d(m ∘ V) = Eᵀ (dO / l)
         de, dv = _weighted_sum_vjp(e, v, scaled_dout)
-        # dS = E ∘ (dE - Σ_b m delta / l)
+        # dS = E ∘ (dE - Σ_b m delta / l), [q, k]
         delta = _contract_keys("qb,bk->qk", scaled_delta, keys, e.dtype)
         dlogits.append(e * (de - delta))
         dmasked_values.append(dv)
@@ -442,12 +454,14 @@ def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[_Region]:
     batch, k_length = values.shape[:2]
     keys = mask.keys(k_length)
     keys = jnp.ones((batch, k_length), bool) if keys is None else keys
-    band, prefix = mask.band_pairs(q_length, k_length), mask.prefix(k_length)
+    band = mask.band_pairs(q_length, k_length)
+    prefix = mask.prefix(k_length)  # [b, k]
     if band is None:
         return [(jnp.ones((1, k_length), bool), keys)]
     if prefix is None:
         return [(band, keys)]
-    return [(band, keys), (~band & prefix.any(axis=0)[None], keys & prefix)]
+    in_any_prefix = prefix.any(axis=0)[None]  # [1, k]
+    return [(band, keys), (~band & in_any_prefix, keys & prefix)]
 
 
 def _shared_max(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:

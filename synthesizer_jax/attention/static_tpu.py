@@ -66,9 +66,11 @@ MAX_HEADS = 8
 
 def obstacle(q_length: int, inputs: FusedInputs) -> str | None:
     """Returns why the kernels cannot take these inputs, or None if they can."""
-    values = inputs.values
-    if common := tpu.obstacle(inputs):
+    common = tpu.obstacle(inputs)
+    if common is not None:
         return common
+
+    values = inputs.values
     heads = heads_per_program(*values.shape[2:])
     if heads > MAX_HEADS:
         return (
@@ -336,7 +338,8 @@ def _shared_weights(tiling: Tiling, refs: Operands, head: int, tile: Ref) -> jax
 
     query = lax.broadcasted_iota(jnp.int32, shape, 0) + tiling.offset
     key = lax.broadcasted_iota(jnp.int32, shape, 1)
-    if rules := tiling.mask.band_rules(query, key):
+    rules = tiling.mask.band_rules(query, key)
+    if rules:
         logits = jnp.where(functools.reduce(jnp.logical_and, rules), logits, -jnp.inf)
 
     # A row without keys has the maximum -inf. `LOW` in its place avoids -inf - (-inf).

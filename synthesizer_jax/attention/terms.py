@@ -232,11 +232,15 @@ def map_arrays(function: Callable[[TermArray], Any], terms: PyTree) -> Any:
       terms: a pytree of terms.
     """
 
-    def of_term(term: Term) -> Term:
+    def map_term(term: Term) -> Term:
+        """Returns a term with new arrays."""
         return dataclasses.replace(term, **{a.name: function(a) for a in term.arrays()})
 
-    is_leaf = lambda x: isinstance(x, Term) and not isinstance(x, Split)
-    return jax.tree.map(of_term, terms, is_leaf=is_leaf)
+    def is_single_term(x: PyTree) -> bool:
+        """Returns whether a node of the pytree is a term that has no groups of terms."""
+        return isinstance(x, Term) and not isinstance(x, Split)
+
+    return jax.tree.map(map_term, terms, is_leaf=is_single_term)
 
 
 def clear_padding(
@@ -256,6 +260,7 @@ def clear_padding(
     """
 
     def clear(a: TermArray) -> jax.Array:
+        """Returns an array with zeros for padding, if it has an entry for each token."""
         real = queries if "q" in a.axes else keys
         if real is None or not a.from_tokens or a.x.shape[: real.ndim] != real.shape:
             return a.x
@@ -373,6 +378,7 @@ def cut_diagonals(
             columns = jax.lax.dynamic_slice_in_dim(logits, start, needed, axis=1)
             columns = jnp.where(fits, columns, jnp.nan)
         return Relative(columns, 1 - q_length)
+
     if start < 0 or start + needed > logits.shape[1]:
         first = start + term.first
         raise ValueError(
@@ -452,9 +458,9 @@ def multiply_examples(subscripts: str, x: jax.Array, y: jax.Array, dtype: jnp.dt
       dtype: the dtype of the result.
     """
     if x.shape[0] == y.shape[0] == 1:
-        return jnp.einsum(subscripts.replace("b", ""), x[0], y[0], preferred_element_type=dtype)[
-            None
-        ]
+        subscripts = subscripts.replace("b", "")
+        product = jnp.einsum(subscripts, x[0], y[0], preferred_element_type=dtype)
+        return product[None]
     return jnp.einsum(subscripts, x, y, preferred_element_type=dtype)
 
 
@@ -465,7 +471,9 @@ def repeat_heads(x: jax.Array, heads: int) -> jax.Array:
     `heads`.
     """
     count = x.shape[2]
-    return x if count in (0, heads) or heads % count else jnp.repeat(x, heads // count, axis=2)
+    if count in (0, heads) or heads % count:
+        return x
+    return jnp.repeat(x, heads // count, axis=2)
 
 
 def low_rank(
@@ -485,7 +493,8 @@ def low_rank(
     """
     _check_rank("low_rank: queries", queries, "[batch or 1, q, heads, r]", rank=4)
     _check_rank("low_rank: keys", keys, "[batch or 1, k, heads, r]", rank=4)
-    (heads, rank), (key_heads, key_rank) = queries.shape[2:], keys.shape[2:]
+    heads, rank = queries.shape[2:]
+    key_heads, key_rank = keys.shape[2:]
     if rank != key_rank or heads % max(key_heads, 1):
         raise ValueError(
             f"low_rank: the last two axes [heads, r] are {queries.shape[2:]} in queries and "
@@ -701,8 +710,8 @@ def add(*terms: Term) -> Terms:
 def _add_relative(x: Relative, y: Relative) -> Relative:
     """Returns the sum of two `Relative` terms, over the distances that both cover."""
     first = max(x.first, y.first)
-    end = min(t.first + t.logits.shape[1] for t in (x, y))
-    x_logits, y_logits = (t.logits[:, first - t.first : end - t.first] for t in (x, y))
+    end = min(term.first + term.logits.shape[1] for term in (x, y))
+    x_logits, y_logits = (term.logits[:, first - term.first : end - term.first] for term in (x, y))
     return Relative(x_logits + y_logits, first)
 
 
@@ -759,6 +768,7 @@ def scale(terms: Terms, factor: jax.Array) -> Terms:
             )
 
     def times(a: TermArray) -> jax.Array:
+        """Returns an array multiplied by the factor, if the logits are linear in it."""
         if a.name != a.term.linear:
             return a.x
         # [h] becomes [h, 1, 1] or [1, 1, h, 1], by the axes of the array.
