@@ -61,16 +61,24 @@ class AttentionContext:
         Raises:
           ValueError: the start of the key span is traced.
         """
-        queries, keys = self.query_span, self.key_span
+        queries = self.query_span
+        keys = self.key_span
         if not isinstance(keys.start, int):
             raise ValueError(
                 "The position of the first key must be known when the function is traced, but it "
                 "is traced too."
             )
-        last = keys.start + keys.length - 1
+
+        last_key = keys.start + keys.length - 1
         if isinstance(queries.start, int):
-            return keys.start - (queries.start + queries.length - 1), last - queries.start
-        return -last if queries.limit is None else keys.start + 1 - queries.limit, last
+            last_query = queries.start + queries.length - 1
+            return keys.start - last_query, last_key - queries.start
+
+        # In self-attention, queries are at positions of keys. In cross-attention, `limit` bounds
+        # their positions.
+        last_query = last_key if queries.limit is None else queries.limit - 1
+        first_key = 0 if queries.limit is None else keys.start
+        return first_key - last_query, last_key
 
 
 class Alignment(nn.Module):
@@ -160,11 +168,14 @@ def dense_product(
         "precision": precision,
         "preferred_element_type": preferred_element_type,
     }
-    lead, features = x.shape[: x.ndim - num_contracted], kernel.shape[num_contracted:]
+    lead = x.shape[: x.ndim - num_contracted]
+    features = kernel.shape[num_contracted:]
     with mesh_of_arguments(x, kernel):
         if not axes_of_type(AxisType.Explicit):
+            # [tokens, contracted] · [contracted, features]
             contracted_size = math.prod(kernel.shape[:num_contracted])
-            x, kernel = x.reshape(-1, contracted_size), kernel.reshape(contracted_size, -1)
+            x = x.reshape(-1, contracted_size)
+            kernel = kernel.reshape(contracted_size, -1)
             out = lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), **types)
             return out.reshape(*lead, *features)
 
@@ -268,10 +279,13 @@ def slice_positions(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
 def check_length(module: nn.Module, max_length: int, *spans: Span) -> None:
     """Raises a `ValueError` if a span reaches beyond a table of `max_length` positions."""
     for span in spans:
-        end = span.length + (int(np.asarray(span.start).max()) if is_concrete(span.start) else 0)
+        # A traced start cannot be checked, but the length can.
+        start = int(np.asarray(span.start).max()) if is_concrete(span.start) else 0
+        end = start + span.length
         if end > max_length:
+            path = "/".join((type(module).__name__, *module.path))
             raise ValueError(
-                f"{type(module).__name__}{'/'.join(('', *module.path))} has "
+                f"{path} has "
                 f"max_length={max_length}, but it was given {end} positions. Set max_length to "
                 f"{end} or more, or shorten the input. If a run starts from a checkpoint, also "
                 "resize its tables with init_rules."

@@ -50,19 +50,20 @@ class Dense(Alignment):
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         check_length(self, self.max_length, context.query_span, context.key_span)
-        # [b, q, h, e]
-        hidden = _hidden(queries, self.hidden_dim or context.head_dim, self.hidden_init, context)
-        width = hidden.shape[-1]
+        width = self.hidden_dim or context.head_dim
+        hidden = _hidden(queries, width, self.hidden_init, context)  # [b, q, h, e]
+        width = hidden.shape[-1]  # another one, if the queries are already projected
         init = self.table_init or Normal(width**-0.5)
         table = self.param(
             "table",
             with_axes(init, "heads", "key_length", "synth_hidden"),
             (1 if self.share_heads else context.num_heads, self.max_length, width),
         )
-        # [h or 1, k, e]
-        rows = slice_positions(table, context.key_span, axis=1).astype(hidden.dtype)
+        rows = slice_positions(table, context.key_span, axis=1)  # [h or 1, k, e]
+        rows = rows.astype(hidden.dtype)
         rows = jnp.broadcast_to(rows, (context.num_heads, *rows.shape[1:]))
-        return (low_rank(hidden, rows.swapaxes(0, 1)[None], token_keys=False),)  # keys [1, k, h, e]
+        static_keys = rows.swapaxes(0, 1)[None]  # [1, k, h, e]
+        return (low_rank(hidden, static_keys, token_keys=False),)
 
 
 @register

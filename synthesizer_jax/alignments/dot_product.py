@@ -78,19 +78,24 @@ class DotProduct(Alignment):
                 use_bias=self.use_bias,
             )
         if self.normalize_qk:
-            queries, keys = RMSNorm(name="query_norm")(queries), RMSNorm(name="key_norm")(keys)
+            queries = RMSNorm(name="query_norm")(queries)
+            keys = RMSNorm(name="key_norm")(keys)
         if self.rotary_base is not None:
-            at, keys_at = context.packed_positions or (context.query_span.start, context.keys_start)
+            # The position of the first query and key, or the positions of all if rows are packed.
+            starts = (context.query_span.start, context.keys_start)
+            query_positions, key_positions = context.packed_positions or starts
             turn = functools.partial(
                 rotate, base=self.rotary_base, share=self.rotary_share, scaling=self.rotary_scaling
             )
-            queries, keys = turn(queries, at), turn(keys, keys_at)
+            queries = turn(queries, query_positions)
+            keys = turn(keys, key_positions)
         elif self.rotary_share < 1 or self.rotary_scaling is not None:
             raise ValueError(
                 "DotProduct: rotary_share or rotary_scaling is set, but rotary_base is None. Set "
                 "rotary_base too, for example to 10_000."
             )
-        # The queries are scaled, not the logits: there are fewer of them.
+
+        # The queries are scaled, not the logits, because there are fewer of them.
         scale = width**-0.5 if self.scale is None else self.scale
         if scale != 1.0:
             queries = queries * scale

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.typing import Dtype, Shape
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, banded, relative
@@ -16,7 +17,6 @@ from synthesizer_jax.attention.relative import arange
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import NotEmpty, NotNegative, Positive
-from synthesizer_jax.primitives.initializers import Initializer
 from synthesizer_jax.primitives.parameters import with_axes
 
 REACH = 6.0
@@ -63,17 +63,18 @@ class Gaussian(Alignment):
             distance = np.arange(first, first + width) - offsets[:, None]  # [h, w]
             weights = self.density(distance, dtype)[None, None]  # [1, 1, h, w]
             return (banded(weights, first=first, normalize=self.normalize),)
-        start, length = context.query_span.start, context.query_span.length
-        position = start + arange(0, length)
+
+        position = context.query_span.start + arange(0, context.query_span.length)  # [q]
         if isinstance(position, jax.Array):
             position = position.astype(dtype)
-        # The center of a window can lie between two keys, so every query has weights of its own.
+        # The center of a window can lie between two keys, so every query has weights of its own,
+        # and its window starts at a key of its own.
         center = jnp.asarray(self.ratio * position, dtype)  # [q]
         starts = jnp.floor(center).astype(jnp.int32) + first
         keys_seen = starts[:, None] + jnp.arange(width + 1)[None]  # [q, w]
         distance = (keys_seen.astype(dtype) - center[:, None])[:, None, :]  # [q, 1, w]
-        # [q, h, w]
-        weights = self.density(distance - jnp.asarray(offsets, dtype)[None, :, None], dtype)
+        head_offsets = jnp.asarray(offsets, dtype)[None, :, None]  # [1, h, 1]
+        weights = self.density(distance - head_offsets, dtype)  # [q, h, w]
         return (banded(weights[None], starts=starts, normalize=self.normalize),)
 
     def window(self, offsets: np.ndarray) -> tuple[int, int]:
@@ -96,7 +97,9 @@ class Gaussian(Alignment):
             return jnp.where((distance > -0.5) & (distance <= 0.5), 1.0, 0.0).astype(dtype)
         scale = 1.0 / (self.sigma * math.sqrt(2.0 * math.pi))
         value = scale * jnp.exp(-0.5 * (distance / self.sigma) ** 2)
-        return value if self.threshold is None else jnp.where(value < self.threshold, 0, value)
+        if self.threshold is None:
+            return value
+        return jnp.where(value < self.threshold, 0, value)
 
 
 @register
@@ -126,18 +129,24 @@ class GaussianBias(Alignment):
         offsets = _cycle_offsets(self, self.offsets, context.num_heads)
         dtype = logits_dtype(queries)
         if not self.trainable:
-            # [h, distances]
+            # The distance from the center in standard deviations, [h, distances].
             z = (arange(first, last + 1)[None] - offsets[:, None]) / self.sigma
             return (relative(jnp.asarray(-0.5 * z**2, dtype), first=first),)
+
         offset = self._learned("offset", offsets).astype(dtype)
         precision = self._learned("precision", np.full(context.num_heads, self.sigma**-2))
-        # [h, distances]
+        # The distance from the center in tokens, [h, distances].
         distance = jnp.asarray(arange(first, last + 1), dtype)[None] - offset[:, None]
         return (relative(-0.5 * precision.astype(dtype)[:, None] * distance**2, first=first),)
 
     def _learned(self, name: str, start: np.ndarray) -> jax.Array:
         """Returns a parameter ``[heads]`` whose initial values are `start`."""
-        init: Initializer = lambda key, shape, dtype=jnp.float32: jnp.asarray(start, dtype)
+
+        def init(key: jax.Array, shape: Shape, dtype: Dtype = jnp.float32) -> jax.Array:
+            """Returns the initial values, without drawing random numbers."""
+            del key, shape
+            return jnp.asarray(start, dtype)
+
         value: jax.Array = self.param(name, with_axes(init, "heads"), start.shape)
         return value
 

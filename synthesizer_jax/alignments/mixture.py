@@ -96,16 +96,17 @@ class Mixture(Parts):
             part.copy(name=f"part_{i}", parent=self)(queries, keys, context)
             for i, part in enumerate(self.parts)
         ]
+
         if self.weights != "sum":
             shape = (context.num_heads, len(parts))
             zeros = nn.initializers.zeros_init()
             if self.weights == "softmax":
                 weights = self.param("weights", with_axes(zeros, "heads", "parts"), shape)
-                alpha = self.alpha({"weights": weights})
+                alpha = self.alpha({"weights": weights})  # [h, parts]
             else:
                 gate = self.param("gate", with_axes(zeros, "parts"), (1,))
                 alpha = jnp.broadcast_to(self.alpha({"gate": gate}), shape)
-            parts = [scale(terms, alpha[:, i]) for i, terms in enumerate(parts)]  # by α_i [h]
+            parts = [scale(terms, alpha[:, i]) for i, terms in enumerate(parts)]
         return add(*(term for terms in parts for term in terms))
 
     def alpha(self, params: Mapping[str, Any]) -> jax.Array:
@@ -172,16 +173,17 @@ class PerHead(Parts):
         if keys.ndim == 4:
             # The layer projected the keys. Groups of heads may share one, so each gets a copy here.
             keys = repeat_heads(keys, context.num_heads)
-        groups, start = [], 0
+
+        groups = []
+        start = 0
         for i, (part, count) in enumerate(zip(self.parts, counts, strict=True)):
+            # Tokens [b, n, d] are for all heads. Projections [b, n, heads, width] are divided.
             heads = slice(start, start + count)
-            groups.append(
-                part.copy(name=f"part_{i}", parent=self)(
-                    queries if queries.ndim == 3 else queries[:, :, heads],
-                    keys if keys.ndim == 3 else keys[:, :, heads],
-                    dataclasses.replace(context, num_heads=count, num_kv_heads=None),
-                )
-            )
+            part_queries = queries if queries.ndim == 3 else queries[:, :, heads]
+            part_keys = keys if keys.ndim == 3 else keys[:, :, heads]
+            part_context = dataclasses.replace(context, num_heads=count, num_kv_heads=None)
+            alignment = part.copy(name=f"part_{i}", parent=self)
+            groups.append(alignment(part_queries, part_keys, part_context))
             start += count
         return (Split(tuple(groups)),)
 

@@ -47,12 +47,15 @@ class Random(Alignment):
         check_length(self, self.max_length, context.query_span, context.key_span)
         init = with_axes(self.table_init, "heads", "query_length", "key_length")
         shape = (context.num_heads, self.max_length, self.max_length)
+
+        def make_table() -> jax.Array:
+            """Draws the initial table."""
+            return init(self.make_rng("params"), shape)
+
         if self.trainable:
             table = self.param("table", init, shape)
         else:
-            table = self.variable(
-                "constants", "table", lambda: init(self.make_rng("params"), shape)
-            ).value
+            table = self.variable("constants", "table", make_table).value
         rows = slice_positions(table, context.query_span, axis=1)  # [h, q, max_length]
         return (static(slice_positions(rows, context.key_span, axis=2)),)
 

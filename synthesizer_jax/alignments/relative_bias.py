@@ -80,7 +80,13 @@ class ALiBi(Alignment):
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """Returns the slope of every head, ``[heads]``."""
-    of = lambda n: 2.0 ** (-8.0 / n * np.arange(1, n + 1))
+    """Returns the slope of every head, ``[heads]``; see `ALiBi`."""
+
+    def slopes_of(count: int) -> np.ndarray:
+        """Returns the slopes for a number of heads that is a power of two."""
+        return 2.0 ** (-8.0 / count * np.arange(1, count + 1))
+
+    # The largest power of two that is not above the number of heads.
     below = 2 ** (num_heads.bit_length() - 1)
-    return np.concatenate([of(below), of(2 * below)[::2][: num_heads - below]])
+    others = slopes_of(2 * below)[::2]
+    return np.concatenate([slopes_of(below), others[: num_heads - below]])

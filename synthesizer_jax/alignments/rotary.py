@@ -83,15 +83,20 @@ class YaRN:
         width = 2 * len(speed)
         # The number of turns of a pair that rotates by one radian per position.
         turns = self.original_length / (2 * math.pi)
-        # Pair i turns `turns · base^(-2 i / width)` times. The indices solve this for i.
-        low, high = (
-            width * math.log(turns / count) / (2 * math.log(base))
-            for count in (self.fast, self.slow)
-        )
-        low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
-        ramp = (jnp.arange(width // 2, dtype=speed.dtype) - low) / (
-            high - low if high != low else 0.001
-        )
+
+        def index_of(count: float) -> float:
+            """Returns the index i of the pair that turns so often.
+
+            It solves ``count = turns · base^(-2 i / width)`` for i.
+            """
+            return width * math.log(turns / count) / (2 * math.log(base))
+
+        low = max(math.floor(index_of(self.fast)), 0)
+        high = min(math.ceil(index_of(self.slow)), width - 1)
+
+        # The part by which each pair is slowed down: 0 up to `low`, and 1 from `high` on.
+        distance = high - low if high != low else 0.001
+        ramp = (jnp.arange(width // 2, dtype=speed.dtype) - low) / distance
         share = jnp.clip(ramp, 0, 1)
         return speed * (share / self.factor + 1 - share)
 
@@ -128,7 +133,8 @@ def rotate(
     Raises:
       ValueError: w is zero or odd.
     """
-    length, width = x.shape[1], int(x.shape[-1] * share)
+    length = x.shape[1]
+    width = int(x.shape[-1] * share)
     if width % 2 or not width:
         raise ValueError(
             f"DotProduct: head_dim is {x.shape[-1]} and rotary_share is {share}, so {width} "
@@ -139,12 +145,14 @@ def rotate(
     if scaling is not None:
         speed = scaling.slow_down(speed, base=base)
     if jnp.ndim(position) == 0:
-        position = (position + jnp.arange(length))[None]
+        position = (position + jnp.arange(length))[None]  # [1, n]
     # [b or 1, n, 1, w / 2]
     angle = jnp.asarray(position, dtype)[..., None, None] * speed[None, None, None]
     first, second = jnp.split(x[..., :width].astype(dtype), 2, axis=-1)  # [b, n, h, w / 2] each
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
     if scaling is not None and scaling.magnitude != 1.0:
-        cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
+        cos = cos * scaling.magnitude
+        sin = sin * scaling.magnitude
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return jnp.concatenate([rotated.astype(x.dtype), x[..., width:]], axis=-1)

@@ -96,21 +96,24 @@ class AttentionBase(Mixer):
 
     @nn.compact
     def mix(self, inputs: MixerInput) -> tuple[jax.Array, Cache | None]:
-        x, kv, cache, position = inputs.x, inputs.kv, inputs.cache, inputs.position
+        x, kv, position = inputs.x, inputs.kv, inputs.position
+        cache: Cache | None = inputs.cache
         attended = x if kv is None else kv
         mask = self._narrow(inputs.mask)
         values = self._values(attended)
-        num_keys, limit = attended.shape[1], None
+
         # While decoding, the terms are made for all positions of the cache.
-        if cache is not None:
-            num_keys, limit = cache.capacity, cache.num_queries
+        num_keys = attended.shape[1] if cache is None else cache.capacity
+        limit = None if cache is None else cache.num_queries
         query_span = Span(position, _num_positions(mask, x.shape[1]), limit)
         key_span = Span(0, _num_positions(mask, num_keys))
         context = self.context(query_span, key_span, position if kv is None else 0)
         if kv is not None:
             context = dataclasses.replace(context, packed_positions=mask.packed_positions)
-        terms, valid = self._terms(x, attended, values, context), None
+        terms = self._terms(x, attended, values, context)
+
         # The terms and values of the new tokens join those of the tokens in the cache.
+        valid = None
         if cache is not None:
             if cache.window and inputs.bias:
                 raise ValueError(
@@ -121,8 +124,10 @@ class AttentionBase(Mixer):
             terms, values, mask, cache, valid = _extend(
                 cache, terms, values, n=x.shape[1], mask=mask, position=position
             )
+
+        y = self._attend(x, terms, values, bias=inputs.bias, mask=mask)  # [b, q, h, e]
         # An invalid position, which cannot raise an error if it is traced, makes the outputs NaN.
-        y = fill_invalid(self._attend(x, terms, values, bias=inputs.bias, mask=mask), valid)
+        y = fill_invalid(y, valid)
         y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init, use_bias=self.use_bias)
         return y, cache
 
@@ -137,14 +142,21 @@ class AttentionBase(Mixer):
         terms = self._terms(x, attended, values, context)
         if kv is None:
             return init_cache(terms, values, max_length=max_length)
+
         # In cross-attention all keys and values are known now. Only queries will be added.
         cache = init_cache(terms, values, max_length=num_keys, memory=kv)
-        sizes = {"batch": kv.shape[0], "heads": 1, "q_length": 1, "k_length": num_keys}
-        keys = Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid).broadcast_to(**sizes)
+        keys = Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid).broadcast_to(
+            batch=kv.shape[0], heads=1, q_length=1, k_length=num_keys
+        )
         real = keys.keys(num_keys)  # [b or 1, k], or None if all keys are real
-        cache = extend(cache, *clear_padding(terms, values, None, real), at=0, mask=Mask())[-1]
-        cache = dataclasses.replace(cache, num_queries=max_length, cleared=real is not None)
-        return dataclasses.replace(cache, length=TokenCount().length)
+        terms, values = clear_padding(terms, values, None, real)
+        *_, cache = extend(cache, terms, values, at=0, mask=Mask())
+        return dataclasses.replace(
+            cache,
+            num_queries=max_length,
+            cleared=real is not None,
+            length=TokenCount().length,  # it counts queries, of which there are none yet
+        )
 
     def shorten(self, cache: Cache) -> Cache:
         """Returns the cache with room for only the last ``window - 1`` positions.
@@ -269,24 +281,27 @@ class Attention(AttentionBase):
         self, x: jax.Array, terms: Terms, values: jax.Array, *, bias: Terms, mask: Mask
     ) -> jax.Array:
         """Returns the attention output of every head, ``[batch, q, heads, width]``."""
-        alignment_terms, terms = terms, add(*terms, *bias)
+        all_terms = add(*terms, *bias)
         sinks = None
         if self.sinks:
             sinks = self.param(
                 "sinks", with_axes(nn.initializers.zeros_init(), "heads"), (self.num_heads,)
             )
         options: dict[str, Any] = {"mask": mask, "soft_cap": self.soft_cap, "sinks": sinks}
+
         if self.is_sowing_weights:
             # `attend` may never hold all weights, so they are computed once more to be shown.
             lengths: dict[str, Any] = {"q_length": x.shape[1], "k_length": values.shape[1]}
-            weights = attention_weights(terms, **lengths, **options)
+            weights = attention_weights(all_terms, **lengths, **options)
             self.sow("intermediates", "attention_weights", weights)
-            has_logits = not any(isinstance(term, Banded | Split) for term in alignment_terms)
+            has_logits = not any(isinstance(term, Banded | Split) for term in terms)
             if has_logits and self.is_mutable_collection(LOGITS):
-                logits = materialize_logits(alignment_terms, mask=mask, **lengths)
+                # Distillation compares the logits of the alignment, without the position bias.
+                logits = materialize_logits(terms, mask=mask, **lengths)
                 self.sow(LOGITS, "attention_logits", logits)
+
         return attend(
-            terms,
+            all_terms,
             values,
             q_length=x.shape[1],
             implementation=self.implementation,
@@ -322,11 +337,16 @@ def _extend(
             "extend: the cache was created with a mask of its keys. Pass the same mask to this "
             "step."
         )
+
     # The keys are the memory's and do not grow, so the step only counts its queries.
     mask = dataclasses.replace(mask, cleared_keys=cache.cleared)
     terms, values, mask, cache = extend(cache, terms, values, at=0, mask=mask)
-    ends, capacity = query_ends(mask, position), cache.num_queries
     valid, length = advance_length(
-        position, n, length=position, lengths=ends, batch=cache.batch, capacity=capacity
+        position,
+        n,
+        length=position,
+        lengths=query_ends(mask, position),
+        batch=cache.batch,
+        capacity=cache.num_queries,
     )
     return terms, values, mask, dataclasses.replace(cache, length=length), valid

@@ -252,14 +252,18 @@ class Mixer(nn.Module):
             x, mask, order = move_padding_last(x, mask, position=position)
         inputs = MixerInput(x, mask, cache.empty_memory, bias, cache, position)
         y, cache = self._extend_rows(inputs)
-        return y if order is None else take_positions(y, jnp.argsort(order, axis=1)), cache
+        if order is not None:
+            # The inverse permutation returns the outputs to the places of their tokens.
+            y = take_positions(y, jnp.argsort(order, axis=1))
+        return y, cache
 
     def _extend_rows(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache]:
         """Does the work of `extend` once all padding is at the end.
 
         The mask in `inputs` is the caller's, and is turned into the mask of a decoding step here.
         """
-        position, cross = inputs.position, inputs.kv is not None
+        position = inputs.position
+        cross = inputs.kv is not None
         if jnp.ndim(position):
             return self._extend_each(inputs)
         if cross:
@@ -299,6 +303,7 @@ class Mixer(nn.Module):
             cache = dataclasses.replace(cache, length=None)
             return jax.tree.map(lambda a: a[0], (y, cache)), length
 
+        # The variables are shared, and every example draws its own dropout.
         lifted = nn.vmap(extend_row, variable_axes={READ_ONLY: None}, split_rngs={"dropout": True})
         examples = (inputs.x, dataclasses.replace(cache, length=None))
         (y, cache), length = lifted(self, jnp.arange(batch), positions, lengths, examples)
@@ -481,4 +486,5 @@ def move_padding_last(
 
 def take_positions(x: jax.Array, index: jax.Array) -> jax.Array:
     """Returns the positions ``[b, m]`` of every example of ``[b, n, ...]``, as ``[b, m, ...]``."""
-    return jnp.take_along_axis(x, jnp.reshape(index, (*index.shape, *(1,) * (x.ndim - 2))), axis=1)
+    index = jnp.reshape(index, (*index.shape, *(1,) * (x.ndim - 2)))  # [b, m, 1, ...]
+    return jnp.take_along_axis(x, index, axis=1)

@@ -63,7 +63,8 @@ class ConvolutionBase(Mixer):
             partition=partition(batch=x.shape[0], heads=values.shape[2]),
         )
         y = y.reshape(x.shape)  # [b, q, groups, channels] → [b, q, d]
-        y = self._dense(y, "pointwise", use_bias=True) if self.pointwise else y
+        if self.pointwise:
+            y = self._dense(y, "pointwise", use_bias=True)
         y = merge_heads(self, y[:, :, None], x.shape[-1], kernel_init=self.kernel_init)
         return y, cache
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -86,21 +87,38 @@ class SentenceNetwork(nn.Module):
 
     def setup(self) -> None:
         """Creates the parameters, with PyTorch's initial values."""
-        g, n, d = self.nets, self.inputs * self.max_length, self.width
-        m, f, v = self.max_length if self.every_position else 1, self.hidden_dim, self.features
-        ones, zeros = nn.initializers.ones_init(), nn.initializers.zeros_init()
-        first, second = TorchUniform(fan_in=n * d), TorchUniform(fan_in=f)
-        position_axes, hidden = (None, "key_length", "embed"), (None, "mlp")
-        param = lambda name, init, axes, *shape: self.param(name, with_axes(init, *axes), shape)
-        self.scale_0 = param("scale_0", ones, position_axes, g, n, d)
-        self.shift_0 = param("shift_0", zeros, position_axes, g, n, d)
-        self.kernel_0 = param("kernel_0", first, (*position_axes, "mlp"), g, n, d, f)
-        self.bias_0 = param("bias_0", first, hidden, g, f)
-        self.scale_1 = param("scale_1", ones, hidden, g, f)
-        self.shift_1 = param("shift_1", zeros, hidden, g, f)
-        out = (None, "query_length", "mlp", None)
-        self.kernel_1 = param("kernel_1", second, out, g, m, f, v)
-        self.bias_1 = param("bias_1", second, (None, "query_length", None), g, m, v)
+
+        def param(
+            name: str, init: Callable[..., jax.Array], axes: tuple[str | None, ...], *shape: int
+        ) -> jax.Array:
+            """Creates a parameter whose axes have names."""
+            value: jax.Array = self.param(name, with_axes(init, *axes), shape)
+            return value
+
+        nets = self.nets
+        num_inputs = self.inputs * self.max_length
+        num_outputs = self.max_length if self.every_position else 1
+        ones = nn.initializers.ones_init()
+        zeros = nn.initializers.zeros_init()
+
+        # The first normalization, over all tokens and features, and the first linear layer.
+        first = TorchUniform(fan_in=num_inputs * self.width)
+        shape = (nets, num_inputs, self.width)
+        axes = (None, "key_length", "embed")
+        self.scale_0 = param("scale_0", ones, axes, *shape)
+        self.shift_0 = param("shift_0", zeros, axes, *shape)
+        self.kernel_0 = param("kernel_0", first, (*axes, "mlp"), *shape, self.hidden_dim)
+        self.bias_0 = param("bias_0", first, (None, "mlp"), nets, self.hidden_dim)
+
+        # The normalization of the hidden layer, and the second linear layer.
+        second = TorchUniform(fan_in=self.hidden_dim)
+        self.scale_1 = param("scale_1", ones, (None, "mlp"), nets, self.hidden_dim)
+        self.shift_1 = param("shift_1", zeros, (None, "mlp"), nets, self.hidden_dim)
+        out_shape = (nets, num_outputs, self.hidden_dim, self.features)
+        out_axes = (None, "query_length", "mlp", None)
+        self.kernel_1 = param("kernel_1", second, out_axes, *out_shape)
+        bias_shape = (nets, num_outputs, self.features)
+        self.bias_1 = param("bias_1", second, (None, "query_length", None), *bias_shape)
 
     def read(self, x: jax.Array, *, start: int | jax.Array = 0, which: int = 0) -> Sums:
         """Returns the sums that tokens ``[b, n, d]`` contribute. Padding must be zero.
@@ -140,6 +158,8 @@ class SentenceNetwork(nn.Module):
         shift = jnp.einsum("gnd,gndf->gf", self.shift_0, self.kernel_0) + self.bias_0
         product = inverse[..., None] * (sums.hidden - mean[..., None] * column[None, None])
         h = jax.nn.leaky_relu(product + shift[None, None], SLOPE)
+
+        # The second normalization, over the features of the hidden layer.
         h = h - h.mean(-1, keepdims=True)
         h = h * jax.lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + EPSILON)
         return h * self.scale_1[None, None] + self.shift_1[None, None]
@@ -212,9 +232,12 @@ class SentenceFeedForward(Mixer):
     @nn.compact
     def mix(self, inputs: MixerInput) -> tuple[jax.Array, SentenceCache | None]:
         x, kv, mask, cache = inputs.x, inputs.kv, inputs.mask, inputs.cache
-        n, position = x.shape[1], inputs.position
+        n = x.shape[1]
+        position = inputs.position
         network = self._make_network(x, kv, mask, position=position)
         real = mask.queries(n)
+
+        # What the network has read at every position; n = 1 if all positions read everything.
         if kv is not None:
             # Cross-attention reads the queries so far and the memory. If there is a cache, it holds
             # the sums over the memory already.
@@ -227,6 +250,7 @@ class SentenceFeedForward(Mixer):
             sums = _read_all(network, x, mask)
         if cache is not None:
             sums = jax.tree.map(jnp.add, sums, cache.sums)
+
         y = network.out(network.hidden(sums), start=position, length=n).astype(x.dtype)
         y = zero_padding(y, real)  # [b, n, nets, features]
         if self.num_heads is None:
@@ -236,11 +260,13 @@ class SentenceFeedForward(Mixer):
             y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init)
         if cache is None:
             return y, None
+
+        ends = mask.key_lengths if kv is None else query_ends(mask, position)
         valid, length = advance_length(
             position,
             n,
             length=cache.length,
-            lengths=query_ends(mask, position) if kv is not None else mask.key_lengths,
+            lengths=ends,
             batch=x.shape[0],
             capacity=self.max_length,
             exact=True,
@@ -276,6 +302,7 @@ class SentenceFeedForward(Mixer):
             )
         num_keys = 0 if kv is None else kv.shape[1]
         check_length(self, self.max_length, Span(position, x.shape[1]), Span(0, num_keys))
+
         heads = self.num_heads or 1
         features = x.shape[-1] if self.num_heads is None else self.head_dim
         return SentenceNetwork(

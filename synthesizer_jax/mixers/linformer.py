@@ -55,34 +55,43 @@ class Linformer(Mixer):
     @nn.compact
     def mix(self, inputs: MixerInput) -> tuple[jax.Array, None]:
         x, mask = inputs.x, inputs.mask
-        check_length(self, self.max_length, Span(0, x.shape[1]))
-        query, key, value = (
-            project(
+        length = x.shape[1]
+        check_length(self, self.max_length, Span(0, length))
+
+        def projected(name: str, kernel_init: Initializer) -> jax.Array:
+            """Returns queries, keys or values of the tokens, ``[b, n, h, e]``."""
+            return project(
                 x,
                 heads=self.num_heads,
                 width=self.head_dim,
                 name=name,
-                kernel_init=self.query_init if name == "query" else self.kernel_init,
+                kernel_init=kernel_init,
             )
-            for name in ("query", "key", "value")
-        )
-        key, value = (zero_padding(y, mask.keys(x.shape[1])) for y in (key, value))
+
+        query = projected("query", self.query_init)
+        key = projected("key", self.kernel_init)
+        value = projected("value", self.kernel_init)
+        key, value = (zero_padding(y, mask.keys(length)) for y in (key, value))
+
+        # E and F of the paper, [p, max_length].
         init = with_axes(
             self.length_init or Normal(self.projected_length**-0.5), "rank", "key_length"
         )
         shape = (self.projected_length, self.max_length)
-        project_keys = self.param("key_length_projection", init, shape)
-        project_values = project_keys
+        key_matrix = self.param("key_length_projection", init, shape)
+        value_matrix = key_matrix
         if not self.shared:
-            project_values = self.param("value_length_projection", init, shape)
-        keys, values = (
-            # [b, p, h, e]
-            jnp.einsum("pn,bnhe->bphe", matrix[:, : x.shape[1]].astype(y.dtype), y)
-            for matrix, y in ((project_keys, key), (project_values, value))
-        )
+            value_matrix = self.param("value_length_projection", init, shape)
+
+        def mix_positions(matrix: jax.Array, y: jax.Array) -> jax.Array:
+            """Returns p mixtures of the n positions, ``[b, p, h, e]``."""
+            return jnp.einsum("pn,bnhe->bphe", matrix[:, :length].astype(y.dtype), y)
+
+        keys = mix_positions(key_matrix, key)
+        values = mix_positions(value_matrix, value)
         terms = (low_rank(query * self.head_dim**-0.5, keys, token_keys=True),)
         # The projected keys belong to no position, so the mask only says which queries are real.
-        rows = Mask(query_valid=mask.queries(x.shape[1]))
+        rows = Mask(query_valid=mask.queries(length))
         if self.is_sowing_weights:
             self.sow("intermediates", "attention_weights", attention_weights(terms, mask=rows))
         y = attend(

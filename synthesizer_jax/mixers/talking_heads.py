@@ -82,19 +82,23 @@ class TalkingHeads(AttentionBase):
         """Returns the sum of the values, weighted by ``softmax(logits P_l) P_w``."""
         queries, keys = mask.uncleared(x.shape[1], values[0].shape[1])
         terms, values = clear_padding(terms, values, None, keys)
-        v, *dynamic = values
+        v, *dynamic = values  # [b, k, h_v, e], and the projections of `_values`
+
+        # The dynamic parts of P_l and P_w, which each key and each query adds.
         names = [name for name in ("m2l", "m2w") if name in self.dynamic]
-        by_key = dict(zip(names, dynamic, strict=True))
+        by_key = dict(zip(names, dynamic, strict=True))  # [b, k, from, to]
         by_query = {
             name: zero_padding(self._dynamic(name, x), queries)  # [b, q, from, to]
             for name in ("x2l", "x2w")
             if name in self.dynamic
         }
-        q_length, k_length = x.shape[1], v.shape[1]
+
+        q_length = x.shape[1]
+        k_length = v.shape[1]
         logits_of = functools.partial(
             materialize_logits, mask=mask, q_length=q_length, k_length=k_length
         )
-        logits = logits_of(terms)
+        logits = logits_of(terms)  # [b or 1, h_k, q, k]
         if self.project_logits:
             matrix = self._matrix("logits_projection")
             logits = _mix_heads(logits, matrix, by_query.get("x2l"), by_key.get("m2l"))
@@ -102,6 +106,7 @@ class TalkingHeads(AttentionBase):
             self.sow(LOGITS, "attention_logits", logits)
         if bias:
             logits = logits + logits_of(bias)
+
         pairs = mask.pairs(q_length, k_length)
         if pairs is not None:
             # The masked logits are finite. The softmax's own argument `where` would compute with
@@ -110,6 +115,7 @@ class TalkingHeads(AttentionBase):
         weights = jax.nn.softmax(logits)  # [b or 1, h, q, k]
         if pairs is not None:
             weights = jnp.where(pairs, weights, 0)
+
         if self.project_weights:
             matrix = self._matrix("weights_projection")
             weights = _mix_heads(weights, matrix, by_query.get("x2w"), by_key.get("m2w"))

@@ -39,6 +39,7 @@ def mesh_axes(name: str) -> tuple[str, ...]:
     manual because of an enclosing `jax.shard_map`.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    # A rule holds one mesh axis, several, or None.
     assigned = next((axes for key, axes in nn.get_logical_axis_rules() if key == name), None)
     names = (assigned,) if isinstance(assigned, str) else tuple(assigned or ())
     auto = axes_of_type(AxisType.Auto)
@@ -52,7 +53,9 @@ def partition(*, batch: int = 0, heads: int = 0) -> Partition | None:
       batch: number of examples. Mesh axes that do not divide it are not used.
       heads: number of heads. Mesh axes that do not divide it are not used.
     """
-    mesh_partition = Partition(*(mesh_axes(name) for name in ("batch", "heads", "sequence")))
+    mesh_partition = Partition(
+        batch=mesh_axes("batch"), heads=mesh_axes("heads"), sequence=mesh_axes("sequence")
+    )
     if not mesh_partition.axis_names:
         return None
     return mesh_partition.restricted_to(batch=batch, heads=heads)
@@ -123,7 +126,8 @@ def _input_layout(x: jax.Array, variables: Mapping[str, PyTree]) -> tuple[_Rules
     num_leading = 2 if x.ndim == 2 else x.ndim - 1
 
     # The input's own layout comes before the user's rules, because the first rule for a name wins.
-    batch, sequence = axes_along(x, 0), axes_along(x, num_leading - 1)
+    batch = axes_along(x, 0)
+    sequence = axes_along(x, num_leading - 1)
     user_rules = list(nn.get_logical_axis_rules())
     rules: _Rules = [("batch", batch), ("sequence", sequence), *user_rules]
     if all(name != "heads" for name, _ in user_rules):

@@ -43,6 +43,7 @@ def _layer_norm(
     """Normalizes ``[..., d]`` to mean 0 and variance 1, scales and shifts it; see `LayerNorm`."""
     scale, bias = (p.reshape((1,) * (x.ndim - 1) + p.shape) for p in scale_and_bias)
     x32 = x.astype(logits_dtype(x))
+    # The mean and the standard deviation are [..., 1].
     x32 = x32 - checkpoint_name(x32.mean(-1, keepdims=True), "statistic")
     inverse_stddev = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + epsilon)
     return (x32 * checkpoint_name(inverse_stddev, "statistic") * scale + bias).astype(x.dtype)

@@ -176,7 +176,12 @@ def with_axes(init: Callable[..., jax.Array], *axes: str | None) -> Initializer:
         )
     if not _RETURNS_BOXES.get():
         return init
-    return lambda *args, **kwargs: NamedAxes(init(*args, **kwargs), axes)
+
+    def boxed_init(*args: PyTree, **kwargs: PyTree) -> NamedAxes:
+        """Returns the initial value in a box with the axis names."""
+        return NamedAxes(init(*args, **kwargs), axes)
+
+    return boxed_init
 
 
 @functools.lru_cache(maxsize=64)
@@ -212,7 +217,19 @@ def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tu
         # The module has a field that cannot be hashed, such as a list.
         init = _boxed_init.__wrapped__(module)
     boxed = jax.eval_shape(init, jax.random.key(0), *args, **kwargs)
-    is_box = lambda x: isinstance(x, nn.Partitioned)
-    axes_of = lambda x: tuple(x.names) if is_box(x) else (None,) * x.ndim
-    shapes = jax.tree.map(lambda x: x.value if is_box(x) else x, boxed, is_leaf=is_box)
+
+    def is_box(x: PyTree) -> bool:
+        """Returns whether a node is a box, whose contents are one variable."""
+        return isinstance(x, nn.Partitioned)
+
+    def shape_of(x: PyTree) -> jax.ShapeDtypeStruct:
+        """Returns the shape of a variable, without its box."""
+        shape: jax.ShapeDtypeStruct = x.value if is_box(x) else x
+        return shape
+
+    def axes_of(x: PyTree) -> Axes:
+        """Returns the axis names of a variable. Without a box, its axes have no names."""
+        return tuple(x.names) if is_box(x) else (None,) * x.ndim
+
+    shapes = jax.tree.map(shape_of, boxed, is_leaf=is_box)
     return shapes, jax.tree.map(axes_of, boxed, is_leaf=is_box)

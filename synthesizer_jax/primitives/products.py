@@ -15,7 +15,6 @@ def output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     All matrix products have factors in the dtype of `x`. In the backward pass, JAX's own
     derivatives would multiply by cotangents in float32, which is slower.
     """
-
     return _output_product(*match_varying_axes(x, kernel.astype(x.dtype)))
 
 
@@ -24,14 +23,22 @@ def plain_output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jnp.matmul(x, kernel, preferred_element_type=logits_dtype(x, kernel))
 
 
+def _output_product_fwd(
+    x: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns the product, and its factors as residuals."""
+    return plain_output_product(x, kernel), (x, kernel)
+
+
 def _output_product_bwd(
     inputs: tuple[jax.Array, jax.Array], dout: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the cotangents of `x` and of the kernel."""
-    (x, kernel), rows = inputs, tuple(range(dout.ndim - 1))
+    x, kernel = inputs
     dout = dout.astype(x.dtype)
+    rows = tuple(range(dout.ndim - 1))  # all axes except the last one
     return dout @ kernel.T, jnp.tensordot(x, dout, (rows, rows))
 
 
 _output_product = jax.custom_vjp(plain_output_product)
-_output_product.defvjp(lambda *inputs: (plain_output_product(*inputs), inputs), _output_product_bwd)
+_output_product.defvjp(_output_product_fwd, _output_product_bwd)
