@@ -143,7 +143,8 @@ def decode_lines(file: BinaryIO, path: pathlib.Path | None) -> Iterator[str]:
                 byte = content[error.start]
                 remedy = _decoding_remedy(path, seen_utf8=seen_utf8)
                 raise ValueError(
-                    f"{path or 'stdin'}, line {number}: the byte 0x{byte:02x} is not UTF-8. {remedy}"
+                    f"{path or 'stdin'}, line {number}: the byte 0x{byte:02x} is not UTF-8. "
+                    f"{remedy}"
                 ) from None
             seen_utf8 = seen_utf8 or not text.isascii()
             yield text
@@ -160,7 +161,8 @@ def _decoding_remedy(path: pathlib.Path | None, *, seen_utf8: bool) -> str:
       seen_utf8: whether earlier lines contain non-ASCII characters.
     """
     name = "FILE" if path is None else shlex.quote(str(path))
-    unpack = {".gz": "gzip -dc", ".zst": "zstd -dc"}.get("" if path is None else path.suffix, "cat")
+    suffix = "" if path is None else path.suffix
+    unpack = {".gz": "gzip -dc", ".zst": "zstd -dc"}.get(suffix, "cat")
     if seen_utf8:
         return (
             "Earlier lines are UTF-8, so correct this line, or remove all bytes that are not UTF-8 "
@@ -249,18 +251,23 @@ def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.P
       prefix: the beginning of its name.
     """
     for path in parent.iterdir():
-        # A process locks its directory while it lives. A directory without a lock has lost its
+        if not path.name.startswith(f"{prefix}-"):
+            continue
+        # A process locks its directory while it lives. A directory that can be locked has lost its
         # process.
-        if path.name.startswith(f"{prefix}-") and (lock := _try_lock(path)) is not None:
+        lock = _try_lock(path)
+        if lock is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
+
+    # The directory is locked under another name first. When other processes can find it, they leave
+    # it alone.
     name = secrets.token_hex(4)
-    directory, unlocked = parent / f"{prefix}-{name}", parent / f".{name}"
-    unlocked.mkdir()
-    lock = _try_lock(unlocked)
-    # From now on, other processes can find the directory. It is locked already, so they leave it
-    # alone.
-    unlocked.rename(directory)
+    directory = parent / f"{prefix}-{name}"
+    hidden = parent / f".{name}"
+    hidden.mkdir()
+    lock = _try_lock(hidden)
+    hidden.rename(directory)
     try:
         yield directory
     finally:

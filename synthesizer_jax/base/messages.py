@@ -46,7 +46,7 @@ def escape_controls(text: str) -> str:
 
 
 def not_divisible(name: str, size: int, *, by: str, divisor: int) -> str:
-    """Returns two sentences: a size is not divisible by a number, and what the nearest multiples are.
+    """Returns two sentences: that a size is not divisible, and which multiples are nearest.
 
     Args:
       name: the name of the size.

@@ -52,8 +52,9 @@ def register(cls: Class) -> Class:
     registered = REGISTRY.setdefault(cls.__name__, cls)
     if registered.__module__ != cls.__module__:
         raise ValueError(
-            f"{cls.__module__}.{cls.__name__} cannot be registered, because {registered.__module__} "
-            "has already registered a class of the same name. Rename one of the two classes."
+            f"{cls.__module__}.{cls.__name__} cannot be registered, because "
+            f"{registered.__module__} has already registered a class of the same name. Rename one "
+            "of the two classes."
         )
     REGISTRY[cls.__name__] = cls
     return cls
@@ -63,7 +64,8 @@ def field_names(cls: type) -> list[str]:
     """Returns the names of the configuration fields of a module or dataclass, in order."""
     # Flax is not imported here, because recipes without models do not need it.
     linen = sys.modules.get("flax.linen")
-    hidden = {"parent", "name"} if linen and issubclass(cls, linen.Module) else set()
+    is_module = linen is not None and issubclass(cls, linen.Module)
+    hidden = {"parent", "name"} if is_module else set()
     return [f.name for f in dataclasses.fields(cls) if f.init and f.name not in hidden]
 
 
@@ -116,13 +118,14 @@ def plain_json(value: Any, *, digits: int = 17) -> JSON:
     if isinstance(value, float):
         return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        text = lambda key: " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
-        return {text(key): plain_json(part, digits=digits) for key, part in value.items()}
-    return (
-        [plain_json(part, digits=digits) for part in value]
-        if isinstance(value, list | tuple)
-        else value
-    )
+        result = {}
+        for key, part in value.items():
+            name = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+            result[name] = plain_json(part, digits=digits)
+        return result
+    if isinstance(value, list | tuple):
+        return [plain_json(part, digits=digits) for part in value]
+    return value
 
 
 def from_json(data: JSON, path: str = "") -> Any:
@@ -146,7 +149,10 @@ def from_json(data: JSON, path: str = "") -> Any:
     values = {k: from_json(v, child_path(path, k)) for k, v in data.items() if k != "type"}
     if "type" not in data:
         return values
-    where = f"{path if len(path) <= 99 else f'{path[:98]}…'}: " if path else ""
+
+    where = ""
+    if path:
+        where = f"{path}: " if len(path) <= 99 else f"{path[:98]}…: "
     type_name = data["type"]
     cls = REGISTRY.get(type_name) if isinstance(type_name, str) else None
     if cls is None:
@@ -155,6 +161,7 @@ def from_json(data: JSON, path: str = "") -> Any:
             f"{did_you_mean(str(type_name), REGISTRY) or '.'} If it is a class of your own, add "
             "--import PACKAGE or --import FILE.py, so that the class is registered."
         )
+
     names = field_names(cls)
     for name in sorted(values.keys() - set(names)):
         if values.pop(name) is not None:
@@ -245,7 +252,8 @@ def matches_type(value: object, annotation: Annotation) -> bool:
     """
     origin: object = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
-    if members := union_members(annotation):
+    members = union_members(annotation)
+    if members:
         return any(matches_type(value, member) for member in members)
     if origin is Annotated:
         limits = (x for x in arguments[1:] if isinstance(x, Limit))

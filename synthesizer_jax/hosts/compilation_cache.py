@@ -27,13 +27,17 @@ def enable_compilation_cache() -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:
         return
-    if os.access(directory, os.W_OK):
-        for program in directory.glob("*-cache"):
-            # The process was killed before it wrote the program's time of use. JAX would warn about
-            # such a program at every start, so it is removed.
-            if not program.with_name(f"{program.name.removesuffix('cache')}atime").exists():
-                program.unlink(missing_ok=True)
-        os.environ[VARIABLE] = str(directory)
-        os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(MAX_BYTES))
-        # A start compiles dozens of small programs. Reading them is faster than compiling them.
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    if not os.access(directory, os.W_OK):
+        return
+
+    # JAX writes a program and then, in a file of its own, the time of its use. If a process was
+    # killed in between, JAX would warn about the program at every start, so it is removed.
+    for program in directory.glob("*-cache"):
+        time_of_use = program.with_name(f"{program.name.removesuffix('cache')}atime")
+        if not time_of_use.exists():
+            program.unlink(missing_ok=True)
+
+    os.environ[VARIABLE] = str(directory)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(MAX_BYTES))
+    # A start compiles dozens of small programs. Reading them is faster than compiling them.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

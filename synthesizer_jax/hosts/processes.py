@@ -81,9 +81,11 @@ def join_group(timeout: float = 300.0) -> bool:
     os.environ.setdefault("JAX_COORDINATOR_PORT", OPEN_PORT)
     # JAX's own handler would discard a SIGTERM that arrives before this program handles signals.
     jax.config.update("jax_enable_preemption_service", False)
-    group, errors = _group_from_environment(), list[BaseException]()
+    group = _group_from_environment()
+    errors: list[BaseException] = []
 
     def initialize() -> None:
+        """Connects to the group, and remembers an error for the main thread."""
         try:
             # JAX itself ends the process after its timeout, with a C++ trace. Its timeout is
             # therefore longer than the one of this function.
@@ -91,8 +93,8 @@ def join_group(timeout: float = 300.0) -> bool:
         except BaseException as error:
             errors.append(error)
 
-    joining = threading.Thread(target=initialize, daemon=True)
     # The call blocks, so it runs in a thread of its own. The main thread can still handle signals.
+    joining = threading.Thread(target=initialize, daemon=True)
     joining.start()
     joining.join(min(PATIENCE, timeout))
     if joining.is_alive():
@@ -105,10 +107,11 @@ def join_group(timeout: float = 300.0) -> bool:
             f"Not all processes of the group have connected within {timeout:.0f} s. Start the same "
             "command on every host, and open the coordinator's port in the firewall."
         )
+
+    # JAX raises these errors if there is no group, or if it is in use already.
+    expected = ("coordinator_address should be defined", "must be called before")
     for error in errors:
-        # JAX raises these errors if there is no group, or if it is in use already.
-        nowhere = "coordinator_address should be defined", "must be called before"
-        if group or not any(text in str(error) for text in nowhere):
+        if group or not any(text in str(error) for text in expected):
             raise error
     return not errors
 
@@ -124,8 +127,8 @@ def _group_from_environment() -> dict[str, Any]:
     if PROCESSES not in os.environ and PROCESS not in os.environ:
         return {}
     address, count, index = (os.environ.get(name, "") for name in (ADDRESS, PROCESSES, PROCESS))
-    numbers = count.isdigit() and index.isdigit() and int(index) < int(count)
-    if not (re.fullmatch(r".+:\d+", address) and numbers):
+    is_process = count.isdigit() and index.isdigit() and int(index) < int(count)
+    if not is_process or not re.fullmatch(r".+:\d+", address):
         raise ValueError(
             f"{ADDRESS}={address}, {PROCESSES}={count} and {PROCESS}={index} do not describe a "
             f"process of a group. Set {ADDRESS} to host:port, such as 10.0.0.2:{OPEN_PORT}, "

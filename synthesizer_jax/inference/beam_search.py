@@ -84,49 +84,100 @@ def beam_search(
       alpha: exponent of the length penalty.
       samples: number of sequences to return per example, at most `beams`.
     """
-    b, n, m = decoder.batch, beams, decoder.max_length
+    search = _Search(decoder, constraints, beams, alpha)
+    b, n, m = search.shape
+    logits, cache = decoder.next(*decoder.begin())  # [b, vocab]
 
-    # Each beam can be ended by every id that ends a sequence. With this many continuations, at
-    # least n of them therefore go on.
-    count = (1 + len(set(constraints.ids.ends))) * n
+    # All beams are equal at the start, so only the first one may be extended.
+    empty = jnp.full((b, n, m), decoder.ids.padding, jnp.int32)
+    live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
+    never = jnp.full((b, n), NEVER)
+    text = jnp.zeros((b, n), jnp.int32)
+    state = _Beams(
+        at=jnp.asarray(0),
+        live=live,
+        tokens=empty,
+        ended=never,
+        ended_tokens=empty,
+        text=text,
+        cache=cache,
+    )
+    state, _ = search.advance(state, jnp.repeat(logits, n, axis=0))  # [b, vocab] → [b · n, vocab]
 
-    def continuations(
-        state: _Beams, logits: jax.Array, scores: jax.Array, count: int
-    ) -> _Continuations:
-        """Returns the best continuations of the beams, given `logits` ``[b, n, vocab]``."""
-        top, source, token = top_tokens(logits, scores, count)
-        tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)
-        tokens = tokens.at[:, :, state.at].set(token)
-        text, ends = constraints.follow(jnp.take_along_axis(state.text, source, axis=1), token)
-        return _Continuations(top, source, tokens, text, ends)
+    # From now on, every beam has a row of its own.
+    cache = cache.map_rows(lambda x: jnp.repeat(x, n, axis=0))
+    state = jax.lax.while_loop(search.is_unfinished, search.step, state._replace(cache=cache))
+    return _best_of(state, constraints, alpha, samples=samples)
 
-    def advance(state: _Beams, logits: jax.Array) -> tuple[_Beams, jax.Array]:
+
+class _Search(NamedTuple):
+    """The arguments of `beam_search`, and the steps of its loop.
+
+    In the shapes, b is the number of examples, n the number of beams, and m the number of
+    positions.
+
+    Attributes:
+      decoder: the model and its inputs.
+      constraints: what the sequences may hold.
+      beams: number of beams.
+      alpha: exponent of the length penalty.
+    """
+
+    decoder: Decoder
+    constraints: Constraints
+    beams: int
+    alpha: ArrayLike
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of the sequences, ``[b, n, m]``."""
+        return self.decoder.batch, self.beams, self.decoder.max_length
+
+    def is_unfinished(self, state: _Beams) -> jax.Array:
+        """Returns whether an example can still find a better sequence."""
+        # Log-probabilities only fall, so this is the best score that the best beam can reach.
+        hope = state.live[:, 0] / length_penalty(self.constraints.longest, self.alpha)
+        return jnp.any((state.at < self.constraints.longest) & (hope > state.ended[:, -1]))
+
+    def step(self, state: _Beams) -> _Beams:
+        """Decodes one position."""
+        b, n, _ = self.shape
+        index = jnp.full((b, n, 1), state.at - 1)
+        token = jnp.take_along_axis(state.tokens, index, axis=2).reshape(-1)  # [b · n]
+        logits, cache = self.decoder.next(token, state.cache)
+        state, source = self.advance(state._replace(cache=cache), logits)
+
+        # The caches follow their beams.
+        rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)  # [b · n]
+        return state._replace(cache=state.cache.map_rows(lambda x: x[rows]))
+
+    def advance(self, state: _Beams, logits: jax.Array) -> tuple[_Beams, jax.Array]:
         """Extends all beams by one token.
 
-        It also returns the beam that each unfinished sequence continues, ``[b, n]``.
+        Args:
+          state: the beams.
+          logits: the logits of the next token, ``[b · n, vocab]``.
+
+        Returns:
+          The new beams, and the beam that each unfinished sequence continues, ``[b, n]``.
         """
+        b, n, m = self.shape
+        constraints = self.constraints
         if constraints.repetition_penalty is not None:
             # As in transformers, beam search applies the penalty to log-probabilities.
             logits = jax.nn.log_softmax(logits)
         scores = state.live - logsumexp(logits, axis=-1).reshape(b, n)  # [b, n]
-        allowed = constraints.apply(logits, state.tokens.reshape(b * n, m), state.at).reshape(
-            b, n, -1
-        )
-        found = continuations(state, allowed, scores, count)
+        allowed = constraints.apply(logits, state.tokens.reshape(b * n, m), state.at)
+        allowed = allowed.reshape(b, n, -1)
 
-        # Sequences that have just ended compete with those that ended before.
-        real = found.ends & (found.scores > NEVER / 2)
-        penalized = jnp.where(real, found.scores / length_penalty(state.at + 1, alpha), NEVER)
-        ended, order = jax.lax.top_k(jnp.concatenate([state.ended, penalized], axis=1), n)
-        ended_tokens = jnp.concatenate([state.ended_tokens, found.tokens], axis=1)
-        ended_tokens = jnp.take_along_axis(ended_tokens, order[:, :, None], axis=1)  # [b, n, m]
+        found = self._continuations(state, allowed, scores)
+        ended, ended_tokens = self._best_ended(state, found)
 
         if constraints.stops is not None:
             # Any number of continuations can complete stop strings. A second search without them
             # finds n continuations that go on.
-            found = continuations(
-                state, constraints.without_stops(allowed, state.text), scores, count
-            )
+            allowed = constraints.without_stops(allowed, state.text)
+            found = self._continuations(state, allowed, scores)
         live, order = jax.lax.top_k(jnp.where(found.ends, NEVER, found.scores), n)  # [b, n]
         tokens = jnp.take_along_axis(found.tokens, order[:, :, None], axis=1)  # [b, n, m]
         source, text = (jnp.take_along_axis(x, order, axis=1) for x in (found.source, found.text))
@@ -144,33 +195,34 @@ def beam_search(
         )
         return new, source
 
-    def body(state: _Beams) -> _Beams:
-        """Decodes one position."""
-        token = jnp.take_along_axis(
-            state.tokens, jnp.full((b, n, 1), state.at - 1), axis=2
-        ).reshape(-1)
-        logits, cache = decoder.next(token, state.cache)
-        state, source = advance(state._replace(cache=cache), logits)
-        # The caches follow their beams.
-        rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)  # [b · n]
-        return state._replace(cache=state.cache.map_rows(lambda x: x[rows]))
+    def _continuations(self, state: _Beams, logits: jax.Array, scores: jax.Array) -> _Continuations:
+        """Returns the best continuations of the beams.
 
-    def unfinished(state: _Beams) -> jax.Array:
-        # Log-probabilities only fall, so this is the best score that the best beam can reach.
-        """Returns whether an example can still find a better sequence."""
-        hope = state.live[:, 0] / length_penalty(constraints.longest, alpha)
-        return jnp.any((state.at < constraints.longest) & (hope > state.ended[:, -1]))
+        Args:
+          state: the beams.
+          logits: the logits of the next token, ``[b, n, vocab]``.
+          scores: the numbers to add to the logits of each beam, ``[b, n]``.
+        """
+        # Each beam can be ended by every id that ends a sequence. With this many continuations, at
+        # least n of them therefore go on.
+        count = (1 + len(set(self.constraints.ids.ends))) * self.beams
+        top, source, token = top_tokens(logits, scores, count)
+        tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)
+        tokens = tokens.at[:, :, state.at].set(token)
+        text = jnp.take_along_axis(state.text, source, axis=1)
+        text, ends = self.constraints.follow(text, token)
+        return _Continuations(top, source, tokens, text, ends)
 
-    logits, cache = decoder.next(*decoder.begin())
-    empty = jnp.full((b, n, m), decoder.ids.padding, jnp.int32)
-    # All beams are equal at the start, so only the first one may be extended.
-    live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
-    never, text = jnp.full((b, n), NEVER), jnp.zeros((b, n), jnp.int32)
-    state = _Beams(jnp.asarray(0), live, empty, never, empty, text, cache)
-    state, _ = advance(state, jnp.repeat(logits, n, axis=0))  # [b, vocab] → [b · n, vocab]
-    cache = cache.map_rows(lambda x: jnp.repeat(x, n, axis=0))
-    state = jax.lax.while_loop(unfinished, body, state._replace(cache=cache))
-    return _best_of(state, constraints, alpha, samples=samples)
+    def _best_ended(self, state: _Beams, found: _Continuations) -> tuple[jax.Array, jax.Array]:
+        """Returns the scores ``[b, n]`` and tokens ``[b, n, m]`` of the best finished sequences.
+
+        Sequences that have just ended compete with those that ended before.
+        """
+        real = found.ends & (found.scores > NEVER / 2)
+        penalized = jnp.where(real, found.scores / length_penalty(state.at + 1, self.alpha), NEVER)
+        ended, order = jax.lax.top_k(jnp.concatenate([state.ended, penalized], axis=1), self.beams)
+        ended_tokens = jnp.concatenate([state.ended_tokens, found.tokens], axis=1)
+        return ended, jnp.take_along_axis(ended_tokens, order[:, :, None], axis=1)
 
 
 def _best_of(
@@ -184,12 +236,17 @@ def _best_of(
     """
     n = state.live.shape[1]
     cut = state.live / length_penalty(constraints.longest, alpha)[:, None]
+
+    # The finished sequences come first, and the best sequences that were cut fill the rest. Both
+    # are sorted, so only their numbers matter: [b, samples].
     num_ended = (state.ended > NEVER).sum(axis=1, keepdims=True)
     rank = jnp.arange(samples)[None]
     index = jnp.where(rank < num_ended, rank, n + rank - num_ended)
     tokens = jnp.concatenate([state.ended_tokens, state.tokens], axis=1)
     tokens = jnp.take_along_axis(tokens, index[:, :, None], axis=1)
     scores = jnp.take_along_axis(jnp.concatenate([state.ended, cut], axis=1), index, axis=1)
+
+    # The length penalty of a score is undone by the length of its sequence.
     is_token = tokens != constraints.ids.padding
     end = tokens.shape[-1] - jnp.argmax(is_token[:, :, ::-1], axis=-1)
     length = jnp.where(rank < num_ended, end, constraints.longest[:, None])
@@ -219,14 +276,18 @@ def top_tokens(
         logits, ((0, 0), (0, 0), (0, groups * GROUP - vocab)), constant_values=-jnp.inf
     )
     logits = logits.reshape(b, n, groups, GROUP)
+
     # The best logit of each group, [b, n · groups].
     peaks = (logits.max(axis=-1) + scores[:, :, None]).reshape(b, n * groups)
     _, chosen = jax.lax.top_k(peaks, min(count, n * groups))
     chosen = jnp.sort(chosen)  # as in top_k, the first of equal values comes first
-    # [b, count, GROUP]
+
+    # The logits of the chosen groups, with the scores of their beams, [b, count, GROUP].
     near = jnp.take_along_axis(logits.reshape(b, n * groups, GROUP), chosen[:, :, None], axis=1)
     near += jnp.take_along_axis(scores, chosen // groups, axis=1)[:, :, None]
     top, index = jax.lax.top_k(near.reshape(b, -1), count)
+
+    # Group g of all beams is group g % groups of beam g // groups.
     group = jnp.take_along_axis(chosen, index // GROUP, axis=1)
     token = group % groups * GROUP + index % GROUP
     return top, group // groups, token.astype(jnp.int32)

@@ -72,22 +72,40 @@ class Constraints(NamedTuple):
         """
         if self.prompt is not None:
             prompt = jnp.repeat(self.prompt, len(tokens) // len(self.prompt), axis=0)
-            past = jnp.concatenate([prompt, tokens], axis=1)
-            row, length = jnp.arange(len(past))[:, None], prompt.shape[1] + at
-            nowhere = logits.shape[1]  # an index past the vocabulary, which updates drop
-            if (penalty := self.repetition_penalty) is not None:
-                known = jnp.where((jnp.arange(past.shape[1]) < length) & (past >= 0), past, nowhere)
-                seen = jnp.zeros(logits.shape, bool).at[row, known].set(True, mode="drop")
-                scaled = jnp.where(logits < 0, logits * penalty, logits / penalty)
-                logits = jnp.where(seen, scaled, logits)
-            if self.no_repeat_ngram_size is not None:
-                repeats = _repeats_ngram(past, length, self.no_repeat_ngram_size)
-                ends = jnp.where(repeats & (past >= 0), past, nowhere)
-                logits = logits.at[row, ends].set(-jnp.inf, mode="drop")
+            logits = self._limit_repetition(logits, prompt, tokens, at)
         if self.shortest is None:
             return logits
-        is_end = self._are_ends(jnp.arange(logits.shape[-1]))
+        is_end = self._are_ends(jnp.arange(logits.shape[-1]))  # [vocab]
         return jnp.where(is_end & (at + 1 < self.shortest), -jnp.inf, logits)
+
+    def _limit_repetition(
+        self, logits: jax.Array, prompt: jax.Array, tokens: jax.Array, at: jax.Array
+    ) -> jax.Array:
+        """Returns the logits after applying the repetition penalty and forbidding n-grams.
+
+        Args:
+          logits: as in `apply`.
+          prompt: ``[rows, k]`` the tokens before the decoded ones. −1 is no token.
+          tokens: as in `apply`.
+          at: as in `apply`.
+        """
+        past = jnp.concatenate([prompt, tokens], axis=1)  # [rows, k + m]
+        row = jnp.arange(len(past))[:, None]
+        length = prompt.shape[1] + at  # the number of tokens so far
+        nowhere = logits.shape[1]  # an index past the vocabulary, which updates drop
+
+        penalty = self.repetition_penalty
+        if penalty is not None:
+            known = jnp.where((jnp.arange(past.shape[1]) < length) & (past >= 0), past, nowhere)
+            seen = jnp.zeros(logits.shape, bool).at[row, known].set(True, mode="drop")
+            scaled = jnp.where(logits < 0, logits * penalty, logits / penalty)
+            logits = jnp.where(seen, scaled, logits)
+
+        if self.no_repeat_ngram_size is not None:
+            repeats = _repeats_ngram(past, length, self.no_repeat_ngram_size)
+            ends = jnp.where(repeats & (past >= 0), past, nowhere)
+            logits = logits.at[row, ends].set(-jnp.inf, mode="drop")
+        return logits
 
     def follow(self, text: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the states of `stops` after tokens, and whether each token ends its sequence.
@@ -161,8 +179,12 @@ class Decoder:
         logits_dtype: str | None = None,
         continues: bool = False,
     ):
-        self.batch, self.max_length, self.ids = encoder_tokens.shape[0], max_length, model.ids
-        self._model, self._variables, self._encoder_tokens = model, variables, encoder_tokens
+        self.batch = encoder_tokens.shape[0]
+        self.max_length = max_length
+        self.ids = model.ids
+        self._model = model
+        self._variables = variables
+        self._encoder_tokens = encoder_tokens
         self._continues = continues
         kernel, self._scale = apply_method(model.output_kernel, variables)
         # The kernel is cast here once, and not in every iteration of the loop.
@@ -170,7 +192,8 @@ class Decoder:
 
     def begin(self) -> tuple[jax.Array, DecodingCache]:
         """Returns the tokens ``[batch]`` after which decoding starts, and the cache before them."""
-        model, inputs = self._model, (self._variables, self._encoder_tokens)
+        model = self._model
+        inputs = (self._variables, self._encoder_tokens)
         if isinstance(model, LanguageModel) and self._continues:
             return apply_method(model.begin_targets, *inputs, max_length=self.max_length)
         cache = apply_method(model.init_cache, *inputs, max_length=self.max_length)

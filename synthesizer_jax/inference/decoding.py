@@ -119,18 +119,24 @@ def decode_sequences(
             "tokens. Pass stops=stop_table(vocabulary, decoding.stop_strings, model.vocab_size), "
             "where stop_table is from synthesizer_jax.data.stop_strings."
         )
+
     sampling = None
     if decoding.temperature:
+        if examples is None:
+            examples = range(encoder_tokens.shape[0])
         sampling = Sampling(
             # With JAX's other generators, the numbers of a key under `jax.vmap` depend on the
             # other keys, and so on the batch.
             jax.random.key(decoding.seed, impl="threefry2x32"),
-            jnp.asarray(range(encoder_tokens.shape[0]) if examples is None else examples),
+            jnp.asarray(examples),
             temperature=float(decoding.temperature),
-            top_p=None if decoding.top_p is None else float(decoding.top_p),
-            min_p=None if decoding.min_p is None else float(decoding.min_p),
+            top_p=_as_float(decoding.top_p),
+            min_p=_as_float(decoding.min_p),
         )
-    relative, penalty = decoding.relative_length, decoding.repetition_penalty
+    relative_length = None
+    if decoding.relative_length is not None:
+        relative_length = (float(decoding.relative_length), decoding.extra_length)
+
     # The settings that are passed as arrays are the same here in every call, so that their values
     # do not compile another program.
     static = Decoding(
@@ -146,15 +152,20 @@ def decode_sequences(
         variables,
         encoder_tokens,
         min_length=decoding.min_length if decoding.min_length > 1 else None,
-        relative_length=None if relative is None else (float(relative), decoding.extra_length),
+        relative_length=relative_length,
         alpha=float(decoding.alpha),
-        repetition_penalty=None if penalty is None else float(penalty),
+        repetition_penalty=_as_float(decoding.repetition_penalty),
         sampling=sampling,
         stops=stops,
         model=model,
         decoding=static,
         continues=continues,
     )
+
+
+def _as_float(setting: float | None) -> float | None:
+    """Returns a setting as a float, also if it is an integer, which would be another program."""
+    return None if setting is None else float(setting)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "decoding", "continues"))
@@ -184,18 +195,9 @@ def run_decoding(
         shortest = 1 if min_length is None else min_length
         longest = jnp.clip(relative.astype(longest.dtype), shortest, longest)
     prompt = None
-    if not (repetition_penalty is decoding.no_repeat_ngram_size is None):
-        prompt = jnp.full_like(encoder_tokens[:, :1], model.ids.start)  # the decoder's first input
-        if isinstance(model, LanguageModel):
-            # The prompt is aligned on the right, so padding after the last token moves to its left.
-            after = jnp.argmax(encoder_tokens[:, ::-1] != model.ids.padding, axis=1)
-            prompt = jax.vmap(jnp.roll)(encoder_tokens, after)
-            is_token = prompt != model.ids.padding
-            # EOS at the end of the input must not make EOS of the output a repetition, so it
-            # becomes the start token. Padding becomes −1, because it is no token that could be
-            # repeated.
-            prompt = jnp.where(prompt == model.ids.end, model.ids.start, prompt)
-            prompt = jnp.where(is_token, prompt, -1)
+    if repetition_penalty is not None or decoding.no_repeat_ngram_size is not None:
+        prompt = _prompt_of(model, encoder_tokens)
+
     constraints = Constraints(
         min_length,
         longest,
@@ -219,3 +221,22 @@ def run_decoding(
     return decode_rows(
         decoder, constraints, samples=samples, sampling=sampling, top_k=decoding.top_k
     )
+
+
+def _prompt_of(model: TextToText, encoder_tokens: jax.Array) -> jax.Array:
+    """Returns `Constraints.prompt`, the tokens whose repetition is limited, ``[batch, k]``.
+
+    They are the inputs of a `LanguageModel`, and otherwise only the decoder's first input.
+    """
+    if not isinstance(model, LanguageModel):
+        return jnp.full_like(encoder_tokens[:, :1], model.ids.start)
+
+    # The prompt is aligned on the right, so padding after the last token moves to its left.
+    after = jnp.argmax(encoder_tokens[:, ::-1] != model.ids.padding, axis=1)
+    prompt = jax.vmap(jnp.roll)(encoder_tokens, after)
+    is_token = prompt != model.ids.padding
+
+    # EOS at the end of the input must not make EOS of the output a repetition, so it becomes the
+    # start token. Padding becomes −1, because it is no token that could be repeated.
+    prompt = jnp.where(prompt == model.ids.end, model.ids.start, prompt)
+    return jnp.where(is_token, prompt, -1)

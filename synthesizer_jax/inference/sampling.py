@@ -54,8 +54,9 @@ def keep_most_probable(
         # Rounded sums may reach 1 before the last token.
         reached = (sums[..., :-1] >= top_p) & (jnp.asarray(top_p) < 1)
         count = 1 + jnp.sum(~reached, axis=-1)
-    last = count[..., None] - 1
+
     # The last token that is kept, and its logit, [rows, 1] each.
+    last = count[..., None] - 1
     least, last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, tokens))
     tied = (logits == least) & (jnp.arange(vocab)[None] <= last_token)
     return jnp.where((logits > least) | tied, logits, -jnp.inf)
@@ -111,9 +112,12 @@ def decode_rows(
             token = _first_maximum(allowed)
         else:
             token = _draw(sampling, allowed, state.at, samples=samples, top_k=top_k)
+
         # The scores are the model's own, so they come from the logits without constraints.
         logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]  # [rows]
         logp -= logsumexp(logits, axis=-1)
+
+        # Rows that have ended go on with padding.
         token = jnp.where(state.done, decoder.ids.padding, token).astype(jnp.int32)
         text, ends = constraints.follow(state.text, token)
         return _State(
@@ -171,9 +175,11 @@ def _draw(
     if sampling.min_p is not None:
         # The largest logit is 0, so a token's logit is the logarithm of its relative probability.
         logits = jnp.where(logits < jnp.log(sampling.min_p), -jnp.inf, logits)
+
     # A key depends only on the example, the sample and the position, not on the rest of the batch.
     fold = jax.random.fold_in
-    keys = jax.vmap(fold, (None, 0))(sampling.key, sampling.examples)
-    keys = jax.vmap(jax.vmap(fold, (None, 0)), (0, None))(keys, jnp.arange(samples)).reshape(-1)
+    keys = jax.vmap(fold, (None, 0))(sampling.key, sampling.examples)  # [b]
+    by_sample = jax.vmap(fold, (None, 0))
+    keys = jax.vmap(by_sample, (0, None))(keys, jnp.arange(samples)).reshape(-1)  # [b · samples]
     keys = jax.vmap(fold, (0, None))(keys, at)
     return jax.vmap(jax.random.categorical)(keys, logits)

@@ -164,7 +164,8 @@ def _log_probability_of_rest(
     model: TextToText, variables: Variables, *, texts: jax.Array, targets: jax.Array
 ) -> jax.Array:
     """Returns the log-probabilities of targets that directly continue texts, ``[batch]``."""
-    padding, n = model.ids.padding, texts.shape[1]
+    padding = model.ids.padding
+    n = texts.shape[1]
     count = num_real_tokens(texts, padding)[:, None]  # [b, 1]
     texts, _ = move_token_padding_last(texts, padding)
     both = jnp.concatenate([texts, targets], axis=1)  # [b, n + t]

@@ -105,14 +105,19 @@ def attention_fn(
     Raises:
       ValueError: if shapes do not agree, or if there is dropout without a `dropout_rng`.
     """
-    promote = promote_dtype or (lambda xs, dtype: linen_promote_dtype(*xs, dtype=dtype))
-    query, key, value = promote((query, key, value), dtype=dtype)
+    # NNX passes its own function, which takes a tuple of arrays.
+    if promote_dtype is None:
+        query, key, value = linen_promote_dtype(query, key, value, dtype=dtype)
+    else:
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
     _check_shapes(query, key, value)
+
     has_dropout = dropout_rate > 0.0 and not deterministic
     if has_dropout and dropout_rng is None:
         raise ValueError(
             "attention_fn: dropout needs a PRNG key. Pass dropout_rng, or deterministic=True."
         )
+    # If one of these is set, only Flax's own function can compute the attention.
     products = {
         "precision": precision,
         "einsum_dot_general": einsum_dot_general,
@@ -137,6 +142,7 @@ def attention_fn(
         use_flax=has_dropout or any(option is not None for option in products.values()),
         return_weights=module is not None,
     )
+
     if isinstance(module, nn.Module):
         module.sow("intermediates", "attention_weights", weights)
     elif module is not None:
@@ -191,6 +197,8 @@ def _attend(
     if partition is None:
         partition = current_partition(batch=math.prod(batch), heads=query.shape[-2])
     logits_shape = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
+
+    # From here on, arrays have one batch axis, and all have the heads of the query.
     query, key, value = (merge_batch_axes(x, batch) for x in (query, key, value))
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
     if not isinstance(bias, Term | tuple | None):
@@ -203,17 +211,15 @@ def _attend(
     fills_empty_rows = mask is not None and is_own_mask == use_flax
     mask = as_mask(mask, logits_shape)
     mask = dataclasses.replace(mask, causal=mask.causal or is_causal)
-    pairs, attending = None, jnp.ones((1, 1, 1, 1), bool)
+    pairs = None
+    attending = jnp.ones((1, 1, 1, 1), bool)  # which queries may attend to a key
     if use_flax or return_weights or fills_empty_rows:
         pairs = mask.pairs(*logits_shape[-2:])
-        attending = attending if pairs is None else pairs.any(-1, keepdims=True)
+        if pairs is not None:
+            attending = pairs.any(-1, keepdims=True)  # [b or 1, h or 1, q or 1, 1]
 
-    # Flax takes logits as a bias, not terms.
     if use_flax or return_weights:
-        logits = bias
-        if bias is not None and not isinstance(bias, jax.Array):
-            terms = bias if isinstance(bias, tuple) else (bias,)
-            logits = materialize(terms, q_length=query.shape[1], k_length=key.shape[1])
+        logits = _bias_as_logits(bias, q_length=query.shape[1], k_length=key.shape[1])
     if use_flax:
         compute: AttentionFn = functools.partial(_flax_attention, **flax_options)
         kernel = f"einsums, {QUERY_TILE} queries at a time"
@@ -221,7 +227,8 @@ def _attend(
         out = compute(query, key, value, logits, pairs, dropout_rng)
     else:
         out = attend_dot_product(query, key, value, bias=bias, mask=mask, partition=partition)
-    if fills_empty_rows:  # Flax's output for a query without keys is the mean of the values
+    if fills_empty_rows:
+        # Flax's output for a query without keys is the mean of the values.
         empty = 0 if is_own_mask else value.mean(axis=1, keepdims=True)
         out = jnp.where(attending.swapaxes(1, 2), out, empty)  # [b, q, h, width]
     out = out.reshape(*batch, *out.shape[1:])  # [batch..., q, h, width]
@@ -242,6 +249,14 @@ def _attend(
     if is_own_mask:
         weights = jnp.where(attending, weights, 0)
     return out, weights.reshape(*batch, *weights.shape[1:])
+
+
+def _bias_as_logits(bias: Bias, *, q_length: int, k_length: int) -> jax.Array | None:
+    """Returns a bias as an array of logits, because Flax's functions take no terms."""
+    if bias is None or isinstance(bias, jax.Array):
+        return bias
+    terms = bias if isinstance(bias, tuple) else (bias,)
+    return materialize(terms, q_length=q_length, k_length=k_length)
 
 
 def _flax_attention(
@@ -274,6 +289,7 @@ def _flax_attention(
     length = query.shape[1]
     if length <= QUERY_TILE:
         return attention(query, key, value, bias, pairs, dropout_rng=rng)
+
     # `jax.lax.map` maps the first axis, so the axis of queries is moved to the front. Arrays that
     # all queries share are not mapped.
     by_query = [
@@ -285,6 +301,7 @@ def _flax_attention(
     def attend_one(xs: PyTree) -> jax.Array:
         """Returns the output of one query, ``[b, 1, heads, width]``."""
         one_query, one_bias, one_pairs, one_rng = xs
+        # What is mapped lacks the axis of queries. What all queries share has it, with size 1.
         one_bias = bias if one_bias is None else one_bias[:, :, None]
         one_pairs = pairs if one_pairs is None else one_pairs[:, :, None]
         return attention(one_query[:, None], key, value, one_bias, one_pairs, dropout_rng=one_rng)
@@ -318,9 +335,10 @@ def _broadcast_to_logits(
     """
     x = jnp.asarray(x)
     shape = (1,) * (len(logits_shape) - x.ndim) + x.shape
-    if len(shape) != len(logits_shape) or any(
-        n not in (1, m) for n, m in zip(shape, logits_shape, strict=True)
-    ):
+    fits = len(shape) == len(logits_shape) and all(
+        n in (1, size) for n, size in zip(shape, logits_shape, strict=True)
+    )
+    if not fits:
         raise ValueError(
             f"attention_fn: {name} has shape {x.shape}, but it must broadcast to [batch..., heads, "
             f"q, k], which is {logits_shape} here."

@@ -114,17 +114,26 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
         cache = dict(self.variables["cache"]) if decoding else {}
         if isinstance(mask, Mask) and inputs_k is None and inputs_kv is None and not decoding:
             mask = mask.for_self_attention()
+
         if self.alignment is None:
             if isinstance(mask, Mask) and decoding:
                 # Flax combines the mask with its own mask of the cache, so it needs an array.
                 mask = step_pairs(mask, cache)
-            dropout = {"deterministic": deterministic, "dropout_rng": dropout_rng}
-            options = {"inputs_kv": inputs_kv, "mask": mask, "sow_weights": sow_weights, **dropout}
 
             # With alignment=None, Flax's layer does everything, with `attention_fn` in the place of
             # its function.
             apply_flax: Callable[..., jax.Array] = super().__call__
-            return apply_flax(inputs_q, inputs_k, inputs_v, **options)
+            return apply_flax(
+                inputs_q,
+                inputs_k,
+                inputs_v,
+                inputs_kv=inputs_kv,
+                mask=mask,
+                deterministic=deterministic,
+                dropout_rng=dropout_rng,
+                sow_weights=sow_weights,
+            )
+
         check_fields(self)
         if inputs_kv is not None:
             raise ValueError(
@@ -136,45 +145,23 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
                 f"MultiHeadAttention: qkv_features is {features}, but it must be divisible by "
                 f"num_heads, which is {self.num_heads}."
             )
-        numerics: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        dense = functools.partial(
-            nn.DenseGeneral, **numerics, use_bias=self.use_bias, precision=self.precision
-        )
-
-        def project(name: str, x: jax.Array) -> jax.Array:
-            """Returns the named projection of x, ``[batch..., length, heads, head_dim]``."""
-            y = dense(
-                features=(self.num_heads, features // self.num_heads),
-                kernel_init=self.kernel_init,
-                bias_init=self.bias_init,
-                dot_general=self.qkv_dot_general,
-                dot_general_cls=self.qkv_dot_general_cls,
-                name=name,
-            )(x)
-            if not self.normalize_qk or name == "value":
-                return y
-            return nn.LayerNorm(use_bias=False, **numerics, name=f"{name}_ln")(y)
-
-        rate = self.dropout_rate
-        if rate > 0.0 and nn.merge_param("deterministic", self.deterministic, deterministic):
-            rate = 0.0
-        if rate > 0.0 and dropout_rng is None:
-            dropout_rng = self.make_rng("dropout")
         heads, weights, cache = attend_with_alignment(
             self,
             self.alignment.copy(name="align", parent=self),
-            project,
+            functools.partial(self._project, features // self.num_heads),
             (inputs_q, inputs_k, inputs_v),
             mask=mask,
             cache=cache if self.decode else None,
-            dropout=(rate, dropout_rng),
+            dropout=self._dropout(deterministic, dropout_rng),
             return_weights=sow_weights,
         )
         for name, array in cache.items():
             self.variable("cache", name, lambda array=array: array).value = array
         if sow_weights:
             self.sow("intermediates", "attention_weights", weights)
-        return dense(
+
+        # [batch..., q, heads, head_dim] → [batch..., q, out_features]
+        out = self._dense(
             features=self.out_features or inputs_q.shape[-1],
             axis=(-2, -1),
             kernel_init=self.out_kernel_init or self.kernel_init,
@@ -182,7 +169,50 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
             dot_general=self.out_dot_general,
             dot_general_cls=self.out_dot_general_cls,
             name="out",
-        )(heads)
+        )
+        return out(heads)
+
+    def _dense(self, **fields: Any) -> nn.DenseGeneral:
+        """Returns a projection with the dtypes, the bias and the precision of the layer."""
+        return nn.DenseGeneral(
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            use_bias=self.use_bias,
+            precision=self.precision,
+            **fields,
+        )
+
+    def _project(self, head_dim: int, name: str, x: jax.Array) -> jax.Array:
+        """Returns the named projection of x, ``[batch..., length, heads, head_dim]``.
+
+        Queries and keys are normalized if `normalize_qk` is True.
+        """
+        dense = self._dense(
+            features=(self.num_heads, head_dim),
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            dot_general=self.qkv_dot_general,
+            dot_general_cls=self.qkv_dot_general_cls,
+            name=name,
+        )
+        y = dense(x)
+        if not self.normalize_qk or name == "value":
+            return y
+        norm = nn.LayerNorm(
+            use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype, name=f"{name}_ln"
+        )
+        return norm(y)
+
+    def _dropout(
+        self, deterministic: bool | None, key: jax.Array | None
+    ) -> tuple[float, jax.Array | None]:
+        """Returns the dropout rate of a call, and the PRNG key to draw with."""
+        rate = self.dropout_rate
+        if rate > 0.0 and nn.merge_param("deterministic", self.deterministic, deterministic):
+            rate = 0.0
+        if rate > 0.0 and key is None:
+            key = self.make_rng("dropout")
+        return rate, key
 
 
 def check_fields(layer: AlignedLayer) -> None:
@@ -195,20 +225,18 @@ def check_fields(layer: AlignedLayer) -> None:
         )
     name = f"MultiHeadAttention: alignment={type(alignment).__name__}"
     is_dot_product = isinstance(alignment, DotProduct)
-    own = ("scale", "rotary_base", "rotary_share", "rotary_scaling", "name", "parent")
-
-    # The layer has its own projections. Fields of `DotProduct` that describe projections have no
-    # effect, so all of them must have their defaults.
-    plain = DotProduct(parent=None)
-    if (
-        is_dot_product
-        and alignment.copy(**{field: getattr(plain, field) for field in own}) != plain
-    ):
-        raise ValueError(
-            f"{name} uses the projections of the layer. Set only scale, rotary_base, rotary_share "
-            "and rotary_scaling of DotProduct, and set qkv_features, kernel_init, use_bias and "
-            "normalize_qk of the layer. Or use Attention."
-        )
+    if is_dot_product:
+        # The layer has its own projections. Fields of `DotProduct` that describe projections have
+        # no effect, so all of them must have their defaults.
+        own = ("scale", "rotary_base", "rotary_share", "rotary_scaling", "name", "parent")
+        plain = DotProduct(parent=None)
+        without_own = alignment.copy(**{field: getattr(plain, field) for field in own})
+        if without_own != plain:
+            raise ValueError(
+                f"{name} uses the projections of the layer. Set only scale, rotary_base, "
+                "rotary_share and rotary_scaling of DotProduct, and set qkv_features, kernel_init, "
+                "use_bias and normalize_qk of the layer. Or use Attention."
+            )
     for field, default in (
         ("attention_fn", attention_fn),
         ("normalize_qk", layer.normalize_qk if is_dot_product else False),
@@ -263,67 +291,46 @@ def attend_with_alignment(
       ValueError: if the shapes of the inputs do not agree with each other or with the cache, or if
         the cache is full.
     """
-    inputs_q, inputs_k, inputs_v = inputs
-    if inputs_k is None and inputs_v is not None:
-        raise ValueError(
-            "MultiHeadAttention: inputs_k cannot be None if inputs_v is given. To use the same "
-            "inputs for both, pass only inputs_k."
-        )
-    inputs_k = inputs_q if inputs_k is None else inputs_k
-    inputs_v = inputs_k if inputs_v is None else inputs_v
-    shapes = [x.shape[:-2] for x in (inputs_q, inputs_k, inputs_v)]
-    if len(set(shapes)) > 1 or inputs_k.shape[-2] != inputs_v.shape[-2]:
-        raise ValueError(
-            f"MultiHeadAttention: the shapes are inputs_q {inputs_q.shape}, inputs_k "
-            f"{inputs_k.shape} and inputs_v {inputs_v.shape}. All three must have equal batch "
-            "dimensions, and inputs_k and inputs_v must have equal lengths."
-        )
+    inputs_q, inputs_k, inputs_v = _complete_inputs(*inputs)
+    batch = inputs_q.shape[:-2]
+    q_length = inputs_q.shape[-2]
     values = project("value", inputs_v)
-    batch, q_length = inputs_q.shape[:-2], inputs_q.shape[-2]
     length = values.shape[-3]
     index: int | jax.Array = 0
     if cache:
-        index, length = cache["cache_index"], cache["cached_value"].shape[-3]
-        expected = (*cache["cached_value"].shape[:-3], 1)
-        for x in (inputs_q, inputs_k, inputs_v):
-            if x.shape[:-1] != expected:
-                raise ValueError(
-                    "MultiHeadAttention: autoregressive cache shape error. The inputs must have "
-                    f"shape {(*expected, x.shape[-1])}, but they have shape {x.shape}."
-                )
+        _check_step(cache, inputs_q, inputs_k, inputs_v)
+        index = cache["cache_index"]
+        length = cache["cached_value"].shape[-3]
 
     # Alignments compute in the dtype of the projections. Only a dot product needs projected inputs.
-    x, y = inputs_q.astype(values.dtype), inputs_k.astype(values.dtype)
+    x = inputs_q.astype(values.dtype)
+    y = inputs_k.astype(values.dtype)
     if isinstance(layer.alignment, DotProduct):
-        x, y = project("query", x), project("key", y)
+        x = project("query", x)
+        y = project("key", y)
 
     # The engine has one batch axis: [b, length, ...].
     x, y, values = (merge_batch_axes(array, batch) for array in (x, y, values))
-    spans = Span(index, q_length), Span(0, length)
     mask = as_mask(mask, (*batch, layer.num_heads, q_length, length))
     mask = dataclasses.replace(mask, causal=mask.causal or is_causal)
     context = AttentionContext(
-        layer.num_heads,
-        values.shape[-1],
-        *spans,
+        num_heads=layer.num_heads,
+        head_dim=values.shape[-1],
+        query_span=Span(index, q_length),
+        key_span=Span(0, length),
         keys_start=index,
         packed_positions=None if cache else mask.packed_positions,
     )
     terms = align(x, y, context)
+
     if cache:
-        names = [name for name in map(_key_name, range(len(cache))) if name in cache]
-        keys = tuple(merge_batch_axes(cache[name], batch) for name in names)
-        past = Cache(
-            keys, merge_batch_axes(cache["cached_value"], batch), index, positions_first=True
-        )
-        mask = _step_mask(mask, index)
-        terms, values, mask, past = extend(past, terms, values, at=index, mask=mask)
-        cache = {**_cache_arrays(past, batch), "cache_index": cache["cache_index"] + 1}
+        terms, values, mask, cache = _extend_cache(cache, terms, values, mask, batch)
     elif cache is not None:
         # Flax creates the cache when the layer is initialized, with inputs as long as the longest
         # sequence.
         past = init_cache(terms, values, max_length=length, positions_first=True)
         cache = {**_cache_arrays(past, batch), "cache_index": jnp.array(0, jnp.int32)}
+
     weights = None
     if return_weights:
         weights = attention_weights(terms, mask=mask, q_length=q_length, k_length=values.shape[1])
@@ -339,6 +346,73 @@ def attend_with_alignment(
         partition=partition(batch=values.shape[0], heads=values.shape[2]),
     )
     return out.reshape(*batch, *out.shape[1:]), weights, cache or {}
+
+
+def _complete_inputs(
+    inputs_q: jax.Array, inputs_k: jax.Array | None, inputs_v: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the inputs of queries, keys and values, after checking that they fit together.
+
+    Keys that are not given are the queries, and values that are not given are the keys.
+    """
+    if inputs_k is None and inputs_v is not None:
+        raise ValueError(
+            "MultiHeadAttention: inputs_k cannot be None if inputs_v is given. To use the same "
+            "inputs for both, pass only inputs_k."
+        )
+    inputs_k = inputs_q if inputs_k is None else inputs_k
+    inputs_v = inputs_k if inputs_v is None else inputs_v
+    batches = {x.shape[:-2] for x in (inputs_q, inputs_k, inputs_v)}
+    if len(batches) > 1 or inputs_k.shape[-2] != inputs_v.shape[-2]:
+        raise ValueError(
+            f"MultiHeadAttention: the shapes are inputs_q {inputs_q.shape}, inputs_k "
+            f"{inputs_k.shape} and inputs_v {inputs_v.shape}. All three must have equal batch "
+            "dimensions, and inputs_k and inputs_v must have equal lengths."
+        )
+    return inputs_q, inputs_k, inputs_v
+
+
+def _check_step(cache: dict[str, jax.Array], *inputs: jax.Array) -> None:
+    """Raises a `ValueError` if the inputs are not one token for every row of the cache."""
+    expected = (*cache["cached_value"].shape[:-3], 1)
+    for x in inputs:
+        if x.shape[:-1] != expected:
+            raise ValueError(
+                "MultiHeadAttention: autoregressive cache shape error. The inputs must have "
+                f"shape {(*expected, x.shape[-1])}, but they have shape {x.shape}."
+            )
+
+
+def _extend_cache(
+    cache: dict[str, jax.Array],
+    terms: Terms,
+    values: jax.Array,
+    mask: Mask,
+    batch: tuple[int, ...],
+) -> tuple[Terms, jax.Array, Mask, dict[str, jax.Array]]:
+    """Writes the keys and values of one token to Flax's cache, and returns what it attends to.
+
+    Args:
+      cache: the arrays of the cache, by the names of Flax.
+      terms: the terms of the step.
+      values: the values of the token, ``[b, 1, heads, head_dim]``.
+      mask: the mask of the layer's call.
+      batch: the sizes of the batch axes.
+
+    Returns:
+      The terms and values of all positions of the cache, the mask of the step, and the cache.
+    """
+    index = cache["cache_index"]
+    names = [name for name in map(_key_name, range(len(cache))) if name in cache]
+    past = Cache(
+        keys=tuple(merge_batch_axes(cache[name], batch) for name in names),
+        values=merge_batch_axes(cache["cached_value"], batch),
+        length=index,
+        positions_first=True,
+    )
+    mask = _step_mask(mask, index)
+    terms, values, mask, past = extend(past, terms, values, at=index, mask=mask)
+    return terms, values, mask, {**_cache_arrays(past, batch), "cache_index": index + 1}
 
 
 def step_pairs(mask: Mask, cache: dict[str, jax.Array]) -> jax.Array | None:

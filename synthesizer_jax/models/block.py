@@ -145,8 +145,13 @@ class Block(nn.Module):
         def attend_to_memory(mixer: Mixer, x: jax.Array) -> jax.Array:
             """Calls the cross mixer."""
             assert memory is not None
-            attend = lambda mixer, x: (mixer(x, memory.encoded, mask=memory.mask), None)
-            return _share_memory(attend, mixer, x, memory.encoded.shape[0])[0]
+
+            def attend(mixer: Mixer, x: jax.Array) -> tuple[jax.Array, MixerCache]:
+                """Calls the mixer with one row of tokens for each row of the memory."""
+                return mixer(x, memory.encoded, mask=memory.mask), None
+
+            y, _ = _share_memory(attend, mixer, x, memory.encoded.shape[0])
+            return y
 
         return self._run(x, attend_to_self, attend_to_memory, in_decoder=memory is not None), None
 
@@ -194,7 +199,9 @@ class Block(nn.Module):
         def attend_to_memory(mixer: Mixer, x: jax.Array) -> jax.Array:
             """Extends the cache of the cross mixer."""
             nonlocal cross
-            old, mask, batch = cross, memory_mask, x.shape[0]
+            old = cross
+            mask = memory_mask
+            batch = x.shape[0]
             if cache.shares_cross:
                 batch = old.empty_memory.shape[0]
                 if jnp.ndim(old.length if position is None else position) and batch < x.shape[0]:
@@ -205,7 +212,11 @@ class Block(nn.Module):
             else:
                 # Every row of tokens has a cache of its own, and therefore needs a row of the mask.
                 mask = jax.tree.map(lambda a: _repeat_rows(a, batch), mask)
-            extend = lambda mixer, x: mixer.extend(x, old, mask=mask, position=position)
+
+            def extend(mixer: Mixer, x: jax.Array) -> tuple[jax.Array, MixerCache]:
+                """Extends the cache by one row of tokens for each row of the memory."""
+                return mixer.extend(x, old, mask=mask, position=position)
+
             y, cross = _share_memory(extend, mixer, x, batch)
             return y
 
@@ -232,16 +243,18 @@ class Block(nn.Module):
         sow_tap(self, "self_mixed", y)
         x = self._add(x, y, name, index=0) if self.self_residual else y
         sow_tap(self, "self_output", x)
+
         if self.cross_mixer is not None:
             x = tap(self, "cross_input", x)
-            y = attend_to_memory(
-                self._cross_mixer(in_decoder), self._pre_norm(x, "cross_attention")
-            )
+            mixer = self._cross_mixer(in_decoder)
+            y = attend_to_memory(mixer, self._pre_norm(x, "cross_attention"))
             sow_tap(self, "cross_mixed", y)
             x = self._add(x, y, "cross_attention", index=1)
+
         if self.feed_forward is not None:
             y = self.feed_forward.copy(name="mlp", parent=self)(self._pre_norm(x, "mlp"))
             x = self._add(x, y, "mlp", index=2)
+
         sow_tap(self, "output", x)
         return x
 
@@ -265,10 +278,12 @@ class Block(nn.Module):
 
     def _add(self, x: jax.Array, y: jax.Array, name: str, *, index: int) -> jax.Array:
         """Adds a sub-layer's output to the residual stream, with dropout and the norms after it."""
-        rate, elementwise = self.dropout_rate, self.elementwise_dropout
         if self.output_norm:
             y = self.norm.copy(name=f"post_{name}_layer_norm", parent=self)(y)
-        x = x + Dropout(rate, elementwise, name=f"dropout_{index}", parent=self)(y)
+        dropout = Dropout(
+            self.dropout_rate, self.elementwise_dropout, name=f"dropout_{index}", parent=self
+        )
+        x = x + dropout(y)
         if self.post_norm:
             x = self.norm.copy(name=f"post_{name}_layer_norm", parent=self)(x)
         return constrain(x)
@@ -293,6 +308,7 @@ def _share_memory(
         )
     if count == 1:
         return attend(mixer, x)
+
     # The mixer's cache has no axis of n: it is the same for all rows that share a memory.
     lifted = nn.vmap(
         attend, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=(1, None)

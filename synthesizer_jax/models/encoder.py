@@ -149,11 +149,14 @@ class Encoder(TokenModel, kw_only=True):
         if mask is None:
             tokens, order = move_token_padding_last(tokens, self.ids.padding)
             mask = Mask.padded(num_real_tokens(tokens, self.ids.padding))
+
         x = self.embed(tokens)
         if self.token_types:
             types = jnp.zeros_like(tokens) if token_types is None else token_types
-            types = types if order is None else take_positions(types, order)
+            if order is not None:
+                types = take_positions(types, order)
             x = x + jnp.take(self.type_embedding, types, axis=0).astype(x.dtype)
+
         hidden = self.encoder(x, mask=mask)
         pooled = self.pool(hidden, mask)
         if order is not None:
@@ -175,12 +178,15 @@ class Encoder(TokenModel, kw_only=True):
         """
         mask = token_mask(mask, batch=hidden.shape[0], length=hidden.shape[1]) or Mask()
         real = mask.keys(hidden.shape[1])  # [b or 1, k]
-        real = jnp.ones((1, hidden.shape[1]), bool) if real is None else real
+        if real is None:
+            real = jnp.ones((1, hidden.shape[1]), bool)
+
         if self.pooling == "first":
             pooled = take_positions(hidden, jnp.argmax(real, axis=1)[:, None])[:, 0]
         else:
             real = real[..., None]
             total = jnp.where(real, hidden, 0).sum(axis=1)  # [b, d]
+            # The maximum avoids a division by zero for texts without any token.
             pooled = total / jnp.maximum(real.sum(axis=1), 1).astype(hidden.dtype)
         return jnp.tanh(self.pooler_dense(pooled)) if self.pooler else pooled
 

@@ -111,7 +111,8 @@ class EncoderDecoder(TextToText, kw_only=True):
         rows = rows or Rows()
         mask = self._token_mask(encoder_tokens, mask)
         if rows.segments is None:
-            decoder_mask, cross = Mask(causal=True), self._memory_mask(encoder_tokens, mask)
+            decoder_mask = Mask(causal=True)
+            cross = self._memory_mask(encoder_tokens, mask)
         elif mask is not None:
             raise ValueError(
                 "EncoderDecoder: mask cannot be used with packed rows, because rows.segments "
@@ -120,7 +121,8 @@ class EncoderDecoder(TextToText, kw_only=True):
         else:
             packed = functools.partial(Mask.packed, segments=rows.max_segments)
             inputs, targets = rows.segments
-            mask, decoder_mask = packed(inputs), packed(targets, causal=True)
+            mask = packed(inputs)
+            decoder_mask = packed(targets, causal=True)
             # A segment of the targets attends to the inputs with the same segment number.
             cross = packed(inputs, targets)
         encoded = tap(self, "encoded", self.encode(encoder_tokens, mask=mask))

@@ -50,6 +50,8 @@ class LanguageModel(TextToText, kw_only=True):
         """
         rows = rows or Rows()
         counted = rows.counted
+
+        # Without inputs, the rows of targets may be packed.
         if not encoder_tokens.shape[1]:
             mask = Mask(causal=True)
             if rows.segments is not None:
@@ -58,24 +60,30 @@ class LanguageModel(TextToText, kw_only=True):
                 counted = real_targets_mask(decoder_tokens, self.ids.padding)
             x = self.embed(decoder_tokens)
             return self.decoder(x, mask=mask, counted=counted)
+
         if rows.segments is not None:
             raise ValueError(
                 "LanguageModel: rows with inputs cannot be packed, because each row holds the "
                 "inputs and the targets of one example. Train with data.pack=false, or train on "
                 "targets only with data.inputs_length=0."
             )
+
+        # Otherwise, each row holds the inputs and then the targets, [b, k + q].
         inputs = num_real_tokens(encoder_tokens, self.ids.padding)
         tokens, _ = move_token_padding_last(encoder_tokens, self.ids.padding)
         row = _concatenate_rows(tokens, decoder_tokens, inputs)
-        counted = (
-            real_targets_mask(decoder_tokens, self.ids.padding) if counted is None else counted
-        )
+
+        # The inputs count too: modules average their additions to the loss over all that they read.
+        if counted is None:
+            counted = real_targets_mask(decoder_tokens, self.ids.padding)
         counted = (
             _concatenate_rows(jnp.ones_like(encoder_tokens), counted.astype(row.dtype), inputs) > 0
         )
         x = self.decoder(self.embed(row), mask=self._mask(inputs), counted=counted)
+
+        # The states of the targets begin after the inputs, [b, q, d].
         index = inputs[:, None] + jnp.arange(decoder_tokens.shape[1])[None]
-        return jnp.take_along_axis(x, index[..., None], axis=1)  # [b, q, d], from the last input on
+        return jnp.take_along_axis(x, index[..., None], axis=1)
 
     def _mask(self, inputs: jax.Array, *, key_lengths: jax.Array | None = None) -> Mask:
         """Returns the causal mask, in which the inputs are a prefix if `prefix` is True."""
@@ -89,7 +97,8 @@ class LanguageModel(TextToText, kw_only=True):
     @on_any_mesh
     def decode(self, tokens: jax.Array, memory: jax.Array) -> jax.Array:
         """Returns the states of teacher-forced targets after the inputs; see `TextToText`."""
-        return self.hidden(jnp.repeat(memory, tokens.shape[0] // memory.shape[0], axis=0), tokens)
+        inputs = jnp.repeat(memory, tokens.shape[0] // memory.shape[0], axis=0)
+        return self.hidden(inputs, tokens)
 
     @on_any_mesh
     def init_cache(self, encoder_tokens: jax.Array, *, max_length: int) -> DecodingCache:
@@ -151,7 +160,7 @@ def _concatenate_rows(inputs: jax.Array, targets: jax.Array, count: jax.Array) -
     # The targets are padded by k on both sides, so that they can be shifted by up to k positions.
     rows = jnp.concatenate([jnp.zeros_like(inputs), targets, jnp.zeros_like(inputs)], axis=1)
     position = jnp.arange(inputs.shape[1] + targets.shape[1])[None]
-    # [b, k + q], the targets `count` positions to the right of the row's beginning.
+    # The targets, `count` positions to the right of the row's beginning, [b, k + q].
     shifted = jnp.take_along_axis(rows, position - count[:, None] + inputs.shape[1], axis=1)
     padded = jnp.pad(inputs, ((0, 0), (0, targets.shape[1])))
     return jnp.where(position < count[:, None], padded, shifted)

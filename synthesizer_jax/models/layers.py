@@ -54,7 +54,9 @@ class Dropout(nn.Module):
         """
         if self.rate == 0.0 or not self.has_rng("dropout"):
             return 1.0
-        key, probability = self.make_rng("dropout"), 1.0 - self.rate
+
+        key = self.make_rng("dropout")
+        probability = 1.0 - self.rate  # of keeping a feature or an element
         if self.elementwise:
             # Most of the time goes into drawing random bits. Each draw of 32 bits is therefore
             # split into two numbers of 16 bits, which decide about two positions.
@@ -62,7 +64,8 @@ class Dropout(nn.Module):
             shape = (x.shape[0], (x.shape[1] + 1) // 2, x.shape[2])
             bits = jax.random.bits(key, shape)
             bits = jnp.concatenate([bits & 0xFFFF, bits >> 16], axis=1)[:, : x.shape[1]]
-            keep, probability = bits < threshold, threshold / 2**16
+            keep = bits < threshold
+            probability = threshold / 2**16
         else:
             keep = jax.random.bernoulli(key, probability, (x.shape[0], 1, x.shape[2]))
         return (keep.astype(jnp.float32) / probability).astype(x.dtype)
@@ -97,9 +100,11 @@ class FeedForward(nn.Module):
             dense_layer, dtype=x.dtype, kernel_init=self.kernel_init, use_bias=self.use_bias
         )
 
-        names = [f"wi_{i}" for i in range(len(self.activations))]
-        names = names if len(names) > 1 else ["wi"]
-        inputs = [dense(self.hidden_dim, ("embed", "mlp"), name=n)(x) for n in names]
+        # T5X's names: a single input matrix has no number.
+        names = ["wi"]
+        if len(self.activations) > 1:
+            names = [f"wi_{i}" for i in range(len(self.activations))]
+        inputs = [dense(self.hidden_dim, ("embed", "mlp"), name=name)(x) for name in names]
         dropout = Dropout(self.dropout_rate, self.elementwise_dropout, name="dropout")
         factor = dropout.factor(inputs[0])
 
@@ -108,7 +113,8 @@ class FeedForward(nn.Module):
         def activate(*inputs: jax.Array) -> jax.Array:
             """Multiplies the activated inputs, and applies dropout."""
             pairs = zip(self.activations, inputs, strict=True)
-            return functools.reduce(operator.mul, [ACTIVATIONS[a](h) for a, h in pairs]) * factor
+            activated = [ACTIVATIONS[name](x) for name, x in pairs]
+            return functools.reduce(operator.mul, activated) * factor
 
         hidden = activate(*inputs)
         return dense(x.shape[-1], ("mlp", "embed"), name="wo")(hidden)
@@ -181,7 +187,7 @@ class SinusoidalPositions(PositionEmbedding):
         """
         positions = jnp.asarray(positions)
         last = d_model - 2 if self.endpoint else d_model
-        rates = 10_000.0 ** (-np.arange(0, d_model, 2) / max(last, 1))
+        rates = 10_000.0 ** (-np.arange(0, d_model, 2) / max(last, 1))  # [d_model / 2]
         rates = np.expand_dims(rates, tuple(range(positions.ndim)))
-        angles = positions[..., None].astype(jnp.float32) * rates
+        angles = positions[..., None].astype(jnp.float32) * rates  # [..., d_model / 2]
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)[..., :d_model]

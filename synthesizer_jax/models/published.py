@@ -21,7 +21,8 @@ from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.primitives.initializers import GlorotUniform, Normal
 from synthesizer_jax.primitives.norms import LayerNorm
 
-RATIO_WMT, RATIO_IWSLT = 1.02305, 1.03606
+RATIO_WMT = 1.02305
+RATIO_IWSLT = 1.03606
 """Source words per target word of WMT and IWSLT 2016, English to German.
 
 The numbers are from the code of You et al. 2020.
@@ -62,9 +63,9 @@ def hard_coded(
     attention = partial(
         Attention, num_heads=heads, head_dim=d_model // heads, value_init=init, out_init=init
     )
-    product, learned = DotProduct(query_init=init, key_init=init), variant == "base"
+    product = DotProduct(query_init=init, key_init=init)
+    learned = attention(alignment=product)
     dropout: dict[str, Any] = {"dropout_rate": dropout_rate, "elementwise_dropout": True}
-    dot = attention(alignment=product)
 
     def stack(mixer: Mixer, cross: Mixer | None, first: int = 0) -> Stack:
         """Returns a stack whose layers have the cross mixer, except the first `first` layers."""
@@ -75,26 +76,35 @@ def hard_coded(
             post_norm=True,
             **dropout,
         )
-        crossing = Run(block.copy(cross_mixer=cross), layers - first)
+        runs = [Run(block.copy(cross_mixer=cross), layers - first)]
+        if first:
+            runs.insert(0, Run(block, first))
         return Stack(
-            (Run(block, first), crossing) if first else (crossing,),
+            tuple(runs),
             positions=SinusoidalPositions(endpoint=True),
             norm=None,
             **dropout,
             drop_output=False,
         )
 
+    # The mixers of self-attention.
+    encoder_mixer = attention(alignment=Gaussian((-1, 1)))
+    decoder_mixer = attention(alignment=Gaussian((-1, 0)))
+    if variant == "base":
+        encoder_mixer = decoder_mixer = learned
+
+    # The mixer of cross-attention, and the number of layers that have none.
     cross, first = {
-        "base": (dot, 0),
-        "hc_sa": (dot, 0),
+        "base": (learned, 0),
+        "hc_sa": (learned, 0),
         "hc_all": (attention(alignment=Gaussian((prefix - 1, prefix + 1), ratio=ratio)), 0),
         "sh_x": (attention(num_heads=1, head_dim=d_model, alignment=product), layers - 1),
     }[variant]
     return EncoderDecoder(
         vocab_size=32_000,
         d_model=d_model,
-        encoder=stack(dot if learned else attention(alignment=Gaussian((-1, 1))), None),
-        decoder=stack(dot if learned else attention(alignment=Gaussian((-1, 0))), cross, first),
+        encoder=stack(encoder_mixer, None),
+        decoder=stack(decoder_mixer, cross, first),
         tied=True,
         embedding_scale=d_model**0.5,
         logits_scale=1.0,
@@ -125,7 +135,8 @@ def bert(
       mixer: a mixer to use instead of attention.
       dropout_rate: the rate of all dropouts. BERT is trained with 0.1.
     """
-    init, norm = Normal(0.02), LayerNorm(epsilon=1e-12)
+    init = Normal(0.02)
+    norm = LayerNorm(epsilon=1e-12)
     dropout: dict[str, Any] = {"dropout_rate": dropout_rate, "elementwise_dropout": True}
     dot = DotProduct(head_dim, use_bias=True, query_init=init, key_init=init)
     attention = Attention(
@@ -174,11 +185,20 @@ def attention_replaced(kind: str, hidden_dim: int) -> EncoderDecoder:
       hidden_dim: width of the hidden layer of the network that replaces attention.
     """
     feed_forward = FeedForward(512, ("relu",), use_bias=True)
-    projected = kind in ("alr", "alsr")
-    heads, width = (8, 16) if projected else (None, 0)
-    network = SentenceFeedForward(50, hidden_dim, heads, width, separate_heads=kind == "alsr")
+    # ALRR and ELR have neither an output projection nor a residual connection.
+    has_projection = kind in ("alr", "alsr")
+    network = SentenceFeedForward(
+        50,
+        hidden_dim,
+        num_heads=8 if has_projection else None,
+        head_dim=16 if has_projection else 0,
+        separate_heads=kind == "alsr",
+    )
     block = Block(
-        network, None if kind == "elr" else feed_forward, norm=LayerNorm(), self_residual=projected
+        network,
+        None if kind == "elr" else feed_forward,
+        norm=LayerNorm(),
+        self_residual=has_projection,
     )
     attention = Attention(8, 16)
     decoder = Block(attention, feed_forward, cross_mixer=attention, norm=LayerNorm())

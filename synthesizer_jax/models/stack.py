@@ -130,8 +130,14 @@ class Stack(nn.Module):
             """Applies the layers to embeddings."""
             if self.scan:
                 return self._scan(x, mask, bias, memory)
+
             blocks = self._blocks()
-            layer = lambda x, index: blocks[index](x, mask, bias, memory)[0]
+
+            def layer(x: jax.Array, index: int) -> jax.Array:
+                """Applies one layer."""
+                x, _ = blocks[index](x, mask, bias, memory)
+                return x
+
             return self._repeat(x, layer, positions, counted)
 
         return self._apply_around(x, layers, positions, shared_positions, num_keys=x.shape[1])
@@ -199,6 +205,7 @@ class Stack(nn.Module):
         order = None
         if mask is not None and mask.key_valid is not None:
             x, mask, order = move_padding_last(x, mask, position=position)
+
         extended = list(caches)
         positions = _positions_of(mask, position, q=x.shape[1])
 
@@ -224,7 +231,9 @@ class Stack(nn.Module):
         x = self._apply_around(
             x, layers, positions, shared_positions, num_keys=num_keys, position=position
         )
-        x = x if order is None else take_positions(x, jnp.argsort(order, axis=1))
+        if order is not None:
+            # The inverse permutation returns the states to the places of their tokens.
+            x = take_positions(x, jnp.argsort(order, axis=1))
         return x, tuple(extended)
 
     @nn.compact
@@ -263,8 +272,10 @@ class Stack(nn.Module):
             )
         block = self._block_type()
         configs = [run.block for run in self.runs for _ in range(run.repeats)]
-        named = lambda i, config: block(**fields_of(config), name=f"layers_{i}", parent=self)
-        return [named(i, config) for i, config in enumerate(configs)]
+        return [
+            block(**fields_of(config), name=f"layers_{i}", parent=self)
+            for i, config in enumerate(configs)
+        ]
 
     def _repeat(
         self,
@@ -305,7 +316,8 @@ class Stack(nn.Module):
         """Returns the terms of the bias that all layers share."""
         if self.bias is None:
             return ()
-        counts = {n for run in self.runs if (n := run.block.self_mixer.bias_heads) is not None}
+        mixers = [run.block.self_mixer for run in self.runs]
+        counts = {mixer.bias_heads for mixer in mixers if mixer.bias_heads is not None}
         if len(counts) != 1:
             raise ValueError(
                 "Stack: a shared position bias needs attention with the same number of heads in "
@@ -322,8 +334,9 @@ class Stack(nn.Module):
         if self.remat is None:
             return Block
         # A scan already keeps XLA from merging the recomputation with the forward pass.
-        policy, prevent_cse = REMAT_POLICIES[self.remat], not self.scan
-        rematerialized: type[Block] = nn.remat(Block, policy=policy, prevent_cse=prevent_cse)
+        rematerialized: type[Block] = nn.remat(
+            Block, policy=REMAT_POLICIES[self.remat], prevent_cse=not self.scan
+        )
         return rematerialized
 
 
@@ -356,13 +369,12 @@ def unstack_layers(stack: Stack, variables: Variables) -> Variables:
       stack: the stack's configuration.
       variables: one collection, ``{"run_0": ..., "final_norm": ...}``.
     """
-    result = {k: v for k, v in variables.items() if not k.startswith("run_")}
+    result = {name: tree for name, tree in variables.items() if not name.startswith("run_")}
     for run, names in _layers_of_runs(stack):
-        if run in variables:
-            result |= {
-                name: jax.tree.map(lambda a, i=i: a[i], variables[run])
-                for i, name in enumerate(names)
-            }
+        if run not in variables:
+            continue
+        for i, name in enumerate(names):
+            result[name] = jax.tree.map(lambda a, i=i: a[i], variables[run])
     return result
 
 
@@ -371,7 +383,7 @@ def stack_layers(stack: Stack, variables: Variables) -> Variables:
 
     It is the inverse of `unstack_layers`, and has the same arguments.
     """
-    result = {k: v for k, v in variables.items() if not k.startswith("layers_")}
+    result = {name: tree for name, tree in variables.items() if not name.startswith("layers_")}
     for run, names in _layers_of_runs(stack):
         if names[0] in variables:
             layers = [variables[name] for name in names]

@@ -84,8 +84,8 @@ class TokenModel(nn.Module, kw_only=True):
 
     def example(self, inputs_length: int, targets_length: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the abstract arguments of `__call__` for one example: inputs and targets."""
-        shape = lambda n: jax.ShapeDtypeStruct((1, n), jnp.int32)
-        return shape(inputs_length), shape(targets_length)
+        lengths = (inputs_length, targets_length)
+        return tuple(jax.ShapeDtypeStruct((1, length), jnp.int32) for length in lengths)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embeds tokens ``[batch, length]`` as ``[batch, length, d_model]``, in `dtype`."""
@@ -98,7 +98,9 @@ class TokenModel(nn.Module, kw_only=True):
             x = map_over_batch(_embedding_lookup, table.astype(self.dtype), tokens)
         else:
             x = jnp.take(table, tokens, axis=0)
-        return (x if scale == 1.0 else x * scale).astype(self.dtype)
+        if scale != 1.0:
+            x = x * scale
+        return x.astype(self.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns the float32 logits ``[batch, q, vocab]`` of states ``[batch, q, d_model]``."""
@@ -133,10 +135,8 @@ _Residuals: TypeAlias = tuple[jax.Array, jax.Array]
 
 def _embedding_lookup_fwd(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, _Residuals]:
     """Returns the rows, and residuals that hold the tokens but no copy of the table."""
-    return _embedding_lookup(table, tokens), (
-        jnp.zeros_like(table, shape=(0, *table.shape)),
-        tokens,
-    )
+    empty = jnp.zeros_like(table, shape=(0, *table.shape))
+    return _embedding_lookup(table, tokens), (empty, tokens)
 
 
 def _embedding_lookup_bwd(residuals: _Residuals, g: jax.Array) -> tuple[jax.Array, None]:
@@ -213,10 +213,9 @@ def real_targets_mask(tokens: jax.Array, padding: int) -> jax.Array:
     The first position always counts, because its input is the start token, which may be padding's
     id.
     """
-    # The place of each row's last token. Padding before it is part of the targets.
-    last = jnp.max(
-        jnp.where(tokens != padding, jnp.arange(tokens.shape[1])[None], 0), axis=1, initial=0
-    )
+    # The position of each row's last token, [b]. Padding before it is part of the targets.
+    positions = jnp.arange(tokens.shape[1])[None]
+    last = jnp.max(jnp.where(tokens != padding, positions, 0), axis=1, initial=0)
     return jnp.arange(tokens.shape[1])[None] <= last[:, None]
 
 

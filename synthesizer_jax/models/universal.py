@@ -71,7 +71,9 @@ class UniversalStack(Stack):
         """
         threshold = self.halting_threshold
         sinusoids: PyTree = SinusoidalPositions(parent=None)
-        average = jnp.zeros_like(x)
+        average = jnp.zeros_like(x)  # a_t
+        # Of each position [b, q]: the sum of its probabilities, the remainder with which it
+        # stopped, and the number of its steps.
         halted, remainders, updates = (jnp.zeros(x.shape[:2], jnp.float32) for _ in range(3))
         gate = nn.Dense(
             1,
@@ -88,7 +90,8 @@ class UniversalStack(Stack):
             if threshold is None:
                 x = layer(x, index)
                 continue
-            probability = jax.nn.sigmoid(gate(x)[..., 0])
+
+            probability = jax.nn.sigmoid(gate(x)[..., 0])  # [b, q]
             running = halted < 1.0  # [b, q], the positions that have not halted
             # A position stops at the step in which its probabilities exceed the threshold. The
             # weight of this step is the remainder, so that the weights add up to 1.
@@ -100,8 +103,9 @@ class UniversalStack(Stack):
             updates = updates + running
             weight = jnp.where(runs_on, probability, jnp.where(stops, remainders, 0.0))  # w_t
             weight = weight[..., None].astype(x.dtype)
-            x = layer(x, index)
+            x = layer(x, index)  # s_t
             average = x * weight + average * (1 - weight)
+
         if threshold is None:
             return x
         self._sow_ponder_cost(updates + remainders, counted)

@@ -210,8 +210,8 @@ def _mesh_random() -> Random:
 
 
 def _mesh_dense() -> Dense:
-    # Mesh-TensorFlow folds 1/√128 into the query projection of its dense modes too.
     """Returns Mesh-TensorFlow's mode ``dense``."""
+    # Mesh-TensorFlow folds 1/√128 into the query projection of its dense modes too.
     return Dense(max_length=512, share_heads=True, hidden_init=FanIn(1.0 / 128))
 
 
@@ -222,7 +222,7 @@ def _mesh_random_plus(weights: str = "sum") -> Mixture:
 
 def _mesh_dense_plus(weights: str = "sum") -> Mixture:
     """Returns Mesh-TensorFlow's mode ``dense_plus``, or ``dense_plus_alpha`` with a gate."""
-    parts = dot_product(128), _mesh_dense()
+    parts = (dot_product(128), _mesh_dense())
     return Mixture(parts, weights=weights, share_query=True, query_init=FanIn(1.0 / 128))
 
 
@@ -274,8 +274,8 @@ def _talking_heads(size: Size) -> EncoderDecoder:
 
     Shazeer et al. 2020, and T5's configuration ``t5.1.th``.
     """
-    heads, width = 2 * size.heads, size.head_dim // 2
-    mixer = TalkingHeads(heads, width, alignment=dot_product(width))
+    width = size.head_dim // 2
+    mixer = TalkingHeads(2 * size.heads, width, alignment=dot_product(width))
     return t5(size, encoder=mixer, decoder=mixer, cross=mixer)
 
 
@@ -306,8 +306,12 @@ def _universal() -> EncoderDecoder:
     model. The paper reports 84 M and 3.6 times, but no released file says which settings of
     Mesh-TensorFlow's code it used.
     """
+
+    def shared(stack: Stack) -> UniversalStack:
+        """Returns a stack that applies the first block of another one 24 times."""
+        return UniversalStack((Run(stack.runs[0].block, 24),), halting_threshold=0.5)
+
     base = t5(T5_1_0["base"], gated=False, relative_bias=False)
-    shared = lambda stack: UniversalStack((Run(stack.runs[0].block, 24),), halting_threshold=0.5)
     return base.copy(encoder=shared(base.encoder), decoder=shared(base.decoder))
 
 

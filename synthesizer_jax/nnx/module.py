@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import flax.linen as linen
@@ -127,7 +127,9 @@ class LinenModule(nnx.Module):
     ):
         is_config = len(args) == 1 and not fields and isinstance(args[0], self.linen_class)
         config = args[0] if is_config else self.linen_class(*args, parent=None, **fields)
-        example, options = (example, {}) if example else _example_arguments(config, in_features)
+        options: dict[str, PyTree] = {}
+        if not example:
+            example, options = _example_arguments(config, in_features)
 
         # Under logical axis rules, Flax would constrain kernels before they have their final shape,
         # so the rules are switched off while the parameters are initialized.
@@ -143,7 +145,8 @@ class LinenModule(nnx.Module):
             variable_type = nnx.variable_type_from_name(collection, allow_register=True)
             metadata: dict[str, Any] = {}
             if isinstance(value, NamedAxes):
-                value, metadata["out_sharding"] = value.value, tuple(value.names)
+                metadata["out_sharding"] = tuple(value.names)
+                value = value.value
 
             # The collection is the type of the variable, so it is not part of the path.
             flat[tuple(path)] = variable_type(value, eager_sharding=eager, **metadata)
@@ -151,7 +154,8 @@ class LinenModule(nnx.Module):
         for name, node in nodes.items():
             setattr(self, name, nnx.data(node))
         self.variable_names = tuple(nodes)
-        self.has_dropout = any(getattr(p, "dropout_rate", 0.0) > 0 for p in _parts(config))
+
+        self.has_dropout = any(getattr(part, "dropout_rate", 0.0) > 0 for part in _parts(config))
         has_stream = "dropout" in rngs or "default" in rngs
         keep_stream = keep_rngs and self.has_dropout and has_stream
         self.rngs = nnx.data(rngs.dropout.fork() if keep_stream else None)
@@ -348,6 +352,10 @@ def _example_arguments(
 def _parts(config: object) -> Iterator[object]:
     """Yields a configuration, and everything in its fields, recursively."""
     yield config
-    entries = config if isinstance(config, tuple) else ()
-    for value in fields_of(config).values() if is_config(config) else entries:
-        yield from _parts(value)
+    children: Iterable[object] = ()
+    if is_config(config):
+        children = fields_of(config).values()
+    elif isinstance(config, tuple):
+        children = config
+    for child in children:
+        yield from _parts(child)
