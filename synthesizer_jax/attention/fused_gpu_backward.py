@@ -321,7 +321,8 @@ def _bias_kernel(
         example: Scalar = t
         step: Scalar = 0
         if work.by_diagonal:
-            example, step = lax.div(t, num_tiles), lax.rem(t, num_tiles)
+            example = lax.div(t, num_tiles)
+            step = lax.rem(t, num_tiles)
         example = part * num_examples + example
         program = Program(tiling, refs, example)
         tile = tiling.tile(first_i + step, first_j + step)

@@ -63,7 +63,8 @@ def logits_tile(refs: Operands, bias: Ref, tiling: Tiling) -> tuple[jax.Array, j
         first: int | jax.Array = 0
         count = tiling.columns
         if tiling.transposed:
-            first, count = index * tiling.tile_rows, tiling.tile_rows
+            first = index * tiling.tile_rows
+            count = tiling.tile_rows
         a = product(term.a[...], a_one_hot(term, first, count), exact=True)
         b = product(term.b[...], b_one_hot(term, first, count), exact=True)
         summands.append(a * b)

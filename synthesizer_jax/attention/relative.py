@@ -39,9 +39,11 @@ class RelativeTable:
             decoding.
         """
         if isinstance(query_offset, int):
-            start, end = 1 - q_length - query_offset, k_length - query_offset
+            start = 1 - q_length - query_offset
+            end = k_length - query_offset
         else:
-            start, end = 1 - k_length, k_length
+            start = 1 - k_length
+            end = k_length
         buckets = buckets_between(
             start,
             end,

@@ -196,7 +196,8 @@ def make_operands(tiling: Tiling, bias: Bias, inputs: FusedInputs, *, same_keys:
       inputs: values and mask.
       same_keys: whether the real queries of one position see the same keys in every example.
     """
-    values, mask = inputs.values, inputs.mask
+    values = inputs.values
+    mask = inputs.mask
     batch, _, q_length, k_length = tiling.shape
 
     def in_groups(x: jax.Array) -> jax.Array:
@@ -271,7 +272,8 @@ class Scratch(NamedTuple):
 def make_scratch(tiling: Tiling, operands: Operands, *, backward: bool) -> Scratch:
     """Returns the scratch memory of the backward or the forward kernel."""
     _, _, q_length, k_length = tiling.shape
-    heads, dtype = tiling.heads, operands.values.dtype
+    heads = tiling.heads
+    dtype = operands.values.dtype
     has_diagonals = operands.bias.diagonals is not None
     weights = pltpu.VMEM((heads, q_length, k_length), dtype)
     tile = pltpu.VMEM((q_length, k_length), jnp.float32) if has_diagonals else None

@@ -163,7 +163,8 @@ def matmul(x: jax.Array, y: jax.Array, *, axes: tuple[int, int], exact: bool = F
     """
     dims = (((axes[0],), (axes[1],)), ((), ()))
     if 1 in (*x.shape, *y.shape):  # Mosaic cannot broadcast bfloat16 to float32
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        x = x.astype(jnp.float32)
+        y = y.astype(jnp.float32)
     precision = lax.Precision.HIGHEST if exact and x.dtype == jnp.float32 else None
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
