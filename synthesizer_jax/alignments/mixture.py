@@ -81,7 +81,7 @@ class Mixture(Parts):
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         if self.weights == "sigmoid" and len(self.parts) != 2:
             raise ValueError(
-                f"Mixture: weights='sigmoid' needs two parts, but there are {len(self.parts)}. Use "
+                f"Mixture: weights='sigmoid' needs two parts, but it has {len(self.parts)}. Use "
                 "weights='softmax'."
             )
         if self.share_query:

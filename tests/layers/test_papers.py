@@ -162,7 +162,7 @@ REFUSED = [
     (sj.PerHead((DOT,), heads=(3,)), {}, "adding up"),
     (sj.Mixture(()), {}, r"alignment.parts is \(\), but it must be not empty"),
     (sj.Mixture((DOT,), weights="mean"), {}, "one of 'softmax', 'sigmoid', 'sum'"),
-    (sj.Mixture((DOT,), weights="sigmoid"), {}, "two parts, but there are 1"),
+    (sj.Mixture((DOT,), weights="sigmoid"), {}, "two parts, but it has 1"),
     (sj.Mixture((DOT, sj.Dense)), {}, "alignment.parts is .*, but tuple.* is expected"),
     (sj.Mixture((sj.Gaussian(), DOT)), {}, r"cannot be part of a mixture.*GaussianBias.*PerHead"),
     (sj.Gaussian(), {"bias": BIAS}, "no logits to which a position bias can be added"),
