@@ -239,7 +239,8 @@ def _move_window(
       The keys and values of all m + n positions, and those of the m positions that are kept for the
       next step.
     """
-    n = jax.tree.leaves(new)[0].shape[cache.position_axis(jax.tree.leaves(new)[0])]
+    first = jax.tree.leaves(new)[0]
+    n = first.shape[cache.position_axis(first)]
 
     def append(past: jax.Array, x: jax.Array) -> jax.Array:
         """Returns the window of the past, followed by the new tokens, ``[b, h, m + n, ...]``."""
