@@ -460,8 +460,8 @@ def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[_Region]:
         return [(jnp.ones((1, k_length), bool), keys)]
     if prefix is None:
         return [(band, keys)]
-    in_any_prefix = prefix.any(axis=0)[None]  # [1, k]
-    return [(band, keys), (~band & in_any_prefix, keys & prefix)]
+    only_by_prefix = ~band & prefix.any(axis=0)[None]  # [q, k]
+    return [(band, keys), (only_by_prefix, keys & prefix)]
 
 
 def _shared_max(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:

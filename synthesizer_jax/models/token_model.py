@@ -214,8 +214,9 @@ def real_targets_mask(tokens: jax.Array, padding: int) -> jax.Array:
     id.
     """
     # The position of each row's last token, [b]. Padding before it is part of the targets.
+    is_token = tokens != padding
     positions = jnp.arange(tokens.shape[1])[None]
-    last = jnp.max(jnp.where(tokens != padding, positions, 0), axis=1, initial=0)
+    last = jnp.max(jnp.where(is_token, positions, 0), axis=1, initial=0)
     return jnp.arange(tokens.shape[1])[None] <= last[:, None]
 
 
