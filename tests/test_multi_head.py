@@ -390,7 +390,7 @@ def test_the_nnx_layer_has_logical_axes_and_refuses_arguments_of_other_attention
     assert layer.align.table.out_sharding == ("heads", "query_length", "key_length")
     with pytest.raises(TypeError, match="unexpected keyword argument 'input_positions'"):
         layer(tokens(0, B, Q, D), input_positions=jnp.arange(Q))
-    with pytest.raises(ValueError, match=r"use synthesizer_jax\.nnx\.MultiHeadAttention or"):
+    with pytest.raises(ValueError, match=r"Use synthesizer_jax\.nnx\.MultiHeadAttention or"):
         snnx.to_nnx(nn.MultiHeadAttention(H), in_features=D, rngs=nnx.Rngs(0))
 
 

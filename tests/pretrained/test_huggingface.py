@@ -178,7 +178,7 @@ def test_a_folder_or_a_run_becomes_a_synthesizer_that_computes_the_same(tmp_path
     config = TINY | FAMILIES[family]
     folder = make_folder(tmp_path / "source", config, make_tensors(config))
     convert_checkpoint(folder, tmp_path / "run")
-    with pytest.raises(FileExistsError, match="give a new directory"):
+    with pytest.raises(FileExistsError, match="Choose a new directory"):
         convert_checkpoint(folder, tmp_path / "run")
     variants = {"encoder": "rv", "decoder": "fdv", "max_length": 16}
     for source in (folder, tmp_path / "run"):
