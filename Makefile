@@ -38,10 +38,11 @@ quickstart: $(STAMP)  ## train two small models on the synthetic mixture and wri
 
 test: lint types tests  ## lint, types and the test suite
 
-lint: $(STAMP)  ## format, lint, and the direction of imports between packages
+lint: $(STAMP)  ## format, lint, the direction of imports between packages, and circles of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tools.import_circles
 
 types: $(STAMP)  ## static types
 	$(BIN)/mypy
