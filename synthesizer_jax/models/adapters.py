@@ -171,16 +171,16 @@ class Adapted(Trainable[Model]):
                 self.whole.append(keys)
             elif collection == "params" and path[-1].endswith("kernel"):
                 paths += looped
-                what = f"training.adapters: The pattern {lora.targets!r} matches"
+                what = f"training.adapters: {lora.targets!r} matches"
                 if _matches_all(what, looped, is_target):
                     scale = lora.alpha / lora.rank
                     self.updates[keys] = LowRankUpdate(shapes[keys], axes[keys], lora.rank, scale)
 
         if not self.updates:
-            example_of_path = did_you_mean(lora.targets, paths) or f", such as {min(paths)!r}"
+            hint = did_you_mean(lora.targets, paths) or f". One of the paths is {min(paths)!r}."
             raise ValueError(
-                f"training.adapters: {lora.targets!r} matches no kernel{example_of_path}; a "
-                "pattern matches whole paths"
+                f"training.adapters: {lora.targets!r} matches no kernel{hint} A pattern must match a "
+                "whole path."
             )
 
     def abstract(self) -> tuple[Variables, PyTree]:
