@@ -33,8 +33,8 @@ class Packer:
 
     A row begins with the example that has waited longest. Then the packer adds the longest pending
     example whose inputs and targets both fit into the rest of the row, and repeats this until no
-    example fits. The length of an example is the length of its inputs, or of its targets if rows
-    have no inputs.
+    example fits. The length of an example is the number of its input tokens. If rows have no
+    inputs, it is the number of target tokens.
 
     The examples of a task's next epoch wait until all pending examples of its current epoch are in
     rows. Without this rule, the short examples of a small task would be repeated before its long
@@ -45,7 +45,8 @@ class Packer:
       take: a function that returns the next examples. Its argument is their number.
       lengths: the maximum numbers of input tokens and of target tokens in a row.
       max_segments: the maximum number of examples in a row.
-      window: the number of pending examples to choose from. With 1, every row holds one example.
+      window: the number of pending examples to choose from. If `window` is 1, every row holds one
+        example.
     """
 
     def __init__(
@@ -62,31 +63,32 @@ class Packer:
 
     @property
     def pending(self) -> list[DrawnExample]:
-        """The examples that were taken and are not in a row yet, oldest first."""
+        """The list of examples that were taken and are not in a row yet, oldest first."""
         return list(self._pending.values())
 
     def restore(self, pending: Sequence[DrawnExample], *, draws: int = 0) -> None:
         """Replaces the pending examples by a list that the property `pending` returned.
 
-        `draws` is ignored. It is an argument because `LengthSorter.restore` needs it.
+        The argument `draws` is ignored. It exists only because `LengthSorter.restore` needs it.
         """
         del draws
         self._numbers = itertools.count()
         self._pending: dict[int, DrawnExample] = {}
-        # Sorted pairs of length and −number. Among examples of equal length, the oldest comes last.
+        # This list holds a pair of length and negative number for each candidate, in ascending
+        # order. The oldest of several examples with equal length comes last.
         self._by_length: list[tuple[int, int]] = []
-        # The number of pending examples of every task and epoch.
+        # This counter holds the number of pending examples for every pair of task and epoch.
         self._waiting: collections.Counter[tuple[int, int]] = collections.Counter()
         self._append(pending)
 
     def next_row(self) -> list[DrawnExample]:
-        """Returns the examples of the next row. There is at least one."""
+        """Returns the examples of the next row, which has at least one example."""
         self._append(self._take(self._window - len(self._pending)))
         number, oldest = next(iter(self._pending.items()))
         row = [self._remove(bisect.bisect_left(self._by_length, self._key(oldest, number)))]
         inputs, targets = self._lengths
         for _ in range(1, self._max_segments):
-            # The numbers of tokens that are still free in the row.
+            # Compute how many more input and target tokens fit into the row.
             inputs, targets = inputs - len(row[-1].inputs), targets - len(row[-1].targets)
             index = self._find(inputs, targets)
             if index is None:
@@ -95,7 +97,10 @@ class Packer:
         return row
 
     def _append(self, examples: Sequence[DrawnExample]) -> None:
-        """Adds examples to the pending ones, as candidates if their epoch's turn has come."""
+        """Adds pending examples.
+
+        Examples become candidates if no example of the previous epoch is pending.
+        """
         for example, number in zip(examples, self._numbers, strict=False):
             self._pending[number] = example
             self._waiting[example.member, example.epoch] += 1
@@ -108,15 +113,15 @@ class Packer:
     def _find(self, inputs: int, targets: int) -> int | None:
         """Returns the index in `_by_length` of the longest example that fits, or `None`.
 
-        Among examples of equal length, it is the oldest one.
+        If several of the longest examples have the same length, the oldest one is chosen.
 
         Args:
           inputs: the number of input tokens that are free in the row.
           targets: the number of target tokens that are free in the row.
         """
         longest = inputs if self._lengths[0] else targets
-        # Candidates are sorted by only one of the two lengths, so the other one must be checked in
-        # turn.
+        # Candidates are sorted by only one of their two lengths. The loop therefore checks the
+        # other length of each candidate.
         for index in range(bisect.bisect_left(self._by_length, (longest, 1)) - 1, -1, -1):
             example = self._pending[-self._by_length[index][1]]
             if len(example.inputs) <= inputs and len(example.targets) <= targets:
@@ -132,8 +137,8 @@ class Packer:
         example = self._pending.pop(-self._by_length.pop(index)[1])
         epoch = example.member, example.epoch
         self._waiting[epoch] -= 1
-        # That was the epoch's last pending example. The examples of the next epoch become
-        # candidates.
+        # If the removed example was the last pending one of its epoch, the examples of the next
+        # epoch become candidates.
         if not self._waiting[epoch]:
             following = (i for i in self._pending.items() if (i[1].member, i[1].epoch - 1) == epoch)
             self._by_length += (self._key(example, number) for number, example in following)
@@ -144,10 +149,10 @@ class Packer:
 class LengthSorter:
     """Makes rows of one example each, and gives the rows of a batch similar lengths.
 
-    The examples of `GROUP` batches are drawn together. They are sorted by the length of their
-    inputs, or of their targets if they have no inputs. Then the sorted list is cut into batches,
-    whose order is random. All virtual shards use the same order, so that the short examples of all
-    shards are in the same batches.
+    The examples of `GROUP` batches are drawn together. These examples are sorted by the number of
+    their input tokens, or by the number of their target tokens if they have no inputs. Then the
+    sorted list is cut into batches, whose order is random. All virtual shards use the same order,
+    so that the short examples of all shards are in the same batches.
 
     Args:
       take: a function that returns the next examples. Its argument is their number.
@@ -162,7 +167,10 @@ class LengthSorter:
 
     @property
     def pending(self) -> list[DrawnExample]:
-        """The examples that were taken and are not in a row yet, in the order of their rows."""
+        """The examples that were taken and are not in a row yet.
+
+        The list has the order of their rows.
+        """
         return list(self._pending)
 
     def restore(self, pending: Sequence[DrawnExample], *, draws: int = 0) -> None:
@@ -170,8 +178,8 @@ class LengthSorter:
 
         Args:
           pending: the examples.
-          draws: the number of examples that have been taken so far. It determines the current
-            group.
+          draws: the number of examples that have been taken so far. This number determines which
+            group of batches is the current one.
         """
         self._group = draws // (GROUP * self._rows)
         self._pending = collections.deque(pending)
@@ -212,19 +220,19 @@ def batch_fields(
 ) -> dict[str, np.ndarray]:
     """Returns the fields of a training batch that contains only padding.
 
-    The trainer derives the shapes and dtypes of a batch from it. The arrays are broadcast views of
-    a single row, so they take almost no memory. A batch has these fields:
+    The trainer derives the shapes and dtypes of a training batch from these fields. The arrays are
+    broadcast views of a single row, so they take almost no memory. A batch has these fields:
 
-    - ``encoder_input_tokens``: int32 token ids ``[rows, inputs_length]``. The length is 0 if there
-      are no inputs.
+    - ``encoder_input_tokens``: int32 token ids ``[rows, inputs_length]``. If there are no inputs,
+      ``inputs_length`` is 0.
     - ``decoder_input_tokens``: int32 token ids ``[rows, targets_length]``, the targets shifted
       right by one position.
     - ``decoder_target_tokens``: int32 token ids ``[rows, targets_length]``.
     - ``decoder_loss_weights``: float32 ``[rows, targets_length]``. The weight is 0 at padding and
       at targets that an objective leaves out, and 1 elsewhere.
     - ``encoder_segment_ids`` and ``decoder_segment_ids``: int32, with the shapes of the tokens.
-      Only packed rows have these fields. The examples of a row have the ids 1, 2, …, and padding
-      has the id 0.
+      Only batches of packed rows have these two fields. The examples of a row have the segment ids
+      1, 2, …, and padding has the segment id 0.
 
     Args:
       config: the lengths, the batch size, and whether rows are packed.
@@ -264,12 +272,13 @@ def assemble_batch(
     )
 
     decoder_inputs = np.where(target_segments > 0, ids.start, pad).astype(np.int32)
-    # A position continues an example if its predecessor is of the same segment. Other positions
-    # begin an example, where the decoder reads the start id, or they are padding.
+    # A position continues an example if the previous position has the same segment id. The decoder
+    # reads the start id at the first position of every example, and the padding id at padding.
     continues = target_segments[:, 1:] == target_segments[:, :-1]
     decoder_inputs[:, 1:] = np.where(continues, target_tokens[:, :-1], decoder_inputs[:, 1:])
 
-    # The number of a class can be equal to the id of padding, so only positions tell them apart.
+    # The number of a class can be equal to the id of padding. Segment ids therefore decide which
+    # targets are padding if there are classes.
     predicted = target_segments > 0 if config.classes else target_tokens != pad
     batch = {
         "encoder_input_tokens": encoder_tokens,
@@ -295,8 +304,8 @@ def _lay_out(
 
     Returns:
       The token ids and the segment ids, both int32 with the shape ``[len(rows), width]``. The
-      segment id of a token is the number of its sequence in the row, counted from 1. At padding it
-      is 0.
+      segment id of a token is the number of its sequence in the row, counted from 1. The segment id
+      of padding is 0.
     """
     padding = np.full(width, pad, np.int32)
     # All rows become one long array, which is cut into rows by a reshape at the end.

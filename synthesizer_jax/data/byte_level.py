@@ -1,6 +1,6 @@
 """Encodes and decodes text with a byte-level BPE (GPT-2, RoBERTa, CodeT5) in a SentencePiece model.
 
-The pieces of such a model spell bytes, not characters.
+The pieces of a byte-level BPE spell bytes instead of characters.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 _PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
-# The bytes that have no printable character of their own are spelled by the characters from U+0100.
+# A byte without a printable character of its own is spelled by a character from U+0100 on.
 _others = itertools.count(256)
 CHARACTERS = "".join(chr(byte if byte in _PRINTABLE else next(_others)) for byte in range(256))
-"""The character that spells each byte in a piece. The index in this string is the byte.
+"""The character that spells each byte in a piece. The character at index i spells byte i.
 
 Printable bytes except the space spell themselves.
 """
@@ -28,19 +28,19 @@ _BYTES = {character: bytes([byte]) for byte, character in enumerate(CHARACTERS)}
 """The byte that each character of a piece spells."""
 
 _WORDS = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[Lstrevmld]+| ?N+| ?[P']+|[S ]+(?![^S ])|[S ]+")
-"""A pattern for GPT-2's words, of which a piece never spans two.
+"""A pattern for GPT-2's words. No piece contains parts of two words.
 
-It is applied to a text in which `_kind` has replaced every character.
+The pattern is applied to a text in which `_kind` has replaced every character.
 """
 
 
 @functools.lru_cache(maxsize=2**16)
 def _kind(character: str) -> str:
-    """Returns a letter that stands for the kind of a character in the pattern `_WORDS`.
+    """Returns the letter that stands for a character's kind in the pattern `_WORDS`.
 
     The result is ``L`` for a letter, ``N`` for a number, ``S`` for white space and ``P`` for
-    anything else. Characters that the pattern itself spells, such as those of ``'ll``, and the
-    space are returned unchanged.
+    anything else. The space is returned unchanged. Characters that the pattern spells out, such as
+    those of ``'ll``, are also returned unchanged.
     """
     if character in " 'strevmld":
         return character
@@ -63,14 +63,14 @@ class ByteLevel:
         pieces = map(processor.IdToPiece, range(processor.GetPieceSize()))
         sentinels = [piece for piece in pieces if re.fullmatch(r"▁?<extra_id_\d+>", piece)]
         self._before = "▁" if sentinels and sentinels[0].startswith("▁") else ""
-        # The pattern `(?!)` never matches. It is used if the model has no sentinels.
+        # If the model has no sentinels, use the pattern `(?!)`, which never matches.
         names = "|".join(piece.removeprefix("▁") for piece in sentinels) or "(?!)"
         self._sentinels = re.compile(rf"[^\S\x1c-\x1f]*({names})" if self._before else f"({names})")
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without EOS."""
-        # The parts with odd indices are the sentinels, because `split` keeps what its group
-        # matches.
+        # The method `split` also returns the text that the group of its pattern matches. The parts
+        # with odd indices are therefore sentinels.
         words = []
         for i, part in enumerate(self._sentinels.split(text)):
             if i % 2:
@@ -90,6 +90,6 @@ class ByteLevel:
         if self._processor.IsControl(i) or self._processor.IsUnknown(i):
             return b""
         piece = self._processor.IdToPiece(i)
-        # `▁` is not in `CHARACTERS`. A piece that begins with it, such as a sentinel, is written as
-        # it is.
+        # Sentinels and other pieces that begin with `▁` do not spell bytes, because `CHARACTERS`
+        # does not contain `▁`. Such a piece gives its own text.
         return piece[1:].encode() if piece.startswith("▁") else b"".join(_BYTES[c] for c in piece)

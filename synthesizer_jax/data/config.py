@@ -27,23 +27,24 @@ class DataConfig:
       batch_size: the number of rows of the global batch.
       shards: the number V of virtual shards. It must divide the batch size and cannot be changed
         during a run.
-      pack: whether several examples are packed into a row. Segment ids keep them apart (see
-        `batch.Packer`).
+      pack: whether several examples are packed into a row. Segment ids keep the examples of a row
+        apart (see `batch.Packer`).
       seed: the seed of shuffling and mixing.
       split: the split of the tasks to read.
       shuffle: whether the examples are shuffled. If it is `False`, every task is read in its stored
         order.
       max_segments: the maximum number of examples per packed row. `None` means one example per 16
         input tokens, or per 16 target tokens if there are no inputs.
-      buckets: pairs of ``inputs_length`` and ``targets_length``. Every batch then holds rows of
-        similar length, and has the smallest of these shapes that fits its rows, or the full lengths
-        if none fits. Use buckets for models that do not accept packed rows.
-      classes: the label words of an encoder's classes, in the order of its outputs. Every target
-        then becomes the number of its class, so `targets_length` must be 1. If it is empty, targets
-        are texts.
+      buckets: pairs of ``inputs_length`` and ``targets_length``. With buckets, every batch holds
+        rows of similar length. It has the shape of the smallest bucket that fits its rows, or the
+        full lengths if no bucket fits. Use buckets for models that do not accept packed rows.
+      classes: the label words of an encoder's classes, in the order of its outputs. If classes are
+        given, every target becomes the number of its class, so `targets_length` must be 1. If
+        `classes` is empty, targets are texts.
       objective: the objective for tasks that have no inputs and no objective of their own, for
-        example ``OBJECTIVES["span_3_15_u_u"]``. It makes training examples of their texts. If it is
-        `None`, every text is a target and is truncated to the targets' length.
+        example ``OBJECTIVES["span_3_15_u_u"]``. The objective turns the texts of these tasks into
+        training examples. If `objective` is `None`, every text is a target and is truncated to
+        `targets_length`.
     """
 
     mixture: str
@@ -97,7 +98,7 @@ class DataConfig:
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """The pairs of input and target lengths that a batch can have, the full lengths last."""
+        """The input and target lengths that a batch can have. The full lengths come last."""
         full = (self.inputs_length, self.targets_length)
         return (*sorted({*self.buckets} - {full}), full)
 
@@ -112,7 +113,7 @@ class DataConfig:
 
     @property
     def segments_per_row(self) -> int:
-        """The largest segment id in a row. `Packer` never puts more examples into a row."""
+        """The largest segment id in a row, which is the maximum number of examples in a row."""
         if not self.pack:
             return 1
         return self.max_segments or max(1, (self.inputs_length or self.targets_length) // 16)

@@ -1,4 +1,4 @@
-"""An example of a task, which is a pair of token sequences, and the chunks that files store."""
+"""Defines the examples of tasks, which are pairs of token sequences, and the size of chunks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 SIDES = ("inputs", "targets")
-"""The features of a task that are read."""
+"""The names of the features of a task that training reads."""
 
 CHUNK = 1024
-"""The number of examples in a record. The first epoch shuffles examples within such chunks."""
+"""The number of examples in a record. The first epoch shuffles only the examples of each record."""
 
 Example: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""The token ids of the inputs and of the targets, both including EOS.
+"""A pair of the token ids of the inputs and the token ids of the targets, both including EOS.
 
 The inputs are empty if the task has no inputs.
 """
@@ -23,7 +23,7 @@ class DrawnExample(NamedTuple):
     """An example that was drawn from a mixture.
 
     Attributes:
-      inputs: the token ids of the inputs, with EOS. They are empty if the task has no inputs.
+      inputs: the token ids of the inputs, with EOS. The inputs are empty if the task has no inputs.
       targets: the token ids of the targets, with EOS.
       member: the index of the example's task in the mixture.
       epoch: the epoch of the task, which is the first number of its stream's position.

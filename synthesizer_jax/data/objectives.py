@@ -24,14 +24,14 @@ GROUP = 128
 RESERVED = 3
 """The number of ids at the start of a vocabulary that are never drawn as random tokens.
 
-They are T5's ids of padding, EOS and unknown text.
+These ids are T5's ids of padding, EOS and unknown text.
 """
 
 
 class Draws:
-    """Random numbers that depend only on a seed, on counters, and on the number of the call.
+    """Draws random numbers that depend only on a seed, on counters, and on the number of the call.
 
-    They are the same in every version of NumPy (see `random_bits`).
+    The random numbers are the same in every version of NumPy (see `random_bits`).
 
     Args:
       seed: the seed.
@@ -42,7 +42,10 @@ class Draws:
         self._seed, self._counters, self._num_calls = seed, counters, 0
 
     def uniform(self, count: int) -> np.ndarray:
-        """Returns random multiples of 2⁻²⁴ in [0, 1), float32 ``[count]``."""
+        """Returns uniform random numbers in [0, 1), float32 ``[count]``.
+
+        Every number is a multiple of 2⁻²⁴.
+        """
         return (self._bits(count) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
     def integers(self, count: int, *, low: int, high: int) -> np.ndarray:
@@ -57,7 +60,7 @@ class Draws:
         return np.argsort(self._bits(count), kind="stable")
 
     def fork(self, part: int) -> Draws:
-        """Returns random numbers for a part, which are independent of all calls of this object."""
+        """Returns a `Draws` for a part, whose numbers are independent of those of this object."""
         return Draws(self._seed, *self._counters, part)
 
     def _bits(self, count: int) -> np.ndarray:
@@ -89,8 +92,8 @@ class Objective(abc.ABC):
 
     Attributes:
       makes_inputs: whether the examples have inputs.
-      objectives: the objectives of segments. One of them is drawn for every segment.
-      rates: the relative rates of these objectives. If it is empty, all rates are equal.
+      objectives: the objectives of segments. One of these objectives is drawn for every segment.
+      rates: the relative rates of these objectives. If `rates` is empty, all rates are equal.
     """
 
     makes_inputs: ClassVar[bool] = True
@@ -106,9 +109,9 @@ class SegmentObjective(Objective):
 
     Attributes:
       documents: the number of consecutive documents that are concatenated before they are split
-        into segments. With 1, no segment contains tokens of two documents.
-      document_eos: whether EOS is appended to every document. The examples then get no EOS of their
-        own.
+        into segments. If `documents` is 1, no segment contains tokens of two documents.
+      document_eos: whether EOS is appended to every document. If it is true, the examples get no
+        EOS of their own.
     """
 
     documents: int
@@ -129,10 +132,12 @@ class SegmentObjective(Objective):
 
     @abc.abstractmethod
     def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
-        """Returns the inputs and the targets of a segment, int32, at most as long as `form` says.
+        """Returns the inputs and the targets of a segment as int32 token ids.
+
+        Both are at most as long as `form` allows.
 
         Args:
-          tokens: the token ids of the segment, ``[length]``. There is at least one token.
+          tokens: the token ids of the segment, ``[length]``. A segment has at least one token.
           draws: the random numbers of this segment.
           form: the lengths and the vocabulary.
         """
@@ -144,9 +149,9 @@ class Denoising(SegmentObjective):
     """Span corruption, T5's objective (Raffel et al. 2020, sections 3.1.4 and 3.3).
 
     Random spans of the tokens are noise. In the inputs, a sentinel replaces every span of noise. In
-    the targets, a sentinel replaces every span between them, so that the targets consist of the
-    noise. This is T5's `denoise` with `random_spans_noise_mask`, `noise_span_to_unique_sentinel`
-    and `nonnoise_span_to_unique_sentinel`.
+    the targets, a sentinel replaces every span of the other tokens, so that the targets contain the
+    noise. This class computes the same examples as T5's `denoise` with `random_spans_noise_mask`,
+    `noise_span_to_unique_sentinel` and `nonnoise_span_to_unique_sentinel`.
 
     The first sentinel is ``<extra_id_0>``, which has the last id of the vocabulary. Each following
     sentinel has the next lower id. As in T5, a segment with more spans than there are sentinels
@@ -171,9 +176,10 @@ class Denoising(SegmentObjective):
         If `density` is 0.5 and the targets would be longer than the inputs, the segment is one
         token shorter.
 
-        This is T5's `random_spans_helper` with one difference. T5's function computes in float64,
-        but its mask is computed in float32 and has at least one span. For some lengths its segments
-        are therefore a token or two too short. This method counts exactly as the mask does.
+        This method is like T5's `random_spans_helper`, with one difference. T5's function computes
+        in float64, but T5's mask is computed in float32 and has at least one span. For some
+        lengths, T5's segments are therefore one or two tokens too short. This method computes in
+        float32, as the mask does.
 
         Args:
           inputs_length: the largest number of input tokens.
@@ -200,7 +206,7 @@ class Denoising(SegmentObjective):
         return tokens
 
     def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
-        """Returns inputs and targets with sentinels. The mask uses part 0 of the draws."""
+        """Returns inputs and targets with sentinels. The noise mask uses part 0 of `draws`."""
         noise = noise_mask(len(tokens), self.density, self.mean_span, draws.fork(0))
         inputs = replace_spans(tokens, noise, vocab_size=form.vocab_size)
         targets = replace_spans(tokens, ~noise, vocab_size=form.vocab_size)
@@ -215,8 +221,8 @@ class Denoising(SegmentObjective):
 def span_counts(length: int, density: float, mean_span: float | None) -> tuple[int, int]:
     """Returns the number of noise tokens and the number of spans of noise.
 
-    Like T5, it computes in float32 and rounds half to even. At least one token is noise, and at
-    least one is not.
+    Like T5, this function computes in float32 and rounds half to even. At least one token is noise,
+    and at least one token is not noise.
 
     Args:
       length: the number of tokens, at least 2.
@@ -235,16 +241,19 @@ def span_counts(length: int, density: float, mean_span: float | None) -> tuple[i
 def noise_mask(length: int, density: float, mean_span: float | None, draws: Draws) -> np.ndarray:
     """Returns a mask of the tokens that are noise, bool ``[length]``.
 
-    The noise tokens are divided into spans at random, and so are the other tokens. Both have the
-    same number of spans, and all divisions are equally likely. The spans alternate, so the first
-    tokens are not noise and the last tokens are. This is T5's `random_spans_noise_mask`.
+    The noise tokens and the other tokens are each divided into the same number of spans at random.
+    All divisions are equally likely. Spans of noise and spans of other tokens alternate. The first
+    span is not noise, and the last span is noise. The function computes T5's
+    `random_spans_noise_mask`.
     """
-    # A single token cannot be divided. The mask of two tokens is computed, and cut afterwards.
+    # A single token cannot be divided into two spans. The mask is therefore computed for at least
+    # two tokens and is cut to the length at the end.
     extended = max(length, 2)
     num_noise, num_spans = span_counts(extended, density, mean_span)
     noise = _random_partition(num_noise, num_spans, draws)
     kept = _random_partition(extended - num_noise, num_spans, draws)
-    # Lengths of all spans in order, [2 · spans]: not noise, noise, not noise, …
+    # The array `spans`, [2 · num_spans], holds the lengths of all spans in their order. The first
+    # span is not noise.
     spans = np.stack([kept, noise], axis=1).reshape(-1)
     return np.repeat(np.arange(2 * num_spans) % 2 == 1, spans)[:length]
 
@@ -254,15 +263,16 @@ def _random_partition(total: int, parts: int, draws: Draws) -> np.ndarray:
 
     All divisions have the same probability.
     """
-    # Of the items after the first one, `parts - 1` begin a new part.
+    # The first item begins the first part. The other parts begin at `parts - 1` of the other items.
     is_start = (np.arange(total - 1) < parts - 1)[draws.permutation(total - 1)]
     return np.diff(np.flatnonzero(is_start) + 1, prepend=0, append=total)
 
 
 def replace_spans(tokens: np.ndarray, marked: np.ndarray, *, vocab_size: int) -> np.ndarray:
-    """Returns tokens ``[n]`` in which a sentinel replaces every span of marked tokens.
+    """Returns the token ids with a sentinel in place of every span of marked tokens.
 
-    The first sentinel is the last id of the vocabulary, and each following one is one id lower.
+    The first sentinel is the last id of the vocabulary. The id of each following sentinel is lower
+    by one.
 
     Args:
       tokens: the token ids.
@@ -270,8 +280,7 @@ def replace_spans(tokens: np.ndarray, marked: np.ndarray, *, vocab_size: int) ->
       vocab_size: the number of ids, including sentinels.
 
     Returns:
-      The token ids ``[n]``. Their number n is the number of unmarked tokens plus the number of
-      spans.
+      The token ids ``[n]``, where n is the number of unmarked tokens plus the number of spans.
     """
     starts = marked & ~np.concatenate([[False], marked[:-1]])
     sentinels = (vocab_size - np.cumsum(starts)).astype(tokens.dtype)
@@ -316,10 +325,10 @@ class FullLM(SegmentObjective):
 @register
 @dataclasses.dataclass(frozen=True)
 class PrefixLM(SegmentObjective):
-    """Prefix language modeling: the inputs are a prefix of random length, the targets the rest.
+    """Prefix language modeling, in which a random prefix is the input and the rest is the target.
 
-    Both have at least one token. All lengths of the prefix have the same probability, as in T5's
-    `random_prefix_noise_mask` (Raffel et al. 2020, section 3.2.3).
+    The prefix and the rest both have at least one token. All lengths of the prefix have the same
+    probability, as in T5's `random_prefix_noise_mask` (Raffel et al. 2020, section 3.2.3).
     """
 
     documents: Count = 1
@@ -345,10 +354,10 @@ class PrefixLM(SegmentObjective):
 class MaskedLM(SegmentObjective):
     """Masked language modeling for encoders (Devlin et al. 2019, section 3.1 and appendix A.1).
 
-    From n tokens, round(n · density) tokens are chosen at random, but at least one token. The
-    encoder predicts the chosen tokens. In the inputs, a chosen token is replaced by the mask token
-    or by a random token, or it stays as it is. The targets of all other tokens are padding, so
-    their loss has no weight.
+    Of n tokens, ``max(1, round(n · density))`` are chosen at random. The encoder predicts the
+    chosen tokens. In the inputs, a chosen token is replaced by the mask token or by a random token,
+    or it stays as it is. The targets of all other tokens are padding, so these targets do not
+    contribute to the loss.
 
     Attributes:
       density: the share of the tokens that are chosen.
@@ -368,7 +377,7 @@ class MaskedLM(SegmentObjective):
     def segment_length(self, form: ExampleFormat) -> int:
         """Returns the number of tokens of a segment, which is `inputs_length` without EOS.
 
-        The targets need at least as much room as the inputs.
+        The setting `targets_length` must be at least `inputs_length`.
         """
         _check_length("inputs", form, 2, "MaskedLM")
         reason = f"MaskedLM with inputs_length={form.inputs_length}"
@@ -378,12 +387,14 @@ class MaskedLM(SegmentObjective):
     def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
         """Returns inputs and targets of equal length.
 
-        Part 0 of the draws chooses the tokens, and part 1 draws what replaces them.
+        Part 0 of `draws` chooses the tokens to predict. Part 1 of `draws` decides what replaces
+        each of these tokens.
         """
         count = max(1, round(len(tokens) * self.density))
         chosen = draws.fork(0).permutation(len(tokens)) < count
 
-        # The range [0, 1) is divided into parts for the mask token, a random token and no change.
+        # A uniform number in [0, 1) decides whether a chosen token becomes the mask token, becomes
+        # a random token, or does not change.
         replacements = draws.fork(1)
         uniform = replacements.uniform(len(tokens))
         is_mask = chosen & (uniform < self.mask_share)
@@ -401,8 +412,8 @@ def _random_tokens(draws: Draws, count: int, form: ExampleFormat) -> np.ndarray:
     ids = {form.ids.padding, form.ids.start, *form.ids.ends}
     special = sorted(id for id in ids if RESERVED <= id < form.vocab_size)
     tokens = draws.integers(count, low=RESERVED, high=form.vocab_size - len(special))
-    # The draws skip the special ids. Each special id, in ascending order, moves the ids from its
-    # own on up by one.
+    # The range of the random ids is smaller by the number of special ids. Ids that are greater than
+    # or equal to a special id are increased by one, so that no special id remains.
     for id in special:
         tokens = tokens + (tokens >= id)
     return tokens
@@ -417,7 +428,7 @@ class ObjectiveMixture(Objective):
 
     Attributes:
       objectives: the objectives. All must have the same `documents` and `document_eos`.
-      rates: the relative rates of the objectives. If it is empty, all rates are equal.
+      rates: the relative rates of the objectives. If `rates` is empty, all rates are equal.
     """
 
     objectives: Annotated[tuple[SegmentObjective, ...], NotEmpty()]
@@ -444,21 +455,22 @@ class ObjectiveMixture(Objective):
 _UL2 = ((0.15, 3.0), (0.15, 8.0), (0.25, None), (0.5, 3.0), (0.5, 8.0), (0.5, 64.0), (0.15, 64.0))
 """The density and the mean span of UL2's seven denoisers (Tay et al. 2022, table 1).
 
-They have no mode tokens here.
+The mode tokens of UL2 are not included.
 """
 
 OBJECTIVES: dict[str, Objective] = {
-    **{f"span_{n}_15_u_u": Denoising(mean_span=float(n)) for n in (2, 3, 5, 10)},  # T5's choice: 3
+    # T5 uses a mean span of 3.
+    **{f"span_{n}_15_u_u": Denoising(mean_span=float(n)) for n in (2, 3, 5, 10)},
     "prefix_lm": PrefixLM(),
     "lm": FullLM(document_eos=False),
     "full_lm": FullLM(),
     "masked_lm": MaskedLM(),
     "ul2": ObjectiveMixture(tuple(Denoising(*denoiser) for denoiser in _UL2)),
 }
-"""Named objectives: those of T5 with the names of its ``objectives/*.gin``, BERT's, and UL2's.
+"""The objectives by name. T5's objectives have the names of its files ``objectives/*.gin``.
 
 The names of T5's span corruption have the form ``span_LENGTH_DENSITY_INPUTS_TARGETS``: the mean
-span, the density in percent, and how spans are replaced in inputs and targets. The letter ``u``
+span, the density in percent, and how spans are replaced in inputs and in targets. The letter ``u``
 means that every span has a unique sentinel.
 """
 
@@ -466,7 +478,7 @@ means that every span has a unique sentinel.
 def _with_eos(tokens: np.ndarray, length: int, eos: int) -> np.ndarray:
     """Returns at most ``length - 1`` tokens followed by EOS, int32.
 
-    This is SeqIO's `append_eos_after_trim`.
+    The function computes the same as SeqIO's `append_eos_after_trim`.
     """
     return np.append(tokens[: length - 1], eos).astype(np.int32)
 

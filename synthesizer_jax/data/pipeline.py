@@ -1,4 +1,4 @@
-"""Training batches of a mixture, in an order that can be saved, restored and split over hosts.
+"""Makes the training batches of a mixture in an order that can be saved, restored and split.
 
 A stream consists of V virtual shards. Each shard repeatedly draws a task by its rate and takes the
 shard's next example of this task. A batch of B rows contains B/V rows of each shard, in the order
@@ -40,7 +40,7 @@ from synthesizer_jax.data.task_streams import ExampleStream, random_bits
 from synthesizer_jax.data.vocabularies import Classes, Vocabulary
 
 STREAM_FILE = "stream.json"
-"""The name of the file that describes the stream to which a saved position belongs."""
+"""The name of a file in a saved position, which describes the stream of this position."""
 
 DEPTH = 2
 """The number of batches that `PrefetchedStream` makes ahead."""
@@ -52,7 +52,7 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(DataConfi
 """The default of every field of `DataConfig`."""
 
 Position: TypeAlias = dict[int, dict[str, Any]]
-"""The positions of virtual shards, by the indices of the shards."""
+"""A mapping from the index of a virtual shard to its position."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Member:
 
 
 class VirtualShard:
-    """One of a fixed number of slices of the data. It draws the task of every example by its rate.
+    """One of a fixed number of slices of the data. The task of every example is drawn by its rate.
 
     Args:
       streams: this shard's stream of every task.
@@ -95,11 +95,12 @@ class VirtualShard:
         classes: Classes | None,
     ):
         self._streams, self._seed, self._classes = streams, seed, classes
-        # A uniform random number in [0, 1) lies between two boundaries, which select the task.
+        # The boundaries divide [0, 1) into one interval for each task. The interval that contains a
+        # uniform random number selects the task.
         cumulative_rates = np.cumsum(rates, dtype=np.float64)
         self._boundaries = cumulative_rates[:-1] / cumulative_rates[-1]
         self._num_draws = 0
-        # The number of the chunk whose tasks `_choices` holds.
+        # The attribute `_choices` will hold the tasks of the chunk with this number.
         self._chunk = -1
         self.rows: Packer | LengthSorter
         if config.buckets:
@@ -117,14 +118,14 @@ class VirtualShard:
     def position(self) -> dict[str, Any]:
         """Returns the position after the last row.
 
-        It consists of the number of draws, the position of every task's stream, and the examples
-        that wait for a row.
+        The position consists of the number of draws, the position of every task's stream, and the
+        examples that wait for a row.
         """
         members = [stream.position() for stream in self._streams]
         return {"draws": self._num_draws, "members": members, "pending": self.rows.pending}
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Continues after a position that `position` returned. Its token ids may be lists."""
+        """Continues after a position that `position` returned. Token ids in it may be lists."""
         self._num_draws = position["draws"]
         for stream, member in zip(self._streams, position["members"], strict=True):
             stream.restore(member)
@@ -164,15 +165,15 @@ class Stream:
 
     Args:
       config: the lengths, the batch size, and how examples are drawn and grouped.
-      members: the tasks by name. The order of examples depends on the order of this mapping, which
-        `open_stream` sorts by name as SeqIO does.
+      members: the tasks by name. The order of examples depends on the order of this mapping.
+        `open_stream` sorts the mapping by name, as SeqIO does.
       vocabulary: the vocabulary of the token ids.
       ids: the special ids of the model that reads the batches.
       shards: the indices of the virtual shards that this process reads, in order. `None` means all
-        shards. A batch then contains only the rows of these shards, and only their positions are
-        restored. With buckets, the positions of all shards are restored.
+        shards. If shards are given, a batch contains only the rows of these shards, and only their
+        positions are restored. With buckets, the positions of all shards are restored.
       saved: the indices of the shards whose positions this process saves. `None` means all shards
-        that it reads.
+        that this process reads.
 
     Raises:
       ValueError: if a task has fewer examples than there are shards, or if `DataConfig.objective`
@@ -200,7 +201,7 @@ class Stream:
             )
         self._read = list(range(config.shards) if shards is None else shards)
         # With buckets, the shape of a batch depends on the rows of all shards. Every process must
-        # find the same shape, so it draws the rows of all shards.
+        # find the same shape, so every process draws the rows of all shards.
         indices = range(config.shards) if config.buckets else self._read
         self._shards = {index: self._make_shard(index) for index in indices}
         self._saved = self._read if saved is None else list(saved)
@@ -224,7 +225,7 @@ class Stream:
         return assemble_batch(own_rows, self.config, lengths=lengths, ids=self._form.ids)
 
     def position(self) -> Position:
-        """Returns the position after the last batch. Pass it to `save`."""
+        """Returns the position after the last batch. The position can be passed to `save`."""
         return {index: self._shards[index].position() for index in self._saved}
 
     def save(self, directory: pathlib.Path, position: Position | None = None) -> None:
@@ -234,7 +235,7 @@ class Stream:
         there are several processes, the one that saves shard 0 writes ``stream.json``.
 
         Args:
-          directory: the directory to write to. It is created if necessary.
+          directory: the directory to write to. The directory is created if necessary.
           position: the position to write, or `None` for the position after the last batch.
         """
         directory.mkdir(parents=True, exist_ok=True)
@@ -256,8 +257,9 @@ class Stream:
         """
         saved = json.loads((directory / STREAM_FILE).read_text(encoding="utf-8"))
         current = self.fingerprint()
-        # A field that is missing in the saved or in the current settings has its default. Earlier
-        # versions did not save the numbers of examples, so a missing number is no difference.
+        # A field that is missing in the saved settings or in the current settings has its default.
+        # Earlier versions did not save the numbers of examples. A missing number of examples is
+        # therefore taken from the current settings.
         omitted = _DEFAULTS | {k: v for k, v in current.items() if k.startswith("examples of ")}
         for key in sorted(saved.keys() | current.keys()):
             was = saved.get(key, omitted.get(key))
@@ -277,9 +279,9 @@ class Stream:
     def fingerprint(self) -> dict[str, object]:
         """Returns everything that must be equal for a saved position to be valid, as flat JSON.
 
-        The checksum of a task is that of its first record, so it depends on the vocabulary, the
-        data set and the preprocessing. Fields of `DataConfig` that have their defaults are omitted.
-        Later versions can therefore add fields and still restore earlier positions.
+        The checksum of a task is the checksum of its first record. It depends on the vocabulary,
+        the data set and the preprocessing. Fields of `DataConfig` that have their defaults are
+        omitted. Later versions can therefore add fields and still restore earlier positions.
         """
         config = self.config
         settings: dict[str, object] = {
@@ -287,7 +289,7 @@ class Stream:
             for name, value in vars(config).items()
             if value != _DEFAULTS[name]
         }
-        # The objective that each task really uses is added below.
+        # The setting `objective` is replaced below by the objective that each task uses.
         settings.pop("objective", None)
         if config.buckets:
             settings["buckets"] = f"{config.buckets} in groups of {GROUP} batches"
@@ -311,8 +313,7 @@ class Stream:
         members = self._members.values()
         shard = (index, config.shards)
         streams: list[TaskStream] = []
-        # The tasks are numbered from 1, because the shard itself uses number 0 for its choice of
-        # tasks.
+        # The seeds of the tasks are numbered from 1, because the shard uses seed 0 to choose tasks.
         for number, member in enumerate(members, 1):
             seed = np.random.SeedSequence(config.seed, spawn_key=(index, number))
             examples, objective = member.examples, member.objective
@@ -334,13 +335,14 @@ class Stream:
 
 
 class PrefetchedStream(contextlib.AbstractContextManager["PrefetchedStream"]):
-    """Makes the batches of a stream ahead in a thread.
+    """Makes the batches of a stream in a thread before they are needed.
 
-    The position that it saves is the position after the last batch that was taken, not after the
-    last one that was made. Use it as a context manager, which stops the thread at the end.
+    The saved position is the position after the last batch that was taken. Batches that were made
+    but not taken are not counted. Use the stream as a context manager, so that the thread stops at
+    the end.
 
     Args:
-      stream: the stream. Nothing else may use it from now on.
+      stream: the stream. Nothing else may use this stream from now on.
     """
 
     def __init__(self, stream: Stream):
@@ -370,7 +372,7 @@ class PrefetchedStream(contextlib.AbstractContextManager["PrefetchedStream"]):
     def restore(self, directory: pathlib.Path) -> None:
         """Continues after a saved position (see `Stream.restore`).
 
-        Call it before the first batch is taken.
+        This method must be called before the first batch is taken.
         """
         self._stream.restore(directory)
         self._position = self._stream.position()

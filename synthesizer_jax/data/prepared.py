@@ -1,14 +1,14 @@
-"""Reads prepared tasks, that is, the tokens of tasks in the files of a data directory.
+"""Reads prepared tasks, which are the tokens of tasks in the files of a data directory.
 
 The directory ``DATA_DIR/prepared/VOCABULARY/TASK/SPLIT`` belongs to one split of a task and one
-vocabulary. It holds the tokens in stored order, in ArrayRecord files, and ``info.json``. If the
-split is evaluated, files with the rows lie beside them, with one record per row. The file
-``DATA_DIR/prepared/VOCABULARY/mixtures/NAME.json`` holds the rates of a mixture.
-`preparation.prepare` writes these files with TensorFlow. Reading them needs neither SeqIO nor
-TensorFlow.
+vocabulary. This directory holds ``info.json`` and ArrayRecord files, which contain the tokens in
+stored order. If the split is evaluated, the directory also holds files of rows, with one record per
+row. The file ``DATA_DIR/prepared/VOCABULARY/mixtures/NAME.json`` holds the rates of a mixture.
+`preparation.prepare` writes these files with TensorFlow. Reading prepared tasks needs neither SeqIO
+nor TensorFlow.
 
-A record of a file of tokens holds up to `examples.CHUNK` examples. All numbers are
-little-endian. The parts of a record are, in this order:
+A record of a file of tokens holds up to `examples.CHUNK` examples. All numbers are little-endian. A
+record has these parts in this order:
 
 - two uint32: the number of examples, and the number of bytes per token;
 - the lengths of all inputs, then the lengths of all targets, as uint32;
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 DIRECTORY, MIXTURES_FOLDER = "prepared", "mixtures"
 INFO = "info.json"
 FORMAT = 3
-"""The version of the format of the files. Files of other versions are not read."""
+"""The version of the format of prepared files. Files in other versions are not read."""
 
 HIDDEN = "are empty or '<unk>'"
-"""A description of targets that are not known (see `postprocessors.UNKNOWN`).
+"""A description of targets whose answer is not known (see `postprocessors.UNKNOWN`).
 
-`PreparedInfo.targets` counts such targets under this key, and error messages contain it.
+`PreparedInfo.targets` counts hidden targets under this key. Error messages contain the same words.
 """
 
 RESIDENT = 2_000_000
@@ -74,15 +74,15 @@ class PreparedInfo:
       vocabulary: the digest of the vocabulary.
       vocab_size: the number of ids of the vocabulary.
       source: a description of the source data, such as the data set with its version and the
-        numbers of rows of the split's files. It changes if the data is written again. `None` means
-        that it is not known.
+        numbers of rows of the split's files. The description changes if the data is written again.
+        `None` means that it is not known.
       source_rows: the number of stored rows, or `None` if it is not known.
-      epochs: how often the rows were read. Each time, the random steps of the task draw other
-        numbers.
+      epochs: how many times the rows were read. In each epoch, the random steps of the task draw
+        other numbers.
       lengths: the maximum lengths of inputs and targets for which the split was prepared. `None`
         means that it can be read with any lengths.
-      keep_last: the numbers of tokens at the end of inputs and targets that remain if an example is
-        truncated. They are EOS and whatever else the task appends.
+      keep_last: the numbers of tokens at the end of inputs and of targets that truncation never
+        removes. These tokens are EOS and anything else that the task appends.
       has_inputs: whether the examples have inputs.
       has_rows: whether the rows that evaluation needs were written.
       examples: the number of examples.
@@ -90,7 +90,7 @@ class PreparedInfo:
       files: the number of examples of each file, by file name and in stored order.
       checksum: the CRC-32 of the first record.
       targets: the number of targets to which each description applies, such as `HIDDEN`. Earlier
-        versions did not count them.
+        versions did not count targets.
       rows_digests: the SHA-256 of each file of rows, by the name of its file of tokens. Earlier
         versions did not write digests, and a file without a digest is not verified.
     """
@@ -143,7 +143,8 @@ class PreparedTasks:
     def find(self, task: str, split: str) -> PreparedInfo | None:
         """Returns the description of a prepared split.
 
-        It is `None` if the split is not prepared, or is prepared in another version of the format.
+        The result is `None` if the split is not prepared, or if it is prepared in another version
+        of the format.
 
         Raises:
           ValueError: if ``info.json`` is damaged.
@@ -230,7 +231,7 @@ def check_rates(mixture: str, rates: Mapping[str, float]) -> None:
 
 
 class RaggedTokens(NamedTuple):
-    """Sequences of token ids in one array. Sequence i is ``ids[ends[i]:ends[i + 1]]``.
+    """Several sequences of token ids in one array. Sequence i is ``ids[ends[i]:ends[i + 1]]``.
 
     Attributes:
       ids: the token ids of all sequences, one after another, int32 ``[tokens]``.
@@ -247,10 +248,10 @@ class RaggedTokens(NamedTuple):
         return cls(np.fromiter(itertools.chain.from_iterable(sequences), np.int32, ends[-1]), ends)
 
     def truncate(self, limit: int, *, keep_last: int) -> RaggedTokens:
-        """Returns the sequences, each truncated to at most `limit` tokens.
+        """Returns the sequences after truncating each of them to at most `limit` tokens.
 
-        The last `keep_last` tokens of a sequence always remain, and tokens before them are dropped.
-        This keeps EOS at the end.
+        The last `keep_last` tokens of a sequence always remain, and tokens before the last
+        `keep_last` are dropped. EOS therefore remains at the end.
         """
         before, after = self._offsets()
         keep_last = min(keep_last, limit)
@@ -262,7 +263,7 @@ class RaggedTokens(NamedTuple):
         return self._select((after > 0) | (self.ids != eos))
 
     def _offsets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns, for every token, how many tokens of its sequence are before it and after it.
+        """Returns how many tokens of the same sequence come before and after every token.
 
         Both arrays are int64 ``[tokens]``.
         """
@@ -313,7 +314,7 @@ class Chunk:
     def documents(self, eos: int) -> Chunk:
         """Returns the examples as documents for an objective.
 
-        They have no inputs, and their targets have no EOS.
+        Documents have no inputs, and their targets have no EOS.
         """
         return Chunk(RaggedTokens.of([()] * len(self)), self.targets.without_eos(eos))
 
@@ -353,8 +354,8 @@ class Chunk:
 class PreparedExamples:
     """The examples of a prepared split, which are read when they are needed.
 
-    They are read record by record. If there are at most `RESIDENT` examples, all records that were
-    read stay in memory. Otherwise only the last `KEPT_CHUNKS` records do.
+    The examples are read record by record. If there are at most `RESIDENT` examples, all records
+    that were read stay in memory. Otherwise, only the last `KEPT_CHUNKS` records stay in memory.
 
     Args:
       prepared: where the files are.
@@ -367,8 +368,8 @@ class PreparedExamples:
     Attributes:
       info: the description of the split.
       name: the name of the task and its split, for messages.
-      is_resident: whether all examples stay in memory. If not, it is faster to read the examples of
-        a record together.
+      is_resident: whether all examples stay in memory. If they do not, it is faster to read the
+        examples of a record together.
 
     Raises:
       ValueError: if the examples have inputs and the length of ``inputs`` is 0, or if they were
@@ -404,9 +405,9 @@ class PreparedExamples:
                 f"{self.name} is prepared for the lengths {info.lengths}. "
                 f"{prepared.remedy(info.task, '--renew', *options)}"
             )
-        # The index of the first example of every record.
+        # This list holds the index of the first example of every record.
         self._starts = [0]
-        # The file of every record, and the number of the record in it.
+        # This list holds the file of every record, and the number of the record in the file.
         self._locations: list[tuple[str, int]] = []
         for name, count in info.files.items():
             for number in range(-(-count // CHUNK)):
@@ -429,7 +430,7 @@ class PreparedExamples:
         return chunk[index - self._starts[number]]
 
     def rows(self, count: int | None = None) -> Iterator[dict[str, Any]]:
-        """Yields what evaluation needs of every row, in the form in which SeqIO gives it.
+        """Yields the features of every row that evaluation needs, in the same form as SeqIO.
 
         Args:
           count: the number of rows to read from the beginning, or `None` for all rows.
@@ -475,8 +476,8 @@ class PreparedExamples:
             chunk = chunk.truncate(self._lengths, keep_last=self.info.keep_last)
         self._chunks[number] = chunk
         if not self.is_resident and len(self._chunks) > KEPT_CHUNKS:
-            # Dictionaries keep the order of insertion, so this drops the record that was read
-            # first.
+            # A dictionary keeps the order of insertion. The first key therefore belongs to the
+            # record that was read first, and this record is dropped.
             del self._chunks[next(iter(self._chunks))]
         return chunk
 
@@ -487,7 +488,7 @@ class PreparedExamples:
         if name not in self._files:
             path = _on_disk(self._directory / name)
             records = -(-self.info.files[name] // CHUNK)
-            # The numbers in brackets are the range of records to read.
+            # In the path, the numbers in brackets are the range of records to read.
             self._files[name] = ArrayRecordDataSource([f"{path}[0:{records}]"])
         return self._files[name]
 
@@ -503,7 +504,7 @@ def _is_numeric(value: object) -> bool:
 
 
 def _on_disk(path: pathlib.Path) -> pathlib.Path:
-    """Returns the path of a file on a disk. A file in a bucket is copied first.
+    """Returns the path of a file on a local disk. A file in a bucket is copied first.
 
     ArrayRecord reads files only from disks.
     """
@@ -519,6 +520,6 @@ def _on_disk(path: pathlib.Path) -> pathlib.Path:
 def _copies() -> tempfile.TemporaryDirectory[str]:
     """Returns the directory for this process' copies of files in buckets.
 
-    It is removed when the process ends.
+    The directory is removed when the process ends.
     """
     return tempfile.TemporaryDirectory(prefix="synthesizer_jax_")

@@ -13,30 +13,30 @@ from synthesizer_jax.data.prepared import PreparedExamples
 from synthesizer_jax.data.task_streams import ExampleStream
 
 LONGEST_DOCUMENT = 65_536
-"""The maximum number of tokens that are read of a document per epoch.
+"""The maximum number of tokens of a document that are read per epoch.
 
-From a longer document, one chunk of this length is drawn in every epoch, as in T5. Chunks begin at
-multiples of the length.
+As in T5, one chunk with this number of tokens is drawn from a longer document in every epoch.
+Chunks begin at multiples of this number.
 """
 
-# The parts of a group's random numbers: chunks of long documents, the objectives of the segments,
-# and the noise of every segment.
+# A group has separate random numbers for the chunks of long documents, for the objectives of its
+# segments, and for the noise of every segment.
 _CHUNKS, _SPLIT, _FIRST_SEGMENT = 0, 1, 2
 
 
 class SegmentStream:
-    """A virtual shard's documents as examples of an objective, in another order in every epoch.
+    """Makes examples of an objective from a virtual shard's documents, reordered in every epoch.
 
-    Documents are read in the order of `ExampleStream`, and empty documents are dropped. From a long
-    document, a chunk is drawn. A group of documents (`SegmentObjective.documents`) is concatenated
-    without padding and then split into segments. This is what T5's `select_random_chunk`,
-    `reduce_concat_tokens` and `split_tokens` do. No group contains documents of two epochs. All
-    random numbers are a function of the seed and of the position of the group, so the noise is
-    different in every epoch.
+    Documents are read in the order of `ExampleStream`, and empty documents are dropped. If a
+    document is long, only a random chunk of it is read. A group of documents
+    (`SegmentObjective.documents`) is concatenated without padding and then split into segments.
+    T5's `select_random_chunk`, `reduce_concat_tokens` and `split_tokens` do the same. No group
+    contains documents of two epochs. All random numbers are a function of the seed and of the
+    position of the group, so the noise is different in every epoch.
 
     Args:
-      documents: all documents of a task. They have no inputs, and their targets are token ids
-        without EOS.
+      documents: all documents of a task. The documents have no inputs, and their targets are token
+        ids without EOS.
       objective: the objective that makes the examples.
       form: the lengths of the examples, and the vocabulary.
       shard: the index of the virtual shard, and the number of shards.
@@ -103,12 +103,14 @@ class SegmentStream:
     def _read_group(self) -> None:
         """Reads the next group of documents and splits it into segments.
 
-        For every segment, an objective is drawn by its rate. The objective determines the length.
+        For every segment, an objective is drawn by its rate. The objective determines the length of
+        the segment.
         """
         self._start, self._num_taken = self._source.position(), 0
         tokens = np.concatenate(self._read_documents())
-        # There are at most this many segments, because none except the last is shorter than the
-        # minimum.
+        # Only the last segment may be shorter than the shortest length of the objectives. The
+        # number of tokens divided by this length, rounded up, therefore bounds the number of
+        # segments.
         uniform = self._draws(_SPLIT).uniform(-(-len(tokens) // min(self._lengths)))
         choices = np.searchsorted(self._boundaries[:-1], uniform, side="right").tolist()
         self._segments, start = [], 0
@@ -119,12 +121,12 @@ class SegmentStream:
             start = stop
 
     def _read_documents(self) -> list[np.ndarray]:
-        """Returns the token ids of each document of the group. There is at least one document.
+        """Returns the token ids of each document of the group, which has at least one document.
 
-        All documents are of the same epoch.
+        All documents of the group belong to the same epoch.
         """
         draws = self._draws(_CHUNKS)
-        # All objectives of a mixture have the same documents and document_eos.
+        # All objectives of a mixture have the same values of `documents` and `document_eos`.
         first = self._objectives[0]
         group: list[np.ndarray] = []
         first_epoch = epoch = self._start[0]
@@ -132,7 +134,7 @@ class SegmentStream:
             before = self._source.position()
             tokens = next(self._source)[1]
             tokens = tokens[tokens != self._form.ids.padding]
-            # This document is the first one of the next epoch. It is put back for the next group.
+            # If this document is the first one of the next epoch, put it back for the next group.
             if group and self._source.position()[0] != epoch:
                 self._source.restore(before)
                 break
@@ -143,7 +145,7 @@ class SegmentStream:
                     tokens = np.append(tokens, self._form.ids.end)
                 group.append(tokens.astype(np.int32))
             elif not group and epoch > first_epoch + 1:
-                # A whole epoch has passed without a token, so this loop would never end.
+                # If a whole epoch has no tokens, this loop would never end.
                 raise ValueError(f"{self.name} contains no tokens. Check how it is read.")
         return group
 
@@ -154,7 +156,8 @@ def random_chunk(tokens: np.ndarray, draws: Draws, *, length: int) -> np.ndarray
     Chunks begin at multiples of `length`. A document with at most `length` tokens is returned
     whole.
     """
-    # No random number is drawn here, so a short document leaves the numbers of others unchanged.
+    # A short document draws no random number. It therefore does not change the numbers that later
+    # documents draw.
     if len(tokens) <= length:
         return tokens
     (chunk,) = draws.integers(1, low=0, high=-(-len(tokens) // length)).tolist()

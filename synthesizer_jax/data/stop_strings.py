@@ -12,34 +12,36 @@ from synthesizer_jax.data.vocabularies import Vocabulary
 def stop_table(vocabulary: Vocabulary, strings: Sequence[str], size: int) -> np.ndarray:
     """Returns the automaton that finds stop strings in the text of tokens.
 
-    This is the automaton of Aho and Corasick (1975). It reads the bytes of each token, so a string
-    may begin and end inside a token. State 0 is the beginning of the text. The last state means
-    that a string was found, and no token leaves it. Every other state stands for a prefix of a
-    string that the text ends with.
+    This is the automaton of Aho and Corasick (1975). The automaton reads the bytes of each token,
+    so a string may begin and end inside a token. State 0 is the beginning of the text. The last
+    state means that a string was found, and it is never left. In every other state, the text ends
+    with a prefix of a string, and each state stands for another prefix.
 
     Args:
       vocabulary: the vocabulary, which gives the bytes of each token.
-      strings: one or more strings. None of them is empty.
+      strings: one or more strings. No string may be empty.
       size: the number of token ids.
 
     Returns:
-      The next state by current state and token id, unsigned integers ``[states, size]``.
+      An array of unsigned integers ``[states, size]``, which gives the next state for every current
+      state and token id.
     """
     patterns = tuple(string.encode() for string in strings)
 
-    # The states between the first and the last one are the proper prefixes, including the empty
-    # one.
+    # Every state between the first and the last one stands for a proper prefix of a string. The
+    # empty prefix is included.
     prefixes = sorted({p[:i] for p in patterns for i in range(len(p))}, key=len)
     states = {prefix: i for i, prefix in enumerate(prefixes, 1)}
     found = len(prefixes) + 1
-    # The next state by state and byte. What the loop does not set means that a string was found.
+    # This array gives the next state for every state and byte. Entries that the loop does not set
+    # keep the state that means that a string was found.
     after_byte = np.full((found + 1, 256), found)
     for prefix, state in states.items():
         for byte in range(256):
             text = prefix + bytes([byte])
             if not text.endswith(patterns):
-                # The longest suffix of the text that is a prefix of a string. Suffixes come longest
-                # first.
+                # The next state is the longest suffix of the text that is a prefix of a string. The
+                # suffixes are therefore tried from the longest to the shortest.
                 suffixes = (text[i:] for i in range(len(text) + 1))
                 after_byte[state, byte] = next(states[x] for x in suffixes if x in states)
 
@@ -51,7 +53,7 @@ def stop_table(vocabulary: Vocabulary, strings: Sequence[str], size: int) -> np.
         lengths = np.array([len(piece) for piece in pieces])
         if first:
             table[0, lengths > 0] = states[b""]
-        # Read byte i of all tokens that are long enough, from all states at once.
+        # Follow byte i of all tokens that have this byte, from all states at once.
         for i in range(lengths.max()):
             longer = np.flatnonzero(lengths > i)
             byte_values = np.array([pieces[token][i] for token in longer])

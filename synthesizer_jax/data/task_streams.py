@@ -1,4 +1,4 @@
-"""Endless streams of the examples of one task for one virtual shard."""
+"""Defines endless streams of the examples of one task for one virtual shard."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from synthesizer_jax.data.prepared import PreparedExamples
 
 
 class ExampleStream:
-    """A virtual shard's examples of a task, in a different order in every epoch.
+    """An endless stream of a virtual shard's examples, in a different order in every epoch.
 
-    Shard s of V contains the examples s, s + V, s + 2V, …. Every epoch yields each of them once.
-    The first epoch reads the chunks in stored order and shuffles the examples within each chunk.
-    Training can therefore start before the whole split is read. Later epochs shuffle all examples
-    together. If the examples are not held in memory, later epochs read the chunks in random order
-    instead, and shuffle the examples within each chunk.
+    Shard s of V contains the examples s, s + V, s + 2V, …. Every epoch yields each of these
+    examples once. The first epoch reads the chunks in stored order and shuffles the examples within
+    each chunk. Training can therefore start before the whole split is read. Later epochs shuffle
+    all examples together. If the examples are not held in memory, later epochs read the chunks in
+    random order instead, and shuffle the examples within each chunk.
 
     The order is a function of the seed. The position consists of three numbers.
 
@@ -49,7 +49,7 @@ class ExampleStream:
 
     def __next__(self) -> Example:
         """Returns the next example."""
-        # A chunk may contain no example of this shard, so this can take several turns.
+        # The loop may run several times, because a chunk may contain no example of this shard.
         while self._num_taken == len(self._order):
             if self._reads_chunks and (self._chunk + 1) * CHUNK < len(self._examples):
                 self.restore([self._epoch, self._chunk + 1, 0])
@@ -67,8 +67,8 @@ class ExampleStream:
         self._epoch, self._chunk, self._num_taken = position
         start, stop = 0, len(self._examples)
         if self._reads_chunks:
-            # The number of the chunk in the files. In the first epoch, chunks are read in this
-            # order.
+            # The variable `stored` is the number of the chunk in the files. The first epoch reads
+            # the chunks in this order.
             stored = self._chunk
             if self._epoch and self._seed is not None:
                 count = -(-len(self._examples) // CHUNK)
@@ -76,7 +76,7 @@ class ExampleStream:
             start = stored * CHUNK
             stop = min(start + CHUNK, stop)
         index, num_shards = self._shard
-        # The indices of this shard's examples between `start` and `stop`.
+        # Find the indices of this shard's examples between `start` and `stop`.
         order = np.arange(start + (index - start) % num_shards, stop, num_shards)
         if self._seed is not None:
             bits = random_bits(self._seed, self._epoch, self._chunk, count=len(order))
@@ -91,7 +91,7 @@ class ExampleStream:
 
 @functools.lru_cache(maxsize=64)
 def _order_of_chunks(seed: int, epoch: int, count: int) -> np.ndarray:
-    """Returns the order in which the chunks are read in an epoch. It is the same for all shards."""
+    """Returns the order in which all shards read the chunks of the files in an epoch."""
     bits = random_bits(np.random.SeedSequence(seed), epoch, count=count)
     return np.argsort(bits, kind="stable")
 
@@ -103,5 +103,5 @@ def random_bits(seed: np.random.SeedSequence, *counters: int, count: int) -> np.
     """
     key = (*seed.spawn_key, *counters)
     child = np.random.SeedSequence(seed.entropy, spawn_key=key)
-    # The raw output of a bit generator never changes. The methods of `Generator` may change.
+    # NumPy guarantees the raw output of a bit generator. The methods of `Generator` may change.
     return np.random.Philox(child).random_raw(count)

@@ -1,8 +1,8 @@
 """Vocabularies, which convert between text and token ids, and the classes of encoders.
 
-A vocabulary consists of bytes or is read from a SentencePiece file. It is also a configuration, so
-it can be saved as JSON. Vocabularies encode and decode like SeqIO's, but need neither SeqIO nor
-TensorFlow.
+A vocabulary consists of bytes or is read from a SentencePiece file. A vocabulary is also a
+configuration, so it can be saved as JSON. Vocabularies encode and decode like SeqIO's, but need
+neither SeqIO nor TensorFlow.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ if TYPE_CHECKING:
 EXTRA_IDS = 100
 """The number of T5's sentinels.
 
-They are ``<extra_id_0>`` to ``<extra_id_99>`` and lie at the end of the vocabulary.
+The sentinels are ``<extra_id_0>`` to ``<extra_id_99>``. They are at the end of the vocabulary.
 """
 
 BPE_OF_BYTES = "BPE of bytes"
-"""The name of the normalizer in the file of a byte-level BPE, by which such a file is recognized.
+"""The name of the normalizer in the file of a byte-level BPE. It shows that the file is one.
 
-No piece contains this text, because pieces are written with ``▁`` instead of a space.
+No piece contains the name of this normalizer, because pieces are written with ``▁`` instead of a
+space.
 """
 
 PAD, EOS, UNKNOWN = 0, 1, 2
-"""T5's ids of padding, of the end of a text, and of unknown text."""
+"""T5's ids for padding, for the end of a text, and for unknown text."""
 
 LONGEST_TARGET = 1024
-"""The number of tokens, including EOS, that are read of a target before it becomes a class."""
+"""The maximum number of tokens of a target, including EOS, that are compared with the classes."""
 
 
 def utf8(text: str) -> bytes:
@@ -86,7 +87,7 @@ class Vocabulary(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of the ids before the first EOS. Ids out of range are unknown text."""
+        """Returns the text of the ids before the first EOS. Ids out of range give unknown text."""
 
     def token_bytes(self, size: int, *, first: bool) -> list[bytes]:
         """Returns the bytes that each id adds to a text.
@@ -112,7 +113,8 @@ class Vocabulary(abc.ABC):
     def check_ids(self, ids: SpecialIds) -> None:
         """Raises a `ValueError` if the special ids of a model do not fit this vocabulary.
 
-        The id of EOS must be the same, and the id of padding must not stand for text.
+        The model and the vocabulary must have the same EOS id. The model's padding id must not
+        stand for text.
         """
         if ids.end != self.eos_id:
             raise ValueError(
@@ -148,8 +150,8 @@ class Vocabulary(abc.ABC):
 class Bytes(Vocabulary):
     """A vocabulary of UTF-8 bytes, as in ByT5. It needs no file.
 
-    The ids are padding 0, EOS 1, unknown 2, then the 256 bytes, then the sentinels. Decoding omits
-    sentinels and invalid UTF-8.
+    Padding has the id 0, EOS has the id 1, and unknown text has the id 2. The 256 bytes come next,
+    and the sentinels come last. Decoding omits sentinels and invalid UTF-8.
 
     Attributes:
       extra_ids: the number of sentinels.
@@ -191,15 +193,15 @@ _FIRST_BYTE = 3
 class SentencePiece(Vocabulary):
     """A vocabulary in a SentencePiece model file, such as T5's ``spiece.model``.
 
-    The file is read when it is needed for the first time, or by `build`. In T5's file, padding has
-    the id 0, EOS 1 and unknown text 2.
+    The file is read when the vocabulary is used for the first time, or by `build`. In T5's file,
+    padding has the id 0, EOS 1 and unknown text 2.
 
     Attributes:
       path: the path of the file, on a disk or in a bucket (``gs://…``).
       extra_ids: the number of sentinels to add after the pieces of the file. Use 100 for T5's file
         of 32,000 pieces, and 0 for a file that contains its sentinels.
-      bos: whether inputs begin with the file's BOS, as for Gemma. Inputs then do not end with EOS,
-        except with a byte-level BPE.
+      bos: whether inputs begin with the file's BOS, as for Gemma. If `bos` is set, inputs do not
+        end with EOS, except with a byte-level BPE.
     """
 
     path: str
@@ -252,7 +254,7 @@ class SentencePiece(Vocabulary):
 
     @functools.cached_property
     def byte_level(self) -> ByteLevel | None:
-        """The `ByteLevel` of a byte-level BPE such as CodeT5's. It is `None` for other files."""
+        """The `ByteLevel` of a byte-level BPE such as CodeT5's, or `None` for other files."""
         if BPE_OF_BYTES.encode() not in self.contents():
             return None
         from synthesizer_jax.data.byte_level import ByteLevel
@@ -263,7 +265,7 @@ class SentencePiece(Vocabulary):
     def digest(self) -> str:
         """16 hexadecimal digits that identify what the vocabulary encodes.
 
-        They do not depend on the path of the file. If `bos` is set, ``b`` is appended.
+        The digits do not depend on the path of the file. If `bos` is set, ``b`` is appended.
         """
         return super().digest + ("b" if self.bos else "")
 
@@ -299,7 +301,7 @@ class SentencePiece(Vocabulary):
         processor = self.processor
 
         def convert(i: int) -> bytes:
-            """Returns the bytes of the piece with an id."""
+            """Returns the bytes that a token id stands for."""
             if i >= self.vocab_size:
                 i = self.unk_id
             piece = processor.IdToPiece(i)
@@ -357,7 +359,7 @@ def _load_processor(path: pathlib.Path, data: bytes, extra_ids: int) -> Sentence
             raise ValueError(
                 f"{path} contains sentinels already. Set vocabulary.extra_ids=0, or --extra-ids 0."
             )
-        # The sentinels count down, so that `<extra_id_0>` has the last id.
+        # The numbers of the sentinels count down, so that `<extra_id_0>` has the last id.
         for i in reversed(range(extra_ids)):
             kind = model.SentencePiece.USER_DEFINED
             model.pieces.add(piece=f"▁<extra_id_{i}>", score=0.0, type=kind)
@@ -397,9 +399,9 @@ def train_sentencepiece(
                 unk_id=UNKNOWN,
                 bos_id=-1,
                 character_coverage=1.0,
-                num_threads=1,  # so the result does not depend on the machine
+                num_threads=1,  # the result must not depend on the machine
                 minloglevel=2,
-                max_sentence_length=2**30,  # in bytes, because longer texts would be left out
+                max_sentence_length=2**30,  # number of bytes; longer texts would be left out
             )
         except RuntimeError as error:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""Prepares data: it imports and generates data sets, and writes the tokens that runs read."""
+"""Imports and generates data sets, and writes the tokens that training runs read."""

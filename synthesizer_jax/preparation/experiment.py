@@ -1,4 +1,4 @@
-"""Prepares the data that an experiment reads, from Python."""
+"""Prepares the data of an experiment from Python."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from synthesizer_jax.training.run_directory import find_vocabulary
 def prepare_data(experiment: Experiment, data_dir: pathlib.Path | None = None) -> None:
     """Prepares the data that `training.run.run` reads, if it is missing or outdated.
 
-    It runs in this process, which knows the tasks that have been added here, and it imports
-    TensorFlow. The command ``synthesizer-jax data prepare`` does the same in another process.
+    The function runs in this process, so it knows the tasks that were added in this process. It
+    imports TensorFlow. The command ``synthesizer-jax data prepare`` does the same in another
+    process.
 
     Args:
       experiment: the experiment that is going to run.
-      data_dir: the directory of the data sets. By default, it is
-        `task_registry.default_data_dir()`.
+      data_dir: the directory of the data sets. The default is `task_registry.default_data_dir()`.
 
     Raises:
       FileNotFoundError: if no task of the mixture has the splits.

@@ -1,4 +1,4 @@
-"""Imports files of users as tasks. The module `tasks.task_registry` describes what is written."""
+"""Imports users' files as tasks. The module `tasks.task_registry` describes the written files."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Template:
 
     def __init__(self, text: str):
         self.text = text
-        # The parts with odd indices are the names of fields, because `split` keeps what its group
-        # matches.
+        # The method `split` also returns the text that the group of its pattern matches. The parts
+        # with odd indices are therefore the names of fields.
         self._parts = re.split(r"\{([^{}]+)\}", text)
         brace = re.search("[{}]", "".join(self._parts[::2]))
         if brace:
@@ -61,11 +61,11 @@ class Template:
 
     @property
     def fields(self) -> list[str]:
-        """The names of the fields, in their order."""
+        """The names of the fields, in the order in which the template contains them."""
         return self._parts[1::2]
 
     def __call__(self, row: Row) -> str:
-        """Returns the text for a row. It is empty if all fields of the row are blank.
+        """Returns the text for a row, which is empty if all fields of the row are blank.
 
         Raises:
           ValueError: if the row lacks a field, or if a field is not a text or number.
@@ -73,7 +73,8 @@ class Template:
         values = [_field_text(row, field) for field in self.fields]
         if values and all(map(is_blank, values)):
             return ""
-        # There is one more part than there are values.
+        # The parts are the texts around the values, so their number is one more than the number of
+        # values.
         pairs = itertools.zip_longest(self._parts[::2], values, fillvalue="")
         return "".join(itertools.chain.from_iterable(pairs))
 
@@ -100,10 +101,10 @@ def _field_text(row: Row, field: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FileTask:
-    """A task that is made of files of users.
+    """A task that is made from users' files.
 
     Attributes:
-      name: the name of the task. It consists of lower-case letters, digits and ``_``.
+      name: the name of the task. The name consists of lower-case letters, digits and ``_``.
       inputs: a function that makes the input of a row. `None` means that the task has only targets.
       targets: a function that makes the target of a row. `None` means that all targets are hidden.
       metrics: names of metrics in `METRICS`.
@@ -161,7 +162,7 @@ class FileTask:
         return any(METRICS[name][1] == "numbers" for name in self.metrics)
 
     def texts(self, row: Row) -> tuple[str, str]:
-        """Returns the input and the target of a row. The input is empty if the task has no inputs.
+        """Returns the input and target of a row. The input is empty if the task has no inputs.
 
         Raises:
           ValueError: if a field is missing, or if the target is not allowed.
@@ -206,14 +207,14 @@ def import_files(
       splits: the files of each split.
       data_dir: a TFDS data directory.
       renew: whether to replace an imported task of the same name. Otherwise, the splits are added
-        to that task.
+        to the existing task.
 
     Returns:
       A report for every split.
 
     Raises:
-      ValueError: if a row is broken, if a split is empty or exists already, or if the name is that
-        of a task of this package.
+      ValueError: if a row is broken, if a split is empty or exists already, or if a task of this
+        package has the same name.
     """
     same_name = task_registry.TASKS.get(task.name)
     if same_name is not None and not same_name.dataset.startswith(f"{IMPORTED}/"):
@@ -243,8 +244,8 @@ def import_files(
             "metrics": list(task.metrics),
             "words": list(dict.fromkeys(task.labels.values())),
             "has_inputs": task.inputs is not None,
-            # Splits that are added later must have the same inputs. `staging` compares the
-            # definitions.
+            # Splits that are added later must have the same inputs. The context manager `staging`
+            # therefore compares the definitions of the tasks.
             "inputs": getattr(task.inputs, "text", None),
         }
         write_atomic(directory / DEFINITION_FILE, json.dumps(definition, indent=1) + "\n")
@@ -258,7 +259,7 @@ def _format_row(task: FileTask, report: SplitReport, row: Row) -> Row:
     """Returns the input and the target of a row of the task, and counts its label.
 
     Raises:
-      ValueError: if the target is missing in a split that must have it.
+      ValueError: if the target is missing in a split that must have targets.
     """
     inputs, target = task.texts(row)
     if task.inputs is None and not target:

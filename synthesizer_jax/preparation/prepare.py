@@ -1,4 +1,4 @@
-"""Prepares tasks: reads and tokenizes every example of a split once, and writes the tokens.
+"""Prepares tasks by reading and tokenizing every example of a split and writing the tokens.
 
 Large splits are written shard by shard. After an interruption, complete shards are not written
 again.
@@ -56,7 +56,7 @@ with epy.lazy_imports():
     from array_record.python import array_record_module
 
 ONE_SHARD = 1_000_000
-"""The largest number of rows of a split that is written as a single shard."""
+"""The largest number of rows that a split can have to be written as a single shard."""
 
 
 def prepare(
@@ -78,17 +78,18 @@ def prepare(
     Args:
       mixture: the name of a mixture or task.
       prepared: the data directory and the vocabulary.
-      training_splits: the splits for training. Their tokens are written.
-      evaluation_splits: the splits for evaluation. In addition to their tokens, everything that
-        metrics need is written.
-      lengths: the lengths of inputs and targets of rows. Only tasks whose steps depend on them need
-        them.
-      epochs: how often the rows are read. Each time, the random steps of the task draw other
-        numbers. By default, it is the number for which the split is already prepared, or 1.
+      training_splits: the splits for training. Only the tokens of these splits are written.
+      evaluation_splits: the splits for evaluation. For these splits, the tokens and everything that
+        metrics need are written.
+      lengths: the lengths of inputs and targets of rows. They are needed only for tasks whose
+        preprocessing depends on the lengths.
+      epochs: how many times the rows are read. In each epoch, the random steps of the task draw
+        other numbers. The default is the number of epochs for which the split is already prepared,
+        or 1.
       only: the names of tasks to which the preparation is limited (see `requested_splits`).
       workers: the number of processes that write shards.
       renew: whether to write splits again that are already prepared.
-      setup: a function that each of these processes calls first, for example to import tasks.
+      setup: a function that each worker process calls first, for example to import tasks.
       log: a function that receives a line for every split.
 
     Raises:
@@ -96,7 +97,8 @@ def prepare(
       OSError: if the disk is full.
       ValueError: if a data set is damaged, or if a task needs `lengths`.
     """
-    # The data sets of these mixtures are generated. All other data sets were imported before.
+    # The data sets of the synthetic mixtures are generated. All other data sets must already be
+    # imported.
     if mixture in MIXTURES:
         synthetic.write(prepared.data_dir, MIXTURES[mixture])
     rates = task_registry.mixture_rates(mixture, prepared.data_dir)
@@ -133,16 +135,16 @@ def prepare(
 
 @dataclasses.dataclass(frozen=True)
 class _ShardJob:
-    """What a process needs to know in order to write one shard.
+    """The information that a process needs to write one shard.
 
     Attributes:
       request: the split.
       prepared: the data directory and the vocabulary.
       options: arguments of `read_task`.
-      targets_length: the maximum length of targets in rows. It is `None` if it is not known, or if
-        the task consists of texts.
-      key: identifies everything on which the contents of the shard depend. An existing shard is
-        kept only if its key is equal.
+      targets_length: the maximum length of targets in rows. `None` means that the length is not
+        known, or that the task consists of texts.
+      key: a string that identifies everything on which the contents of the shard depend. An
+        existing shard is kept only if it has the same key.
     """
 
     request: SplitRequest
@@ -154,7 +156,7 @@ class _ShardJob:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What was written of a shard.
+    """A description of a shard that was written.
 
     Attributes:
       key: see `_ShardJob`.
@@ -185,8 +187,8 @@ def _prepare_split(
 ) -> PreparedInfo:
     """Writes all shards of a split and then ``info.json``, and removes the previous files.
 
-    The new files have other names than existing files, which are removed only at the end. Therefore
-    ``info.json`` always describes complete files.
+    The names of new files differ from the names of existing files, which are removed only at the
+    end. The file ``info.json`` therefore always describes complete files.
     """
     task = task_registry.find_task(request.task)
     before = prepared.find(request.task, request.split)
@@ -204,7 +206,7 @@ def _prepare_split(
             "--inputs-length and --targets-length."
         )
 
-    # A small split is one shard per epoch. A large one has as many shards as it has files.
+    # A small split has one shard per epoch. A large split has one shard per file and epoch.
     source = task.source_version(request.split, prepared.data_dir)
     num_rows = task.stored_splits(prepared.data_dir).get(request.split)
     is_large = num_rows is None or num_rows > ONE_SHARD
@@ -215,7 +217,7 @@ def _prepare_split(
     if old_names & set(names):
         names = [name.replace("tokens", "tokens-b") for name in names]
 
-    # A random part makes the key of every renewal different, so that no shard is kept.
+    # With `renew`, the key contains random digits, so that no existing shard is kept.
     salt = renew and secrets.token_hex(4)
     key = json.dumps([source, fixed_lengths, epochs, request.rows, FORMAT, salt])
     options = {"with_rows": request.rows, "lengths": fixed_lengths}
@@ -284,7 +286,7 @@ def _write_shards(
 def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
     """Writes a shard, unless it already exists and is complete.
 
-    A file ``.json`` beside the shard is written last. It says that the shard is complete.
+    A file ``.json`` beside the shard is written last. This file shows that the shard is complete.
     """
     done = path.with_suffix(".json")
     if done.is_file():
@@ -303,7 +305,7 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
         else:
             chunks = (chunk for chunk, _ in batches)
 
-        # The counts are complete when all chunks have been written.
+        # The counter is complete when `write_chunks` has consumed all chunks.
         counts = collections.Counter[str]()
         shard = write_chunks(_count_targets(chunks, job, task, counts), path, key=job.key)
         digest = None
@@ -315,14 +317,15 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
 
 
 def _write_rows(batches: Iterator[Batch], job: _ShardJob, path: pathlib.Path) -> Iterator[Chunk]:
-    """Yields the tokens of rows, and writes everything else of the rows to a file."""
+    """Yields the tokens of rows, and writes all other features of the rows to a file."""
     with open_atomic(path) as file:
         for tokens, rows in batches:
             for i, row in enumerate(rows):
                 texts = {
                     f"{side}_pretokenized": job.prepared.vocabulary.decode(ids)
                     for side, ids in zip(SIDES, tokens[i], strict=True)
-                    # SeqIO tasks may give only tokens, so their texts are decoded.
+                    # Rows of SeqIO tasks may have only tokens. In this case, decode the texts from
+                    # the tokens.
                     if f"{side}_pretokenized" not in row
                 }
                 file.write(msgpack.packb(texts | row, default=lambda value: value.tolist()))
@@ -334,12 +337,14 @@ def _count_targets(
 ) -> Iterator[Chunk]:
     """Yields the chunks unchanged, and counts targets that a user should know about.
 
-    They are targets that are truncated, hidden, or hold text that the vocabulary does not cover.
+    The function counts targets that are truncated, targets that are hidden, and targets with text
+    that the vocabulary does not cover.
     """
     vocabulary = job.prepared.vocabulary
     limit = job.targets_length
     sentinel = [vocabulary.vocab_size - 1] if task.sentinel else []
-    # All token ids of a hidden target: empty or unknown text, with or without EOS.
+    # A hidden target consists of the token ids of an empty text or of `UNKNOWN`, with or without
+    # EOS.
     texts: list[list[int]] = [[], vocabulary.encode(UNKNOWN)]
     hidden = {(*text, *sentinel, *end) for text in texts for end in ((), (vocabulary.eos_id,))}
     longest_hidden = max(map(len, hidden))
@@ -348,11 +353,11 @@ def _count_targets(
         lengths = np.diff(ends)
         if limit is not None:
             counts[f"are cut at {limit} tokens"] += int((lengths > limit).sum())
-        # Only short targets can be hidden, so only these few are compared.
+        # Only short targets can be hidden, so only short targets are compared.
         short = np.flatnonzero(lengths <= longest_hidden).tolist()
         counts[HIDDEN] += sum(tuple(chunk[i][1].tolist()) in hidden for i in short)
-        # The number of unknown tokens before each end. Its differences are the numbers in each
-        # target.
+        # The array `unknown` holds the number of unknown tokens before the end of each target. The
+        # differences of its entries are the numbers of unknown tokens in each target.
         unknown = np.append(0, np.cumsum(ids == vocabulary.unk_id))[ends]
         counts["hold unknown pieces"] += int(np.count_nonzero(np.diff(unknown)))
         yield chunk
@@ -378,7 +383,7 @@ def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Sh
             for chunk in chunks:
                 record = chunk.to_bytes()
                 writer.write(record)
-                # The checksum is that of the first record.
+                # The checksum of a shard is the checksum of its first record.
                 if not examples:
                     checksum = zlib.crc32(record)
                 examples += len(chunk)
@@ -397,9 +402,9 @@ def _truncation(task: Task, vocabulary: Vocabulary) -> tuple[bool, dict[str, int
     """Returns whether a task must know the lengths of rows, and how it truncates examples.
 
     Returns:
-      Whether a step of the task depends on the lengths of rows in another way than by truncating
-      them. And the numbers of tokens at the end of inputs and of targets that remain if an example
-      is truncated.
+      Two values. The first one says whether a step of the task depends on the lengths of rows in
+      another way than by truncating. The second one holds the numbers of tokens at the end of
+      inputs and of targets that truncation never removes.
     """
     if not isinstance(task, RegisteredTask):
         after = {"inputs": len(vocabulary.around_inputs[1]), "targets": 1}
@@ -413,7 +418,7 @@ def _truncation(task: Task, vocabulary: Vocabulary) -> tuple[bool, dict[str, int
         if step not in truncating
     )
 
-    # Only this step puts EOS after truncating, so EOS remains.
+    # Only the step `append_eos_after_trim` appends EOS after truncating, so that EOS remains.
     features = task.original.output_features
     keeps_eos = steps[-1:] == [append_eos_after_trim]
     kept = {side: int(keeps_eos and side in features and features[side].add_eos) for side in SIDES}

@@ -1,4 +1,4 @@
-"""Reads and tokenizes the rows of tasks, both tasks on TFDS data sets and SeqIO's tasks."""
+"""Reads and tokenizes the rows of tasks on TFDS data sets and of SeqIO's tasks."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ def read_task(
     seed: int = 0,
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
-    """Yields the rows of a split, or of one shard of it, in stored order.
+    """Yields the rows of a split, or the rows of one of its shards, in stored order.
 
     Args:
-      task: the task. SeqIO reads the tasks of its registry.
+      task: the task. SeqIO reads the tasks that are in SeqIO's registry.
       split: the name of the split.
       prepared: the data directory and the vocabulary.
-      with_rows: whether other features than the tokens are needed. If not, they may be missing.
+      with_rows: whether other features than the tokens are needed. If they are not needed, they may
+        be missing.
       lengths: the lengths of inputs and targets, for tasks whose steps depend on them.
       seed: the seed of the random steps of the task.
       shard: the index of the shard, and the number of shards.
@@ -61,7 +62,7 @@ def read_task(
         with seqio.map_seed_manager(seed):
             texts = _read_texts(task, split, prepared.data_dir, shard)
         return to_batches(encode(texts, task, prepared.vocabulary))
-    # Read the files in their order, one after another.
+    # Read the files one after another in their order.
     seqio.set_tfds_read_config_override(
         tfds.ReadConfig(try_autocache=False, interleave_cycle_length=1)
     )
@@ -73,7 +74,7 @@ def read_task(
         shard_info=None if shard[1] == 1 else seqio.ShardInfo(*shard),
         try_in_mem_cache=False,
     )
-    # Rows are gathered one by one, so the ranks of features need not be known.
+    # Gather the rows one by one, which works without knowing the ranks of features.
     if with_rows:
         return _gather(rows.as_numpy_iterator())
     tokens = rows.map(lambda row: {side: row[side] for side in SIDES if side in row})
@@ -81,7 +82,7 @@ def read_task(
 
 
 def num_files(task: Task, split: str, prepared: PreparedTasks) -> int:
-    """Returns the number of files of a split. A large split is written in this number of shards."""
+    """Returns the number of files of a split, which is the number of shards of a large split."""
     if isinstance(task, RegisteredTask):
         return len(task.to_seqio(prepared.vocabulary, prepared.data_dir).source.list_shards(split))
     return len(list(_directory(task, prepared.data_dir).glob(f"*-{split}.*-of-*")))
@@ -108,7 +109,7 @@ def _read_texts(
     files = list(map(str, info.splits[split].filepaths))[index::num_shards]
     read_file = file_adapters.ADAPTER_FOR_FORMAT[info.file_format].make_tf_data
     records = tf.data.Dataset.from_tensor_slices(files).flat_map(read_file)
-    # If a file has lost rows, reading fails at the end.
+    # This check raises an error at the end if a file has lost rows.
     counts = info.splits[split].shard_lengths[index::num_shards]
     records = records.apply(tf.data.experimental.assert_cardinality(sum(counts)))
 
@@ -146,18 +147,20 @@ def encode(texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary) -> tf.dat
     if "targets" not in texts.element_spec:
         raise ValueError(f"The rows of the task {task.name!r} have no targets.")
     theirs = seqio_vocabulary(vocabulary)
-    # In T5's sentinel format, inputs end with the first sentinel, and targets begin with it.
+    # In T5's sentinel format, inputs end with the first sentinel, and targets begin with the first
+    # sentinel.
     sentinel = [vocabulary.vocab_size - 1] if task.sentinel else []
     first, last = vocabulary.around_inputs
-    # The ids before and after the ids of a text.
+    # These are the ids that are put before and after the ids of a text.
     around = {"inputs": (first, [*sentinel, *last]), "targets": (sentinel, [vocabulary.eos_id])}
 
     def encode_side(texts: tf.Tensor, side: str) -> tf.RaggedTensor:
-        """Returns the ids of texts, including the ids before and after them."""
+        """Returns the ids of texts, including the ids that are put before and after every text."""
         if isinstance(vocabulary, SentencePiece):
             ids = theirs.encode_tf(texts)
         else:
-            # Every byte has one id, so all texts are encoded at once and divided by their lengths.
+            # Every byte has one id. All texts are therefore encoded at once, and the ids are
+            # divided by the lengths of the texts.
             joined = theirs.encode_tf(tf.strings.reduce_join(texts))
             ids = tf.RaggedTensor.from_row_lengths(joined, tf.strings.length(texts))
         first, last = (
@@ -183,7 +186,7 @@ def to_batches(rows: tf.data.Dataset) -> Iterator[Batch]:
         tokens = [RaggedTokens(side.values.numpy(), side.row_splits.numpy()) for side in sides]
         count = len(tokens[-1].ends) - 1
         if len(tokens) == 1:
-            # Rows without inputs get empty ones.
+            # If rows have no inputs, add empty inputs.
             tokens.insert(0, RaggedTokens.of([()] * count))
         chunk = Chunk(*tokens)
         columns = tf.nest.map_structure(lambda column: column.numpy(), batch)
@@ -191,7 +194,7 @@ def to_batches(rows: tf.data.Dataset) -> Iterator[Batch]:
 
 
 def _gather(rows: Iterator[dict[str, Any]]) -> Iterator[Batch]:
-    """Yields single rows in batches."""
+    """Yields batches that are gathered from single rows."""
     while batch := list(itertools.islice(rows, CHUNK)):
         tokens = [[row.pop(side, ()) for row in batch] for side in SIDES]
         yield Chunk(*map(RaggedTokens.of, tokens)), batch
@@ -216,7 +219,7 @@ def reading_errors(what: str) -> Iterator[None]:
     except (tf.errors.OpError, json_format.Error, *builtin_errors) as error:
         text = getattr(error, "message", None) or str(error)
         reason = " ".join(re.sub(r"\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*", "", text).split())[:200]
-        # The functions of a user's task may look up something that the rows do not have.
+        # A user's function may look up a feature that the rows do not have.
         own = ""
         if isinstance(error, LookupError):
             own = " Correct the functions of the task, if it is yours."
@@ -231,13 +234,14 @@ def import_tensorflow() -> None:
 
     TensorFlow would otherwise take the accelerators' memory from JAX.
     """
-    # JAX sets the same default for its own messages, so this level is restored at the end.
+    # JAX sets the same default of this variable for its own messages, so the value is restored at
+    # the end.
     level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3" if level == "1" else level
     with _silent_stderr():
         # This also imports TensorFlow Text, which prints the messages again.
         importlib.import_module("seqio")
-        # TensorFlow may be initialized already. The caller's devices then remain.
+        # If TensorFlow is already initialized, the devices that the caller has chosen remain.
         with contextlib.suppress(RuntimeError):
             tf.config.set_visible_devices([], "GPU")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = level
@@ -247,7 +251,7 @@ def import_tensorflow() -> None:
 def _silent_stderr() -> Iterator[None]:
     """Context manager that discards what C++ code prints while it is imported.
 
-    The level of its messages cannot be set before the import.
+    Before the import, the level of these messages cannot be set.
     """
     sys.stderr.flush()
     stderr = os.dup(2)

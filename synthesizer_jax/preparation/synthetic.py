@@ -30,31 +30,31 @@ with epy.lazy_imports():
     import tensorflow_datasets as tfds
 
 VERSION = "1.0.0"
-"""The version of the data sets. It must change if the grammars generate other rows."""
+"""The version of the data sets, which must change if the grammars generate other rows."""
 
 NOISE = 0.02
 """The share of labels that are wrong, both in training and in held-out rows."""
 SIZES: Mapping[str, int] = {"train": 12000, "validation": 600}
 """The number of rows of each split of a task."""
 HELD_OUT = 8
-"""One of this many combinations of words is held out."""
+"""The share of held-out combinations of words is one in `HELD_OUT`."""
 
 VOCABULARY_TEXTS = 2000
-"""The number of training rows of each task from which the vocabulary is trained."""
+"""The number of training rows of each task that are used to train the vocabulary."""
 
 NUM_LABELS = {**dict.fromkeys(DEFINITIONS, 2), "mnli": 3, "stsb": 0}
 """The number of labels of each configuration. All labels of a task are equally frequent.
 
-It is 0 if the label is a number.
+The value is 0 if the label is a floating-point number.
 """
 
 
 def examples(config: str, split: str, *, seed: int = 0) -> Iterator[grammar.Row]:
-    """Yields all rows of one split. They are the same for the same seed on every machine.
+    """Yields all rows of one split. The same seed gives the same rows on every machine.
 
-    No row is in both splits, because training rows and held-out rows have different combinations of
-    words. No two rows of a split have the same text. All labels are equally frequent, except that
-    the training rows of WSC have only the label 1, as in T5.
+    No row is in both splits, because the combinations of words in training rows and in held-out
+    rows are different. No two rows of a split have the same text. All labels are equally frequent,
+    except that the training rows of WSC have only the label 1, as in T5.
 
     Args:
       config: the configuration, which is also the name of the function in `synthetic_grammar`.
@@ -64,7 +64,7 @@ def examples(config: str, split: str, *, seed: int = 0) -> Iterator[grammar.Row]
     draw_row = getattr(grammar, config)
     size, num_labels = SIZES[split], NUM_LABELS[config]
     only_positive = config == "wsc" and split == "train"
-    # The largest number of rows with the same label.
+    # Limit the number of rows with the same label.
     limit = size if only_positive or not num_labels else -(-size // num_labels)
     draw = grammar.Draw(f"{seed} {config} {split}", noise=NOISE)
     seen: set[tuple[object, ...]] = set()
@@ -73,7 +73,7 @@ def examples(config: str, split: str, *, seed: int = 0) -> Iterator[grammar.Row]
         row, combination = draw_row(draw)
         label = row["label"]
         text = tuple(value for name, value in row.items() if name != "label")
-        # A checksum decides, because Python's `hash` of a string differs between processes.
+        # Use a checksum, because Python's `hash` of a string differs between processes.
         is_held_out = zlib.crc32(" ".join(combination).encode()) % HELD_OUT == 0
         unwanted = (only_positive and not label) or (num_labels and counts[label] >= limit)
         if is_held_out != (split == "validation") or unwanted or text in seen:
@@ -98,7 +98,7 @@ def training_texts() -> Iterator[str]:
 
 
 def as_text(task: Task, row: grammar.Row) -> tuple[str, str]:
-    """Returns the input and the target of a row, as the task's preprocessor makes them."""
+    """Returns the input and the target that the task's preprocessor makes of a row."""
     if task.label_words is None:
         words = row["text"].split(" ")
         words[row["span2_index"]] = f"*{row['span2_text']}*"
@@ -113,13 +113,13 @@ def as_text(task: Task, row: grammar.Row) -> tuple[str, str]:
 
 
 def is_written(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) -> bool:
-    """Returns whether the data sets of tasks exist in a directory."""
+    """Returns whether the data sets of all given tasks exist in a directory."""
     data_sets = [data_dir / task.dataset for task in DEFINITIONS.values() if task.name in names]
     return all((path / VERSION / "dataset_info.json").is_file() for path in data_sets)
 
 
 def write(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) -> None:
-    """Writes the data sets of tasks and their vocabulary, and keeps those that exist.
+    """Writes the data sets and the vocabulary of tasks, unless they already exist.
 
     Args:
       data_dir: a TFDS data directory.
@@ -128,7 +128,7 @@ def write(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) ->
     train_vocabulary(data_dir)
     for config, task in DEFINITIONS.items():
         if task.name in names and not is_written(data_dir, [task.name]):
-            # TFDS would keep a damaged data set.
+            # Remove a damaged data set, because TFDS would keep it.
             shutil.rmtree(data_dir / task.dataset, ignore_errors=True)
             splits = {split: functools.partial(examples, config, split) for split in SIZES}
             imitated = task_registry.TASKS[IMITATED[config][0]].dataset

@@ -1,8 +1,8 @@
-"""The grammars of the synthetic tasks, which are small parts of English.
+"""Defines the grammars of the synthetic tasks, which are small parts of English.
 
-For each task, there is a function with the name of the task's configuration. It draws a row and
-returns it with some of its words. The combination of these words decides whether the row is used
-for training or held out.
+Each task has a function with the name of the task's configuration. The function draws a row, and
+returns the row and some words of the row. The combination of these words decides whether the row is
+used for training or held out.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from synthesizer_jax.base.registry import JSON
 T = TypeVar("T")
 
 Row: TypeAlias = dict[str, JSON]
-"""The features of a row by name."""
+"""A mapping from the names of features to the features of a row."""
 Example: TypeAlias = tuple[Row, tuple[str, ...]]
-"""A row, and the words whose combination decides whether it is a training or a held-out row."""
+"""A row, and words of it. Their combination decides whether the row is held out."""
 
 
 class Draw:
     """Random choices that are the same on every machine.
 
-    They use only `random.Random.random`, whose sequence Python guarantees.
+    The class uses only `random.Random.random`, because Python guarantees its sequence.
 
     Args:
       seed: the seed.
@@ -79,7 +79,7 @@ KIND_OF = {
     **dict.fromkeys(_words("house church school hotel"), "building"),
     **dict.fromkeys(_words("guitar piano drum flute"), "instrument"),
 }
-"""The kind of every noun."""
+"""A mapping from every noun to the kind of thing that it names."""
 NOUNS = tuple(KIND_OF)
 _STATES = (
     "clean/dirty wet/dry warm/cold safe/unsafe big/small quiet/noisy hidden/visible famous/unknown"
@@ -87,9 +87,9 @@ _STATES = (
 STATES = tuple((pair.partition("/")[0], pair.partition("/")[2]) for pair in _words(_STATES))
 """Pairs of opposite states."""
 PAIR_OF = {state: pair for pair in STATES for state in pair}
-"""The pair to which each state belongs."""
+"""A mapping from each state to the pair of opposites to which it belongs."""
 OPPOSITE = {state: pair[1 - pair.index(state)] for state, pair in PAIR_OF.items()}
-"""The opposite of each state."""
+"""A mapping from each state to its opposite."""
 
 
 def _sentence(text: str) -> str:
@@ -121,7 +121,7 @@ def cola(draw: Draw) -> Example:
     label, number = draw.below(2), draw.below(2)
     fault = "" if label else draw.one(_words("agreement agreement determiner order article"))
     noun, verb = draw.one(PERSONS_AND_ANIMALS), draw.one(ACTIONS)
-    # The determiner shows the number of the noun, except for "The".
+    # Every determiner except "The" shows whether the noun is singular or plural.
     shows_number = fault == "determiner" or draw.chance(0.6)
     shown_number = 1 - number if fault == "determiner" else number
     determiner = draw.one(DETERMINERS[shown_number]) if shows_number else "The"
@@ -158,14 +158,14 @@ REACTIONS = (
     ("{} was happy", "{} was sad"),
     ("{} stayed for hours", "{} left the room"),
 )
-"""Pairs of what people do if something is good and if it is not."""
+"""Pairs of what people do if something is good and what they do if it is bad."""
 
 
 def sst2(draw: Draw) -> Example:
     """Draws a row like SST-2's, in which one or two opinions are positive or negative.
 
-    If there are two opinions, the second one determines the label. Rows are held out by their
-    combination of the last adjective and its noun.
+    If a sentence has two opinions, the second opinion determines the label. Rows are held out by
+    their combination of the last adjective and its noun.
     """
     label = draw.below(2)
     first, second = draw.two(ASPECTS)
@@ -200,7 +200,7 @@ def _opinion(draw: Draw, positive: int, aspect: str) -> tuple[str, tuple[str, st
 
 
 class _Scene(NamedTuple):
-    """A sentence about something at a place that is in some state."""
+    """A sentence about a thing at a place, and about the state of this thing."""
 
     noun: str
     place: str
@@ -267,7 +267,7 @@ def mnli(draw: Draw) -> Example:
 
 
 def _said(draw: Draw, state: str) -> str:
-    """Returns a state, or sometimes the denial of its opposite."""
+    """Returns a state, or sometimes "not" and the opposite state."""
     return f"not {OPPOSITE[state]}" if draw.chance(0.15) else state
 
 
@@ -320,7 +320,8 @@ def boolq(draw: Draw) -> Example:
     """Draws a row like BoolQ's, in which the answer to a question is in a passage.
 
     For example, after ``The dog is wet. The car is dirty.``, the answer to ``is the car clean`` is
-    False. Rows are held out by their combination of the subject and what is asked about it.
+    False. Rows are held out by their combination of the subject and the property that the question
+    is about.
     """
     label, asked = draw.below(2), draw.below(2)
     if draw.chance(0.3):
@@ -351,7 +352,7 @@ EVENTS = (
 Opinions as in SST-2 are causes too, and `REACTIONS` are effects.
 """
 MATTERS = ("race", "exam", "news", "ring")
-"""What each of `EVENTS` is about."""
+"""The subject matter of each of the `EVENTS`."""
 
 
 def copa(draw: Draw) -> Example:
@@ -371,7 +372,8 @@ def copa(draw: Draw) -> Example:
         right = _happening(draw, question, outcome)
         wrong = _happening(draw, question, 1 - outcome)
         if draw.chance(0.1):
-            # A choice with the same outcome that is a cause instead of an effect, or vice versa.
+            # The wrong choice may also have the right outcome, but be a cause if the question asks
+            # for an effect, or an effect if the question asks for a cause.
             wrong = _happening(draw, 1 - question, outcome)
             while wrong == told:
                 wrong = _happening(draw, 1 - question, outcome)
@@ -421,7 +423,7 @@ REASONS = (
     ("needed help", "wanted advice", "felt alone", "was grateful"),
     ("had helped", "worked hard", "gave advice", "was brave"),
 )
-"""Reasons of the person who does something, and reasons of the other person."""
+"""Reasons of the person who acts, and reasons of the other person."""
 
 
 def wsc(draw: Draw) -> Example:
@@ -441,7 +443,7 @@ def wsc(draw: Draw) -> Example:
     verb = draw.one(("thanked", "called", "visited", "praised", "met", "paid"))
     start = _sentence(f"{persons[0]} {verb} {persons[1]} because")[:-1]
     pronoun = ("he", "she")[gender]
-    # The index of the person that the candidate names.
+    # Draw the index of the person that the candidate names.
     named = referent if label else 1 - referent
     row = {
         "text": f"{start} {pronoun} {reason}.",

@@ -24,7 +24,7 @@ def read_rows(
     data_dir: pathlib.Path,
     count: int | None = None,
 ) -> Iterator[Example]:
-    """Yields the preprocessed rows of a task in stored order, which are not truncated.
+    """Yields the preprocessed rows of a task in stored order, without truncating them.
 
     Args:
       name: the name of the task.
@@ -78,7 +78,7 @@ class SplitCheck:
 
     @property
     def is_complete(self) -> bool | None:
-        """Whether the number of rows is the published one. It is `None` if either is not known."""
+        """Whether the number of rows is the published number, or `None` if either is not known."""
         if self.rows is None or self.published is None:
             return None
         return self.rows == self.published
@@ -93,10 +93,10 @@ def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
     task = task_registry.find_task(name)
     published = published_rows(task.dataset)
     checks = []
-    # The hashes of the inputs of every earlier split.
+    # This dictionary holds the hashes of the inputs of every earlier split.
     seen: dict[str, set[int]] = {}
     for split, count in task.stored_splits(data_dir).items():
-        # The hashes of whole rows and of inputs.
+        # Collect the hashes of whole rows and the hashes of inputs.
         whole: set[int] = set()
         inputs: set[int] = set()
         repeated = 0

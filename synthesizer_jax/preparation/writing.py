@@ -1,4 +1,4 @@
-"""Writes TFDS data sets, each of them completely or not at all."""
+"""Writes TFDS data sets. A data set is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ def write_dataset(
     builder = builder_class(config=config or None, data_dir=str(data_dir))
     tfds.display_progress_bar(False)
     try:
-        # TFDS prints messages about a download, although there is none.
+        # Hide the messages of TFDS about a download, because nothing is downloaded.
         with contextlib.redirect_stdout(io.StringIO()):
             builder.download_and_prepare()
     except (OSError, RuntimeError, tf.errors.OpError) as error:
-        # TFDS raises some errors as the cause of a `RuntimeError`.
+        # TFDS may raise a `RuntimeError` whose cause is the original error.
         cause = error.__cause__ if isinstance(error, RuntimeError) else error
         if not isinstance(cause, OSError | tf.errors.OpError):
             raise
         reason = getattr(cause, "message", None) or str(cause)
-        # The message of TFDS shows a size that it does not know, so it is replaced.
+        # Replace the message of TFDS, because it shows a size that is not known.
         if "Not enough disk space" in reason:
             reason = os.strerror(errno.ENOSPC)
         raise OSError(
@@ -105,10 +105,10 @@ def write_dataset(
 def _key(row: Mapping[str, Any], number: int) -> Hashable:
     """Returns the key of a row, which determines the place of the row in the files.
 
-    It is the key that TFDS uses, or else the number of the row.
+    The key is the same as in TFDS, or else the number of the row.
     """
     index = row.get("idx", number)
-    # ReCoRD and MultiRC have several indices.
+    # Rows of ReCoRD and MultiRC have several indices.
     if isinstance(index, Mapping):
         return index["query"] if "query" in index else "_".join(map(str, index.values()))
     return index
@@ -118,12 +118,12 @@ def _key(row: Mapping[str, Any], number: int) -> Hashable:
 def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
     """Context manager that yields a folder for data sets, and moves them into place at the end.
 
-    Each data set replaces the one of the same name and version, if there is one. If there is an
-    error, nothing is moved.
+    A data set replaces an existing data set with the same name and version. If there is an error,
+    nothing is moved.
 
     Args:
-      data_dir: the TFDS data directory to which they are moved, on a disk. It is created if it does
-        not exist.
+      data_dir: the TFDS data directory to which the data sets are moved, on a disk. The directory
+        is created if it does not exist.
       renew: whether existing data sets are replaced. Otherwise, the splits of an existing data set
         are kept and the new ones are added.
 
@@ -141,7 +141,7 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
         data_dir.mkdir(parents=True, exist_ok=True)
         folder = stack.enter_context(temporary_directory(data_dir, ".import"))
         yield folder
-        # The destination of every data set that was written to the folder.
+        # Find the destination of every data set that was written to the folder.
         targets = {
             path.parent: data_dir / path.parent.relative_to(folder) for path in folder.rglob(INFO)
         }
@@ -155,7 +155,7 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
             try:
                 written.rename(target)
             except OSError:
-                # The old data set stays where it was.
+                # If the new data set cannot be moved, move the old data set back.
                 if replaced.exists():
                     replaced.rename(target)
                 raise
@@ -167,11 +167,11 @@ def _keep_splits(installed: pathlib.Path, written: pathlib.Path, *, renew: bool)
     Args:
       installed: the directory of the installed data set, which may not exist.
       written: the directory of the new data set.
-      renew: whether the splits are dropped instead. See `staging`.
+      renew: whether the installed splits are dropped instead of being copied. See `staging`.
 
     Raises:
-      ValueError: if both have the same split, or if the new data set has other features or another
-        definition.
+      ValueError: if both data sets have a split of the same name, or if their features or
+        definitions differ.
     """
     if not (installed / INFO).exists():
         return

@@ -1,1 +1,1 @@
-"""Tasks and mixtures of T5, of other papers, of SeqIO's registries, and of users' files."""
+"""Defines tasks and mixtures of T5, other papers, SeqIO's registries, and users' files."""

@@ -25,19 +25,19 @@ SPECIAL = {
     _PONY.format('him," ') + " ": _PONY.format('*him* ," '),
     _PEBBLE.format("it"): _PEBBLE.format("*it*"),
 }
-"""Sentences whose pronoun index is wrong, and the marked text that T5 uses for each of them."""
+"""Maps each sentence whose pronoun index is wrong to the marked text that T5 uses for it."""
 
 
 def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
     """Formats WSC in T5's "simple" format.
 
     The input is the text with the pronoun marked as ``*pronoun*``. The target is the row's
-    candidate, that is, the words to which the pronoun may refer. The feature ``label`` is 1 if the
-    pronoun refers to the candidate, and 0 if it does not. A hidden label remains −1.
+    candidate, which are the words to which the pronoun may refer. The feature ``label`` is 1 if the
+    pronoun refers to the candidate, and 0 if it does not. If the label is hidden, it remains −1.
 
     Args:
       dataset: rows of ``super_glue/wsc.fixed``.
-      positive_only: whether to keep only the rows with label 1. Use this for training.
+      positive_only: whether to keep only the rows with label 1. Set `positive_only` for training.
     """
     if positive_only:
         dataset = dataset.filter(lambda row: tf.equal(row["label"], 1))
@@ -55,7 +55,7 @@ def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
 
 
 def _mark_pronoun(text: bytes, pronoun: bytes, index: int) -> str:
-    """Returns the input, in which the word at the pronoun's index is written as ``*pronoun*``.
+    """Returns the input, which has ``*pronoun*`` in place of the word at the pronoun's index.
 
     Raises:
       ValueError: if another word is at this index.
@@ -72,12 +72,13 @@ def _mark_pronoun(text: bytes, pronoun: bytes, index: int) -> str:
 def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Formats definite pronoun resolution (DPR) like WSC.
 
-    The first occurrence of the pronoun is marked. The target is the candidate to which it refers.
+    The first occurrence of the pronoun is marked. The target is the candidate to which the pronoun
+    refers.
     """
 
     def convert(row: Row) -> Row:
         pattern = tf.strings.join([" (", row["pronoun"], r")( |\.|,)"])
-        # `tf.strings.regex_replace` accepts a pattern that is a tensor.
+        # Use `tf.strings.regex_replace`, because its pattern may be a tensor.
         replace = tf.strings.regex_replace
         marked_text = replace(row["sentence"], pattern, r" *\1*\2", replace_global=False)
         return {
@@ -123,10 +124,9 @@ def _wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
     """Returns the input ``wsc: … *pronoun* …`` and the candidate of a WNLI row.
 
     The hypothesis of a row repeats a part of the premise, with a candidate in place of a pronoun.
-    The pronoun is found as follows: of all pronouns of the premise, it is the one whose neighboring
-    words have the longest match in the hypothesis. The candidate is the text between these
-    neighbors in the hypothesis. It is empty if no neighbors match or if there is no text between
-    them.
+    The function chooses the pronoun of the premise whose neighboring words have the longest match
+    in the hypothesis. The candidate is the text between the matching words in the hypothesis. The
+    candidate is empty if no words match, or if there is no text between the matching words.
 
     Raises:
       ValueError: if the premise has no pronoun, or if the candidate does not occur in the
@@ -136,7 +136,8 @@ def _wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
     positions = [i for i, word in enumerate(words) if word in PRONOUNS]
     if not positions:
         raise ValueError(f"WNLI: There is no pronoun in {premise!r}.")
-    # For every pronoun, the words before it and after it that also occur in the hypothesis.
+    # For every pronoun, find the words before and after the pronoun that also occur in the
+    # hypothesis.
     overlaps = [(i, _overlap(words, target, i)) for i in positions]
     position, (left, right) = max(overlaps, key=lambda pair: sum(map(len, pair[1])))
     candidate = _between(left, right, " ".join(target))
@@ -152,8 +153,8 @@ def _clean(text: str) -> list[str]:
 def _overlap(words: list[str], target: list[str], position: int) -> tuple[list[str], list[str]]:
     """Returns the longest sequences of words around a position that also occur in the target.
 
-    The first one ends before the position, and the second one begins after it. As in T5, the words
-    before the position are compared in reverse order.
+    The first sequence ends before the position, and the second sequence begins after the position.
+    As in T5, the words before the position are compared in reverse order.
     """
 
     def longest_prefix(words: list[str], text: str) -> list[str]:
@@ -170,8 +171,9 @@ def _overlap(words: list[str], target: list[str], position: int) -> tuple[list[s
 def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
     """Returns the part of the target between two sequences of words.
 
-    If there is no such part, it is the text before the right sequence, or else the text after the
-    left sequence. It is empty if neither sequence is found.
+    If the sequences do not both occur in this order, the result is the text before the right
+    sequence, or else the text after the left sequence. The result is empty if neither sequence is
+    found.
     """
     if not left and not right:
         return ""
@@ -183,7 +185,7 @@ def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
 
 
 def _question(premise: str, position: int) -> str:
-    """Returns the input: the premise with a marked word.
+    """Returns the input, which is the premise with a marked word.
 
     Args:
       premise: the text.
@@ -201,7 +203,7 @@ def _question(premise: str, position: int) -> str:
 
 
 def _original(candidate: str, hypothesis: str) -> str:
-    """Returns the candidate in the spelling of the hypothesis, from its last article on.
+    """Returns the candidate in the spelling of the hypothesis, beginning with its last article.
 
     Raises:
       ValueError: if the candidate does not occur in the hypothesis.

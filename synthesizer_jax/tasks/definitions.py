@@ -1,4 +1,4 @@
-"""The definitions of all tasks of T5, with T5's names and versions, and of tasks of other papers.
+"""Defines all tasks of T5, with T5's names and versions, and the tasks of other papers.
 
 T5's tasks are described by Raffel et al. 2020.
 """
@@ -43,8 +43,7 @@ def classification(
       dataset: the TFDS data set.
       features: the features of the input (see `preprocessors.classification`).
       labels: the label words, in the order of the integer labels.
-      prefix: the first word of the input. By default, it is the last part of the name of the data
-        set.
+      prefix: the first word of the input. The default is the last part of the name of the data set.
       **options: other fields of `Task`.
     """
     prefix = prefix or dataset.rpartition("/")[2]
@@ -93,11 +92,11 @@ GLUE = (
         postprocess_fn=postprocessors.referent,
     ),
 )
-"""The tasks of GLUE in the order of T5's registry. Label words are in the order of the labels."""
+"""The tasks of GLUE in the order of T5's registry."""
 
 
 def _wsc(split: str, splits: tuple[str, ...], **options: Any) -> Task:
-    """Returns the task that trains on WSC, or the task that evaluates it on its other splits."""
+    """Returns the task that trains on WSC, or the task that evaluates WSC on the other splits."""
     name, dataset = f"super_glue_wsc_v102_simple_{split}", "super_glue/wsc.fixed"
     preprocess = functools.partial(coreference.wsc, positive_only=split == "train")
     return Task(
@@ -160,8 +159,8 @@ def sentinel_name(name: str) -> str:
     """Returns T5's name for the variant of a task in the sentinel format.
 
     In this format, answers begin with a sentinel. The name has ``_1_sentinel`` inserted before the
-    first of ``_train``, ``_dev``, ``_test``, ``_eval`` and ``.``. If it contains none of them,
-    ``_1_sentinel`` is appended.
+    first of ``_train``, ``_dev``, ``_test``, ``_eval`` and ``.``. If the name contains none of
+    these parts, ``_1_sentinel`` is appended.
     """
     positions = [name.find(m) for m in ("_train", "_dev", "_test", "_eval", ".") if m in name]
     position = min(positions, default=len(name))
@@ -174,7 +173,7 @@ SENTINEL = tuple(
 """The tasks of SuperGLUE in T5's sentinel format."""
 
 LANGUAGES = dict(cs="Czech", de="German", en="English", fr="French", ja="Japanese", ro="Romanian")
-"""The names that T5's inputs give to languages, by the codes of the languages."""
+"""A mapping from the codes of languages to the names of languages in T5's inputs."""
 
 
 def _text_to_text(prefix: str, *features: str) -> Preprocessor:
@@ -191,7 +190,7 @@ def _translation(name: str, dataset: str, pair: tuple[str, str], *metrics: Metri
 
 
 def _wmt(name: str, target: str) -> Task:
-    """Returns T5's task that translates a WMT corpus from English."""
+    """Returns the task of T5 that translates a WMT corpus from English to another language."""
     corpus = name.rpartition("_")[0]
     dataset = f"{corpus}_translate/{target}-en"
     return _translation(f"{name}_v003", dataset, ("en", target), metrics.bleu)
@@ -245,7 +244,7 @@ QUESTION_ANSWERING = (  # Rajpurkar et al. 2016
 
 
 def _texts(name: str, dataset: str, splits: tuple[str, ...], objective: str | None = None) -> Task:
-    """Returns a task without inputs. If an objective is named, it makes the training examples."""
+    """Returns a task without inputs. If an objective is given, it makes the training examples."""
     return Task(
         name,
         dataset,
@@ -258,9 +257,9 @@ def _texts(name: str, dataset: str, splits: tuple[str, ...], objective: str | No
 
 
 LANGUAGE_MODELING = (
-    # Rows are sentences (Chelba et al. 2013).
+    # The rows of this task are sentences (Chelba et al. 2013).
     _texts("lm1b_v100_full_lm", "lm1b", ("train", "test")),
-    # Rows are articles (Merity et al. 2016).
+    # The rows of these tasks are articles (Merity et al. 2016).
     *(
         _texts(
             f"wikitext_{size}_{version}_full_lm",
@@ -271,7 +270,7 @@ LANGUAGE_MODELING = (
         for version in ("v1", "raw_v1")
     ),
 )
-"""Tasks whose measure is the loss on held-out texts.
+"""Tasks that are evaluated by the loss on held-out texts.
 
 In the versions ``v1`` of WikiText, rare words are replaced by ``<unk>``.
 """
@@ -301,7 +300,7 @@ PRE_TRAINING = (
         "span_3_15_u_u",
     ),
 )
-"""Texts, each with the objective that makes training examples of them.
+"""Tasks that consist of texts. Each has the objective that turns its texts into examples.
 
 T5 leaves the objective of its ``unsupervised`` tasks to its configuration. Here, these tasks have
 the objective of T5's published models.

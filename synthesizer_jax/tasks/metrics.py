@@ -1,4 +1,4 @@
-"""Metrics, which compare lists of postprocessed targets and predictions.
+"""Defines metrics, which compare lists of postprocessed targets and predictions.
 
 All scores are in percent. Metrics that T5 computes have T5's names. Every metric requires as many
 targets as predictions, and at least one.
@@ -25,7 +25,7 @@ with epy.lazy_imports():
 Value: TypeAlias = Any
 """A value that a metric compares. Its type depends on the task.
 
-It is an index, a number, a string or a dictionary.
+The value is an index, a number, a string or a dictionary.
 """
 
 Metric: TypeAlias = Callable[[Sequence[Value], Sequence[Value]], dict[str, float]]
@@ -41,10 +41,11 @@ _Prediction = TypeVar("_Prediction")
 def zip_equal(
     targets: Sequence[_Target], predictions: Sequence[_Prediction]
 ) -> list[tuple[_Target, _Prediction]]:
-    """Returns the pairs of targets and predictions.
+    """Returns pairs of a target and a prediction.
 
     Raises:
-      ValueError: if their numbers are different, or if there are none.
+      ValueError: if there are no targets, or if the number of targets differs from the number of
+        predictions.
     """
     pairs = list(zip(targets, predictions, strict=True))
     if not pairs:
@@ -79,12 +80,12 @@ def matthews(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, fl
 
 
 def pearson(targets: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
-    """Returns the Pearson correlation. It is 0 if all targets or all predictions are equal."""
+    """Returns the Pearson correlation, which is 0 if all targets or all predictions are equal."""
     return {"pearson_corrcoef": 100 * _correlation(scipy.stats.pearsonr, targets, predictions)}
 
 
 def spearman(targets: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
-    """Returns Spearman's rank correlation. It is 0 if all targets or all predictions are equal."""
+    """Returns Spearman's rank correlation, or 0 if all targets or all predictions are equal."""
     return {"spearman_corrcoef": 100 * _correlation(scipy.stats.spearmanr, targets, predictions)}
 
 
@@ -115,7 +116,7 @@ def multirc_exact_match(
 def gender_parity(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
     """Returns the share of pairs of rows with equal predictions (AX-g).
 
-    Two adjacent rows make a pair. They differ only in the gender of a pronoun.
+    Two adjacent rows make a pair. The rows of a pair differ only in the gender of a pronoun.
     """
     answers = [answer for _, answer in zip_equal(targets, predictions)]
     pairs = zip(answers[::2], answers[1::2], strict=False)
@@ -138,7 +139,8 @@ def _correlation(
     x, y = np.asarray(zip_equal(targets, predictions), float).T
     if x.min() == x.max() or y.min() == y.max():
         return 0.0
-    # Scaling does not change a correlation. Without it, the squares of very large numbers overflow.
+    # Scale the values, because the squares of very large numbers would overflow. Scaling does not
+    # change a correlation.
     return float(measure(x / np.abs(x).max(), y / np.abs(y).max()).statistic)
 
 
@@ -148,7 +150,7 @@ def _correlation(
 
 
 def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns SQuAD's exact match ``em``, and the ``f1`` of words.
+    """Returns SQuAD's scores: the exact match ``em``, and the F1 of words ``f1``.
 
     Args:
       targets: for every example, a list of one or more correct answers. The best score counts.
@@ -189,7 +191,7 @@ def normalize_squad(text: str) -> str:
 def _token_f1(answer: str, prediction: str) -> float:
     """Returns the F1 of the words of two normalized strings, as a fraction.
 
-    A word that occurs several times counts several times.
+    A word that occurs several times in a text counts several times.
     """
     a, p = answer.split(), prediction.split()
     common = sum((collections.Counter(a) & collections.Counter(p)).values())
@@ -222,7 +224,7 @@ def bleu(
 
 
 def bleu_13a(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns `bleu` with the tokenizer of WMT, as most papers report it."""
+    """Returns `bleu` with WMT's tokenizer, which is the score that most papers report."""
     return bleu(targets, predictions, tokenize="13a")
 
 
@@ -240,7 +242,7 @@ def dialogue_bleu(targets: Sequence[References], predictions: Sequence[str]) -> 
 def chrf(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:
     """Returns sacreBLEU's corpus chrF2 (Popović 2015).
 
-    It is the F2 score of character n-grams of up to six characters.
+    The score is the F2 score of character n-grams with up to six characters.
     """
     score = sacrebleu.corpus_chrf(list(predictions), _reference_streams(targets, predictions))
     return {"chrf": float(score.score)}
@@ -252,7 +254,7 @@ def rouge(
     *,
     kinds: Sequence[str] = ("rouge1", "rouge2", "rougeLsum"),
 ) -> dict[str, float]:
-    """Returns the F1 of ROUGE (Lin 2004) by the package rouge-score, without stemming.
+    """Returns ROUGE F1 scores (Lin 2004), which the package rouge-score computes without stemming.
 
     As in T5, `` . `` ends a sentence, which ``rougeLsum`` needs to know. If there are several
     references, the best one counts, separately for each kind of ROUGE.
@@ -282,7 +284,7 @@ def distinct(targets: Sequence[object], predictions: Sequence[str]) -> dict[str,
     """Returns the shares of different words, ``distinct1``, and of different pairs, ``distinct2``.
 
     A pair consists of two adjacent words. The shares are computed over all predictions together (Li
-    et al. 2016). They are 0 if there are no words or pairs.
+    et al. 2016). A share is 0 if there are no words or pairs.
     """
     texts = [prediction.split() for prediction in predictions]
     pairs = [pair for words in texts for pair in itertools.pairwise(words)]
@@ -309,9 +311,9 @@ def _reference_streams(
 ) -> list[list[Any]]:
     """Returns the references in the form that sacreBLEU expects.
 
-    For every n, there is a list with the n-th reference of each example. An entry is `None` if an
-    example has fewer references. T5 passes a list for each example instead, which sacreBLEU then
-    misreads.
+    The result has one list for every n, which holds the n-th reference of each example. An entry is
+    `None` if an example has fewer references. T5 passes a list for each example instead, which
+    sacreBLEU then misreads.
     """
     references = [_as_list(target) for target, _ in zip_equal(targets, predictions)]
     return [list(stream) for stream in itertools.zip_longest(*references)]

@@ -1,4 +1,4 @@
-"""T5's mixtures with their exact rates, as plain dictionaries."""
+"""Defines T5's mixtures with their exact rates as plain dictionaries."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class ExamplesRate:
 
     The rate is ``min(count · scale, ceiling) ^ (1/temperature)`` (Raffel et al. 2020, section
     3.5.2). The count is the number of rows in the data set. In T5 with cached tasks, a row of
-    ReCoRD with several answers counts several times. Here it counts once.
+    ReCoRD with several answers counts several times. In this package, each row of ReCoRD counts
+    once.
 
     Attributes:
-      ceiling: an artificial limit of the sizes of data sets.
-      temperature: with 1, tasks are sampled in proportion to their sizes. The higher it is, the
-        more equally tasks are sampled.
-      scale: a factor of the count.
+      ceiling: an artificial limit on the number of examples of a data set.
+      temperature: the inverse of an exponent. If the temperature is 1, tasks are sampled in
+        proportion to their sizes. A higher temperature samples tasks more equally.
+      scale: a factor by which the count is multiplied.
     """
 
     ceiling: float = float("inf")
@@ -50,9 +51,9 @@ GLUE_RATES: dict[str, float] = {
     "glue_mnli_matched_v002": 0.0,
     "glue_ax_v002": 0.0,
 }
-"""The numbers of training examples of the tasks of GLUE, which are their rates.
+"""The rates of the tasks of GLUE, which are their numbers of training examples.
 
-WNLI is left out. WSC and DPR are used for training instead. Tasks with the rate 0 are only
+WNLI is left out, because WSC and DPR are used for training instead. Tasks with the rate 0 are only
 evaluated.
 """
 
@@ -76,7 +77,7 @@ SUPER_GLUE_RATES: dict[str, float] = {
 }
 
 _JOINT = GLUE_RATES | SUPER_GLUE_RATES
-# RTE is in both benchmarks, so each of its two tasks has half of the rate.
+# RTE is in GLUE and in SuperGLUE, so each of its two tasks has half of the rate.
 _JOINT |= dict.fromkeys(("glue_rte_v002", "super_glue_rte_v102"), 1_245.0)
 
 LARGE_TRANSLATION = ("wmt_t2t_ende_v003", "wmt15_enfr_v003")
@@ -104,7 +105,7 @@ MIXTURES: dict[str, Rates] = {
     },
     "wsc_dpr_simple_proportional": WSC_DPR_RATES,
     "glue_mnli_and_dev_v002": dict.fromkeys((name for name in GLUE_RATES if "mnli" in name), 1.0),
-    # As T5's authors know, RTE counts twice in this mixture, and SQuAD and QNLI overlap.
+    # T5's authors are aware that RTE counts twice in this mixture, and that SQuAD and QNLI overlap.
     "en_mix": {
         C4: UNSUPERVISED_RATE,
         **_by_examples(*GLUE_RATES, *SUPER_GLUE_RATES, "squad_v010_allanswers"),
@@ -112,8 +113,8 @@ MIXTURES: dict[str, Rates] = {
     "all_equal": dict.fromkeys(_PROPORTIONAL, 1.0),
     "all_proportional": _PROPORTIONAL,
     "all_mix": {**_PROPORTIONAL, C4: UNSUPERVISED_RATE},
-    # These mixtures contain everything except one benchmark or one task. Without one of the two
-    # benchmarks, the remaining task of RTE has its whole rate.
+    # Each of the following mixtures leaves out one benchmark or one task. If a benchmark is left
+    # out, the other benchmark's RTE task has the full rate of RTE.
     "leave_one_out_glue_v002_proportional": {**SUPER_GLUE_RATES, **_OTHERS},
     "leave_one_out_super_glue_v102_proportional": {**GLUE_RATES, **_OTHERS},
     **{
@@ -123,7 +124,7 @@ MIXTURES: dict[str, Rates] = {
     "large_supervised_equal": dict.fromkeys((*LARGE_TRANSLATION, "cnn_dailymail_v002"), 1.0),
     "large_supervised_proportional": _by_examples(*LARGE_TRANSLATION, "cnn_dailymail_v002"),
     "large_translation_equal": dict.fromkeys(LARGE_TRANSLATION, 1.0),
-    # This mixture is not one of T5's. It consists of GLUE and SuperGLUE without C4 and SQuAD.
+    # T5 does not have this mixture, which consists of GLUE and SuperGLUE without C4 and SQuAD.
     "glue_super_glue_proportional": _JOINT,
     **synthetic.MIXTURES,
 }

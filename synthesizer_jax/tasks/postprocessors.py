@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 Example: TypeAlias = Mapping[str, Any]
-"""A preprocessed row, that is, its features by name.
+"""A preprocessed row, which is a mapping from names to features.
 
-The texts are ``inputs_pretokenized`` and ``targets_pretokenized``.
+The texts of a row are its features ``inputs_pretokenized`` and ``targets_pretokenized``.
 """
 
 UNKNOWN = "<unk>"
@@ -35,8 +35,8 @@ def label_index(answer: str, labels: Sequence[str]) -> int:
 def parse_number(answer: str, *, otherwise: float = -1.0) -> float:
     """Returns the answer as a float, or `otherwise` if it is not a number.
 
-    Unlike in T5, ``nan`` and ``inf`` are not numbers, because a single one of them would make a
-    correlation undefined.
+    Unlike in T5, ``nan`` and ``inf`` do not count as numbers, because a single ``nan`` or ``inf``
+    would make a correlation undefined.
     """
     try:
         value = float(answer)
@@ -46,7 +46,7 @@ def parse_number(answer: str, *, otherwise: float = -1.0) -> float:
 
 
 def is_labeled(example: Example) -> bool:
-    """Returns whether the answer to a preprocessed row is known. In most test splits it is not.
+    """Returns whether the answer to a preprocessed row is known. Most test splits hide the answers.
 
     For STS-B, WSC, and WNLI as coreference, the answer is hidden if the ``label`` is −1. For
     ReCoRD, it is hidden if the list of ``answers`` is empty. For all other tasks, it is hidden if
@@ -64,7 +64,7 @@ def to_text(value: object) -> str:
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 
-# Functions for `Task.postprocess_fn`. They have the arguments of SeqIO's. ------------------------
+# Functions for `Task.postprocess_fn`, with the same arguments as in SeqIO. ------------------------
 
 
 def number(answer: str, *, example: Example | None, is_target: bool) -> float:
@@ -75,13 +75,14 @@ def number(answer: str, *, example: Example | None, is_target: bool) -> float:
 def referent(answer: str, *, example: Example, is_target: bool) -> int:
     """Returns whether an answer names the same referent as the candidate (WSC and WNLI).
 
-    For a target, this is the label of the row. For a prediction, it is 1 if the prediction names
-    the candidate, 0 if it does not, and −1 if it is empty.
+    For a target, the result is the label of the row. For a prediction, the result is 1 if the
+    prediction names the candidate and 0 if it names something else. For an empty prediction, the
+    result is −1.
 
     The comparison follows T5's rule for WSC. Determiners are removed and words are converted to
-    lower case. Then one set of words must contain the other. An apostrophe in only one of the two
-    texts means that they name different referents. A referent that consists only of determiners
-    therefore matches nothing.
+    lower case. Then the set of words of one text must contain the set of words of the other text.
+    An apostrophe in only one of the two texts means that they name different referents. A referent
+    that consists only of determiners therefore matches nothing.
     """
     if is_target:
         return int(example["label"])
@@ -103,8 +104,8 @@ def _without_determiners(text: str) -> str:
 def multirc(answer: str, *, example: Example, is_target: bool) -> int | dict[str, Any]:
     """Returns the index of the label that equals the answer, or −1 (MultiRC).
 
-    For a target, the index is in a dictionary, together with the paragraph and question to which
-    the row belongs.
+    For a target, the result is a dictionary with the index, the paragraph and the question of the
+    row.
     """
     label = label_index(answer, BOOLEAN)
     if not is_target:
@@ -115,8 +116,8 @@ def multirc(answer: str, *, example: Example, is_target: bool) -> int | dict[str
 def record(answer: str, *, example: Example, is_target: bool) -> str | dict[str, Any]:
     """Returns the answer (ReCoRD).
 
-    For a target, it returns all correct answers in a dictionary, together with the passage and
-    query to which the row belongs.
+    For a target, the result is a dictionary with all correct answers, the passage and the query of
+    the row.
     """
     if not is_target:
         return answer

@@ -1,4 +1,4 @@
-"""T5's text formats, as transformations of `tf.data` data sets (Raffel et al. 2020, appendix D)."""
+"""Converts data sets of `tf.data` to T5's text formats (Raffel et al. 2020, appendix D)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def classification(
 
 
 def _format_input(row: Row, prefix: str, features: Sequence[str] | Mapping[str, str]) -> tf.Tensor:
-    """Returns the input: the prefix, and every feature after its key and a colon."""
+    """Returns the input, which is the prefix and all features, each after its key and a colon."""
     names = features if isinstance(features, Mapping) else {name: name for name in features}
     words = [part for key, name in names.items() for part in (f"{key}:", row[name])]
     return tf.strings.join([prefix, *words], separator=" ")
@@ -66,7 +66,7 @@ def text_to_text(
 ) -> tf.data.Dataset:
     """Formats rows as ``prefix source``, and keeps the target as it is.
 
-    This is T5's `translate` and `summarize`.
+    The function replaces T5's `translate` and `summarize`.
 
     Args:
       dataset: rows with `features`.
@@ -91,8 +91,9 @@ def dialogue(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Formats dialogues as ``dialogue history: … persona: …``, with the reply as the target.
 
     The history consists of the latest eight utterances, separated by `` | ``. The speakers take
-    turns. The persona consists of some sentences about the speaker of the reply, and a row may have
-    none. It comes last, so that no utterance is lost if the end of the input is cut off.
+    turns. The persona consists of sentences about the speaker of the reply. A row may have no
+    persona. The persona comes last, so that no utterance is lost if the end of the input is cut
+    off.
     """
 
     def convert(row: Row) -> Row:
@@ -112,7 +113,7 @@ def similarity(
 ) -> tf.data.Dataset:
     """Formats STS-B. The target is the score, rounded to a multiple of 0.2.
 
-    It is ``round(label · 5) / 5``, where halves are rounded to even numbers.
+    The score is ``round(label · 5) / 5``, where halves are rounded to even numbers.
     """
 
     def convert(row: Row) -> Row:
@@ -148,12 +149,12 @@ def multirc(dataset: tf.data.Dataset, *, labels: Sequence[str]) -> tf.data.Datas
 def record(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Formats ReCoRD as query, entities and passage.
 
-    There is one row for every answer. If a row has no answers, its target is `UNKNOWN`.
+    The result has one row for every answer. If a row has no answers, its target is `UNKNOWN`.
     """
 
     def convert(row: Row) -> Row:
-        # Highlights become sentences of the passage. A period is added where the text before has
-        # none.
+        # Highlights become sentences of the passage. If the text before a highlight does not end
+        # with a period or similar, a period is added.
         passage = tf.strings.regex_replace(
             row["passage"], r"(\.|\?|\!|\"|\')\n@highlight\n", r"\1 "
         )
@@ -215,7 +216,7 @@ def _squeeze(text: tf.Tensor) -> tf.Tensor:
 def takes_batches(preprocess: Callable[..., tf.data.Dataset] | None) -> bool:
     """Returns whether a preprocessor gives the same result for batches of rows as for single rows.
 
-    This is true for preprocessors that convert every row by itself with operations on strings.
+    The result is true for preprocessors that convert every row separately with string operations.
     """
     elementwise = (classification, text_to_text, language_modeling, similarity, multirc)
     return preprocess is None or getattr(preprocess, "func", preprocess) in elementwise

@@ -28,13 +28,14 @@ with epy.lazy_imports():
 LABEL_WORDS: dict[str, tuple[str, ...]] = {}
 """The allowed answers of SeqIO's tasks, by the name of the task.
 
-SeqIO's tasks do not say which answers they allow, so packages with such tasks can add them here.
+SeqIO's tasks do not say which answers they allow. Packages that define SeqIO tasks can add the
+allowed answers to this dictionary.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class RegisteredTask(Task):
-    """A task of SeqIO's registry. `find_registered` makes it."""
+    """A task of SeqIO's registry. Use `find_registered` to get one."""
 
     @property
     def original(self) -> seqio.Task:
@@ -55,7 +56,7 @@ class RegisteredTask(Task):
     def stored_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
         """Returns the number of rows of each split of the source, or `None` if it is not known.
 
-        There are no splits if the source is a TFDS data set that is not on this machine.
+        The result is empty if the source is a TFDS data set that is not on this machine.
         """
         source = self.original.source
         if not isinstance(source, seqio.TfdsDataSource):
@@ -72,7 +73,7 @@ class RegisteredTask(Task):
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
         """Returns a description of a split's rows that changes if they are written again.
 
-        It is `None` if such changes cannot be detected.
+        The result is `None` if such changes cannot be detected.
         """
         source = self.original.source
         if isinstance(source, seqio.TfdsDataSource):
@@ -96,8 +97,8 @@ class RegisteredTask(Task):
         """Returns the SeqIO task with another vocabulary.
 
         Args:
-          vocabulary: the vocabulary of its inputs and targets.
-          data_dir: the directory in which its TFDS data set is looked up.
+          vocabulary: the vocabulary for the inputs and the targets.
+          data_dir: the directory that contains the task's TFDS data set.
         """
         task = self.original
         source = task.source
@@ -120,13 +121,13 @@ class RegisteredTask(Task):
         Args:
           examples: preprocessed rows.
           answers: the answers of a model to these rows.
-          vocabulary: the vocabulary of the tokens. It is required here.
+          vocabulary: the vocabulary of the tokens. SeqIO's tasks require a vocabulary.
 
         Raises:
           ValueError: if a metric fails, or needs something that is not computed here.
         """
         assert vocabulary is not None
-        # Label words were ranked, so there are no tokens yet.
+        # If label words were ranked, the answers have no tokens yet.
         if answers.tokens is None:
             tokens = [np.asarray(vocabulary.encode(text), np.int32) for text in answers.texts]
             answers = answers._replace(tokens=tokens)
@@ -134,15 +135,16 @@ class RegisteredTask(Task):
         scores: dict[str, float] = {}
         for metric in self.original.metric_objs:
             outputs = _outputs_for(metric.model_output_type, answers, self.name, vocabulary)
-            # Metrics of SeqIO call the postprocess_fn themselves, and metrics made of functions
-            # have no names. The error therefore cannot say which of them failed.
+            # Metrics of SeqIO call the postprocess_fn themselves. Metrics that are made from
+            # functions have no names. The error therefore cannot say whether a metric or the
+            # postprocess_fn failed.
             with errors_of("A metric or the postprocess_fn", self.name):
                 scores |= _compute_metric(metric, examples, outputs, features)
         return scores
 
 
 def find_registered(name: str) -> RegisteredTask:
-    """Returns the task of that name in SeqIO's registry."""
+    """Returns the task called `name` in SeqIO's registry."""
     task = seqio.TaskRegistry.get(name)
     source, dataset = task.source, type(task.source).__name__
     if isinstance(source, seqio.TfdsDataSource):
@@ -182,12 +184,13 @@ def member_names(name: str) -> list[str]:
 def mixture_rates(name: str, tasks: Iterable[str], data_dir: pathlib.Path) -> dict[str, float]:
     """Returns the rates of some tasks of a mixture.
 
-    A mixture can compute rates with functions of the tasks. They are given tasks that read their
-    data in `data_dir`.
+    A mixture can compute rates with functions of the tasks. Such functions receive tasks that read
+    their data in `data_dir`.
 
     Args:
       name: the name of the mixture.
-      tasks: the names of the tasks whose data sets are available. Others are left out.
+      tasks: the names of the tasks whose data sets are available. Other tasks of the mixture are
+        left out.
       data_dir: the directory of TFDS data sets.
     """
     mixture = _adapt_mixture(name, frozenset(tasks), data_dir)
@@ -199,8 +202,8 @@ def mixture_rates(name: str, tasks: Iterable[str], data_dir: pathlib.Path) -> di
 def _adapt_mixture(
     name: str, tasks: frozenset[str], data_dir: pathlib.Path
 ) -> seqio.Mixture | None:
-    """Returns a mixture with only some of its tasks, or `None` if it has none of them."""
-    # Rates do not depend on the vocabulary, so one is used that needs no file.
+    """Returns a mixture with only the given tasks, or `None` if it has none of the given tasks."""
+    # Rates do not depend on the vocabulary. Use the vocabulary of bytes, which needs no file.
     vocabulary = Bytes().build()
     members: list[tuple[seqio.Task | seqio.Mixture, Any]] = []
     for member, rate in seqio.MixtureRegistry.get(name).rate_per_task_name.items():
@@ -225,7 +228,7 @@ def seqio_vocabulary(vocabulary: Vocabulary) -> seqio.Vocabulary:
 def _byte_level_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
     """Returns a SeqIO vocabulary for a byte-level BPE, which encodes each text in Python.
 
-    This is necessary because TensorFlow Text has no byte-level BPE.
+    Python is necessary because TensorFlow Text does not support byte-level BPE.
 
     Args:
       path: the path of the SentencePiece model.
@@ -299,9 +302,9 @@ def _stored_directory(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> p
 
 
 def _located(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> seqio.TfdsDataSource:
-    """Returns the source such that it reads its data set in a data directory.
+    """Returns a copy of a source that reads the source's data set in a data directory.
 
-    A source that names a directory of its own is returned unchanged.
+    A source that specifies its own data directory is returned unchanged.
 
     Raises:
       ValueError: if the data set names a class that is not part of TFDS.
@@ -319,7 +322,8 @@ def _located(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> seqio.Tfds
 
 def _describe_file(address: str) -> str:
     """Returns the address of a file with properties that change if it is written again."""
-    # `epath` gives the time in seconds. For files on disks, the time in nanoseconds is known.
+    # For files on disks, the time of the last change is known in nanoseconds. For other files,
+    # `epath` gives the time in seconds.
     stat = epath.Path(address).stat()
     time = stat.mtime if "://" in address else os.stat(address).st_mtime_ns
     return f"{address}: {stat.length} bytes, modified at {time}"
@@ -343,8 +347,8 @@ def _outputs_for(
     if kind == kinds.SCORE:
         return np.asarray(answers.target_scores)
     if kind in (kinds.PREDICTION, kinds.PREDICTION_WITH_AUX) and answers.tokens is not None:
-        # SeqIO pads with 0. If 0 stands for text in this vocabulary, EOS is used, because metrics
-        # stop decoding at EOS.
+        # SeqIO pads with the id 0. If this id stands for text in this vocabulary, the padding is
+        # EOS, because metrics stop decoding at EOS.
         padding = vocabulary.eos_id if vocabulary.is_text(PAD) else PAD
         padded = zip(*itertools.zip_longest(*answers.tokens, fillvalue=padding), strict=True)
         tokens = np.array(list(padded), np.int32).reshape(len(answers.tokens), -1)

@@ -1,4 +1,4 @@
-"""Finds the splits of a mixture's tasks that a run reads, and opens their stream."""
+"""Finds the splits of a mixture's tasks that a run reads, and opens the stream of a mixture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from synthesizer_jax.tasks.task import Task
 _log = logging.getLogger(__name__)
 
 MNLI = "glue_mnli_v002"
-"""The task of MNLI that is trained on. It is evaluated by two other tasks."""
+"""The MNLI task for training. Two other tasks evaluate it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +43,9 @@ def task_splits(
 ) -> list[tuple[str, str]]:
     """Returns which splits of which tasks must be evaluated, as pairs of a task and a split.
 
-    ``glue_mnli`` has no split ``validation``. It is evaluated by the tasks of its matched and
-    mismatched parts. If these tasks have no data, its splits ``validation_matched`` and
-    ``validation_mismatched`` are used instead.
+    ``glue_mnli`` has no split ``validation``. The tasks for the matched and the mismatched part of
+    MNLI evaluate ``glue_mnli``. If these two tasks have no data, the splits ``validation_matched``
+    and ``validation_mismatched`` of ``glue_mnli`` are used instead.
 
     Args:
       names: the names of the tasks.
@@ -63,8 +63,8 @@ def task_splits(
 def measured_task(name: str, split: str) -> str:
     """Returns the name of the task that a split evaluates.
 
-    For MNLI's split ``validation_matched``, this is ``glue_mnli_matched``. For all other tasks, it
-    is the task itself.
+    For MNLI's split ``validation_matched``, the result is ``glue_mnli_matched``. For all other
+    tasks, the result is `name`.
     """
     part = split.rpartition("_")[2]
     is_part = name == MNLI and part in ("matched", "mismatched")
@@ -76,16 +76,18 @@ STANDS_FOR = {
     "glue_mnli_mismatched_v002": (MNLI, 0.5),
     "super_glue_wsc_v102_simple_eval": ("super_glue_wsc_v102_simple_train", 1.0),
 }
-"""For each task that is only evaluated, the trained task that it evaluates, and a share.
+"""Maps each task that is only evaluated to the trained task that it evaluates, and to a share.
 
-It is the evaluated task's share of the trained task's rate, which weights the losses of tasks.
+The share is the evaluated task's share of the trained task's rate. These rates weight the losses of
+the tasks.
 """
 
 
 def names_of_split(task: str, split: str) -> set[str]:
     """Returns the names by which a user may refer to a split.
 
-    They are its task, the task that it evaluates, and the task that is trained for it.
+    The names are those of the split's task, of the task that the split evaluates, and of the
+    trained task.
     """
     measured = measured_task(task, split)
     return {task, measured, STANDS_FOR.get(measured, (measured, 1.0))[0]}
@@ -106,7 +108,7 @@ def requested_splits(
       data_dir: the directory of the data sets.
       training_splits: the splits that are used for training.
       evaluation_splits: the splits that are used for evaluation.
-      only: the names of tasks. If there are any, the splits of other tasks are left out.
+      only: the names of tasks. If `only` is not empty, the splits of other tasks are left out.
 
     Raises:
       FileNotFoundError: if no task has data for any of the splits.
@@ -118,8 +120,8 @@ def requested_splits(
         for name in names:
             if split in splits[name]:
                 requests[name, split] = SplitRequest(name, split, rows=False)
-    # If a split is used for both, this replaces the request for training, because evaluation needs
-    # the rows of the split.
+    # If a split is used for training and for evaluation, the request for evaluation replaces the
+    # request for training, because evaluation needs the rows of the split.
     for split in evaluation_splits:
         for name, part in task_splits(names, splits, split):
             requests[name, part] = SplitRequest(name, part, rows=True)
@@ -170,7 +172,7 @@ def is_current(
     Args:
       request: the split, and whether its rows are needed.
       prepared: the prepared tasks.
-      lengths: the maximum lengths of inputs and targets for which it must be prepared.
+      lengths: the maximum lengths of inputs and targets for which the split must be prepared.
       epochs: the number of epochs that must be prepared. `None` means that any number will do.
     """
     info = prepared.find(request.task, request.split)
@@ -188,7 +190,8 @@ def is_current(
 def task_objective(config: DataConfig, task: Task) -> Objective | None:
     """Returns the objective that makes training examples of a task's texts.
 
-    If it is `None`, the task has inputs, or its texts are targets as they are.
+    The result is `None` if the task has inputs, or if its texts become targets without an
+    objective.
     """
     if task.objective is not None or task.has_inputs:
         return task.objective
@@ -204,10 +207,10 @@ def open_stream(
     shards: Sequence[int] | None = None,
     saved: Sequence[int] | None = None,
 ) -> Stream:
-    """Returns the `Stream` of a mixture, which consists of its prepared tasks.
+    """Returns a `Stream` of the prepared tasks of a mixture.
 
     Args:
-      config: what to read.
+      config: the configuration of the data.
       vocabulary: the vocabulary of the token ids.
       data_dir: the data directory.
       ids: the special ids of the model that reads the batches.
@@ -223,7 +226,7 @@ def open_stream(
     rates = prepared.rates(config.mixture) or {}
     names = _sampled_tasks(config, prepared, rates)
     members = {}
-    # This is SeqIO's order of tasks. The order of examples depends on it.
+    # Sort the tasks by name, as SeqIO does. The order of examples depends on the order of tasks.
     for name in sorted(names):
         task = task_registry.find_task(name)
         words, length = task.label_words or (), config.lengths["targets"]
@@ -254,7 +257,7 @@ def _sampled_tasks(
     If tasks of a mixture of this package have no data, a warning is logged.
 
     Args:
-      config: what to read.
+      config: the configuration of the data.
       prepared: the prepared tasks.
       rates: the rates of the mixture's tasks.
 

@@ -14,20 +14,20 @@ INFO, FEATURES = "dataset_info.json", "features.json"
 STAMP = ", written at "
 """The text before the time in the description of a data set.
 
-The time tells versions of a data set apart whose files have equal sizes.
+If the files of two versions of a data set have equal sizes, only the time tells the versions apart.
 """
 
 REMEDY = "Import it again with 'synthesizer-jax data import', or delete it."
-"""The end of error messages about damaged data sets."""
+"""The last sentence of error messages about damaged data sets."""
 
 _CLASS_KEYS = ("type", "pythonClassName", "python_class_name")
-"""The keys of classes, in the forms in which versions of TFDS and of protobuf write them."""
+"""The keys under which versions of TFDS and of protobuf write the names of classes."""
 
 
 def newest_version(dataset: str, data_dir: pathlib.Path) -> pathlib.Path | None:
     """Returns the directory of the newest version of a data set, or `None` if there is no version.
 
-    Directories are ignored if their names do not have the form ``1.0.0``.
+    Directories whose names do not have the form ``1.0.0`` are ignored.
 
     Args:
       dataset: the name of the data set, such as ``glue/cola``.
@@ -55,8 +55,8 @@ def stored_splits(directory: pathlib.Path) -> dict[str, int]:
 def describe_split(dataset: str, directory: pathlib.Path, split: str) -> str:
     """Returns a description of a split that changes if the split is written again.
 
-    It contains the name and version of the data set, and the sizes of the split's files. If it is
-    known when the files were written, it also contains this time.
+    The description contains the name and version of the data set, and the sizes of the split's
+    files. If it is known when the files were written, the description also contains this time.
 
     Raises:
       ValueError: if ``dataset_info.json`` is damaged.
@@ -86,7 +86,7 @@ def check_classes(directory: pathlib.Path) -> None:
 def _class_names(text: str) -> list[str]:
     """Returns the names of classes in JSON.
 
-    The content of a feature may be a string that contains JSON, which TFDS reads too.
+    The content of a feature may be a string that contains JSON, which TFDS also reads.
 
     Raises:
       json.JSONDecodeError: if the text is not JSON.
@@ -103,7 +103,7 @@ def _class_names(text: str) -> list[str]:
                 with contextlib.suppress(json.JSONDecodeError):  # most strings are plain text
                     names.extend(_class_names(value))
 
-    # The hook sees every object of the text, and keys that occur twice.
+    # Use a hook, because it receives every object of the text and also duplicate keys.
     json.loads(text, object_pairs_hook=check)
     return names
 

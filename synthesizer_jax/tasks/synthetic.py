@@ -1,4 +1,4 @@
-"""The synthetic co-training mixture, which consists of eight tasks in T5's formats.
+"""Defines the synthetic co-training mixture, which consists of eight tasks in T5's formats.
 
 `preparation.synthetic` generates the rows of the tasks and their vocabulary.
 """
@@ -15,7 +15,7 @@ from synthesizer_jax.tasks.definitions import UNLABELED
 from synthesizer_jax.tasks.task import Task
 
 MIXTURE = "synthetic_co_training"
-"""The name of the mixture, and of its TFDS data set, which has one configuration per task."""
+"""The name of the mixture and its TFDS data set. The data set has one configuration per task."""
 QUICKSTART = "synthetic_quickstart"
 """The name of a mixture of three tasks that are learned quickly."""
 VOCAB_SIZE = 1024
@@ -31,7 +31,7 @@ IMITATED: Mapping[str, tuple[str, float]] = {
     "wic": ("super_glue_wic_v102", 5.0),
     "wsc": ("super_glue_wsc_v102_simple_eval", 3.0),
 }
-"""For each configuration, T5's task that it imitates, and its rate.
+"""Maps each configuration to the T5 task that it imitates and to its rate in the mixture.
 
 Tasks that compare sentences have higher rates, because they need more examples.
 """
@@ -44,7 +44,7 @@ DEFINITIONS: Mapping[str, Task] = {
     )
     for config, (name, _) in IMITATED.items()
 }
-"""The tasks by configuration."""
+"""The synthetic tasks, by configuration."""
 
 MIXTURES: Mapping[str, Mapping[str, float]] = {
     mixture: {DEFINITIONS[config].name: IMITATED[config][1] for config in configs}

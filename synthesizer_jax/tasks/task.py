@@ -1,4 +1,4 @@
-"""Tasks: everything that training and evaluation need to know about them."""
+"""Defines tasks, which contain everything that training and evaluation need to know."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 TRAINED = ("train", "validation", "test")
-"""The splits of a task by default."""
+"""The splits that a task has by default."""
 
 Preprocessor: TypeAlias = "Callable[..., tf.data.Dataset]"
 """A function that transforms a data set of rows."""
@@ -31,7 +31,7 @@ Preprocessor: TypeAlias = "Callable[..., tf.data.Dataset]"
 def errors_of(function: str, task: str) -> Iterator[None]:
     """Context manager that names a task and its function if the function fails.
 
-    The function may be a user's code, which can raise anything.
+    The function may be a user's code, which can raise any exception.
 
     Args:
       function: a description of the function, such as ``The postprocess_fn``.
@@ -51,12 +51,12 @@ def errors_of(function: str, task: str) -> Iterator[None]:
 
 
 class Answers(NamedTuple):
-    """The answers of a model to some examples. Every field has one entry per example.
+    """The answers of a model to several examples. Every field has one entry per example.
 
     Attributes:
       texts: the decoded answers.
-      tokens: the token ids of the answers before EOS. It is `None` if label words were ranked and
-        not decoded.
+      tokens: the token ids of the answers before EOS. `None` means that label words were ranked
+        instead of decoding answers.
       scores: the log-probabilities of the answers in nats, including EOS, ``[n]``. `None` means
         that they are not known.
       target_scores: the log-probabilities of the targets in nats, ``[n]``. `None` means that they
@@ -73,7 +73,7 @@ class Answers(NamedTuple):
         chosen = list(indices)
 
         def pick(part: Any) -> Any:
-            """Returns the chosen entries of a field."""
+            """Returns the entries of a field at the given indices."""
             if part is None:
                 return None
             return part[chosen] if isinstance(part, np.ndarray) else [part[i] for i in chosen]
@@ -85,27 +85,28 @@ class Answers(NamedTuple):
 class Task:
     """A task on a TFDS data set.
 
-    It has the same functions as a SeqIO task, and also what SeqIO tasks lack, such as label words.
-    Creating a task loads nothing. The package `preparation` reads its data. Tasks of SeqIO's
-    registry belong to the subclass `seqio_tasks.RegisteredTask`.
+    A task has the same functions as a SeqIO task. It also has features that SeqIO tasks lack, such
+    as label words. Creating a task does not read its data. The package `preparation` reads the
+    data. Tasks of SeqIO's registry belong to the subclass `seqio_tasks.RegisteredTask`.
 
     Attributes:
       name: the name of the task. Tasks of T5 have T5's names.
       dataset: the TFDS data set and its configuration, such as ``glue/cola``.
       preprocess: a function that converts the rows of the data set to rows with the strings
-        ``inputs`` and ``targets``. Use `None` if they have these strings already.
+        ``inputs`` and ``targets``. Use `None` if the rows of the data set have these strings
+        already.
       metrics: functions that compute scores from targets and predictions.
       splits: the splits of the data set that the task offers.
-      label_words: the allowed answers. They are ranked by their probabilities, so nothing is
-        decoded. `None` means that answers are free text.
-      postprocess_fn: a function that converts an answer to the value that metrics compare. Its
-        keyword arguments are the ``example`` and ``is_target``. If it is `None`, the value is the
-        text, or, if there are label words, the index of the answer among them. The index of any
-        other answer is −1.
-      has_inputs: whether rows have inputs. Otherwise they are texts.
+      label_words: the allowed answers. The allowed answers are ranked by their probabilities, so
+        nothing is decoded. `None` means that answers are free text.
+      postprocess_fn: a function that converts an answer to the value that metrics compare. The
+        keyword arguments of this function are ``example`` and ``is_target``. If `postprocess_fn` is
+        `None`, the value is the text of the answer. If the task has label words, the value is the
+        index of the answer among the label words, or −1 for any other answer.
+      has_inputs: whether rows have inputs. If not, the rows are texts.
       sentinel: whether the task uses T5's sentinel format.
       objective: the objective that makes training examples of the texts of a task without inputs.
-        If it is `None`, see `DataConfig.objective`.
+        If `objective` is `None`, `DataConfig.objective` applies.
     """
 
     name: str
@@ -128,14 +129,14 @@ class Task:
     def is_text(self) -> bool:
         """Whether the task consists of texts without inputs.
 
-        It is then measured by the loss of its texts instead of by answers.
+        Such a task is evaluated by the loss of its texts instead of by answers.
         """
         return not self.has_inputs
 
     def stored_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
-        """Returns the number of rows of each split whose data set is in `data_dir`.
+        """Returns the number of rows of each split of the data set in `data_dir`.
 
-        The number is `None` if it is not known.
+        A number is `None` if it is not known.
         """
         directory = stored.newest_version(self.dataset, data_dir)
         rows = {} if directory is None else stored.stored_splits(directory)
@@ -144,13 +145,13 @@ class Task:
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
         """Returns a description of a split's rows that changes if they are written again.
 
-        It is `None` if such changes cannot be detected.
+        The result is `None` if such changes cannot be detected.
         """
         directory = stored.newest_version(self.dataset, data_dir)
         return None if directory is None else stored.describe_split(self.dataset, directory, split)
 
     def is_labeled(self, example: Example) -> bool:
-        """Returns whether the answer to a preprocessed row is known. Most test splits hide it."""
+        """Returns whether the answer to a preprocessed row is known. Most test splits hide answers."""
         return postprocessors.is_labeled(example)
 
     def postprocess(

@@ -1,10 +1,10 @@
 """Finds all tasks and mixtures by name.
 
-They are the tasks of this package, added and imported tasks, and the tasks of SeqIO's registries.
-Imported tasks are made of users' files. They are TFDS data sets with the strings ``inputs`` and
-``targets`` in ``DATA_DIR/imported/NAME/1.0.0``. The file ``task.json`` beside the data says which
-metrics and label words the task has. The task is therefore known by its name wherever its data
-directory is used.
+The module finds the tasks of this package, added tasks, imported tasks, and the tasks of SeqIO's
+registries. Imported tasks are made from users' files. An imported task is a TFDS data set in
+``DATA_DIR/imported/NAME/1.0.0``, whose rows have the strings ``inputs`` and ``targets``. The file
+``task.json`` beside the data says which metrics and label words the task has. An imported task can
+therefore be found by name wherever its data directory is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from synthesizer_jax.tasks.task import Task
 TASKS: dict[str, Task] = {
     task.name: task for task in (*DEFINITIONS, *synthetic.DEFINITIONS.values())
 }
-"""All tasks except those that are only in SeqIO's registry. `add` adds more tasks."""
+"""All tasks by name, except tasks that are only in SeqIO's registry. `add` adds more tasks."""
 
 IMPORTED, DEFINITION_FILE, IMPORTED_VERSION = "imported", "task.json", "1.0.0"
 
@@ -42,7 +42,7 @@ METRICS: Mapping[str, tuple[metrics.Metric, str]] = {
     "rouge": (metrics.rouge, "texts"),
     "spearman": (metrics.spearman, "numbers"),
 }
-"""The metrics that ``--metric`` accepts by name, and a description of what they compare."""
+"""The metrics that ``--metric`` accepts, by name, with a description of what each one compares."""
 
 _REMEDY = (
     "If your own package defines it, add --import PACKAGE, or in Python call "
@@ -80,7 +80,7 @@ def add_imported(data_dir: pathlib.Path) -> list[str]:
 
 
 def read_definition(path: pathlib.Path) -> Task:
-    """Returns an imported task, as its file ``task.json`` defines it.
+    """Returns the imported task that a file ``task.json`` defines.
 
     Raises:
       ValueError: if the file is damaged.
@@ -106,7 +106,7 @@ def read_definition(path: pathlib.Path) -> Task:
 
 
 def find_task(name: str) -> Task:
-    """Returns the task of that name, from `TASKS` or else from SeqIO's registry.
+    """Returns the task called `name`, from `TASKS` or else from SeqIO's registry.
 
     Raises:
       ValueError: if there is no such task. The message suggests a similar name.
@@ -130,7 +130,7 @@ def mixture_names() -> list[str]:
 
 
 def member_names(name: str) -> list[str]:
-    """Returns the names of a mixture's tasks. If `name` is a task, it is the only one.
+    """Returns the names of a mixture's tasks. If `name` is a task, the result contains only `name`.
 
     Raises:
       ValueError: if there is neither a mixture nor a task of that name.
@@ -152,9 +152,9 @@ def member_names(name: str) -> list[str]:
 def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
     """Returns the rates of the tasks of a mixture whose data sets are available.
 
-    The name can also be that of a single task. Rates may depend on the number of training examples,
-    either by an `ExamplesRate` or by a function of a SeqIO mixture. A task without training
-    examples then has the rate 0.
+    The argument `name` can also be the name of a single task. Rates may depend on the number of
+    training examples, either through an `ExamplesRate` or through a function of a SeqIO mixture. If
+    the rate depends on this number, a task without training examples has the rate 0.
 
     Raises:
       ValueError: if there is neither a mixture nor a task of that name, or if a rate is negative.
@@ -179,8 +179,9 @@ def _number_of_rate(rate: float | ExamplesRate, task: str, data_dir: pathlib.Pat
 def default_data_dir() -> pathlib.Path:
     """Returns the default data directory.
 
-    It is ``SYNTHESIZER_DATA_DIR`` or else ``TFDS_DATA_DIR`` in the environment. If neither is set,
-    it is TFDS's default, ``~/tensorflow_datasets``.
+    The default is the environment variable ``SYNTHESIZER_DATA_DIR``, or else the environment
+    variable ``TFDS_DATA_DIR``. If neither is set, the default is TFDS's default,
+    ``~/tensorflow_datasets``.
     """
     configured = os.environ.get("SYNTHESIZER_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
     return storage_path(configured or "~/tensorflow_datasets").expanduser()

@@ -1,1 +1,1 @@
-"""Converts archives, and files that a user names, to TFDS data sets. It needs no network."""
+"""Converts archives and users' files to TFDS data sets, without using a network."""

@@ -1,9 +1,9 @@
 """Reads the archives of GLUE and SuperGLUE.
 
 This module knows which files hold a split, how they are read, and how many rows they have. Rows may
-have more fields than the data set has features. The numbers of rows are those of TFDS, which drops
-some rows. The readers here may raise any exception. `reading.Cursor` adds the location in the file
-to it.
+have more fields than the data set has features. The numbers of rows are the same as in TFDS, which
+drops some rows. The readers here may raise any exception. `reading.Cursor` adds the location in the
+file to the exception.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from synthesizer_jax.tasks.definitions import DEFINITIONS
 with epy.lazy_imports():
     import tensorflow_datasets as tfds
 
-# CoLA's training and validation files have no header.
+# These are CoLA's columns, because its training and validation files have no header.
 _COLA = ("source", "is_acceptable", "mark", "sentence")
 _MRPC = {"sentence1": "#1 String", "sentence2": "#2 String"}
-# These spans of WSC are not substrings of their texts.
+# These spans of WSC are kept, although they do not occur in their texts.
 _APART = ("Kamenev and Zinoviev", "Kamenev, Zinoviev, and Stalin")
 
 
@@ -36,8 +36,8 @@ class SplitLayout:
     """The files of a split.
 
     Attributes:
-      patterns: patterns of file names, in order of preference. The files that match one pattern are
-        the whole split.
+      patterns: patterns of file names, in order of preference. All files that match the chosen
+        pattern together are the split.
       rows: the published number of rows. `None` means that any number is right.
     """
 
@@ -58,21 +58,23 @@ class SplitLayout:
 
 
 Layout: TypeAlias = tuple[str, Mapping[str, SplitLayout]]
-"""The name of a TFDS data set, and its splits."""
+"""A pair of the name of a TFDS data set and its splits."""
 
 
 def _benchmark(dataset: str, /, **splits: tuple[str, int | None]) -> Layout:
     """Returns the layout of a data set of GLUE or SuperGLUE.
 
-    A split is a file of the archive, or consists of Parquet files. Folders may be in lower case or
-    have the names of TFDS. Parquet files in folders with TFDS's names have the columns of TFDS.
+    A split is either a file of the archive or several Parquet files. The names of folders may be in
+    lower case or may be the names of TFDS. Parquet files in folders with TFDS's names have the
+    columns of TFDS.
 
     Args:
       dataset: the name of the TFDS data set.
       **splits: for every split, its file in the archive and its published number of rows.
     """
     config = dataset.partition("/")[2]
-    # A name such as `mnli_matched` consists of the task and a part of its evaluation data.
+    # A name such as `mnli_matched` consists of the name of the task and the part of its evaluation
+    # data.
     task, _, part = config.partition("_")
     layouts = {}
     for split, (file, rows) in splits.items():
@@ -85,7 +87,7 @@ def _benchmark(dataset: str, /, **splits: tuple[str, int | None]) -> Layout:
 
 
 def _glue(config: str, folder: str, *sizes: int | None, super_glue: bool = False) -> Layout:
-    """Returns the layout of a data set with the usual names of files."""
+    """Returns the layout of a GLUE data set whose files have the usual names."""
     names = ("train", "val" if super_glue else "dev", "test")
     kind = "jsonl" if super_glue else "tsv"
     files = [(f"{folder}/{name}.{kind}", size) for name, size in zip(names, sizes, strict=True)]
@@ -101,7 +103,8 @@ ARCHIVES: Mapping[str, Mapping[str, Mapping[str, SplitLayout]]] = {
             _glue("cola", "CoLA", 8_551, 1_043, 1_063),
             _glue("sst2", "SST-2", 67_349, 872, 1_821),
             _glue("mrpc", "MRPC", 3_668, 408, 1_725),
-            # The source of QQP was corrected, so the number of training rows differs.
+            # Any number of training rows is allowed for QQP, because its published files were
+            # corrected.
             _glue("qqp", "QQP", None, 40_430, 390_965),
             _glue("stsb", "STS-B", 5_749, 1_500, 1_379),
             _benchmark(
@@ -150,7 +153,7 @@ DATASETS = tuple(
 )
 """The data sets of tasks that have no archive.
 
-Either TFDS prepares such a data set, or a user names the files to import.
+TFDS can prepare such a data set, or a user can name the files to import.
 """
 
 
@@ -163,11 +166,11 @@ def published_rows(dataset: str) -> dict[str, int]:
 def read_split(dataset: str, paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row | None]]:
     """Yields the location and the values of each row of an archive's split.
 
-    The values are `None` if the row is left out.
+    If a row is left out, its values are `None`.
     """
     if uncompressed(paths[0]).suffix == ".parquet":
         for where, row in itertools.chain(*map(read_rows, paths)):
-            # The lists of ReCoRD are sets, and TFDS sorts them.
+            # The lists of ReCoRD are sets, so sort them as TFDS does.
             yield where, {k: sorted(v) if type(v) is list else v for k, v in row.items()}
     elif dataset.startswith("glue/"):
         yield from _glue_rows(dataset.removeprefix("glue/"), paths[0])
@@ -176,7 +179,7 @@ def read_split(dataset: str, paths: Sequence[pathlib.Path]) -> Iterator[tuple[st
 
 
 def _glue_rows(config: str, path: pathlib.Path) -> Iterator[tuple[str, Row | None]]:
-    """Yields the rows of a file of GLUE, which is TSV without quotes.
+    """Yields the rows of a file of GLUE, whose format is TSV without quotes.
 
     Rows that lack a column are left out. Only test files and diagnostic files may lack labels.
     """
@@ -199,9 +202,9 @@ def _glue_rows(config: str, path: pathlib.Path) -> Iterator[tuple[str, Row | Non
 
 
 def _super_glue_rows(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
-    """Yields the rows of a file of SuperGLUE, which has JSON lines. Test files have no labels.
+    """Yields the rows of a file of SuperGLUE, which consists of JSON lines.
 
-    Their labels are −1, which stands for a hidden label.
+    Test files have no labels, so the label of a test row is −1, which stands for a hidden label.
     """
     hidden: Row = {"label": -1} if "test" in path.name else {}
     for where, row in read_rows(path):
@@ -215,7 +218,7 @@ def _super_glue_rows(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
 
 
 def _record(row: Row) -> Iterator[Row]:
-    """Yields a row for every query of ReCoRD. Its entities and answers are sorted sets."""
+    """Yields a row for every query of ReCoRD. The entities and answers of a row are sorted sets."""
     text = row["passage"]["text"]
     entities = {text[e["start"] : e["end"] + 1] for e in row["passage"]["entities"]}
     for query in row["qas"]:
@@ -255,7 +258,7 @@ def _wsc(row: Row) -> Row:
             continue
         if "theyscold" in text:
             row["span2_index"] = 10
-        # The other spans differ from the text only in their first letter, a period or a line break.
+        # Any other span differs from the text only in its first letter, a period or a line break.
         is_lower = row["text"].split()[index][0].islower()
         text = (text[0].lower() if is_lower else text[0].upper()) + text[1:]
         row[f"{span}_text"] = text.rstrip(".").replace("\n", " ")

@@ -1,7 +1,7 @@
 """Imports the data sets of tasks, from published archives or from files that a user names.
 
-A data set has the features that the preprocessor of its task reads, and they have TFDS's names. A
-data set can therefore be replaced by one that TFDS has prepared.
+A data set has the features that the preprocessor of its task reads. These features have TFDS's
+names, so an imported data set can be replaced by a data set that TFDS has prepared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ with epy.lazy_imports():
     import tensorflow_datasets as tfds
 
 VERSION = "1.0.0"
-"""The version of data sets that are not read from an archive."""
+"""The version number of data sets that are not read from an archive."""
 _TITLE = re.compile(r" = [^=].* = ?")
 
 
@@ -53,9 +53,10 @@ class SplitReport:
       files: the files of the split that exist.
       published: the published number of rows. `None` means that it is not known, or that any number
         is right.
-      pattern: the pattern of the file names in an archive. It is empty for files that a user names.
+      pattern: the pattern of the file names in an archive. The pattern is empty for files that a
+        user names.
       rows: the number of rows that were written.
-      dropped: the number of rows that were left out because they lack something.
+      dropped: the number of rows that were left out because they lack a value.
       lossy: the number of rows with the character U+FFFD, which other programs write in place of
         text that they could not read.
       blank_inputs: the number of rows of a user's task that have a blank input.
@@ -84,7 +85,7 @@ class SplitReport:
         """Converts and counts rows.
 
         Args:
-          rows: pairs of a location and a row. The row is `None` if it is left out.
+          rows: pairs of a location and a row. If a row is left out, it is `None`.
           cursor: remembers the location for errors.
           convert: a function that converts a row.
 
@@ -113,7 +114,7 @@ class SplitReport:
 def report_lines(reports: Sequence[SplitReport]) -> Iterator[str]:
     """Yields the reports as lines of aligned text.
 
-    There is a line for each split, a line for its labels if it has any, and a summary.
+    Each split has a line, and a second line if it has labels. The last line is a summary.
     """
     width = max(len(report.name) for report in reports)
     for report in reports:
@@ -168,7 +169,7 @@ def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str])
         return _label(value, feature.names, labels)
     if not isinstance(feature, tfds.features.Text):
         is_number = isinstance(feature, tfds.features.Tensor) and feature.np_dtype == np.float32
-        # The only such number is the score of STS-B.
+        # The score of STS-B is the only floating-point feature.
         if is_number and not math.isfinite(float(value)):
             raise ValueError(f"The field {name!r} is {value}, which is not a finite number.")
         return float(value) if is_number else value
@@ -176,7 +177,7 @@ def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str])
 
 
 def _refuse_blank(name: str, value: JSON) -> None:
-    """Raises a `ValueError` if the value of a feature is a blank text or contains one."""
+    """Raises a `ValueError` if the value of a feature is a blank text or contains a blank text."""
     if isinstance(value, dict):
         for part, inner in value.items():
             _refuse_blank(part, inner)
@@ -188,7 +189,7 @@ def _refuse_blank(name: str, value: JSON) -> None:
 
 
 def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON:
-    """Returns a label as a word or index, or −1 for a hidden label.
+    """Returns a label as a word or an index, or −1 if the label is hidden.
 
     Raises:
       ValueError: if the value is not a label.
@@ -196,7 +197,7 @@ def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON
     value = labels.get(str(value), value)
     if value in words:
         return value
-    # Files of text write indices as texts.
+    # The value may be an index that a file writes as text.
     if value in map(str, range(-1, len(words))):
         return int(value)
     if not isinstance(value, int) or not -1 <= value < len(words):
@@ -218,8 +219,9 @@ def import_archive(
       name: a key of `ARCHIVES`.
       source: the directory of the files, or its parent if the directory has the name `name`. The
         files may be compressed with gzip.
-      data_dir: a TFDS data directory. It is created if it does not exist.
-      renew: whether existing data sets are replaced. Otherwise, their splits are kept.
+      data_dir: a TFDS data directory. The directory is created if it does not exist.
+      renew: whether existing data sets are replaced. Otherwise, the splits of existing data sets
+        are kept.
 
     Returns:
       A report for every split.
@@ -269,7 +271,7 @@ def import_dataset(
       splits: the files of each split.
       data_dir: a TFDS data directory.
       labels: label words, by the values that stand for them in the files.
-      renew: whether an existing data set is replaced. Otherwise, its splits are kept.
+      renew: whether an existing data set is replaced. Otherwise, the existing splits are kept.
 
     Returns:
       A report for every split.
@@ -306,7 +308,7 @@ def _articles(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row | None]]
     An article begins with a line of the form `` = Title = `` after a blank line.
     """
     for path in paths:
-        # The lines of the current article, and the line before.
+        # Keep the lines of the current article and the previous line.
         text: list[str] = []
         previous = ""
         for number, line in read_lines(path):
@@ -342,7 +344,7 @@ def _write(
     def rows(report: SplitReport, features: Mapping[str, FeatureType]) -> Iterator[Row]:
         def values(row: Row) -> Row:
             found = feature_values(row, features, labels)
-            # Blank texts are errors only in files of users. Published texts stay as they are.
+            # Blank texts are errors only in users' files. Published texts may be blank.
             for name in () if report.pattern else found:
                 _refuse_blank(name, found[name])
             return found
@@ -361,8 +363,8 @@ def _write(
 def dataset_features(dataset: str, folder: pathlib.Path) -> tuple[str, Mapping[str, FeatureType]]:
     """Returns the version and the features of a data set.
 
-    For GLUE and SuperGLUE, they are those of TFDS. For other data sets, the features are those that
-    the preprocessor of the data set's task reads.
+    For GLUE and SuperGLUE, the version and the features are the same as in TFDS. For other data
+    sets, the features are those that the preprocessor of the data set's task reads.
     """
     task = next(task for task in DEFINITIONS if task.dataset == dataset)
     if dataset.startswith(("glue/", "super_glue/")):

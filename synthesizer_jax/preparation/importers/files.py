@@ -24,7 +24,7 @@ SPLIT_NAMES: Mapping[str, str] = {
     **{"train": "train", "training": "train", "test": "test"},
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
-"""The splits to which files in a folder belong, by the beginnings of the names of the files."""
+"""A mapping from the beginning of a file's name to the split to which the file belongs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +32,10 @@ class SplitFiles:
     """The files of one split.
 
     Attributes:
-      files: the paths of the files. They are read one after the other, or in parallel if they are
-        `aligned`.
-      aligned: whether the files are texts that belong together line by line. Each file then gives
-        one field.
+      files: the paths of the files. The files are read one after the other. If they are `aligned`,
+        they are read in parallel.
+      aligned: whether the files are texts that belong together line by line. Each aligned file
+        gives one field.
       columns: the names of the columns of CSV and TSV files without a header line, or the names of
         the fields of aligned files.
     """
@@ -60,7 +60,7 @@ class SplitFiles:
     def whole_rows(self) -> Iterator[tuple[str, Row | None]]:
         """Yields the location and the values of each row.
 
-        The values are `None` if a line of aligned files is blank.
+        If a line of aligned files is blank, the values are `None`.
         """
         for where, row in self.rows():
             is_whole = not self.aligned or not any(is_blank(str(text)) for text in row.values())
@@ -70,8 +70,8 @@ class SplitFiles:
     def fields(self) -> list[str]:
         """The names of the fields of aligned files.
 
-        They are `columns` if there are any. Otherwise, they are the suffixes of the files if these
-        are all different, and else the stems of the files.
+        If `columns` are given, these are the names. Otherwise, the names are the suffixes of the
+        files if all suffixes are different, or else the stems of the files.
         """
         if self.columns:
             return list(self.columns)
@@ -98,12 +98,12 @@ def _aligned_lines(files: Sequence[pathlib.Path]) -> Iterator[tuple[int, list[st
 
 
 def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[str, SplitFiles]:
-    """Returns the files of each split that arguments name.
+    """Returns the files of each split that the arguments specify.
 
     Args:
       sources: either the path of one folder, in which the names of files begin with the names of
-        splits, or arguments of the form ``SPLIT=FILE``. Several of these can be separated by
-        commas. ``FILE+FILE`` stands for aligned files. ``*`` in the name of a file stands for any
+        splits, or arguments of the form ``SPLIT=FILE``. Commas can separate several such arguments.
+        ``FILE+FILE`` stands for aligned files. ``*`` in the name of a file stands for any
         characters. Several files of the same split are read one after the other.
       columns: see `SplitFiles`.
 
@@ -143,7 +143,7 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
 
 
 def _check_columns(splits: Mapping[str, SplitFiles]) -> None:
-    """Raises a `ValueError` if columns are named, but no file can use their names."""
+    """Raises a `ValueError` if column names are given but no file can use them."""
     for split in splits.values():
         if (
             not split.columns
@@ -159,11 +159,11 @@ def _check_columns(splits: Mapping[str, SplitFiles]) -> None:
 
 
 def _checked(split: SplitFiles) -> SplitFiles:
-    """Returns the files of a split, after checking that they exist and can be read.
+    """Checks that the files of a split exist and can be read, and returns the split.
 
     Raises:
       FileNotFoundError: if a file does not exist.
-      ValueError: if the files do not fit together, or if it is not known how to read one of them.
+      ValueError: if the files do not fit together, or if the format of a file is not known.
     """
     for path in split.files:
         if not path.exists():
@@ -191,7 +191,7 @@ def _checked(split: SplitFiles) -> SplitFiles:
 
 
 def _named_files(name: str) -> list[pathlib.Path]:
-    """Returns the files that a path names, sorted by name.
+    """Returns the files that a path stands for, sorted by name.
 
     In the last part of the path, ``*`` stands for any characters.
     """

@@ -1,7 +1,7 @@
 """Reads the rows of files.
 
-The files are JSON lines, CSV, TSV and text, each plain or compressed with gzip or zstd, and
-Parquet.
+The module reads Parquet files, and files of JSON lines, CSV, TSV and text. All files except Parquet
+may be compressed with gzip or zstd.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ with epy.lazy_imports():
 T = TypeVar("T")
 
 Row: TypeAlias = dict[str, JSON]
-"""One row of a file, that is, its fields by name."""
+"""One row of a file, which is a mapping from names to fields."""
 LocatedRows: TypeAlias = Iterator[tuple[str, Row]]
-"""Pairs of the location of a row, such as ``train.csv, line 3``, and the row."""
+"""An iterator over pairs of a location, such as ``train.csv, line 3``, and a row."""
 
 COMPRESSIONS = (".gz", ".zst")
 """The suffixes of compressed files."""
 
 TABLES = (".csv", ".tsv")
-"""The suffixes of files with columns that are separated by a character."""
+"""The suffixes of files whose columns are separated by a single character."""
 
 FIELD_LIMIT = 2**24
 """The largest number of characters in a CSV field."""
@@ -49,14 +49,15 @@ _ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),
     *(RuntimeError, SyntaxError, csv.Error),
 )
-"""The exceptions that readers and TFDS raise for rows that they cannot read or write."""
+"""The exceptions that readers and TFDS raise if a row cannot be read or written."""
 
 
 class ReadError(ValueError):
-    """A file cannot be imported.
+    """The error that is raised if a file cannot be imported.
 
     Args:
-      problem: the file, the location and the reason. The message adds that nothing was imported.
+      problem: the file, the location and the reason. The error message adds that nothing was
+        imported.
     """
 
     def __init__(self, problem: str):
@@ -64,17 +65,17 @@ class ReadError(ValueError):
 
 
 class Cursor:
-    """Remembers the location of the row that was read last, for errors of reading and writing it.
+    """Remembers the location of the last row, for errors that occur when it is read or written.
 
     Args:
-      where: the location that errors name before the first row is read.
+      where: the location that error messages contain before the first row is read.
     """
 
     def __init__(self, where: str = ""):
         self.where = where
 
     def follow(self, rows: Iterable[tuple[str, T]]) -> Iterator[T]:
-        """Yields the rows, and remembers the location of each."""
+        """Yields the rows, and remembers the location of each row."""
         for where, row in rows:
             self.where = where
             yield row
@@ -94,10 +95,10 @@ class Cursor:
 
 
 def is_blank(text: str) -> bool:
-    """Returns whether nothing of a text is visible.
+    """Returns whether a text has no visible characters.
 
-    This is true if the text is empty, or if all of its characters are white space, control
-    characters or invisible. Invisible characters are, for example, zero-width spaces, byte-order
+    A text is blank if it is empty, or if all of its characters are white space, control characters
+    or invisible characters. Invisible characters are, for example, zero-width spaces, byte-order
     marks and soft hyphens.
     """
     return all(unicodedata.category(character) in _INVISIBLE for character in text)
@@ -124,19 +125,19 @@ _NO_TEXT: Mapping[bytes, str] = {
     b"PK\x03\x04": _SPREADSHEET,
     b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": _SPREADSHEET,
 }
-"""What kind of file begins with each of these bytes, and what a user can do about it."""
+"""Maps the first bytes of files to the kind of file, and to what a user can do about it."""
 
 
 def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
-    """Yields the number and the text of every line of a UTF-8 file. Numbers begin with 1.
+    """Yields the line number, counted from 1, and the text of every line of a UTF-8 file.
 
     The file may be plain or compressed.
 
     Raises:
-      ReadError: if it is not a regular file or not text, if its compression is damaged, or if a
-        line is not UTF-8.
+      ReadError: if the path is not a regular file, if the file is not text, if the compressed data
+        is damaged, or if a line is not UTF-8.
     """
-    # Reading from a pipe would block.
+    # Accept only regular files, because reading from a pipe would block.
     if not path.is_file():
         raise ReadError(f"{path} is not a regular file")
     number = 0
@@ -165,8 +166,8 @@ def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> LocatedRows:
     """Yields the location and the values of each row of a file.
 
     The suffix determines how the file is read. JSON lines are objects. CSV is quoted as in RFC
-    4180, and CRLF in a field becomes LF. TSV is not quoted. The lines of a text file are the field
-    ``text``. Blank lines are skipped.
+    4180, and CRLF in a field becomes LF. TSV is not quoted. Each line of a text file is a row with
+    the field ``text``. Blank lines are skipped.
 
     Args:
       path: the file.
@@ -218,7 +219,7 @@ def _parse_json(line: str) -> Row:
 def _json_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     """Returns a JSON object, whose names must be different.
 
-    If a name occurs twice, it is not clear which of the two values is meant.
+    If an object contains a name twice, it is not clear which of the two values is meant.
 
     Raises:
       ValueError: if a name occurs twice.
@@ -237,7 +238,7 @@ def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> LocatedRows:
     """Yields the rows of a CSV or TSV file."""
     cursor = Cursor(str(path))
     with cursor.named():
-        # The line numbers and the cells of all rows.
+        # Read pairs of the line number and the cells of a row.
         table = cursor.follow((f"{path}, line {row[0]}", row) for row in _cells(path))
         first, cells = next(table, (0, []))
         _check_separator(path, cells, named=bool(columns))
@@ -248,7 +249,8 @@ def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> LocatedRows:
             # The first line is a row and not a header.
             table = itertools.chain([(first, cells)], table)
         for number, values in table:
-            # The first comparison is cheap, and it decides for nearly all rows.
+            # Compare the first cells before all cells, because the first comparison is cheap and
+            # decides for nearly all rows.
             if _folded(values[0]) in header and set(map(_folded, values)) == header:
                 _refuse_header(is_first=number == first, named=bool(columns))
             if len(values) != len(names):
@@ -260,20 +262,20 @@ def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> LocatedRows:
 
 
 def _folded(name: str) -> str:
-    """Returns the name of a column in the form in which names are compared.
+    """Returns the name of a column in a form that can be compared with other names.
 
-    Differences in case and in the blanks around a name do not matter.
+    Names are equal if they differ only in case and in the blanks around them.
     """
     return name.strip().casefold()
 
 
 def _check_separator(path: pathlib.Path, cells: Sequence[str], *, named: bool) -> None:
-    """Raises a `ValueError` if the first line of a table shows that it has another separator.
+    """Raises a `ValueError` if the first line of a table shows that its separator is another one.
 
     Args:
       path: the table.
       cells: the cells of the first line.
-      named: whether the columns are named elsewhere. If not, the first line is the header.
+      named: whether the columns are named elsewhere. If they are not, the first line is the header.
     """
     is_tsv = uncompressed(path).suffix == ".tsv"
     rule = "Columns are separated by commas in .csv files and by tabs in .tsv files."
@@ -285,7 +287,7 @@ def _check_separator(path: pathlib.Path, cells: Sequence[str], *, named: bool) -
 
 
 def _refuse_header(*, is_first: bool, named: bool) -> NoReturn:
-    """Raises a `ValueError` about a row that consists of the names of the columns.
+    """Raises a `ValueError` for a row that consists of the names of the columns.
 
     Args:
       is_first: whether it is the first row.
@@ -302,7 +304,7 @@ def _refuse_header(*, is_first: bool, named: bool) -> NoReturn:
 def _cells(path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
     """Yields the line number and the cells of every row that is not blank.
 
-    If a row has several lines, the number is that of its last line.
+    If a row has several lines, the line number is the number of the row's last line.
     """
     lines = read_lines(path)
     if uncompressed(path).suffix == ".tsv":
@@ -324,7 +326,7 @@ def _cells(path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
 def _tsv_cells(line: str, where: str) -> list[str]:
     """Returns the cells of a line of TSV, in which quotes are ordinary characters.
 
-    Some programs quote the cells of TSV as in CSV. Such a cell can be recognized if it contains
+    Some programs quote the cells of TSV as in CSV. A quoted cell can be recognized if it contains
     doubled quotes.
 
     Raises:
@@ -343,7 +345,7 @@ def _tsv_cells(line: str, where: str) -> list[str]:
 
 
 _CSV_CELL = re.compile('"(?=.*"".*")([^"]|"")+"')
-"""A cell that is quoted as in CSV and contains doubled quotes."""
+"""A pattern for cells that are quoted as in CSV and contain doubled quotes."""
 _CSV_ERRORS: Mapping[str, str] = {
     "new-line": (
         "A carriage return (CR) is outside of quotes. End lines with LF (tr '\\r' '\\n' < FILE > "
@@ -360,7 +362,7 @@ _CSV_ERRORS: Mapping[str, str] = {
         "closed. Close them."
     ),
 }
-"""What a user is told about an error of the module `csv`, by a part of its message."""
+"""Maps a part of an error message of the module `csv` to what the user is told."""
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -402,7 +404,8 @@ def _parquet_rows(path: pathlib.Path) -> LocatedRows:
 
 def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
     """Returns the values of a column of a Parquet file."""
-    # As float64, the float32 number 0.1 would be 0.10000000149011612. As text, it is 0.1.
+    # Convert float32 numbers to text. The float32 number 0.1 becomes 0.1 as text, but
+    # 0.10000000149011612 as float64.
     if pa.types.is_float32(column.type):
         column = column.cast(pa.string()).cast(pa.float64())
     try:
@@ -413,7 +416,7 @@ def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
             "Write the column again from its source."
         ) from error
     except _ERRORS as error:
-        # Parquet has, for example, times that Python cannot represent.
+        # Some Parquet values, such as certain times, cannot be represented in Python.
         raise ReadError(
             f"{where}: The column {name!r} cannot be read ({error}). Write it as text."
         ) from error
@@ -422,14 +425,14 @@ def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
 _READERS: Mapping[str, Callable[..., LocatedRows]] = {
     **dict.fromkeys((".jsonl", ".json"), _json_rows),
     **dict.fromkeys(TABLES, _table_rows),
-    # WikiText's files end in .tokens and .raw.
+    # The files of WikiText have the suffixes .tokens and .raw.
     **dict.fromkeys((".txt", ".tokens", ".raw"), _text_rows),
     ".parquet": _parquet_rows,
 }
-"""The readers by the suffix of the file without compression."""
+"""The functions that read files, by the file's suffix without compression."""
 
 ROWS_WITH_FIELDS = (".jsonl", ".json", *TABLES, ".parquet")
-"""The suffixes of files whose rows have fields. Other files are text."""
+"""The suffixes of files whose rows have fields. All other files are text."""
 
 
 def file_kind(path: pathlib.Path) -> str:
@@ -461,10 +464,10 @@ def find_field(row: Mapping[str, JSON], name: str, *, field: str = "") -> JSON:
     Args:
       row: the row or object.
       name: the name of the field.
-      field: the name that errors show. By default, it is `name`.
+      field: the name that errors show. The default is `name`.
 
     Raises:
-      ValueError: if there is no such field.
+      ValueError: if the row or object has no such field.
     """
     if name not in row:
         known = ", ".join(row) or "none"
