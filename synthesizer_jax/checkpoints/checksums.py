@@ -1,8 +1,8 @@
 """Checksums of arrays that are sharded over any number of devices and processes.
 
 The checksum of an array is the sum, modulo 2³², of a hash of every element and its index. Each
-device computes the sum over its own shard, and these sums are added over devices and processes.
-The checksum therefore does not depend on the mesh.
+device computes the sum over its own shard, and the sums of all shards are added over devices and
+processes. The checksum therefore does not depend on the mesh.
 
 For a given index, the hash is a bijection of the element's bits. A change of a single element
 therefore always changes the checksum.
@@ -23,18 +23,19 @@ from synthesizer_jax.base.typing import PyTree
 MODULUS = 2**32
 
 AXIS_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
-"""Odd factors of the indices along the axes, used in turn. They are the primes of xxHash32."""
+"""Odd factors of the indices along the axes, used in turn. These are the primes of xxHash32."""
 
 
 def checksums(tree: PyTree) -> dict[str, int]:
     """Returns this process's part of the checksum of every array.
 
     Args:
-      tree: a pytree of arrays. If a shard is replicated, only the process that has its first
-        replica counts it.
+      tree: a pytree of arrays. A replicated shard is counted only by the process that has its first
+        replica.
 
     Returns:
-      ``{path: 32-bit integer}``. `combine_checksums` adds up the parts of all processes.
+      A dictionary ``{path: 32-bit integer}``. `combine_checksums` adds up the parts of all
+      processes.
     """
     # All sums are dispatched before the first result is read, so the devices compute in parallel.
     begun = {
@@ -55,14 +56,14 @@ def combine_checksums(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def _partial_checksums(x: ArrayLike) -> list[jax.Array]:
     """Returns the checksums of the shards that this process counts.
 
-    They may not be computed yet, because the function does not wait for the devices.
+    The checksums may not be computed yet, because the function does not wait for the devices.
     """
     if not isinstance(x, jax.Array):
         return [_sum(jnp.asarray(x), np.zeros(np.ndim(x), np.uint32))]
     parts = []
     for shard in x.addressable_shards:
         if shard.replica_id == 0:
-            # The index is a tuple of slices. A slice over a whole axis has no start.
+            # `shard.index` is a tuple of slices. A slice over a whole axis has no start.
             start = np.array([part.start or 0 for part in shard.index], np.uint32)
             parts.append(_sum(shard.data, jax.device_put(start)))
     return parts
@@ -91,7 +92,8 @@ def _sum(x: jax.Array, start: jax.Array) -> jax.Array:
 def _words(x: jax.Array) -> jax.Array:
     """Returns the bits of the elements as 32-bit words.
 
-    Elements that are wider than 32 bits, and complex numbers, add an axis of words.
+    An element that is wider than 32 bits, or a complex number, has several words. The words of an
+    element are on additional axes of the result.
     """
     if x.dtype == bool:
         return x.astype(jnp.uint32)
@@ -102,7 +104,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Returns a bijective hash of each 32-bit word: the finalizer of MurmurHash3."""
+    """Returns a bijective hash of each 32-bit word, which is the finalizer of MurmurHash3."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,4 +1,4 @@
-"""The part of a checkpoint that is not arrays: checksums and the position in the data."""
+"""The part of a checkpoint besides its arrays, which are checksums and the data position."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class Contents(NamedTuple):
         return {**self._asdict(), "checksum": zlib.crc32(text.encode())}
 
     def difference(self, read: Mapping[str, int]) -> str | None:
-        """Returns what is wrong with the checksums of arrays that were read, or None.
+        """Returns a message about wrong checksums of arrays, or None if all checksums are right.
 
         Args:
-          read: the checksums of some or all arrays by path.
+          read: the checksums of some or all arrays as they were read, by path.
         """
         both = self.arrays.keys() & read.keys()
         wrong = sorted(name for name in both if self.arrays[name] != read[name])
@@ -77,7 +77,7 @@ class Contents(NamedTuple):
 
 
 def read_contents(checkpoint: pathlib.Path) -> Contents | None:
-    """Returns the contents of a checkpoint, or None if it has none.
+    """Returns the contents of a checkpoint, or None if the checkpoint has no contents.
 
     Args:
       checkpoint: the directory of a step.
@@ -101,9 +101,9 @@ def read_contents(checkpoint: pathlib.Path) -> Contents | None:
 def checksum_of(checkpoint: pathlib.Path) -> int:
     """Returns one number that identifies the arrays of a checkpoint.
 
-    Another run can use it to recognize the checkpoint. It is computed from the recorded checksums
-    of the arrays, so no array is read. All checkpoints without recorded checksums have the same
-    number.
+    Another run can use the number to recognize the checkpoint. The number is computed from the
+    recorded checksums of the arrays, so no array is read. All checkpoints without recorded
+    checksums have the same number.
     """
     contents = read_contents(checkpoint)
     text = json.dumps(contents.arrays if contents else {}, sort_keys=True)

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Retention:
-    """Orbax's policy that keeps the newest checkpoints and those with the best scores.
+    """Orbax's policy that keeps the newest checkpoints and the checkpoints with the best scores.
 
     Attributes:
       latest: number of newest checkpoints to keep.
@@ -73,14 +73,14 @@ class Retention:
 class Checkpoints:
     """The checkpoints in a directory, numbered by step.
 
-    They are written asynchronously and committed atomically. The newest checkpoints are kept, and
-    in addition those with the best scores.
+    Checkpoints are written asynchronously and committed atomically. The newest checkpoints and the
+    checkpoints with the best scores are kept.
 
     Args:
       directory: the directory of the checkpoints.
       keep_latest: number of newest checkpoints to keep.
       keep_best: number of checkpoints with the best scores to keep.
-      scores: the scores so far, by step. `record_score` adds to them.
+      scores: the scores so far, by step. `record_score` adds more scores.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class Checkpoints:
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        """Orbax's manager. Making it also creates the directory."""
+        """Orbax's checkpoint manager. The first access also creates the directory."""
         if processes.is_process_zero():
             self._directory.mkdir(parents=True, exist_ok=True)
         processes.barrier("checkpoints")
         # If the active processes are listed, Orbax synchronizes them through JAX's coordination
-        # service. Otherwise it would use collectives. These could interleave with the collectives
-        # of training steps, because checkpoints are written in the background.
+        # service. Otherwise, Orbax would use collectives. Because checkpoints are written in the
+        # background, these collectives could interleave with the collectives of training steps.
         group = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
         return ocp.CheckpointManager(
             self._directory,
@@ -126,7 +126,7 @@ class Checkpoints:
         return finished_steps(self._directory)
 
     def record_score(self, step: int, score: float) -> None:
-        """Records the score of a step. The next save or `prune` uses it to choose checkpoints."""
+        """Records the score of a step, which the next save or `prune` uses to choose checkpoints."""
         self._retention.scores[step] = score
 
     def prune(self) -> None:
@@ -137,7 +137,7 @@ class Checkpoints:
             self._manager.delete(step)
 
     def save(self, state: PyTree, stream: BatchStream | None) -> None:
-        """Starts to write a checkpoint, unless there is one of this step already.
+        """Starts to write a checkpoint, unless a checkpoint of this step exists already.
 
         The buffers of the state may be donated as soon as this method returns.
 
@@ -180,18 +180,21 @@ class Checkpoints:
         return finished
 
     def restore_newest(self, abstract: PyTree, stream: BatchStream | None) -> PyTree:
-        """Restores the newest checkpoint that can be read, or returns None if there is none.
+        """Restores the newest checkpoint that can be read, or returns None without checkpoints.
 
-        If at least one process finds a checkpoint damaged, the next older one is tried. If that
-        succeeds, the damaged checkpoints are renamed to ``STEP.unreadable``, with a warning. If no
-        checkpoint can be restored, none is renamed.
+        If at least one process finds a checkpoint damaged, the next older checkpoint is tried. If
+        an older checkpoint can be restored, the damaged checkpoints are renamed to
+        ``STEP.unreadable``, with a warning. If no checkpoint can be restored, no checkpoint is
+        renamed.
 
         Args:
           abstract: the state, with `jax.ShapeDtypeStruct` leaves that have shardings.
-          stream: the data stream to move to the saved position. None ignores the position.
+          stream: the data stream to move to the saved position. None means that the position is
+            ignored.
 
         Raises:
-          ValueError: no checkpoint can be read, or they belong to another model or other data.
+          ValueError: no checkpoint can be read, or the checkpoints belong to another model or other
+            data.
           OSError: the storage failed. The checkpoints are unchanged.
         """
         entries = _state_dict(abstract)
@@ -241,7 +244,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits until all checkpoints are written.
 
-        Errors of the background thread are raised here.
+        This method raises the errors that occurred in the background thread.
         """
         if "_manager" in vars(self):
             self._manager.wait_until_finished()
@@ -255,7 +258,7 @@ class Checkpoints:
 def _state_dict(state: PyTree) -> dict[str, PyTree]:
     """Returns the fields of a state by name.
 
-    An empty moving average is left out, as in checkpoints of versions that had no such field.
+    An empty moving average is left out, as in checkpoints of versions without this field.
     """
     fields = fields_of(state)
     return {name: tree for name, tree in fields.items() if name != AVERAGE or tree}
@@ -267,21 +270,22 @@ def restore_variables(
     """Restores only the parameters and constants of a checkpoint.
 
     If the run has an exponential moving average of its parameters, the averages are restored
-    instead of the parameters. If the newest checkpoint cannot be read, the next older one is used,
-    with a warning. If a training run deletes the checkpoint in the meantime, another one is used.
+    instead of the parameters. If the newest checkpoint cannot be read, the next older checkpoint is
+    used, with a warning. If a training run deletes a checkpoint while it is read, another
+    checkpoint is used.
 
     Args:
       directory: the ``checkpoints`` directory of a run.
-      step: the step to restore. None means the newest one that can be read.
+      step: the step to restore. None means the newest step that can be read.
       layout: ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings, which
-        may be over the devices of several processes. None restores the saved arrays on one device
-        of this process.
+        may be over the devices of several processes. If it is None, the saved arrays are restored
+        on one device of this process.
 
     Returns:
       The step, and ``{"params": ..., "constants": ...}``.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
+      FileNotFoundError: the directory has no checkpoint of this step.
       ValueError: the checkpoint cannot be read, or belongs to another model than the layout.
     """
     read = functools.partial(read_variables, layout=layout)
@@ -317,14 +321,14 @@ def read_newest(
 
     Args:
       directory: the directory of the checkpoints.
-      read: reads the entries from the directory of a step.
-      step: reads only this step. None means the newest.
+      read: a function that reads the entries from the directory of a step.
+      step: the only step to read. None means the newest step.
       divided: whether each process reads only its own shards, so that the checksums of the
-        processes must be added up. If false, each process reads whole arrays.
+        processes must be added up. If it is false, each process reads whole arrays.
 
     Returns:
-      The step and its entries, or None and an empty dictionary if there is no checkpoint. Then the
-      problems of newer checkpoints, by step.
+      The step, its entries, and the problems of newer checkpoints by step. Without a checkpoint,
+      the step is None and the entries are an empty dictionary.
 
     Raises:
       ValueError: no checkpoint can be read.
@@ -333,11 +337,11 @@ def read_newest(
     while True:
         saved = finished_steps(directory)
         steps = [s for s in saved if s not in problems and step in (None, s)]
-        # The processes must try the same step, so they follow process 0.
+        # All processes must try the same step, so they use the step of process 0.
         newest: int | None = processes.all_gather("newest", max(steps, default=None))[0]
 
         if newest is None:
-            # There were no checkpoints, or all damaged ones were deleted in the meantime.
+            # There were no checkpoints, or all damaged checkpoints were deleted in the meantime.
             if not any(s in saved for s in problems):
                 return None, {}, problems
             worst = max(problems)
@@ -362,7 +366,7 @@ def _read_and_verify(
     *,
     divided: bool,
 ) -> tuple[dict[str, PyTree], str | None]:
-    """Reads entries of a checkpoint, and compares their checksums with the recorded ones.
+    """Reads entries of a checkpoint, and compares their checksums with the recorded checksums.
 
     Args:
       checkpoint: the directory of a step.
@@ -370,7 +374,8 @@ def _read_and_verify(
       divided: see `read_newest`.
 
     Returns:
-      The entries, and what is wrong with the checkpoint. It is None if all processes can read it.
+      The entries, and a description of the checkpoint's problem. The description is None if all
+      processes can read the checkpoint.
     """
     contents: Contents | None = None
     entries: dict[str, PyTree] = {}
@@ -385,7 +390,7 @@ def _read_and_verify(
             raise
         problem = one_line_error(error).removesuffix(".")
 
-    # A checkpoint counts as damaged for all processes if one of them found a problem.
+    # A checkpoint counts as damaged for all processes if at least one process found a problem.
     gathered = processes.all_gather("read", (problem, parts))
     problem = next((problem for problem, _ in gathered if problem is not None), None)
     if problem is None and contents is not None:
@@ -397,7 +402,7 @@ def _read_and_verify(
 def _is_damage(error: Exception) -> bool:
     """Returns whether an error may have been caused by damaged files.
 
-    Errors of the storage, a lack of memory and errors of the configuration are no such errors.
+    Errors of the storage, a lack of memory and errors of the configuration do not count as damage.
     """
     if isinstance(error, OSError):
         return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
@@ -417,8 +422,8 @@ def finished_steps(directory: pathlib.Path) -> list[int]:
 def _is_committed(checkpoint: pathlib.Path) -> bool:
     """Returns whether Orbax has finished the checkpoint in a directory whose name is a step.
 
-    Orbax commits a checkpoint by renaming its directory. In a bucket, where directories cannot be
-    renamed, it writes a file instead.
+    Orbax commits a checkpoint by renaming its directory. Directories in a bucket cannot be renamed,
+    so Orbax writes a file there instead.
     """
     if in_bucket(checkpoint):
         return (checkpoint / COMMITTED).exists()

@@ -1,4 +1,4 @@
-"""Reads arrays of a checkpoint, also onto other devices than those that saved them."""
+"""Reads arrays of a checkpoint, even onto other devices than the devices that saved them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def place_variables(
     *,
     devices: list[jax.Device] | None = None,
 ) -> tuple[Mesh, Variables]:
-    """Returns a mesh over the devices, and the layout of a model's variables on it.
+    """Returns a mesh over the devices, and the layout of a model's variables on this mesh.
 
-    The first shape that fits the devices and the model is used, in this order:
+    The function tries the following shapes in order, and uses the first shape that fits the devices
+    and the model:
 
-    1. The given shape, which is usually that of the training.
-    2. The same sharding of the model, with another number of replicas.
-    3. ``fsdp`` over as many devices as the sizes of the parameters allow.
+    1. The given shape, which is usually the shape that was used for training.
+    2. A shape that shards the model in the same way, with another number of replicas.
+    3. A shape with ``fsdp`` over as many devices as the sizes of the parameters allow.
 
     Args:
       model: the model.
@@ -62,7 +63,7 @@ def layout_over(
 ) -> Variables:
     """Returns the shapes and shardings of a model's variables over a mesh.
 
-    The result has the form of the variables that `place_variables` returns.
+    The result has the same form as the layout that `place_variables` returns.
 
     Raises:
       ValueError: the mesh does not divide the shapes.
@@ -74,8 +75,8 @@ def with_shardings(shapes: Variables, axes: PyTree, mesh: Mesh | AbstractMesh) -
     """Returns abstract variables with the shardings that follow from their logical axes.
 
     Args:
-      shapes: a pytree of arrays or their shapes and dtypes.
-      axes: a pytree of their logical axes.
+      shapes: a pytree of arrays, or of `jax.ShapeDtypeStruct`.
+      axes: a pytree with the logical axes of each array.
       mesh: the mesh.
     """
     return jax.tree.map(
@@ -88,7 +89,7 @@ def with_shardings(shapes: Variables, axes: PyTree, mesh: Mesh | AbstractMesh) -
 def _candidate_meshes(shape: MeshShape, devices: int) -> Iterator[MeshShape]:
     """Yields the mesh shapes to try for a model that was trained on a mesh of a given shape."""
     yield shape
-    # At most one size may be −1. The number of replicas is inferred unless another axis is.
+    # At most one size may be −1. The number of replicas is −1 unless another size already is.
     inferred = -1 in (shape.fsdp, shape.tensor, shape.sequence)
     yield MeshShape(1 if inferred else -1, shape.fsdp, shape.tensor, shape.sequence)
     yield from (MeshShape(fsdp=n) for n in range(devices, 0, -1) if devices % n == 0)
@@ -105,12 +106,13 @@ AVERAGE = "ema"
 def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variables:
     """Reads the parameters and constants of a checkpoint.
 
-    If the checkpoint has moving averages of the parameters, they are read instead of the
-    parameters, as the entry ``ema``. See `read_arrays` for errors.
+    If the checkpoint has moving averages of the parameters, the averages are read as the entry
+    ``ema`` instead of the parameters. See `read_arrays` for errors.
 
     Args:
       checkpoint: the directory of a step.
-      layout: see `place_variables`. None reads the saved arrays onto one device of this process.
+      layout: see `place_variables`. If it is None, the saved arrays are read onto one device of
+        this process.
     """
     saved = _metadata(checkpoint)
     parameters = AVERAGE if saved.get(AVERAGE) else "params"
@@ -133,10 +135,10 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
 
     Args:
       checkpoint: the directory of a step.
-      entries: the entries to read, as pytrees whose leaves have shapes and shardings: arrays or
-        `jax.ShapeDtypeStruct`.
-      names: names of entries that must be read completely. It is an error if one of them has saved
-        arrays that are not in `entries`.
+      entries: the entries to read, as pytrees of arrays or of `jax.ShapeDtypeStruct` with
+        shardings.
+      names: names of entries that must be read completely. If such an entry has saved arrays that
+        are not in `entries`, an error is raised.
 
     Raises:
       OtherModelError: the checkpoint has other arrays.
@@ -157,8 +159,8 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), entries
     )
-    # Two optimizers with the same arrays can differ in parts of their state that hold no array,
-    # which Orbax would not accept. So complete entries are read in the structure that was saved.
+    # Two optimizers with the same arrays can differ in parts of their state that hold no array.
+    # Orbax would not accept such a difference, so complete entries are read in the saved structure.
     by_path = {_path_name(path): x for path, x in jax.tree.leaves_with_path(abstract)}
     in_saved_structure = abstract | jax.tree.map_with_path(
         lambda path, _: by_path[_path_name(path)], complete
@@ -181,14 +183,14 @@ def count_parameters(checkpoint: pathlib.Path) -> int:
 
 def _metadata(checkpoint: pathlib.Path) -> PyTree:
     """Returns a tree with the shapes and dtypes of a checkpoint's arrays."""
-    # By default the handler asks for JAX's platform. This would initialize the devices, and so take
-    # them from a training process on the same machine.
+    # By default, the handler asks for JAX's platform. This would initialize the devices, which a
+    # training process on the same machine may need.
     handler = ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
     return handler.metadata(absolute(checkpoint / "state")).tree
 
 
 def _describe_shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
-    """Returns what an error message says about the shape of an array, which may be absent."""
+    """Returns the part of an error message that describes the shape of an array or its absence."""
     if name not in shapes:
         return "is absent"
     return f"has the shape {shapes[name]}"

@@ -1,6 +1,6 @@
 """Saves a checkpoint while reading its arrays one at a time.
 
-Conversion uses it, because the arrays of a large model may not fit into memory together.
+Conversion uses this module, because the arrays of a large model may not fit into memory together.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from synthesizer_jax.checkpoints.contents import CONTENTS, CONTENTS_FILE, Conten
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """An array that is read only when it is needed. It is a leaf of a pytree.
+    """An array that is read only when it is needed. An `Unread` is a leaf of a pytree.
 
     Attributes:
       shape: the shape of the array.
-      stored: reads the array in the dtype in which it is stored. Every call reads it again.
+      stored: a function that reads the array in the dtype in which it is stored. Every call reads
+        the array again.
       dtype: the dtype of the array that `read` returns.
     """
 
@@ -43,14 +44,14 @@ class Unread:
         return cls(np.shape(x), lambda: np.asarray(x), np.dtype(jnp.result_type(x)))
 
     def __mul__(self, factor: float) -> Unread:
-        """Returns the array times a number. It is not read yet either."""
+        """Returns the array times a number. The result is also an array that is not read yet."""
         return dataclasses.replace(self, stored=lambda: self.read() * self.dtype.type(factor))
 
     def read(self, dtype: str | None = None) -> np.ndarray:
         """Reads the array.
 
         Args:
-          dtype: the dtype of the result. None means the dtype of this object.
+          dtype: the dtype of the result. None means the attribute `dtype`.
         """
         target = self.dtype if dtype is None else jnp.dtype(dtype)
         return self.stored().astype(target, copy=False)
@@ -70,7 +71,7 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
     """Saves a state as a checkpoint, with only one array in memory at a time.
 
     The checkpoint has the format of `Checkpoints.save`, but no position in the data. Writing is not
-    atomic, so the directory must be one that no other process reads yet.
+    atomic, so no other process may read the directory yet.
 
     Args:
       directory: the ``checkpoints`` directory of a run.
@@ -90,7 +91,7 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
     ) as manager:
         manager.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
 
-    # Add the second item by hand: its checksums are known only after all arrays are written.
+    # Add the contents by hand, because the checksums are known only after all arrays are written.
     contents = absolute(directory) / str(step) / CONTENTS
     contents.mkdir()
     text = json.dumps(Contents(step, arrays.checksums, {}).to_json())
@@ -114,7 +115,7 @@ class _Handler(ocp.type_handlers.NumpyHandler):
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
     ) -> Sequence[ocp.future.Future]:
-        """Reads and writes all arrays. It returns no futures, because all writing is finished."""
+        """Reads and writes all arrays. No futures are returned, because all writing is finished."""
         args = args or [ocp.type_handlers.SaveArgs()] * len(values)
         for value, info, arg in zip(values, infos, args, strict=True):
             # `ascontiguousarray` turns scalars into vectors, so the array is reshaped afterwards.

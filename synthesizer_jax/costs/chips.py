@@ -32,9 +32,9 @@ HOSTS = ((1,), (2,), (4,), *((HOST * n,) for n in range(1, 2049)))
 def _cubic_slices(largest: int) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of all slices with three-dimensional links and at most `largest` chips.
 
-    They are the shapes in `SMALL`, and the shapes that consist of whole cubes of 4 × 4 × 4 chips.
-    The sizes of the latter are multiples of four in ascending order ("TPU types and topologies",
-    https://cloud.google.com/tpu/docs/types-topologies).
+    The result has the shapes in `SMALL`, and the shapes that consist of whole cubes of 4 × 4 × 4
+    chips. The sizes of the shapes with whole cubes are multiples of four in ascending order ("TPU
+    types and topologies", https://cloud.google.com/tpu/docs/types-topologies).
     """
     cubes = itertools.combinations_with_replacement(range(1, largest // 64 + 1), 3)
     return *SMALL, *((4 * a, 4 * b, 4 * c) for a, b, c in cubes if 64 * a * b * c <= largest)
@@ -45,21 +45,22 @@ class Chip:
     """A generation of TPU chips, or a GPU.
 
     Attributes:
-      name: the name of the generation, as in ``v5p:4x4x8``, or of the GPU, as in ``h100:8``.
+      name: the name of the generation, as in ``v5p:4x4x8``, or the name of the GPU, as in
+        ``h100:8``.
       flops: peak FLOP/s of bfloat16 products.
       memory: bytes of high-bandwidth memory.
-      bandwidth: bytes/s between that memory and the cores.
+      bandwidth: the bytes per second between the high-bandwidth memory and the cores.
       kinds: names of the chip in JAX (``device_kind``). Some versions of JAX use the second name.
-        For a GPU, this is the beginning of the name.
+        For a GPU, the only entry is the beginning of the name.
       shapes: the shapes of all available slices, as numbers of chips along each dimension.
       devices: the number of JAX devices per chip.
-      cores: how much one chip adds to the number in an accelerator type. It is 2 if the number
-        counts TensorCores, and 1 if it counts chips.
-      config: what ahead-of-time compilation must know about the chip. For a TPU, this is libtpu's
-        name of the chip configuration, and `None` is libtpu's default. For a GPU, it contains
-        fields of XLA's ``GpuDeviceInfoProto``.
-      tf32: peak FLOP/s of float32 products at JAX's default precision, for which GPUs use TF32. It
-        is `None` for TPUs, which use bfloat16.
+      cores: the number by which one chip increases the number in an accelerator type. It is 2 if
+        the accelerator type counts TensorCores, and 1 if it counts chips.
+      config: the configuration of the chip for ahead-of-time compilation. For a TPU, `config` is
+        libtpu's name of the chip configuration, and `None` means libtpu's default. For a GPU,
+        `config` contains fields of XLA's ``GpuDeviceInfoProto``.
+      tf32: peak FLOP/s of float32 products at JAX's default precision, for which GPUs use TF32.
+        TPUs use bfloat16 for such products, so their `tf32` is `None`.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Chip:
 
     @property
     def source(self) -> str:
-        """The address of the documentation that gives these numbers and shapes."""
+        """The address of the documentation with the rates and shapes of the chip."""
         if self.is_gpu:
             return "https://www.nvidia.com/en-us/data-center/"
         return f"https://docs.cloud.google.com/tpu/docs/{self.name}"
@@ -120,7 +121,8 @@ def _gpu(name: str, flops: float, tf32: float, memory: int, bandwidth: float, co
     )
 
 
-# XLA has the same numbers in xla/backends/gpu/target_config/specs.
+# XLA has the same values for these three GPU architectures in
+# xla/backends/gpu/target_config/specs.
 _AMPERE = """
   cuda_compute_capability { major: 8 } core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41
   shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912 l2_cache_size: 41943040
@@ -139,8 +141,8 @@ _BLACKWELL = """
   device_interconnect_info { active_links: 18 }
 """
 
-# From data sheets of NVIDIA, for GPUs with NVLink between all GPUs of a host (SXM). Some data
-# sheets give rates with structured sparsity, which are twice as high as these.
+# The rates are from data sheets of NVIDIA, for GPUs with NVLink between all GPUs of a host (SXM).
+# Some data sheets give rates with structured sparsity, which are twice as high.
 _GPUS = (
     _gpu("a100", 312e12, 156e12, 80, 2039e9, _AMPERE),
     _gpu("h100", 989.5e12, 494.5e12, 80, 3350e9, _HOPPER),
@@ -176,7 +178,7 @@ class Topology:
 
     @property
     def usual(self) -> bool:
-        """Whether the shape is the accelerator type's default, the most cubic one of its size."""
+        """Whether the shape is the most cubic shape of its size, which is the type's default."""
         return self.shape == _usual_shapes(self.chip)[math.prod(self.shape)]
 
     @property
@@ -192,7 +194,7 @@ class Topology:
 
 @functools.cache
 def _usual_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
-    """Returns the default shape for each number of chips, which is the most cubic one."""
+    """Returns the default shape for each number of chips, which is the most cubic shape."""
 
     def surface(shape: tuple[int, ...]) -> int:
         """Returns half the surface of a slice, which is smaller for more cubic slices."""
@@ -208,8 +210,8 @@ def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CH
 
     The text is the name of a slice, such as ``v5p:4x4x8``, or an accelerator type, such as
     ``v5p-256``. In an accelerator type, the number counts TensorCores for v2, v3, v4, v5p and
-    tpu7x, which have two per chip. It counts chips for v5e (``v5litepod-16``) and v6e. GPUs are
-    written ``h100:8`` or ``h100-8``.
+    tpu7x, whose chips have two TensorCores. The number counts chips for v5e (``v5litepod-16``) and
+    v6e. GPUs are written ``h100:8`` or ``h100-8``.
 
     Args:
       text: the name or type.
@@ -217,7 +219,7 @@ def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CH
       chips: the chips to choose from, by name.
 
     Raises:
-      ValueError: there is no such chip or slice. If only the size is wrong, the message names
+      ValueError: no chip or slice has this name. If only the size is wrong, the message names
         slices of similar size.
     """
     if slices < 1:
@@ -266,7 +268,8 @@ def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CH
 def _near(chip: Chip, num_chips: float) -> list[Topology]:
     """Returns the default slices whose sizes are nearest to a number of chips.
 
-    They are the largest slice with at most `num_chips` chips and the smallest slice with more.
+    The slices are the largest slice with at most `num_chips` chips, and the smallest slice with
+    more.
     """
     usual = _usual_shapes(chip)
     smaller = [size for size in usual if size <= num_chips]
@@ -274,8 +277,9 @@ def _near(chip: Chip, num_chips: float) -> list[Topology]:
     return [Topology(chip, usual[size]) for size in smaller[-1:] + larger[:1]]
 
 
-# From data sheets of NVIDIA. The first entry that matches the beginning of a device kind is used,
-# and `CHIPS` is only searched if none does. "NVIDIA H200 NVL" must be found before "NVIDIA H200".
+# The rates are from data sheets of NVIDIA. The first entry that matches the beginning of a device
+# kind is used, and `CHIPS` is only searched if no entry matches. "NVIDIA H200 NVL" must be found
+# before "NVIDIA H200".
 GPUS: dict[str, tuple[float | None, float, float]] = {
     "NVIDIA GB200": (2500e12, 2500e12, 1250e12),
     "NVIDIA GH200": (989.5e12, 989.5e12, 494.5e12),
@@ -306,7 +310,7 @@ def peak_flops(kind: str, dtype: str) -> float | None:
       dtype: ``bfloat16``, ``float16`` or ``float32``.
 
     Returns:
-      The rate, or `None` if the device does not support the dtype or its rate is unknown. For
+      The rate, or `None` if the device does not support the dtype or the rate is unknown. For
       example, the rate of a MIG instance of a GPU is unknown.
     """
     dtypes = ("bfloat16", "float16", "float32")
@@ -337,8 +341,8 @@ def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
 
     The compiler tiles the two axes that need the least padding. Fewer than eight rows are padded to
     the next power of two. A one-dimensional array with more elements than one tile is padded to
-    whole tiles. A shorter one is padded to a power of two, but to at least one row of a tile. These
-    rules agree with the argument sizes that libtpu reports.
+    whole tiles. A shorter array is padded to a power of two, but to at least one row of a tile. The
+    padded sizes agree with the argument sizes that libtpu reports.
 
     Args:
       shape: the shape of the array.
@@ -354,7 +358,7 @@ def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
 
     if total == 0:
         return 0
-    # The number of elements with padding, for every pair of axes that could be tiled.
+    # `padded` has the number of elements with padding, for every pair of axes that could be tiled.
     padded = []
     for rows, columns in itertools.permutations(shape, 2):
         if rows > tile_rows:

@@ -28,11 +28,11 @@ class Summary:
       parameters: the number of trainable parameters.
       constants: the number of values that are saved but not trained, such as Fixed Random tables.
       tables_per_layer: the number of parameters in tables over query and key positions, for the
-        layer that has most of them. It grows with max_length².
+        layer with the largest number. The number grows with max_length².
       positions: the number of parameters in relative-bias tables and learned positions.
-      flops_per_token: floating-point operations of a forward pass (two per multiply-add), divided
-        by the number of tokens in inputs and targets together. The sequences have the lengths that
-        were given to `summarize`.
+      flops_per_token: floating-point operations of a forward pass, divided by the number of tokens
+        in inputs and targets together. A multiply-add counts as two operations. The sequences have
+        the lengths that were given to `summarize`.
       cache_bytes_per_token: bytes of the decoder's cache per position and example.
     """
 
@@ -114,7 +114,7 @@ def tables_per_layer(shapes: PyTree, axes: PyTree) -> int:
         if {"query_length", "key_length"} <= set(names):
             # An array of a scanned stack contains the tables of several layers.
             layers = leaf.shape[names.index("layers")] if "layers" in names else 1
-            # The path begins with the collection. The stack, the layer and the mixer follow.
+            # The path contains the collection, the stack, the layer and the mixer, in this order.
             layer = "/".join(str(key.key) for key in path[1:4])
             tables[layer] = tables.get(layer, 0) + math.prod(leaf.shape) // layers
     return max(tables.values(), default=0)
@@ -135,7 +135,7 @@ def _num_position_parameters(params: PyTree, axes: PyTree) -> int:
 def flops(jaxpr: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> int:
     """Returns the floating-point operations of all matrix products in a jaxpr.
 
-    The body of a scan counts as often as it runs.
+    The operations in the body of a scan are multiplied by the number of iterations.
     """
     total = 0
     for eqn in jaxpr.eqns:
@@ -147,14 +147,15 @@ def flops(jaxpr: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> int:
             total += 2 * inner * math.prod(_shape(eqn.outvars[0]))
             continue
         if name == "pallas_call":
-            # Its jaxpr computes only one program of the grid, so its own estimate is used.
+            # The jaxpr of a kernel computes only one program of the grid, so the kernel's own
+            # estimate is used.
             total += eqn.params["cost_estimate"].flops
             continue
 
         inside = [flops(sub) for sub in _sub_jaxprs(eqn.params)]
         if name == "cond":
             # A condition is a check with a fallback, or a choice by platform. Only one branch runs,
-            # and it is the one with the fewest operations.
+            # which is the branch with the fewest operations.
             total += min(inside)
         elif name == "scan":
             total += eqn.params["length"] * sum(inside)
@@ -205,8 +206,8 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
         (layer,) = jax.eval_shape(init, shapes, tokens).layers
         # Arrays with fewer than two axes are counters, which do not grow with the length.
         arrays = [x for x in jax.tree.leaves(layer.self_attention) if x.ndim > 1]
-        # A language model reads its inputs and targets in one stack, so the cache has room for
-        # both.
+        # A language model reads its inputs and targets in one stack, so its cache has room for
+        # inputs and targets.
         positions = length if layer.in_decoder else length + tokens.shape[1]
         total += run.repeats * sum(x.size * x.dtype.itemsize for x in arrays) // positions
     return total
@@ -215,7 +216,8 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
 def _one_layer(model: Model, index: int) -> Model:
     """Returns the model with only one layer in the decoder and one in the encoder.
 
-    The decoder's layer is from its run `index`, and the encoder's layer is from its first run.
+    The layer of the decoder is from the decoder's run `index`, and the layer of the encoder is from
+    the encoder's first run.
     """
     shortened = {}
     for name, stack in stacks_of(model).items():

@@ -19,8 +19,9 @@ SIDE = {"cpu": 1024, "accelerator": 8192}
 def step_flops(model: TokenModel, *, batch_size: int, inputs: int, targets: int) -> float:
     """Returns the floating-point operations of a training step.
 
-    They are three times the operations of the forward pass, because the backward pass has twice as
-    many. Rematerialization is not counted (Chowdhery et al. 2022, PaLM, appendix B).
+    A training step has three times the operations of the forward pass, because the backward pass
+    has twice as many operations as the forward pass. Rematerialization is not counted (Chowdhery et
+    al. 2022, PaLM, appendix B).
 
     Args:
       model: the model.
@@ -35,7 +36,7 @@ def step_flops(model: TokenModel, *, batch_size: int, inputs: int, targets: int)
 def utilizations(flops: float, mesh: jax.sharding.Mesh, dtype: str) -> dict[str, float]:
     """Returns the utilization of the devices at a speed of one step per second.
 
-    Multiply it by the steps per second to get the utilization of a run.
+    Multiply the result by the steps per second to get the utilization of a run.
 
     Args:
       flops: floating-point operations of a step on all devices together.
@@ -44,9 +45,9 @@ def utilizations(flops: float, mesh: jax.sharding.Mesh, dtype: str) -> dict[str,
 
     Returns:
       A dictionary with one or two shares. ``mfu`` is the model FLOPs utilization, relative to the
-      published peak of the devices (`peak_flops`; Chowdhery et al. 2022, PaLM, appendix B). It is
-      missing if the peak is unknown. ``product_utilization`` is relative to the rate of a large
-      matrix product on one of the devices (`product_rate`).
+      published peak of the devices (`peak_flops`; Chowdhery et al. 2022, PaLM, appendix B). If the
+      peak is unknown, ``mfu`` is missing. ``product_utilization`` is relative to the rate of a
+      large matrix product on one of the devices (`product_rate`).
     """
     device = mesh.devices.flat[0]
     rates = {

@@ -1,8 +1,8 @@
 """Replaces parts of a trained model and trains the replacements to imitate them.
 
 Bozic et al. 2023 replace the attention of a Transformer by feed-forward networks, which they train
-on stored activations. Here, teacher and student run in the same compiled step, so that nothing is
-stored, and any mixer can be replaced by any other mixer.
+on stored activations. This module runs teacher and student in the same compiled step, so that
+nothing is stored. Any mixer can be replaced by any other mixer.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ FINE_TUNED = "fine_tuned"
 class Distillation:
     """The configuration of a distillation.
 
-    The model, the data and the vocabulary are those of the teacher's run.
+    The model, the data and the vocabulary are taken from the teacher's run.
 
     Attributes:
       replace: the replacements.
@@ -80,7 +80,7 @@ class Distillation:
       fit_batches: the number of batches to which static alignments of self-attention, such as
         Random, are fitted before the training; see `distillation.fit`. The batches are from the
         teacher's data. Replacements that cannot be fitted start from their initializers, and a
-        message names them. With 0, nothing is fitted.
+        message names these replacements. If `fit_batches` is 0, nothing is fitted.
       together: whether the student's layers read the student's own activations and are trained
         jointly. Otherwise, every layer reads the teacher's activations and is trained
         independently.
@@ -115,20 +115,21 @@ def distill(
     Args:
       recipe: the replacements and their training.
       teacher: the teacher, a training run ``RUN`` or a checkpoint ``RUN/checkpoints/STEP``. For
-        ``RUN``, the newest checkpoint is used. A distillation that continues uses the checkpoint
-        with which it began; see `read_teacher`.
+        ``RUN``, the newest checkpoint is used. A distillation that continues uses the same
+        checkpoint as before; see `read_teacher`.
       directory: the directory of the student's run. The finished run does not need the teacher.
       data_dir: the directory of the data sets.
       prepare: see `run`.
       visible: whether to show a progress bar.
-      user_code: code that is needed to load the student, besides the code of the teacher's run.
+      user_code: code that is needed to load the student, in addition to the code of the teacher's
+        run.
 
     Returns:
       The experiment of the student.
 
     Raises:
-      ValueError: if the teacher is not an encoder-decoder, if the replacements do not fit it, or if
-        the distillation began with another checkpoint.
+      ValueError: if the teacher is not an encoder-decoder, if the replacements do not fit the
+        teacher, or if the distillation began with another checkpoint.
     """
     teacher_run, _ = find_checkpoint(teacher)
     taught = with_vocabulary_path(read_recorded(teacher_run), teacher_run)
@@ -154,7 +155,7 @@ def distill(
     }
 
     def initialize(_: Trainer) -> TrainState:
-        """Returns the first state. Alignments are fitted if the recipe asks for it."""
+        """Returns the first state. Alignments are fitted if the recipe has `fit_batches`."""
         if processes.is_process_zero():
             began_with.save(directory)
         variables = trainer.inherited_variables()
@@ -181,7 +182,7 @@ def _fit(
     data_dir: pathlib.Path | None,
     visible: bool,
 ) -> Variables:
-    """Fits all alignments that can be fitted, and reports how well they fit.
+    """Fits all alignments that can be fitted, and reports the divergences of the fits.
 
     The divergence of every head is written to `FIT_FILE`.
 
@@ -202,7 +203,7 @@ def _fit(
         by_layer = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in divergences.items()}
         if processes.is_process_zero():
             write_atomic(directory / FIT_FILE, json.dumps(by_layer, indent=1) + "\n")
-        # ``[layers, heads]``
+        # `heads` is ``[layers, heads]``.
         heads = np.stack(list(divergences.values()))
         reports.append(
             f"Fitted {len(heads)} layers to {trainer.recipe.fit_batches} batches. The divergence "
@@ -235,8 +236,8 @@ def _fit_to_teacher(
     assert experiment.vocabulary is not None
     data_dir = default_data_dir() if data_dir is None else storage_path(str(data_dir))
     stream = open_stream(
-        # The statistics are by position in an example, so examples must not be packed. All batches
-        # must have one length, so that their statistics can be added.
+        # The statistics depend on the position in an example, so examples must not be packed. All
+        # batches must have one length, so that their statistics can be added.
         replace(experiment.data, pack=False, buckets=()),
         experiment.vocabulary.build(),
         data_dir=data_dir,
@@ -248,7 +249,7 @@ def _fit_to_teacher(
     fitted, divergences = fit_layers(trainer.student, variables["params"], statistics)
 
     def on_mesh(new: ArrayLike, old: jax.Array) -> jax.Array:
-        """Returns a fitted array on the mesh, and all other arrays as they are."""
+        """Returns a fitted array on the mesh. All other arrays are returned unchanged."""
         if new is old:
             return old
         return replicate_to_devices(new, old.sharding)
@@ -260,9 +261,9 @@ def _fit_to_teacher(
 class DistillationTrainer(Trainer):
     """Trains the replacements in a student to produce the teacher's activations.
 
-    The student's experiment is the teacher's, except for the model, the training and the
-    evaluation. Every step gets the teacher's variables as an argument, and they are not part of the
-    state that is saved. They may be `None` if the student makes no more steps.
+    The student's experiment is the teacher's experiment with another model, training and
+    evaluation. Every step gets the teacher's variables as an argument. The teacher's variables are
+    not part of the saved state, and may be `None` if the student makes no more steps.
     """
 
     def __init__(
@@ -276,12 +277,14 @@ class DistillationTrainer(Trainer):
 
         Args:
           taught: the experiment of the teacher.
-          variables: the teacher's variables, with looped layers, or `None`.
+          variables: the teacher's variables, with looped layers. `None` is allowed if no steps are
+            left.
           recipe: the configuration of the distillation.
           devices: the devices to use. `None` stands for all devices.
 
         Raises:
-          ValueError: if the recipe uses micro-batches or adapters, or its replacements do not fit.
+          ValueError: if the recipe uses micro-batches or adapters, or if its replacements do not
+            fit.
         """
         if recipe.training.micro_batches != 1:
             raise ValueError(
@@ -294,7 +297,7 @@ class DistillationTrainer(Trainer):
                 "training.adapters out."
             )
 
-        # The experiment of a run has a dtype. One that comes from a recipe may still have "auto".
+        # The experiment of a run has a dtype. An experiment from a recipe may still have "auto".
         taught = taught.resolved(None if devices is None else devices[0].platform)
         assert isinstance(taught.model, EncoderDecoder)
         self.teacher = unroll(taught.model)
@@ -320,7 +323,7 @@ class DistillationTrainer(Trainer):
         """The teacher's variables, sharded over the mesh.
 
         Raises:
-          ValueError: if they are not there.
+          ValueError: if the trainer was built without the teacher's variables.
         """
         if self._variables is None:
             raise ValueError(
@@ -333,8 +336,8 @@ class DistillationTrainer(Trainer):
     def inherited_variables(self) -> Variables:
         """Returns the variables with which the student starts.
 
-        They are the teacher's arrays, except if the teacher has no array of the same path and
-        shape. In this case, they are initialized.
+        The student starts with the teacher's arrays. If the teacher has no array of the same path
+        and shape, the student's array is initialized.
         """
         of_teacher = dict(jax.tree.leaves_with_path(self.variables))
 
@@ -343,14 +346,14 @@ class DistillationTrainer(Trainer):
             array = of_teacher.get(path)
             if array is None or array.shape != fresh.shape:
                 return fresh
-            # Every step donates the buffers of the state and still needs the teacher's, so they
-            # must be copied.
+            # Every step donates the buffers of the state. The teacher's buffers are still needed,
+            # so the arrays are copied.
             return replicate_to_devices(jnp.copy(gather_to_host(array)), fresh.sharding)
 
         return jax.tree.map_with_path(inherited, self.init().variables)
 
     def fitted_layers(self) -> tuple[dict[Layer, Attention], dict[str, list[str]]]:
-        """Returns which replacements can be fitted to the teacher's attention, and which cannot.
+        """Returns the replacements that can be fitted to the teacher's attention, and all others.
 
         Returns:
           The student's attention in the layers that can be fitted, and the names of all other
@@ -384,42 +387,42 @@ class DistillationTrainer(Trainer):
     def step_flops(self) -> None:
         """Returns `None`, because the number of FLOPs is not known.
 
-        The step runs parts of two models and trains only some of the parameters.
+        A step runs parts of two models and trains only some of the parameters.
         """
 
     @property
     def rules(self) -> tuple[OptimizerRule, ...]:
         """The experiment's rules, after a rule that freezes everything except the replacements."""
         replaced = sorted({f"{pair.stack}/{pair.layer}/{pair.mixer}" for pair in self.tap_pairs})
-        # Matches all paths that do not begin with the path of a replaced mixer.
+        # The pattern matches all paths that do not begin with the path of a replaced mixer.
         others = f"(?!(?:{'|'.join(replaced)})/).*"
         return (OptimizerRule(others, frozen=True), *self.experiment.training.rules)
 
     @property
     def arguments(self) -> tuple[PyTree, ...]:
-        """The arguments of a step besides state, batch and key: the teacher's variables."""
+        """The teacher's variables, which are the only additional argument of a step."""
         return (self.variables,)
 
     @property
     def abstract_arguments(self) -> tuple[PyTree, ...]:
-        """The same as `arguments`, because the teacher's variables exist already."""
+        """The same as `arguments`, because the teacher's variables already exist on the mesh."""
         return self.arguments
 
     def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
         """Returns the training step.
 
-        It is a function ``(state, batch, key, teacher's variables) → (state, metrics)``.
+        The step is a function ``(state, batch, key, teacher's variables) → (state, metrics)``.
         """
 
         def step(
             state: TrainState, batch: Batch, key: jax.Array, teacher_variables: PyTree
         ) -> tuple[TrainState, Metrics]:
-            """Trains the replacements on one batch. There is no dropout, so the key is not used."""
+            """Trains the replacements on one batch. The key is not used: there is no dropout."""
             del key
             target = jax.lax.stop_gradient(self.activations(self.teacher, teacher_variables, batch))
 
             def loss_fn(trained: PyTree) -> tuple[jax.Array, jax.Array]:
-                """Returns the loss, and the share of the target's variance that is unexplained."""
+                """Returns the loss, and the unexplained share of the target's variance."""
                 params = merge_entries(trained, state.params)
                 return self._loss({**state.variables, "params": params}, batch, target)
 
@@ -445,7 +448,7 @@ class DistillationTrainer(Trainer):
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the mean squared error, and its ratio to the variance of the target.
 
-        Both are scalars. They are means over positions and over replaced mixers.
+        The error and the ratio are scalars, and means over positions and over replaced mixers.
         """
         if not self.recipe.together:
             # Every replaced mixer reads the teacher's inputs, and the decoder reads the output of
@@ -486,10 +489,10 @@ def _to_compare(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the teacher's and the student's activations that a pair of taps compares.
 
-    They are the first of the pair's outputs that have the same shape in both models.
+    Among the outputs of the pair, the first output with the same shape in both models is used.
 
     Raises:
-      ValueError: if there are no such activations.
+      ValueError: if no output has the same shape in both models.
     """
     for path in pair.outputs:
         x = target.get(path)
@@ -507,18 +510,18 @@ def squared_error(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mean squared error of an output, and its ratio to the variance of the target.
 
-    Padding is ignored. The ratio is 1 for an output that is always the target's mean over
-    positions.
+    Padding is ignored. If the output is always the mean of the target over positions, the ratio is
+    1.
 
     Args:
-      target: ``[b, n, …]``.
-      output: ``[b, n, …]``.
-      not_padding: ``[b, n]``, which positions count.
+      target: the target ``[b, n, …]``.
+      output: the output ``[b, n, …]``.
+      not_padding: a boolean array ``[b, n]`` that is false for padding.
 
     Returns:
       Two scalars in float32.
     """
-    # ``[b, n, features]``
+    # The target and the output become ``[b, n, features]``.
     shape = (*not_padding.shape, -1)
     target = target.reshape(shape).astype(jnp.float32)
     output = output.reshape(shape).astype(jnp.float32)
@@ -527,6 +530,6 @@ def squared_error(
     error = (weight * jnp.square(output - target)).sum() / (count * target.shape[-1])
 
     mean = (weight * target).sum((0, 1)) / count  # [features]
-    # The variance of each feature over positions, averaged over features.
+    # `variance` is the variance of each feature over positions, averaged over features.
     variance = (weight * jnp.square(target - mean)).sum() / (count * target.shape[-1])
     return error, error / jnp.maximum(variance, 1e-30)

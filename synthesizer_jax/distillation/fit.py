@@ -3,8 +3,8 @@
 The logits of a static alignment, such as a Random table, do not depend on the tokens. The best
 logits maximize the likelihood of the teacher's attention. In other words, they minimize the mean
 over queries of ``KL(teacher ‖ static)``, where both are distributions over the keys that a query
-sees. For this, it is sufficient to know the sums of the teacher's weights, and how often a query at
-each position sees how many keys. One pass over the data collects them.
+sees. A fit needs only two statistics: the sums of the teacher's weights, and the number of queries
+by position and by number of visible keys. One pass over the data collects these statistics.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ The precision is relative to the precision at which the fit begins.
 MIN_VARIANCE = 0.05
 """The smallest variance with which the fit of a Gaussian begins, in tokens squared.
 
-It is the variance of the distances from queries to the keys that they attend to.
+The fit computes the variance of the distances from queries to the keys that they attend to.
 """
 
 HIDDEN = -1e30
 """The logit of a key outside a window.
 
-It is finite because it may be multiplied by zero. The key's weight is still zero.
+The logit is finite because it may be multiplied by zero. The weight of the key is still zero.
 """
 
 MAX_OF_CAP = 0.95
@@ -74,22 +74,23 @@ MIN_SINK = 1e-3
 PRIOR = 1.0
 """The number of queries that `_add_prior` adds at each position.
 
-Their weights are the mean attention by distance. They matter for pairs of positions that occur
-rarely.
+The weights of the added queries are the mean attention by distance. Added queries matter for pairs
+of positions that occur rarely.
 """
 
 
 class Statistics(NamedTuple):
-    """What is known about the attention of a layer after a pass over data.
+    """Statistics about the attention of a layer, which one pass over the data collects.
 
     All arrays are sums over examples.
 
     Attributes:
       mass: the weights ``[heads, n, n]`` of each query and key. If the weights of a query sum to
-        less than one, the rest is the weight of the head's sink.
-      negentropy: Σ p log p over all queries, in nats, as ``[heads]``. It includes sinks.
-      queries: the number of queries, as ``[n, n + 1]``, by their position and by how many of the
-        first keys they see.
+        less than one, the remaining weight belongs to the head's sink.
+      negentropy: Σ p log p over all queries, in nats, as ``[heads]``. The sum includes the weights
+        of sinks.
+      queries: the number of queries, as ``[n, n + 1]``. The first axis is the position of a query,
+        and the second axis is the number of keys that the query sees, counted from the first key.
     """
 
     mass: jax.Array
@@ -98,9 +99,9 @@ class Statistics(NamedTuple):
 
 
 def is_static(alignment: Alignment) -> bool:
-    """Whether an alignment can be fitted.
+    """Returns whether an alignment can be fitted.
 
-    Its logits must be trained and must not depend on tokens.
+    The logits of such an alignment are trained and do not depend on tokens.
     """
     if isinstance(alignment, Mixture | PerHead):
         return all(is_static(part) for part in alignment.parts)
@@ -110,7 +111,7 @@ def is_static(alignment: Alignment) -> bool:
 
 
 def is_softmax_of_logits(attention: Attention) -> bool:
-    """Whether a layer's weights are just the softmax of its logits over the keys in the mask."""
+    """Returns whether a layer's weights are only the softmax of its logits over visible keys."""
     return not attention.sinks and attention.soft_cap is None and attention.window is None
 
 
@@ -124,16 +125,17 @@ def attention_statistics(
 ) -> dict[Layer, Statistics]:
     """Returns the statistics of self-attention in some layers, for one batch.
 
-    A layer of the student may see fewer keys than the same layer of the teacher. Also, its weights
-    may have to sum to one although the teacher's do not, because the teacher has sinks. The
-    teacher's weights are therefore restricted to the student's window, and normalized if the
-    student has no sinks.
+    A layer of the student may see fewer keys than the same layer of the teacher. The teacher's
+    weights are therefore restricted to the student's window. If the teacher has sinks, its weights
+    may sum to less than one. The teacher's weights are therefore normalized if the student has no
+    sinks.
 
     Args:
       variables: the variables of the teacher.
       batch: unpacked rows, which are padded at the end.
       model: the teacher, with looped layers.
-      students: the layers, and for each layer the attention that will be fitted to it.
+      students: a pair for each layer to fit, with the layer and the student's attention in this
+        layer.
     """
     _, sown = teacher_forced(model, variables, batch, collection="intermediates")
     statistics = {}
@@ -156,12 +158,12 @@ def _layer_statistics(
 
     Args:
       weights: the teacher's attention weights, ``[b or 1, heads, n, n]``.
-      real: ``[b, n]``, which tokens are not padding.
+      real: a boolean array ``[b, n]`` that is true for tokens and false for padding.
       student: the attention that will be fitted to the layer.
-      causal: whether a query sees only the keys up to itself, as in decoders.
+      causal: whether a query sees only the keys up to its own position, as in decoders.
     """
     rows, n = real.shape
-    # ``[b, heads, q, k]``, in which the weights of queries at padding are zero.
+    # `weights` is ``[b, heads, q, k]``. The weights of queries at padding positions are zero.
     weights = jnp.broadcast_to(weights, (rows, *weights.shape[1:])) * real[:, None, :, None]
     if student.window is not None:
         weights = weights * is_in_window(n, student.window)
@@ -169,24 +171,25 @@ def _layer_statistics(
     if not student.sinks:
         weights = weights / jnp.where(total > 0, total, 1)
 
-    # A query of the decoder sees the keys up to itself, and one of the encoder sees all real keys.
+    # A query of the decoder sees the keys up to its own position. A query of the encoder sees all
+    # keys that are not padding.
     if causal:
         seen = jnp.arange(1, n + 1)
     else:
         seen = real.sum(axis=1, keepdims=True)
-    # ``[b, n, n + 1]``, one-hot vectors of the number of keys that a query sees.
+    # `queries` has one-hot vectors ``[b, n, n + 1]`` of the number of keys that a query sees.
     queries = jax.nn.one_hot(jnp.broadcast_to(seen, (rows, n)), n + 1) * real[..., None]
 
     negentropy = jax.scipy.special.xlogy(weights, weights).sum((0, 2, 3))  # [heads]
     if student.sinks:
-        # The weight that is missing in the weights of the keys is the weight of the sink.
+        # If the weights of the keys sum to less than one, the sink has the remaining weight.
         of_sinks = jnp.maximum(real[:, None, :] - total[..., 0], 0)  # [b, heads, n]
         negentropy += jax.scipy.special.xlogy(of_sinks, of_sinks).sum((0, 2))
     return Statistics(weights.sum(0), negentropy, queries.sum(0))
 
 
 def is_in_window(length: int, window: int) -> np.ndarray:
-    """Returns a mask ``[q, k]``: whether the distance of key and query is less than `window`."""
+    """Returns a mask ``[q, k]`` of the pairs whose distance is less than `window`."""
     positions = np.arange(length)
     return np.abs(positions[:, None] - positions[None, :]) < window
 
@@ -199,7 +202,7 @@ def collect_statistics(
 ) -> dict[Layer, Statistics]:
     """Returns the sums of `attention_statistics` over batches, as NumPy arrays.
 
-    There must be at least one batch.
+    `batches` must contain at least one batch.
     """
     total = None
     for batch in batches:
@@ -227,8 +230,8 @@ def divergence(
       statistics: the statistics of the teacher.
       soft_cap: the student's `Attention.soft_cap`.
       window: the student's `Attention.window`.
-      sinks: the logits ``[heads]`` of the sinks, if the student has `Attention.sinks`. A sink is
-        like one more key.
+      sinks: the logits ``[heads]`` of the sinks, if the student has `Attention.sinks`. A sink acts
+        like an additional key.
 
     Returns:
       The divergence of each head, as ``[heads]``.
@@ -241,8 +244,8 @@ def divergence(
     # `HIDDEN` is finite because rows without a visible key are multiplied by zero below.
     if window is not None:
         logits = jnp.where(is_in_window(logits.shape[-1], window), logits, HIDDEN)
-    # ``[heads, q, k]``. Index k is log Σ exp over the first k + 1 keys, because queries at the same
-    # position may see different numbers of keys.
+    # `normalizers` is ``[heads, q, k]``. The entry at k is log Σ exp over the first k + 1 keys,
+    # because queries at the same position may see different numbers of keys.
     normalizers = jax.lax.cumlogsumexp(logits, axis=2)
     if sinks is not None:
         normalizers = jnp.logaddexp(normalizers, sinks[:, None, None])
@@ -254,7 +257,7 @@ def divergence(
 def sink_mass(statistics: Statistics) -> jax.Array:
     """Returns the summed weights ``[heads, n]`` of the sinks.
 
-    They are what is missing in the weights of the keys, so that each query's weights sum to one.
+    For each query, the weight of the sink is one minus the weights of all keys.
     """
     return jnp.maximum(statistics.queries.sum(1) - statistics.mass.sum(2), 0)
 
@@ -275,25 +278,27 @@ def fit(
       attention: the layer. Its alignment must be static; see `is_static`.
       statistics: the statistics of the teacher's layer.
       d_model: the width of the tokens.
-      causal: whether a query sees only the keys up to itself, as in decoders.
-      bias: logits ``[heads, n, n]`` that are added to the alignment's. They are not changed.
-      sinks: the logits ``[heads]`` of the layer's sinks, which are not changed. `None` if there are
-        no sinks.
-      seed: the seed of the initial parameters, for alignments whose fit starts from them.
+      causal: whether a query sees only the keys up to its own position, as in decoders.
+      bias: logits ``[heads, n, n]`` that are added to the logits of the alignment. The bias is not
+        changed.
+      sinks: the logits ``[heads]`` of the layer's sinks, which are not changed. If it is `None`,
+        the layer has no sinks.
+      seed: the seed of the initial parameters, for alignments whose fit starts from initial
+        parameters.
 
     Returns:
       The parameters of the alignment, and its logits ``[heads, n, n]`` without the bias.
     """
     alignment = attention.alignment
     length = statistics.mass.shape[-1]
-    # ``[q, k]``, the keys that a query may see.
+    # `visible` is a mask ``[q, k]`` of the keys that a query may see.
     visible = np.tri(length, dtype=bool) if causal else np.ones((length, length), bool)
     if attention.window is not None:
         visible &= is_in_window(length, attention.window)
     smooth = _add_prior(statistics, visible=visible, causal=causal)
 
-    # Tables begin close to the best logits. They must make these together with the bias, which is
-    # therefore subtracted.
+    # Tables begin close to the best logits. The bias is subtracted from the best logits, because
+    # the table and the bias are added.
     params = initial_parameters(attention, d_model, seed=seed)
     start = _best_logits(smooth, soft_cap=attention.soft_cap, visible=visible, sinks=sinks)
     start -= np.asarray(bias)
@@ -319,10 +324,10 @@ def _best_logits(
 ) -> np.ndarray:
     """Returns logits ``[heads, n, n]`` whose weights are about the mean attention of the teacher.
 
-    They are the best logits if all queries at a position see the same keys, and no logit reaches
-    the soft cap.
+    These logits are the best logits if all queries at a position see the same keys, and if no logit
+    reaches the soft cap.
     """
-    # The logarithm of the mean weight of every key, over the queries that see it.
+    # `logits` is the logarithm of the mean weight of every key, over the queries that see the key.
     seen = np.maximum(times_seen(np.asarray(statistics.queries)), 1e-30)  # [q, k]
     logits = np.log(np.maximum(statistics.mass / seen, 1e-30))
 
@@ -338,7 +343,7 @@ def _best_logits(
         # Center the logits, so that they use the middle of the cap.
         if sinks is None:
             logits -= (logits * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
-        # The inverse of the soft cap.
+        # Apply the inverse of the soft cap.
         logits = soft_cap * np.arctanh(np.clip(logits / soft_cap, -MAX_OF_CAP, MAX_OF_CAP))
     return logits
 
@@ -350,14 +355,14 @@ def fit_layers(
 
     Args:
       student: the student, with looped layers.
-      params: the student's parameters. They contain the teacher's position bias and sinks, which
-        are not changed.
+      params: the student's parameters. The teacher's position bias and sinks are among these
+        parameters and are not changed.
       statistics: the statistics of the teacher, for each layer to be fitted.
 
     Returns:
       The parameters with the fitted alignments, and the `divergence` ``[heads]`` of each layer.
     """
-    # This copies the dictionaries, which are changed below, and not the arrays.
+    # This copies the dictionaries, because the code below changes them. Arrays are not copied.
     params = jax.tree.map(lambda x: x, params)
     divergences = {}
     for (stack, i), of_layer in statistics.items():
@@ -393,7 +398,7 @@ def fit_layers(
 def stack_bias_logits(model: TokenModel, params: PyTree, layer: Layer, *, length: int) -> jax.Array:
     """Returns the logits ``[heads, n, n]`` of the position bias that the layers of a stack share.
 
-    They are zeros if the stack has none.
+    The logits are zeros if the stack has no position bias.
     """
     stack, _ = layer
     num_heads = self_attention(model, layer).num_heads
@@ -411,11 +416,11 @@ def position_logits(
 ) -> jax.Array:
     """Returns the logits ``[heads, n, n]`` of an alignment that reads no tokens.
 
-    It can also be the position bias of a stack.
+    The alignment may also be the position bias of a stack.
     """
     span = Span(0, length)
     context = AttentionContext(num_heads, max(d_model // num_heads, 1), span, span)
-    # Any tokens give the same logits.
+    # The logits do not depend on the tokens, so all tokens are zero.
     x = jnp.zeros((1, length, d_model))
     terms = apply_method(alignment.__call__, {"params": params}, x, x, context)
     return materialize(terms, q_length=length, k_length=length)[0]
@@ -424,18 +429,20 @@ def position_logits(
 def times_seen(queries: np.ndarray) -> np.ndarray:
     """Returns how many queries see each key, as ``[q, k]``.
 
-    The argument ``[q, k + 1]`` counts queries by position and by how many of the first keys they
-    see.
+    The argument ``[q, k + 1]`` contains numbers of queries. The first axis is the position of a
+    query, and the second axis is the number of keys that the query sees, counted from the first
+    key.
     """
-    # Key k is seen by the queries that see more than k keys, so sum the counts from the right.
+    # Key k is seen by all queries that see more than k keys, so the counts are summed from the
+    # right.
     return np.cumsum(queries[:, ::-1], axis=1)[:, ::-1][:, 1:]
 
 
 def sums_by_distance(x: np.ndarray) -> np.ndarray:
-    """Returns the sums over all pairs of positions with the same distance.
+    """Returns the sums of `x` over all pairs of positions with the same distance.
 
-    The pairs are ``[q, k]``. The sums are in the order of the distance key − query, which goes from
-    ``1 − q`` to ``k − 1``.
+    The argument `x` has the shape ``[q, k]``. The sums are sorted by the distance key − query,
+    which goes from ``1 − q`` to ``k − 1``.
     """
     q, k = x.shape
     distance = np.arange(k)[None, :] - np.arange(q)[:, None] + q - 1
@@ -443,32 +450,36 @@ def sums_by_distance(x: np.ndarray) -> np.ndarray:
 
 
 def _add_prior(statistics: Statistics, *, visible: np.ndarray, causal: bool) -> Statistics:
-    """Returns statistics with `PRIOR` more queries at each position.
+    """Returns statistics with `PRIOR` additional queries at each position.
 
-    The weights of the added queries are the mean attention by distance. They see all keys that are
-    `visible` ``[q, k]``. A distance that does not occur has the mean attention of the nearest one
-    that does.
+    The weights of the added queries are the mean attention by distance. The added queries see all
+    keys that are `visible` ``[q, k]``. If a distance does not occur in the data, the mean attention
+    of the nearest distance that occurs is used.
     """
     mass, _, queries = map(np.asarray, statistics)
     heads, n, _ = mass.shape
 
-    # ``[2 n − 1]``, how often each distance from a query to a key occurs.
+    # `seen` is ``[2 n − 1]`` and counts how often each distance from a query to a key occurs.
     seen = sums_by_distance(times_seen(queries))
-    # ``[heads, 2 n − 1]``, the mean weight at each distance.
+    # `by_distance` is ``[heads, 2 n − 1]`` and contains the mean weight at each distance.
     by_distance = np.stack(list(map(sums_by_distance, mass))) / np.maximum(seen, 1e-30)
-    # ``[2 n − 1]``, for each distance the index of the nearest one that occurs.
+    # `nearest` is ``[2 n − 1]``. For each distance, it has the index of the nearest distance that
+    # occurs.
     occurring = np.flatnonzero(seen > 0)
     nearest = occurring[np.abs(np.arange(2 * n - 1)[:, None] - occurring).argmin(1)]
 
-    # ``[heads, n, n]``, the weight that the distance of two positions gives them.
+    # `prior` is ``[heads, n, n]`` and contains the weights that follow from the distances of
+    # positions.
     distance = np.arange(n)[None, :] - np.arange(n)[:, None] + n - 1
     prior = np.maximum(by_distance[:, nearest], 1e-6)[:, distance]
     prior = prior * visible
-    # ``[heads]``, the mean weight of all keys together. The rest is the sink's.
+    # `of_keys` is ``[heads]`` and contains the mean weight of all keys together. The remaining
+    # weight belongs to the sink.
     of_keys = mass.sum((1, 2)) / np.maximum(queries.sum(), 1e-30)
     prior = PRIOR * of_keys[:, None, None] * prior / prior.sum(-1, keepdims=True)
 
-    # An added query of a decoder sees the keys up to itself, and one of an encoder sees all keys.
+    # An added query of a decoder sees the keys up to its own position. An added query of an encoder
+    # sees all keys.
     last = np.arange(1, n + 1) if causal else np.full(n, n)
     added = queries + PRIOR * (np.arange(n + 1) == last[:, None])
     return Statistics(
@@ -483,18 +494,19 @@ def _factorize(start: np.ndarray, params: PyTree, rank: int, *, visible: np.ndar
       start: the table ``[heads, n, n]``.
       params: initial factors, which have the shapes of the result.
       rank: the largest rank.
-      visible: ``[n, n]``, which elements of the table count.
+      visible: a mask ``[n, n]`` of the elements of the table that matter.
     """
     # A constant added to a row does not change its softmax, so rows are centered first.
     mean = (start * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
     u, s, v = np.linalg.svd(np.where(visible, start - mean, 0.0), full_matrices=False)
-    # Both factors get the square root of the singular values. They are ``[heads, n, rank]``.
+    # Each factor is ``[heads, n, rank]`` and contains the square roots of the singular values.
     roots = np.sqrt(s[:, None, :rank])
     factors = {
         "query_factor": u[:, :, :rank] * roots,
         "key_factor": v.swapaxes(1, 2)[:, :, :rank] * roots,
     }
-    # A short table has fewer singular values than the rank. The other columns are zero.
+    # A short table has fewer singular values than the rank. Additional columns of the factors are
+    # zero.
     missing = max(rank - roots.shape[-1], 0)
     resized = {}
     for name, factor in factors.items():
@@ -529,11 +541,11 @@ def _standard_gaussian(statistics: Statistics) -> PyTree:
 def _to_params(alignment: Alignment, fitted: PyTree) -> PyTree:
     """Returns the parameters of an alignment for the values that `_minimize` changes.
 
-    They differ only for a Gaussian; see `_standard_gaussian`.
+    The two are equal except for a Gaussian; see `_standard_gaussian`.
     """
     if not isinstance(alignment, GaussianBias):
         return fitted
-    # The units are constants of the fit.
+    # The units of a Gaussian are constants during the fit.
     mean = jax.lax.stop_gradient(fitted["mean"])
     deviation = jax.lax.stop_gradient(fitted["deviation"])
     precision = jnp.exp(jnp.clip(fitted["log_precision"], *LOG_PRECISIONS)) / deviation**2

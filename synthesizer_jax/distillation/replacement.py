@@ -1,6 +1,6 @@
 """Replaces parts of a model.
 
-It also lists the activations at which the student is compared with the teacher.
+This module also lists the activations at which the student is compared with the teacher.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from synthesizer_jax.models import (
 )
 
 Layer: TypeAlias = tuple[str, int]
-"""A layer: the name of its stack, ``encoder`` or ``decoder``, and its index in the stack."""
+"""A pair with the name of a stack, ``encoder`` or ``decoder``, and the index of a layer in it."""
 
 STACKS = {"encoder": "attention", "decoder": "self_attention"}
 """The name of self-attention in the layers of each stack."""
@@ -37,7 +37,7 @@ PLACES = {
     "decoder": ("decoder", STACKS["decoder"], "self"),
     "cross": ("decoder", "encoder_decoder_attention", "cross"),
 }
-"""For each place of a replacement: the stack, the mixer's name in a layer, and its taps' prefix."""
+"""The stack, the mixer's name in a layer and the prefix of its taps, for each place."""
 
 
 @register
@@ -46,12 +46,12 @@ class Replacement:
     """The replacement of a mixer, in some or all layers of a stack.
 
     Attributes:
-      by: the new mixer. It can also be an alignment, which the existing attention then uses.
-      place: the mixer to replace. ``"encoder"`` and ``"decoder"`` stand for self-attention, and
-        ``"cross"`` for the decoder's cross-attention.
-      scope: what is replaced. ``"mixer"`` replaces only the mixer (ALR, ALSR, or another
-        alignment). ``"sublayer"`` also replaces its norm and its residual connection (ALRR).
-        ``"layer"`` replaces the whole layer (ELR).
+      by: the new mixer. If it is an alignment, the existing attention then uses this alignment.
+      place: the mixer to replace. ``"encoder"`` and ``"decoder"`` stand for the self-attention of
+        these stacks, and ``"cross"`` stands for the decoder's cross-attention.
+      scope: the part of a layer that is replaced. ``"mixer"`` replaces only the mixer (ALR, ALSR,
+        or another alignment). ``"sublayer"`` also replaces the norm and the residual connection of
+        the mixer (ALRR). ``"layer"`` replaces the whole layer (ELR).
       layers: the indices of the layers. `None` stands for all layers.
     """
 
@@ -62,10 +62,11 @@ class Replacement:
 
 
 def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) -> EncoderDecoder:
-    """Returns the teacher's model with replacements. Its layers are looped.
+    """Returns the teacher's model with replacements and with looped layers.
 
     Raises:
-      ValueError: if a place, a scope or a layer does not exist, or a stack is a `UniversalStack`.
+      ValueError: if a place, a scope or a layer does not exist, or if a stack is a
+        `UniversalStack`.
     """
     model = unroll(model)
     for replacement in replacements:
@@ -82,10 +83,11 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
         blocks = blocks_of(model, name)
         for index in _layer_indices(replacement, len(blocks)):
             blocks[index] = _replace_mixer(blocks[index], replacement)
-        # Neighboring layers with equal blocks form one run again.
+        # Neighboring layers with equal blocks are grouped into one run again.
         runs = tuple(Run(block, len(list(group))) for block, group in itertools.groupby(blocks))
 
-        # Keep the stack's position bias as long as some layer has logits to which it can be added.
+        # Keep the stack's position bias as long as at least one layer has logits to which the bias
+        # is added.
         bias = stack.bias
         if not any(run.block.self_mixer.bias_heads for run in runs):
             bias = None
@@ -101,7 +103,7 @@ def blocks_of(model: TokenModel, stack: str) -> list[Block]:
 def check_layers_differ(model: TokenModel, stack: str) -> None:
     """Raises a `ValueError` if the layers of a stack share their parameters.
 
-    This is the case in a `UniversalStack`, where a layer cannot be replaced alone.
+    The layers of a `UniversalStack` share their parameters, so no layer can be replaced alone.
     """
     layers = stacks_of(model)[stack]
     if isinstance(layers, UniversalStack):
@@ -115,7 +117,7 @@ def self_attention(model: TokenModel, layer: Layer) -> Attention:
     """Returns the self-attention of a layer.
 
     Raises:
-      ValueError: if the layer has another mixer in its place.
+      ValueError: if the layer has another mixer instead of self-attention.
     """
     stack, index = layer
     mixer = blocks_of(model, stack)[index].self_mixer
@@ -160,7 +162,7 @@ def _replace_mixer(block: Block, replacement: Replacement) -> Block:
 
 
 class TapPair(NamedTuple):
-    """The activations at which a replaced mixer is compared with the teacher's.
+    """The activations at which a replaced mixer is compared with the teacher's mixer.
 
     Attributes:
       stack: the name of the stack, ``encoder`` or ``decoder``.
@@ -168,8 +170,8 @@ class TapPair(NamedTuple):
       mixer: the name of the replaced mixer in the layer.
       inputs: the path of the mixer's inputs in the collection of taps. The student uses the
         teacher's inputs.
-      outputs: the paths of activations that can be compared. The first one that has the same shape
-        in both models is used.
+      outputs: the paths of activations that can be compared. Only the first activation with the
+        same shape in both models is used.
     """
 
     stack: str

@@ -1,7 +1,7 @@
 """Restores the checkpoint that a distillation learns from.
 
-A distillation that continues must learn from the same checkpoint as before, so the student's run
-records it.
+A distillation that continues must learn from the same checkpoint as before. The student's run
+therefore records the teacher's checkpoint.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ class Teacher(NamedTuple):
 def read_teacher(
     source: pathlib.Path, directory: pathlib.Path, *, finished: bool
 ) -> tuple[Teacher, Variables | None]:
-    """Restores the teacher of a distillation, which may be a new one or one that continues.
+    """Restores the teacher of a distillation that begins or continues.
 
     Args:
       source: the teacher, ``RUN`` or ``RUN/checkpoints/STEP``.
-      directory: the student's run. If it has a checkpoint, the distillation continues with the step
-        of the teacher that is recorded there. Distillations of earlier versions recorded no step.
-        They continue with the teacher's newest step.
-      finished: whether the student has made its last step, so that it does not need the teacher.
+      directory: the student's run. If the student has a checkpoint, the distillation continues with
+        the recorded step of the teacher. Distillations of earlier versions recorded no step, and
+        continue with the teacher's newest step.
+      finished: whether the student has made its last step. A finished student does not need the
+        teacher.
 
     Returns:
       The teacher and its variables. The variables are `None` if the distillation is finished and
       the teacher's checkpoint is gone.
 
     Raises:
-      ValueError: if the checkpoint with which the distillation began is gone, or `source` names
-        another one.
+      ValueError: if the checkpoint with which the distillation began is gone, or if `source` names
+        another checkpoint.
     """
     run, step = find_checkpoint(source)
     recorded = None
@@ -89,7 +90,7 @@ def read_teacher(
 
 
 def _recorded(directory: pathlib.Path) -> Teacher | None:
-    """Reads what `Teacher.save` wrote into a run directory. Returns `None` if there is no file."""
+    """Returns the teacher that a run directory records, or `None` if no teacher is recorded."""
     path = directory / TEACHER_FILE
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Gives a model other alignments so that it still computes the same at first."""
+"""Gives a model other alignments in such a way that its outputs do not change at first."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def with_variants(
 ) -> EncoderDecoder:
     """Returns a model whose self-attention has the alignments of other variants of the zoo.
 
-    If a variant is a mixture, the model's own alignment replaces the dot product in it.
+    If a variant is a mixture, the model's own alignment replaces the dot product in the mixture.
 
     Args:
       model: the model.
       encoder: the variant for the encoder, a key of `VARIANTS`. `None` does not change the encoder.
-      decoder: the same for the decoder.
+      decoder: the variant for the decoder, a key of `VARIANTS`. `None` does not change the decoder.
       max_length: the number of positions in new tables.
 
     Raises:
-      ValueError: if there is no such variant, if the self-attention is not `Attention`, or if a
+      ValueError: if a variant does not exist, if the self-attention is not `Attention`, or if a
         stack is a `UniversalStack`.
     """
     for stack in stacks_of(model):
@@ -58,19 +58,19 @@ def with_variants(
 
 
 def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -> PyTree:
-    """Returns parameters with which a student computes the same as its teacher.
+    """Returns parameters with which a student has the same outputs as its teacher.
 
     Args:
       teacher: a model with looped layers.
-      student: the same model with other alignments in self-attention. Each of them is a `Mixture`
+      student: the same model with other alignments in self-attention. Each alignment is a `Mixture`
         that contains the teacher's alignment; see `Mixture.start_as`.
       params: the teacher's parameters, which are arrays or `checkpoints.streamed.Unread`.
 
     Raises:
-      ValueError: if an alignment of the student does not contain the teacher's, or another part of
-        it cannot start at zero.
+      ValueError: if an alignment of the student does not contain the teacher's alignment, or if
+        another part of the mixture cannot start at zero.
     """
-    # Copy the dictionaries that are changed below, because the caller's must stay as they are.
+    # The dictionaries that are changed below are copied, because the caller's must not change.
     params = {**params, **{stack: dict(params[stack]) for stack in STACKS}}
     for stack, mixer in STACKS.items():
         pairs = zip(blocks_of(teacher, stack), blocks_of(student, stack), strict=True)
@@ -107,8 +107,8 @@ def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTr
       seed: the seed of the parameters.
 
     Raises:
-      ValueError: if the memory does not suffice, or the alignment has constants, such as the table
-        of a Fixed Random.
+      ValueError: if there is too little memory, or if the alignment has constants, such as the
+        table of a Fixed Random.
     """
     alignment = attention.alignment
 
@@ -118,7 +118,7 @@ def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTr
         context = attention.context(Span(0, 1), Span(0, 1))
         return alignment.init(jax.random.key(seed), x, x, context)
 
-    # An element needs four bytes, and another four for the random bits from which it is made.
+    # An element needs four bytes, and another four bytes for the random bits from which it is made.
     needed = 8 * num_elements(jax.eval_shape(init))
     free = free_memory()
     if free is not None and needed > free:

@@ -1,10 +1,10 @@
 """T5's Adafactor, which factors parameters according to their logical axes.
 
 Optax's Adafactor factors the two largest dimensions of an array and computes norms over the whole
-array. This does not fit the parameters of these models. T5's attention kernels are matrices in
-three dimensions, scanned layers are stacked in one array, and a Synthesizer's table is a stack of
-one matrix per head. Here the logical axes of a parameter determine which of its dimensions form a
-batch of separate matrices, which are rows and which are columns.
+array. Optax's choice does not fit the parameters of T5 and of Synthesizers. T5's attention kernels
+are matrices in three dimensions, scanned layers are stacked in one array, and a Synthesizer's table
+is a stack of one matrix per head. In this module, the logical axes of a parameter determine which
+of its dimensions form a batch of separate matrices, which are rows and which are columns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCH = frozenset({"layers"})
 TABLE = frozenset({"query_length", "key_length"})
 """Axes of tables over positions.
 
-If a parameter has one of these, ``heads`` is a batch axis too, because every head has its own
+If a parameter has one of these axes, ``heads`` is a batch axis too, because every head has its own
 table.
 """
 
@@ -40,7 +40,7 @@ T5_AXES = frozenset({"layers", "vocab", "embed", "mlp", "heads", "kv_heads", "kv
 """Axes of T5's own matrices. T5X factors stacks of these matrices regardless of their size."""
 
 HEAD_FEATURES = frozenset({"kv", "synth_hidden"})
-"""Axes of a head's features. They form a single matrix dimension with the heads before them."""
+"""Axes of a head's features, which form one matrix dimension with the heads before them."""
 
 EPSILON_SQUARE = 1e-30
 """ε₁, which is added to squares of gradients."""
@@ -61,10 +61,10 @@ class FactoredDims:
 
     Attributes:
       batch: the dimensions along which slices are stacked.
-      rows: the dimensions that form the rows of a slice's matrix. It is empty if the parameter is
-        not factored.
-      columns: the dimensions that form the columns of a slice's matrix. It is empty if the
-        parameter is not factored.
+      rows: the dimensions that form the rows of a slice's matrix. If the parameter is not factored,
+        there are no rows.
+      columns: the dimensions that form the columns of a slice's matrix. If the parameter is not
+        factored, there are no columns.
     """
 
     batch: tuple[int, ...]
@@ -77,8 +77,8 @@ def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) ->
 
     As in T5X, every layer of a scanned stack is a slice. Stacks of T5's own matrices are factored
     regardless of their size. The matrices of unrolled layers are factored only if they are large
-    enough. If rows and columns are at least `min_size`, as in all published models, both layouts
-    have the same updates. Smaller unrolled models keep full second moments.
+    enough. If rows and columns are at least `min_size`, as in all published models, scanned and
+    unrolled layers have the same updates. Smaller unrolled models keep full second moments.
 
     Args:
       axes: logical axis names of the parameter's dimensions.
@@ -117,9 +117,9 @@ class AdafactorState(NamedTuple):
     Attributes:
       updates: number of updates, int32.
       moments: a pytree like the parameters, with a dictionary of means of squared gradients for
-        each. If the parameter is factored, the dictionary is
-        ``{"row": [batch, rows], "col": [batch, columns]}``. Otherwise it is ``{"full": [...]}`` in
-        the parameter's shape.
+        each parameter. If the parameter is factored, the dictionary is
+        ``{"row": [batch, rows], "col": [batch, columns]}``. Otherwise, the dictionary is
+        ``{"full": [...]}`` in the shape of the parameter.
     """
 
     updates: jax.Array
@@ -141,7 +141,8 @@ class Adafactor:
     Each RMS is computed over a slice of the parameter; see `FactoredDims`.
 
     Attributes:
-      learning_rate: the schedule of the learning rate. The default is that of T5's pre-training.
+      learning_rate: the schedule of the learning rate. The default is the schedule of T5's
+        pre-training.
       decay_rate: exponent of the second moment's decay.
       clip: maximum RMS of a slice's update. None means no clipping.
       parameter_scale: whether to multiply the update by the RMS of the parameter's slice.
@@ -159,7 +160,7 @@ class Adafactor:
     def build(self, axes: PyTree) -> optax.GradientTransformation:
         """Returns the optax transformation; see `Optimizer.build`.
 
-        Its updates require the parameters.
+        The `update` of the transformation requires the parameters as its third argument.
         """
         learning_rate = build_schedule(self.learning_rate)
 
@@ -190,7 +191,7 @@ class Adafactor:
                 g = g.astype(jnp.float32)
                 dims = factored_dims(names, g.shape, min_size=self.min_size)
                 u, moments = _precondition(g, moments, dims, decay=decay)
-                # The dimensions of one slice, over which each RMS is computed.
+                # Each RMS is computed over the dimensions `inner` of one slice.
                 inner = tuple(i for i in range(g.ndim) if i not in dims.batch)
                 if self.clip is not None:
                     u = u / jnp.maximum(1.0, _rms(u, inner) / self.clip)
@@ -199,8 +200,8 @@ class Adafactor:
                 return (-rate * u).astype(p.dtype), moments
 
             tree = jax.tree.map(update_parameter, gradients, axes, params, state.moments)
-            # The tree has a pair for each parameter. It is split into one tree of updates and one
-            # of moments.
+            # `tree` has a pair of an update and moments for each parameter. The pairs are split
+            # into a tree of updates and a tree of moments.
             pairs = jax.tree.leaves(tree, is_leaf=lambda x: type(x) is tuple)
             structure = jax.tree.structure(gradients)
             updates = jax.tree.unflatten(structure, [update for update, _ in pairs])
@@ -249,23 +250,24 @@ def state_axes(opt_state: PyTree, axes: PyTree, shapes: PyTree) -> PyTree:
     """Returns the logical axes of an optimizer's state.
 
     A leaf with the path and shape of a parameter, such as a moment of Adam, has the parameter's
-    axes. The path may continue with ``row``, ``col`` or ``full``, as in Adafactor. The leaf then
-    has the axes that remain after the reduction. Its sizes must be those of these axes. All other
-    leaves have no axes. Only the dictionary keys of a path are compared.
+    axes. The path may continue with ``row``, ``col`` or ``full``, as in Adafactor. In this case,
+    the leaf has those axes of the parameter that remain after the reduction, and the sizes of the
+    leaf must be the sizes of these axes. All other leaves have no axes. Only the dictionary keys of
+    a path are compared.
 
     Args:
       opt_state: the state of an optimizer.
       axes: the logical axes of the parameters.
       shapes: the shapes of the parameters.
     """
-    # Axes by the path and the shape of a leaf, for all leaves that any optimizer might have.
+    # The keys are the path and the shape of a leaf, for all leaves that any optimizer might have.
     axes_by_leaf: dict[tuple[tuple[str, ...], tuple[int, ...]], Axes] = {}
     nodes = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
     for (path, names), param in zip(nodes, jax.tree.leaves(shapes), strict=True):
         keys = _dict_keys(path)
         axes_by_leaf[keys, param.shape] = names
-        # Moments may be factored or full. This depends on the optimizer's `min_size`, which is not
-        # known here.
+        # Moments may be factored or full, depending on the optimizer's `min_size`. This function
+        # does not know `min_size`, so it adds the axes of both.
         factored = factored_dims(names, param.shape, min_size=0)
         full = FactoredDims(())
         for dims in (factored, full):

@@ -26,7 +26,8 @@ class Optimizer(Protocol):
         """Returns the optax transformation.
 
         Args:
-          axes: a pytree like the trained parameters, with a tuple of logical axis names for each.
+          axes: a pytree like the trained parameters, with a tuple of logical axis names for each
+            parameter.
         """
         ...
 
@@ -43,9 +44,10 @@ def schedule_of(optimizer: Optimizer) -> optax.Schedule | None:
 
 
 def count_updates(opt_state: PyTree) -> jax.Array | None:
-    """Returns the number of updates that a state of an optimizer counts, or `None` if it does not.
+    """Returns the number of updates in the state of an optimizer, or None if it has no count.
 
-    It is the first scalar named ``count``, as in optax, or ``updates``.
+    The number is the first scalar in the state that is named ``count``, as in optax, or
+    ``updates``.
     """
     for path, leaf in jax.tree.leaves_with_path(opt_state):
         # A key of a path is written as ``.count`` or ``['count']``.

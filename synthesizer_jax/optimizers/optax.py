@@ -32,7 +32,8 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
     name: f
     for name, f in vars(optax.schedules).items()
-    if inspect.isfunction(f) and not name.startswith("inject_")  # these change optimizers instead
+    # Functions named ``inject_…`` change optimizers instead of making schedules.
+    if inspect.isfunction(f) and not name.startswith("inject_")
 }
 """The functions of optax that make a schedule, by name."""
 
@@ -87,8 +88,8 @@ class OptaxSchedule:
 def _thaw(value: Any) -> Any:
     """Returns an argument in the form that optax expects.
 
-    Lists are stored as tuples, and integer keys as strings, which is undone here. Schedules are
-    built.
+    Configurations store lists as tuples and integer keys as strings. This function restores the
+    lists and the integers, and builds schedules.
     """
     if isinstance(value, dict):
         return {int(key) if key.isdigit() else key: x for key, x in value.items()}
@@ -128,7 +129,7 @@ def optax_optimizer(
       **arguments: the function's other arguments.
 
     Raises:
-      ValueError: optax has no such optimizer, or it cannot be called with these arguments.
+      ValueError: optax has no optimizer of this name, or these arguments do not fit it.
     """
     return Optax(name, learning_rate, tuple(sorted(arguments.items())), clip_norm)
 
@@ -141,6 +142,6 @@ def optax_schedule(name: str, **arguments: Any) -> OptaxSchedule:
       **arguments: the function's arguments.
 
     Raises:
-      ValueError: optax has no such schedule, or it cannot be called with these arguments.
+      ValueError: optax has no schedule of this name, or these arguments do not fit it.
     """
     return OptaxSchedule(name, from_json(to_json(arguments)))

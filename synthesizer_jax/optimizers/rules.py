@@ -32,15 +32,16 @@ from synthesizer_jax.primitives.parameters import (
 @register
 @dataclasses.dataclass(frozen=True)
 class OptimizerRule:
-    r"""How the parameters with certain paths are optimized.
+    r"""A rule for the learning rate of the parameters with certain paths.
 
     Attributes:
       pattern: a regular expression that must match the whole path of a parameter, such as
-        ``encoder/layers_\d+/.*/table``. Paths are those with looped layers, even if layers are
-        scanned.
-      learning_rate: a factor by which the optimizer's updates are multiplied, like a factor of its
-        learning rate.
-      frozen: whether the parameters stay as they are. This is the same as a `learning_rate` of 0.
+        ``encoder/layers_\d+/.*/table``. Paths have the form of looped layers, even if the model
+        scans its layers.
+      learning_rate: a factor by which the optimizer's updates are multiplied. It has the same
+        effect as a factor of the optimizer's learning rate.
+      frozen: whether the parameters are not trained. Freezing is the same as setting
+        `learning_rate` to 0.
     """
 
     pattern: str
@@ -63,18 +64,18 @@ def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRul
     1.
 
     Returns:
-      A pytree like the parameters with float32 arrays. They are scalars, or ``[layers, 1, …]`` if
-      the rules differ between the layers of a scanned stack. A parameter is frozen if all its
-      factors are 0.
+      A pytree like the parameters, with a float32 array for each parameter. The array is a scalar,
+      or has the shape ``[layers, 1, …]`` if the rules differ between the layers of a scanned stack.
+      A parameter is frozen if all factors in its array are 0.
 
     Raises:
-      ValueError: a rule decides nothing, or every parameter is frozen.
+      ValueError: a rule applies to no parameter, or every parameter is frozen.
     """
     every = (*rules, OptimizerRule(".*"))
     all_paths: list[str] = []
     factors = {}
     for keys, x in traverse_util.flatten_dict(params).items():
-        # A parameter of a scanned stack has one path, and so one rule, per layer.
+        # A parameter of a scanned stack has one path and one rule for each of its layers.
         paths = looped_paths(model, keys)
         all_paths += paths
         chosen = [_first_match(every, path) for path in paths]
@@ -115,8 +116,8 @@ class RuledOptimizer:
     def init(self, params: PyTree) -> PyTree:
         """Returns the state of the transformation, which has no entries for frozen parameters.
 
-        The state may have PRNG keys, for example that of ``optax.noisy_sgd``. Their data is stored
-        in their place, because checkpoints hold only plain arrays.
+        Some optimizers, such as ``optax.noisy_sgd``, have PRNG keys in their state. The data of a
+        key is stored instead of the key, because checkpoints hold only plain arrays.
         """
         state = self.transformation.init(self.trained(params))
         return _without_keys(state)
@@ -142,7 +143,7 @@ class RuledOptimizer:
     def update(self, gradients: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the new parameters and the new state.
 
-        Frozen parameters keep every bit.
+        The values of frozen parameters do not change at all.
 
         Args:
           gradients: the result of `mask_gradients`.
@@ -157,7 +158,8 @@ class RuledOptimizer:
             new = (p + u).astype(p.dtype)
             if rate.all():
                 return new
-            # Frozen layers take their old values: adding zero times an update could change bits.
+            # Frozen layers keep their old values, because adding zero times an update could change
+            # bits.
             return jnp.where(rate == 0, p, new)
 
         trained = self.trained(params)
@@ -167,9 +169,9 @@ class RuledOptimizer:
         return merge_entries(new, params), _without_keys(opt_state)
 
     def _with_keys(self, opt_state: PyTree, trained: PyTree) -> PyTree:
-        """Returns a state with PRNG keys in the place of their data.
+        """Returns a state in which the data of PRNG keys is replaced by the keys.
 
-        The transformation expects them.
+        The optax transformation expects keys and not their data.
         """
         implementations = list[Any]()  # JAX's specification of a leaf's keys, or None for numbers
 
@@ -178,7 +180,7 @@ class RuledOptimizer:
             for x in jax.tree.leaves(self.transformation.init(trained)):
                 implementations.append(jax.random.key_impl(x) if _is_key(x) else None)
 
-        # Only the dtypes of the initial state are needed, so it is traced and not computed.
+        # Only the dtypes of the initial state are needed, so `init` is traced and not computed.
         jax.eval_shape(record, trained)
         leaves, structure = jax.tree.flatten(opt_state)
         restored = []
@@ -202,7 +204,7 @@ def _is_key(x: jax.Array) -> bool:
 
 
 def _without_keys(state: PyTree) -> PyTree:
-    """Returns a state with the data of PRNG keys in their place."""
+    """Returns a state in which every PRNG key is replaced by its data."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
 
 
@@ -234,8 +236,8 @@ def build_optimizer(
       config: the configuration of the optimizer.
       rules: the rules; see `resolve_rules`.
       model: the model.
-      params: its parameters.
-      axes: a pytree like the parameters, with a tuple of logical axis names for each.
+      params: the parameters of the model.
+      axes: a pytree like the parameters, with a tuple of logical axis names for each parameter.
     """
     rates = resolve_rules(model, params, rules)
     return RuledOptimizer(config.build(trained_entries(rates, axes)), rates, schedule_of(config))

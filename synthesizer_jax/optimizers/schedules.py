@@ -67,9 +67,10 @@ class Constant:
 @register
 @dataclasses.dataclass(frozen=True)
 class InverseSquareRoot:
-    """``factor / √max(step, warmup_steps)``, which is constant during the warm-up and then decays.
+    """The learning rate ``factor / √max(step, warmup_steps)`` of T5's pre-training.
 
-    T5 pre-trains with a factor of 1 and 10,000 steps (Raffel et al. 2020, section 3.1.2).
+    The learning rate is constant during the warm-up and then decays. T5 uses a factor of 1 and
+    10,000 warm-up steps (Raffel et al. 2020, section 3.1.2).
 
     Attributes:
       factor: factor of the learning rate.
@@ -91,10 +92,11 @@ class InverseSquareRoot:
 @register
 @dataclasses.dataclass(frozen=True)
 class Noam:
-    """``factor · d_model^−½ · min(s^−½, s · warmup_steps^−1.5)`` at step s, counted from 1.
+    """The learning rate of the Transformer, which grows linearly and then decays.
 
-    The learning rate grows linearly and then decays with the inverse square root of the step
-    (Vaswani et al. 2017, equation 3). Tensor2Tensor's base model has the factor 2 and 8,000 steps.
+    At step s, counted from 1, it is ``factor · d_model^−½ · min(s^−½, s · warmup_steps^−1.5)``
+    (Vaswani et al. 2017, equation 3). The decay is the inverse square root of the step.
+    Tensor2Tensor's base model uses a factor of 2 and 8,000 warm-up steps.
 
     Attributes:
       d_model: width of the model.
@@ -120,7 +122,7 @@ class Noam:
 @register
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Linear warm-up to `peak`, then linear decay to `final` at `total_steps`.
+    """A linear warm-up to `peak`, followed by a linear decay to `final` at `total_steps`.
 
     BERT is trained with this schedule.
 
@@ -148,7 +150,7 @@ class Linear:
 @register
 @dataclasses.dataclass(frozen=True)
 class Cosine:
-    """Linear warm-up to `peak`, then cosine decay to `final` at `total_steps`.
+    """A linear warm-up to `peak`, followed by a cosine decay to `final` at `total_steps`.
 
     Attributes:
       peak: the largest learning rate.

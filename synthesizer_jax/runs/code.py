@@ -1,7 +1,7 @@
 """Users' code that a run needs, recorded in the run directory.
 
 A run directory may contain a folder ``code/`` with the names of packages and copies of recipe
-files. They are only a record. Nothing in the folder is imported or executed automatically. A
+files. The folder is only a record, and nothing in it is imported or executed automatically. A
 command that loads the run says which ``--import`` options are needed, so that users can read the
 code before they run it.
 """
@@ -69,14 +69,14 @@ _executed: dict[Source, tuple[ModuleType, Code]] = {}
 
 
 def load_user_code(names: Sequence[str]) -> Code:
-    """Imports packages, executes files, and returns them as a `Code`.
+    """Imports packages and executes files, and returns a `Code` with their names and contents.
 
     Args:
       names: names of packages, and paths of files that end in ``.py``.
 
     Raises:
-      ValueError: a package or file does not exist, or a file fails. The message then names the file
-        and the line.
+      ValueError: a package or file does not exist, or a file raises an error. The message then
+        names the file and the line.
     """
     code = NOTHING
     for name in names:
@@ -104,12 +104,12 @@ def execute(path: str) -> tuple[ModuleType, Code]:
       path: the path of the file.
 
     Returns:
-      The module that the file defines. Then a `Code` with the file if it has registered classes,
-      tasks, mixtures or mesh axes, and otherwise `NOTHING`.
+      The module that the file defines, and a `Code`. The `Code` contains the file if the file has
+      registered classes, tasks, mixtures or mesh axes. Otherwise, the `Code` is `NOTHING`.
 
     Raises:
-      ValueError: there is no such file, or it fails. The message contains the file, the line and
-        the type of the error.
+      ValueError: the file does not exist, or it raises an error. The message contains the file, the
+        line and the type of the error.
     """
     source = _read_source(storage_path(path))
     if source not in _executed:
@@ -130,7 +130,7 @@ def _read_source(path: pathlib.Path) -> Source:
     """Reads a file of Python code.
 
     Raises:
-      ValueError: there is no such file.
+      ValueError: the file does not exist.
     """
     if not path.is_file():
         raise ValueError(f"There is no file {path}.")
@@ -138,17 +138,17 @@ def _read_source(path: pathlib.Path) -> Source:
 
 
 def import_package(name: str) -> ModuleType:
-    """Imports a package or module of a user and returns it.
+    """Imports a user's package or module and returns it.
 
     Raises:
-      ValueError: the name is not valid, or there is no such package.
+      ValueError: the name is not valid, or the package does not exist.
     """
     if not _is_module_name(name):
         raise ValueError(f"{name!r} is neither the name of a package nor the path of a .py file.")
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # An error about a different package, which this one imports, is raised unchanged.
+        # If `name` imports a different package that is missing, the error is raised unchanged.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
@@ -178,7 +178,8 @@ def convert_errors(path: str) -> Iterator[None]:
         lines = [frame.lineno for frame in frames if frame.filename == path]
         text = str(error)
         if isinstance(error, SyntaxError) and error.filename == path:
-            # The file was not executed, so it has no frame. The error itself knows the line.
+            # A file with a syntax error was not executed, so it has no frame. The error itself has
+            # the line.
             lines = [error.lineno]
             text = error.msg
         where = f"{path}, line {lines[-1]}" if lines else path
@@ -187,7 +188,7 @@ def convert_errors(path: str) -> Iterator[None]:
 
 def _registered_names() -> tuple[dict[Any, Any], ...]:
     """Returns copies of everything that code can register with this package and with SeqIO."""
-    # Imported here because commands that only load a model need no tasks.
+    # The import is here, because commands that only load a model need no tasks.
     from synthesizer_jax.tasks import task_registry
 
     registries: list[Mapping[Any, Any]] = [
@@ -196,7 +197,7 @@ def _registered_names() -> tuple[dict[Any, Any], ...]:
         task_registry.TASKS,
         task_registry.MIXTURES,
     ]
-    # SeqIO is slow to import. If it was not imported, nothing is registered with it.
+    # SeqIO is slow to import. As long as SeqIO is not imported, nothing is registered with it.
     seqio = sys.modules.get("seqio")
     if seqio is not None:
         registries.append(dict.fromkeys(seqio.TaskRegistry.names()))
@@ -207,7 +208,7 @@ def _registered_names() -> tuple[dict[Any, Any], ...]:
 def record_code(directory: pathlib.Path, code: Code) -> None:
     """Writes the users' code of a run to its directory, and deletes outdated copies of files.
 
-    Nothing is written if there is no code and none was recorded before.
+    Nothing is written if the run needs no code and no code was recorded before.
     """
     folder = directory / CODE_DIRECTORY
     if code == NOTHING and not folder.exists():
@@ -245,8 +246,8 @@ def recorded_code(directory: pathlib.Path) -> Code:
 def _is_file_name(name: str) -> bool:
     """Returns whether a recorded name is the name of a file without folders.
 
-    The record may come from someone else. A name with folders could point to a file outside of the
-    run directory.
+    The record may come from someone else. A recorded name with folders could point to a file
+    outside of the run directory.
     """
     return pathlib.PurePath(name).name == name != ""
 

@@ -42,7 +42,7 @@ class MetricsWriter:
     def __init__(self, directory: pathlib.Path, *, restored_step: int = 0):
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / METRICS_FILE
-        self._lines = b""  # lines of the file that are not written yet
+        self._lines = b""  # lines that are not yet written to the file
         self._flushes = not in_bucket(directory)
         self._folder = directory / "tensorboard"
         self._restored_step = restored_step
@@ -52,16 +52,17 @@ class MetricsWriter:
     def _board(self) -> EventsWriter:
         """TensorBoard's file.
 
-        It is opened when the first metrics are written, because its library is slow to import.
+        The file is opened when the first metrics are written, because tensorboardX is slow to
+        import.
         """
         # tensorboardX's SummaryWriter would write in a thread that may prevent the process from
-        # ending. This writer writes in the calling thread.
+        # ending. `EventsWriter` writes in the calling thread.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         self._folder.mkdir(exist_ok=True)
         board = EventsWriter(str(self._folder / "events"))
-        # This entry makes TensorBoard drop the entries of later steps that an earlier process
+        # The START entry makes TensorBoard drop the entries of later steps that an earlier process
         # wrote.
         start = SessionLog(status=SessionLog.START)
         board.write_event(
@@ -154,7 +155,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, JSON]]:
 def read_scores(path: pathlib.Path) -> dict[int, float]:
     """Returns the score of every evaluated step in a metrics file.
 
-    The score is NaN if the evaluation had none. The result is empty if there is no file.
+    The score is NaN if an evaluation had no score. The result is empty if the file does not exist.
     """
     if not path.exists():
         return {}
@@ -169,7 +170,7 @@ def read_scores(path: pathlib.Path) -> dict[int, float]:
 def _read_records(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any] | None]]:
     """Returns all complete lines of a metrics file with their records, or None for a damaged line.
 
-    A last line without a line break is incomplete and left out.
+    The last line is left out if it does not end with a line break, because it is incomplete.
     """
     records: list[tuple[bytes, dict[str, Any] | None]] = []
     for line in path.read_bytes().split(b"\n")[:-1]:
@@ -219,16 +220,17 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Context manager for work whose time does not count, such as compilation."""
+        """Context manager for work that does not count as training time, such as compilation."""
         start = time.perf_counter()
         yield
-        # A later start of the measurement has the same effect as a shorter measurement.
+        # Moving the start of the measurement has the same effect as subtracting the time of the
+        # pause.
         self._start += time.perf_counter() - start
 
     def read(self) -> dict[str, float]:
         """Returns the rates, the share of ``padding`` and the utilizations since the last call.
 
-        Calling it starts a new measurement.
+        Each call starts a new measurement.
         """
         now = time.perf_counter()
         seconds = max(now - self._start, 1e-9)

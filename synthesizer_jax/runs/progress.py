@@ -17,20 +17,20 @@ from synthesizer_jax.base.messages import Phase, escape_controls
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 
 UTILIZATIONS = {"mfu": "MFU", "product_utilization": "matmul utilization"}
-"""Labels of utilizations by name. The first one that is available is shown."""
+"""Labels of utilizations by name. Only the first utilization that is available is shown."""
 
 
 class Progress:
     """Shows the progress of a run.
 
-    On a terminal or in a notebook, it shows a progress bar, and lines for evaluations and
-    checkpoints. Elsewhere it prints only lines, also every `training.log_every` steps.
+    On a terminal or in a notebook, a progress bar and lines for evaluations and checkpoints are
+    shown. Elsewhere, only lines are printed, including a line every `training.log_every` steps.
 
     Args:
       total: number of steps of the run.
       title: a title, shown before the bar.
-      visible: whether to show anything. If false, only urgent messages are printed, to standard
-        error.
+      visible: whether to show anything. If it is false, only urgent messages are printed, to
+        standard error.
     """
 
     def __init__(self, total: int, *, title: str = "", visible: bool = True):
@@ -99,8 +99,8 @@ class Progress:
 def show_phases(*, visible: bool = True) -> Iterator[Phase]:
     """Context manager that shows the phases of a command, on standard error.
 
-    It yields a `Phase`, a function that starts a new phase: it prints the title as a line, and
-    shows a bar if standard error is a terminal.
+    The context manager yields a `Phase`, which is a function that starts a new phase. The function
+    prints the title as a line, and shows a bar if standard error is a terminal.
 
     Args:
       visible: whether to show anything.
@@ -116,7 +116,7 @@ def show_phases(*, visible: bool = True) -> Iterator[Phase]:
     )
 
     def phase(title: str, total: int) -> Callable[[int], object]:
-        """Prints the title of a phase and replaces the bar of the previous one."""
+        """Prints the title of a phase and replaces the bar of the previous phase."""
         if visible:
             console.print(escape_controls(title))
         for task in bar.task_ids:
@@ -135,15 +135,15 @@ def summary_lines(
     data_dir: pathlib.Path | None,
     prompt: str = "INPUT",
 ) -> str:
-    """Returns the summary at the end of a run: its scores, its files, and the commands to try next.
+    """Returns the summary at the end of a run, with scores, files and the commands to try next.
 
     Args:
       directory: the run directory.
       steps: number of finished steps.
       saved: the steps of the run's checkpoints.
       data_dir: the data directory for the commands. None means the default directory.
-      prompt: the example prompt for ``synthesizer-jax generate``. It is empty if the model does not
-        write text.
+      prompt: the example prompt for ``synthesizer-jax generate``. It is an empty string if the
+        model does not write text.
     """
     finished = f"{directory} has finished its {steps:,} steps."
     scores = read_scores(directory / METRICS_FILE)

@@ -22,7 +22,7 @@ class SavedModel(NamedTuple):
 
     Attributes:
       model: the unbound model.
-      vocabulary: the vocabulary. The path of its file is absolute.
+      vocabulary: the vocabulary, with the absolute path of its file.
     """
 
     model: TokenModel
@@ -32,11 +32,13 @@ class SavedModel(NamedTuple):
 def load_model(directory: pathlib.Path) -> SavedModel:
     """Reads the model and vocabulary of a run directory; see `read_experiment` for errors.
 
-    If no training has recorded the model's dtype, ``auto`` is resolved for this process's devices.
+    If the recorded model dtype is ``auto``, it is replaced by the default dtype of this process's
+    devices.
     """
     record = read_experiment(directory)
     with describing(directory / EXPERIMENT_FILE, REMEDY):
-        # Only these two fields are rebuilt, so the modules of training need not be imported.
+        # Only the fields `model` and `vocabulary` are rebuilt, so the modules of training are not
+        # imported.
         model = from_json(record["model"], "model")
         vocabulary = from_json(record["vocabulary"], "vocabulary")
         for value, kind in ((model, TokenModel), (vocabulary, Vocabulary)):
@@ -53,7 +55,7 @@ def read_experiment(directory: pathlib.Path, *, as_data: bool = False) -> Any:
     Args:
       directory: the run directory.
       as_data: whether the caller only looks at the data and does not rebuild its objects. Users'
-        code need not be imported then.
+        code then does not need to be imported.
 
     Raises:
       FileNotFoundError: the directory does not contain a run.
@@ -78,12 +80,12 @@ def has_adapters(directory: pathlib.Path) -> bool:
 
 
 def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
-    """Returns the run directory and the step that ``RUN`` or ``RUN/checkpoints/STEP`` refers to.
+    """Returns the run directory and the step of ``RUN`` or ``RUN/checkpoints/STEP``.
 
-    The step is None for ``RUN``, which means the newest checkpoint.
+    For ``RUN``, the step is None, which means the newest checkpoint.
 
     Raises:
-      ValueError: there is no run of this package.
+      ValueError: the directory does not contain a run of this package.
     """
     directory = run_of(source)
     if not is_run(source):
@@ -101,14 +103,14 @@ def is_run(source: pathlib.Path) -> bool:
 
 
 def run_of(source: pathlib.Path) -> pathlib.Path:
-    """Returns the run directory of ``RUN`` or ``RUN/checkpoints/STEP``, which need not exist."""
+    """Returns the run directory of ``RUN`` or ``RUN/checkpoints/STEP``. No path needs to exist."""
     if source.parent.name == "checkpoints" and source.name.isdecimal():
         return source.parent.parent
     return source
 
 
 def find_step(source: pathlib.Path) -> int | None:
-    """Returns the step in ``RUN/checkpoints/STEP``, or None for ``RUN``. Neither needs to exist."""
+    """Returns the step in ``RUN/checkpoints/STEP``, or None for ``RUN``. No path needs to exist."""
     if run_of(source) == source:
         return None
     return int(source.name)
@@ -138,7 +140,7 @@ def open_vocabulary(
 
     Raises:
       ValueError: the model's embedding has fewer rows than the vocabulary has ids, or the model's
-        `ids` differ from those of the vocabulary.
+        `ids` differ from the ids of the vocabulary.
     """
     config = with_absolute_path(vocabulary, directory)
     assert config is not None

@@ -2,7 +2,7 @@
 
 A package can add a writer by an entry point in the group ``synthesizer_jax.writers``. The entry
 point is a callable that takes the run directory and the experiment as JSON data, and returns a
-`Writer`. Its name is used in `Training.writers`.
+`Writer`. The name of the entry point is used in `Training.writers`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GROUP = "synthesizer_jax.writers"
 class Writer(Protocol):
     """Receives the metrics of a run, in process 0 only.
 
-    If one of its methods raises an error, training continues and the writer is not called again.
+    If a method of a writer raises an error, training continues and the writer is not called again.
     """
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
@@ -40,7 +40,7 @@ class Writer(Protocol):
         """
 
     def flush(self) -> None:
-        """Called after a checkpoint was saved."""
+        """Called after a checkpoint was saved, to send everything that was not sent yet."""
 
     def close(self, *, failed: bool) -> None:
         """Called when the run ends.
@@ -57,7 +57,7 @@ def find_writers(names: Iterable[str]) -> dict[str, OpenWriter]:
     """Returns the functions that open the writers with the given names, by name.
 
     Raises:
-      ValueError: there is no writer with a name, or its library is not installed.
+      ValueError: no writer has one of these names, or the library of a writer is not installed.
     """
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
     openers = {}
@@ -79,7 +79,7 @@ def find_writers(names: Iterable[str]) -> dict[str, OpenWriter]:
 
 
 def _run_key(directory: pathlib.Path) -> str:
-    """Returns a key that identifies a run in services, also when it is continued.
+    """Returns a key that identifies a run in services, even when the run is continued.
 
     A new run that replaces a deleted run in the same directory has another key, because the key
     depends on the time of the run's first event.
@@ -128,7 +128,7 @@ class _MLflow:
         path = absolute(directory)
         key = _run_key(directory)
         experiment = self._module.set_experiment(path.parent.name)
-        # A run that continues is found by its key.
+        # The key of a run is used to find it again when it continues.
         before = self._module.search_runs(
             [experiment.experiment_id], f"tags.key = '{key}'", output_format="list"
         )
@@ -143,7 +143,7 @@ class _MLflow:
         self._sent.append(self._module.log_metrics(named, step=step, synchronous=False))
 
     def flush(self) -> None:
-        """Waits until everything is sent. Errors of the service are raised here."""
+        """Waits until everything is sent. This method raises the errors of the service."""
         while self._sent:
             self._sent.pop(0).wait()
 
@@ -156,7 +156,7 @@ class _MLflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """Returns a name of a metric in a form that MLflow accepts."""
+    """Returns the name of a metric in a form that MLflow accepts."""
     return re.sub("[^A-Za-z0-9_. /-]", "_", name)[:250]
 
 

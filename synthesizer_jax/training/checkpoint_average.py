@@ -22,11 +22,11 @@ def average_checkpoints(
 ) -> list[int]:
     """Writes a new run directory with the mean of the parameters of a run's newest checkpoints.
 
-    All saved checkpoints are candidates, whether `Training.keep_latest` or `Training.keep_best`
-    kept them.
+    All saved checkpoints are candidates, no matter whether `Training.keep_latest` or
+    `Training.keep_best` kept them.
 
     The mean is computed in float32 from the variables that `restore_run` returns. If the run has an
-    exponential moving average of the parameters, this is the mean of the moving averages.
+    exponential moving average of the parameters, the result is the mean of the moving averages.
 
     Checkpoints are read and verified one at a time, so memory holds only the mean and one
     checkpoint. The new run has the step number of the newest checkpoint and no optimizer state. The
@@ -35,7 +35,7 @@ def average_checkpoints(
     Args:
       source: the directory of the run.
       directory: the new directory.
-      last: number of checkpoints to average, at least 2. None means all.
+      last: number of checkpoints to average, at least 2. None means all checkpoints.
 
     Returns:
       The steps of the averaged checkpoints.
@@ -44,7 +44,7 @@ def average_checkpoints(
       FileExistsError: the new directory exists and is not empty.
       FileNotFoundError: `source` does not contain a run.
       OSError: the disk is full.
-      ValueError: the run has too few checkpoints, or one of them cannot be read.
+      ValueError: the run has too few checkpoints, or a checkpoint cannot be read.
     """
     experiment = with_vocabulary_path(load_experiment(source), source)
     saved = finished_steps(source / "checkpoints")
@@ -76,8 +76,8 @@ def average_checkpoints(
             "constants": variables.get("constants", {}),
             "opt_state": {},
         }
-        # This returns only when everything is written. If an error removes the staging directory,
-        # no background thread is still writing into it.
+        # `save_streamed` returns only when everything is written. If an error removes the staging
+        # directory, no background thread is still writing into it.
         save_streamed(staging / "checkpoints", steps[-1], jax.tree.map(Unread.of, state))
     return steps
 
@@ -85,7 +85,7 @@ def average_checkpoints(
 def _update_mean(mean: np.ndarray, x: np.ndarray, *, count: int) -> np.ndarray:
     """Returns the mean of `count` arrays, given the mean of all except the last one.
 
-    In this form, the mean of equal arrays is exactly equal to them. A sum and a division would have
-    rounding errors.
+    With this formula, the mean of equal arrays is exactly equal to the arrays. Dividing a sum would
+    cause rounding errors.
     """
     return mean + (x - mean) / count

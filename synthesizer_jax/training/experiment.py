@@ -41,11 +41,12 @@ class Training:
       optimizer: `AdamW`, `Adafactor` or your own optimizer, including its learning rate schedule.
       rules: learning rates and freezing by paths of parameters. The first rule that matches a path
         applies to it.
-      adapters: low-rank updates of kernels; see `LoRA`. They are trained instead of the parameters
-        of `Experiment.init_from`. None trains the parameters themselves.
-      ema: decay of an exponential moving average of the parameters; see `step.apply_gradients`.
-        The average is evaluated, and everything that loads the trained model later uses it. None
-        means no average.
+      adapters: low-rank updates of kernels; see `LoRA`. The run trains these adapters instead of
+        the parameters of `Experiment.init_from`. None means that the parameters themselves are
+        trained.
+      ema: decay of an exponential moving average of the parameters; see `step.apply_gradients`. The
+        average is evaluated, and everything that loads the trained model later uses the average.
+        None means no average.
       z_loss: coefficient of log² Z.
       label_smoothing: ε of T5's label smoothing.
       loss_normalizer: the number by which the summed loss is divided; see
@@ -53,16 +54,16 @@ class Training:
       micro_batches: number of parts into which a batch is divided for gradient accumulation.
       seed: the seed of the initial parameters and of dropout. The seed of the data is
         `DataConfig.seed`.
-      log_every: number of steps between lines of ``metrics.jsonl``. The loss in a line is that of
-        a single step. Rates are means since the previous line.
+      log_every: number of steps between lines of ``metrics.jsonl``. Each line contains the loss of
+        a single step. The rates in a line are means since the previous line.
       save_every: number of steps between checkpoints. The last step is always saved.
       keep_latest: number of newest checkpoints to keep.
-      keep_best: number of additional checkpoints to keep, which have the best ``score`` of the
-        evaluation.
+      keep_best: number of additional checkpoints to keep. The checkpoints with the best ``score``
+        of the evaluation are kept.
       writers: names of services that also receive the metrics: ``wandb``, ``trackio``, ``mlflow``,
         or your own writer; see `runs.writers`.
-      profile: a pair of step numbers. A trace for XProf starts when the first number of steps is
-        finished and ends when the second is. It is written to ``profile`` in the run directory.
+      profile: a pair of step numbers. A trace for XProf starts after the first number of steps and
+        ends after the second. The trace is written to the folder ``profile`` in the run directory.
         None means no trace.
     """
 
@@ -96,8 +97,8 @@ class InitRule:
       action: ``restore`` takes the checkpoint's array, which must have the same shape. ``resize``
         takes an array of any shape with the same number of dimensions, and crops or extends it.
         ``fresh`` draws new values.
-      source: the path in the checkpoint, in which ``\1`` stands for the pattern's first group. None
-        means the same path as in the model.
+      source: the path of the array in the checkpoint. In this path, ``\1`` stands for the first
+        group of the pattern. None means the same path as in the model.
       fill: how new entries of a resized array are filled: ``edge``, ``distance`` or ``fresh``; see
         `origins.resize`.
     """
@@ -138,21 +139,22 @@ class Experiment:
 
     Attributes:
       model: the configured, unbound model. An `Encoder` must have exactly one head: `outputs` (with
-        `DataConfig.classes`) or `masked_lm`. The model's `dtype` may be ``auto``. A new run then
-        records the dtype that ``auto`` means on its devices, and keeps it when it continues.
+        `DataConfig.classes`) or `masked_lm`. If the model's `dtype` is ``auto``, a new run records
+        the default dtype of its devices, and uses the recorded dtype when it continues.
       data: the mixture of tasks, sequence lengths, batch size and order of the examples.
       training: the number of steps, the optimizer and the loss.
-      evaluation: what is evaluated, and when.
+      evaluation: the settings of the evaluation, such as how often the run is evaluated.
       vocabulary: `Bytes()` or `SentencePiece(path)`. None is only possible for synthetic mixtures,
         which have their own vocabulary.
       mesh: how the devices are arranged in a mesh.
       init_from: a run or one of its checkpoints (``RUN`` or ``RUN/checkpoints/STEP``). A new run
-        starts from its parameters. If the run has adapters, they modify this checkpoint.
+        starts from the parameters of this checkpoint. If the run has adapters, the adapters modify
+        this checkpoint.
       init_rules: exceptions for parameters that do not start as the array with the same path and
         shape in `init_from`.
-      init_optimizer: whether to also restore the optimizer state of that checkpoint. The learning
-        rate schedule then continues at the number of updates in that state, although the run counts
-        its own steps from 0.
+      init_optimizer: whether to also restore the optimizer state of the checkpoint in `init_from`.
+        The learning rate schedule then continues at the number of updates in the restored state,
+        although the run counts its own steps from 0.
     """
 
     model: TextToText | Encoder
@@ -212,8 +214,8 @@ class Experiment:
     def draws(self, path: str) -> bool:
         """Returns whether `init_rules` draw new values for a parameter; see `InitRule.draws`.
 
-        Such values are in no checkpoint except the run's own. A run with adapters therefore trains
-        the whole parameter and saves it with the adapters.
+        The new values that a rule draws are saved only in the checkpoints of the run itself. A run
+        with adapters therefore trains the whole parameter and saves it with the adapters.
 
         Args:
           path: the path of the parameter, in the form of looped layers.
@@ -231,7 +233,7 @@ class Experiment:
 
     @property
     def trainable(self) -> Trainable[TextToText | Encoder]:
-        """What a run trains of the model: its adapters, or all variables without adapters.
+        """The part of the model that is trained: its adapters, or all variables without adapters.
 
         Raises:
           ValueError: the adapters do not fit the model; see `adapters.Adapted`.
@@ -239,7 +241,7 @@ class Experiment:
         lora = self.training.adapters
         if lora is None:
             return Trainable(self.model, self.example)
-        # Runs without adapters do not need this module.
+        # The module is imported here, because runs without adapters do not need it.
         from synthesizer_jax.models.adapters import Adapted
 
         return Adapted(self.model, self.example, lora, is_whole=self.draws)

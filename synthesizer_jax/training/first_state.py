@@ -21,9 +21,9 @@ def initializer_of(
 ) -> Callable[[Trainer], TrainState]:
     """Returns the function that makes a trainer's first state in a new run.
 
-    The function is `initialize_from_checkpoint` if the run starts from a checkpoint. It is
-    `Trainer.init` if the run does not, or if it has adapters, because the trainer itself reads the
-    base of adapters.
+    The function is `initialize_from_checkpoint` if the run starts from a checkpoint. Otherwise, the
+    function is `Trainer.init`. A run with adapters also uses `Trainer.init`, because the trainer
+    itself reads the base of the adapters.
 
     Args:
       experiment: the experiment of the new run.
@@ -56,7 +56,8 @@ def initialize_from_checkpoint(
     The optimizer starts with a new state unless the experiment has `init_optimizer`.
 
     Args:
-      trainer: makes the rest of the state, and draws the parameters that are not restored.
+      trainer: the trainer, which makes the rest of the state and draws the parameters that are not
+        restored.
       experiment: the experiment of the new run, with its `init_rules`.
       report: called with a table of what was restored, resized, initialized, and not used.
 

@@ -1,4 +1,4 @@
-"""Reads the parameters of checkpoints: those that a new run starts from, and those of a run."""
+"""Reads the initial parameters of new runs, and the trained parameters of existing runs."""
 
 from __future__ import annotations
 
@@ -50,17 +50,18 @@ def read_base(
 ) -> Variables:
     """Returns the variables of the base that an experiment's adapters modify.
 
-    The result has all variables of the model as they are at the start of the run. It includes the
-    initial values of the parameters that the run trains whole. It is empty if the experiment has no
-    adapters.
+    The result has all variables of the model as they are at the start of the run. The initial
+    values of the parameters that the run trains whole are included. If the experiment has no
+    adapters, the result is empty.
 
     Args:
       experiment: the experiment.
-      mesh: the mesh over which the variables are sharded. None places them on one device.
+      mesh: the mesh over which the variables are sharded. If it is None, one device holds all
+        variables.
       report: called with a table of what was restored, resized, initialized, and not used.
 
     Raises:
-      ValueError: the base does not exist, or is not the one with which the adapters were trained.
+      ValueError: the base does not exist, or the adapters were trained with another base.
     """
     if experiment.training.adapters is None:
         return {}
@@ -74,20 +75,21 @@ def restore_run(
 ) -> tuple[int, Variables]:
     """Returns the step and variables of a run's checkpoint, with adapters merged into their base.
 
-    It calls `restore_variables`. If the run has adapters, it also reads their base and merges them.
-    No random values are drawn: parameters that the run initialized are read from its own
-    checkpoint.
+    If the run has no adapters, this function only calls `restore_variables`. If the run has
+    adapters, the function also reads their base and merges the adapters into it. No random values
+    are drawn, because parameters that the run initialized are read from the run's own checkpoint.
 
     Args:
       directory: the directory of the run.
-      step: the step to restore. None means the newest.
-      layout: shapes and shardings of the model's variables. None places them on one device.
+      step: the step to restore. None means the newest step.
+      layout: shapes and shardings of the model's variables. If it is None, one device holds all
+        variables.
 
     Returns:
       The step, and ``{"params": ..., "constants": ...}``.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
+      FileNotFoundError: the run has no checkpoint of this step.
       ValueError: the checkpoint or the base cannot be read; see `read_base` and `restore_trained`.
     """
     if not has_adapters(directory):
@@ -110,16 +112,18 @@ def restore_trained(
 ) -> tuple[int, Variables]:
     """Returns the step and variables of a run's checkpoint as they are saved.
 
-    These are the variables that the run has trained. Adapters are not merged into their base.
+    The result has only the variables that the run has trained. Adapters are not merged into their
+    base.
 
     Args:
       directory: the directory of the run.
-      trainable: what the run trains; see `Experiment.trainable`.
-      step: the step to restore. None means the newest.
-      mesh: the mesh over which the variables are sharded. None places them on one device.
+      trainable: the part of the model that the run trains; see `Experiment.trainable`.
+      step: the step to restore. None means the newest step.
+      mesh: the mesh over which the variables are sharded. If it is None, one device holds all
+        variables.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
+      FileNotFoundError: the run has no checkpoint of this step.
       ValueError: the checkpoint cannot be read, or an earlier version trained the adapters and did
         not save the parameters that it initialized.
     """
@@ -145,13 +149,14 @@ def read_initial_variables(
 ) -> tuple[int, Variables]:
     """Returns the step of the checkpoint in `init_from`, and an experiment's initial variables.
 
-    Values that are not restored are drawn with the experiment's seed.
+    Variables that are not restored are drawn at random with the experiment's seed.
 
     Args:
       experiment: the experiment of the new run.
-      mesh: the mesh over which the variables are sharded. None places them on one device.
+      mesh: the mesh over which the variables are sharded. If it is None, one device holds all
+        variables.
       report: called with a table of what was restored, resized, initialized, and not used.
-      draw: whether to draw values at random. If it is false, the result does not contain the
+      draw: whether to draw values at random. Without random values, the result does not contain the
         variables for which `Experiment.draws` is true.
 
     Raises:
@@ -198,13 +203,13 @@ def _assemble(
     mesh: Mesh | None,
     draw: bool,
 ) -> Variables:
-    """Returns an experiment's initial variables, made from those of a checkpoint.
+    """Returns an experiment's initial variables, made from the variables of a checkpoint.
 
     Args:
       experiment: the experiment of the new run.
       old_model: the model of the checkpoint.
       variables: the variables of the checkpoint.
-      origins: where each parameter comes from; see `find_origins`.
+      origins: the origin of each parameter; see `find_origins`.
       mesh: see `read_initial_variables`.
       draw: see `read_initial_variables`.
     """
@@ -221,7 +226,7 @@ def _assemble(
     abstract = jax.eval_shape(lambda tree: _looped_arrays(model, tree), shapes)
 
     def initialize(of_checkpoint: Variables, random: Variables) -> Variables:
-        """Returns the new variables. `random` has the arrays with random values."""
+        """Returns the new variables. `random` has the arrays that are drawn at random."""
         old = _looped_arrays(old_model, of_checkpoint)
         fresh = _looped_arrays(model, random)
         new = {}
@@ -244,7 +249,8 @@ def _assemble(
     fresh = fresh_variables(experiment, sharding, only=lambda path: path in drawn)
     result = jax.eval_shape(initialize, variables, fresh)
     place = None if sharding is None else _entries_of(sharding, result)
-    # `fresh` is donated, so its buffers can be reused for the result instead of a third copy.
+    # `fresh` is donated, so XLA can reuse its buffers for the result and does not need a third
+    # copy.
     assembled: Variables = jax.jit(initialize, out_shardings=place, donate_argnums=1)(
         variables, fresh
     )
@@ -257,8 +263,9 @@ def fresh_variables(
     """Returns random initial variables, drawn with the experiment's seed.
 
     Args:
-      experiment: has the model and the seed.
-      sharding: the shardings of the model's variables. None places them on one device.
+      experiment: the experiment, which has the model and the seed.
+      sharding: the shardings of the model's variables. If it is None, one device holds all
+        variables.
       only: a function that takes ``COLLECTION/PATH``, in the form of looped layers, and returns
         whether to draw the variable. A variable that is stacked over scanned layers is drawn if
         `only` is true for any of its layers.

@@ -1,7 +1,8 @@
 """The training loop.
 
-Each round saves a checkpoint and evaluates if these are due, fetches a batch, dispatches a step,
-and logs the previous step while the devices compute. Only this loop holds a state that changes.
+Each round of the loop saves a checkpoint and evaluates if these are due. It then fetches a batch,
+dispatches a step, and logs the previous step while the devices compute. Only the training loop
+holds a state that changes.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ def train(
     ready: Callable[[], None] = lambda: None,
     visible: bool = True,
 ) -> TrainState:
-    """Trains for `training.steps` steps, from the directory's newest checkpoint if there is one.
+    """Trains until step `training.steps`, from the newest checkpoint if there is one.
 
     Training ends earlier if the score has not improved for `evaluation.patience` evaluations. A run
-    that has ended this way does not train further when it is continued, unless the patience is
+    that has stopped early does not train further when it is continued, unless the patience is
     larger.
 
-    The function writes events with their times to ``events.jsonl``. Among the logged metrics are
-    ``mfu``, the model FLOP/s utilization, if the published peak rate of the devices is known, and
-    ``product_utilization``, which is relative to a matrix product that is timed after the first
-    step.
+    The function writes events with their times to ``events.jsonl``. The logged metrics include two
+    utilizations of the devices. ``mfu`` is the model FLOP/s utilization, and is logged if the
+    published peak rate of the devices is known. ``product_utilization`` is relative to the rate of
+    a matrix product, which is measured after the first step.
 
     Args:
       trainer: makes the steps of an experiment.
@@ -64,16 +65,17 @@ def train(
       evaluate: measures a state every `evaluation.every` steps and at the end, after the state is
         saved.
       initial: makes the first state of a new run, for example from the parameters of a checkpoint.
-      ready: called when the state exists and the step is compiled. Nothing is written before.
+      ready: called when the state exists and the step is compiled. Nothing is written before this
+        call.
       visible: whether to show progress.
 
     Returns:
       The final state.
 
     Raises:
-      Preempted: a SIGTERM or SIGINT was received. Everything is saved.
+      Preempted: a SIGTERM or SIGINT was received. All finished steps are saved.
       NonFiniteLossError: the run diverged. The last good checkpoint is unchanged.
-      FileNotFoundError: the run has saved checkpoints, but they are gone.
+      FileNotFoundError: the run has saved checkpoints, but its directory contains none.
     """
     training = trainer.experiment.training
     evaluation = trainer.experiment.evaluation
@@ -90,12 +92,12 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
         log = RunLog(trainer.experiment, directory, checkpoints, visible=visible)
-        # The log records the error that ended the run, if there was one.
+        # If an error ends the run, the log records the error.
         stack.push(lambda kind, error, traceback: log.close(error))
 
-        # Restore the newest checkpoint, or make a first state. This may take minutes, so it runs
-        # inside `stop.region()`, in which a signal ends the process at once. This loses nothing,
-        # because everything that was trained is already saved.
+        # Restore the newest checkpoint, or make a first state. Both may take minutes, so they run
+        # inside `stop.region()`, in which a signal ends the process at once. Such an end loses
+        # nothing, because all earlier training is already saved.
         with stop.region():
             newest = max(checkpoints.steps, default=0)
             has_steps = newest < training.steps and not has_stopped(evaluation, scores, newest)
@@ -118,7 +120,8 @@ def train(
             log.report_saved()
             log.flush_writers()
 
-        # It holds the profiler while it traces, and ends the trace after an error too.
+        # The stack `trace` holds the profiler during a trace. It ends the trace even after an
+        # error.
         trace = stack.enter_context(contextlib.ExitStack())
 
         # At the start of each round, `state` is the state after `step` steps.
@@ -136,7 +139,7 @@ def train(
                 save(state, wait=is_last or must_evaluate)
 
             # Evaluate. If a signal interrupted the evaluation of the restored step, the first round
-            # does it again.
+            # of the loop evaluates this step again.
             if evaluate is not None and must_evaluate:
                 began = time.perf_counter()
                 with stop.region():
@@ -145,9 +148,8 @@ def train(
                 checkpoints.record_score(step, scores[step])
                 log.add_evaluation(step, values, time.perf_counter() - began)
 
-            # Stop at the last step, if the score no longer improves, or after a signal. With
-            # several processes, they must all have agreed on the signal, so that they stop at the
-            # same step.
+            # Stop at the last step, if the score no longer improves, or after a signal. Several
+            # processes must first agree on the signal, so that all processes stop at the same step.
             if is_last:
                 break
             if evaluation.patience is not None and step in scores:
@@ -161,24 +163,25 @@ def train(
                 save(state, wait=True)
                 raise Preempted(signal)
 
-            # Profile. Saving comes first, and the devices finish the earlier steps, so that neither
-            # is part of the trace.
+            # Profile. The trace starts after saving and after the devices have finished the earlier
+            # steps, so that it contains neither.
             if training.profile is not None and step == training.profile[0]:
                 jax.block_until_ready(state)
                 trace.enter_context(jax.profiler.trace(str(directory / "profile")))
                 log.say(step, f"profiling until step {training.profile[1]}")
 
-            # Fetch. The step is compiled for each shape of batches when it first occurs.
+            # Fetch. The step is compiled when a batch of a new shape occurs for the first time.
             batch = trainer.shard_batch(next(stream))
             if not trainer.is_compiled(batch):
-                # The last step must end before the clock is paused, or its time would not count.
+                # The previous step must end before the clock is paused, because its time would not
+                # count.
                 log.flush()
                 with log.throughput.pause():
                     trainer.compile(batch)
                 log.say(step, f"compiled for {trainer.num_compiled} shapes")
 
-            # Step. This only dispatches the step. While the devices compute it, `log.add_step` logs
-            # the previous one.
+            # Step. `trainer.step` only dispatches the step. While the devices compute this step,
+            # `log.add_step` logs the previous step.
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, metrics = trainer.step(state, batch)
 
@@ -199,9 +202,9 @@ def train(
 
 
 def _check_not_lost(checkpoints: Checkpoints, directory: pathlib.Path) -> None:
-    """Raises a `FileNotFoundError` if a run has saved checkpoints, but there are none.
+    """Raises a `FileNotFoundError` if a run has saved checkpoints, but its directory has none.
 
-    Otherwise, the run would begin again from step 0, for example because the directory of its
+    Without this check, the run would begin again from step 0, for example if the directory of its
     checkpoints is not mounted.
     """
     saved = [event["step"] for event in read_events(directory) if event["event"] == "saved"]
@@ -226,22 +229,22 @@ def _restore_or_init(
     Args:
       trainer: makes the steps.
       checkpoints: the checkpoints of the run.
-      stream: the batches, which are moved to the position of the checkpoint.
+      stream: the batches. The stream is moved to the position of the restored checkpoint.
       initial: makes the first state.
       log: the log of the run.
-      compiles: whether to compile the step in the meantime, because there are more steps.
+      compiles: whether to compile the step at the same time. It is false if no steps are left.
     """
 
     def restore_or_init() -> TrainState:
-        """Returns the state."""
+        """Returns the restored state, or the first state if there is no checkpoint."""
         state = checkpoints.restore_newest(trainer.layout.abstract, stream)
         return initial(trainer) if state is None else state
 
     if not compiles:
         return restore_or_init()
 
-    # XLA compiles in another thread while the state is read or made. If that work fails, its error
-    # is raised without waiting for the compilation (`wait=False`).
+    # XLA compiles in another thread while the state is restored or made. If restoring fails,
+    # the error is raised without waiting for the compilation (`wait=False`).
     newest = max(checkpoints.steps, default=0)
     pool = processes.background_thread()
     try:
@@ -259,8 +262,8 @@ def _restore_or_init(
 def is_finished(training: Training, evaluation: Evaluation, directory: pathlib.Path) -> bool:
     """Returns whether a run needs no more training.
 
-    This is the case if its newest checkpoint is that of its last step, or if it has stopped early;
-    see `has_stopped`.
+    A run needs no more training if its newest checkpoint is the checkpoint of its last step. It
+    also needs no more training if it has stopped early; see `has_stopped`.
     """
     newest = max(finished_steps(directory / "checkpoints"), default=0)
     scores = read_scores(directory / METRICS_FILE)
@@ -270,22 +273,23 @@ def is_finished(training: Training, evaluation: Evaluation, directory: pathlib.P
 def has_stopped(evaluation: Evaluation, scores: Mapping[int, float], step: int) -> bool:
     """Returns whether a run has stopped early after `step` steps because its score did not improve.
 
-    A run stops after `Evaluation.patience` evaluations in a row that were not better than the best
-    score before them. The best score is the last score that counted as an improvement, not the
-    maximum. Gains that are smaller than `Evaluation.min_improvement` therefore add up until
-    together they exceed it. Evaluations without a score (NaN) are ignored.
+    A run stops after `Evaluation.patience` evaluations in a row without an improvement. An
+    evaluation is an improvement if its score exceeds the best score by more than
+    `Evaluation.min_improvement`. The best score is the score of the last improvement, which may be
+    less than the maximum. Several small gains together can therefore count as an improvement.
+    Evaluations without a score (NaN) are ignored.
 
     Args:
       evaluation: the settings of the evaluation. If its `patience` is None, the run never stops
         early.
-      scores: the scores by step. Scores of steps after `step` are ignored, because the checkpoints
-        of these steps were lost.
+      scores: the scores by step. Scores after `step` are ignored, because the checkpoints of later
+        steps were lost.
       step: number of finished steps.
     """
     if evaluation.patience is None:
         return False
     best = -math.inf
-    not_better = 0  # evaluations in a row
+    not_better = 0  # the number of evaluations since the last improvement
     for measured in sorted(s for s in scores if s <= step):
         if scores[measured] > best + evaluation.min_improvement:
             best = scores[measured]

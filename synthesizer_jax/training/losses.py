@@ -24,10 +24,10 @@ from synthesizer_jax.primitives.products import plain_output_product
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-    """Sums over the real target tokens of a batch. All are float32 scalars.
+    """Sums over the real target tokens of a batch, as float32 scalars.
 
-    They are sums rather than means so that the values of micro-batches can be added. Only `total`
-    and `penalty` have gradients.
+    The fields are sums rather than means, so that the values of micro-batches can be added. Only
+    `total` and `penalty` have gradients.
 
     Attributes:
       total: `loss` plus `z_loss`.
@@ -48,7 +48,7 @@ class LossSums:
 
 
 class _Settings(NamedTuple):
-    """Settings of the loss: hashable, because they are static arguments of the custom gradients."""
+    """The settings of the loss, which are static and therefore hashable arguments."""
 
     z_loss: float
     smoothing: float
@@ -66,10 +66,10 @@ class _Sums(NamedTuple):
 
 
 class _Stats(NamedTuple):
-    """Residuals of every token, with which the backward pass recomputes the softmax.
+    """The residuals of every token, from which the backward pass recomputes the softmax.
 
-    ``log Z`` is kept as the two numbers `peak` and `total`. If it was rounded to a single number,
-    the rounding error would change all probabilities.
+    The residuals contain ``log Z`` as the two numbers `peak` and `total`. If ``log Z`` was rounded
+    to a single number, the rounding error would change all probabilities.
 
     Attributes:
       wrong: whether the loss is NaN.
@@ -93,17 +93,17 @@ def cross_entropy(
 ) -> LossSums:
     """Returns T5's loss of given logits: cross-entropy with label smoothing, and z-loss.
 
-    The cross-entropy is ``Σ_t w_t (H(y_t, softmax(l_t)) − H(y_t))`` and the z-loss is ``z_loss ·
-    Σ_t w_t log² Z_t``. ``y_t`` is the smoothed target distribution, with probability 1 − ε for the
-    target and ε / (v − 1) for all other values. As in T5X, its entropy is subtracted, so that the
-    optimal loss is 0.
+    The cross-entropy is ``Σ_t w_t (H(y_t, softmax(l_t)) − H(y_t))``. The z-loss is
+    ``z_loss · Σ_t w_t log² Z_t``. The smoothed target distribution ``y_t`` gives the target the
+    probability 1 − ε and every other value the probability ε / (v − 1). As in T5X, the entropy of
+    ``y_t`` is subtracted, so that the optimal loss is 0.
 
     Args:
       logits: ``[b, t, v]``, of any float dtype. The loss is computed in float32. The backward pass
-        recomputes the softmax from the logits, so no float32 array of their size is stored.
+        recomputes the softmax from the logits, so no float32 array of the logits' size is stored.
       targets: ``[b, t]`` integers. Targets with weight 0 are ignored and may have any value, such
         as -100. Any other target outside of ``0 … v − 1`` makes the loss NaN.
-      weights: ``[b, t]`` float32, 0 for padding. They have no gradient.
+      weights: ``[b, t]`` float32, which is 0 for padding. The weights have no gradient.
       z_loss: coefficient of log² Z.
       label_smoothing: ε.
     """
@@ -131,7 +131,7 @@ def chunked_cross_entropy(
 
     The tokens are processed in chunks. When gradients are computed, the gradient of a chunk follows
     directly after its loss and uses the same logits, so no matrix product is computed twice. The
-    backward pass then only multiplies these gradients by the incoming gradient.
+    backward pass only multiplies the stored gradients by the incoming gradient.
 
     Args:
       hidden: ``[b, t, d]``. Its dtype is the dtype of the matrix product.
@@ -173,9 +173,9 @@ def loss_denominator(weights: jax.Array, normalizer: float | str | None = None) 
     Args:
       weights: ``[b, t]`` of the whole batch.
       normalizer: None returns the number of real target tokens. ``"tokens_with_padding"`` returns
-        b·t, as in the training of models that were pretrained with Mesh-TensorFlow. A number is
-        returned itself. For example, T5's 2048 · 114 = 233,472 matches the scale of the second
-        moments in the optimizer states of such models.
+        b·t, as in the training of models that were pretrained with Mesh-TensorFlow. If the
+        normalizer is a number, it is returned unchanged. For example, T5's 2048 · 114 = 233,472
+        matches the scale of the second moments in the optimizer states of T5 models.
     """
     if normalizer is None:
         return jnp.maximum(weights.sum(), 1.0)
@@ -188,8 +188,9 @@ def _smoothed_target(vocab: int, smoothing: float) -> tuple[float, float, float]
     """Returns three numbers that describe the smoothed target distribution.
 
     Returns:
-      The amount by which the target's probability exceeds the probability of any other value, the
-      probability of any other value, and the entropy of the distribution.
+      A tuple of three numbers. The first number is the probability of the target minus the
+      probability of any other value. The second number is the probability of any other value. The
+      third number is the entropy of the distribution.
     """
     if smoothing == 0.0:
         return 1.0, 0.0, 0.0
@@ -206,7 +207,7 @@ def _losses(
     extra, low, entropy = _smoothed_target(logits.shape[-1], settings.smoothing)
     logits32 = logits.astype(jnp.float32)
 
-    # The softmax's denominator, divided by exp(peak).
+    # Compute `total`, the denominator of the softmax divided by exp(peak).
     peak = jax.lax.stop_gradient(logits32.max(axis=-1))
     # If all logits of a token are −∞, subtracting the peak would give NaN.
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
@@ -214,9 +215,9 @@ def _losses(
 
     valid = (targets >= 0) & (targets < logits.shape[-1])
     target = jnp.where(valid, targets, 0)[..., None]
-    # The logit of the target relative to the peak. Logits outside of the range are never read.
+    # `at_target` is the logit of the target minus the peak. An invalid target reads the logit at 0.
     at_target = jnp.take_along_axis(logits, target, axis=-1)[..., 0].astype(jnp.float32) - peak
-    # The mean of (logit − peak) under the smoothed target distribution.
+    # `expected` is the mean of (logit − peak) under the smoothed target distribution.
     expected = extra * at_target
     if low:
         expected += low * (logits32.sum(axis=-1) - logits.shape[-1] * peak)
@@ -230,8 +231,8 @@ def _losses(
     correct = (valid & (at_target == 0) & ~earlier).astype(jnp.float32)
 
     def weighted_sum(x: jax.Array) -> jax.Array:
-        """Returns the sum over tokens, times their weights."""
-        # `where` ignores tokens with weight 0 even if their loss is NaN; a product would not.
+        """Returns the sum over tokens of `x`, multiplied by the weights of the tokens."""
+        # If a loss is NaN, its product with weight 0 is NaN too. `where` avoids this.
         return jnp.where(weights == 0, 0.0, weights * x).sum()
 
     log_z = peak + jnp.log(total)
@@ -253,12 +254,12 @@ def _logits_gradient(
 ) -> jax.Array:
     """Returns the gradient of the total loss with respect to the logits, in their dtype and shape.
 
-    The formula is ``g w (p − y + z_loss · 2 log Z · p)``, where g is the gradient of the total, w a
-    token's weight, p the softmax of its logits and y its smoothed target.
+    The gradient is ``g w (p − y + z_loss · 2 log Z · p)``. Here, g is the gradient of the total, w
+    is the weight of a token, p is the softmax of its logits, and y is its smoothed target.
     """
     extra, low, _ = _smoothed_target(logits.shape[-1], settings.smoothing)
-    # Without the barrier, XLA would store the float32 exponentials of the forward pass and use
-    # them here, instead of computing them again from the logits.
+    # Without the barrier, XLA would store the float32 exponentials of the forward pass for this
+    # function instead of computing them again from the logits.
     peak = jax.lax.optimization_barrier(stats.peak)
     exponential = jnp.exp(logits.astype(jnp.float32) - peak[..., None])
     log_z = stats.peak + jnp.log(stats.total)
@@ -293,7 +294,7 @@ def _dense_forward(
 def _dense_backward(
     settings: _Settings, saved: tuple[jax.Array, jax.Array, jax.Array, _Stats], g: _Sums
 ) -> tuple[jax.Array, None, None]:
-    """Returns the gradient of the logits; the other arguments have none."""
+    """Returns the gradient of the logits, and None for arguments without a gradient."""
     return _logits_gradient(*saved, settings, g.total), None, None
 
 
@@ -321,10 +322,10 @@ def _scan_chunks(
     *,
     gradient: bool = True,
 ) -> tuple[_Sums, PyTree]:
-    """Returns the sums over all chunks and, if asked for, the gradients of the total loss.
+    """Returns the sums over all chunks and, if `gradient` is true, the gradients of the total loss.
 
-    With `gradient`, it is the forward pass of the custom gradient. The logits of each chunk are
-    then used for both its loss and its gradients.
+    If `gradient` is true, this function is the forward pass of the custom gradient. The logits of
+    each chunk are then used for both the loss and the gradients of the chunk.
 
     Args:
       hidden: ``[chunks, n, d]``.
@@ -335,12 +336,13 @@ def _scan_chunks(
       gradient: whether to compute gradients.
 
     Returns:
-      The sums, and the gradients of `hidden` and `kernel`, or `None` without `gradient`.
+      The sums, and a pair with the gradients of `hidden` and `kernel`. The pair is `None` if
+      `gradient` is false.
     """
     cast_kernel = kernel.astype(hidden.dtype)
 
     def add_chunk(carry: PyTree, chunk: tuple[jax.Array, ...]) -> tuple[PyTree, jax.Array | None]:
-        """Adds a chunk to the sums and the kernel's gradient; returns its part of `dhidden`."""
+        """Adds a chunk to the sums and to `dkernel`, and returns the chunk's part of `dhidden`."""
         sums, dkernel = carry
         x, y, w = chunk
         # x is [n, d], and the logits are [n, v].

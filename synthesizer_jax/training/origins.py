@@ -1,7 +1,7 @@
 """Decides where each parameter of a run that starts from a checkpoint comes from.
 
-`find_origins` applies the rules of the new run to the shapes of the arrays, and `resize` makes an
-array of a new shape from one of the checkpoint. Neither reads a file.
+`find_origins` applies the rules of the new run to the shapes of the arrays. `resize` makes an array
+of a new shape from an array of the checkpoint. Neither function reads a file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ RESTORED, RESIZED, INITIALIZED = "restored", "resized", "initialized"
 
 
 class Origin(NamedTuple):
-    """Where the initial value of a parameter comes from.
+    """The origin of the initial value of a parameter.
 
     Attributes:
       status: ``restored``, ``resized`` or ``initialized``.
-      source: the path of the array in the checkpoint. It is empty if a rule draws new values.
+      source: the path of the array in the checkpoint, or an empty string if a rule draws new
+        values.
       rule: the rule that applies to the parameter.
-      problem: why the checkpoint's array cannot be used, as the end of a sentence that begins with
-        the path of the parameter. It is `None` if the array fits, or if a rule asks for new values.
+      problem: the reason why the checkpoint's array cannot be used. The text is the end of a
+        sentence that begins with the path of the parameter. `problem` is `None` if the array fits,
+        or if a rule asks for new values.
     """
 
     status: str
@@ -50,7 +52,7 @@ def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> di
     """Returns where each parameter of a new run comes from.
 
     The first rule whose pattern matches a path applies. If no pattern matches, the array with the
-    same path and shape is restored. A parameter for which this is impossible has an
+    same path and shape is restored. If an array does not fit its parameter, the parameter has an
     `Origin.problem`.
 
     Args:
@@ -87,7 +89,7 @@ def _origin(name: str, shape: tuple[int, ...], old: Shapes, rules: Sequence[Init
         return Origin(INITIALIZED, source, rule, problem)
     if old[source] == shape:
         return Origin(RESTORED, source, rule)
-    # `distance` needs an axis of queries and an axis of keys.
+    # The fill `distance` needs arrays with an axis of queries and an axis of keys.
     lowest_rank = 2 if rule.fill == "distance" else 1
     if rule.action == "resize" and len(old[source]) == len(shape) >= lowest_rank:
         return Origin(RESIZED, source, rule)
@@ -114,14 +116,16 @@ def check_problems(source: pathlib.Path, origins: Mapping[str, Origin]) -> None:
 
 
 def resize(old: jax.Array, fresh: jax.Array | jax.ShapeDtypeStruct, fill: str) -> jax.Array:
-    """Returns an array cropped or extended to the shape of another.
+    """Returns an array that is cropped or extended to the shape of another array.
 
     Args:
       old: the array.
-      fresh: an array of the new shape. Its shape and dtype suffice unless `fill` is ``fresh``.
+      fresh: an array of the new shape. A `jax.ShapeDtypeStruct` suffices unless `fill` is
+        ``fresh``.
       fill: how new entries are filled. ``edge`` repeats the last entry along the axis. ``distance``
-        is for tables whose last two axes are queries and keys: it takes the nearest entry with the
-        same distance between query and key. ``fresh`` takes the entries of `fresh`.
+        is for tables whose last two axes are queries and keys. It fills a new entry with the
+        nearest entry for the same distance between query and key. ``fresh`` takes the entries of
+        `fresh`.
     """
     if old.shape == fresh.shape:
         return old.astype(fresh.dtype)
@@ -129,7 +133,7 @@ def resize(old: jax.Array, fresh: jax.Array | jax.ShapeDtypeStruct, fill: str) -
     if fill == "fresh":
         assert isinstance(fresh, jax.Array)
         return fresh.at[kept].set(old[kept].astype(fresh.dtype))
-    # Index arrays of the new shape. Clipping the indices repeats the last entry of every axis.
+    # Each index array has the new size of one axis. Clipping its indices repeats the last entry.
     indices = [
         jnp.clip(jnp.arange(m), 0, n - 1) for n, m in zip(old.shape, fresh.shape, strict=True)
     ]
@@ -137,7 +141,7 @@ def resize(old: jax.Array, fresh: jax.Array | jax.ShapeDtypeStruct, fill: str) -
     if fill == "distance":
         q, k = (jnp.arange(m) for m in fresh.shape[-2:])
         last_q, last_k = old.shape[-2] - 1, old.shape[-1] - 1
-        # Queries and keys are moved back by the same number, which keeps their distance.
+        # Moving a query and a key back by the same number keeps the distance between them.
         shift = jnp.maximum(jnp.maximum(q[:, None] - last_q, k[None, :] - last_k), 0)
         grid[-2] = jnp.broadcast_to(jnp.clip(q[:, None] - shift, 0, last_q), fresh.shape)
         grid[-1] = jnp.broadcast_to(jnp.clip(k[None, :] - shift, 0, last_k), fresh.shape)

@@ -1,8 +1,8 @@
 """Plans training for chips that are not present: memory, time, and compilation ahead of time.
 
 `make_plan` computes the memory needs of a step from the shapes of its arrays. `advise` searches for
-a mesh and a rematerialization with which a step fits. `compile_step` lets XLA compile the step for
-the chips, which then decides whether it fits.
+a mesh and a rematerialization with which a step fits. `compile_step` compiles the step with XLA for
+the chips, and XLA then decides whether the step fits.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ ArrayCounts = collections.Counter[tuple[tuple[int, ...], np.dtype]]
 USABLE = 0.95
 """The fraction of a chip's memory that a plan may fill.
 
-It leaves a margin for errors of the plan. Compiled steps needed 0.89 to 1.01 times the planned
-memory (docs/tpu.md).
+The rest of the memory is a margin for errors of the plan. Compiled steps needed 0.89 to 1.01 times
+the planned memory (docs/tpu.md).
 """
 
 UTILIZATION = 0.4
@@ -69,13 +69,14 @@ GPU_FIELDS = """
 """Fields of XLA's ``GpuDeviceInfoProto`` that are equal for all NVIDIA GPUs."""
 
 CUDNN = "dnn_version_info { major: 9 minor: 10 patch: 0 }"
-"""A cuDNN version that is installed with JAX's plugins. XLA uses only calls that it supports."""
+"""A cuDNN version that is installed with JAX's plugins. XLA only uses calls of this version."""
 
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 """Compiler options for GPUs that are not present.
 
-XLA chooses the tiles of Triton's matrix products by timing them. Without a GPU it cannot do this,
-and it finds no tiles for some products. cuBLAS needs no tiles.
+XLA chooses the tiles of Triton's matrix products by timing them. Without a GPU, XLA cannot time
+tiles, and it finds no tiles for some products. This option makes XLA use cuBLAS, which needs no
+tiles.
 """
 
 
@@ -88,10 +89,10 @@ class MemoryNeeds:
 
     Attributes:
       parameters: the parameters, constants, and the moving average of the parameters if the run has
-        one. In a run with adapters, also the base.
+        one. In a run with adapters, the base is included.
       optimizer: the state of the optimizer.
-      gradients: float32 gradients of the trained parameters, sharded like these. With
-        micro-batches, their sum is included as well.
+      gradients: float32 gradients of the trained parameters, sharded like the parameters. With
+        micro-batches, the sum of the gradients is included as well.
       gathered: the largest layer, embedding or output projection that ``fsdp`` shards, in gathered
         form, and its gradient before the reduce-scatter.
       copies: parameters in the dtype of the computation that are kept for the backward pass.
@@ -169,7 +170,7 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     chip = topology.chip
     gradients = _shard_bytes(optimizer.trained(state.params), chip)
     # The default mesh makes the arguments equal for all meshes with the same number of rows per
-    # device, so they share one cached trace.
+    # device. All these meshes therefore share one cached trace.
     copies, activations = _residual_bytes(replace(experiment, mesh=MeshShape()), rows)
     return MemoryPlan(
         topology=topology,
@@ -222,11 +223,12 @@ def _gathered_bytes(experiment: Experiment, mesh: AbstractMesh) -> int:
     for (path, x), names in zip(leaves, names_of_leaves, strict=True):
         if "fsdp" not in x.sharding.spec:
             continue
-        # The size after gathering over `fsdp`, which is still sharded over the other mesh axes.
+        # `whole` is the size after gathering over `fsdp`. The array is still sharded over other
+        # mesh axes.
         whole = math.prod(x.sharding.shard_shape(x.shape)) * x.sharding.mesh.shape["fsdp"]
         if path[0].key in stacks:
             layers = x.shape[0] if names[0] == "layers" else 1
-            # The kernel or table, and its gradient.
+            # The factor 2 counts the kernel or table and its gradient.
             itemsize = 4 if TABLE & set(names) else size
             gathered[path[:2]] += 2 * itemsize * whole // layers
         else:
@@ -242,7 +244,8 @@ def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
 
     Returns:
       The bytes of copies of parameters, which a mesh shards, and the bytes of all other residuals.
-      These are activations, and values computed from embeddings and from tables over positions.
+      The other residuals are activations, and values computed from embeddings and from tables over
+      positions.
     """
     model = experiment.model
     variables, axes = abstract_variables(model, *experiment.example)
@@ -282,8 +285,8 @@ def _prefix_sizes(shape: tuple[int, ...]) -> set[int]:
 def _residuals(experiment: Experiment, rows: int) -> ArrayCounts:
     """Counts the arrays that the forward pass of `rows` rows keeps for the backward pass.
 
-    They are found by tracing `jax.vjp` abstractly: the arrays in its backward function are
-    residuals.
+    The function traces `jax.vjp` abstractly. The arrays in the backward function that `jax.vjp`
+    returns are the residuals.
     """
     model, data, training = experiment.model, experiment.data, experiment.training
     batch = abstract_batch(dataclasses.replace(data, batch_size=rows, shards=1))
@@ -320,7 +323,7 @@ def _residuals(experiment: Experiment, rows: int) -> ArrayCounts:
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     jaxpr = jax.make_jaxpr(forward)(trained, used, base, batch, key).jaxpr
-    # Residuals that are arguments are parameters or the batch, which exist anyway.
+    # Residuals that are arguments of `forward` are parameters or the batch, which exist anyway.
     left = {v for v in jaxpr.outvars if isinstance(v, jex_core.Var)} - set(jaxpr.invars)
     arrays = [v.aval for v in left if isinstance(v.aval, jax.core.ShapedArray)]
     return collections.Counter((array.shape, array.dtype) for array in arrays)
@@ -334,12 +337,14 @@ def _num_bytes(counts: ArrayCounts) -> int:
 def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment, MemoryPlan]]:
     """Returns variants of an experiment that fit into a topology's memory, the cheapest first.
 
-    It tries the meshes of `candidate_meshes`: data parallelism only, then parameters sharded over
-    all devices of a slice, or over as many devices as divide the model's width. Then it adds tensor
-    parallelism over 2, 4 and 8 devices. For each mesh it tries the values of `REMATS` in order.
+    `advise` tries the meshes of `candidate_meshes` in order. The first mesh uses data parallelism
+    only. The next mesh shards parameters over all devices of a slice, or over as many devices as
+    divide the model's width. The last meshes add tensor parallelism over 2, 4 and 8 devices. For
+    each mesh, `advise` tries the values of `REMATS` in order.
 
     Returns:
-      For every mesh with which the experiment fits, the first variant that fits and its plan.
+      A list with one entry for each mesh with which the experiment fits. The entry is the first
+      variant that fits, and its plan.
     """
     variants = []
     for mesh in candidate_meshes(topology, experiment.model.d_model):
@@ -348,7 +353,8 @@ def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment,
             try:
                 plan = make_plan(changed, topology)
             except ValueError:
-                # The mesh cannot divide the batch or a parameter. This does not depend on `remat`.
+                # The mesh cannot divide the batch or a parameter, and other values of `remat`
+                # cannot help.
                 break
             if plan.fits:
                 variants.append((changed, plan))
@@ -391,21 +397,21 @@ def compile_step(experiment: Experiment, topology: Topology) -> jax.stages.Compi
       ValueError: the compiler is not installed, or it does not support the topology or the mesh.
     """
     trainer = Trainer(experiment, devices=devices_of(topology))
-    # Pallas asks the mesh for which chip it lowers.
+    # The mesh tells Pallas for which chip it lowers.
     with jax.set_mesh(trainer.mesh):
         lowered = trainer.trace().lower()
     try:
         return lowered.compile(GPU_OPTIONS if topology.chip.is_gpu else None)
     except jax.errors.JaxRuntimeError as error:
         refused = re.search(r"RESOURCE_EXHAUSTED: ([^\n]*)", str(error))
-        # A kernel that exhausts on-chip memory has the same status, but that is not a lack of HBM.
+        # A kernel that exhausts on-chip memory raises the same status, which is not a lack of HBM.
         if refused is None or "hbm" not in refused[1].lower():
             raise
         raise TooLargeError(f"The compiler rejects the step: {refused[1]}") from error
 
 
 def devices_of(topology: Topology) -> list[jax.Device]:
-    """Returns the devices of a topology. They can only be used for compilation.
+    """Returns the devices of a topology, which can only be used for compilation.
 
     Raises:
       ValueError: the compiler is not installed, or it does not support the topology.

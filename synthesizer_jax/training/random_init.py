@@ -2,8 +2,9 @@
 
 XLA needs a third of a second to compile every draw of random bits in a program, and a model has
 hundreds of parameters. Parameters of the same shape and distribution differ only in their random
-keys. They are therefore made by one compiled program that takes the key as an argument. The keys
-themselves are computed separately, before that program runs.
+keys. One compiled program, which takes the key as an argument, therefore makes all parameters of
+one shape and distribution. The keys themselves are computed separately, before any of these
+programs runs.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ def init_arrays(
 
 
 class _Part:
-    """The part of a jaxpr that computes some of its variables from variables that are known.
+    """A part of a jaxpr, which computes some variables from variables that are known.
 
     Attributes:
       outputs: the variables that the part computes.
-      inputs: the known variables that it needs, as the keys of a dictionary, which keeps their
-        order.
+      inputs: the known variables that the part needs. They are the keys of a dictionary, because a
+        dictionary keeps their order.
       equations: the equations of the part, in an order in which they can be computed.
     """
 
@@ -91,7 +92,7 @@ class _Part:
         equations: dict[int, jex_core.JaxprEqn] = {}
 
         def visit(value: jex_core.Var | jex_core.Literal) -> None:
-            """Adds the equations on which `value` depends, each after those of its operands."""
+            """Adds the equations that compute `value`. Operands come first."""
             if isinstance(value, jex_core.Literal):
                 return
             if value in known:
@@ -128,14 +129,14 @@ class _Part:
         def name(value: jex_core.Var | jex_core.Literal) -> Hashable:
             """Returns a hashable name of a variable or literal, with its shape and dtype.
 
-            Variables are named by their number, literals by their value.
+            The name of a variable is its number, and the name of a literal is its value.
             """
             if isinstance(value, jex_core.Literal):
                 return np.asarray(value.val).tobytes(), value.aval
             return numbers[value], value.aval
 
-        # Parameters of equations may contain traced functions. JAX traces equal functions once, so
-        # that these are the same objects and compare as equal.
+        # The parameters of an equation may contain traced functions. JAX traces equal functions
+        # only once, so equal functions are represented by the same object and compare as equal.
         lines = [(e.primitive, *e.params.items(), *map(name, e.invars)) for e in self.equations]
         return *lines, *map(name, self.outputs)
 

@@ -55,27 +55,28 @@ def run(
     The directory afterwards contains everything that is needed to use the model or to continue.
 
     Args:
-      experiment: the configuration of the run. A model dtype of ``auto`` becomes the recorded dtype
-        if a run continues, and otherwise the default dtype of the devices. It is recorded.
+      experiment: the configuration of the run. If the model dtype is ``auto``, a run that continues
+        uses its recorded dtype. A new run uses the default dtype of the devices, and records this
+        dtype.
       directory: the run directory.
       data_dir: the directory of data sets. None means `task_registry.default_data_dir()`.
-      trainer: makes the training steps. None means a `Trainer` that trains the experiment's model
-        on its targets.
-      initial: makes the first state of a new run. None starts from `init_from`, or from random
-        parameters if there is no `init_from`.
-      prepare: prepares data that is missing in the data directory. It is called after everything
-        else is checked. None means that all data must be prepared already.
+      trainer: the trainer, which makes the training steps. The default is a `Trainer` that trains
+        the experiment's model on the targets of the data.
+      initial: makes the first state of a new run. By default, the run starts from `init_from`, or
+        from random parameters if `init_from` is not set.
+      prepare: a function that prepares data that is missing in the data directory. It is called
+        after everything else is checked. None means that all data must be prepared already.
       visible: whether to show a progress bar.
-      user_code: code that later commands need in order to load the run. It is recorded in the run
-        directory.
+      user_code: code that later commands need in order to load the run. This code is recorded in
+        the run directory.
 
     Returns:
       The final state.
 
     Raises:
       FileNotFoundError: the data is not prepared. The message contains the command that prepares
-        it.
-      Preempted: a SIGTERM or SIGINT was received. Everything is saved.
+        the data.
+      Preempted: a SIGTERM or SIGINT was received. All finished steps are saved.
       ValueError: the directory holds another run, or settings do not fit together. Nothing was
         written into the directory.
       InUseError: another process trains in the directory.
@@ -105,7 +106,7 @@ def run(
             run_directory.check_same_run(experiment, directory)
             if trainer is None:
                 trainer = Trainer(experiment)
-            # Preparation may take hours, so everything else that can be wrong is checked before.
+            # Preparation may take hours, so everything else that can be wrong is checked first.
             if prepare is not None:
                 prepare(experiment, data_path)
             prepared = find_prepared(experiment, data_path)
@@ -142,7 +143,8 @@ def run(
             visible=visible,
         )
     if visible:
-        # The word in the suggested command: a text that an encoder reads, or that is continued.
+        # `prompt` is a placeholder in the suggested command. It stands for a text that an encoder
+        # reads, or for a text that a language model continues.
         prompt = ""
         if isinstance(experiment.model, TextToText):
             prompt = "INPUT" if experiment.data.inputs_length else "TEXT"
@@ -161,11 +163,11 @@ def find_prepared(
       experiment: an experiment with the absolute path of its vocabulary.
       data_dir: the directory of data sets.
       trains: whether training data is needed too, and not only evaluation data.
-      only: names of the tasks to evaluate. Empty means all.
+      only: names of the tasks to evaluate. An empty sequence means all tasks.
 
     Raises:
       FileNotFoundError: data is missing or outdated. The message contains the command that prepares
-        it.
+        the data.
     """
     if missing := missing_preparation(experiment, data_dir, trains=trains, only=only):
         raise FileNotFoundError(
@@ -183,14 +185,14 @@ def missing_preparation(
 ) -> list[str]:
     """Returns the arguments of ``synthesizer-jax`` that prepare the missing data of a run.
 
-    The list is empty if all data is prepared. If the original data sets are not available, any
-    prepared data of the mixture is accepted, because it cannot be compared with them.
+    The list is empty if all data is prepared. If the original data sets are not available, prepared
+    data cannot be compared with them. Any prepared data of the mixture is then accepted.
 
     Args:
       experiment: an experiment with the absolute path of its vocabulary.
       data_dir: the directory of data sets.
       trains: whether training data is needed too, and not only evaluation data.
-      only: names of the tasks to evaluate. Empty means all.
+      only: names of the tasks to evaluate. An empty sequence means all tasks.
 
     Raises:
       FileNotFoundError: nothing is prepared, and the original data sets are not available.
@@ -255,7 +257,7 @@ def open_evaluator(
       experiment: the experiment of the run.
       directory: the run directory.
       data_dir: the directory of data sets.
-      only: names of the tasks to evaluate. None means all.
+      only: names of the tasks to evaluate. None means all tasks.
 
     Raises:
       FileNotFoundError: the data is not prepared; see `find_prepared`.

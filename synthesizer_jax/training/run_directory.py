@@ -29,7 +29,7 @@ from synthesizer_jax.tasks import synthetic, task_registry
 from synthesizer_jax.training.experiment import Experiment
 
 WATCHING = ("writers", "profile")
-"""Fields of `Training` that affect only where a run is observed, not what it computes."""
+"""Fields of `Training` that change how a run is observed, but not what it computes."""
 
 MAY_CHANGE = ("steps", "log_every", "save_every", "keep_latest", "keep_best", *WATCHING)
 """Fields of `Training` that may differ when a run is continued."""
@@ -116,7 +116,8 @@ def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experimen
     elif experiment.data.mixture in synthetic.MIXTURES:
         vocabulary = synthetic.vocabulary(data_dir)
     else:
-        # Raises an error about the mixture itself if there is none of this name.
+        # If there is no mixture of this name, the next line raises an error about the mixture
+        # itself.
         task_registry.member_names(experiment.data.mixture)
         raise ValueError(
             f"The mixture {experiment.data.mixture!r} has no vocabulary of its own. Give one in "
@@ -137,7 +138,7 @@ def find_dtype(experiment: Experiment, directory: pathlib.Path) -> Experiment:
     """Returns the experiment with the model dtype ``auto`` replaced.
 
     If the directory holds a run that continues, ``auto`` means the dtype with which the run began,
-    even on another platform. Otherwise it means the default dtype of this process's devices.
+    even on another platform. Otherwise, ``auto`` means the default dtype of this process's devices.
     """
     if experiment.model.dtype != AUTO or not has_begun(directory):
         return experiment.resolved()
@@ -153,12 +154,13 @@ def find_base(experiment: Experiment, directory: pathlib.Path | None = None) -> 
     Args:
       experiment: an experiment whose `init_from` is ``RUN`` or ``RUN/checkpoints/STEP``. ``RUN``
         means the newest checkpoint of the run.
-      directory: the run directory of the adapters. If a run in it continues, ``RUN`` means the
-        checkpoint with which that run began, even if the base has been trained further.
+      directory: the run directory of the adapters. If the directory holds a run that continues,
+        ``RUN`` means the checkpoint with which this run began, even if the base has been trained
+        further.
 
     Raises:
-      ValueError: the checkpoint does not exist, or it is not the one with which the adapters were
-        trained.
+      ValueError: the checkpoint does not exist, or the adapters were trained with another
+        checkpoint.
     """
     adapters = experiment.training.adapters
     if adapters is None or experiment.init_from is None:
@@ -213,13 +215,13 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
     Raises:
       ValueError: the experiment cannot be saved, or the directory holds another run.
     """
-    # This converts the experiment to JSON, and so also raises an error if it cannot be saved.
+    # Converting the experiment to JSON raises an error if the experiment cannot be saved.
     given = _fixed_settings(_with_path(experiment, VOCABULARY_FILE))
     steps = finished_steps(directory / "checkpoints")
     if not (directory / EXPERIMENT_FILE).is_file() or not steps:
         return
     contents = None
-    # A damaged checkpoint is no problem here: it is set aside when the run is restored.
+    # A damaged checkpoint is ignored here, because it is set aside when the run is restored.
     with contextlib.suppress(ValueError):
         contents = read_contents(directory / "checkpoints" / str(steps[-1]))
     if contents is not None and not contents.position:

@@ -21,7 +21,8 @@ from synthesizer_jax.training.step import Batch, Metrics
 STOP = "stop"
 """Name of an additional metric of steps in runs with several processes.
 
-It is the number of the signal that one of the processes has received, or 0.
+The metric is the number of the signal that one of the processes has received, or 0 if no process
+has received a signal.
 """
 
 
@@ -32,8 +33,8 @@ class NonFiniteLossError(RuntimeError):
 class RunLog:
     """Logs a run. The metrics of a step are read only after the next step was dispatched.
 
-    Reading a metric waits until the devices have computed it. Because the next step is already
-    dispatched at that time, the devices never wait for the log.
+    Reading a metric waits until the devices have computed it. Because the next step is dispatched
+    before the metrics of a step are read, the devices never wait for the log.
 
     Args:
       experiment: the experiment of the run.
@@ -44,7 +45,7 @@ class RunLog:
     Attributes:
       throughput: measures steps and tokens per second.
       agreed_signal: the signal that one of several processes had received in the last step whose
-        metrics were read, or 0. All processes have the same value.
+        metrics were read, or 0. The value is the same in all processes.
     """
 
     def __init__(
@@ -62,21 +63,21 @@ class RunLog:
         self._directory = directory
         self._checkpoints = checkpoints
         self._created = time.time()
-        # Only process 0 writes metrics, to files and to services. In other processes these stay
-        # empty.
+        # Only process 0 writes metrics, to files and to services. In other processes, `_metrics` is
+        # None and `_writers` is empty.
         self._metrics: MetricsWriter | None = None
         self._writers: dict[str, Writer] = {}
         self._step = 0
         visible = visible and processes.is_process_zero()
         self._progress = Progress(training.steps, title=directory.name, visible=visible)
-        # The last step: its number, its metrics and the number of positions in its batch. The
-        # devices may still be computing the metrics.
+        # `_unread` holds the number of the last step, its metrics, and the number of positions in
+        # its batch. The devices may still be computing these metrics.
         self._unread: tuple[int, Metrics, int] | None = None
         self.throughput = Throughput()
         self.agreed_signal = 0
 
     def begin(self, step: int) -> None:
-        """Opens the files and services for writing, once the state is restored or made.
+        """Opens the files and services for writing, after the state was restored or initialized.
 
         Args:
           step: number of finished steps.
@@ -124,7 +125,7 @@ class RunLog:
           metrics: the metrics of this step.
         """
         self.flush()
-        # The number of positions in the batch, including padding.
+        # `capacity` is the number of positions in the batch, including padding.
         capacity = batch["encoder_input_tokens"].size + batch["decoder_target_tokens"].size
         self._unread = step, metrics, capacity
 
@@ -153,8 +154,8 @@ class RunLog:
     def flush_files(self) -> None:
         """Logs the last step and writes all files.
 
-        It is called before a checkpoint is saved, so that no line is missing if the run continues
-        from it.
+        The training loop calls this method before it saves a checkpoint. No line of the log is then
+        missing if the run continues from the checkpoint.
         """
         self.flush()
         if self._metrics is not None:
@@ -174,8 +175,8 @@ class RunLog:
     def _write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
         """Writes metrics to the files and the services.
 
-        A run that continues may repeat steps whose lines it has removed from its files. The
-        services have received the metrics of these steps already, so they do not get them again.
+        A run that continues may repeat steps whose lines were removed from its files. The services
+        already have the metrics of repeated steps, so these metrics are not sent again.
         """
         self._step = step
         if self._metrics is not None:

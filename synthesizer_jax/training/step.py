@@ -40,14 +40,15 @@ The loss of larger batches is computed in chunks of tokens.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The state of a run, which every training step replaces. It is a pytree.
+    """The state of a run, as a pytree. Every training step returns a new state.
 
     Attributes:
       step: number of finished steps, an int32 scalar.
       params: the parameters that the run trains and saves, float32; see `Experiment.trainable`.
       constants: variables that are saved but never optimized, such as the tables of Fixed Random.
       opt_state: the state of the optimizer.
-      ema: the exponential moving average of the parameters. It is empty if the run has none.
+      ema: the exponential moving average of the parameters, or an empty dictionary if the run has
+        no average.
     """
 
     step: PyTree
@@ -68,7 +69,7 @@ class TrainState:
     def averaged_variables(self) -> Variables:
         """The variables for evaluation and later use.
 
-        If the run has a moving average of the parameters, it takes the place of the parameters.
+        If the run has a moving average of the parameters, the average replaces the parameters.
         """
         return {**self.variables, "params": self.ema or self.params}
 
@@ -87,8 +88,8 @@ def loss_sums(
     """Returns the loss of a batch, summed over its real targets.
 
     For a text-to-text model, the targets are tokens, which are predicted with teacher forcing. For
-    an `Encoder` with `outputs`, each row has one target, its class. For an `Encoder` with
-    `masked_lm`, the targets are the masked tokens, which are predicted in their places.
+    an `Encoder` with `outputs`, each row has one target, which is its class. For an `Encoder` with
+    `masked_lm`, the targets are the masked tokens, which are predicted at their own positions.
 
     Args:
       model: an unbound model.
@@ -100,10 +101,10 @@ def loss_sums(
       label_smoothing: ε of T5's label smoothing.
       dropout_key: random key for dropout. None turns dropout off.
       max_segments: maximum number of segments in a packed row.
-      penalty_weight: factor of the losses that modules add, which are means over rows. The default
-        is the number of real targets. A micro-batch takes its share of the number of real targets
-        in the whole batch here. The sum over micro-batches of equal size is then the penalty of the
-        whole batch.
+      penalty_weight: the factor of the losses that modules add. These losses are means over rows.
+        The default factor is the number of real targets in `batch`. For a micro-batch, pass the
+        number of real targets in the whole batch, divided by the number of micro-batches. The
+        penalties of all micro-batches then add up to the penalty of the whole batch.
     """
     if isinstance(model, Encoder):
         output, sown = _encoder_output(model, variables, batch, dropout_key)
@@ -137,8 +138,8 @@ class _Output(NamedTuple):
     """The arrays from which the logits of a batch are computed, ``scale · states · kernel``.
 
     Attributes:
-      states: ``[b, q, d_model]``, or ``[b, k, d_model + 1]`` for masked tokens. Without a kernel,
-        these are the logits themselves, ``[b, 1, classes]``.
+      states: ``[b, q, d_model]``, or ``[b, k, d_model + 1]`` for masked tokens. If `kernel` is
+        None, the states are the logits ``[b, 1, classes]`` themselves.
       kernel: the output projection ``[d_model, vocab]``, or None.
       scale: the factor of the states.
     """
@@ -151,7 +152,7 @@ class _Output(NamedTuple):
 def _encoder_output(
     model: Encoder, variables: Variables, batch: Batch, dropout_key: jax.Array | None
 ) -> tuple[_Output, Variables]:
-    """Returns what an encoder's logits are computed from, and the losses that its modules sow.
+    """Returns the arrays for an encoder's logits, and the losses that the encoder's modules sow.
 
     See `loss_sums` for the arguments.
     """
@@ -211,11 +212,11 @@ def _output_loss(
         return chunked_loss(kernel, states, targets, weights)
 
     def loss_of_device(*arrays: jax.Array) -> LossSums:
-        """Returns the loss of a device's rows. Every sum has a new axis, over the devices."""
+        """Returns the loss of one device's rows. Each sum has a new axis for the devices."""
         return jax.tree.map(lambda x: jnp.asarray(x)[None], chunked_loss(*arrays))
 
-    # Each device computes the loss of its own rows, so that no chunk has rows of several devices
-    # and the kernel is gathered only once.
+    # Each device computes the loss of its own rows. No chunk then has rows of several devices, and
+    # the kernel is gathered only once.
     sums = map_over_batch(loss_of_device, kernel.astype(states.dtype), states, targets, weights)
     return jax.tree.map(jnp.sum, sums)
 
@@ -267,23 +268,23 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch, jax.Array, Variables], tuple[TrainState, Metrics]]:
     """Returns the function ``(state, batch, key, base) → (state, metrics)``, not yet jitted.
 
-    `base` has the variables that adapters modify. It is empty if `trainable` has no base.
+    `base` holds the variables that adapters modify. Without adapters, it is an empty dictionary.
 
     With `Training.micro_batches`, the batch is divided into parts whose gradients are added up. The
     loss is normalized over the whole batch, so the result is the same as without micro-batches,
     except for rounding and dropout.
 
     Args:
-      trainable: the model and what is trained of it.
+      trainable: the model, and the part of its variables that is trained.
       optimizer: the optimizer, which also knows which parameters are trained.
-      training: settings of the loss, its normalizer, micro-batches and the average of the
-        parameters.
+      training: the settings of the loss, the loss normalizer, micro-batches and the moving average
+        of the parameters.
       max_segments: maximum number of segments in a packed row.
 
     Returns:
-      The step. Its metrics are scalars, float32 except for the checksum:
+      The training step. All metrics are scalars, and all except the checksum are float32:
 
-      - ``loss``: nats per real target, without z-loss.
+      - ``loss``: the cross-entropy in nats per real target, without z-loss.
       - ``z_loss``: z-loss per real target.
       - ``accuracy``: the fraction of real targets that are predicted correctly.
       - ``tokens``: number of real input and target tokens.
@@ -308,7 +309,8 @@ def make_train_step(
         ) -> tuple[jax.Array, LossSums]:
             """Returns the loss of a part of the batch, and the sums for the metrics.
 
-            The denominator is that of the whole batch, so that the losses of the parts add up.
+            The loss is divided by the denominator of the whole batch, so that the losses of all
+            parts add up to the loss of the batch.
             """
             variables = {**state.variables, "params": merge_entries(trained, state.params)}
             sums = loss_sums(
@@ -354,10 +356,11 @@ def apply_gradients(
 ) -> TrainState:
     """Returns the state after an update of the parameters and of their moving average.
 
-    The average follows the parameters by ``average + (1 − d) · (params − average)`` with
+    The average is updated to ``average + (1 − d) · (params − average)``. Its decay is
     ``d = min(ema, (1 + step) / (10 + step))``, as in TensorFlow's ``ExponentialMovingAverage`` with
-    ``num_updates``. It starts as a copy of the initial parameters. The smaller decay of the first
-    steps lets it forget them quickly, so no bias correction is needed.
+    ``num_updates``. The average starts as a copy of the initial parameters. No bias correction is
+    needed, because the decay is small in the first steps and the average forgets the initial
+    parameters quickly.
 
     Args:
       state: the state before the step.
@@ -378,14 +381,14 @@ def apply_gradients(
 def _data_checksum(batch: Batch) -> jax.Array:
     """Returns a uint32 checksum of the token ids of a batch and their positions.
 
-    It is computed with integers only, so it is the same on every mesh.
+    The checksum is computed with integers only, so it is the same on every mesh.
     """
     total = jnp.zeros((), jnp.uint32)
     for name in ("encoder_input_tokens", "decoder_target_tokens"):
         ids = batch[name].astype(jnp.uint32)
         position = jnp.arange(ids.size, dtype=jnp.uint32).reshape(ids.shape)
-        # 2654435761 is the multiplier of Knuth's multiplicative hash. The factor of an id is made
-        # odd, because a product with an odd number modulo 2³² loses no bit of the id.
+        # 2654435761 is the multiplier of Knuth's multiplicative hash. The factor of each token id
+        # is odd, because multiplying an id by an odd number modulo 2³² loses no bit of the id.
         total = total * 31 + (ids * (position * jnp.uint32(2654435761) * 2 + 1)).sum(
             dtype=jnp.uint32
         )
@@ -400,10 +403,10 @@ def _sum_over_parts(
     Args:
       function: a function of a part of the batch and a random key.
       batch: the batch.
-      key: a random key. Every part gets a key of its own.
+      key: a random key, from which a separate key is derived for every part.
       parts: number of parts into which the batch is divided.
     """
-    # The sums start as zeros with the shapes and dtypes of the results of one part.
+    # The total starts as zeros with the shapes and dtypes of the results of one part.
     split = jax.tree.map(lambda x: _split_micro_batches(x, parts), batch)
     first = jax.tree.map(lambda x: x[0], split)
     zeros = jax.tree.map(
@@ -424,6 +427,6 @@ def _split_micro_batches(x: jax.Array, parts: int) -> jax.Array:
     """Reshapes ``[batch, ...]`` to ``[parts, batch / parts, ...]``.
 
     Each part takes every `parts`-th row. Every device holds consecutive rows of the batch, so each
-    part has rows of every device.
+    part contains rows of every device.
     """
     return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)

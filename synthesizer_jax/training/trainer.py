@@ -33,8 +33,8 @@ class Layout:
 
     Attributes:
       abstract: a `TrainState` whose leaves are `jax.ShapeDtypeStruct` with shardings.
-      base: the variables that adapters modify, also as `jax.ShapeDtypeStruct` with shardings. It is
-        empty if the run has no adapters.
+      base: the variables that adapters modify, also as `jax.ShapeDtypeStruct` with shardings.
+        Without adapters, `base` is empty.
     """
 
     abstract: TrainState
@@ -54,7 +54,7 @@ def make_layout(
     Args:
       experiment: the experiment.
       mesh: the mesh, which may be abstract.
-      rules: how parameters are optimized, by their paths.
+      rules: the rules that say how parameters are optimized, by their paths.
 
     Returns:
       The optimizer and the layout.
@@ -84,9 +84,9 @@ def make_layout(
 class BatchShards:
     """Assigns the virtual shards of a batch to the processes whose devices hold their examples.
 
-    If a batch of B examples has V shards, where V divides B, shard s holds the examples s · B/V to
-    (s + 1) · B/V − 1. A process loads every shard that contains an example of its devices. Several
-    processes may therefore load the same shard.
+    A batch of B examples has V shards, where V divides B. Shard s holds the examples from s · B/V
+    to (s + 1) · B/V − 1. A process loads every shard that contains an example of its devices.
+    Several processes may therefore load the same shard.
 
     Args:
       batch_size: number of examples B of the whole batch.
@@ -171,7 +171,7 @@ class Trainer:
         self._key = jax.random.key(training.seed)
 
     def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
-        """Returns the function to compile; it takes a state, a batch, a key and `arguments`."""
+        """Returns the function to compile. It takes a state, a batch, a key and `arguments`."""
         data = self.experiment.data
         return make_train_step(
             self.trainable,
@@ -182,14 +182,15 @@ class Trainer:
 
     @property
     def rules(self) -> tuple[OptimizerRule, ...]:
-        """How parameters are optimized, by their paths. Trainers of distillation override this."""
+        """The rules of the optimizer. Trainers of distillation override this property."""
         return self.experiment.training.rules
 
     @property
     def arguments(self) -> tuple[PyTree, ...]:
         """Arguments of a step besides the state, the batch and the key.
 
-        This is the base of the adapters. Trainers of distillation pass their teacher.
+        The only argument is the base of the adapters. Trainers of distillation pass the teacher's
+        variables instead.
         """
         return (self.base,)
 
@@ -197,7 +198,7 @@ class Trainer:
     def abstract_arguments(self) -> tuple[PyTree, ...]:
         """The shapes and shardings of `arguments`, or the arguments themselves.
 
-        The step is compiled for them, so the base need not be read for this.
+        The step is compiled for abstract arguments, so compilation does not need to read the base.
         """
         return (self.layout.base,)
 
@@ -205,7 +206,8 @@ class Trainer:
     def base(self) -> Variables:
         """The variables that adapters modify, or an empty dictionary if the run has no adapters.
 
-        They are read once, by the first call of `read_base` or the first use of this property.
+        The variables are read once, by the first call of `read_base` or the first use of this
+        property.
         """
         return self.read_base()
 
@@ -228,15 +230,15 @@ class Trainer:
     def averaged_variables(self, state: TrainState) -> Variables:
         """Returns the variables of the whole model for evaluation and later use.
 
-        They contain the moving average of the parameters if the run has one. Adapters are merged
-        into their base.
+        The result contains the moving average of the parameters if the run has one. Adapters are
+        merged into their base.
         """
         return self.trainable.merge_arrays(state.averaged_variables, self.base)
 
     def step_flops(self) -> float | None:
-        """Returns the floating-point operations of a step, or None if they are unknown.
+        """Returns the floating-point operations of a step on all devices together.
 
-        They are those of all devices together.
+        Returns None if the number of operations is unknown.
         """
         data = self.experiment.data
         return step_flops(
@@ -249,8 +251,8 @@ class Trainer:
     def measure_utilization(self) -> dict[str, float]:
         """Returns the `utilizations` of the devices at one step per second.
 
-        Returns an empty dictionary if the FLOPs of a step are unknown, as with adapters, or differ
-        between steps, as with buckets.
+        The result is an empty dictionary if the FLOPs of a step are unknown, as with adapters. It
+        is also empty if the FLOPs differ between steps, as with buckets.
         """
         flops = self.step_flops()
         if flops is None or self.experiment.data.buckets or self.trainable.has_base:
@@ -260,13 +262,13 @@ class Trainer:
     def init(self, variables: Variables | None = None) -> TrainState:
         """Returns the first state, with given or random variables.
 
-        Random variables are made directly in their places on the mesh. Their values depend only on
-        the seed and not on the mesh, because JAX's random bits are partitionable.
+        Random variables are made directly on the devices that hold them. The random values depend
+        only on the seed and not on the mesh, because JAX's random bits are partitionable.
 
         Args:
-          variables: the variables of the state. Their buffers are donated and must not be used
-            afterwards. None makes new ones with `Trainable.init`: random variables, or new adapters
-            if the run has adapters.
+          variables: the variables of the state. The buffers of these variables are donated and must
+            not be used afterwards. If `variables` is None, `Trainable.init` makes random variables,
+            or new adapters if the run has adapters.
         """
 
         def make(variables: Mapping[str, PyTree]) -> TrainState:
@@ -329,7 +331,8 @@ class Trainer:
 
         Args:
           number: the number of this process.
-          after: an array that a step makes. The numbers are compared after it is computed.
+          after: an array that a step returns. The numbers are compared after this array is
+            computed.
         """
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         repeated = np.full(self.mesh.size, number, np.int32)
@@ -356,8 +359,9 @@ class Trainer:
         """Returns the compiled step for the shape of a batch, compiling it on the first call.
 
         Args:
-          batch: a batch of the shape. None means the full lengths.
-          lowered: the lowered step for these lengths, if it has been lowered already.
+          batch: a batch with the shape for which the step is compiled. None means a batch with the
+            full lengths.
+          lowered: the lowered step for this shape, if it has been lowered already.
         """
         lengths = self.experiment.data.shapes[-1] if batch is None else _lengths(batch)
         if lengths not in self._compiled:
@@ -382,14 +386,15 @@ class Trainer:
 
 
 def _compiler_options(mesh: Mesh) -> dict[str, str] | None:
-    """Returns the compiler options of a step on the devices of a mesh. None means no options."""
+    """Returns the compiler options of a step on the devices of a mesh, or None for no options."""
     if mesh.devices.flat[0].platform != "cpu":
         return None
     return {
         # XLA's default schedule on CPUs favors parallelism and keeps weight gradients in memory for
         # a long time. The memory-optimized schedule needs far less memory and is not slower.
         "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-        # This pass aborts the process if a bfloat16 array is summed over devices.
+        # The pass `all-reduce-promotion` aborts the process if a bfloat16 array is summed over
+        # devices.
         "xla_disable_hlo_passes": "all-reduce-promotion",
     }
 
