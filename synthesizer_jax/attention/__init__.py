@@ -1,8 +1,8 @@
-"""The attention core in pure JAX, for layers of your own.
+"""The attention core in pure JAX, for users who write their own layers.
 
-Terms describe what the attention logits are made of, and `attend` computes attention from them.
-`dot_product_attention` has the arguments of `jax.nn.dot_product_attention`. `explain` says how the
-attention inside of a function is computed.
+Attention logits are a sum of terms, and `attend` computes attention from these terms.
+`dot_product_attention` has the arguments of `jax.nn.dot_product_attention`. `explain` reports how
+the attention inside of a function is computed.
 """
 
 from synthesizer_jax.attention.attend import attend, attention_weights, drop_value_vectors

@@ -1,9 +1,11 @@
 """The entry point of attention: `attend` checks its arguments, selects a route and runs it.
 
-A route is one way to compute the same result. They differ in the terms that they take, and in what
-they keep in memory. Every route has a function that returns its obstacle: a sentence that says why
-the route cannot take a call, or None if it can. `_select_route` asks for all obstacles, takes the
-first route without one, and keeps the other sentences for `explain`.
+A route is one implementation of attention. All routes compute the same result. Routes differ in the
+terms that they support and in the memory that they need. Every route has a function that returns
+the route's obstacle. An obstacle is a sentence that says why the route cannot compute a call. The
+obstacle is None if the route can compute the call. `_select_route` computes the obstacles of all
+routes and selects the first route without an obstacle. The obstacles of the other routes are kept
+for `explain`.
 """
 
 from __future__ import annotations
@@ -55,16 +57,16 @@ ROUTES: dict[str, Callable[[Call], jax.Array]] = {
     "banded": attend_banded,
     "reference": attend_reference,
 }
-"""The function that computes a call, by route. `_select_route` decides the order of the routes."""
+"""Maps the name of each route to its function. `_select_route` decides which route runs."""
 
 OBSTACLES: dict[str, Callable[[Call], str | None]] = {
     "static": static_obstacle,
     "fused": fused_obstacle,
     "banded": banded_obstacle,
 }
-"""For each route, a function that says why the route cannot take a call, or None if it can.
+"""Maps the name of each route to a function that returns the route's obstacle, or None.
 
-The reference route is missing because it takes every call.
+The table has no entry for the reference route, because the reference route supports every call.
 """
 
 PLAIN = {
@@ -73,7 +75,7 @@ PLAIN = {
     "fused": "a loop over tiles of logits",
     "banded": "sums of shifted values",
 }
-"""What `explain` says about the code of a route if no kernel runs it."""
+"""Describes the code of each route, for calls of `explain` in which no kernel runs the route."""
 
 KERNELS: dict[str, dict[str, Callable[[Call], str | None]]] = {
     "tpu": {
@@ -82,17 +84,18 @@ KERNELS: dict[str, dict[str, Callable[[Call], str | None]]] = {
     },
     "gpu": {"fused": functools.partial(fused_kernel_obstacle, platform="gpu")},
 }
-"""For each platform and route, a function that says why the kernels cannot take a call.
+"""Maps platforms and routes to functions that say why the kernels cannot compute a call.
 
-It returns None if they can. Only explanations use this table. The routes themselves choose between
-kernels and other code when a program is lowered for a platform.
+Each function returns None if the kernels can compute the call. Only explanations use this table.
+The routes themselves choose between kernels and other code when a program is lowered for a
+platform.
 """
 
 FEW_LOGITS = 128 * 128
 """The largest number of logits, per head and example, for which the reference route is preferred.
 
-Up to this size, the logits take about as much memory as queries, keys and values do, so there is
-little to save.
+Up to this size, the logits need about as much memory as the queries, keys and values, so the other
+routes would save little memory.
 """
 
 FEW_SEGMENTS = (
@@ -105,8 +108,9 @@ FEW_SEGMENTS = (
 def _partition_of_types(terms: Terms, values: jax.Array, **_: PyTree) -> Partition:
     """Returns the explicit mesh axes that divide the examples, heads and queries of a call.
 
-    Batch and heads are read from the type of the values. The axis of queries is read from the first
-    array ``[b, q, h, ...]`` of the terms, because the values do not have it.
+    The mesh axes of examples and heads are read from the type of the values. The mesh axes of
+    queries are read from the first array ``[b, q, h, ...]`` of the terms, because the values have
+    no axis of queries.
     """
     queries = [x for term in terms for x in jax.tree.leaves(term) if x.ndim == 4][:1]
     return Partition(
@@ -140,52 +144,53 @@ def attend(
       out = attend(terms, values, mask=Mask.padded(lengths))
 
     Logits and softmax are computed in float32 or wider. The weights are rounded to the dtype of the
-    values before they are multiplied with them. The output is zero for padding queries and for
-    queries that may attend to no key. These queries contribute no gradient.
+    values before the product of weights and values. The output is zero for padding queries and for
+    queries that may attend to no key. Queries with a zero output contribute no gradient.
 
     All routes compute the same output up to rounding:
 
     * ``static`` takes terms that consist of parameters only: `Static`, `Relative`, and `LowRank` if
-      both factors are parameters. It computes the exponentials of the logits once for all examples.
-      It switches to the fused route if this could lose digits.
-    * ``fused`` computes the logits of one head and example at a time, and computes them again in
-      the backward pass.
-    * ``banded`` takes a `Banded` term, whose weights need no softmax. It adds up shifted values, at
-      a cost that is linear in the length.
+      both factors are parameters. This route computes the exponentials of the logits once for all
+      examples. It falls back to the fused route if the shared exponentials could lose precision.
+    * ``fused`` computes the logits of one head and example at a time. The backward pass computes
+      the logits again.
+    * ``banded`` takes a `Banded` term, whose weights need no softmax. This route adds up shifted
+      values, and its cost is linear in the sequence length.
     * ``reference`` takes all terms, and keeps all logits in memory.
 
-    The gradients of all routes except ``reference`` are hand-written. They are of first order and
-    in reverse mode only.
+    The gradients of all routes except ``reference`` are hand-written. Hand-written gradients
+    support only first-order derivatives in reverse mode.
 
     Args:
       terms: the terms of the logits, for q queries and k keys.
-      values: ``[b, k, h, e]``. There may be fewer heads than the terms have, if their number
-        divides that of the terms. Neighboring heads of the terms then share a head of the values.
+      values: ``[b, k, h, e]``. The values may have fewer heads than the terms if the number of
+        heads of the values divides the number of heads of the terms. Neighboring heads of the terms
+        then share a head of the values.
       mask: the keys that each query may attend to. None allows all keys. An array is converted by
         `Mask.of`.
-      q_length: the number of queries. It is required if no term has an axis of queries, for example
-        if all terms are `Relative`.
+      q_length: the number of queries. This argument is required if no term has an axis of queries,
+        for example if all terms are `Relative`.
       dropout_rate: the probability with which a weight is dropped. As in T5, dropout is drawn once
-        per example, key and head, and all queries share the draw. This is the same as dropping
-        whole value vectors after the softmax. The others are multiplied by
-        ``1 / (1 - dropout_rate)``.
+        per example, key and head, and all queries share the draw. This dropout is equivalent to
+        dropping whole value vectors after the softmax. The remaining value vectors are multiplied
+        by ``1 / (1 - dropout_rate)``.
       dropout_key: the PRNG key of the dropout. None turns dropout off.
       soft_cap: replaces each logit x by ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024). None
-        leaves the logits as they are. It has no effect on the weights of `Banded` terms.
-      sinks: ``[h]``, for each head the logit of one more key, whose value is zero, so that a query
-        can attend to nothing (gpt-oss, 2025). None adds no such key. It has no effect on the
-        weights of `Banded` terms.
-      implementation: the name of a route, or ``auto`` for the fastest route that takes the call.
-      partition: the axes of the surrounding mesh that divide examples, heads and queries. None uses
-        the axes that the types of the arguments name, if mesh axes are explicit. On automatic mesh
-        axes, None leaves the division to the compiler.
+        leaves the logits unchanged. A soft cap has no effect on the weights of `Banded` terms.
+      sinks: ``[h]``, the logit of one additional key for each head. The value vector of this key is
+        zero, so that a query can attend to nothing (gpt-oss, 2025). None adds no key. Sinks have no
+        effect on the weights of `Banded` terms.
+      implementation: the name of a route, or ``auto`` for the fastest route that supports the call.
+      partition: the axes of the surrounding mesh that divide examples, heads and queries. If the
+        mesh axes are explicit, None uses the axes in the types of the arguments. If the mesh axes
+        are automatic, None leaves the partitioning to the compiler.
 
     Returns:
       The output ``[b, q, h, e]``, in the dtype of the values.
 
     Raises:
       ValueError: if shapes do not agree, if `soft_cap` or `dropout_rate` is out of range, if
-        `implementation` is unknown, or if the route that it names cannot take the call.
+        `implementation` is unknown, or if the requested route cannot compute the call.
       TypeError: if a derivative other than a reverse-mode gradient of first order is taken on a
         route other than ``reference``.
     """
@@ -200,12 +205,12 @@ def attend(
     call = _make_call(terms, values, mask, q_length)
     batch, k_length, heads, width = call.values.shape
 
-    # Reductions over an empty axis of keys have no maximum. The output of a query without keys is
+    # A softmax over an empty axis of keys has no maximum. The output of a query without keys is
     # zero.
     if 0 in (batch, call.q_length, k_length, heads, width):
         return jnp.zeros((batch, call.q_length, heads, width), values.dtype)
 
-    # Dropout is applied to the values, so no route has to know about it.
+    # Dropout is applied to the values here, so the routes do not need to implement dropout.
     values = drop_value_vectors(call.values, dropout_rate, dropout_key)
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(
@@ -220,10 +225,10 @@ def attend(
 def _make_call(
     terms: Terms, values: jax.Array, mask: Mask | jax.Array | None, q_length: int | None
 ) -> Call:
-    """Checks the arguments of `attend`, and returns them in the form that all routes take.
+    """Checks the arguments of `attend`, and returns a `Call`, which is the input of all routes.
 
-    Shared heads of keys and values are repeated, so that routes see one number of heads. The arrays
-    of the mask are broadcast to their full shapes.
+    Shared heads of keys and values are repeated, so that all arrays of a call have the same number
+    of heads. The arrays of the mask are broadcast to their full shapes.
     """
     if jnp.ndim(values) != 4:
         raise ValueError(
@@ -257,19 +262,20 @@ def _checked(
 ) -> tuple[Terms, Mask, int, int]:
     """Returns the checked terms, the mask in its full shapes, and the numbers of queries and keys.
 
-    The sizes that are not given are read from the terms and the mask. `attention_weights` has no
-    values, so it gives neither batch nor heads.
+    Sizes that are None are read from the terms and the mask. `attention_weights` has no values, so
+    it passes neither `batch` nor `heads`.
     """
     check_terms(terms)
     terms = tuple(map(_as_float, terms))
     mask = Mask.of(mask)
 
-    # Several heads of the terms may share a head of the values, if the numbers fit.
+    # Several heads of the terms may share a head of the values if the numbers of heads are
+    # divisible.
     num_heads = terms[0].num_heads
     if heads is None or (heads and num_heads % heads == 0):
         heads = num_heads
 
-    # The first term that has an axis of queries or keys tells a length that is not given.
+    # A length that is None is read from the first term that has an axis of queries or keys.
     for q, k in (term.lengths for term in terms):
         q_length = q if q_length is None else q_length
         k_length = k if k_length is None else k_length
@@ -284,7 +290,7 @@ def _checked(
         mask_batches = [x.shape[0] for x in jax.tree.leaves(mask) if jnp.ndim(x)]
         batch = max([1, *mask_batches, *(term.batch for term in terms)])
 
-    # Everything is checked before a route is chosen, so that an error does not depend on the route.
+    # All terms are checked before a route is chosen, so that an error does not depend on the route.
     sizes = {"batch": batch, "heads": heads, "q_length": q_length, "k_length": k_length}
     mask = mask.broadcast_to(**sizes)
     for term in terms:
@@ -295,7 +301,7 @@ def _checked(
 
 
 def _as_float(term: Term) -> Term:
-    """Returns the term, with logits in float32 if they were integers."""
+    """Returns the term. Integer logits are converted to float32."""
     if not isinstance(term, Static | Relative) or jnp.issubdtype(term.logits.dtype, jnp.inexact):
         return term
     return dataclasses.replace(term, logits=term.logits.astype(jnp.float32))
@@ -304,8 +310,8 @@ def _as_float(term: Term) -> Term:
 def _groups_of_heads(call: Call) -> list[Call]:
     """Returns one call for each group of heads that has its own terms.
 
-    A call without a `Split` is returned as it is. Groups may be split again, which the recursion
-    resolves.
+    A call without a `Split` is returned unchanged. The function calls itself recursively, because a
+    group may contain another `Split`.
     """
     # A `Split` cannot be added to other terms, so it is the only term of its call.
     split = call.terms[0]
@@ -332,7 +338,7 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
     choice = _select_route(call, implementation)
 
     def run(call: Call) -> jax.Array:
-        """Runs the selected route, on unpacked examples if the choice says so."""
+        """Runs the selected route, on unpacked examples if `choice.unpack` is True."""
         # Loops of a route inside `jax.shard_map` need operands that vary over the same mesh axes.
         (call,) = match_varying_axes(call)
         route = ROUTES[choice.route]
@@ -342,7 +348,7 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
     if partition is None or not partition.axis_names:
         return run(call)
 
-    # The compiler can divide the matrix products of the reference route by itself.
+    # The compiler can partition the matrix products of the reference route without `shard_map`.
     if choice.route == "reference" and not choice.unpack:
         return run(call)
     return partition.run(run, call)
@@ -353,8 +359,8 @@ class _RouteChoice(NamedTuple):
 
     Attributes:
       route: the name of the route.
-      unpack: whether the examples of packed rows become rows of their own before the route runs.
-      obstacles: why other routes cannot run, by name.
+      unpack: whether packed rows are unpacked to one row per example before the route runs.
+      obstacles: maps the names of other routes to the reasons why these routes cannot run.
     """
 
     route: str
@@ -378,12 +384,14 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
     mask = call.mask
     packed = mask.query_segments is not None
     positional = uses_segment_positions(call.terms, mask)
-    # The numbers of queries and keys of the unpacked rows, or None if rows cannot be unpacked.
+    # `lengths` holds the numbers of queries and keys of the unpacked rows. It is None if the rows
+    # cannot be unpacked.
     lengths = unpacked_lengths(mask, call.q_length, call.k_length) if packed else None
     reasons = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
 
-    # In packed rows, these two routes work only on unpacked examples. A window of weights needs
-    # that if it is looked up by the position in a segment, and shared logits need it always.
+    # In packed rows, the banded and static routes work only on unpacked examples. The banded route
+    # needs unpacked examples if its window depends on the position in a segment. The static route
+    # always needs unpacked examples.
     for name, needs_rows in (("banded", positional), ("static", packed)):
         if needs_rows and lengths is None:
             reasons[name] = reasons[name] or FEW_SEGMENTS
@@ -391,7 +399,8 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
 
     chosen = implementation
     if implementation == "auto":
-        # Banded is the cheapest if it applies, then static. The size decides between the other two.
+        # The banded route is the cheapest, followed by the static route. The number of logits
+        # decides between the fused and the reference route.
         q, k = lengths if lengths and positional else (call.q_length, call.k_length)
         by_size = ["reference", "fused"] if q * k <= FEW_LOGITS else ["fused", "reference"]
         chosen = next(r for r in ("banded", "static", *by_size) if r not in obstacles)
@@ -401,8 +410,8 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
             f"{obstacles[chosen]} Use implementation='auto'."
         )
 
-    # The fused route can look positions up inside packed rows, tile by tile, but unpacked
-    # examples need no lookups. The static route runs only on unpacked examples.
+    # The fused route can look up positions inside packed rows, tile by tile. Unpacked examples need
+    # no lookups, so they are faster. The static route runs only on unpacked examples.
     unpack = lengths is not None and (positional or chosen == "static")
     return _RouteChoice(chosen, unpack and implementation != "reference", obstacles)
 
@@ -414,7 +423,7 @@ def _log_route(
     platform = explained_platform()
 
     def make() -> Explanation:
-        """Returns the explanation without the bytes that the backward pass keeps."""
+        """Returns the explanation of the call, without `kept_bytes`."""
         obstacles = dict(choice.obstacles)
         obstacles.pop(choice.route, None)
 
@@ -440,7 +449,7 @@ def _log_route(
         )
 
     def residuals() -> PyTree:
-        """Returns the arrays that the backward pass keeps: the leaves of its `jax.vjp` function."""
+        """Returns the `jax.vjp` function, whose leaves are the arrays that the backward pass keeps."""
 
         def output(terms: Terms, values: jax.Array) -> jax.Array:
             """Returns the output of the call with other terms and values."""
@@ -454,7 +463,7 @@ def _log_route(
 def _find_in_rows(
     choice: _RouteChoice, call: Call, find_obstacle: Callable[[Call], str | None]
 ) -> str | None:
-    """Explains why kernels cannot run on the rows of the route, or returns None if they can.
+    """Explains why kernels cannot run on the rows of the route, or returns None if kernels can run.
 
     The rows are the caller's, or the unpacked rows if packed examples were unpacked first.
     """
@@ -463,12 +472,12 @@ def _find_in_rows(
     found = []
 
     def route(rows: Call) -> jax.Array:
-        """Runs the route after asking for the obstacle of the rows that it gets."""
+        """Records the obstacle for the unpacked rows, and runs the route on these rows."""
         found.append(find_obstacle(rows))
         return ROUTES[choice.route](rows)
 
-    # The shapes of the unpacked rows exist only inside of `attend_unpacked`. Tracing it costs
-    # nothing.
+    # The shapes of the unpacked rows exist only inside of `attend_unpacked`. `jax.eval_shape`
+    # traces this function without computing anything.
     jax.eval_shape(functools.partial(attend_unpacked, route), call)
     return found[0]
 
@@ -482,23 +491,23 @@ def attention_weights(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the attention weights as one array, to look at or to report.
+    """Returns the attention weights as one array, for example to plot them.
 
     Args:
       terms: as in `attend`.
       mask: as in `attend`.
-      q_length: the number of queries. It is required if no term has an axis of queries.
-      k_length: the number of keys. It is required if no term has an axis of keys.
+      q_length: the number of queries. This argument is required if no term has an axis of queries.
+      k_length: the number of keys. This argument is required if no term has an axis of keys.
       soft_cap: as in `attend`.
       sinks: as in `attend`. The weights of the sinks are not returned.
 
     Returns:
-      The weights ``[b or 1, h, q, k]`` in float32 or wider. The rows of a softmax sum to one, minus
-      the weight of the sink if there are sinks. The rows of padding queries, and of queries that
-      may attend to no key, are zero.
+      The weights ``[b or 1, h, q, k]`` in float32 or wider. The weights of a softmax sum to one for
+      each query, minus the weight of the sink if there are sinks. The weights of padding queries,
+      and of queries that may attend to no key, are zero.
 
     Raises:
-      ValueError: if shapes do not agree, or if the terms do not tell a length that is not given.
+      ValueError: if shapes do not agree, or if a length is None and no term determines it.
     """
     terms, mask, q_length, k_length = _checked(terms, mask, q_length, k_length)
     return softmax_weights(
@@ -511,8 +520,8 @@ def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) ->
 
     Args:
       values: ``[b, k, h, e]``.
-      rate: the probability with which a value vector is dropped. The others are multiplied by
-        ``1 / (1 - rate)``.
+      rate: the probability with which a value vector is dropped. The remaining value vectors are
+        multiplied by ``1 / (1 - rate)``.
       key: the PRNG key of the dropout. None turns dropout off.
 
     Returns:
@@ -529,8 +538,8 @@ def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) ->
         return values
     keep = jax.random.bernoulli(key, 1.0 - rate, values.shape[:3])  # [b, k, h]
 
-    # With `jax.checkpoint`, the backward pass keeps `keep`, [b, k, h], and not the mask
-    # [b, k, h, e] that it is broadcast to.
+    # With `jax.checkpoint`, the backward pass keeps the array `keep`, [b, k, h]. It does not keep
+    # the mask [b, k, h, e] that `keep` is broadcast to.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def drop(values: jax.Array, keep: jax.Array) -> jax.Array:
         """Returns the values with zeros for the dropped vectors."""
@@ -540,16 +549,16 @@ def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) ->
 
 
 def check_terms(terms: object, name: str = "attend: terms") -> None:
-    """Raises an error if an object is not a non-empty tuple of terms that can be added up.
+    """Raises an error if an object is not a non-empty tuple of terms that can be added.
 
     Args:
       terms: the object.
-      name: what the object is, as the subject of the error message.
+      name: the description of the object at the start of the error message.
 
     Raises:
       TypeError: if the object is not a tuple or a list, or if an entry is not a term.
-      ValueError: if there are no terms, or if a term that cannot be added to others is one of
-        several.
+      ValueError: if there are no terms, or if a term that cannot be added to other terms is next to
+        another term.
     """
     expected = "it must be a tuple of terms, such as (static(logits),)."
     if isinstance(terms, Term):
@@ -581,10 +590,10 @@ def check_term(
     if term.num_heads != heads:
         raise ValueError(f"{name} has {term.num_heads} heads, but the values have {heads}.")
     if isinstance(term, Split):
-        return  # its groups are checked one by one
+        return  # the groups of a `Split` are checked one by one
 
-    # In packed rows, parameters are looked up by the position in a segment. They need to be only as
-    # long as the longest segment.
+    # In packed rows, parameters are looked up by the position in a segment. A parameter needs to be
+    # only as long as the longest segment.
     packed = mask.query_segments is not None
     shortest = mask.segment_lengths(q_length, k_length) if packed else (q_length, k_length)
     for own, length, least, positional in zip(

@@ -1,8 +1,8 @@
-"""The banded route: weighted sums over a window of keys, at a cost that is linear in the length.
+"""The banded route, which computes weighted sums over windows of keys in linear time.
 
 Gaussian attention and convolutions have weights that need no softmax. In the common case, the
-window moves along with the query. Tap t of all queries then multiplies the same array, which is the
-values shifted by t positions, and no gather is needed.
+window moves along with the query. The route then needs no gather: it multiplies tap t of all
+queries by the values, shifted by t positions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def attend_banded(call: Call) -> jax.Array:
     """Returns the sum of the values in each query's window, ``[b, q, h, e]``.
 
     The output is ``out[b, q, h] = Σ_t weights[b, q, h, t] · values[b, start(q) + t, h]``. If
-    `Banded.normalize`, it is divided by the sum of the weights of the keys that the query sees.
+    `Banded.normalize` is True, the output is divided by the sum of the weights of the keys that the
+    query may attend to.
     """
     call = call.cleared()
     (term,) = call.terms
@@ -34,8 +35,8 @@ def attend_banded(call: Call) -> jax.Array:
     keys = mask.keys(k_length)
     queries = mask.queries(q_length)
 
-    # `cleared` has set padding keys to zero, so the sum needs no mask of keys. The row sum below
-    # does.
+    # `Call.cleared` has set padding keys to zero, so the weighted sum needs no mask of keys. The
+    # sum of the weights below uses `keys` instead.
     mask = dataclasses.replace(mask, key_lengths=None, key_valid=None)
     term, mask = _trim_hidden_taps(term, mask)
     tap_mask = _tap_mask(term, mask, q_length=q_length, k_length=k_length)
@@ -44,7 +45,8 @@ def attend_banded(call: Call) -> jax.Array:
     out = _sum_window(term, values, mask, q_length=q_length)
 
     if term.normalize:
-        # The row sum is the same sum, of ones for real keys and zeros for padding. [b, q, h, 1]
+        # The sum of the weights, [b, q, h, 1], is computed by the same function. It uses ones as
+        # the values of real keys, and zeros as the values of padding.
         is_real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys
         ones = jnp.broadcast_to(is_real[..., None, None], (*is_real.shape, heads, 1))
         row_sum = _sum_window(term, ones.astype(logits_dtype(values)), mask, q_length=q_length)
@@ -55,7 +57,7 @@ def attend_banded(call: Call) -> jax.Array:
 
 
 def obstacle(call: Call) -> str | None:
-    """Explains why this route cannot take a call, or returns None if it can."""
+    """Explains why the banded route cannot compute a call, or returns None if it can."""
     if all(isinstance(term, Banded) for term in call.terms):
         return None
     return "This route takes only a Banded term, which consists of weights and not of logits."
@@ -71,29 +73,30 @@ def materialize_banded(
 ) -> jax.Array:
     """Returns the masked weights as one array ``[b or 1, h, q, k]``.
 
-    The reference route uses it for `Banded` terms.
+    The reference route uses this function for `Banded` terms.
 
     Args:
       term: the weights.
       mask: the keys that each query may attend to.
       q_length: the number of queries.
       k_length: the number of keys.
-      positions: the positions of queries ``[b, q]`` and keys ``[b, k]`` in packed segments. If
-        given, windows are windows of these positions.
+      positions: the positions of queries ``[b, q]`` and keys ``[b, k]`` in packed segments. If they
+        are given, a window is a range of positions in the segment.
     """
     weights = term.weights.astype(logits_dtype(term.weights))
     width = weights.shape[-1]
     first_key = _first_tap_keys(term, mask, q_length)[None]  # [1, q]
     key = jnp.arange(k_length)[None]  # [1, k]
     if positions is not None:
-        # In packed rows, everything that depends on the query is looked up by its position in the
-        # segment: [b, q] and [b, k].
+        # In packed rows, the window and the weights of a query are looked up by the query's
+        # position in the segment. The positions are [b, q] and [b, k].
         q_positions, key = positions
         first_key = _first_tap_keys(term, mask, first_key.shape[1])[q_positions]
         if weights.shape[0] == 1 and weights.shape[1] != 1:
             weights = weights[0][q_positions]  # [b, q, h, w]
 
-    # The tap that multiplies each pair, which is outside of the window for most pairs.
+    # `tap` is the index of the weight that belongs to each pair of a query and a key. Most pairs
+    # have an index outside of the window.
     tap = (key[:, None, :] - first_key[:, :, None])[:, :, None, :]  # [b or 1, q, 1, k]
     batch = max(weights.shape[0], tap.shape[0])
     weights = jnp.broadcast_to(weights, (batch, q_length, *weights.shape[2:]))
@@ -112,23 +115,23 @@ def materialize_banded(
 
 
 def _first_tap_keys(term: Banded, mask: Mask, q_length: int) -> jax.Array:
-    """Returns the key position of every query's first tap, ``[q]``. It may be outside the row."""
+    """Returns the position of each query's first tap, ``[q]``, which may be outside of the row."""
     if term.starts is not None:
         return term.starts
     return jnp.arange(q_length) + mask.query_offset + term.first
 
 
 def _trim_hidden_taps(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
-    """Removes the taps that the band of the mask hides from all queries, and then the band.
+    """Removes the taps that the band of the mask hides from all queries, and removes the band.
 
-    A causal mask hides the same taps from every query. Without these taps, the mask has no band to
-    apply, and the sum is shorter. This does not hold if the window starts at keys of its own, if
-    there is a prefix, or if the band counts positions in segments. Nothing is changed then.
+    A causal mask hides the same taps from every query. Without the hidden taps, the sum has fewer
+    summands, and the mask needs no band. The term and the mask are returned unchanged if the term
+    has `starts`, if the mask has a prefix, or if the band counts positions in segments.
     """
     if term.starts is not None or mask.prefix_lengths is not None or mask.counts_in_segments:
         return term, mask
 
-    # The distances from `start` to `end` - 1 are those that the taps cover and the band allows.
+    # The taps cover the distances from `start` to `end` - 1, and the band restricts this range.
     start = term.first
     end = term.first + term.weights.shape[-1]
     before, after = mask.band
@@ -142,9 +145,10 @@ def _trim_hidden_taps(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
 
 
 def _tap_mask(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.Array | None:
-    """Returns which taps the mask allows, bool ``[b or 1, q, h or 1, w]``; None if it allows all.
+    """Returns a bool mask of taps, ``[b or 1, q, h or 1, w]``, or None if all taps are allowed.
 
-    Padding queries are not masked here. The caller sets their outputs to zero.
+    This function does not mask padding queries. The caller sets the outputs of padding queries to
+    zero.
     """
     mask = dataclasses.replace(mask, query_lengths=None, query_valid=None)
     pairs = mask.pairs(q_length, k_length)
@@ -154,7 +158,7 @@ def _tap_mask(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.
     key = _first_tap_keys(term, mask, q_length)[:, None] + jnp.arange(width)[None]  # [q, w]
     in_row = (key >= 0) & (key < k_length)
 
-    # For each tap, the entry of its key in the mask: [b or 1, h or 1, q, w].
+    # `allowed` contains the mask entry of each tap's key, [b or 1, h or 1, q, w].
     allowed = jnp.take_along_axis(pairs, jnp.clip(key, 0, k_length - 1)[None, None], axis=-1)
     return (allowed & in_row[None, None]).swapaxes(1, 2)
 
@@ -162,7 +166,7 @@ def _tap_mask(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.
 def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -> jax.Array:
     """Returns the weighted sum of the values in each window, ``[b, q, h, e]``.
 
-    The sum is float32 or wider.
+    The sum is computed in float32 or wider.
     """
     width = term.weights.shape[-1]
     if width == 0:
@@ -171,14 +175,15 @@ def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -
     if term.starts is not None:
         return _sum_gathered_values(term.weights, values, term.starts)
 
-    # Query 0 needs the values from position `start` on, and all queries need `length` values.
-    # Positions outside of the row are zeros. The padding is negative if values are not needed.
+    # Query 0 needs the values from position `start` on. All queries together need `length` values.
+    # Positions outside of the row are padded with zeros. If some values are not needed, the padding
+    # is negative, which removes these values.
     start = mask.query_offset + term.first
     length = q_length + width - 1
     if isinstance(start, int):
         sides = (-start, start + length - values.shape[1], 0)
     else:
-        # In a decoding loop, the start may be any position up to the last key.
+        # In a decoding loop, `start` is traced and may be any position up to the last key.
         sides = (length, length, 0)
     padding = [(0, 0, 0), sides, (0, 0, 0), (0, 0, 0)]  # low, high and interior padding by axis
     window = jax.lax.pad(values, jnp.zeros((), values.dtype), padding)  # [b, q + w - 1, h, e]
@@ -190,7 +195,7 @@ def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -
 def _sum_shifted_values(weights: jax.Array, window: jax.Array, q_length: int) -> jax.Array:
     """Returns ``out[b, q, h] = Σ_t weights[b, q, h, t] · window[b, q + t, h]``.
 
-    The result is float32 or wider. The backward pass keeps nothing but the arguments.
+    The result is float32 or wider. The backward pass keeps only the arguments.
 
     Args:
       weights: ``[b or 1, q or 1, h, w]``.
@@ -209,7 +214,8 @@ def _sum_shifted_values_fwd(
     weights, window = inputs
     dtype = logits_dtype(window)
     weights = weights.astype(dtype)
-    # Tap t of all queries multiplies the values from position t on: [b, q, h, e] for each tap.
+    # Tap t of all queries is multiplied by the values from position t on. The product for each tap
+    # is [b, q, h, e].
     products = (
         weights[..., t, None] * window[:, t : t + q_length].astype(dtype)
         for t in range(weights.shape[-1])
@@ -229,7 +235,8 @@ def _sum_shifted_values_bwd(
     q_length = dout.shape[1]
     queries_share = weights.shape[1] == 1
 
-    # With w - 1 zeros on both sides, a slice at any tap has the length of the window.
+    # After padding with w - 1 zeros on both sides, the slice for every tap is as long as the
+    # window.
     padding = ((0, 0), (width - 1, width - 1), (0, 0), (0, 0))
     padded_dout = jnp.pad(dout, padding)
     padded_weights = weights.astype(dtype)
@@ -248,8 +255,8 @@ def _sum_shifted_values_bwd(
             tap = padded_weights[:, queries, :, t, None]
         dwindow = dwindow + tap * padded_dout[:, queries]
 
-        # dweights[b, q, h, t] = Σ_e dout[b, q, h, e] · window[b, q + t, h, e]. It is summed over
-        # the examples and the queries that share weights.
+        # dweights[b, q, h, t] = Σ_e dout[b, q, h, e] · window[b, q + t, h, e]. The cotangent is
+        # summed over the examples and the queries that share weights.
         product = (dout * window[:, t : t + q_length].astype(dtype)).sum(axis=-1)
         dweights.append(product.sum(axis=shared_axes, keepdims=True))
     return jnp.stack(dweights, axis=-1).astype(weights.dtype), dwindow.astype(window.dtype)

@@ -1,7 +1,7 @@
-"""Caches for decoding: the values of past tokens, and the keys that were made from them.
+"""Caches for decoding, which hold the keys and values of past tokens.
 
 `init_cache` creates an empty cache. In each step, `extend` writes the keys and values of the new
-tokens, and returns what the step attends to.
+tokens, and returns the keys and values that the step attends to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from synthesizer_jax.attention.terms import Banded, Terms, map_arrays
 from synthesizer_jax.base.typing import PyTree
 
 Values: TypeAlias = PyTree
-"""An array ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]`` that a mixer makes of each token.
+"""An array ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]`` that a mixer computes per token.
 """
 
 _Length: TypeAlias = int | jax.Array | np.int32
@@ -30,30 +30,31 @@ _Length: TypeAlias = int | jax.Array | np.int32
 class Cache:
     """The keys and values of past tokens, at their positions in the sequence.
 
-    Parameters that act as keys are never cached. The Dense, Random, Factorized Random and
-    Factorized Dense Synthesizers therefore cache only values. For a window of weights (Gaussian
-    attention, convolutions), the cache keeps only as many values as the window reaches back,
-    however long the sequence is. A window of logits can be cached in the same way, together with
-    its keys; see `as_window`.
+    The cache never contains parameters, even if a term uses parameters as keys. The Dense, Random,
+    Factorized Random and Factorized Dense Synthesizers therefore cache only values. For a window of
+    weights (Gaussian attention, convolutions), the cache keeps only as many values as the window
+    reaches back. The size of such a cache does not depend on the sequence length. A window of
+    logits can be cached in the same way, together with its keys; see `as_window`.
 
-    The axis of heads comes before the axis of positions. A step can then multiply keys and values
-    without copying them.
+    The axis of heads comes before the axis of positions, so that a decoding step can multiply keys
+    and values without copying the arrays.
 
     Attributes:
-      keys: the keys of each term that computes them from tokens, ``[b, h, m, r]``, or ``[b, m, h]``
-        if keys have no width. m is the capacity.
+      keys: the keys of each term that computes keys from tokens. Each array is ``[b, h, m, r]``, or
+        ``[b, m, h]`` if keys have no width. m is the capacity.
       values: ``[b, h, m, e]``, or a tuple of arrays.
-      length: the position of the next token, int32. It is also the number of tokens that were read.
-        It is a scalar if all examples have read the same number, and otherwise ``[b]``. In
-        cross-attention it counts queries.
-      empty_memory: in cross-attention, an array without tokens, ``[b, 0, width]``, which records
-        the width and dtype of the memory. None in self-attention.
-      window: whether the arrays hold the last m positions before the next token. Otherwise they
-        hold the positions 0 to m - 1.
+      length: the position of the next token, int32, which is also the number of tokens that were
+        read. The length is a scalar if all examples have read the same number of tokens, and
+        ``[b]`` otherwise. In cross-attention, the length counts queries.
+      empty_memory: an array without tokens, ``[b, 0, width]``, which records the width and dtype of
+        the memory in cross-attention. The field is None in self-attention.
+      window: whether the arrays hold the last m positions before the next token. If it is False,
+        the arrays hold the positions 0 to m - 1.
       positions_first: whether the arrays are ``[b, m, h, r]``, as in Flax's caches.
-      cleared: whether keys and values of padding are zeros already. They do not need to be set to
-        zero in every step then.
-      num_queries: in cross-attention, an upper bound on the query positions. None if there is none.
+      cleared: whether keys and values of padding are zeros already. If it is True, decoding steps
+        do not set padding to zero again.
+      num_queries: an upper bound on the query positions in cross-attention, or None if no bound is
+        known.
     """
 
     keys: tuple[jax.Array, ...]
@@ -81,12 +82,12 @@ class Cache:
         return 1 if self.positions_first or x.ndim < 4 else 2
 
     def swap(self, x: jax.Array) -> jax.Array:
-        """Converts an array ``[b, k, ...]`` to the layout of the cache, or back.
+        """Converts an array ``[b, k, ...]`` to the layout of the cache, or back to ``[b, k, ...]``.
 
-        Both directions are the same swap of two axes.
+        Both conversions swap the same two axes.
         """
-        # A batch axis of 1 is removed and added again, because XLA's CPU backend would copy the
-        # array otherwise; see `multiply_examples`.
+        # A batch axis of size 1 is removed for the swap, and added again afterwards. With the batch
+        # axis, XLA's CPU backend would copy the array; see `multiply_examples`.
         axis = self.position_axis(x)
         return x[0].swapaxes(0, axis - 1)[None] if x.shape[0] == 1 else x.swapaxes(1, axis)
 
@@ -109,25 +110,26 @@ def init_cache(
     memory: jax.Array | None = None,
     positions_first: bool = False,
 ) -> Cache:
-    """Returns an empty cache for terms and values like the given ones.
+    """Returns an empty cache for terms and values with the shapes of the given terms and values.
 
-    Only shapes and dtypes of the arguments are read.
+    The function reads only the shapes and dtypes of its arguments.
 
     Args:
       terms: the terms of any step.
-      values: ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]``, for any k.
-      max_length: the largest number of positions that the cache has to hold.
-      memory: in cross-attention, the tokens that are attended to, ``[b, k, width]``. None in
-        self-attention.
-      positions_first: as in `Cache`. If it is False, and in self-attention, a window of weights
-        gets a cache that holds only the values that the window reaches. Such a cache moves along
+      values: ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]``. The size of k does not matter.
+      max_length: the largest number of positions that the cache can hold.
+      memory: the encoded tokens that the queries attend to in cross-attention, ``[b, k, width]``.
+        Pass None in self-attention.
+      positions_first: as in `Cache`. If it is False and there is no `memory`, the cache of a window
+        of weights holds only the values that the window reaches. This kind of cache moves along
         with the queries.
     """
     term = terms[0]
     length = max_length
     window = False
     if not positions_first and memory is None and isinstance(term, Banded) and term.starts is None:
-        # The window of a query begins `-first` keys before it. Nothing older is needed.
+        # The window of a query begins `-first` keys before the query, so older values are not
+        # needed.
         length = max(0, -term.first)
         window = True
 
@@ -149,28 +151,27 @@ def init_cache(
 def extend(
     cache: Cache, terms: Terms, values: Values, *, at: _Length | None = None, mask: Mask
 ) -> tuple[Terms, Values, Mask, Cache]:
-    """Writes the keys and values of new tokens to a cache, and returns what the step attends to.
+    """Writes the keys and values of new tokens to a cache, and returns all keys and values.
 
     Args:
       cache: the cache, with the past tokens.
-      terms: the terms of the step. Keys that are computed from tokens are those of the new tokens
-        only.
+      terms: the terms of the step. Keys that are computed from tokens contain only the new tokens.
       values: the values of the new tokens. If there are no new tokens, nothing is written.
-      at: the position of the first new token, the same for all examples. None stands for the length
-        of the cache, which must be a scalar then.
-      mask: the mask of the step, in positions of the sequence. If examples differ in length, its
-        `key_lengths` says which of the new tokens are real. The others are written as zeros, so
-        that nothing in them, such as a NaN, reaches later steps.
+      at: the position of the first new token. All examples have the same position. None uses the
+        length of the cache, which must then be a scalar.
+      mask: the mask of the step, in positions of the sequence. If examples differ in length,
+        `mask.key_lengths` says which of the new tokens are real. New tokens that are padding are
+        written as zeros, so that a NaN in padding does not reach later steps.
 
     Returns:
       The terms for all keys, all values, the mask for these keys, and the extended cache. Positions
-      that were not written yet are zero. The mask has to hide them.
+      that were not written yet contain zeros, and the mask must hide these positions.
 
     Raises:
       ValueError: if the tokens do not fit into the cache, if they do not follow the cached tokens,
-        or if the cache was made for other terms. A cache that is not a window also takes an earlier
-        position, from which decoding starts again. If a position is traced, an error cannot be
-        raised, and the new values are NaN instead.
+        or if the cache was made for other terms. A cache that is not a window also accepts an
+        earlier position, from which decoding starts again. If the position is traced, the function
+        cannot raise an error, and writes NaN as the new values instead.
     """
     n = jax.tree.leaves(values)[0].shape[1]
     at = cache.length if at is None else at
@@ -191,7 +192,8 @@ def extend(
             "alignment."
         )
 
-    # New tokens that are padding become zeros. Single tokens of decoding loops have no lengths.
+    # New tokens that are padding are set to zero. In decoding loops with single tokens, the mask
+    # has no `key_lengths`, and nothing is set to zero.
     if n and mask.key_lengths is not None:
         real = (jnp.arange(n) + at)[None] < jnp.reshape(mask.key_lengths, (-1, 1))  # [b or 1, n]
         keys, values = jax.tree.map(lambda x: zero_padding(x, real), (keys, values))
@@ -200,17 +202,17 @@ def extend(
     new = jax.tree.map(cache.swap, (keys, values))
     if cache.window:
         attended, kept = _move_window(cache, new, at=at, valid=valid, lengths=mask.key_lengths)
-        # The first key that is attended to is now m positions before the new tokens.
+        # The first attended key is now m positions before the new tokens, so the mask is shifted.
         mask = mask.slice_keys(at - cache.capacity, cache.capacity + n)
     else:
         attended = kept = _write(cache, new, at=at, valid=valid)
     if n == 0:
-        # In cross-attention, nothing changes in a decoding loop. XLA would therefore swap the axes
-        # before the loop, and copy the result in every step.
+        # In cross-attention, keys and values do not change in a decoding loop. Without the barrier,
+        # XLA would swap the axes before the loop, and copy the result in every step.
         attended = jax.lax.optimization_barrier(attended)
 
-    # Back to [b, k, ...]. The keys of the terms are replaced in the order in which they were
-    # cached.
+    # Keys and values are swapped back to [b, k, ...]. The loop below replaces the keys of the terms
+    # in the order in which the cache stores the keys.
     all_keys, all_values = jax.tree.map(cache.swap, attended)
     cached = iter(all_keys)
     terms = map_arrays(lambda a: next(cached) if a.is_cached else a.x, terms)
@@ -233,11 +235,11 @@ def _move_window(
       new: the keys and values of n new tokens, in the layout of the cache.
       at: the position of the first new token.
       valid: the first result of `advance_length`.
-      lengths: the numbers of real tokens up to now, ``[b]``. None if all new tokens are real.
+      lengths: the numbers of real tokens up to now, ``[b]``, or None if all new tokens are real.
 
     Returns:
-      The keys and values of all m + n positions, and those of the m positions that are kept for the
-      next step.
+      The keys and values of all m + n positions, and the keys and values of the m positions that
+      are kept for the next step.
     """
     first = jax.tree.leaves(new)[0]
     n = first.shape[cache.position_axis(first)]
@@ -252,7 +254,7 @@ def _move_window(
         if lengths is None:
             return jax.lax.slice_in_dim(x, n, None, axis=cache.position_axis(x))
 
-        # In examples that have fewer real tokens, the window ends earlier.
+        # If an example has fewer than n new real tokens, its window ends earlier.
         end = jnp.clip(lengths - at, 0, n)  # [b]
         index = end[:, None] + jnp.arange(cache.capacity)[None]  # [b, m]
         index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
@@ -273,7 +275,7 @@ def _write(cache: Cache, new: PyTree, *, at: _Length, valid: jax.Array | None) -
     """
 
     def write(past: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns an array of the cache with new tokens. Without any, it stays as it is."""
+        """Returns an array of the cache with new tokens. Without new tokens, it is unchanged."""
         axis = cache.position_axis(x)
         x = fill_invalid(x.astype(past.dtype), valid)
         if x.shape[axis] == 0:
@@ -298,18 +300,18 @@ def advance_length(
     Args:
       at: the position of the first new token.
       n: the number of new tokens.
-      length: the number of tokens that were read before, a scalar or ``[batch]``.
+      length: the number of tokens that were read before this step, a scalar or ``[batch]``.
       batch: the number of examples.
-      lengths: the numbers of real tokens up to now, ``[batch or 1]``, if examples differ. None if
-        all new tokens are real.
-      capacity: an upper bound on the positions. None if there is none.
-      exact: whether `at` must be equal to `length`. Otherwise it may be smaller, which decodes
-        again from there.
+      lengths: the numbers of real tokens up to now, ``[batch or 1]``, if examples differ in length.
+        Pass None if all new tokens are real.
+      capacity: the number of positions of the cache, or None if there is no limit.
+      exact: whether `at` must be equal to `length`. If it is False, `at` may also be smaller, and
+        decoding starts again from position `at`.
 
     Returns:
-      Whether the position is valid, and the number of tokens that were read. The first is a bool
-      scalar or ``[batch]`` if it is traced, and None if it is known to be valid. The second is a
-      scalar, or ``[batch]`` if `lengths` is given.
+      A pair ``(valid, length)``. `valid` says whether the position is valid. It is a bool scalar or
+      ``[batch]`` if the position is traced, and None if the position is known to be valid. `length`
+      is the number of tokens that were read. It is a scalar, or ``[batch]`` if `lengths` is given.
 
     Raises:
       ValueError: if the position is invalid and nothing is traced.
@@ -319,7 +321,7 @@ def advance_length(
     if n and all(is_concrete(x) for x in (at, length, lengths)):
         _check_position(at, n, length=length, lengths=lengths, capacity=capacity, exact=exact)
     elif n:
-        # An error cannot depend on traced numbers. The caller writes NaN where `valid` is False.
+        # Traced numbers cannot raise an error. The caller writes NaN where `valid` is False.
         gap = jnp.not_equal(at, length) if exact else jnp.greater(at, length)
         valid = jnp.logical_not(gap if has_new_tokens is None else gap & has_new_tokens)
         if capacity is not None:
@@ -328,7 +330,7 @@ def advance_length(
     if has_new_tokens is None or lengths is None:
         return valid, _as_length(at + n)
 
-    # Examples that have no new tokens keep their length.
+    # An example without new tokens keeps its length.
     end = jnp.where(has_new_tokens, jnp.minimum(lengths, at + n), length)
     return valid, jnp.broadcast_to(_as_length(end), (batch,))
 
@@ -354,7 +356,7 @@ def _check_position(
             "init_cache with longer inputs."
         )
 
-    # This is computed in NumPy, which `jax.jit` does not trace.
+    # The comparison below uses NumPy, because `jax.jit` does not trace NumPy operations.
     first = np.asarray(at)
     read = np.asarray(length)
     missing = first != read if exact else first > read
@@ -368,7 +370,7 @@ def _check_position(
 
 
 def _as_length(n: _Length) -> _Length:
-    """Returns a length in the form of caches: int32, and not traced if `n` is an int."""
+    """Converts a length to int32, the dtype of `Cache.length`, without tracing a Python int."""
     return np.int32(n) if isinstance(n, int) else jnp.asarray(n, jnp.int32)
 
 
@@ -377,7 +379,7 @@ def fill_invalid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
 
     Args:
       x: the array.
-      valid: the first result of `advance_length`. None if all are valid.
+      valid: the first result of `advance_length`, which is None if all examples are valid.
     """
     if valid is None:
         return x
@@ -386,7 +388,7 @@ def fill_invalid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
 
 
 def _cached_arrays(terms: Terms) -> list[jax.Array]:
-    """Returns the arrays ``[b, k, ...]`` of the terms that have to be cached."""
+    """Returns the arrays ``[b, k, ...]`` of the terms that the cache stores."""
     arrays: list[jax.Array] = []
     map_arrays(lambda a: arrays.append(a.x) if a.is_cached else None, terms)
     return arrays

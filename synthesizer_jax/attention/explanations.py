@@ -1,7 +1,7 @@
-"""Explanations of attention calls: which implementation runs, and why others do not.
+"""Explanations of attention calls, which say which implementation runs and for what reasons.
 
-`explain` traces a function. While it does, every call of attention appends an `Explanation` to a
-list in a context variable. Without `explain`, calls only write a line to the log, at level DEBUG.
+`explain` traces a function. During this trace, every call of attention appends an `Explanation` to
+a list in a context variable. Without `explain`, calls only write a line to the log, at level DEBUG.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _retraced = jax.make_user_context(default_value=None)
 """A user context that is part of JAX's tracing caches.
 
 A compiled function that was traced before is traced again if this context has a new value.
-Otherwise `explain` would miss the attention in it.
+Without this context, `explain` would miss the attention inside of compiled functions.
 """
 
 _calls = itertools.count()
@@ -39,19 +39,20 @@ _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """How one call of `attend` is computed.
+    """Describes how one call of `attend` is computed.
 
     Attributes:
-      route: ``static``, ``fused``, ``banded`` or ``reference``; see `attend`. It is ``flax`` if
-        `attention_fn` leaves the computation to Flax's function.
-      kernel: what runs the route on the platform, in words.
+      route: ``static``, ``fused``, ``banded`` or ``reference``; see `attend`. The route is ``flax``
+        if `attention_fn` leaves the computation to Flax's function.
+      kernel: a description of the code that runs the route on the platform.
       platform: ``cpu``, ``gpu`` or ``tpu``.
       shape: the numbers of examples, queries, keys and heads, on all devices together.
-      unpacked: whether the examples of packed rows become rows of their own first.
-      divided: the mesh axes that divide batch, heads and sequence, by these names.
-      kept_bytes: the number of bytes that the backward pass keeps, on all devices together. None if
-        it was not computed.
-      obstacles: why other routes, or kernels, do not run, by name.
+      unpacked: whether packed rows are first unpacked to one row per example.
+      divided: maps the names ``batch``, ``heads`` and ``sequence`` to the mesh axes that divide
+        them.
+      kept_bytes: the number of bytes that are kept for the backward pass, on all devices together,
+        or None if the number was not computed.
+      obstacles: maps the names of other routes, or ``kernels``, to the reasons why they do not run.
     """
 
     route: str
@@ -83,26 +84,27 @@ class Explanation:
 def explain(
     function: Callable[..., PyTree], *args: PyTree, platform: str | None = None, **kwargs: PyTree
 ) -> tuple[Explanation, ...]:
-    """Explains how every attention inside a function would be computed, without computing anything.
+    """Explains how each attention call inside a function would be computed, without running it.
 
     Args:
       function: the function to explain. It may be the ``layer.apply`` of a Linen layer, an NNX
-        layer, or `attend`. An NNX layer with dropout must be the function itself or an argument. A
-        function that closes over it fails, because its random state cannot change inside the trace.
+        layer, or `attend`. An NNX layer with dropout must be the function itself or an argument. If
+        a function closes over an NNX layer with dropout, `explain` fails, because the trace cannot
+        change the random state of the layer.
       *args: the arguments of the function. Arrays may be replaced by `jax.ShapeDtypeStruct`.
-      platform: ``cpu``, ``gpu`` or ``tpu``. None stands for the platform that JAX uses.
+      platform: ``cpu``, ``gpu`` or ``tpu``. None uses JAX's default platform.
       **kwargs: further arguments of the function.
 
     Returns:
-      One explanation for each call of `attend`, in the order of the calls. A layer that is scanned
-      counts once.
+      One explanation for each call of `attend`, in the order of the calls. A layer inside of a scan
+      appears only once.
     """
-    leaves, treedef = jax.tree.flatten((function, args, kwargs))  # an NNX layer is a tree, too
+    leaves, treedef = jax.tree.flatten((function, args, kwargs))  # an NNX layer is also a pytree
     is_array = [isinstance(x, _ARRAY_TYPES) for x in leaves]
 
     def call(arrays: list[jax.Array]) -> PyTree:
         """Calls the function with traced arrays, and returns the arrays of its result."""
-        # Only arrays are traced. Everything else keeps its Python value.
+        # Only arrays are traced. Other arguments keep their Python values.
         remaining = iter(arrays)
         mixed = [next(remaining) if a else x for x, a in zip(leaves, is_array, strict=True)]
         function, args, kwargs = jax.tree.unflatten(treedef, mixed)
@@ -123,13 +125,13 @@ def explain(
 def log_external_call(
     route: str, kernel: str, function: Callable[..., jax.Array], *args: PyTree
 ) -> None:
-    """Records a call of another library's attention.
+    """Records a call of an attention function of another library.
 
     Args:
       route: the name of the route in the explanation.
-      kernel: what computes it, in words.
+      kernel: a description of the code that computes the attention.
       function: the attention function, which takes ``(query, key, value, ...)``.
-      *args: its arguments. Query and key are ``[b, q, h, e]`` and ``[b, k, h, e]``.
+      *args: the arguments of the function. Query and key are ``[b, q, h, e]`` and ``[b, k, h, e]``.
     """
     query, key, value, *rest = args
     batch, queries, heads, _ = query.shape
@@ -145,9 +147,9 @@ def log_call(make: Callable[[], Explanation], residuals: Callable[[], PyTree]) -
     """Records how a call is computed, in the log and in the list of `explain`.
 
     Args:
-      make: returns the explanation, without `kept_bytes`.
-      residuals: returns the arrays that the backward pass keeps. Only `explain` calls it, because
-        it traces the call and its gradient.
+      make: a function that returns the explanation, without `kept_bytes`.
+      residuals: a function that returns the arrays that are kept for the backward pass. Only
+        `explain` calls this function, because it traces the attention call and its gradient.
     """
     explanations = _explanations.get()
     if explanations is None and not _log.isEnabledFor(logging.DEBUG):
@@ -169,6 +171,6 @@ def warn_once(message: str) -> None:
 def explained_platform() -> str:
     """Returns the platform that `explain` asks about.
 
-    Outside of `explain`, it is the platform that JAX uses.
+    Outside of `explain`, the result is JAX's default platform.
     """
     return _platform.get() or jax.default_backend()

@@ -47,50 +47,52 @@ def dot_product_attention(
 ) -> jax.Array:
     """Computes ``softmax(scale · query keyᵀ + bias) · value``, with a bias that may be learned.
 
-    It takes the arguments of `jax.nn.dot_product_attention`, except `return_residual`. If there are
-    more than 128 · 128 logits per head, neither the forward nor the backward pass creates an array
-    ``[b, n, q, k]``. The gradient of a bias that the examples share is summed over them in place;
-    `jax.nn` stores it for every example first.
+    This function takes the arguments of `jax.nn.dot_product_attention`, except `return_residual`.
+    If there are more than 128 · 128 logits per head, neither the forward nor the backward pass
+    creates an array ``[b, n, q, k]``. If all examples share a bias, the gradient of the bias is
+    summed over the examples in place. `jax.nn` first stores this gradient for every example.
 
-    There are two differences to `jax.nn`:
+    The function differs from `jax.nn.dot_product_attention` in two points:
 
-    * A query that may attend to no key gets zeros, and contributes no gradient. `jax.nn` returns
-      the average of all values.
-    * `bias` and `mask` also take types of this package.
+    * The output of a query that may attend to no key is zero, and the query contributes no
+      gradient. For such queries, `jax.nn` returns the average of all values.
+    * The arguments `bias` and `mask` also accept types of this package.
 
-    Under `jax.vmap`, the gradient of a bias is stored for each element of the mapped axis before it
-    is summed. If memory matters, use the batch axis of `query` and not `jax.vmap`.
+    Under `jax.vmap`, the gradient of a bias is stored for each element of the mapped axis and
+    summed afterwards. To save memory, use the batch axis of `query` instead of `jax.vmap`.
 
     Args:
       query: ``[b, q, n, h]``, or ``[q, n, h]`` for one example.
-      key: ``[b, k, m, h]`` or ``[k, m, h]``. If m is smaller than n, it must divide n (multi-query
+      key: ``[b, k, m, h]`` or ``[k, m, h]``. If m is smaller than n, m must divide n (multi-query
         and grouped-query attention). Head i of the query then uses head ``i // (n / m)`` of the
-        key. Keys and values are repeated to n heads for that.
+        key. The function repeats keys and values to n heads.
       value: ``[b, k, m, e]`` or ``[k, m, e]``. Usually e = h, but e may be any width.
-      bias: is added to the scaled logits. The elements of a tuple are added up. It may be an array,
+      bias: a bias that is added to the scaled logits, or a tuple of biases. A bias may be an array,
         the result of `relative_bias` for T5's bias, or a term: `static`, `relative`, `low_rank` or
-        `outer`. An array must be broadcastable to ``[b, n, q, k]``. Without a batch axis, or with a
-        batch axis of 1, all examples share it. A bias per example and key, ``[b, n or 1, 1, k]``,
-        costs almost nothing; an additive padding mask is an example. Infinity counts as the largest
-        finite bfloat16 there. A bias per example and query, ``[b, n or 1, q, k]``, is processed one
-        example at a time if the examples are large.
-      mask: bool, broadcastable to ``[b, n, q, k]``, True if the query may attend to the key. A mask
-        of keys, ``[b or 1, 1, 1, k]``, is the fastest kind. It may also be a `Mask`, which must
-        then contain everything that is masked. In packed rows, an array given as `bias` counts
-        positions from the start of each example.
-      scale: a scalar by which the products of queries and keys are multiplied. None means
+        `outer`. An array must be broadcastable to ``[b, n, q, k]``. If an array has no batch axis,
+        or a batch axis of size 1, all examples share the bias. A bias per example and key,
+        ``[b, n or 1, 1, k]``, such as an additive padding mask, costs almost nothing. In a bias per
+        example and key, infinity is replaced by the largest finite bfloat16. A bias per example and
+        query, ``[b, n or 1, q, k]``, is processed one example at a time if the examples are large.
+      mask: a bool array, broadcastable to ``[b, n, q, k]``, which is True if the query may attend
+        to the key. A mask of keys, ``[b or 1, 1, 1, k]``, is the fastest array. The argument may
+        also be a `Mask`, which cannot be combined with the other masking arguments. If the rows of
+        the `Mask` are packed, the positions of an array `bias` count from the start of each
+        example.
+      scale: a scalar that is multiplied with the products of queries and keys. None means
         ``h ** -0.5``.
       is_causal: whether a query may attend only to keys up to its own position.
-      query_seq_lengths: ``[b]`` integers. The queries from this position on are padding, and get
-        zeros.
+      query_seq_lengths: ``[b]`` integers. The queries from this position on are padding, and their
+        outputs are zero.
       key_value_seq_lengths: ``[b]`` integers. The keys from this position on are padding.
       local_window_size: ``(left, right)``. Query i may attend only to the keys from ``i - left`` to
-        ``i + right``. A single number stands for both.
-      implementation: as in `attend`. ``reference`` has derivatives of every order and mode.
+        ``i + right``. A single number is used for both sides.
+      implementation: as in `attend`. The route ``reference`` has derivatives of every order and
+        mode.
       partition: the axes of the surrounding mesh that divide examples, heads and queries, as in
-        `attend`. None uses the axes in the types of query, key and value if mesh axes are explicit.
-        On automatic mesh axes it has to be given, because the compiler would otherwise gather the
-        arguments on every device.
+        `attend`. If the mesh axes are explicit, None uses the axes in the types of query, key and
+        value. If the mesh axes are automatic, pass a partition, because the compiler would
+        otherwise gather the arguments on every device.
 
     Returns:
       The output ``[b, q, n, e]`` or ``[q, n, e]``, in the dtype of the inputs. Logits and softmax
@@ -104,7 +106,7 @@ def dot_product_attention(
     query, key, value = _with_batch(*arrays)
     sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
 
-    # The arguments of `jax.nn` that hide keys become a `Mask`.
+    # The arguments of `jax.nn` that mask queries or keys are converted to a `Mask`.
     window: Any = local_window_size
     if window is not None:
         window = tuple(window) if isinstance(window, tuple | list) else (window, window)
@@ -151,7 +153,7 @@ def attend_dot_product(
     implementation: str = "auto",
     partition: Partition | None = None,
 ) -> jax.Array:
-    """Computes `dot_product_attention` of arrays with a batch axis and a `Mask`, without checks."""
+    """Computes `dot_product_attention` without checks, for arrays with a batch axis and a `Mask`."""
     sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     terms, unshared = _biases(bias, sizes, query.dtype, offset=mask.query_offset)
     terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
@@ -161,7 +163,8 @@ def attend_dot_product(
         "partition": partition,
     }
 
-    # A `Static` term has no batch axis, so biases of single examples need a call for each example.
+    # A `Static` term has no batch axis. A bias that differs between examples therefore needs one
+    # call for each example.
     if unshared:
         return _attend_examples(terms, unshared, value, **options)
     return attend(terms, value, q_length=sizes.queries, **options)
@@ -226,7 +229,7 @@ def _add_array(masks: Mask, mask: ArrayLike, sizes: LogitsShape) -> Mask:
 
 
 def _broadcast_rank(name: str, x: jax.Array, sizes: LogitsShape) -> jax.Array:
-    """Returns the array with four axes, each of length 1 or as long as that of the logits.
+    """Returns the array with four axes, each of size 1 or of the size of the logits' axis.
 
     Raises:
       ValueError: if the array does not broadcast to the logits.
@@ -250,8 +253,8 @@ def _biases(
     """Converts a bias to terms.
 
     Returns:
-      The terms, and the arrays ``[b, n or 1, q, k or 1]`` that no term can hold, because every
-      example has its own.
+      The terms, and the arrays ``[b, n or 1, q, k or 1]`` that differ between examples. No term can
+      hold such an array.
 
     Raises:
       ValueError: if a bias is boolean, or does not fit the logits.
@@ -281,7 +284,8 @@ def _biases(
         array = array.astype(jnp.promote_types(dtype, jnp.float32))
     full = _broadcast_rank("bias", array, sizes)  # [b or 1, n or 1, q or 1, k or 1]
 
-    # What all examples share is a `Static` term. A bias per example and key fits into a product.
+    # A bias that all examples share becomes a `Static` term. A bias per example and key becomes a
+    # `LowRank` term.
     if full.shape[0] == 1:
         return (_bias_term(full, sizes[1:]),), ()
     if full.shape[2] == 1:
@@ -290,13 +294,13 @@ def _biases(
 
 
 def _key_bias(bias: jax.Array, sizes: LogitsShape, dtype: jnp.dtype) -> LowRank:
-    """Returns a bias per example and key as a `LowRank` term: a product with queries that are ones.
+    """Returns a bias per example and key as a `LowRank` term, whose queries are ones.
 
-    The fast routes compute products anyway, so this costs three more columns of queries and keys.
-    Each number of the bias is split into a sum of three numbers that bfloat16 holds exactly. No
-    matrix product rounds these, not even the products of float32 arrays on TPUs, which use bfloat16
-    inputs. The gradient flows through the first number only, because all three have the same
-    cotangent.
+    The fast routes compute a product of queries and keys in any case, so the bias costs only three
+    more columns of queries and keys. Each number of the bias is split into a sum of three numbers
+    that bfloat16 holds exactly. A matrix product does not round numbers that bfloat16 holds
+    exactly. This includes products of float32 arrays on TPUs, which use bfloat16 inputs. The
+    gradient flows through the first number only, because all three have the same cotangent.
 
     Args:
       bias: ``[b, n or 1, 1, k or 1]``.
@@ -306,16 +310,17 @@ def _key_bias(bias: jax.Array, sizes: LogitsShape, dtype: jnp.dtype) -> LowRank:
     dtype = jnp.promote_types(dtype, jnp.bfloat16)  # float32 for float16, whose range is too small
     shape = sizes.batch, sizes.heads, sizes.keys
     bias = bias[:, :, 0].astype(jnp.promote_types(dtype, jnp.float32))
-    largest = float(jnp.finfo(jnp.bfloat16).max)  # zero times infinity would be NaN
+    largest = float(jnp.finfo(jnp.bfloat16).max)  # 0 · inf would be NaN
     bias = jnp.broadcast_to(jnp.clip(bias, -largest, largest), shape).transpose(0, 2, 1)
-    moderate = jnp.abs(bias) < 1e38  # [b, k, n]; other numbers hide keys, and need no digits
+    moderate = jnp.abs(bias) < 1e38  # [b, k, n]; larger numbers only hide keys
     rest = jax.lax.stop_gradient(jnp.where(moderate, bias, 0))
 
-    # Rounding to 7 bits of mantissa gives a bfloat16. The first number has the first 8 significant
-    # bits, the second one the next 8, and the third one the rest.
+    # Rounding to 7 bits of mantissa gives a bfloat16. `high` holds the first 8 significant bits of
+    # the bias, and `middle` holds the next 8. The third number holds the rest.
     high = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
     middle = jax.lax.reduce_precision(rest - high, exponent_bits=8, mantissa_bits=7)
-    # ``bias + (high - rest)`` equals `high` for moderate numbers, with the gradient of the bias.
+    # The sum ``bias + (high - rest)`` equals `high` for moderate numbers, and passes the gradient
+    # to the bias.
     parts = bias + (high - rest), middle, rest - high - middle
     keys = jnp.stack(parts, axis=-1).astype(dtype)  # [b, k, n, 3]
     queries = jnp.ones((1, sizes.queries, sizes.heads, 3), dtype)
@@ -323,9 +328,9 @@ def _key_bias(bias: jax.Array, sizes: LogitsShape, dtype: jnp.dtype) -> LowRank:
 
 
 def _bias_term(bias: jax.Array, shape: tuple[int, ...]) -> Static:
-    """Returns a bias ``[1, h or 1, q or 1, k or 1]`` as a term for logits of a shape ``(h, q, k)``.
+    """Converts a bias ``[1, h or 1, q or 1, k or 1]`` to a term for logits of shape ``(h, q, k)``.
 
-    If the bias is broadcast, it is converted to float32 first, so that its gradient is summed in
+    A bias that must be broadcast is first converted to float32, so that its gradient is summed in
     float32.
     """
     if bias.shape[1:] != shape:
@@ -344,7 +349,8 @@ def _attend_examples(
 ) -> jax.Array:
     """Computes `attend` with biases that differ between examples, in one call per example.
 
-    Small examples are computed in parallel by `jax.vmap`, and large ones one after another.
+    Small examples are computed in parallel by `jax.vmap`. Large examples are computed one after
+    another.
 
     Args:
       terms: the other terms.
@@ -364,8 +370,9 @@ def _attend_examples(
     heads = terms[0].num_heads
     mask = mask.broadcast_to(batch=batch, heads=heads, q_length=q_length, k_length=k_length)
 
-    # Arrays with a batch axis longer than 1 belong to single examples. They become [b, 1, ...], so
-    # that the mapped function sees a batch of one. The others are shared by all examples.
+    # An array with a batch axis longer than 1 differs between examples. Such an array is reshaped
+    # to [b, 1, ...], so that the mapped function gets a batch of one example. All other arrays are
+    # shared by the examples.
     leaves, treedef = jax.tree.flatten((terms, biases, values, mask))
     is_own = jax.tree.leaves(
         (
@@ -379,7 +386,7 @@ def _attend_examples(
 
     def attend_one(unshared: Sequence[jax.Array], shared: Sequence[jax.Array]) -> jax.Array:
         """Returns the output ``[q, h, e]`` of one example."""
-        # Put the leaves back in their order, each from the list that it was sorted into.
+        # Merge the shared and the unshared leaves in their original order.
         parts = {True: iter(unshared), False: iter(shared)}
         merged = jax.tree.unflatten(treedef, [next(parts[flag]) for flag in is_own])
         terms, biases, values, mask = merged
@@ -391,8 +398,8 @@ def _attend_examples(
         if q_length * k_length <= FEW_LOGITS or implementation == "reference":
             return jax.vmap(attend_one, (0, None))(unshared, shared)
 
-        # The loop would otherwise keep every intermediate result of `attend_one` for all examples,
-        # such as the bias that is broadcast to the heads.
+        # Without `jax.checkpoint`, the loop would keep every intermediate result of `attend_one`
+        # for all examples, such as the bias after broadcasting to the heads.
         policy = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)
         rematerialized = jax.checkpoint(
             lambda unshared: attend_one(unshared, shared), policy=policy, prevent_cse=False

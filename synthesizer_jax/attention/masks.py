@@ -1,8 +1,9 @@
-"""Masks: which keys each query may attend to.
+"""Masks, which say which keys each query may attend to.
 
-A `Mask` keeps padding, bands, segments and patterns apart, and not as one array ``[b, h, q, k]``.
-The routes of attention use the parts: padding can be moved from the logits to the values, a causal
-mask can skip tiles, and segments can become rows of their own.
+A `Mask` stores padding, bands, segments and patterns in separate fields, and not as one array
+``[b, h, q, k]``. The routes of attention use the separate fields. For example, a route can set
+padding values to zero instead of masking the logits, skip the tiles that a causal mask hides, or
+unpack segments to separate rows.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ class _Fields(TypedDict, total=False):
 
 
 _FAR = 2**30
-"""No two positions are farther apart. Twice this number is less than the largest int32."""
+"""An upper bound on positions and distances. A position plus this number fits into int32.
+"""
 
 CROSS_ATTENTION = (
     "For cross-attention, also pass `queries` to Mask.padded or Mask.packed, or use "
     "Mask(key_lengths=…) if all queries are real."
 )
-"""What an error message advises if the queries are not the keys."""
+"""The advice at the end of error messages about masks whose queries are not the keys."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -46,47 +48,49 @@ CROSS_ATTENTION = (
 class Mask:
     """Describes which keys each query may attend to.
 
-    A query may attend to a key if every field allows it. A field that is not given allows
-    everything. The output of attention is zero for a query that is padding, and for a query that
-    may attend to no key.
+    A query may attend to a key if every field allows the pair. A field that is not set allows all
+    pairs. The output of attention is zero for a query that is padding, and for a query that may
+    attend to no key.
 
-    `padded` and `packed` create the usual masks. They also record whether the queries are the keys;
-    this survives `jax.jit`, `jax.checkpoint` and scans. `attend` checks shapes and dtypes. In
-    boolean fields, numbers other than zero count as True. An array with a batch axis of 1 is shared
-    by all examples.
+    `padded` and `packed` create the usual masks. Both functions also record whether the queries are
+    the keys. This record is preserved by `jax.jit`, `jax.checkpoint` and scans. `attend` checks
+    shapes and dtypes. In boolean fields, numbers other than zero count as True. An array with a
+    batch axis of 1 is shared by all examples.
 
     Attributes:
       causal: whether a query may attend only to keys up to its own position.
-      window: how many keys before and after its own position a query may attend to,
-        ``(before, after)``. None in either place means that there is no limit. A single number n is
-        short for ``(n - 1, None)``, which together with `causal` means the last n keys.
-      key_lengths: ``[b]``. The keys before this position are real, and the others are padding. This
-        is the fastest kind of padding.
-      key_valid: ``[b, k]`` bool. Marks the real keys in any pattern.
-      query_lengths: ``[b]``. The queries before this position are real. Without it, all queries are
-        real.
-      query_valid: ``[b, q]`` bool. Marks the real queries in any pattern.
-      query_segments: ``[b, q]``. The number of the packed example that each query belongs to: 1, 2,
-        … in the order of the row, and 0 for padding. A query may attend only to keys of its own
-        segment. `causal` and `window` count positions inside of the segments.
-      key_segments: ``[b, k]``. The same for keys. It must be given if and only if `query_segments`
-        is.
-      segment_length: an upper bound on the length of a segment. None stands for the length of the
-        row.
-      segments: an upper bound on the number of segments in a row. None if it is not known.
+      window: ``(before, after)``, the numbers of keys before and after its own position that a
+        query may attend to. None means no limit on that side. A single number n is short for
+        ``(n - 1, None)``. Together with `causal`, the number n means that a query may attend to the
+        last n keys.
+      key_lengths: ``[b]``. The keys before this position are real, and the keys from this position
+        on are padding. Lengths are the fastest way to describe padding.
+      key_valid: ``[b, k]`` bool. True marks a real key. Real keys and padding may be in any order.
+      query_lengths: ``[b]``. The queries before this position are real, and the queries from this
+        position on are padding. If the field is None, all queries are real.
+      query_valid: ``[b, q]`` bool. True marks a real query. Real queries and padding may be in any
+        order.
+      query_segments: ``[b, q]``, the segment number of each query. A segment is a packed example.
+        Segments are numbered 1, 2, … in the order of the row, and padding has the number 0. A query
+        may attend only to keys of its own segment. `causal` and `window` count positions inside of
+        the segments.
+      key_segments: ``[b, k]``, the segment number of each key. Set either both `key_segments` and
+        `query_segments`, or neither.
+      segment_length: an upper bound on the length of a segment. None means the length of the row.
+      segments: an upper bound on the number of segments in a row, or None if no bound is known.
       prefix_lengths: ``[b]``. All queries may attend to the keys before this position, whatever
         `causal` and `window` say (prefix language model). The other fields still apply.
-      query_offset: the position of the first query, where the first key is at position 0. It is not
-        0 in decoding. The number 0 is part of the structure of the pytree, so that it remains known
-        under `jax.jit` and `jax.checkpoint`; kernels need to know it. Other numbers and arrays are
-        traced. If a loop carries a mask, or a conditional returns one, its offset must be an array
-        from the beginning.
-      allowed: ``[b or 1, h or 1, q or 1, k]`` bool. Any other pattern of pairs. It is slower than
-        the other fields.
-      self_attention: whether queries and keys are the same tokens, with the same padding. It is set
-        by `padded`, `packed` and `for_self_attention`.
-      cleared_keys: whether the keys and values of padding are zeros already. It is set by the cache
-        of a memory.
+      query_offset: the position of the first query, where the first key is at position 0. In
+        decoding, the offset is the number of past tokens. The number 0 is part of the structure of
+        the pytree, because kernels need to know that there is no offset under `jax.jit` and
+        `jax.checkpoint`. Other numbers and arrays are traced. If a loop carries a mask, or a
+        conditional returns a mask, the offset must be an array from the beginning.
+      allowed: ``[b or 1, h or 1, q or 1, k]`` bool, any other pattern of allowed pairs. This field
+        is slower than the other fields.
+      self_attention: whether queries and keys are the same tokens, with the same padding. `padded`,
+        `packed` and `for_self_attention` set this field.
+      cleared_keys: whether the keys and values of padding are zeros already. The cache of a memory
+        sets this field.
     """
 
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -110,14 +114,16 @@ class Mask:
     def tree_flatten_with_keys(
         self,
     ) -> tuple[list[tuple[GetAttrKey, PyTree]], tuple[bool, tuple[object, ...]]]:
-        """Returns the arrays with their names, and the part that is static under `jax.jit`.
+        """Returns the arrays with their names, and the static fields.
 
-        The static part says whether the offset is the number 0, and contains the static fields.
+        The second result is static under `jax.jit`. It contains the static fields, and says whether
+        the offset is the number 0.
         """
         starts_at_zero = isinstance(self.query_offset, int) and self.query_offset == 0
         parts = {name: getattr(self, name) for name in _ARRAYS}
         if starts_at_zero:
-            # No leaf: a leaf would be traced, and kernels would no longer know that it is 0.
+            # The offset 0 is not a leaf, because a leaf would be traced. Kernels would then no
+            # longer know that the offset is 0.
             parts["query_offset"] = None
         keyed = [(GetAttrKey(name), part) for name, part in parts.items()]
         return keyed, (starts_at_zero, tuple(getattr(self, name) for name in _STATIC))
@@ -143,16 +149,16 @@ class Mask:
         """Returns the mask of rows that contain one example each, followed by padding.
 
         Args:
-          keys: ``[b]`` integers, the number of real keys, with padding after them; or ``[b, k]``
-            bool, which keys are real.
-          queries: the same for queries, ``[b]`` or ``[b, q]``. None means that the queries are the
-            keys, as in self-attention.
+          keys: ``[b]`` integers or ``[b, k]`` bool. Integers are the numbers of real keys, which
+            are followed by padding. Booleans say which keys are real.
+          queries: ``[b]`` integers or ``[b, q]`` bool, which say which queries are real. None means
+            that the queries are the keys, as in self-attention.
           causal: whether a query may attend only to keys up to its own position.
           **fields: further fields of `Mask`.
         """
 
         def kind(x: jax.Array) -> str:
-            """Returns the end of the field's name: an array with one axis holds lengths."""
+            """Returns "lengths" for an array with one axis, and "valid" for an array with two axes."""
             return "lengths" if jnp.ndim(x) == 1 else "valid"
 
         given: dict[str, Any] = {f"key_{kind(keys)}": keys, **fields}
@@ -175,10 +181,10 @@ class Mask:
         """Returns the mask of rows that contain several examples.
 
         Args:
-          keys: ``[b, k]``, the segment number of each key: 1, 2, … in the order of the row, and 0
-            for padding.
-          queries: the same for queries, ``[b, q]``. None means that the queries are the keys, as in
-            self-attention.
+          keys: ``[b, k]``, the segment number of each key. Segments are numbered 1, 2, … in the
+            order of the row, and padding has the number 0.
+          queries: ``[b, q]``, the segment number of each query. None means that the queries are the
+            keys, as in self-attention.
           causal: whether a query may attend only to keys up to its own position.
           segments: an upper bound on the number of segments in a row.
           segment_length: an upper bound on the length of a segment.
@@ -196,14 +202,15 @@ class Mask:
 
     @classmethod
     def of(cls, mask: MaskLike) -> Mask:
-        """Converts what a layer takes as a mask to a `Mask`.
+        """Converts the argument `mask` of a layer to a `Mask`.
 
         Args:
-          mask: a `Mask`, which is returned as it is; None, which allows everything; or an array of
-            booleans or of zeros and ones. An array follows Flax's convention: it is
-            ``[batch or 1, heads or 1, q or 1, k]`` or ``[q, k]``, nonzero where the query may
-            attend to the key, and does not say which queries are padding. (Models read an array
-            with two axes as ``[batch, keys]``; see `models.token_model.token_mask`.)
+          mask: a `Mask`, None or an array. A `Mask` is returned unchanged, and None allows all
+            pairs. An array contains booleans, or zeros and ones. As in Flax, it has the shape
+            ``[batch or 1, heads or 1, q or 1, k]`` or ``[q, k]``, and is nonzero if the query may
+            attend to the key. An array does not say which queries are padding. Models interpret an
+            array with two axes differently, as ``[batch, keys]``; see
+            `models.token_model.token_mask`.
 
         Raises:
           ValueError: if an array has another number of axes, or has floating-point numbers other
@@ -226,16 +233,16 @@ class Mask:
         mask = as_bool(mask)
         allowed = mask[None, None] if mask.ndim == 2 else mask
 
-        # A mask of keys fits into `key_valid`, which more routes take. All queries are real: the
-        # single entry of `query_valid` stands for them.
+        # A mask of keys is stored in `key_valid`, which more routes support. All queries are real,
+        # so `query_valid` has a single entry True for all queries.
         if allowed.shape[1] == allowed.shape[2] == 1:
             return cls(key_valid=allowed[:, 0, 0], query_valid=jnp.ones((1, 1), bool))
         return cls(allowed=allowed)
 
     def for_self_attention(self) -> Mask:
-        """Returns the mask for queries that are the keys.
+        """Returns the mask for self-attention, where the queries and the keys are the same tokens.
 
-        The same tokens are then real, and belong to the same segments.
+        The padding and the segments of the keys are then also used for the queries.
 
         Raises:
           ValueError: if the queries have an offset.
@@ -271,7 +278,7 @@ class Mask:
         return dataclasses.replace(self, **changed)
 
     def broadcast_to(self, *, batch: int, heads: int, q_length: int, k_length: int) -> Mask:
-        """Returns the mask with every array in its full shape, and with patterns as booleans.
+        """Returns the mask with every array in its full shape, and with bool arrays for patterns.
 
         Args:
           batch: the number of examples.
@@ -308,18 +315,18 @@ class Mask:
         return self.map_arrays(lambda name, x: _broadcast(name, x, sizes))
 
     def keys(self, k_length: int) -> jax.Array | None:
-        """Returns which keys are real, bool ``[b, k]``, or None if all of them are."""
+        """Returns a bool array ``[b, k]`` that marks the real keys, or None if all are real."""
         return _real(k_length, self.key_lengths, self.key_valid, segments=self.key_segments)
 
     def queries(self, q_length: int) -> jax.Array | None:
-        """Returns which queries are real, bool ``[b, q]``, or None if all of them are."""
+        """Returns a bool array ``[b, q]`` that marks the real queries, or None if all are real."""
         return _real(q_length, self.query_lengths, self.query_valid, segments=self.query_segments)
 
     def uncleared(self, q_length: int, k_length: int) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns which queries and which keys are real, for functions that set padding to zero.
+        """Returns the results of `queries` and `keys`, for functions that set padding to zero.
 
-        The result for keys is None, which means that there is nothing to do, if `cleared_keys` is
-        True.
+        The result for keys is None if `cleared_keys` is True, because the padding keys are zeros
+        already.
         """
         return self.queries(q_length), None if self.cleared_keys else self.keys(k_length)
 
@@ -327,8 +334,8 @@ class Mask:
     def counts_in_segments(self) -> bool:
         """Whether the band has to compare positions inside of segments.
 
-        In packed self-attention, distances inside of a segment equal distances in the row, so
-        positions in the row suffice.
+        In packed self-attention, a distance inside of a segment equals the distance in the row. The
+        band can then compare positions in the row.
         """
         return self.query_segments is not None and not self.self_attention
 
@@ -341,8 +348,8 @@ class Mask:
     def band(self) -> tuple[int | None, int | None]:
         """The number of keys before and after its position that a query may attend to.
 
-        It combines `causal` and `window`. None in either place means that there is no limit. The
-        number after a position is 0 or negative if the mask is causal.
+        The band combines `causal` and `window`. None means no limit on that side. If the mask is
+        causal, the second number is 0 or negative.
         """
         window = self.window
         if not isinstance(window, tuple):
@@ -352,9 +359,10 @@ class Mask:
             after = 0 if after is None else min(after, 0)
 
         def limit(n: int | None) -> int | None:
-            """Returns a number of keys that can be added to a position without an overflow.
+            """Limits a number of keys, so that it can be added to a position without an overflow.
 
-            No two positions are farther apart than `_FAR`, so nothing changes.
+            The limit does not change the mask, because no two positions are farther apart than
+            `_FAR`.
             """
             return None if n is None else max(-_FAR, min(n, _FAR))
 
@@ -369,17 +377,17 @@ class Mask:
     def packed_positions(self) -> tuple[jax.Array, jax.Array] | None:
         """The positions of queries and keys in their segments, int32 ``[b, q]`` and ``[b, k]``.
 
-        It is None if rows are not packed.
+        The property is None if rows are not packed.
         """
         if self.query_segments is None or self.key_segments is None:
             return None
         return segment_positions(self.query_segments), segment_positions(self.key_segments)
 
     def band_pairs(self, q_length: int, k_length: int) -> jax.Array | None:
-        """Returns which pairs the band allows, bool ``[q, k]``, or None if it allows all.
+        """Returns a bool array ``[q, k]`` that marks the pairs in the band, or None without a band.
 
-        In packed cross-attention the result is ``[b, 1, q, k]``, because the segments of queries
-        and keys start at different positions of the rows.
+        In packed cross-attention, the result has the shape ``[b, 1, q, k]``, because the segments
+        of queries and keys start at different positions of the rows.
         """
         query = jnp.arange(q_length)[:, None] + self.query_offset
         key = jnp.arange(k_length)[None, :]
@@ -390,7 +398,7 @@ class Mask:
         return _all(*self.band_rules(query, key))
 
     def band_rules(self, query: jax.Array, key: jax.Array) -> list[jax.Array]:
-        """Returns which pairs each side of the band allows, as a list of at most two bool arrays.
+        """Returns a bool array of the allowed pairs for each side of the band that has a limit.
 
         Args:
           query: positions of queries.
@@ -401,17 +409,17 @@ class Mask:
         return rules if after is None else [*rules, key <= query + after]
 
     def prefix(self, k_length: int) -> jax.Array | None:
-        """Returns which keys are in the prefix, bool ``[b, k]``, or None if there is no prefix."""
+        """Returns a bool array ``[b, k]`` of the keys in the prefix, or None without a prefix."""
         return None if self.prefix_lengths is None else _before(self.prefix_lengths, k_length)
 
     def take_heads(self, start: int, count: int) -> Mask:
-        """Returns the mask of `count` neighboring heads, of which `start` is the first."""
+        """Returns the mask of the heads from `start` to ``start + count - 1``."""
         if self.allowed is None or self.allowed.shape[1] == 1:
             return self
         return dataclasses.replace(self, allowed=self.allowed[:, start : start + count])
 
     def slice_keys(self, start: int | jax.Array | np.integer, length: int) -> Mask:
-        """Returns the mask for `length` keys, of which the first is at position `start`.
+        """Returns the mask for the `length` keys that begin at position `start`.
 
         `start` may be negative. Keys at negative positions are padding.
 
@@ -438,10 +446,10 @@ class Mask:
         )
 
     def pairs(self, q_length: int, k_length: int) -> jax.Array | None:
-        """Returns which query may attend to which key, bool ``[b or 1, h or 1, q or 1, k or 1]``.
+        """Returns a bool array that marks the pairs of a query and a key that the mask allows.
 
-        The result is None if every query may attend to every key. The rows of padding queries are
-        False.
+        The array has the shape ``[b or 1, h or 1, q or 1, k or 1]``. The rows of padding queries
+        are False. The result is None if every query may attend to every key.
         """
         keys = self.keys(k_length)
         queries = self.queries(q_length)
@@ -466,15 +474,16 @@ class Mask:
 MaskLike: TypeAlias = Mask | jax.Array | np.ndarray | None
 """The types of masks that layers and models take.
 
-Layers read an array with two axes as ``[q, k]``; see `Mask.of`. Models read it as
-``[batch, keys]``; see `models.token_model.token_mask`.
+Layers interpret an array with two axes as ``[q, k]``; see `Mask.of`. Models interpret an array with
+two axes as ``[batch, keys]``; see `models.token_model.token_mask`.
 """
 
 
 def is_concrete(x: ArrayLike | None) -> bool:
-    """Returns whether the numbers of an array can be read now.
+    """Returns whether the values of an array can be read during tracing.
 
-    They cannot be if the array is traced, or if parts of it are on devices of other processes.
+    The values cannot be read if the array is traced, or if parts of the array are on devices of
+    other processes.
     """
     if isinstance(x, jax.core.Tracer):
         return False
@@ -482,7 +491,7 @@ def is_concrete(x: ArrayLike | None) -> bool:
 
 
 def as_bool(mask: jax.Array | np.ndarray) -> jax.Array:
-    """Returns which numbers of a mask are not zero.
+    """Converts a mask of numbers to bool, where nonzero numbers become True.
 
     Raises:
       ValueError: if a floating-point number is neither 0 nor 1. Traced arrays cannot be checked.
@@ -502,13 +511,13 @@ def as_bool(mask: jax.Array | np.ndarray) -> jax.Array:
 def add_pattern(
     mask: Mask, pattern: jax.Array, *, batch: int, q_length: int, k_length: int
 ) -> Mask:
-    """Returns a mask with a pattern of pairs added, in the smallest field that can hold it.
+    """Adds a pattern of allowed pairs to a mask, in the smallest field that can hold the pattern.
 
-    A pattern of keys becomes `key_valid`, a pattern of queries `query_valid`, and any other
-    `allowed`.
+    A pattern of keys becomes `key_valid`, a pattern of queries becomes `query_valid`, and any other
+    pattern becomes `allowed`.
 
     Args:
-      mask: a mask in which these three fields are not given.
+      mask: a mask without `key_valid`, `query_valid` and `allowed`.
       pattern: ``[b or 1, h or 1, q or 1, k or 1]`` bool.
       batch: the number of examples.
       q_length: the number of queries.
@@ -528,7 +537,7 @@ def add_pattern(
 def segment_positions(segments: jax.Array) -> jax.Array:
     """Returns the position of each token in its packed segment.
 
-    Each run of equal numbers counts from 0.
+    The positions start at 0 in each run of equal segment numbers.
 
     Args:
       segments: segment numbers, ``[..., n]``.
@@ -538,10 +547,11 @@ def segment_positions(segments: jax.Array) -> jax.Array:
     """
     index = jax.lax.broadcasted_iota(jnp.int32, segments.shape, segments.ndim - 1)
 
-    # A token is the first of its segment if its number differs from that of the token before.
+    # A token is the first of its segment if its segment number differs from the number of the
+    # previous token.
     new = jnp.diff(segments, axis=-1, prepend=segments[..., :1]) != 0
 
-    # The index of the first token of the same segment, ``[..., n]``.
+    # `start` is the index of the first token of each token's segment, [..., n].
     start = jax.lax.cummax(jnp.where(new, index, 0), axis=segments.ndim - 1)
     return index - start
 
@@ -555,7 +565,7 @@ _AXES = {
 }
 """The axes of the arrays of a mask.
 
-Fields that are not listed are lengths, which have an axis of examples only.
+All other fields are lengths, which have only an axis of examples.
 """
 
 
@@ -564,7 +574,7 @@ def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
 
     Args:
       name: the name of the field.
-      x: its value.
+      x: the array of the field.
       sizes: the sizes of the axes "batch", "heads", "q" and "k".
 
     Raises:
@@ -573,7 +583,7 @@ def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
     x = jnp.asarray(x)
     axes = _AXES.get(name, ("batch",))
     shape = tuple(sizes[axis] for axis in axes)
-    # The axes that may have a size of 1, whose entries then hold for the whole axis.
+    # `shared` names the axes that may have a size of 1. An entry then applies to the whole axis.
     shared = {"batch", "heads", "q"} if name in ("allowed", "query_valid") else {"batch"}
     fits = x.ndim == len(axes) and all(
         n == size or (n == 1 and axis in shared)
@@ -595,7 +605,8 @@ def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
 
     x = as_bool(x)
     if name == "allowed":
-        # Batch and heads stay 1 if they are shared, because the pattern is large.
+        # Shared axes of examples and heads keep the size 1, because the full pattern would be
+        # large.
         shape = (*x.shape[:2], *shape[2:])
     return jnp.broadcast_to(x, shape)
 
@@ -605,14 +616,14 @@ def zero_padding(x: jax.Array, real: jax.Array | None) -> jax.Array:
 
     Args:
       x: the array.
-      real: which of its entries are real, bool ``[b, n]``. None returns the array as it is.
+      real: a bool array ``[b, n]`` that marks the real entries. None returns the array unchanged.
     """
     return x if real is None else _zero_padding(x, real)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _zero_padding(x: jax.Array, real: jax.Array) -> jax.Array:
-    """Sets padding to zero. `jax.checkpoint` makes the backward pass keep ``[b, n]`` only."""
+    """Sets padding to zero. With `jax.checkpoint`, the backward pass keeps only ``[b, n]``."""
     return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim)), x, 0)
 
 
@@ -623,7 +634,7 @@ _ARRAYS = tuple(f.name for f in dataclasses.fields(Mask) if f.name not in _STATI
 def _real(
     length: int, lengths: jax.Array | None, valid: jax.Array | None, *, segments: jax.Array | None
 ) -> jax.Array | None:
-    """Returns which positions are real by all of the fields that are given, or None if none is."""
+    """Returns a bool array of the real positions, or None if all three arrays are None."""
     return _all(
         None if lengths is None else _before(lengths, length),
         None if valid is None else _for_all(valid.astype(bool), length),
@@ -632,9 +643,9 @@ def _real(
 
 
 def _for_all(valid: jax.Array, length: int) -> jax.Array:
-    """Returns which positions are real, ``[..., length]``.
+    """Returns a bool array of the real positions, ``[..., length]``.
 
-    A pattern with a single entry holds for all positions.
+    A pattern with a single entry applies to all positions.
     """
     if valid.shape[-1] != 1:
         return valid
@@ -642,7 +653,7 @@ def _for_all(valid: jax.Array, length: int) -> jax.Array:
 
 
 def _before(lengths: jax.Array, n: int) -> jax.Array:
-    """Returns which of n positions are smaller than each of the lengths.
+    """Returns a bool array that marks the positions before each of the lengths.
 
     Args:
       lengths: ``[...]`` integers.
@@ -657,12 +668,12 @@ def _before(lengths: jax.Array, n: int) -> jax.Array:
 
 
 def _equal_ranks(*parts: jax.Array) -> list[jax.Array]:
-    """Returns the arrays with the same number of axes, after adding axes of 1 in front."""
+    """Adds leading axes of size 1, so that all arrays have the same number of axes."""
     rank = max((part.ndim for part in parts), default=0)
     return [part.reshape((1,) * (rank - part.ndim) + part.shape) for part in parts]
 
 
 def _all(*parts: jax.Array | None) -> jax.Array | None:
-    """Returns the conjunction of bool arrays. Parts that are None allow everything."""
+    """Returns the logical and of bool arrays. A part that is None counts as True."""
     given = _equal_ranks(*(part for part in parts if part is not None))
     return functools.reduce(operator.and_, given) if given else None

@@ -1,7 +1,7 @@
-"""The axes of the surrounding mesh, and functions that run on axes of any type.
+"""Functions for the axes of the surrounding mesh, which may have any axis type.
 
-A mesh axis is *explicit* if the types of arrays say how it divides them, *automatic* if the
-compiler decides, and *manual* inside of `jax.shard_map`.
+A mesh axis is *explicit* if the types of arrays say how the axis divides the arrays. A mesh axis is
+*automatic* if the compiler decides how it divides arrays, and *manual* inside of `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from synthesizer_jax.base.typing import PyTree
 
 
 def axes_of_type(kind: AxisType) -> tuple[str, ...]:
-    """Returns the axes of the current mesh that have a type.
+    """Returns the axes of the current mesh that have a given axis type.
 
     The current mesh is the one that `jax.set_mesh` or `jax.shard_map` has set.
     """
@@ -28,7 +28,7 @@ def axes_of_type(kind: AxisType) -> tuple[str, ...]:
 
 
 def axes_along(x: jax.Array, axis: int) -> tuple[str, ...]:
-    """Returns the explicit mesh axes that divide one axis of an array, by the type of the array."""
+    """Returns the explicit mesh axes that divide one axis of an array, read from its type."""
     entry = jax.typeof(x).sharding.spec[axis]
     if entry is None:
         return ()
@@ -38,9 +38,9 @@ def axes_along(x: jax.Array, axis: int) -> tuple[str, ...]:
 def mesh_of_arguments(*arguments: PyTree) -> contextlib.AbstractContextManager[object]:
     """Returns a context that sets the mesh of the arguments, unless a mesh is set already.
 
-    An array that was placed with `jax.device_put` on a mesh with explicit axes has the mesh in its
-    type, so users need not set it. If all axes are automatic, the types do not contain the mesh,
-    and nothing is set.
+    If an array was placed on a mesh with explicit axes by `jax.device_put`, the type of the array
+    contains the mesh, so users need not set the mesh. If all axes are automatic, the types do not
+    contain the mesh, and the context sets no mesh.
     """
     if not jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
@@ -56,8 +56,8 @@ def match_varying_axes(*trees: PyTree) -> PyTree:
 
     Inside of `jax.shard_map`, an array varies over a mesh axis if its values differ between the
     devices along the axis. This function marks every array as varying over all axes over which any
-    of the arrays varies. The cotangent of an array that the devices share is then summed over them.
-    Outside of `jax.shard_map`, nothing changes.
+    of the arrays varies. The cotangent of an array that the devices share is then summed over the
+    devices. Outside of `jax.shard_map`, the arrays are returned unchanged.
 
     Args:
       *trees: pytrees of arrays.
@@ -83,11 +83,12 @@ def match_varying_axes(*trees: PyTree) -> PyTree:
 def in_auto_mode(
     function: Callable[..., PyTree], spec: Callable[[PyTree], PyTree]
 ) -> Callable[..., PyTree]:
-    """Returns a function that runs with automatic mesh axes in the place of explicit ones.
+    """Returns a function that runs with automatic mesh axes instead of explicit mesh axes.
 
     Args:
       function: a function of pytrees.
-      spec: maps the result to its sharding, a `PartitionSpec` or a pytree of them.
+      spec: maps the result to its sharding, which is a `PartitionSpec` or a pytree of
+        `PartitionSpec`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = axes_of_type(AxisType.Explicit)
@@ -103,13 +104,14 @@ def in_auto_mode(
 
 
 def _without_types(x: PyTree) -> PyTree:
-    """Returns an array for automatic mesh axes, with the sharding that its explicit type had."""
+    """Returns an array for automatic mesh axes, with the same sharding as before."""
     if not isinstance(x, jax.Array):
         return x
     laid_out = jax.typeof(x).sharding.spec
 
-    # The type must not name axes that are now automatic. The constraint below restores the layout,
-    # so that the compiler moves no data.
+    # The type of the array must not name axes that are now automatic, so the sharding is removed
+    # from the type. The sharding constraint below restores the layout, so that the compiler moves
+    # no data.
     x = jax.sharding.reshard(x, PartitionSpec())
     if all(entry is None for entry in laid_out) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
@@ -117,15 +119,14 @@ def _without_types(x: PyTree) -> PyTree:
 
 
 def on_every_device(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Returns a function of arrays with all automatic axes of the current mesh manual inside.
+    """Returns a function that runs on every device, with manual instead of automatic mesh axes.
 
-    The compiler cannot divide a kernel, and for TPUs it refuses to try. If a mesh axis is still
-    automatic when a kernel is called, it divides neither examples nor heads, because the axes that
-    do are manual by then. All devices along such an axis then compute the same, from whole
-    arguments. The result is always right, but arrays that were divided may have to be gathered, so
-    there is a warning.
+    The compiler cannot partition a kernel, and on TPUs it raises an error. The mesh axes that
+    divide examples or heads are manual when a kernel is called. Along all other axes, every device
+    computes the same results from whole arguments. The results are correct, but arrays may have to
+    be gathered on every device, so the function logs a warning.
 
-    The mesh is read when this function is called, because the function that it returns may be
+    The current mesh is read when `on_every_device` is called, because the returned function may be
     traced later.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -147,7 +148,7 @@ def on_every_device(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
                 function, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names=set(axes)
             )
 
-            # Outside of a compiled function JAX makes all axes of a mesh manual or none.
+            # Outside of `jax.jit`, `jax.shard_map` cannot make only some axes of a mesh manual.
             return jax.jit(sharded, inline=True)(*args)
 
     return call

@@ -1,9 +1,9 @@
-"""Attention in packed rows, where one row contains several examples and positions restart in each.
+"""Attention in packed rows, which contain several examples with separate positions.
 
-Terms that consist of parameters are looked up by the position in the example, not in the row. There
-are two ways to do that. If rows hold few segments, examples become rows of their own, and the
-ordinary routes run on these; see `attend_unpacked`. If they hold many, the fused route looks up the
-positions tile by tile; see `FusedInputs.positions`.
+Terms that consist of parameters are looked up by the position in the example, not in the row. If
+rows contain few examples, the rows are unpacked to one row per example, and the ordinary routes run
+on the unpacked rows; see `attend_unpacked`. If rows contain many examples, the fused route looks up
+the positions tile by tile; see `FusedInputs.positions`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from synthesizer_jax.attention.terms import (
 )
 
 MAX_UNPACKING_FACTOR = 3
-"""Rows are unpacked if that creates at most this many times as many logits.
+"""Rows are unpacked only if the number of logits grows by at most this factor.
 
-Every segment gets a row of the length of the longest one, so many short segments would waste work.
+Every unpacked row is as long as the longest segment, so unpacking many short segments would waste
+work.
 """
 
 
 def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int] | None:
     """Returns the numbers of queries and keys of the rows after unpacking.
 
-    Returns None if the number of segments is not known, if the mask has a pattern of pairs, or if
-    unpacking would create too many logits.
+    The result is None if the number of segments is not known, if the mask has a pattern of pairs,
+    or if unpacking would create too many logits.
     """
     if mask.segments is None or mask.allowed is not None:
         return None
@@ -47,8 +48,8 @@ def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int
 def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> Terms:
     """Returns the terms of packed rows with zeros for distances that no segment reaches.
 
-    `Relative` terms then cover all distances in the row, which the routes expect. The zeros have no
-    effect, because the mask hides keys of other segments.
+    With the zeros, `Relative` terms cover all distances in the row, which the routes expect. The
+    zeros have no effect, because the mask hides keys of other segments.
     """
     q, k = mask.segment_lengths(q_length, k_length)
 
@@ -58,7 +59,8 @@ def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> T
             return term
         last = term.first + term.logits.shape[1] - 1
         if term.first > 1 - q or last < k - 1:
-            # The term does not even cover a segment. `cut_diagonals` raises the error.
+            # The term does not cover all distances in a segment. `cut_diagonals` will raise an
+            # error.
             return term
 
         # The distances in the row are 1 - q_length to k_length - 1.
@@ -71,11 +73,11 @@ def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> T
 
 
 def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.Array, jax.Array]]:
-    """Returns the terms for packed rows that stay packed, and the positions in segments.
+    """Returns the terms for rows that are not unpacked, and the positions in segments.
 
-    Parameters that act as queries or keys of a `LowRank` term are looked up here, so that there is
-    a factor for each token. Other terms stay as they are, and have to be looked up at these
-    positions.
+    If the queries or keys of a `LowRank` term are parameters, this function looks them up by
+    position, so that there is a vector for each token. All other terms are returned unchanged, and
+    the caller must look up their logits at the returned positions.
 
     Returns:
       The terms, and the positions of queries ``[b, q]`` and keys ``[b, k]``.
@@ -84,7 +86,7 @@ def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.A
     positions = segment_positions(mask.query_segments), segment_positions(mask.key_segments)
 
     def look_up(term: Term) -> Term:
-        """Returns a `LowRank` term with a row for each token. Other terms stay as they are."""
+        """Returns a `LowRank` term with a row for each token. Other terms are unchanged."""
         if not isinstance(term, LowRank):
             return term
         queries = term.queries
@@ -99,11 +101,11 @@ def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.A
 
 
 def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array:
-    """Runs a route on packed examples after making them rows of their own.
+    """Unpacks packed rows to one row per example, runs a route, and packs the output again.
 
-    The mask promises the number and the length of the segments. The output is NaN for tokens that
-    break this promise: in a segment that is too long, in one that is not in one piece, or in one
-    more segment than promised.
+    The mask declares upper bounds on the number and the length of the segments. The output is NaN
+    for tokens of a segment that is longer than the bound, is interrupted by other tokens, or has a
+    number above the bound.
 
     Args:
       route: the function of the route.
@@ -117,11 +119,12 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
     lengths = unpacked_lengths(mask, q_length, values.shape[1])
     assert mask.segments is not None and lengths is not None
 
-    # Where the tokens of each segment are, [b, count, length], and how many they are, [b · count].
+    # `queries` and `keys` are the indices of the tokens of each segment, [b, count, length]. The
+    # lengths of the segments are [b · count].
     queries, q_lengths, q_fit = _segment_rows(mask.query_segments, mask.segments, lengths[0])
     keys, k_lengths, k_fit = _segment_rows(mask.key_segments, mask.segments, lengths[1])
 
-    # The mask may mark padding inside of segments. It is gathered like the tokens.
+    # The mask may mark padding inside of segments. The marks are gathered like the tokens.
     bare = dataclasses.replace(mask, query_segments=None, key_segments=None)
     key_valid = bare.keys(values.shape[1])
     query_valid = bare.queries(q_length)
@@ -139,7 +142,7 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
         """Returns an array of a term for the unpacked rows.
 
         Arrays that are computed from tokens are gathered. Parameters are looked up by position, so
-        their first entries serve all rows.
+        all rows share the first entries of a parameter.
         """
         x = a.x
         for axis, positions in (("q", queries), ("k", keys)):
@@ -147,7 +150,7 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
                 continue
             length = x.shape[a.axes.index(axis)]
             if a.from_tokens:
-                # If the array has one entry for all positions, that entry is gathered for each row.
+                # If the array has a single entry for all positions, every row gathers this entry.
                 shared = jnp.zeros_like(positions[..., :1])
                 x = jnp.broadcast_to(x, (positions.shape[0], *x.shape[1:]))
                 x = _gather_rows(x, shared if length == 1 else positions)
@@ -161,7 +164,7 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
     call = dataclasses.replace(call, terms=terms, values=values, mask=rows, q_length=lengths[0])
     out = route(call)  # [b · count, length, h, e]
 
-    # Segments that the rows could not hold get NaN.
+    # Segments that do not fit into the unpacked rows get NaN.
     fits = (q_fit & k_fit).reshape(-1)  # [b · count]
     out = jnp.where(fits[:, None, None, None], out, jnp.nan)
     return _pack(out, mask.query_segments, mask.segments)
@@ -170,7 +173,7 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
 def _segment_rows(
     segments: jax.Array, count: int, length: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns where the tokens of each segment are, so that they can be gathered into rows.
+    """Returns the indices of the tokens of each segment, for gathering the tokens into rows.
 
     Args:
       segments: the segment number of each token, ``[b, n]``.
@@ -178,16 +181,16 @@ def _segment_rows(
       length: the largest length of a segment.
 
     Returns:
-      The indices of the tokens, ``[b, count, length]``; the lengths of the segments,
-      ``[b · count]``; and whether each segment is in one piece and not longer than `length`, bool
-      ``[b, count]``.
+      Three arrays: the indices of the tokens, ``[b, count, length]``; the lengths of the segments,
+      ``[b · count]``; and a bool array ``[b, count]`` that is True if the segment is contiguous and
+      not longer than `length`.
     """
     member = segments[:, None, :] == jnp.arange(1, count + 1)[None, :, None]  # [b, count, n]
     start = jnp.argmax(member, axis=-1)  # [b, count]
     index = start[..., None] + jnp.arange(length)[None, None]  # [b, count, length]
     number = member.sum(axis=-1)  # [b, count]
 
-    # A segment is in one piece if it spans as many positions as it has tokens.
+    # A segment is contiguous if its first and last token span as many positions as it has tokens.
     last = segments.shape[1] - 1 - jnp.argmax(member[..., ::-1], axis=-1)
     fits = (number == 0) | ((number <= length) & (last - start + 1 == number))
     lengths = jnp.minimum(number, length)
@@ -197,7 +200,7 @@ def _segment_rows(
 def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
     """Returns the outputs of unpacked rows at the positions of their tokens in the packed rows.
 
-    Padding gets zeros. Tokens that have no place in the unpacked rows get NaN.
+    The output is zero for padding, and NaN for tokens that do not fit into the unpacked rows.
 
     Args:
       out: outputs of the unpacked rows, ``[b · count, length, h, e]``.
@@ -212,7 +215,8 @@ def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
     position = segment_positions(segments)
     kept = (segments > 0) & (segments <= count) & (position < length)
 
-    # The unpacked rows are put side by side, and each token is looked up at its place there.
+    # The unpacked rows are concatenated, and the output of each token is looked up by its index in
+    # the concatenated rows.
     index = jnp.where(kept, (segments - 1) * length + position, 0)  # [b, q]
     tokens = _gather_rows(out.reshape(batch, count * length, *out.shape[2:]), index[:, None])
     tokens = jnp.where(kept[..., None, None], tokens, 0)

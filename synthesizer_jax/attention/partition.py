@@ -1,4 +1,4 @@
-"""How attention is divided over the devices of the surrounding mesh."""
+"""The partitioning of attention over the devices of the surrounding mesh."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ Axes = tuple[str, ...] | None
 class Partition:
     """The axes of the surrounding mesh that divide examples, heads and queries.
 
-    A route runs under `jax.shard_map`, so that each device works on its own examples and heads. The
-    compiler cannot divide a loop over heads and examples, and would gather the inputs of the loop
+    A route runs under `jax.shard_map`, so that each device computes its own examples and heads. The
+    compiler cannot partition a loop over heads and examples. It would gather the inputs of the loop
     on every device. The cotangents of arrays that the examples share are summed over the batch
     axes.
 
-    Queries are divided, too, if they may attend to every key, as in encoders. Keys and values are
-    then gathered on every device, and each device computes the logits of its own queries.
+    The axis of queries is also divided if every query may attend to every key, as in encoders. Keys
+    and values are then gathered on every device, and each device computes the logits of its own
+    queries.
 
     Attributes:
       batch: the names of the mesh axes that divide the batch.
@@ -96,7 +97,8 @@ class Partition:
         def inside(call: Call) -> jax.Array:
             """Runs the route on a device's own part of the call."""
             if isinstance(offset, int):
-                # The offset was traced on the way in. Kernels need the number.
+                # `jax.shard_map` has traced the offset. Kernels need the Python number, so it is
+                # restored.
                 mask = dataclasses.replace(call.mask, query_offset=offset)
                 call = dataclasses.replace(call, mask=mask)
             return route(self._own_queries(call) if divides_queries else call)
@@ -107,7 +109,8 @@ class Partition:
         def term_spec(a: TermArray) -> PartitionSpec:
             """Returns how an array of a term is divided over the mesh.
 
-            An axis of examples or queries is shared, and not divided, if its length is 1.
+            An axis of examples or queries is not divided if its size is 1, because all devices
+            share it.
             """
             entries: list[Axes] = []
             for axis, size in zip(a.axes, a.x.shape, strict=True):
@@ -135,14 +138,14 @@ class Partition:
     def map_rows(
         self, function: Callable[..., PyTree], shared: PyTree, *arrays: jax.Array
     ) -> PyTree:
-        """Applies a function to every device's own rows, with arrays that all rows share.
+        """Applies a function on every device to the device's own rows and to shared arrays.
 
-        The compiler would move rows between devices, for lookups and for loops over chunks. Here,
-        only the shared arrays are gathered, and their cotangents are summed once.
+        In lookups and in loops over chunks, the compiler would move rows between devices. This
+        method gathers only the shared arrays, and sums the cotangents of the shared arrays once.
 
         Args:
-          function: maps ``(shared, *arrays)`` to arrays. It must keep the order of the rows. Its
-            results have the same number of entries on each device.
+          function: maps ``(shared, *arrays)`` to arrays. The function must keep the order of the
+            rows, and its results must have the same number of entries on each device.
           shared: a pytree of arrays that all rows share.
           *arrays: arrays ``[b, ...]``. If the batch axes do not divide b evenly, the function is
             applied once to all rows.
@@ -161,7 +164,7 @@ class Partition:
             check_vma=False,
         )
 
-        # Outside of a compiled function JAX divides over all axes of the mesh or none.
+        # Outside of `jax.jit`, `jax.shard_map` cannot make only some axes of a mesh manual.
         return jax.jit(sharded, inline=True)(shared, *arrays)
 
     @property
@@ -170,10 +173,10 @@ class Partition:
         return {*self.batch, *self.heads, *self.sequence}
 
     def constrain(self, x: jax.Array) -> jax.Array:
-        """Returns activations ``[b, n, ...]`` with a fixed sharding, also of their cotangents.
+        """Constrains the sharding of activations ``[b, n, ...]`` and of their cotangents.
 
-        Without it, the compiler would shard a cotangent like the parameter that it is multiplied
-        with.
+        Without the constraint, the compiler would shard a cotangent like the parameter that is
+        multiplied with the cotangent.
         """
         if x.shape[0] % self._size(self.batch):
             return x
@@ -183,7 +186,7 @@ class Partition:
     def spec(self, x: jax.Array) -> PartitionSpec:
         """Returns the layout of an output ``[batch..., q, heads, e]``.
 
-        There may be any number of batch axes, or none.
+        The output may have any number of batch axes, including zero.
         """
         rows = [self.batch, *[None] * (x.ndim - 4)] if x.ndim > 3 else []
         return PartitionSpec(*rows, self.sequence, self.heads)
@@ -192,7 +195,7 @@ class Partition:
         """Returns the number of devices along mesh axes.
 
         Raises:
-          ValueError: if the mesh does not have one of them.
+          ValueError: if the mesh does not have one of the axes.
         """
         mesh: AbstractMesh = jax.sharding.get_abstract_mesh()
         unknown = [axis for axis in axes if axis not in mesh.shape]
@@ -204,11 +207,11 @@ class Partition:
         return math.prod(mesh.shape[axis] for axis in axes)
 
     def _divides_queries(self, call: Call) -> bool:
-        """Returns whether the queries are divided.
+        """Returns whether the axis of queries is divided over the mesh.
 
-        They are if they may attend to all real keys, and if the axes divide their number evenly.
-        Queries of `Banded` terms are not divided, because each of them needs its own part of the
-        keys.
+        The queries are divided if every query may attend to all real keys, and if the number of
+        queries is a multiple of the number of devices. Queries of `Banded` terms are not divided,
+        because each query needs its own part of the keys.
         """
         devices = self._size(self.sequence)
         mask = call.mask
@@ -220,22 +223,23 @@ class Partition:
     def _own_queries(self, call: Call) -> Call:
         """Returns the call for a device's own queries.
 
-        Arrays with an axis of queries were already divided by `jax.shard_map`. This function does
-        the rest: it cuts `Relative` terms and lengths to the queries of the device.
+        `jax.shard_map` has already divided the arrays with an axis of queries. This function cuts
+        `Relative` terms and lengths to the queries of the device.
         """
         mask = call.mask
         count = call.q_length // self._size(self.sequence)
         first = jax.lax.axis_index(self.sequence) * count  # the device's first query
 
         def cut(term: Term) -> Term:
-            """Returns a `Relative` term for the device's own queries, and others as they are."""
+            """Returns a `Relative` term for the device's own queries. Other terms are unchanged."""
             if not isinstance(term, Relative):
                 return term
             q, k = call.q_length, call.k_length
             columns = cut_diagonals(term, q, k, query_offset=mask.query_offset).logits
 
-            # Column j is the distance j - (q - 1). The device's last query, first + count - 1, sees
-            # the smallest distance at key 0, which is column q - count - first.
+            # Column j belongs to the distance j - (q - 1). The smallest distance on the device is
+            # the distance between its last query, first + count - 1, and key 0. The column of this
+            # distance is q - count - first.
             start = q - count - first
             columns = jax.lax.dynamic_slice_in_dim(columns, start, count + k - 1, axis=1)
             return Relative(columns, 1 - count)
@@ -251,7 +255,7 @@ class Partition:
 
         Args:
           x: the array.
-          length: the mesh axes that divide n. None if it is not divided.
+          length: the mesh axes that divide the axis n, or None if the axis is not divided.
         """
         return PartitionSpec(self.batch if x.shape[0] > 1 else None, length, self.heads)
 
@@ -264,7 +268,7 @@ class Partition:
         valid = None if mask.query_valid is None else PartitionSpec(self.batch, queries)
         rest = dataclasses.replace(mask, allowed=None, query_valid=None)
 
-        # Lengths and patterns of keys have an axis of examples. The offset has no axes.
+        # Lengths and patterns of keys have an axis of examples. A traced offset has no axes.
         rest = jax.tree.map(
             lambda x: PartitionSpec(self.batch) if jnp.ndim(x) else PartitionSpec(), rest
         )
@@ -279,10 +283,10 @@ class Partition:
 
 
 def partition_of_query(query: ArrayLike, *_: PyTree, **__: PyTree) -> Partition:
-    """Returns the explicit mesh axes that divide a query, by its type.
+    """Returns the explicit mesh axes that divide a query, read from the type of the query.
 
-    The query is ``[batch..., q, heads, e]``. Queries with fewer axes are not divided; the function
-    that takes them raises its own error.
+    The query is ``[batch..., q, heads, e]``. Queries with fewer axes are not divided. The attention
+    function raises an error for such queries.
     """
     query = jnp.asarray(query)
     if query.ndim < 3:
@@ -295,15 +299,15 @@ def partition_by_types(
     partition_of: Callable[..., Partition],
     specs: Callable[[Partition, PyTree], PyTree] = Partition.spec,
 ) -> Callable[[Function], Function]:
-    """Makes a function with a keyword `partition` usable with explicit mesh axes, JAX's default.
+    """Makes a function with a keyword `partition` work with explicit mesh axes, JAX's default.
 
-    If there are explicit axes, the function runs with automatic axes in their place. Its partition
-    is the one that the types of its arguments describe, unless the caller gives a partition with
-    axes. The types also determine the mesh if none is set.
+    If the mesh has explicit axes, the function runs with automatic axes instead. The partition is
+    read from the types of the arguments, unless the caller passes a partition with axes. If no mesh
+    is set, the mesh is also read from the types of the arguments.
 
     Args:
-      partition_of: takes the arguments of the function, and returns the partition that their types
-        describe.
+      partition_of: a function that takes the same arguments, and returns the partition that the
+        types of the arguments describe.
       specs: maps the partition and the result of the function to the sharding of the result.
 
     Returns:
@@ -311,7 +315,7 @@ def partition_by_types(
     """
 
     def decorate(function: Function) -> Function:
-        """Returns the function, wrapped."""
+        """Returns the wrapped function."""
 
         @functools.wraps(function)
         def wrapped(*args: Any, partition: Partition | None = None, **options: Any) -> PyTree:

@@ -1,7 +1,7 @@
-"""The reference route: attention as its definition reads, with all logits in memory.
+"""The reference route, which follows the definition of attention and keeps all logits in memory.
 
-It takes every term, has derivatives of every order and mode, and is the fastest route for short
-sequences. The tests compare all other routes with it.
+The reference route supports all terms, and has derivatives of every order and mode. It is the
+fastest route for short sequences. The tests compare all other routes with the reference route.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def attend_reference(call: Call) -> jax.Array:
 
 
 def weigh_values(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns the values of all keys, summed with the attention weights of every query.
+    """Returns the sum of the values, weighted with the attention weights of every query.
 
     The sum is ``out[b, q, h] = Σ_k weights[b, h, q, k] · values[b, k, h]``.
 
@@ -50,13 +50,13 @@ def weigh_values(weights: jax.Array, values: jax.Array) -> jax.Array:
       values: ``[b, k, h, e]``.
 
     Returns:
-      The sum ``[b, q, h, e]`` in the dtype of the values. It is accumulated in the dtype of the
-      weights.
+      The sum ``[b, q, h, e]`` in the dtype of the values. The sum is accumulated in the dtype of
+      the weights.
     """
     weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))  # [b, h, q, k]
 
-    # The product is [b, h, q, e], which XLA's CPU backend computes three times as fast as
-    # [b, q, h, e].
+    # The einsum returns [b, h, q, e] and the axes are swapped afterwards. XLA's CPU backend
+    # computes this three times as fast as an einsum that returns [b, q, h, e].
     out = multiply_examples("bhqk,bkhe->bhqe", weights.astype(values.dtype), values, weights.dtype)
     return out.swapaxes(1, 2).astype(values.dtype)
 
@@ -72,12 +72,12 @@ def softmax_weights(
 ) -> jax.Array:
     """Returns the attention weights ``[b or 1, h, q, k]``, in float32 or wider.
 
-    The rows of queries that may attend to no key, and of padding queries, are zero. The arguments
-    are those of `attend`, after its checks.
+    The weights of padding queries, and of queries that may attend to no key, are zero. The function
+    takes the arguments of `attend` after the checks in `attend`.
     """
     term = terms[0]
 
-    # `Split` and `Banded` cannot be added to other terms, so the first term decides the case.
+    # `Split` and `Banded` cannot be added to other terms, so it suffices to look at the first term.
     if isinstance(term, Split):
         return _group_weights(
             term, sinks, mask=mask, q_length=q_length, k_length=k_length, soft_cap=soft_cap
@@ -93,7 +93,8 @@ def softmax_weights(
     if sinks is None:
         return softmax(logits, pairs)
 
-    # A sink is one more column of logits. It takes part in the softmax and is cut off afterwards.
+    # A sink is an additional column of logits. The softmax includes the column, and the column is
+    # removed from the weights afterwards.
     column = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1)).astype(logits.dtype)
     if pairs is not None:
         pairs = jnp.broadcast_to(pairs, (*pairs.shape[:-1], k_length))
@@ -102,14 +103,15 @@ def softmax_weights(
 
 
 def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
-    """Returns the softmax along the last axis, which is zero in rows without any key.
+    """Returns the softmax along the last axis, with zeros in rows without any key.
 
-    A row has no key if all of its logits are -inf or masked. `jax.nn.softmax` would return NaN
-    there, or equal weights for all keys.
+    A row has no key if all of its logits are -inf or masked. In rows without keys, `jax.nn.softmax`
+    would return NaN, or equal weights for all keys.
 
     Args:
       logits: ``[..., k]``.
-      pairs: which logits are not masked, bool, broadcastable to the logits. None masks none.
+      pairs: a bool array, broadcastable to the logits, which is False for masked logits. None masks
+        no logits.
     """
     if pairs is not None:
         logits = jnp.where(pairs, logits, jnp.finfo(logits.dtype).min)
@@ -122,7 +124,8 @@ def _softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
     row_max = jnp.max(logits, axis=-1, keepdims=True)  # [..., 1]
     weights = jnp.exp(logits - jnp.where(row_max == -jnp.inf, 0, row_max))
 
-    # The exponential of a masked logit is 1, not 0, in a row that is masked entirely.
+    # If all logits of a row are masked, the exponential of a masked logit is 1 and not 0. The
+    # weights of masked logits are therefore set to zero.
     if pairs is not None:
         weights = jnp.where(pairs, weights, 0)
 
@@ -152,8 +155,8 @@ def _group_weights(
         group_sinks = None if sinks is None else sinks[start : start + num_heads]
         groups.append(softmax_weights(terms, mask=group_mask, sinks=group_sinks, **options))
 
-    # A group that consists of parameters has a batch axis of 1. It is broadcast to the other
-    # groups.
+    # The weights of a group that consists of parameters have a batch axis of size 1. They are
+    # broadcast to the batch size of the other groups.
     batch = max(x.shape[0] for x in groups)
     return jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in groups], axis=1)
 
@@ -162,15 +165,16 @@ def materialize_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int
     """Returns the sum of the terms as logits ``[b or 1, h, q, k]``, in float32 or wider.
 
     In packed rows, terms that are looked up by position use the position in the segment, not the
-    position in the row. No mask is applied, except that packed rows take their positions from it.
+    position in the row. The mask is not applied to the logits. It only provides the positions in
+    packed rows.
     """
     q_positions, k_positions = mask.packed_positions or (None, None)
     if q_positions is not None:
         terms = cover_distances(terms, mask, q_length, k_length)
     total = None
     for term in terms:
-        # The term is evaluated at all positions first. In packed rows, its rows and columns are
-        # then reordered by the positions of the tokens in their segments.
+        # First, the logits are computed for all positions. In packed rows, the rows and columns of
+        # the logits are then gathered by the positions of the tokens in their segments.
         logits = materialize(
             (term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset
         )

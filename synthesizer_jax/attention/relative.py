@@ -1,4 +1,4 @@
-"""T5's relative position bias: its buckets, and its table as a bias of attention functions."""
+"""T5's relative position bias, as a function of distance buckets and as a table for `attend`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class RelativeTable:
         Args:
           q_length: the number of queries.
           k_length: the number of keys. The first one is at position 0.
-          query_offset: the position of the first query. If it is traced, the term covers all
-            distances between two keys. This suffices if queries are at positions of keys, as in
-            decoding.
+          query_offset: the position of the first query. If the offset is traced, the term covers
+            all distances between two keys. This range is sufficient if every query is at the
+            position of a key, as in decoding.
         """
         if isinstance(query_offset, int):
             start = 1 - q_length - query_offset
@@ -57,8 +57,8 @@ class RelativeTable:
 def arange(start: int, end: int) -> np.ndarray | jax.Array:
     """Returns the integers from `start` to `end`, exclusive.
 
-    The result is a NumPy array, and so a constant, if both numbers are known. It is traced if one
-    of them is a symbolic size of `jax.export`.
+    If both numbers are known, the result is a NumPy array, which is a constant under `jax.jit`. If
+    one number is a symbolic size of `jax.export`, the result is traced.
     """
     symbolic = is_symbolic_dim(start) or is_symbolic_dim(end)
     return jnp.arange(start, end) if symbolic else np.arange(start, end)
@@ -71,16 +71,16 @@ def relative_bias(
     max_distance: int = 128,
     head_axis: int = 0,
 ) -> RelativeTable:
-    """Returns T5's relative position bias, for the argument `bias` of `dot_product_attention`.
+    """Returns T5's relative position bias as an argument `bias` for `dot_product_attention`.
 
-    It adds ``table[:, bucket(j − i)]`` to the logits of query i and key j (Raffel et al. 2020,
-    section 2.1). Neither the forward nor the backward pass creates an array of queries and keys for
-    every example and head.
+    The bias adds ``table[:, bucket(j − i)]`` to the logits of query i and key j (Raffel et al.
+    2020, section 2.1). Neither the forward nor the backward pass creates an array of queries and
+    keys for every example and head.
 
     Args:
       table: ``[num_heads, num_buckets]``, as T5X and `RelativeBias` store it (``rel_embedding``).
-      bidirectional: True for encoders. False for decoders, where only keys up to the query have
-        buckets of their own.
+      bidirectional: whether keys after the query have separate buckets. Use True for encoders, and
+        False for decoders, in which a query attends only to keys up to its own position.
       max_distance: all distances from this one on share the last bucket.
       head_axis: the axis of heads. Set it to 1 for a table ``[num_buckets, num_heads]``, as Hugging
         Face's transformers stores it (``relative_attention_bias``).
@@ -119,9 +119,9 @@ def buckets_between(
     if isinstance(distances, np.ndarray):
         return buckets_of(distances)
 
-    # All distances beyond the last bound share a bucket, so a table of the others contains all
-    # buckets. NumPy computes the table. The logarithm of a TPU is less exact, and would put some
-    # distances into other buckets.
+    # All distances beyond `last` share a bucket, so a table of the distances up to `last` contains
+    # all buckets. The table is computed in NumPy, because the less exact logarithm of a TPU would
+    # assign some distances to other buckets.
     last = max(max_distance, num_buckets)
     table = jnp.asarray(buckets_of(np.arange(-last, last + 1)))
     return table[jnp.clip(distances, -last, last) + last]
@@ -132,8 +132,9 @@ def relative_buckets(
 ) -> np.ndarray:
     """Returns T5's bucket for each distance ``key − query``, int32.
 
-    Each short distance has a bucket of its own. Longer distances share buckets, whose bounds are
-    spaced logarithmically (Raffel et al. 2020, section 2.1; T5X, `_relative_position_bucket`).
+    Each short distance has a separate bucket. Longer distances share buckets, and the bounds of
+    these buckets are spaced logarithmically (Raffel et al. 2020, section 2.1; T5X,
+    `_relative_position_bucket`).
 
     Args:
       distance: an array of integers.
@@ -147,10 +148,12 @@ def relative_buckets(
         num_buckets //= 2
         offset = np.where(n < 0, num_buckets, 0)
         n = np.abs(n)
-    # n is the distance into the past. In decoders, all keys after the query count as distance 0.
+    # n is how far the key is before the query. In decoders, keys after the query have the distance
+    # 0.
     n = np.maximum(n, 0)
 
-    # Half of the buckets are for the distances 0, 1, 2, …, the other half for ranges of distances.
+    # The first half of the buckets is for single distances 0, 1, 2, …. The second half is for
+    # ranges of distances.
     max_exact = num_buckets // 2
     log_ratio = np.log(n.astype(np.float32) / max_exact + np.finfo(np.float32).eps)
     logarithmic = max_exact + (

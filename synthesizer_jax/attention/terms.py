@@ -1,11 +1,14 @@
-"""Terms: the summands of attention logits, and functions to add, scale and compute them.
+"""Terms, which are the summands of attention logits, and functions to add and scale terms.
 
-All models of this package attend with logits that are a sum of terms. A term stores what it needs
-to compute its logits: a table, a row of distances, or the factors of a product. The routes of
-`attend` compute from these, mostly without an array of all logits.
+In all models of this package, the attention logits are a sum of terms. A term stores the arrays
+from which its logits are computed, such as a table, one number per distance, or the factors of a
+product. The routes of `attend` compute attention from these arrays. Most routes never create an
+array of all logits.
 
-The letters in shapes are: b examples of the batch, q queries, k keys, h heads, e width of a head, r
-rank, w width of a window. ``[b or 1, ...]`` means that a batch axis of 1 is shared by all examples.
+Shapes use the letters b for the batch size, q for the number of queries, k for the number of keys,
+h for the number of heads, e for the width of a head, r for the rank, and w for the width of a
+window. The notation ``[b or 1, ...]`` means that all examples share the array if its batch axis has
+size 1.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from synthesizer_jax.base.typing import PyTree
 Axes: TypeAlias = tuple[str | None, ...]
 """The meaning of each axis of a term's array.
 
-The names are ``"b"``, ``"q"``, ``"k"`` and ``"h"``. None stands for any other axis.
+The axes of examples, queries, keys and heads have the names ``"b"``, ``"q"``, ``"k"`` and ``"h"``.
+All other axes are None.
 """
 
 
@@ -38,10 +42,10 @@ class Span:
     """A run of neighboring positions in a sequence.
 
     Attributes:
-      start: the first position. It is an int, or a traced scalar in a decoding loop.
+      start: the first position, as an int, or as a traced scalar in a decoding loop.
       length: the number of positions.
-      limit: an upper bound on the positions of a decoding loop: all of them are smaller. None if it
-        is not known.
+      limit: a number that is larger than all positions of a decoding loop, or None if no such
+        number is known.
     """
 
     start: int | jax.Array
@@ -52,7 +56,7 @@ class Span:
 def logits_dtype(*arrays: jax.Array) -> jnp.dtype:
     """Returns the dtype of logits that are made from these arrays.
 
-    It is float32, or float64 if one of the arrays is float64.
+    The dtype is float32, or float64 if one of the arrays is float64.
     """
     is_double = any(x.dtype == jnp.float64 for x in arrays)
     return jnp.dtype(jnp.float64 if is_double else jnp.float32)
@@ -62,16 +66,17 @@ def logits_dtype(*arrays: jax.Array) -> jnp.dtype:
 class Term(abc.ABC):
     """A summand of the attention logits of all heads.
 
-    A subclass is a frozen dataclass that is registered as a pytree. Its fields declare the axes of
-    their arrays, as in ``logits: Annotated[jax.Array, "h", "q", "k"]``. These declarations
-    determine how a term is divided over devices, sliced by heads, unpacked and cached, so a
-    subclass only has to implement `materialize`. The reference route takes every term. The other
-    routes decide for themselves which classes they take.
+    A subclass is a frozen dataclass that is registered as a pytree. The annotation of a field
+    declares the axes of the array, as in ``logits: Annotated[jax.Array, "h", "q", "k"]``. The
+    declared axes determine how a term is partitioned over devices, sliced by heads, unpacked and
+    cached. A subclass therefore only has to implement `materialize`. The reference route supports
+    all terms. Each of the other routes supports only some classes of terms.
 
     Attributes:
-      is_weights: whether the term is attention weights. No softmax is computed of weights.
-      linear: the name of a field in which the logits are linear. `scale` multiplies this field.
-        None if there is no such field.
+      is_weights: whether the term contains attention weights instead of logits. No softmax is
+        applied to weights.
+      linear: the name of a field in which the logits are linear, or None if there is no such field.
+        `scale` multiplies this field.
     """
 
     is_weights: ClassVar[bool] = False
@@ -94,12 +99,12 @@ class Term(abc.ABC):
 
     @property
     def batch(self) -> int:
-        """The number of examples. It is 1 if all examples have the same logits."""
+        """The batch size of the logits, which is 1 if all examples have the same logits."""
         return max([1, *(a.x.shape[a.axes.index("b")] for a in self.arrays() if "b" in a.axes)])
 
     @property
     def lengths(self) -> tuple[int | None, int | None]:
-        """The numbers of queries and keys. Each is None if the term has no such axis."""
+        """The numbers of queries and keys. A number is None if the term has no axis for it."""
         q, k = (
             next((a.x.shape[a.axes.index(n)] for a in self.arrays() if n in a.axes), None)
             for n in ("q", "k")
@@ -108,13 +113,13 @@ class Term(abc.ABC):
 
     @property
     def num_keys_reached(self) -> int | None:
-        """The number of keys for which the term has logits. None stands for all keys."""
+        """The number of keys for which the term has logits. None means all keys."""
         return None
 
     def arrays(self) -> Iterator[TermArray]:
-        """Yields each array of the term, with its name and axes.
+        """Yields each array of the term as a `TermArray`, with its name and axes.
 
-        Fields that are None are left out.
+        Fields that are None are skipped.
         """
         for name, axes in _declared_axes(type(self)).items():
             x = getattr(self, name)
@@ -122,20 +127,20 @@ class Term(abc.ABC):
                 yield TermArray(self, name, x, axes)
 
     def depends_on_tokens(self, name: str) -> bool:
-        """Returns whether an array is computed from tokens. Otherwise it is looked up by position.
+        """Returns whether an array is computed from tokens, and not looked up by position.
 
         Args:
           name: the name of the array's field.
         """
-        # The batch axis of parameters is 1. `!=` rather than `>` because a symbolic size, in
-        # `jax.export`, can be compared with 1 but not ordered.
+        # The batch axis of parameters has size 1. The comparison uses `!=` and not `>`, because
+        # symbolic sizes of `jax.export` cannot be ordered.
         return any(a.name == name and "b" in a.axes and a.x.shape[0] != 1 for a in self.arrays())
 
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
-        """Returns whether queries, and whether keys, are looked up by absolute position.
+        """Returns two bools: whether queries and whether keys are looked up by absolute position.
 
-        In packed rows this is the position in the segment, so such terms need special treatment
-        there.
+        In packed rows, the absolute position is the position in the segment, so terms with absolute
+        positions need special treatment.
 
         Args:
           mask: the mask of the call. Some terms depend on whether queries and keys are the same
@@ -157,32 +162,32 @@ class TermArray(NamedTuple):
 
     @property
     def from_tokens(self) -> bool:
-        """Whether the array is computed from tokens. Otherwise it is looked up by position."""
+        """Whether the array is computed from tokens, and not looked up by position."""
         return self.term.depends_on_tokens(self.name)
 
     @property
     def is_cached(self) -> bool:
-        """Whether decoding caches the array: it has an axis of keys and is computed from tokens."""
+        """Whether decoding caches the array, because its keys are computed from tokens."""
         return "k" in self.axes and self.from_tokens
 
 
 Terms: TypeAlias = tuple[Term, ...]
-"""Terms whose sum is the attention logits."""
+"""A tuple of terms. The attention logits are the sum of these terms."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of `attend` after its checks, in the form that the routes take.
+    """The arguments of `attend` after the checks, which are the input of every route.
 
     Attributes:
       terms: the terms of the logits, for q queries and k keys.
       values: ``[b, k, h, e]``.
       mask: the keys that each query may attend to.
       q_length: the number of queries.
-      soft_cap: the bound of the logits; see `cap_logits`. None if there is no bound.
-      sinks: ``[h]``, for each head the logit of one more key, whose value is zero. None if there is
-        none.
+      soft_cap: the bound of the logits, or None if there is no bound; see `cap_logits`.
+      sinks: ``[h]``, the logit of one additional key for each head, or None. The value vector of
+        the additional key is zero.
     """
 
     terms: Terms
@@ -207,7 +212,7 @@ class Call:
 def cap_logits(logits: jax.Array, soft_cap: float | None) -> jax.Array:
     """Returns ``soft_cap · tanh(logits / soft_cap)``, or the logits if `soft_cap` is None.
 
-    The result is between -soft_cap and soft_cap, and close to the logits if they are small.
+    The result is between -soft_cap and soft_cap. Logits close to zero are almost unchanged.
     """
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
@@ -228,7 +233,8 @@ def map_arrays(function: Callable[[TermArray], Any], terms: PyTree) -> Any:
     """Returns a pytree of terms in which a function has replaced every array.
 
     Args:
-      function: is called with each `TermArray`, including those in the groups of a `Split`.
+      function: a function of a `TermArray`. It is called for every array, including the arrays in
+        the groups of a `Split`.
       terms: a pytree of terms.
     """
 
@@ -237,7 +243,7 @@ def map_arrays(function: Callable[[TermArray], Any], terms: PyTree) -> Any:
         return dataclasses.replace(term, **{a.name: function(a) for a in term.arrays()})
 
     def is_single_term(x: PyTree) -> bool:
-        """Returns whether a node of the pytree is a term that has no groups of terms."""
+        """Returns whether a node of the pytree is a term other than a `Split`."""
         return isinstance(x, Term) and not isinstance(x, Split)
 
     return jax.tree.map(map_term, terms, is_leaf=is_single_term)
@@ -248,8 +254,9 @@ def clear_padding(
 ) -> tuple[Any, Any]:
     """Returns terms and values with zeros for padding.
 
-    Padding has no weight, but zero times NaN is NaN. After this function, a NaN or an infinity in
-    padding has no effect. Only arrays that are computed from tokens change.
+    Padding has the weight zero, but zero times NaN is NaN. Setting padding to zero makes sure that
+    a NaN or an infinity in padding has no effect. Only arrays that are computed from tokens are
+    changed.
 
     Args:
       terms: a pytree of terms.
@@ -274,7 +281,7 @@ def clear_padding(
 class Static(Term):
     """Logits that are the same for all examples.
 
-    The Random and Fixed Random Synthesizers use it.
+    The Random and Fixed Random Synthesizers use `Static` terms.
 
     Attributes:
       logits: ``[h, q, k]``.
@@ -310,7 +317,7 @@ class Relative(Term):
 
     Attributes:
       logits: ``[h, n]``. Column j belongs to the distance ``key - query = j + first``.
-      first: the distance of the first column.
+      first: the distance ``key - query`` of the first column.
     """
 
     logits: Annotated[jax.Array, "h", None]
@@ -346,22 +353,22 @@ def relative(logits: jax.Array, *, first: int) -> Relative:
 def cut_diagonals(
     term: Relative, q_length: int, k_length: int, *, query_offset: int | jax.Array = 0
 ) -> Relative:
-    """Returns the term with only the columns that a tile of logits needs.
+    """Returns the `Relative` term with only the columns that a tile of logits needs.
 
     Query i of the tile is at position ``i + query_offset``, so the distances are
-    ``1 - q - query_offset`` to ``k - 1 - query_offset``. The result is relative to the tile: its
-    first column is ``key - query = 1 - q``, where both are counted from 0 in the tile.
+    ``1 - q - query_offset`` to ``k - 1 - query_offset``. In the result, positions are counted from
+    0 in the tile, so the first column belongs to the distance ``key - query = 1 - q``.
 
     Args:
       term: the term.
       q_length: the number of queries of the tile.
       k_length: the number of keys of the tile.
-      query_offset: the position of the first query. It may be traced.
+      query_offset: the position of the first query, which may be traced.
 
     Returns:
-      A term with logits ``[h, q + k - 1]``, in float32 or wider. All are NaN if a traced
-      `query_offset` needs a distance that the term does not cover, because an error cannot be
-      raised then.
+      A term with logits ``[h, q + k - 1]``, in float32 or wider. If `query_offset` is traced and
+      needs a distance that the term does not cover, all logits are NaN, because traced numbers
+      cannot raise an error.
 
     Raises:
       ValueError: if the term does not cover all distances between the last query and the first key,
@@ -393,17 +400,19 @@ def cut_diagonals(
 def expand_diagonals(columns: jax.Array, q_length: int) -> jax.Array:
     """Expands one number per distance, ``[..., q + k - 1]``, to a tile of logits ``[..., q, k]``.
 
-    ``tile[i, j] = columns[q - 1 + j - i]``. It is done with a pad and a reshape, which need no
-    gather: in rows that are one longer than the columns, each row starts one column later than the
-    row before. The transpose of this function sums a tile along its diagonals.
+    The formula is ``tile[i, j] = columns[q - 1 + j - i]``. The function uses a pad and a reshape,
+    which are faster than a gather. The reshape creates rows that have one element more than
+    `columns`, so that each row starts one column later than the previous row. The transpose of this
+    function sums a tile along its diagonals.
     """
     *lead, n = columns.shape
-    if is_symbolic_dim(n):  # the reshape would need to know that its size is not negative
+    if is_symbolic_dim(n):  # the reshape needs a size that is known to be positive
         keys = jnp.arange(n + 1 - q_length)
         return columns[..., q_length - 1 + keys[None] - jnp.arange(q_length)[:, None]]
     rows = jnp.broadcast_to(columns[..., None, :], (*lead, q_length, n))  # [..., q, n]
 
-    # Repeat the n columns q times, and read them in rows of n + 1: row i then starts at column i.
+    # Repeat the n columns q times, and reshape them to rows of n + 1 elements, so that row i starts
+    # at column i.
     flat = rows.reshape(*lead, q_length * n)
     flat = jnp.pad(flat, [(0, 0)] * len(lead) + [(0, q_length)])
     skewed = flat.reshape(*lead, q_length, n + 1)[..., : n + 1 - q_length]
@@ -417,16 +426,17 @@ def expand_diagonals(columns: jax.Array, q_length: int) -> jax.Array:
 class LowRank(Term):
     """Logits that are a product of queries and keys over a rank.
 
-    The formula is ``logits[b, h, q, k] = Σ_r queries[b, q, h, r] · keys[b, k, h, r]``. The term
-    serves a dot product of any width, the Dense Synthesizer, whose keys are parameters, and the
-    Factorized Random Synthesizer, whose queries and keys are parameters.
+    The formula is ``logits[b, h, q, k] = Σ_r queries[b, q, h, r] · keys[b, k, h, r]``. Dot products
+    of any width are `LowRank` terms. The Dense Synthesizer is a `LowRank` term whose keys are
+    parameters. In the Factorized Random Synthesizer, both queries and keys are parameters.
 
     Attributes:
       queries: ``[b or 1, q, h, r]``.
-      keys: ``[b or 1, k, h, r]``. There may be fewer heads than `queries` has, if their number
-        divides that of `queries`. Neighboring heads of the queries then share a head of the keys.
-      token_keys: whether the keys are computed from tokens. If so, decoding caches them. Otherwise
-        they are parameters, which are looked up by position.
+      keys: ``[b or 1, k, h, r]``. The keys may have fewer heads than the queries if the number of
+        heads of the keys divides the number of heads of the queries. Neighboring heads of the
+        queries then share a head of the keys.
+      token_keys: whether the keys are computed from tokens. Keys of tokens are cached in decoding.
+        If it is False, the keys are parameters, which are looked up by position.
       token_queries: whether the queries are computed from tokens. Otherwise they are parameters.
     """
 
@@ -449,7 +459,7 @@ class LowRank(Term):
 def multiply_examples(subscripts: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Computes an einsum in a dtype, leaving out the batch axis if both factors have one example.
 
-    Under `jax.vmap`, XLA's CPU backend copies factors that have a batch axis of 1.
+    Under `jax.vmap`, XLA's CPU backend copies factors that have a batch axis of size 1.
 
     Args:
       subscripts: the subscripts of the einsum, in which ``b`` is the first axis of all arrays.
@@ -467,8 +477,8 @@ def multiply_examples(subscripts: str, x: jax.Array, y: jax.Array, dtype: jnp.dt
 def repeat_heads(x: jax.Array, heads: int) -> jax.Array:
     """Returns an array ``[b, k, count, e]`` with its heads repeated to ``[b, k, heads, e]``.
 
-    Returns the array as it is if it has no heads, has enough heads, or if `count` does not divide
-    `heads`.
+    The array is returned unchanged if `count` is 0, if `count` equals `heads`, or if `count` does
+    not divide `heads`.
     """
     count = x.shape[2]
     if count in (0, heads) or heads % count:
@@ -483,8 +493,8 @@ def low_rank(
 
     Args:
       queries: ``[b or 1, q, h, r]``.
-      keys: ``[b or 1, k, h, r]``. The number of heads may be smaller, if it divides that of the
-        queries.
+      keys: ``[b or 1, k, h, r]``. The keys may have fewer heads than the queries if the number of
+        heads of the keys divides the number of heads of the queries.
       token_keys: whether the keys are computed from tokens. Otherwise they are parameters.
       token_queries: whether the queries are computed from tokens. Otherwise they are parameters.
 
@@ -516,13 +526,13 @@ class Outer(Term):
     """Logits that are an outer product of two short vectors for each query.
 
     The formula is ``logits[b, h, q, p·B + r] = a[b, q, h, p] · b[b, q, h, r]``. The Factorized
-    Dense Synthesizer uses it. It predicts A + B numbers for each query, and not one number for each
-    of the A · B keys.
+    Dense Synthesizer uses `Outer` terms. This Synthesizer predicts A + B numbers for each query,
+    instead of one number for each of the A · B keys.
 
     Attributes:
-      a: ``[b, q, h, A]``. Each number is used for B neighboring keys.
-      b: ``[b, q, h, B]``. The numbers are repeated A times. ``A · B`` must be at least the number
-        of keys.
+      a: ``[b, q, h, A]``. Each number applies to B neighboring keys.
+      b: ``[b, q, h, B]``. The B numbers are repeated A times along the keys. ``A · B`` must be at
+        least the number of keys.
     """
 
     a: Annotated[jax.Array, "b", "q", "h", None]
@@ -567,9 +577,9 @@ def outer(a: jax.Array, b: jax.Array) -> Outer:
 
 
 class _NoLogits(Term):
-    """A term that does not consist of logits only.
+    """A term that cannot be converted to logits.
 
-    Talking heads cannot exchange its heads, and a mixture cannot multiply it.
+    Terms of this kind cannot be used in `TalkingHeads` or in a mixture.
     """
 
     def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
@@ -583,20 +593,21 @@ class _NoLogits(Term):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Banded(_NoLogits):
-    """Attention *weights* for a window of keys around every query, of which no softmax is computed.
+    """Attention *weights* for a window of keys around every query, without a softmax.
 
-    Hard-coded Gaussian attention, lightweight convolutions and dynamic convolutions use it. It
-    cannot be added to other terms, because weights do not add up with logits.
+    Hard-coded Gaussian attention, lightweight convolutions and dynamic convolutions use `Banded`
+    terms. A `Banded` term cannot be added to other terms, because weights cannot be added to
+    logits.
 
     Attributes:
       weights: ``[b or 1, q or 1, h, w]``. The weights of a window are also called taps.
       first: the distance ``key - query`` of the first tap.
-      starts: ``[q]``, the key of each query's first tap. If given, it replaces `first`. Hard-coded
-        cross-attention needs it, because the center of its window moves at another rate than the
-        query.
-      normalize: whether to divide by the sum of the weights of those keys that the query sees. If
-        it is False, keys outside of the row and masked keys are left out, and the other weights
-        stay as they are.
+      starts: ``[q]``, the key position of each query's first tap. If `starts` is given, `first` is
+        not used. Hard-coded cross-attention needs `starts`, because its window does not move by one
+        key per query.
+      normalize: whether to divide by the sum of the weights of the keys that the query may attend
+        to. If it is False, keys outside of the row and masked keys are left out, and the weights of
+        all other keys are unchanged.
     """
 
     weights: Annotated[jax.Array, "b", "q", "h", None]
@@ -611,8 +622,8 @@ class Banded(_NoLogits):
         return (self.weights.shape[1] if self.weights.shape[1] != 1 else None), None
 
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
-        # In self-attention, a distance in the row equals the distance in the segment. A window that
-        # is given by its start, or that moves over other tokens, needs positions in the segment.
+        # In self-attention, a distance in the row equals the distance in the segment. Windows with
+        # `starts`, and windows in cross-attention, need the position in the segment.
         moves = self.starts is not None or not mask.self_attention
         return moves, moves
 
@@ -625,8 +636,9 @@ def banded(
     Args:
       weights: ``[b or 1, q or 1, h, w]``.
       first: the distance ``key - query`` of the first tap.
-      starts: ``[q]``, the key of each query's first tap, in place of `first`.
-      normalize: whether to divide by the sum of the weights of the keys that a query sees.
+      starts: ``[q]``, the key position of each query's first tap. If it is given, `first` is not
+        used.
+      normalize: whether to divide by the sum of the weights of the keys that a query may attend to.
 
     Raises:
       ValueError: if an array does not have the right number of axes.
@@ -640,13 +652,13 @@ def banded(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Split(_NoLogits):
-    """Heads that are divided into groups, each with its own sum of terms.
+    """Heads that are divided into groups, where each group has its own sum of terms.
 
-    For example, some heads may use a Gaussian and others a dot product. The groups follow each
-    other in the order of the heads.
+    For example, some heads may use a Gaussian and the other heads a dot product. The first group
+    contains the first heads, the second group contains the next heads, and so on.
 
     Attributes:
-      groups: the terms of each group.
+      groups: the terms of each group, as a tuple of tuples.
     """
 
     groups: tuple[tuple[Any, ...], ...]
@@ -679,12 +691,13 @@ class Split(_NoLogits):
 def add(*terms: Term) -> Terms:
     """Returns the sum of terms.
 
-    All `Static` terms become one, and all `Relative` terms become one. Terms that are added to a
-    `Split` are added to each of its groups that has logits. Groups of weights stay as they are,
-    because weights are not the input of a softmax.
+    All `Static` terms are merged to a single `Static` term, and all `Relative` terms to a single
+    `Relative` term. If one term is a `Split`, the other terms are added to every group of the
+    `Split` that has logits. Groups of weights are unchanged, because weights are not the input of a
+    softmax.
 
     Raises:
-      ValueError: if a `Banded` term is added to others, or if there are two `Split` terms.
+      ValueError: if a `Banded` term is added to other terms, or if there are two `Split` terms.
     """
     split = next((term for term in terms if isinstance(term, Split)), None)
     if split is not None and len(terms) > 1:
@@ -708,7 +721,7 @@ def add(*terms: Term) -> Terms:
 
 
 def _add_relative(x: Relative, y: Relative) -> Relative:
-    """Returns the sum of two `Relative` terms, over the distances that both cover."""
+    """Returns the sum of two `Relative` terms for the distances that both terms cover."""
     first = max(x.first, y.first)
     end = min(term.first + term.logits.shape[1] for term in (x, y))
     x_logits, y_logits = (term.logits[:, first - term.first : end - term.first] for term in (x, y))
@@ -716,7 +729,7 @@ def _add_relative(x: Relative, y: Relative) -> Relative:
 
 
 def _add_to_split(split: Split, others: Terms) -> Split:
-    """Adds terms to those groups of a `Split` that have logits."""
+    """Adds terms to all groups of a `Split` that have logits."""
     if any(stands_alone(term) for term in others):
         raise ValueError(
             "Only logits can be added to a Split term. Put all parts into a single PerHead."
@@ -735,22 +748,22 @@ def _add_to_split(split: Split, others: Terms) -> Split:
 
 
 def uses_segment_positions(terms: Terms, mask: Mask) -> bool:
-    """Returns whether packed rows look up any of the terms by the position in the segment."""
+    """Returns whether rows are packed and any term is looked up by the position in the segment."""
     return mask.query_segments is not None and any(
         any(term.has_absolute_positions(mask)) for term in terms
     )
 
 
 def stands_alone(term: Term) -> bool:
-    """Returns whether a term cannot be added to others."""
+    """Returns whether a term cannot be added to other terms."""
     return term.is_weights or isinstance(term, Split)
 
 
 def scale(terms: Terms, factor: jax.Array) -> Terms:
     """Returns the terms with their logits multiplied by a factor per head.
 
-    The product is computed in float32 and rounded once. In bfloat16, the gradient of the weights of
-    a mixture then has a relative error of only a few parts in a thousand.
+    The product is computed in float32 and rounded once. With bfloat16 terms, this limits the
+    relative error of the gradient of a mixture's weights to a few parts in a thousand.
 
     Args:
       terms: terms that are linear in one of their arrays.
@@ -771,7 +784,7 @@ def scale(terms: Terms, factor: jax.Array) -> Terms:
         """Returns an array multiplied by the factor, if the logits are linear in it."""
         if a.name != a.term.linear:
             return a.x
-        # [h] becomes [h, 1, 1] or [1, 1, h, 1], by the axes of the array.
+        # The factor [h] is reshaped to the axes of the array, such as [h, 1, 1] or [1, 1, h, 1].
         shaped = jnp.reshape(factor, tuple(-1 if axis == "h" else 1 for axis in a.axes))
         return (a.x.astype(logits_dtype(a.x)) * shaped).astype(a.x.dtype)
 
@@ -785,7 +798,7 @@ def materialize(
     """Returns the sum of the terms as one array of logits.
 
     Args:
-      terms: at least one term.
+      terms: a tuple of at least one term.
       q_length: the number of queries.
       k_length: the number of keys.
       query_offset: the position of the first query, where the first key is at position 0.
@@ -802,6 +815,6 @@ def materialize(
 
 
 def _check_rank(name: str, x: jax.Array, shape: str, *, rank: int) -> None:
-    """Raises a `ValueError` if an array does not have `rank` axes; `shape` describes them."""
+    """Raises a `ValueError` if an array does not have `rank` axes. `shape` describes the axes."""
     if x.ndim != rank:
         raise ValueError(f"{name}.shape is {x.shape}, but it must be {shape}.")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
 QUERY_TILE = 128
-"""The number of queries that are computed at once when Flax's own function computes the attention.
+"""The number of queries per tile when Flax's own function computes the attention.
 """
 
 Bias: TypeAlias = jax.Array | Term | Terms | None
@@ -58,41 +58,42 @@ def attention_fn(
     promote_dtype: PromoteDtypeFn | None = None,
     is_causal: bool = False,
 ) -> jax.Array:
-    """Scaled dot-product attention that does not keep an array ``[batch, heads, q, k]`` in memory.
+    """Scaled dot-product attention that never stores an array ``[batch, heads, q, k]`` in memory.
 
     Pass it as ``attention_fn`` to `flax.linen.MultiHeadDotProductAttention` or
-    `flax.nnx.MultiHeadAttention`. It has the arguments of the `dot_product_attention` of both
-    libraries. The results are equal to Flax's up to rounding. Logits and softmax are always
+    `flax.nnx.MultiHeadAttention`. It has the arguments of `dot_product_attention` in Linen and NNX.
+    The results are equal to the results of Flax up to rounding. Logits and softmax are always
     computed in float32 or wider. If all examples share a bias, as in
-    ``functools.partial(attention_fn, bias=table)``, its gradient is summed over the batch without
-    an array per example.
+    ``functools.partial(attention_fn, bias=table)``, the gradient of the bias is summed over the
+    batch without storing an array per example.
 
-    Flax's own function computes the attention if there is dropout, a `precision`, or a custom
-    einsum. If there are more than 128 queries, it computes 128 of them at a time, and the backward
-    pass computes them again. Up to 128 queries, the same PRNG key drops exactly the weights that
-    Flax drops. With more queries, every query draws its own dropout mask.
+    With dropout, a `precision` or a custom einsum, Flax's own function computes the attention. If
+    there are more than 128 queries, Flax's function is called for tiles of 128 queries, and the
+    backward pass computes each tile again. With at most 128 queries, dropout drops the same weights
+    as in Flax for the same PRNG key. With more queries, every query draws its own dropout mask.
 
     Args:
-      query: ``[batch..., q, heads, e]``, with any number of batch axes, or none.
-      key: ``[batch..., k, heads, e]``. Its number of heads may be a divisor of that of `query`
-        (grouped-query attention).
+      query: ``[batch..., q, heads, e]``, with any number of batch axes, including zero.
+      key: ``[batch..., k, heads, e]``. The number of heads must be the same as in `query`, or a
+        divisor of that number (grouped-query attention).
       value: ``[batch..., k, heads, width]``, with as many heads as `key`.
-      bias: is added to the logits. It is an array that broadcasts to ``[batch..., heads, q, k]``;
-        or a term of `synthesizer_jax.attention`, such as ``relative(...)``; or a tuple of terms.
-      mask: bool or 0/1, broadcastable to ``[batch..., heads, q, k]``, where 1 means that the query
-        may attend to the key. The output of a query that may attend to no key is then the mean of
-        the values, as in Flax. It may also be a `Mask`, which needs no array of q × k. The output
-        of such a query is then zero.
+      bias: a bias that is added to the logits. The bias may be an array that broadcasts to
+        ``[batch..., heads, q, k]``, a term of `synthesizer_jax.attention` such as
+        ``relative(...)``, or a tuple of terms.
+      mask: an array or a `Mask`. An array is bool or 0/1 and broadcastable to
+        ``[batch..., heads, q, k]``, where 1 means that the query may attend to the key. A `Mask`
+        needs no array of q × k. If a query may attend to no key, its output is the mean of the
+        values with an array, as in Flax, and zero with a `Mask`.
       broadcast_dropout: see Flax.
       dropout_rng: the PRNG key of the dropout.
       dropout_rate: the probability with which a weight is dropped.
       deterministic: whether dropout is off.
       dtype: the dtype of the computation. None infers it from `query`, `key` and `value`.
       precision: see Flax.
-      module: a Flax module in which the weights are sown as ``attention_weights``. This creates an
-        array of q × k. None sows no weights.
-      force_fp32_for_softmax: see Flax. It has an effect, also on the dtype of the output, only if
-        Flax's own function computes the attention.
+      module: a Flax module in which the weights are sown as ``attention_weights``. Sowing the
+        weights creates an array of q × k. None sows no weights.
+      force_fp32_for_softmax: see Flax. The argument has an effect only if Flax's own function
+        computes the attention. It can then also change the dtype of the output.
       einsum_dot_general: see Flax.
       qk_attn_weights_einsum: see Flax.
       attn_weights_value_einsum: see Flax.
@@ -105,7 +106,7 @@ def attention_fn(
     Raises:
       ValueError: if shapes do not agree, or if there is dropout without a `dropout_rng`.
     """
-    # NNX passes its own function, which takes a tuple of arrays.
+    # NNX passes its own `promote_dtype`, which takes a tuple of arrays.
     if promote_dtype is None:
         query, key, value = linen_promote_dtype(query, key, value, dtype=dtype)
     else:
@@ -117,7 +118,7 @@ def attention_fn(
         raise ValueError(
             "attention_fn: dropout needs a PRNG key. Pass dropout_rng, or deterministic=True."
         )
-    # If one of these is set, only Flax's own function can compute the attention.
+    # If one of the following options is set, only Flax's own function can compute the attention.
     products = {
         "precision": precision,
         "einsum_dot_general": einsum_dot_general,
@@ -146,14 +147,14 @@ def attention_fn(
     if isinstance(module, nn.Module):
         module.sow("intermediates", "attention_weights", weights)
     elif module is not None:
-        from flax import nnx  # slow to import, and already loaded if the module is an NNX module
+        from flax import nnx  # importing NNX is slow, so only its users import it
 
         module.sow(nnx.Intermediate, "attention_weights", weights)
     return out
 
 
 def _specs(partition: Partition, result: tuple[jax.Array, jax.Array | None]) -> PyTree:
-    """Returns the layouts of the output and of the weights, ``[batch..., heads, q, k]``."""
+    """Returns the partition specs of the output and of the weights ``[batch..., heads, q, k]``."""
     out, weights = result
     *rows, sequence, heads = partition.spec(out)
     return partition.spec(out), None if weights is None else PartitionSpec(*rows, heads, sequence)
@@ -174,7 +175,7 @@ def _attend(
     return_weights: bool,
     partition: Partition | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes `attention_fn` for arrays of one dtype.
+    """Computes `attention_fn` for arrays that have the same dtype.
 
     Args:
       query: as in `attention_fn`.
@@ -187,8 +188,8 @@ def _attend(
       flax_options: the arguments that only Flax's own function takes.
       use_flax: whether Flax's own function computes the attention.
       return_weights: whether to return the weights.
-      partition: the mesh axes that divide the arrays. None uses the mesh and the logical axis rules
-        that are set.
+      partition: the mesh axes that divide the arrays. None uses the current mesh and the current
+        logical axis rules.
 
     Returns:
       The output, and the weights ``[batch..., heads, q, k]``, or None if they are not requested.
@@ -198,21 +199,21 @@ def _attend(
         partition = current_partition(batch=math.prod(batch), heads=query.shape[-2])
     logits_shape = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
 
-    # From here on, arrays have one batch axis, and all have the heads of the query.
+    # From here on, all arrays have one batch axis and the same number of heads.
     query, key, value = (merge_batch_axes(x, batch) for x in (query, key, value))
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
     if not isinstance(bias, Term | tuple | None):
         bias = _broadcast_to_logits("bias", bias, logits_shape)
     is_own_mask = isinstance(mask, Mask)
 
-    # The two functions disagree about a query that may attend to no key: this package returns zero
-    # for it, and Flax returns the mean of the values. A `Mask` promises zero, and an array the
-    # mean. The output has to be corrected if the function that computes it returns the other one.
+    # If a query may attend to no key, this package returns zero, and Flax returns the mean of the
+    # values. The output must be zero if `mask` is a `Mask`, and the mean if `mask` is an array. The
+    # output is corrected if the function that computes it returns the wrong value.
     fills_empty_rows = mask is not None and is_own_mask == use_flax
     mask = as_mask(mask, logits_shape)
     mask = dataclasses.replace(mask, causal=mask.causal or is_causal)
     pairs = None
-    attending = jnp.ones((1, 1, 1, 1), bool)  # which queries may attend to a key
+    attending = jnp.ones((1, 1, 1, 1), bool)  # whether a query may attend to any key
     if use_flax or return_weights or fills_empty_rows:
         pairs = mask.pairs(*logits_shape[-2:])
         if pairs is not None:
@@ -228,14 +229,14 @@ def _attend(
     else:
         out = attend_dot_product(query, key, value, bias=bias, mask=mask, partition=partition)
     if fills_empty_rows:
-        # Flax's output for a query without keys is the mean of the values.
+        # If `mask` is an array, the output of a query without keys is the mean of the values.
         empty = 0 if is_own_mask else value.mean(axis=1, keepdims=True)
         out = jnp.where(attending.swapaxes(1, 2), out, empty)  # [b, q, h, width]
     out = out.reshape(*batch, *out.shape[1:])  # [batch..., q, h, width]
     if not return_weights:
         return out, None
 
-    # The weights are computed a second time, because the engine never has them in memory.
+    # The weights are computed a second time, because the attention function does not return them.
     weights = nn.dot_product_attention_weights(
         query,
         key,
@@ -252,7 +253,7 @@ def _attend(
 
 
 def _bias_as_logits(bias: Bias, *, q_length: int, k_length: int) -> jax.Array | None:
-    """Returns a bias as an array of logits, because Flax's functions take no terms."""
+    """Converts a bias to an array of logits, because Flax's functions do not support terms."""
     if bias is None or isinstance(bias, jax.Array):
         return bias
     terms = bias if isinstance(bias, tuple) else (bias,)
@@ -270,16 +271,16 @@ def _flax_attention(
 ) -> jax.Array:
     """Computes attention with Flax's own function, in tiles of at most `QUERY_TILE` queries.
 
-    The backward pass computes each tile again, so that it does not keep the weights of all
-    queries.
+    The backward pass computes each tile again, so that the weights of all queries are never stored
+    at the same time.
 
     Args:
       query: ``[b, q, heads, e]``.
       key: ``[b, k, heads, e]``.
       value: ``[b, k, heads, width]``.
-      bias: broadcastable to ``[b, heads, q, k]``, or None.
-      pairs: which query may attend to which key, bool, broadcastable to ``[b, heads, q, k]``, or
-        None.
+      bias: an array that is broadcastable to ``[b, heads, q, k]``, or None.
+      pairs: a bool array that is broadcastable to ``[b, heads, q, k]`` and True for allowed pairs,
+        or None.
       rng: the PRNG key of the dropout. None turns dropout off.
       **options: further arguments of Flax's function.
     """
@@ -301,7 +302,8 @@ def _flax_attention(
     def attend_one(xs: PyTree) -> jax.Array:
         """Returns the output of one query, ``[b, 1, heads, width]``."""
         one_query, one_bias, one_pairs, one_rng = xs
-        # What is mapped lacks the axis of queries. What all queries share has it, with size 1.
+        # Mapped arrays lack the axis of queries, which is added here. Arrays that all queries share
+        # have an axis of queries with size 1.
         one_bias = bias if one_bias is None else one_bias[:, :, None]
         one_pairs = pairs if one_pairs is None else one_pairs[:, :, None]
         return attention(one_query[:, None], key, value, one_bias, one_pairs, dropout_rng=one_rng)
@@ -318,7 +320,7 @@ def merge_batch_axes(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 
     Args:
       x: the array.
-      batch: the sizes of its batch axes.
+      batch: the sizes of the batch axes of the array.
     """
     return x.reshape(math.prod(batch), *x.shape[len(batch) :])
 
@@ -326,9 +328,9 @@ def merge_batch_axes(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 def _broadcast_to_logits(
     name: str, x: jax.typing.ArrayLike, logits_shape: tuple[int, ...]
 ) -> jax.Array:
-    """Reshapes an array that broadcasts to the logits to ``[b or 1, heads or 1, q or 1, k or 1]``.
+    """Reshapes a broadcastable array to ``[b or 1, heads or 1, q or 1, k or 1]``.
 
-    b is the product of all batch axes.
+    b is the product of the sizes of all batch axes.
 
     Raises:
       ValueError: if the array does not broadcast to the logits.
@@ -350,10 +352,10 @@ def _broadcast_to_logits(
 
 
 def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, ...]) -> Mask:
-    """Converts a mask of Flax to a `Mask`.
+    """Converts a mask in Flax's format to a `Mask`.
 
     Args:
-      mask: None, a `Mask`, or bool or 0/1 numbers that broadcast to `logits_shape`.
+      mask: None, a `Mask`, or an array of bool or 0/1 that broadcasts to `logits_shape`.
       logits_shape: ``(batch..., heads, q, k)``.
 
     Raises:
@@ -376,7 +378,7 @@ def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, .
 
 
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    """Raises a `ValueError`, in the words of Flax's assertions, if the shapes do not agree."""
+    """Raises a `ValueError` with the messages of Flax's assertions if the shapes do not agree."""
     if not query.ndim == key.ndim == value.ndim >= 3:
         problem = "All three must be [batch..., length, heads, width], with equally many axes."
     elif not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:

@@ -1,4 +1,4 @@
-"""Flax Linen's `MultiHeadAttention` with an alignment, and functions that it shares with NNX."""
+"""Flax Linen's `MultiHeadAttention` with an alignment, and functions that NNX also uses."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from synthesizer_jax.primitives.mesh import on_any_mesh, partition
 
 
 class AlignedLayer(Protocol):
-    """A `MultiHeadAttention` of Linen or NNX, with the fields of both that this file reads."""
+    """The fields that the `MultiHeadAttention` of Linen and of NNX have in common."""
 
     @property
     def alignment(self) -> Alignment | None:
-        """Computes the attention logits or weights. None for the dot product of Flax."""
+        """The module that computes the attention logits, or None for Flax's dot product."""
 
     @property
     def num_heads(self) -> int:
@@ -40,34 +40,35 @@ class AlignedLayer(Protocol):
 
     @property
     def normalize_qk(self) -> bool:
-        """Whether queries and keys are normalized before their product."""
+        """Whether queries and keys are normalized before the dot product."""
 
 
 class MultiHeadAttention(nn.MultiHeadDotProductAttention):
-    """Flax's `MultiHeadAttention`, optionally with an alignment in the place of the dot product.
+    """Flax's `MultiHeadAttention`, optionally with an alignment instead of the dot product.
 
-    It replaces `flax.linen.MultiHeadAttention`, with the same arguments, defaults, parameters,
-    cache and errors. Without `alignment`, the results equal Flax's up to rounding, and checkpoints
-    can be exchanged. Up to 128 queries, this also holds with dropout. It uses as little memory as
-    `attention_fn`.
+    This layer is a drop-in replacement for `flax.linen.MultiHeadAttention`, with the same
+    arguments, defaults, parameters, cache and errors. Without `alignment`, the results are equal to
+    the results of Flax up to rounding, and checkpoints can be exchanged. With at most 128 queries,
+    the results are also equal under dropout. The layer uses as little memory as `attention_fn`.
 
-    With an alignment, the parameters are ``align/...`` for the alignment, ``value`` and ``out``.
-    There are parameters ``query`` and ``key`` only for the alignment `DotProduct`, which uses the
-    projections of the layer. The layer then differs from Flax's in these points:
+    With an alignment, the layer has the parameters ``align/...`` of the alignment, ``value`` and
+    ``out``. The parameters ``query`` and ``key`` exist only for the alignment `DotProduct`, which
+    uses the projections of the layer. With an alignment, the layer differs from Flax's layer in the
+    following points:
 
     * The dropout mask is drawn per example, head and key, and all queries share it, as in T5. All
       routes of `attend` support this. `broadcast_dropout` has no effect.
-    * If a query may attend to no key, its output before the output projection is zero, and not the
-      mean of the values.
-    * The parameters of the alignment are float32, whatever `param_dtype` is. `precision` applies
-      only to the projections of the layer.
-    * Alignments that compute no keys from tokens cache no keys. The collection ``cache`` then
-      contains only ``cached_value`` and ``cache_index``. A mixture may cache several keys, as
+    * If a query may attend to no key, the input of the output projection is zero, and not the mean
+      of the values.
+    * The parameters of the alignment are always float32, and do not depend on `param_dtype`.
+      `precision` applies only to the projections of the layer.
+    * If an alignment computes no keys from tokens, no keys are cached. The collection ``cache``
+      then contains only ``cached_value`` and ``cache_index``. A mixture may cache several keys, as
       ``cached_key``, ``cached_key_1``, ….
 
     Attributes:
-      alignment: computes the attention logits or weights. None uses Flax's scaled dot product. See
-        `flax.linen.MultiHeadAttention` for all other attributes.
+      alignment: the module that computes the attention logits or weights. None uses Flax's scaled
+        dot product. All other attributes are documented in `flax.linen.MultiHeadAttention`.
     """
 
     attention_fn: AttentionFn = attention_fn
@@ -90,16 +91,16 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
         """Applies multi-head attention.
 
         Args:
-          inputs_q: ``[batch..., q, features]``, with any number of batch axes, or none.
+          inputs_q: ``[batch..., q, features]``, with any number of batch axes, including zero.
           inputs_k: ``[batch..., k, features]``. None uses `inputs_q`.
           inputs_v: ``[batch..., k, features]``. None uses `inputs_k`.
-          inputs_kv: both `inputs_k` and `inputs_v`. Flax has deprecated it, and it is not supported
-            with an alignment.
-          mask: which keys a query may attend to: bool or 0/1, broadcastable to
-            ``[batch..., heads, q, k]``; or a `Mask`, which needs no array of q × k. During
-            decoding, q is 1 and k is the length of the cache.
-          deterministic: whether dropout is off. If `dropout_rate` is above 0, it must be given here
-            or as a field.
+          inputs_kv: the inputs for both keys and values. Flax has deprecated this argument, and it
+            is not supported with an alignment.
+          mask: an array or a `Mask` that says which keys a query may attend to. An array is bool or
+            0/1 and broadcastable to ``[batch..., heads, q, k]``. A `Mask` needs no array of q × k.
+            During decoding, q is 1 and k is the length of the cache.
+          deterministic: whether dropout is off. If `dropout_rate` is above 0, `deterministic` must
+            be set either in the call or as a field.
           dropout_rng: the PRNG key of the dropout. None uses the random stream ``dropout``.
           sow_weights: whether to sow the weights; see Flax.
 
@@ -117,11 +118,10 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
 
         if self.alignment is None:
             if isinstance(mask, Mask) and decoding:
-                # Flax combines the mask with its own mask of the cache, so it needs an array.
+                # Flax combines the mask with the mask of the cache, so the mask must be an array.
                 mask = step_pairs(mask, cache)
 
-            # With alignment=None, Flax's layer does everything, with `attention_fn` in the place of
-            # its function.
+            # Without an alignment, Flax's layer computes the output, and calls `attention_fn`.
             apply_flax: Callable[..., jax.Array] = super().__call__
             return apply_flax(
                 inputs_q,
@@ -173,7 +173,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
         return out(heads)
 
     def _dense(self, **fields: Any) -> nn.DenseGeneral:
-        """Returns a projection with the dtypes, the bias and the precision of the layer."""
+        """Returns a `DenseGeneral` with the dtypes, `use_bias` and `precision` of the layer."""
         return nn.DenseGeneral(
             dtype=self.dtype,
             param_dtype=self.param_dtype,
@@ -183,9 +183,11 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
         )
 
     def _project(self, head_dim: int, name: str, x: jax.Array) -> jax.Array:
-        """Returns the named projection of x, ``[batch..., length, heads, head_dim]``.
+        """Returns the projection of x that has a given name.
 
-        Queries and keys are normalized if `normalize_qk` is True.
+        The result is ``[batch..., length, heads, head_dim]``.
+
+        Projected queries and keys are normalized if `normalize_qk` is True.
         """
         dense = self._dense(
             features=(self.num_heads, head_dim),
@@ -206,7 +208,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
     def _dropout(
         self, deterministic: bool | None, key: jax.Array | None
     ) -> tuple[float, jax.Array | None]:
-        """Returns the dropout rate of a call, and the PRNG key to draw with."""
+        """Returns the dropout rate and the PRNG key of a call."""
         rate = self.dropout_rate
         if rate > 0.0 and nn.merge_param("deterministic", self.deterministic, deterministic):
             rate = 0.0
@@ -216,7 +218,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
 
 
 def check_fields(layer: AlignedLayer) -> None:
-    """Raises a `ValueError` if fields of a `MultiHeadAttention` exclude its alignment."""
+    """Raises a `ValueError` if the alignment of a layer is incompatible with its other fields."""
     alignment = layer.alignment
     if not isinstance(alignment, Alignment):
         raise ValueError(
@@ -226,8 +228,8 @@ def check_fields(layer: AlignedLayer) -> None:
     name = f"MultiHeadAttention: alignment={type(alignment).__name__}"
     is_dot_product = isinstance(alignment, DotProduct)
     if is_dot_product:
-        # The layer has its own projections. Fields of `DotProduct` that describe projections have
-        # no effect, so all of them must have their defaults.
+        # The layer uses its own projections. The fields of `DotProduct` that describe projections
+        # would have no effect, so these fields must have their default values.
         own = ("scale", "rotary_base", "rotary_share", "rotary_scaling", "name", "parent")
         plain = DotProduct(parent=None)
         without_own = alignment.copy(**{field: getattr(plain, field) for field in own})
@@ -240,8 +242,8 @@ def check_fields(layer: AlignedLayer) -> None:
     for field, default in (
         ("attention_fn", attention_fn),
         ("normalize_qk", layer.normalize_qk if is_dot_product else False),
-        ("num_kv_heads", layer.num_heads),  # of Flax's NNX layer
-        ("qk_attn_weights_einsum_cls", None),  # of Flax's Linen layer, as the next
+        ("num_kv_heads", layer.num_heads),  # a field of Flax's NNX layer
+        ("qk_attn_weights_einsum_cls", None),  # a field of Flax's Linen layer
         ("attn_weights_value_einsum_cls", None),
     ):
         if getattr(layer, field, default) != default:
@@ -263,29 +265,29 @@ def attend_with_alignment(
     is_causal: bool = False,
     return_weights: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, dict[str, jax.Array]]:
-    """Computes a `MultiHeadAttention` with an alignment, except for the output projection.
+    """Computes `MultiHeadAttention` with an alignment, up to the output projection.
 
-    Linen and NNX share this function. It has no parameters of its own; `align` and `project` have
-    them.
+    The Linen and the NNX layer share this function. The function creates no parameters. All
+    parameters belong to `align` and `project`.
 
     Args:
       layer: the layer, after `check_fields`.
-      align: the alignment of the layer, with its parameters.
-      project: ``(name, x) -> [batch..., length, heads, head_dim]``, the input projection ``value``,
-        and for `DotProduct` also ``query`` and ``key``.
+      align: the alignment of the layer, bound to its parameters.
+      project: a function ``(name, x) -> [batch..., length, heads, head_dim]`` that applies an input
+        projection. The name is ``value``, or for `DotProduct` also ``query`` or ``key``.
       inputs: the arguments ``inputs_q``, ``inputs_k`` and ``inputs_v`` of the layer.
       mask: the argument ``mask`` of the layer.
-      cache: arrays ``[batch..., length, heads, width]``, by the names that Flax gives them. The
-        inputs are then the next token. If it is an empty dictionary, a cache with the shapes of the
-        inputs is created. None uses no cache.
-      dropout: the dropout rate, and the PRNG key.
+      cache: a dictionary from Flax's names to arrays ``[batch..., length, heads, width]``. With a
+        cache, the inputs must be the next token. If the dictionary is empty, a cache with the
+        shapes of the inputs is created. None uses no cache.
+      dropout: the dropout rate and the PRNG key.
       is_causal: whether a query may attend only to keys up to its own position.
       return_weights: whether to return the weights.
 
     Returns:
-      The outputs of the heads, ``[batch..., q, heads, head_dim]``; the weights
-      ``[batch..., heads, q, k]``, or None if they are not requested; and the cache after this step,
-      which is empty if no cache is used.
+      A tuple of the outputs of the heads ``[batch..., q, heads, head_dim]``, the weights
+      ``[batch..., heads, q, k]``, and the cache after this step. The weights are None if
+      `return_weights` is False. The cache is empty if no cache is used.
 
     Raises:
       ValueError: if the shapes of the inputs do not agree with each other or with the cache, or if
@@ -309,7 +311,7 @@ def attend_with_alignment(
         x = project("query", x)
         y = project("key", y)
 
-    # The engine has one batch axis: [b, length, ...].
+    # `attend` supports only one batch axis, so the arrays are reshaped to [b, length, ...].
     x, y, values = (merge_batch_axes(array, batch) for array in (x, y, values))
     mask = as_mask(mask, (*batch, layer.num_heads, q_length, length))
     mask = dataclasses.replace(mask, causal=mask.causal or is_causal)
@@ -326,8 +328,8 @@ def attend_with_alignment(
     if cache:
         terms, values, mask, cache = _extend_cache(cache, terms, values, mask, batch)
     elif cache is not None:
-        # Flax creates the cache when the layer is initialized, with inputs as long as the longest
-        # sequence.
+        # As in Flax, the cache is created when the layer is initialized. The length of the inputs
+        # is then the maximum length of the cache.
         past = init_cache(terms, values, max_length=length, positions_first=True)
         cache = {**_cache_arrays(past, batch), "cache_index": jnp.array(0, jnp.int32)}
 
@@ -351,9 +353,10 @@ def attend_with_alignment(
 def _complete_inputs(
     inputs_q: jax.Array, inputs_k: jax.Array | None, inputs_v: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the inputs of queries, keys and values, after checking that they fit together.
+    """Returns the inputs of queries, keys and values, after checking their shapes.
 
-    Keys that are not given are the queries, and values that are not given are the keys.
+    If `inputs_k` is None, the result is `inputs_q`. If `inputs_v` is None, the result is
+    `inputs_k`.
     """
     if inputs_k is None and inputs_v is not None:
         raise ValueError(
@@ -390,10 +393,10 @@ def _extend_cache(
     mask: Mask,
     batch: tuple[int, ...],
 ) -> tuple[Terms, jax.Array, Mask, dict[str, jax.Array]]:
-    """Writes the keys and values of one token to Flax's cache, and returns what it attends to.
+    """Writes one token to Flax's cache, and returns the terms and values of all positions.
 
     Args:
-      cache: the arrays of the cache, by the names of Flax.
+      cache: a dictionary from Flax's names to the arrays of the cache.
       terms: the terms of the step.
       values: the values of the token, ``[b, 1, heads, head_dim]``.
       mask: the mask of the layer's call.
@@ -416,14 +419,15 @@ def _extend_cache(
 
 
 def step_pairs(mask: Mask, cache: dict[str, jax.Array]) -> jax.Array | None:
-    """Returns a `Mask` as an array for a decoding step of Flax's layer, or None if it allows all.
+    """Converts a `Mask` to an array for a decoding step of Flax's layer.
 
     Args:
       mask: the mask.
       cache: the arrays of Flax's cache.
 
     Returns:
-      A bool array ``[batch... or 1..., heads or 1, 1, k]``, where k is the length of the cache.
+      A bool array ``[batch... or 1..., heads or 1, 1, k]``, where k is the length of the cache. The
+      result is None if the mask allows all pairs.
     """
     *batch, length, heads, _ = cache["cached_key"].shape
     mask = _step_mask(as_mask(mask, (*batch, heads, 1, length)), cache["cache_index"])
@@ -433,17 +437,17 @@ def step_pairs(mask: Mask, cache: dict[str, jax.Array]) -> jax.Array | None:
 
 
 def _step_mask(mask: Mask, index: int | jax.Array) -> Mask:
-    """Returns the mask of a decoding step, whose query is never padding."""
+    """Returns the mask of a decoding step, in which the query is never padding."""
     mask = decoding_mask(mask, index, 1)
     return dataclasses.replace(mask, query_lengths=None, query_valid=None, self_attention=False)
 
 
 def _key_name(i: int) -> str:
-    """Returns the name of the i-th keys in the cache. The first name is Flax's."""
+    """Returns the cache name of the i-th keys. The name for i = 0 is the name that Flax uses."""
     return f"cached_key_{i}" if i else "cached_key"
 
 
 def _cache_arrays(cache: Cache, batch: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Returns the arrays of a cache by the names of Flax, with all batch axes."""
+    """Returns a dictionary from Flax's names to the arrays of a cache, with all batch axes."""
     arrays = {_key_name(i): x for i, x in enumerate(cache.keys)} | {"cached_value": cache.values}
     return {name: x.reshape(*batch, *x.shape[1:]) for name, x in arrays.items()}

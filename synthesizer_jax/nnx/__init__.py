@@ -1,9 +1,9 @@
 """The layers and models of this package as Flax NNX modules.
 
 ``nnx.Attention(num_heads=8, head_dim=64, in_features=512, rngs=nnx.Rngs(0))`` takes the arguments
-of the Linen class. It also takes the number of input features and the random streams, because an
-NNX module is initialized when it is constructed. As in `flax.nnx`, dropout is active until `eval`
-is called. `to_nnx` converts a Linen module.
+of the Linen class. An NNX class also takes the number of input features and the random streams,
+because an NNX module is initialized when it is constructed. As in `flax.nnx`, dropout is active
+until `eval` is called. `to_nnx` converts a Linen module.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ def to_nnx(layer: linen.Module, *, rngs: nnx.Rngs, **options: Any) -> Any:
     """Converts a Linen module to an NNX module, and initializes its parameters.
 
     Args:
-      layer: an unbound Linen module. It may be a mixer, including your own, a feed-forward layer, a
-        block, a stack, or a model such as ``ZOO["synthesizer_rv_base"]()``.
+      layer: an unbound Linen module. Supported modules are mixers, including user-defined mixers,
+        feed-forward layers, blocks, stacks, and models such as ``ZOO["synthesizer_rv_base"]()``.
       rngs: the random streams. ``params`` initializes the parameters, and ``dropout`` is forked for
         dropout.
-      **options: `in_features`, which all modules except models require; `deterministic` and
-        `keep_rngs`, see `LinenModule`.
+      **options: the arguments `in_features`, `deterministic` and `keep_rngs` of `LinenModule`. All
+        modules except models require `in_features`.
 
     Returns:
-      An instance of the NNX class that has the name of the Linen class, or of one of its
-      superclasses. If there is no such class, it is a `LinenModule`. It works with `nnx.jit`,
+      An instance of the NNX class that has the same name as the Linen class or one of its
+      superclasses, or otherwise an instance of `LinenModule`. The result works with `nnx.jit`,
       `nnx.grad`, `nnx.Optimizer`, `nnx.split` and checkpoints.
 
     Raises:
@@ -89,7 +89,7 @@ def to_nnx(layer: linen.Module, *, rngs: nnx.Rngs, **options: Any) -> Any:
             "model. Use synthesizer_jax.nnx.MultiHeadAttention or flax.nnx.bridge.ToNNX."
         )
 
-    # The classes of a Linen module, from the most to the least specific.
+    # Look for an NNX class with the name of the Linen class, and then of each of its superclasses.
     named = (getattr(layers, cls.__name__, None) for cls in type(layer).__mro__)
     return next(filter(None, named), LinenModule)(layer, rngs=rngs, **options)
 
@@ -100,13 +100,14 @@ def axis_rules(
     """Returns rules for `nnx.logical_axis_rules` that cover every logical axis of this package.
 
     Under ``with nnx.logical_axis_rules(axis_rules(heads="tensor", mlp="tensor", embed="fsdp"))``,
-    `nnx.get_partition_spec` returns axes of the mesh. Flax leaves names without a rule unchanged,
-    and the mesh has no axes of these names. This is why the result contains a rule for every name.
-    If you use logical names of your own as well, append their rules.
+    `nnx.get_partition_spec` returns axes of the mesh. Flax does not change names without a rule,
+    and the mesh has no axes with these names. The result therefore contains a rule for every name
+    of this package. If you also use your own logical names, append rules for your names.
 
     Args:
-      **axes: the mesh axis, or axes, to shard over, for names in `LOGICAL_AXES` and
-        `ACTIVATION_AXES`. Names that are None or left out are not sharded.
+      **axes: the mesh axis or mesh axes for each logical axis. The keywords are names in
+        `LOGICAL_AXES` and `ACTIVATION_AXES`. Logical axes that are None or left out are not
+        sharded.
 
     Returns:
       Pairs of a logical axis and its mesh axis, mesh axes, or None.

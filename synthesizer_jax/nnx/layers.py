@@ -1,4 +1,4 @@
-"""The NNX classes of mixers and models. `LinenModule` documents the arguments that they add."""
+"""The NNX classes of mixers and models. `LinenModule` documents the additional arguments."""
 
 from synthesizer_jax import mixers, models
 from synthesizer_jax.nnx.module import LinenModule

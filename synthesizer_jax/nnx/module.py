@@ -1,7 +1,7 @@
 """The base class of the NNX modules of this package.
 
-An NNX module holds a Linen module, which is its configuration, and the variables of that module,
-which are its state. A call applies the Linen module to the variables.
+An NNX module of this package holds a Linen module as its configuration, and the variables of the
+Linen module as its state. Calling the NNX module applies the Linen module to the variables.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from synthesizer_jax.primitives.parameters import NamedAxes, Variables, logical_
 def _variable_type(
     collection: str,
 ) -> Callable[[type[nnx.Variable[Any]]], type[nnx.Variable[Any]]]:
-    """Makes a class the variable type of a collection, unless the collection has a type already.
+    """Registers a class as the variable type of a collection, unless the collection has a type.
 
-    Flax would create a type when it first meets the name of the collection. That type could not be
-    pickled, because no module defines it.
+    Without a registered type, Flax would create a type when it first finds the name of the
+    collection. A type that Flax creates cannot be pickled, because no module defines it.
 
     Args:
       collection: the name of a Linen collection.
@@ -43,7 +43,7 @@ def _variable_type(
     """
 
     def register(cls: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
-        """Returns the variable type of the collection: this class, unless other code came first."""
+        """Returns this class, or the type that other code has registered for the collection."""
         try:
             return nnx.register_variable_name(collection, cls)
         except ValueError:  # other code has registered a type for the name
@@ -56,53 +56,55 @@ def _variable_type(
 class Constant(nnx.Variable[Any]):
     """The variable type of arrays that are not trained.
 
-    An example is the table of a `Random` alignment with ``trainable=False``.
+    For example, the table of a `Random` alignment with ``trainable=False`` is a `Constant`.
     """
 
 
 @_variable_type(LOSSES)
 class Loss(nnx.Variable[Any]):
-    """The variable type of summands that modules add to the training loss.
+    """The variable type of losses that modules add to the training loss.
 
-    An example is the ponder cost of a `UniversalStack`.
-    ``logits, losses = nnx.capture(model, Loss)(inputs, targets)`` collects them.
+    For example, the ponder cost of a `UniversalStack` is a `Loss`. Collect the losses of a model
+    with ``logits, losses = nnx.capture(model, Loss)(inputs, targets)``.
     """
 
 
 class LinenModule(nnx.Module):
-    """An NNX module that computes the function of a Linen module.
+    """An NNX module that wraps a Linen module.
 
-    Parameters have the same paths as in the Linen module: ``params/out/kernel`` is
-    ``module.out["kernel"]``, an `nnx.Param`. Variables of other collections have the variable type
-    that Flax has registered for the name of the collection. The fields and methods of the Linen
-    module are attributes of the NNX module.
+    Parameters have the same paths as in the Linen module. For example, the parameter
+    ``params/out/kernel`` is the `nnx.Param` ``module.out["kernel"]``. Variables of other
+    collections have the variable type that Flax has registered for the name of the collection. The
+    fields and methods of the Linen module are attributes of the NNX module.
 
-    The names of the logical axes of parameters, from `primitives.parameters.LOGICAL_AXES`, are in
-    their metadata as ``out_sharding``. If `nnx.logical_axis_rules` and a mesh are set, parameters
-    are created sharded, as those of Flax's modules are. `nnx.use_eager_sharding(False)` turns this
-    off.
+    The metadata ``out_sharding`` of a parameter contains the names of its logical axes from
+    `primitives.parameters.LOGICAL_AXES`. If `nnx.logical_axis_rules` and a mesh are set, parameters
+    are created sharded, as in Flax's modules. Use `nnx.use_eager_sharding(False)` to create
+    unsharded parameters.
 
     Args:
-      *args: the fields of the Linen class in their order. Or a single Linen module, from which the
-        fields are taken.
+      *args: the fields of the Linen class in their order, or a single Linen module whose fields are
+        used.
       rngs: the random streams. ``params`` initializes the parameters, and ``dropout`` is forked for
-        dropout. If one is missing, the default stream is used.
-      in_features: the number of input features. None for models, whose inputs are integer tokens.
-      example: arguments of a call of the Linen module, in the place of `in_features`. Only the
-        shapes of arrays matter, so they may be `jax.ShapeDtypeStruct`.
-      deterministic: whether dropout is off. If it is None, every call must say so.
-      keep_rngs: whether the module keeps a stream for dropout. Otherwise every call with dropout
-        must give one.
+        dropout. If a stream is missing, the default stream is used.
+      in_features: the number of input features. Models do not need `in_features`, because their
+        inputs are integer tokens.
+      example: arguments for a call of the Linen module, which can be given instead of
+        `in_features`. Only the shapes and dtypes matter, so arrays may be replaced by
+        `jax.ShapeDtypeStruct`.
+      deterministic: whether dropout is off. If it is None, every call must pass `deterministic`.
+      keep_rngs: whether the module keeps a random stream for dropout. If it is False, every call
+        with dropout must pass `rngs`.
       **fields: fields of the Linen class.
 
     Attributes:
       config: the unbound Linen module.
       deterministic: whether dropout is off. `train`, `eval`, `set_attributes` and `nnx.view` set
-        it.
+        this attribute.
       has_dropout: whether the Linen module, or a module in its fields, has a `dropout_rate` above
         zero.
-      in_features: the argument of this name.
-      rngs: the module's own stream for dropout, or None.
+      in_features: the argument `in_features`.
+      rngs: the random stream that the module keeps for dropout, or None.
       variable_names: the names of the attributes that hold variables.
     """
 
@@ -131,12 +133,13 @@ class LinenModule(nnx.Module):
         if not example:
             example, options = _example_arguments(config, in_features)
 
-        # Under logical axis rules, Flax would constrain kernels before they have their final shape,
-        # so the rules are switched off while the parameters are initialized.
+        # With logical axis rules, Flax would constrain the sharding of kernels before the kernels
+        # have their final shape. The rules are therefore disabled while the parameters are
+        # initialized.
         with logical_axes(), nnx.logical_axis_rules(()):
             variables = config.lazy_init(rngs.params(), *example, **options)
 
-        # The names of logical axes mean nothing to a mesh unless there are rules.
+        # Parameters can be created sharded only if there are rules from logical axes to mesh axes.
         eager = bool(
             nnx.using_eager_sharding() and get_logical_axis_rules() and meta.get_global_mesh()
         )
@@ -148,7 +151,8 @@ class LinenModule(nnx.Module):
                 metadata["out_sharding"] = tuple(value.names)
                 value = value.value
 
-            # The collection is the type of the variable, so it is not part of the path.
+            # The type of the variable identifies the collection, so the path does not contain the
+            # collection.
             flat[tuple(path)] = variable_type(value, eager_sharding=eager, **metadata)
         nodes = unflatten_dict(flat)
         for name, node in nodes.items():
@@ -172,30 +176,30 @@ class LinenModule(nnx.Module):
         method: str = "__call__",
         **kwargs: Any,
     ) -> Any:
-        """Calls the Linen module, or another of its methods.
+        """Calls the Linen module, or a method of the Linen module.
 
         ``module.encode(...)`` is short for ``module(..., method="encode")``.
 
         Args:
           *args: the arguments of the method.
           deterministic: whether dropout is off. None uses the attribute of the module.
-          rngs: random streams, a single stream, or a PRNG key for dropout. None uses the module's
-            own stream.
+          rngs: random streams, a single stream, or a PRNG key for dropout. None uses the stream
+            that the module keeps.
           sow_weights: whether to sow the attention weights, ``[batch or 1, heads, q, k]``, as
-            ``attention_weights``. They are of type `nnx.Intermediate`, and `nnx.capture` collects
-            them.
-          method: the name of the method.
+            ``attention_weights``. Sown weights have the variable type `nnx.Intermediate`, and
+            `nnx.capture` collects them.
+          method: the name of the method of the Linen module.
           **kwargs: the keyword arguments of the method.
 
         Returns:
           The result of the method.
 
         Raises:
-          ValueError: if dropout needs a random stream and has none, if `deterministic` is not set,
-            or if weights are requested from a module that computes none.
+          ValueError: if dropout has no random stream, if `deterministic` is not set, or if
+            `sow_weights` is True but the module computes no attention weights.
         """
-        # Losses are computed only inside of `nnx.capture(..., Loss)`, because nobody would read
-        # them elsewhere.
+        # Losses are computed only inside of `nnx.capture(..., Loss)`, because no other code reads
+        # them.
         captured_types = map(type, vars(self).get("__captures__", ()))
         sown_types: dict[str, type[nnx.Variable[Any]]] = {}
         if Loss in captured_types:
@@ -232,8 +236,9 @@ class LinenModule(nnx.Module):
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         method = getattr(type(config), name, None)
 
-        # Methods that use variables have to be applied to them. Fields, and methods without
-        # variables (`nn.nowrap`), come from the Linen module as they are.
+        # A method that uses variables is called through `__call__`, which applies it to the
+        # variables. Fields, and methods without variables (`nn.nowrap`), are returned from the
+        # Linen module unchanged.
         if name in fields_of(config) or not callable(method) or hasattr(method, "nowrap"):
             return getattr(config, name)
         return functools.update_wrapper(functools.partial(self.__call__, method=name), method)
@@ -248,20 +253,23 @@ class LinenModule(nnx.Module):
         super().__setattr__(name, value)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Sets the attributes of a view; `nnx.view` calls it. None keeps the current value."""
+        """Sets the attributes of a view, and is called by `nnx.view`.
+
+        If `deterministic` is None, the attribute keeps its value.
+        """
         if deterministic is not None:
             self.deterministic = deterministic
 
 
 def joined_signature(wrapped: type, wrapper: type) -> inspect.Signature:
-    """Returns the signature of a class that wraps another one.
+    """Returns the signature of a class that wraps another class.
 
-    It has the parameters of the wrapped class, without `parent` and `name` of Linen, and the
-    keywords that the wrapper adds.
+    The signature has the parameters of the wrapped class, without Linen's `parent` and `name`, and
+    the keyword arguments that the wrapper adds.
 
     Args:
       wrapped: the wrapped class.
-      wrapper: the class whose constructor adds keywords.
+      wrapper: the class whose constructor adds keyword arguments.
     """
     # `inspect.signature(cls)` does not work, because NNX's metaclass hides the signatures of
     # classes.
@@ -308,9 +316,9 @@ def draw_dropout_key(
 
 
 def linen_variables(module: LinenModule) -> Variables:
-    """Returns the variables of a module in the form that `apply` of the Linen module takes.
+    """Returns the variables of an NNX module as an argument for `apply` of its Linen module.
 
-    ``module.config.apply(linen_variables(module), ...)`` is the same as a call of the module.
+    ``module.config.apply(linen_variables(module), ...)`` is equivalent to ``module(...)``.
     """
     nodes = {name: getattr(module, name) for name in module.variable_names}
     flat = {
@@ -323,9 +331,9 @@ def linen_variables(module: LinenModule) -> Variables:
 def _example_arguments(
     config: linen.Module, in_features: int | None
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    """Returns arguments of a module's `__call__`, with which it is initialized.
+    """Returns arguments of a module's `__call__` for the initialization of the module.
 
-    Arrays are `jax.ShapeDtypeStruct`.
+    All arrays are given as `jax.ShapeDtypeStruct`.
 
     Raises:
       ValueError: if the module is not a model and `in_features` is None.
@@ -350,7 +358,7 @@ def _example_arguments(
 
 
 def _parts(config: object) -> Iterator[object]:
-    """Yields a configuration, and everything in its fields, recursively."""
+    """Yields a configuration, the values of its fields, and recursively the parts of these values."""
     yield config
     children: Iterable[object] = ()
     if is_config(config):

@@ -22,18 +22,20 @@ Sharding: TypeAlias = jax.sharding.Sharding | jax.sharding.PartitionSpec | None
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """Flax NNX's `MultiHeadAttention`, optionally with an alignment instead of the dot product.
 
-    It replaces `flax.nnx.MultiHeadAttention`, as `synthesizer_jax.MultiHeadAttention` replaces
-    Linen's. The notes of that class on dropout, fully masked queries and dtypes apply here, too.
-    Without `alignment`, the parameters, their initial values, the cache and the results are those
-    of Flax. With an alignment, the attribute ``align`` holds its parameters, and there are
-    attributes ``query`` and ``key`` only for `DotProduct`. Grouped-query attention (`num_kv_heads`)
-    is not supported then.
+    This layer is a drop-in replacement for `flax.nnx.MultiHeadAttention`, as
+    `synthesizer_jax.MultiHeadAttention` is for Linen's layer. The notes of
+    `synthesizer_jax.MultiHeadAttention` on dropout, fully masked queries and dtypes also apply to
+    this layer. Without `alignment`, the parameters, their initial values, the cache and the results
+    are the same as in Flax. With an alignment, the attribute ``align`` holds the parameters of the
+    alignment, and the attributes ``query`` and ``key`` exist only for `DotProduct`. An alignment
+    does not support grouped-query attention (`num_kv_heads`).
 
     Args:
       *args: arguments of `flax.nnx.MultiHeadAttention`.
       rngs: the random streams. ``params`` initializes the parameters, and ``dropout`` is forked for
         dropout.
-      alignment: computes the attention logits or weights. None uses Flax's scaled dot product.
+      alignment: the Linen module that computes the attention logits or weights. None uses Flax's
+        scaled dot product.
       **options: keyword arguments of `flax.nnx.MultiHeadAttention`.
     """
 
@@ -53,7 +55,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if not is_dot_product:
             del self.query, self.key
 
-        # A dot product aligns projected tokens. All other alignments read the tokens themselves.
+        # `DotProduct` gets projected tokens. All other alignments get tokens without a projection.
         x, y = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
         context = AttentionContext(self.num_heads, self.head_dim, Span(0, 1), Span(0, 1))
         self.align = LinenModule(alignment, example=(x, y, context), rngs=rngs)
@@ -74,15 +76,16 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         Args:
           inputs_q: the inputs of the queries, ``[batch..., q, in_features]``.
           inputs_k: the inputs of the keys, ``[batch..., k, in_kv_features]``. None uses `inputs_q`.
-          inputs_v: the inputs of the values, of the same shape. None uses `inputs_k`.
-          mask: which keys a query may attend to: an array, bool or 0/1, that broadcasts to
-            ``[batch..., heads, q, k]``; or a `Mask`, which needs no array of q × k.
-          decode: whether to use the cache. None uses the attribute.
-          is_causal: whether a query may attend only to keys up to its own position. In decoding,
-            this is always so.
-          **options: `deterministic`, `rngs`, `sow_weights`, `out_sharding` and `qkv_sharding` of
-            Flax's layer. Without `alignment`, also arguments of newer versions of Flax, such as
-            `input_positions`.
+          inputs_v: the inputs of the values, ``[batch..., k, in_kv_features]``. None uses
+            `inputs_k`.
+          mask: an array or a `Mask` that says which keys a query may attend to. An array is bool or
+            0/1 and broadcastable to ``[batch..., heads, q, k]``. A `Mask` needs no array of q × k.
+          decode: whether to use the cache. None uses the attribute `decode`.
+          is_causal: whether a query may attend only to keys up to its own position. Decoding is
+            always causal.
+          **options: the arguments `deterministic`, `rngs`, `sow_weights`, `out_sharding` and
+            `qkv_sharding` of Flax's layer. Without `alignment`, arguments of newer versions of Flax
+            are also supported, such as `input_positions`.
 
         Returns:
           The output ``[batch..., q, out_features]``.
@@ -102,7 +105,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if isinstance(mask, Mask) and decode:
             mask = step_pairs(mask, self._cache_arrays())
 
-        # The cache contains no later positions, so a causal mask would have no effect in decoding.
+        # In decoding, a causal mask has no effect, because the cache contains no later positions.
         is_causal = is_causal and not decode
         apply_flax: Callable[..., jax.Array] = super().__call__
         return apply_flax(*inputs, mask=mask, decode=decode, is_causal=is_causal, **options)
@@ -120,7 +123,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         out_sharding: Sharding = None,
         qkv_sharding: Sharding = None,
     ) -> jax.Array:
-        """Applies multi-head attention with an alignment. The arguments are those of `__call__`."""
+        """Applies multi-head attention with an alignment, with the arguments of `__call__`."""
         if decode is None:
             raise ValueError(
                 "MultiHeadAttention: decode is not set. Pass it to the call or to the constructor."
@@ -150,7 +153,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         return self.out(heads, out_sharding=out_sharding)
 
     def init_cache(self, input_shape: Sequence[int], dtype: Dtype = jnp.float32) -> None:
-        """Creates an empty cache, which decoding requires.
+        """Creates an empty cache, which is required before decoding.
 
         Args:
           input_shape: the shape of the inputs of the whole sequence,
@@ -163,7 +166,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         features = self.in_features, self.in_kv_features
         x, y = (jnp.zeros((*input_shape[:-1], width)) for width in features)
 
-        # Only the shapes of the cache are needed, so nothing is computed.
+        # `jax.eval_shape` computes only the shapes of the cache.
         shapes = jax.eval_shape(
             lambda: attend_with_alignment(self, self.align, self._project, (x, y, y), cache={})[2]
         )
@@ -173,13 +176,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             setattr(self, name, nnx.Cache(array))
 
     def _project(self, name: str, x: jax.Array, sharding: Sharding = None) -> jax.Array:
-        """Returns the named projection of x, normalized if the layer has a norm for it."""
+        """Applies the projection with a given name, and its normalization if the layer has one."""
         y = getattr(self, name)(x, out_sharding=sharding)
         norm = getattr(self, f"{name}_ln", None)
         return y if norm is None else norm(y)
 
     def _cache_arrays(self) -> dict[str, jax.Array]:
-        """Returns the arrays of the cache by name.
+        """Returns a dictionary from names to the arrays of the cache.
 
         Raises:
           ValueError: if there is no cache.

@@ -1,1 +1,1 @@
-"""What layers are made of: parameters with logical axes, initializers, norms and the mesh."""
+"""Building blocks of layers: parameters with logical axes, initializers, norms and the mesh."""

@@ -70,10 +70,11 @@ class GlorotUniform:
 class MeshGlorotUniform:
     """TensorFlow's Glorot uniform distribution, as Mesh-TensorFlow applies it to a table of logits.
 
-    Mesh-TensorFlow's table is ``[query, heads, key]``, and TensorFlow treats the leading dimension
-    as a receptive field. The limit is therefore ``√(6 / (query · (heads + key)))``, which is
-    0.00475 for 512 × 8 × 512. With numbers this small, attention is almost uniform at first. In
-    this package the table is ``[heads, query, key]``.
+    In Mesh-TensorFlow, the table has the shape ``[query, heads, key]``, and TensorFlow treats the
+    leading dimension as a receptive field. The limit is therefore
+    ``√(6 / (query · (heads + key)))``, which is 0.00475 for a table of shape 512 × 8 × 512. With
+    such small initial values, attention is almost uniform at the start of training. In this
+    package, the table of logits has the shape ``[heads, query, key]``.
     """
 
     def __call__(self, key: jax.Array, shape: Shape, dtype: Dtype = jnp.float32) -> jax.Array:
@@ -87,10 +88,10 @@ class MeshGlorotUniform:
 class TorchUniform:
     """Uniform distribution between ±1/√fan_in.
 
-    It is PyTorch's default for the kernels and biases of linear layers.
+    PyTorch uses this distribution as the default for the kernels and biases of linear layers.
 
     Attributes:
-      fan_in: number of input features of the layer.
+      fan_in: the number of input features of the layer.
     """
 
     fan_in: Count

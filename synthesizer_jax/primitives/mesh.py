@@ -1,9 +1,10 @@
 """Partitions the work of layers over the mesh that is current when the layers are traced.
 
-Layers hold no mesh. Under `jax.set_mesh` they partition their work over the mesh axes that the
-user's logical axis rules (`flax.linen.logical_axis_rules`) assign to ``batch``, ``heads`` and
-``sequence``. If mesh axes are explicit, they follow the sharding in the type of their input
-instead. The mesh then does not have to be set, because the type holds it too.
+Layers do not store a mesh. Under `jax.set_mesh`, layers partition their work over the mesh axes
+that logical axis rules (`flax.linen.logical_axis_rules`) assign to ``batch``, ``heads`` and
+``sequence``. If the mesh axes are explicit, layers follow the sharding in the type of their input
+instead. With explicit axes, users do not have to set the mesh, because the type of the input
+contains the mesh.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _SpecOf: TypeAlias = Callable[[jax.Array], PartitionSpec]
 def mesh_axes(name: str) -> tuple[str, ...]:
     """Returns the axes of the current mesh that are assigned to a logical axis.
 
-    The first rule for the logical axis decides. Axes of size 1 are left out. So are axes that are
-    manual because of an enclosing `jax.shard_map`.
+    The first rule for the logical axis decides. Mesh axes of size 1 are left out. Mesh axes that
+    are manual because of an enclosing `jax.shard_map` are also left out.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    # A rule holds one mesh axis, several, or None.
+    # A rule assigns one mesh axis, a tuple of mesh axes, or None.
     assigned = next((axes for key, axes in nn.get_logical_axis_rules() if key == name), None)
     names = (assigned,) if isinstance(assigned, str) else tuple(assigned or ())
     auto = axes_of_type(AxisType.Auto)
@@ -70,7 +71,7 @@ def constrain(x: jax.Array) -> jax.Array:
 def map_over_batch(function: Callable[..., PyTree], shared: PyTree, *arrays: jax.Array) -> PyTree:
     """Applies a function to the examples of each device; see `Partition.map_rows`.
 
-    Without a mesh, or without mesh axes for the batch, it calls the function once.
+    Without a mesh, or without mesh axes for the batch, the function is called once.
     """
     mesh_partition = partition()
     if mesh_partition is None or not mesh_partition.batch:
@@ -81,9 +82,10 @@ def map_over_batch(function: Callable[..., PyTree], shared: PyTree, *arrays: jax
 def on_any_mesh(function: Function) -> Function:
     """Makes a function work with explicit mesh axes, which are JAX's default.
 
-    The function is a module's method or a function of variables. Its first argument is the module
-    or the variables. The second is tokens or vectors, ``[batch, length, ...]``. The mesh is the one
-    that is set, or otherwise the one in the types of these two arguments.
+    The function is a method of a module, or a function of variables. The first argument is the
+    module or the variables. The second argument contains tokens or vectors,
+    ``[batch, length, ...]``. If no mesh is set, the mesh is read from the types of the first two
+    arguments.
 
     If the mesh axes are explicit, the function runs with automatic axes inside. Examples and
     positions are partitioned according to the type of the second argument, and heads according to
@@ -117,7 +119,7 @@ def on_any_mesh(function: Function) -> Function:
 
 
 def _input_layout(x: jax.Array, variables: Mapping[str, PyTree]) -> tuple[_Rules, _SpecOf]:
-    """Returns what the types of the input and of the variables say about the partition.
+    """Returns the partitioning that the types of the input and of the variables imply.
 
     Returns:
       The logical axis rules, and a function from a result to its `PartitionSpec`.
@@ -125,7 +127,8 @@ def _input_layout(x: jax.Array, variables: Mapping[str, PyTree]) -> tuple[_Rules
     # Tokens are [batch, length], and vectors are [batch..., length, d_model].
     num_leading = 2 if x.ndim == 2 else x.ndim - 1
 
-    # The input's own layout comes before the user's rules, because the first rule for a name wins.
+    # The rules from the type of the input precede the user's rules, because the first rule for a
+    # logical axis decides.
     batch = axes_along(x, 0)
     sequence = axes_along(x, num_leading - 1)
     user_rules = list(nn.get_logical_axis_rules())
@@ -134,7 +137,7 @@ def _input_layout(x: jax.Array, variables: Mapping[str, PyTree]) -> tuple[_Rules
         rules.append(("heads", _heads_axes(variables.get("params", {}))))
 
     def spec_of(y: jax.Array) -> PartitionSpec:
-        """Returns the sharding of a result by the leading axes that it shares with the input."""
+        """Returns the sharding of a result from the leading axes that it shares with the input."""
         if y.ndim == 0 or y.shape[0] != x.shape[0]:
             return PartitionSpec()
         if y.ndim >= num_leading and y.shape[:num_leading] == x.shape[:num_leading]:
@@ -147,7 +150,8 @@ def _input_layout(x: jax.Array, variables: Mapping[str, PyTree]) -> tuple[_Rules
 def _heads_axes(params: PyTree) -> tuple[str, ...]:
     """Returns the mesh axes that shard the heads.
 
-    They are read from the first output projection ``[..., heads, kv, embed]`` among the parameters.
+    The mesh axes are read from the type of the first output projection,
+    ``[..., heads, kv, embed]``, among the parameters.
     """
     for path, param in jax.tree.leaves_with_path(params):
         names = [getattr(entry, "key", None) for entry in path]
@@ -159,10 +163,10 @@ def _heads_axes(params: PyTree) -> tuple[str, ...]:
 def _lift_to_auto_mode(
     function: Callable[..., PyTree], scope: Scope, *args: PyTree, spec_of: _SpecOf
 ) -> PyTree:
-    """Lifts a function ``(scope, *args)`` with its variables and random streams to automatic axes.
+    """Runs a function ``(scope, *args)`` with automatic mesh axes, as a lifted transform of Flax.
 
-    It is the counterpart of Flax's lifted transforms. Variables and random streams are passed as
-    arguments of a pure function, which `in_auto_mode` can call.
+    Variables and random streams are passed as arguments of a pure function, which `in_auto_mode`
+    can call.
     """
 
     def apply_packed(
@@ -172,10 +176,10 @@ def _lift_to_auto_mode(
         rngs: PyTree,
         *args: PyTree,
     ) -> PyTree:
-        """Unpacks the variables and random streams of a scope, and applies the function to them."""
+        """Applies the function with the variables and random streams of a scope as arguments."""
 
         def apply(variables: PyTree, rngs: PyTree, *args: PyTree) -> PyTree:
-            """Applies the function in a new scope, and returns the scope's variables too."""
+            """Applies the function in a new scope, and also returns the variables of the scope."""
             scope = scope_fn(variables, rngs)
             return function(scope, *args), repack_fn(scope)
 

@@ -1,4 +1,4 @@
-"""Normalizations of features, which save only their input and statistics for the backward pass."""
+"""Normalization layers, which save only their input and statistics for the backward pass."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ _save_statistics = functools.partial(
 )
 """Limits the residuals of a normalization to its input and the statistics of each row.
 
-Without it, JAX would also save copies of the input in float32.
+Without this policy, JAX would also save copies of the input in float32.
 """
 
 
 @_save_statistics
 def _rms_norm(x: jax.Array, epsilon: float, scale: jax.Array) -> jax.Array:
-    """Divides ``[..., d]`` by its root mean square and multiplies by ``[d]``; see `RMSNorm`."""
+    """Divides ``[..., d]`` by its root mean square, and multiplies by the scale ``[d]``."""
     x32 = x.astype(logits_dtype(x))
-    # `checkpoint_name` marks what `_save_statistics` keeps for the backward pass, [..., 1].
+    # `checkpoint_name` marks the statistic [..., 1], which `_save_statistics` keeps for the
+    # backward pass.
     inverse_rms = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + epsilon)
     scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
     return (x32 * (checkpoint_name(inverse_rms, "statistic") * scale)).astype(x.dtype)
@@ -40,10 +41,10 @@ def _rms_norm(x: jax.Array, epsilon: float, scale: jax.Array) -> jax.Array:
 def _layer_norm(
     x: jax.Array, epsilon: float, scale_and_bias: tuple[jax.Array, jax.Array]
 ) -> jax.Array:
-    """Normalizes ``[..., d]`` to mean 0 and variance 1, scales and shifts it; see `LayerNorm`."""
+    """Normalizes ``[..., d]`` to mean 0 and variance 1, and applies the scale and the bias."""
     scale, bias = (p.reshape((1,) * (x.ndim - 1) + p.shape) for p in scale_and_bias)
     x32 = x.astype(logits_dtype(x))
-    # The mean and the standard deviation are [..., 1].
+    # The mean and the standard deviation have the shape [..., 1].
     x32 = x32 - checkpoint_name(x32.mean(-1, keepdims=True), "statistic")
     inverse_stddev = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + epsilon)
     return (x32 * checkpoint_name(inverse_stddev, "statistic") * scale + bias).astype(x.dtype)
@@ -57,8 +58,9 @@ class RMSNorm(nn.Module):
 
     Attributes:
       epsilon: ε.
-      offset: a constant that is added to the learned scale. It is 0 in T5 and 1 in Gemma. The scale
-        starts at ``1 − offset``, so that the factor of every feature starts at 1.
+      offset: a constant that is added to the learned scale. T5 uses 0, and Gemma uses 1. The scale
+        is initialized to ``1 − offset``, so that every feature is multiplied by 1 at the start of
+        training.
     """
 
     epsilon: Positive = 1e-6

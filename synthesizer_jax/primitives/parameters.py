@@ -1,9 +1,9 @@
 """Logical axis names of parameters, which are declared where a parameter is created.
 
-By default parameters are plain arrays. Inside `logical_axes()` the same initializers return boxes
-that hold the arrays and their axis names. `abstract_variables` collects these names. The sharding
-of a model and the factoring of its optimizer are derived from them, so no separate table of
-parameters is needed.
+By default, parameters are plain arrays. Inside `logical_axes()`, the same initializers return boxes
+that hold the arrays and their axis names. `abstract_variables` collects the axis names of a model.
+The sharding of the model and the factoring of its optimizer are derived from the axis names, so no
+separate table of parameters is needed.
 """
 
 from __future__ import annotations
@@ -66,19 +66,20 @@ R = TypeVar("R")
 def apply_method(
     method: Callable[P, R], variables: Variables, *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """Applies a method of an unbound module, with the types of the method's arguments and result.
+    """Applies a method of an unbound module, and preserves the method's types for type checkers.
 
-    ``apply_method(model.extend, variables, ...)`` returns the same as
-    ``model.apply(variables, ..., method=model.extend)``, whose type is unknown to type checkers.
+    ``apply_method(model.extend, variables, ...)`` returns the same result as
+    ``model.apply(variables, ..., method=model.extend)``. Type checkers do not know the type of the
+    result of ``model.apply``.
     """
     module: Any = method.__self__  # type: ignore[attr-defined]
     return module.apply(variables, *args, method=method, **kwargs)
 
 
 def merge_entries(entries: PyTree, tree: PyTree) -> PyTree:
-    """Returns the nested dictionary `tree` with the entries of `entries` in place of its own.
+    """Merges two nested dictionaries, where `entries` overrides `tree`.
 
-    `entries` may have only some of the entries of `tree`, and others that `tree` does not have.
+    `entries` may lack some entries of `tree`, and may contain additional entries.
     """
     flat = traverse_util.flatten_dict(tree) | traverse_util.flatten_dict(entries)
     return traverse_util.unflatten_dict(flat)
@@ -88,7 +89,7 @@ def check_path_pattern(field: str, pattern: str) -> None:
     """Raises a `ValueError` if a pattern for paths is not a regular expression.
 
     Args:
-      field: the name of the field with the pattern, for the message.
+      field: the name of the field that holds the pattern, for the error message.
       pattern: the pattern.
     """
     try:
@@ -100,18 +101,18 @@ def check_path_pattern(field: str, pattern: str) -> None:
 
 
 def check_patterns_decide(field: str, patterns: Iterable[str], paths: Collection[str]) -> None:
-    """Checks that each pattern is the first that matches the whole path of some parameter.
+    """Checks that each pattern is the first pattern that matches some parameter.
 
-    The first pattern that matches a path decides what happens to that parameter. Any other pattern
-    has no effect and is most likely a misspelling.
+    Only the first pattern that matches the whole path of a parameter applies to the parameter. A
+    pattern that is never the first match has no effect, and is most likely a misspelling.
 
     Args:
-      field: the field of the experiment that holds the patterns, for the message.
+      field: the name of the field that holds the patterns, for the error message.
       patterns: regular expressions, in the order in which they are tried.
-      paths: the paths of all parameters, with looped layers.
+      paths: the paths of all parameters, in the layout with looped layers.
 
     Raises:
-      ValueError: a pattern decides nothing.
+      ValueError: if a pattern is not the first match of any parameter.
     """
     undecided = set(paths)
     for pattern in patterns:
@@ -132,7 +133,7 @@ def check_patterns_decide(field: str, patterns: Iterable[str], paths: Collection
 
 def is_axes(node: object) -> TypeGuard[Axes]:
     """Returns whether a node of a pytree is a tuple of axis names, for use as ``is_leaf``."""
-    # Optax's empty state is a named tuple without fields. It must not pass for a tuple of axes.
+    # Optax's empty state is a named tuple without fields, which must not count as a tuple of axes.
     if not isinstance(node, tuple) or hasattr(node, "_fields"):
         return False
     return all(isinstance(axis, str | None) for axis in node)
@@ -150,7 +151,7 @@ class NamedAxes(nn.LogicallyPartitioned):
 
 @contextlib.contextmanager
 def logical_axes() -> Iterator[None]:
-    """Context manager in which the initializers of `with_axes` box their values with axis names."""
+    """Returns a context in which initializers of `with_axes` box their values with axis names."""
     token = _RETURNS_BOXES.set(True)
     try:
         yield
@@ -163,10 +164,10 @@ def with_axes(init: Callable[..., jax.Array], *axes: str | None) -> Initializer:
 
     Args:
       init: an initializer ``(key, shape, dtype) -> array``.
-      *axes: a name of `LOGICAL_AXES`, or None, for every dimension of the parameter.
+      *axes: a name in `LOGICAL_AXES`, or None, for every dimension of the parameter.
 
     Raises:
-      ValueError: a name is not in `LOGICAL_AXES`.
+      ValueError: if a name is not in `LOGICAL_AXES`.
     """
     unknown = set(axes) - {*LOGICAL_AXES, None}
     if unknown:
@@ -188,7 +189,7 @@ def with_axes(init: Callable[..., jax.Array], *axes: str | None) -> Initializer:
 def _boxed_init(module: nn.Module) -> Callable[..., PyTree]:
     """Returns a function that initializes a module's variables inside `logical_axes()`.
 
-    Equal modules get the same function, so JAX traces it only once for equal arguments.
+    The function is cached, so that JAX traces equal modules with equal arguments only once.
     """
 
     def init(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -208,8 +209,8 @@ def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tu
       **kwargs: keyword arguments of its `__call__`.
 
     Returns:
-      Two pytrees of the same structure. The leaves of the first are `jax.ShapeDtypeStruct`, those
-      of the second are tuples of axis names.
+      A pair of pytrees ``(shapes, axes)`` with the same structure. The leaves of `shapes` are
+      `jax.ShapeDtypeStruct`, and the leaves of `axes` are tuples of axis names.
     """
     try:
         init = _boxed_init(module)
@@ -228,7 +229,7 @@ def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tu
         return shape
 
     def axes_of(x: PyTree) -> Axes:
-        """Returns the axis names of a variable. Without a box, its axes have no names."""
+        """Returns the axis names of a variable. The names of a variable without a box are None."""
         return tuple(x.names) if is_box(x) else (None,) * x.ndim
 
     shapes = jax.tree.map(shape_of, boxed, is_leaf=is_box)

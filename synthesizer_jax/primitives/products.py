@@ -10,16 +10,16 @@ from synthesizer_jax.attention.terms import logits_dtype
 
 
 def output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Returns the logits ``x kernel`` of ``[..., d]`` and ``[d, v]``, in float32 or wider.
+    """Returns the product of ``x``, ``[..., d]``, and ``kernel``, ``[d, v]``, in float32 or wider.
 
-    All matrix products have factors in the dtype of `x`. In the backward pass, JAX's own
+    The factors of all matrix products have the dtype of `x`, also in the backward pass. JAX's own
     derivatives would multiply by cotangents in float32, which is slower.
     """
     return _output_product(*match_varying_axes(x, kernel.astype(x.dtype)))
 
 
 def plain_output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Returns the same as `output_product`, but has JAX's own derivatives."""
+    """Returns the same result as `output_product`, but with JAX's own derivatives."""
     return jnp.matmul(x, kernel, preferred_element_type=logits_dtype(x, kernel))
 
 
